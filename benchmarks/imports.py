@@ -103,7 +103,8 @@ def _first_batch(measured: dict[str, list[float]]) -> Result:
         ratio = quartiles([one / base for one, base in zip(seconds, measured["reset"], strict=True)])[1]
         rows.append((name, f"{middle:.2f}", f"{low:.2f}-{high:.2f}", f"{ratio:.2f}"))
     columns = ("", "seconds", "quartiles", "/ reset")
-    return Result(name="first batch", table=table(columns, rows), data={"first_batch_seconds": measured})
+    rounds = {name: [{"seconds": each} for each in seconds] for name, seconds in measured.items()}
+    return Result(name="first batch", table=table(columns, rows), data={"rounds": rounds})
 
 
 def _result(measured: dict[str, list[dict[str, Any]]]) -> Result:

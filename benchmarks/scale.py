@@ -59,19 +59,13 @@ def results(options: Options) -> Iterator[Result]:
     frames = [int(each * options.scale) for each in FRAMES]
     for what in ("host", "jax", "buffer"):
         if options.only in what:
-            rows = {f"{what} {each:,}": _children(options, what, each) for each in frames}
-            columns = ("", "ns/frame", "quartiles", "bytes/frame", "quartiles")
-            yield _result(what, columns, rows, ("nanoseconds", "bytes"))
+            yield _result(what, {f"{what} {each:,}": _children(options, what, each) for each in frames})
     if options.only in "workers":
-        rows = {f"{each} workers": _children(options, "workers", each) for each in WORKERS}
-        columns = ("", "us/batch and worker", "quartiles", "of which reader", "quartiles")
-        yield _result("workers", columns, rows, ("microseconds", "reader"))
+        yield _result("workers", {f"{each} workers": _children(options, "workers", each) for each in WORKERS})
     if options.only in "batches of one step":
         marks = [int(each * options.scale) for each in MARKS]
-        found = _child("batches", *marks)
-        lines = [tuple(f"{each[name]:,.1f}" for name in each) for each in found]
-        columns = ("batches", "us/batch", "MB resident", "descriptors")
-        yield Result(name="batches of one step", table=table(columns, lines), data={"marks": found})
+        rows = {f"{mark:,} batches": [each] for mark, each in zip(marks, _child("batches", *marks), strict=True)}
+        yield _result("batches of one step", rows)
 
 
 def _children(options: Options, what: str, size: int) -> list[dict[str, float]]:
@@ -84,14 +78,16 @@ def _child(what: str, *sizes: int) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _result(name: str, columns: tuple[str, ...], rows: dict[str, list[dict[str, float]]], keys: Any) -> Result:
+def _result(name: str, rows: dict[str, list[dict[str, float]]]) -> Result:
+    """The median and the quartiles of each quantity, round by round."""
+    quantities = [*next(iter(rows.values()))[0]]
     lines = []
     for label, rounds in rows.items():
-        cells = [label]
-        for key in keys:
-            low, middle, high = quartiles([each[key] for each in rounds])
-            cells += [f"{middle:,.1f}", f"{low:,.1f}-{high:,.1f}"]
-        lines.append(tuple(cells))
+        found = [quartiles([each[quantity] for each in rounds]) for quantity in quantities]
+        lines.append(
+            (label, *(text for low, middle, high in found for text in (f"{middle:,.1f}", f"{low:,.1f}-{high:,.1f}")))
+        )
+    columns = ("", *(text for quantity in quantities for text in (quantity, "quartiles")))
     return Result(name=name, table=table(columns, lines), data={"rounds": rows})
 
 
@@ -106,7 +102,7 @@ def _frames(make: Callable[[int], Callable[[], Any]], frames: int) -> dict[str, 
     kept = [call() for _ in range(calls)]
     seconds = time.perf_counter() - started
     total = len(kept) * frames
-    return {"nanoseconds": seconds / total * 1e9, "bytes": (kernel("VmHWM") - before) / total}
+    return {"ns/frame": seconds / total * 1e9, "bytes/frame": (kernel("VmHWM") - before) / total}
 
 
 def _rollouts(env_id: str, num_envs: int, frames: int) -> Callable[[], Any]:
@@ -155,7 +151,7 @@ def _workers(count: int) -> dict[str, float]:
             next(collector)
         used, reader = _cpu_seconds(os.getpid()) - before, time.process_time() - own
     share = 1e6 / (batches * count)
-    return {"microseconds": used * share, "reader": reader * share}
+    return {"us/batch and worker": used * share, "us of it in the reader": reader * share}
 
 
 def _cpu_seconds(process: int) -> float:
@@ -176,7 +172,7 @@ def _batches(*marks: int) -> list[dict[str, float]]:
                 next(collector)
             each = (time.perf_counter() - started) / (mark - done) * 1e6
             descriptors = len(os.listdir("/proc/self/fd"))
-            found.append({"batches": mark, "us": each, "megabytes": kernel("VmRSS") / 1e6, "descriptors": descriptors})
+            found.append({"us/batch": each, "MB resident": kernel("VmRSS") / 1e6, "descriptors": descriptors})
             done, started = mark, time.perf_counter()
     return found
 

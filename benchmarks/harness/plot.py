@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = Path(__file__).parents[1] / "results"
-ORDER = ("collect", "fused", "policies", "vector", "workers", "replay", "replay-stacks", "ray", "torchrl", "suites")
+PICTURES = ("collect", "fused", "policies", "vector", "workers", "replay", "replay-stacks", "ray")
+COSTS = ("imports", "scale")
 INTRODUCTION = """# Benchmarks
 
 Each benchmark measures this library, its peers and the limit in interleaved rounds of one run, so that their ratios
@@ -134,6 +135,20 @@ def table(benchmark: str) -> str:
     return "\n".join(lines)
 
 
+def costs(benchmark: str) -> str:
+    """The medians, in Markdown, of results that are no rates: a table for each, with a column for each quantity."""
+    tables = []
+    for name, result in results(benchmark)["results"].items():
+        rows = result.get("rounds", {})
+        quantities = [*next(iter(rows.values()))[0]] if rows else []
+        lines = [f"| {' | '.join([name, *quantities])} |", f"|---|{'---|' * len(quantities)}"]
+        for label, rounds in rows.items():
+            medians = [f"{median(each[quantity] for each in rounds):,.4g}" for quantity in quantities]
+            lines.append(f"| {' | '.join([label, *medians])} |")
+        tables += ["\n".join(lines)] if rows else []
+    return "\n\n".join(tables)
+
+
 def page(benchmark: str) -> str:
     """The section of a benchmark: what it measures, its picture and table, machine and versions."""
     name, _, only = benchmark.partition("-")
@@ -141,6 +156,12 @@ def page(benchmark: str) -> str:
     described = ast.get_docstring(ast.parse(file_of(name).read_text())) or ""
     options = f"{f' --only {only}' if only else ''} --rounds {facts['options']['rounds']}"
     versions = ", ".join(f"{each} {number}" for each, number in facts["versions"].items() if number != "not installed")
+    measured = f"Medians.\n\n{costs(benchmark)}"
+    if benchmark in PICTURES:
+        rule = (
+            "The column frames/s is ours; the others are how many times faster that is. Medians of interleaved rounds."
+        )
+        measured = f"![{benchmark}]({benchmark}.svg)\n\n{rule}\n\n{table(benchmark)}"
     return f"""## {benchmark}
 
 {described}
@@ -149,11 +170,7 @@ def page(benchmark: str) -> str:
 python -m benchmarks {name}{options}
 ```
 
-![{benchmark}]({benchmark}.svg)
-
-The column frames/s is ours; the others are how many times faster that is. Medians of interleaved rounds.
-
-{table(benchmark)}
+{measured}
 
 Measured on {facts["date"]}, {facts["cpu"]}, {facts["cores"]} cores: {versions}.
 """
@@ -164,9 +181,9 @@ def write_pages(folder: Path) -> None:
     from benchmarks.gpu import picture as gpu  # imports both frameworks
 
     folder.mkdir(exist_ok=True)
-    for benchmark in ORDER:
+    for benchmark in PICTURES:
         picture(benchmark, folder / f"{benchmark}.svg")
-    sections = [*map(page, ORDER), gpu.section(RESULTS / "gpu.json", folder)]
+    sections = [*map(page, (*PICTURES, *COSTS)), gpu.section(RESULTS / "gpu.json", folder)]
     (folder / "index.md").write_text("\n".join([INTRODUCTION, *sections]))
 
 
