@@ -60,8 +60,9 @@ def test_the_mend_for_a_vector_works() -> None:
     runs(fc.make_env(eval(call, {"gymnasium": gymnasium, "AutoresetMode": gymnasium.vector.AutoresetMode})))
 
 
-def test_an_atari_game_that_is_not_registered() -> None:
-    code = "import funcollect; funcollect.make_env('ALE/Pong-v5')"  # elsewhere the tests may have registered it
+@pytest.mark.parametrize("name", ["ALE/Pong-v5", "PongNoFrameskip-v4"])
+def test_an_atari_game_that_is_not_registered(name: str) -> None:
+    code = f"import funcollect; funcollect.make_env({name!r})"  # elsewhere the tests may have registered it
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "write 'ale/Pong', which has the usual preprocessing" in run.stderr
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from funcollect.errors import InUseError
 
 EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
 LaneFactory = Callable[[], Any]
+_ATARI = re.compile(r"ALE/(?P<game>\w+)-v\d+|(?P<old>[A-Z]\w+?)(NoFrameskip|Deterministic)-v\d+")  # ids of Atari games
 
 # By id: the environments that back a state, or did until it was closed.
 _TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -198,8 +200,8 @@ def _not_made(name: str, error: Exception) -> ValueError:
         "look the id up in gymnasium.registry, and import the package that registers it first, or name the module in "
         "the id ('module:Name-v0'), as workers of collectors need it"
     )
-    if name.startswith("ALE/"):
-        game = name.removeprefix("ALE/").rpartition("-v")[0]
+    if found := _ATARI.fullmatch(name):
+        game = found["game"] or found["old"]
         mend = f"write 'ale/{game}', which has the usual preprocessing, or 'ale_py:{name}' for the raw game"
     return ValueError(f"Gymnasium cannot make {name!r}: {str(error).rstrip('.')}; {mend}")
 
