@@ -36,7 +36,8 @@ class EpisodeWindow:
 
     def add(self, batch: TensorDict) -> int:
         """Add a batch and return the number of its frames; TypeError unless it is a TensorDict."""
-        check_kind("batch", batch, TensorDictBase, "pass funcollect.deliver(batch, env) for one of funcollect.traced")
+        mend = "track batches of a collector or of rollout, and funcollect.deliver(batch, env) of funcollect.traced's"
+        check_kind("batch", batch, TensorDictBase, mend)
         mask = batch.get(MASK, None)
         frames = batch.numel() if mask is None else int(mask.sum())
         self.frames += frames
