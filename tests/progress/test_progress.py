@@ -192,7 +192,9 @@ def test_a_window_can_be_read_meanwhile() -> None:
 
 
 def test_a_batch_that_is_no_tensordict() -> None:
-    with pytest.raises(TypeError, match=r"batch is \{'next': 1\}, expected TensorDictBase: track batches of a collector"):
+    with pytest.raises(
+        TypeError, match=r"batch is \{'next': 1\}, expected TensorDictBase: track batches of a collector"
+    ):
         list(track([{"next": 1}], disable=True))
 
 
