@@ -59,6 +59,21 @@ def own_generator() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def tracing(function: str) -> Iterator[None]:
+    """`own_generator` while a user's function is traced, and the remedy in JAX's error if it cannot be traced."""
+    errors = import_jax().errors
+    try:
+        with own_generator():
+            yield
+    except (errors.ConcretizationTypeError, errors.TracerArrayConversionError) as error:
+        error.add_note(
+            f"{function} is traced by JAX, so values are not known in it: write jax.numpy.where, or jax.lax.cond, for "
+            "a branch, and jax.numpy instead of NumPy"
+        )
+        raise
+
+
 def default_device_type() -> str:
     """What Torch calls the type of the device on which JAX computes by default."""
     return {"gpu": "cuda"}.get(import_jax().default_backend(), "cpu")

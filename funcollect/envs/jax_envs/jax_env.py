@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -14,7 +14,7 @@ from funcollect.arguments import check_choice, check_keys, check_kind, check_num
 from funcollect.envs.base import AdaptedEnv, EnvBase
 from funcollect.envs.spaces import as_delivered
 from funcollect.errors import EnvError
-from funcollect.interop.jax_setup import import_jax, own_generator
+from funcollect.interop.jax_setup import import_jax, tracing
 from funcollect.messages import shown
 from funcollect.protocols import JaxEnv, Renderer, Starts, Transition
 from funcollect.specs import ActionSpec, Space, observation_leaves
@@ -181,7 +181,7 @@ def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]
 
 def reset_lane(env: JaxEnv, key: Any, params: Any) -> tuple[Any, Any]:
     """Call the environment's `reset` within a JAX trace; EnvError unless it returns a state and an observation."""
-    with own_generator(), _named_if_not_traceable(env, "reset"):
+    with tracing(f"reset of {env!r}"):
         begun = env.reset(key, params)
     if not isinstance(begun, tuple) or len(begun) != 2:
         raise EnvError(
@@ -195,7 +195,7 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
     jnp = import_jax().numpy
     if env.action_spec.one_hot:
         action = env.action_spec.from_one_hot(action, jnp).astype(jnp.int32)
-    with own_generator(), _named_if_not_traceable(env, "step"):
+    with tracing(f"step of {env!r}"):
         moved = env.step(key, env_state, action, params)
     if not isinstance(moved, Transition):
         raise EnvError(
@@ -207,20 +207,6 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
         terminated=jnp.asarray(moved.terminated, bool),
         truncated=jnp.asarray(moved.truncated, bool),
     )
-
-
-@contextmanager
-def _named_if_not_traceable(env: JaxEnv, function: str) -> Iterator[None]:
-    """Add the environment's function, and the remedy, to JAX's error for code that it cannot trace."""
-    errors = import_jax().errors
-    try:
-        yield
-    except (errors.ConcretizationTypeError, errors.TracerArrayConversionError) as error:
-        error.add_note(
-            f"{function} of {env!r} is traced by JAX, so values are not known in it: write jax.numpy.where, or "
-            "jax.lax.cond, for a branch, and jax.numpy instead of NumPy"
-        )
-        raise
 
 
 def _kind(given: Any) -> str:

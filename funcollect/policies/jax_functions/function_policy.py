@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.interop.bridge import torch_view
-from funcollect.interop.jax_setup import compiled, import_jax, own_generator
+from funcollect.interop.jax_setup import compiled, import_jax, tracing
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Noise
 from funcollect.messages import name_of, note_arguments
@@ -91,7 +91,7 @@ class FunctionPolicy(PolicyBase):
         inputs = (observation,) if policy_state is None else (observation, policy_state)
         before = import_jax().tree.leaves(policy_state) if self.record_state else []
         try:
-            with own_generator():  # it may split its keys
+            with tracing("the policy's function"):
                 answer = self.apply(params, *inputs, **extra)
         except Exception as error:
             note_arguments(error, "the policy's function", (params, *inputs, *extra.values()))

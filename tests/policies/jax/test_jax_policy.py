@@ -265,3 +265,12 @@ def test_a_variable_that_was_set_since_it_was_compiled_is_named(name):
         fc.rollout(env, policy, state, 3)
     scale = 1.0
     fc.close(fc.rollout(env, policy, state, 3)[0])
+
+
+@pytest.mark.parametrize("name", [*ENVS, "gymnax/CartPole-v1"])
+def test_code_that_jax_cannot_trace_is_named_with_the_remedy(name: str) -> None:
+    env = fc.make_env(name, num_envs=2)
+    policy = fc.jax_policy(lambda params, x: push(x) if x[0, 0] > 0 else push(-x), {})
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    assert "the policy's function is traced by JAX" in "".join(caught.value.__notes__)
