@@ -172,7 +172,7 @@ soak: $(VENV)/.test
 		tests-portable 2>&1 | tee benchmarks/results/soak.txt
 
 bench: $(VENV)/.test
-	for name in imports memory overhead collect suites vector torchrl fused policies replay workers ray; do $(BIN)/python -m benchmarks $$name || exit 1; done
+	for name in imports memory overhead scale collect vector fused policies replay workers ray; do $(BIN)/python -m benchmarks $$name || exit 1; done
 
 # For a GPU machine without a package index: `gpu-kit` downloads the wheels to carry there, `gpu` runs there.
 gpu-kit:

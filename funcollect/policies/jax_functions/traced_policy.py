@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from funcollect.errors import PolicyError
-from funcollect.interop.jax_setup import import_jax, own_generator
+from funcollect.interop.jax_setup import import_jax, tracing
 from funcollect.policies.actors.actor import split_answer, split_call
 from funcollect.policies.actors.checks import check_action, check_rows
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
@@ -48,7 +48,7 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
             policy_state, outputs = policy.answer(spec, stochastic, bound, policy_state, observation, drawn)
         else:
             exploration = Exploration(exploration_type, bound[1])
-            with own_generator():
+            with tracing("the call of the policy"):
                 policy_state, given = split_call(policy(bound[0], policy_state, observation, drawn, spec, exploration))
             action, extras = split_answer(given, None)
             outputs = {"action": action, **extras}
