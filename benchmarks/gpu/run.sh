@@ -53,7 +53,7 @@ echo "tested after $SECONDS s"
 
 left=$((all - SECONDS))
 if [ "$only" = vector ]; then
-    timeout --kill-after=5 $left "$python" -m benchmarks vector --only "on a GPU" --rounds 5 --out "$out" 2>&1 | tee "$out/vector.txt"
+    timeout --kill-after=5 $left "$python" -m benchmarks vector --only GPU --rounds 5 --out "$out" 2>&1 | tee "$out/vector.txt"
     exit
 fi
 timeout --kill-after=5 $left "$python" -m benchmarks gpu --platform "$platform" --only "$only" --rounds 5 --seconds $((left - 20)) \

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = Path(__file__).parents[1] / "results"
-PICTURES = ("collect", "fused", "policies", "vector", "workers", "replay", "replay-stacks", "ray")
+PICTURES = ("collect", "fused", "policies", "vector", "vector-GPU", "workers", "replay", "replay-stacks", "ray")
 COSTS = ("imports", "scale")
 INTRODUCTION = """# Benchmarks
 

@@ -36,7 +36,7 @@ from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.populations.population import Population
 from funcollect.policies.tensordict_modules.calling import paths_of
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy, is_env
@@ -155,8 +155,7 @@ def evaluate_actions(
     in_torch = isinstance(policy, TorchPolicy)
     _check_rows(rows, [_ACTION, *(leaf.path for leaf in leaves)], Tensor if in_torch else None)
     framework = _TORCH if in_torch else _in_jax()
-    if isinstance(policy, TorchPolicy) and policy.run_device is not None:
-        rows = {path: leaf.to(policy.run_device) for path, leaf in rows.items()}
+    rows = _beside(policy, rows)
     xp, network, action = framework.xp, _network(policy, params), rows[_ACTION]
     values = {name: rows[*EXPLORATION, name] for name in policy.head.values if (*EXPLORATION, name) in rows}
     head = policy.head.at({**policy.head.values, **values})
@@ -216,6 +215,12 @@ def _check_rows(rows: _Leaves, wanted: Sequence[Path], kind: type | None) -> Non
             f"the batch holds a {type(given).__name__}, expected what a policy in {'Torch' if kind else 'JAX'} takes: "
             f"pass {mend}"
         )
+
+
+def _beside(policy: Policy, rows: _Leaves) -> dict[Path, Any]:
+    """The rows on the device of a policy in Torch."""
+    place = policy.run_device if isinstance(policy, TorchBacked) else None
+    return {path: leaf if place is None else leaf.to(place) for path, leaf in rows.items()}
 
 
 def _network(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
@@ -366,13 +371,13 @@ def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> di
             "ProbabilisticActor: pass that"
         )
     _check_rows(rows, [_ACTION, *paths_of(module, "in_keys")], Tensor)
+    rows = _beside(policy, rows)
     inputs = {path: rows[path] for path in paths_of(module, "in_keys")}
     lead = rows["next", "done"].shape[:-1] if ("next", "done") in rows else rows[_ACTION].shape[:1]
 
     def call(inputs: _Leaves, recurrent: Any) -> tuple[Any, Any]:
         read = {path: leaf for path, leaf in inputs.items() if path != _ACTION} | (recurrent or {})
         given = to_tensordict(read, next(iter(read.values())).shape[:1])
-        given = given if policy.device is None else given.to(policy.device)
         with set_interaction_type(InteractionType.DETERMINISTIC):
             distribution = module.get_dist(given)
         found = {path: leaf for path, leaf in flatten(given).items() if path not in read}

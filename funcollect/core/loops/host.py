@@ -174,9 +174,10 @@ class _Part:
         self._lanes = lanes
 
     def finish(self) -> tuple[Any, Columns]:
-        """Return the policy's next state, and its outputs. A PolicyError counts the lane that it names over all."""
+        """Return the policy's next state, and its outputs on the host. A PolicyError counts lanes over all parts."""
         try:
-            return self.actor.finish()
+            policy_state, outputs = self.actor.finish()
+            return policy_state, {path: column.cpu() for path, column in outputs.items()}
         except PolicyError as error:
             if not self._lanes.start:
                 raise
@@ -203,7 +204,7 @@ class _Part:
             fresh = state.replace(step=torch.zeros_like(state.step), steps=state.steps_made + t)
             actor = self._open(fresh, rest, own)
             try:
-                pieces.append((lanes, simulators.step(lanes, actor.act(0))))
+                pieces.append((lanes, simulators.step(lanes, _on_host(actor.act(0)))))
             except LanesLostError:
                 lost.append(lanes)
                 continue
@@ -249,7 +250,7 @@ class _Part:
         for t in range(request.length):
             for store, row in recording.roots:
                 store[t] = row
-            send(lanes, act(t))
+            send(lanes, _on_host(act(t)))
             yield
             try:
                 _, outcome = receive()
@@ -278,6 +279,11 @@ class _Part:
                     next_cut = _next_cut(limit, request)
         check_outcome(outcome, lanes)  # also after the last step
         recording.finish()
+
+
+def _on_host(action: Any) -> Any:
+    """Return an action in memory that simulators can read: that of a Torch policy may be on an accelerator."""
+    return action if getattr(action, "is_cpu", True) else action.cpu()
 
 
 def _next_cut(limit: TrajectoryLimit | None, request: Request) -> int:

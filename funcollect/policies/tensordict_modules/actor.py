@@ -43,7 +43,7 @@ class TensorDictActor(Actor):
 
     def __init__(self, policy: TensorDictPolicy, inputs: ActorInputs) -> None:
         self._rollout, self._single = inputs, inputs.single
-        self._module, self._device = policy.bound(inputs.params), policy.device
+        self._module, self._device = policy.bound(inputs.params), policy.moves_to(inputs.observation)
         self._generator = inputs.policy_state.generator.clone()
         self._inputs = by_path(inputs.observation)
         self._place = device_of(inputs.observation)

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import checked_device
+from funcollect.policies.actors.actor import device_of
 from funcollect.policies.tensordict_modules.actor import TensorDictActor
 from funcollect.policies.tensordict_modules.calling import (
     INIT,
@@ -98,6 +99,10 @@ class TensorDictPolicy(TorchBacked):
     def remembers(self, policy_state: Any, /) -> bool:
         return bool(self.hidden_states) or self.reads_init or reads_what_it_wrote(self.module)
 
+    def moves_to(self, observation: Any) -> torch.device | None:
+        """The device to which the module's inputs are moved; None if they stay where the `observation` is."""
+        return self.device or (self.run_device if self.run_device != device_of(observation) else None)
+
     def inputs_of(self, observation: Any, recurrent: Any) -> tuple[dict[Path, Any], set[Path]]:
         """The module's inputs by path, and the paths that are not outputs even if the module writes them."""
         seen, hidden = by_path(observation), recurrent or {}
@@ -126,7 +131,8 @@ class TensorDictPolicy(TorchBacked):
         """The nested outputs [P, ...] of `module`, which is this policy's module bound to parameters."""
         inputs, read = self.inputs_of(observation, recurrent)
         with set_interaction_type(exploration_type):
-            outputs = outputs_of(run_module(module, inputs, self.device, single=single), read, single=single)
+            answer = run_module(module, inputs, self.moves_to(observation), single=single)
+            outputs = outputs_of(answer, read, single=single)
         check_hidden(outputs, {path: inputs[path] for path in self.hidden_states}, self.written)
         return nest(outputs)
 
