@@ -235,3 +235,17 @@ def test_the_action_log_drops_what_no_episode_needs() -> None:
     log.extend(torch.arange(16, 20).reshape(2, 2), torch.tensor([0, 1]))
     assert log.since_reset().tolist() == [[18, 19]]
     assert sum(map(len, log._chunks)) == 2
+
+
+@pytest.mark.parametrize("length", [1, 3, 64, 100])
+def test_the_action_log_of_short_rollouts_has_few_chunks(length: int) -> None:
+    log, whole = ActionLog(3), torch.empty(0, 3, dtype=torch.int64)
+    for number in range(1, 400):
+        actions = torch.randint(9, (length, 3))
+        whole = torch.cat((whole, actions))
+        age = min(number * length, 700)
+        log.extend(actions, torch.tensor([age, 0, 0]))
+        if number % 50 == 0:
+            assert torch.equal(log.since_reset(), whole[-age:])
+    assert sum(map(len, log._chunks)) < 700 + max(length, 64)
+    assert len(log._chunks) < 20

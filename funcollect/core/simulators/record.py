@@ -14,10 +14,11 @@ from funcollect.keys import Key
 from funcollect.protocols import Outcome
 
 LONGEST_LOG = 1 << 20  # steps; a longer episode cannot be forked
+_JOINED = 64  # steps of short rollouts in one chunk, since a tensor takes half a kilobyte besides its numbers
 
 
 class ActionLog:
-    """The actions of the last steps, at most `limit`, [steps, P, ...], in one chunk per rollout."""
+    """The actions of the last steps, at most `limit`, [steps, P, ...], in one chunk per rollout or some short ones."""
 
     def __init__(self, num_lanes: int, limit: int = LONGEST_LOG) -> None:
         self._chunks: deque[Tensor] = deque()
@@ -32,6 +33,9 @@ class ActionLog:
             return
         self._chunks.append(actions.clone())
         self._length += len(actions)
+        while len(self._chunks) > 1 and len(self._chunks[-2]) <= len(self._chunks[-1]) <= _JOINED // 2:
+            newest = self._chunks.pop()
+            self._chunks.append(torch.cat((self._chunks.pop(), newest)))
         needed = min(int(ages.max()), self._limit)
         while self._chunks and self._length - len(self._chunks[0]) >= needed:
             self._length -= len(self._chunks.popleft())
