@@ -76,6 +76,8 @@ WORK_BESIDE_A_GPU = {  # for 16 processors
 }
 
 
+PUFFER_SPINS = 0.6  # seconds: PufferLib's workers look for orders without a pause for half a second
+
 COSTS = "CPU time per step of the process with the policy"
 COUNTS = [(1, 1), (4, 4), (16, 16), (64, 64), (16, 64), (16, 256)]  # workers, lanes
 
@@ -197,7 +199,8 @@ def cells() -> Iterator[Cell]:
             if work.name in POOLS:
                 contestants["EnvPool"] = partial(Pool, work)
         ours_names = tuple(key for key in contestants if "worker" in key or key == "one process")
-        yield Cell(name=name, note=f"{work.length} steps per batch", contestants=contestants, ours=ours_names)
+        note, rest = f"{work.length} steps per batch", PUFFER_SPINS if "PufferLib" in contestants else 0.0
+        yield Cell(name=name, note=note, contestants=contestants, ours=ours_names, rest=rest)
 
 
 def limit_of(work: Work, options: Options) -> tuple[float, str]:

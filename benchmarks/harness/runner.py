@@ -68,6 +68,7 @@ class Cell:
         block: length of one measured block in seconds.
         ours: the contestants that `compare` runs with two revisions; they use nothing but public names.
         stale: how many batches may be ready as a block begins, for contestants that collect ahead.
+        rest: seconds before each block, for contestants whose processes use the processors for a while after theirs.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Cell:
     block: float = 0.5
     ours: Sequence[str] = ("funcollect",)
     stale: Mapping[str, int] = field(default_factory=dict)
+    rest: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,7 @@ def measure(cell: Cell, options: Options) -> Measured:
         gc.freeze()  # the garbage collector need not traverse the frameworks' objects in a block
         for _ in range(options.rounds):
             for name in order.sample(list(contestants), len(contestants)):
+                time.sleep(cell.rest)
                 rates[name].append(block(contestants[name], seconds))
     finally:
         gc.unfreeze()
