@@ -33,7 +33,7 @@ from funcollect.arguments import check_choice, check_kind, check_number
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
 from funcollect.specs import FINAL, Space, map_leaves, observation_leaves
-from funcollect.tree import flatten, key_of, ranked
+from funcollect.tree import flatten, key_of, moved, ranked
 
 __all__ = ["RunningStatistics", "denormalize", "init", "merge", "normalize", "update"]
 
@@ -231,7 +231,7 @@ def _moments_in_jax(stats: RunningStatistics, values: Mapping[str, Any], weights
 
 
 def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics:
-    """The statistics of the observations of both, such as those of two workers.
+    """The statistics of the observations of both, such as those of two workers, on the device of the first.
 
     Raises:
         TypeError: if one is of Torch and the other of JAX.
@@ -248,6 +248,7 @@ def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics
     names, in_torch = sorted(one.mean), isinstance(one.count, Tensor)
     check_alike(one, other)
     if in_torch:
+        other = moved(other, one.count.device)
         count = one.count + other.count
         share = other.count.double() / count.clamp(min=1)
     else:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 import funcollect as fc
+from funcollect import running_statistics
 from tests.support.devices import each_device
 
 LANES, LENGTH = 4, 12
@@ -238,3 +239,18 @@ def test_lanes_that_are_lost_begin_again(device, tmp_path):
 
 def make_cartpole():
     return fc.make_env("CartPole-v1", num_envs=2)
+
+
+@each_device
+def test_statistics_follow_the_policy(device):
+    env = make("box")
+    policy = fc.normalized(box(device), running_statistics.init(env.observation_space))
+    options = {"frames_per_batch": LANES * LENGTH, "seed": 0, "update_statistics": True}
+    with fc.SyncDataCollector(env, policy, **options) as collector:
+        one, _ = next(collector), next(collector)
+        wanted = running_statistics.update(running_statistics.init(env.observation_space), one)
+        merged = running_statistics.merge(running_statistics.init(env.observation_space), policy.statistics)
+    assert policy.statistics.count.device.type == device
+    assert merged.count.device.type == "cpu"
+    torch.testing.assert_close(policy.statistics.mean["observation"].cpu(), wanted.mean["observation"])
+    torch.testing.assert_close(merged.mean["observation"], wanted.mean["observation"])
