@@ -157,7 +157,9 @@ def policy_seconds(env: HostEnv, route: Route, lanes: int, seen: Mapping[Path, T
     with actor.running():
         for t in range(_CALLS):
             started = time.perf_counter()
-            actor.act(t)
+            action = actor.act(t)
+            if isinstance(action, Tensor):
+                action.cpu()  # which waits for an accelerator
             times.append(time.perf_counter() - started)
     return statistics.median(times)
 
