@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import optree
 from torch import Tensor
 
 from funcollect.arguments import check_count, check_flags, check_optional_positive, check_positive
@@ -14,10 +15,16 @@ from funcollect.core.exploration import NO_VALUES, check_values, head_of
 from funcollect.core.state import CollectorState
 from funcollect.keys import draw_ahead, random_words
 from funcollect.policies.random_policy import RandomStart
+from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.protocols import Actor, ActorInputs, Env, Exploration, JaxEnv, Policy, TorchEnv
 from funcollect.specs import ExplorationType
 from funcollect.threefry import Words
 from funcollect.tree import Path
+
+_ANOTHER_POLICY = (
+    "pass the policy that the state was made with, or continue with "
+    "state.replace(policy_state=policy.init(state.key, state.num_lanes))"
+)
 
 OwnColumns = Mapping[Path, Tensor]
 NOWHERE: OwnColumns = MappingProxyType({})
@@ -101,8 +108,17 @@ def check_state_kind(policy_state: Any, wanted: type) -> None:
     if type(policy_state) is not wanted:
         raise ValueError(
             f"the state holds the policy state {type(policy_state).__name__}, this policy wants {wanted.__name__}: "
-            "pass the policy that the state was made with, or continue with "
-            "state.replace(policy_state=policy.init(state.key, state.num_lanes))"
+            f"{_ANOTHER_POLICY}"
+        )
+
+
+def _check_recurrent(held: Any, wanted: Any) -> None:
+    """Raise ValueError for a recurrent state of another structure, or with other shapes, than the policy's own."""
+    own, other = ([list(leaf.shape) for leaf in optree.tree_leaves(each)] for each in (wanted, held))
+    if own != other or optree.tree_structure(held) != optree.tree_structure(wanted):
+        raise ValueError(
+            f"the state holds the policy state of another policy, with recurrent states of the shapes {other}, this "
+            f"policy wants {own}: {_ANOTHER_POLICY}"
         )
 
 
@@ -123,6 +139,8 @@ def inputs_of(
     drawn = None if noise is None else draw_ahead(noise, state.key, lanes, steps, request.length, draw=draw)
     initial_state = policy.init(state.key, state.num_lanes)
     check_state_kind(state.policy_state, type(initial_state))
+    if isinstance(initial_state, TorchPolicyState):
+        _check_recurrent(state.policy_state.recurrent, initial_state.recurrent)
     return ActorInputs(
         observation=observation,
         params=policy.prepare(request.params),

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from torch import nn
 
@@ -169,6 +170,33 @@ def test_a_state_of_another_policy(kinds: tuple[str, str]) -> None:
     with refused(ValueError, ("the state holds the policy state", "this policy wants", "state.replace(policy_state=")):
         fc.rollout(env, second, state, 4)
     runs(env, first, state)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(4, size), nn.Linear(size, 2)
+
+    def forward(self, observation: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        memory = self.cell(observation, memory)
+        return self.out(memory), memory
+
+
+@pytest.mark.parametrize("kinds", [(0, 8), (8, 0), (16, 8)])
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
+def test_a_state_of_another_recurrent_policy(name: str, kinds: tuple[int, int]) -> None:
+    def make(size: int) -> Any:
+        if not size:
+            return fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical)
+        return fc.torch_policy(Recurrent(size), head=fc.heads.categorical, initial_state=torch.zeros(size))
+
+    env = fc.make_env(name, num_envs=2)
+    first, second = map(make, kinds)
+    state = fc.init(env, first, seed=0)
+    with refused(ValueError, ("policy state of another policy", "this policy wants", "state.replace(policy_state=")):
+        fc.rollout(env, second, state, 4)
+    mended = state.replace(policy_state=second.init(state.key, state.num_lanes))
+    fc.rollout(env, second, mended, 4)
 
 
 @pytest.mark.parametrize("bad", [None, 3, nn.Linear, Rigged])
