@@ -21,7 +21,7 @@ from funcollect.specs import ExplorationType
 from funcollect.threefry import Words
 from funcollect.tree import Path
 
-_ANOTHER_POLICY = (
+ANOTHER_POLICY = (  # what to do about its state
     "pass the policy that the state was made with, or continue with "
     "state.replace(policy_state=policy.init(state.key, state.num_lanes))"
 )
@@ -108,7 +108,7 @@ def check_state_kind(policy_state: Any, wanted: type) -> None:
     if type(policy_state) is not wanted:
         raise ValueError(
             f"the state holds the policy state {type(policy_state).__name__}, this policy wants {wanted.__name__}: "
-            f"{_ANOTHER_POLICY}"
+            f"{ANOTHER_POLICY}"
         )
 
 
@@ -118,7 +118,7 @@ def _check_recurrent(held: Any, wanted: Any) -> None:
     if own != other or optree.tree_structure(held) != optree.tree_structure(wanted):
         raise ValueError(
             f"the state holds the policy state of another policy, with recurrent states of the shapes {other}, this "
-            f"policy wants {own}: {_ANOTHER_POLICY}"
+            f"policy wants {own}: {ANOTHER_POLICY}"
         )
 
 

@@ -78,10 +78,7 @@ class _Writer:
             return ["generator", self.encode(value.bit_generator.state, where)]
         if _is_jax(value):
             return self._jax(value)
-        raise TypeError(
-            f"{where} is {shown(value)} ({kind.__name__}), which cannot be saved as data: pass its "
-            "state, as arrays, numbers, strings and containers of these"
-        )
+        raise TypeError(f"{where} is {shown(value)} ({kind.__name__}), which cannot be saved as data")
 
     def _store(self, array: npt.NDArray[Any]) -> str:
         name = f"a{len(self.arrays)}"

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from funcollect.arguments import check_kind
+from funcollect.core.request import ANOTHER_POLICY
 from funcollect.core.state import CollectorState, check_origin
 from funcollect.envs.jax_envs.checks import differing
 from funcollect.errors import PolicyError
@@ -83,10 +84,7 @@ def check_live(state: CollectorState) -> None:
 def check_policy_state(wanted: Any, given: Any) -> None:
     """Raise ValueError for a state of another policy."""
     if difference := differing(wanted, given):
-        raise ValueError(
-            f"the state holds the policy state of another policy: {difference}: pass the policy that the state was "
-            "made with, or continue with state.replace(policy_state=policy.init(state.key, state.num_lanes))"
-        )
+        raise ValueError(f"the state holds the policy state of another policy: {difference}: {ANOTHER_POLICY}")
 
 
 def check_starts(held: Any, begun: Any, cause: Exception) -> None:
