@@ -92,8 +92,8 @@ class Checkpoint:
             policy: a module, or any object with `state_dict`; a pytree of parameters; or a dict of such.
             optimizer: an optimizer, likewise, or a pytree such as the state of optax; or a dict of such.
             episodes: as `save` of the collector takes it.
-            values: numbers, strings, arrays, tensors, and lists, tuples and dicts of them. A named tuple comes back as
-                a plain one.
+            values: numbers, strings, arrays, tensors, generators of NumPy and Torch, and lists, tuples and dicts of
+                them. A named tuple comes back as a plain one.
 
         Raises:
             ValueError: for a step that is not after the latest one.

@@ -24,9 +24,9 @@ _SEQUENCES = (list, tuple, deque, set, frozenset)
 def to_data(value: Any, known: Sequence[Any] = ()) -> tuple[Any, Arrays]:
     """Turn a value into a structure for JSON, and arrays by name.
 
-    The value may nest numbers, strings, bytes, None, lists, tuples, dicts, sets, deques, generators of NumPy, NumPy
-    arrays, Torch tensors and JAX arrays. A named tuple becomes a plain one. An object that it holds twice is one object
-    again after `from_data`. The objects `known` are replaced by their positions.
+    The value may nest numbers, strings, bytes, None, lists, tuples, dicts, sets, deques, generators of NumPy and Torch,
+    NumPy arrays, Torch tensors and JAX arrays. A named tuple becomes a plain one. An object that it holds twice is one
+    object again after `from_data`. The objects `known` are replaced by their positions.
 
     Raises:
         TypeError: for anything else; the message names where it is.
@@ -76,6 +76,8 @@ class _Writer:
             return ["tensor", *self._tensor(value.detach().resolve_conj().resolve_neg().cpu())]
         if kind is np.random.Generator and type(value.bit_generator).__name__ in _GENERATORS:
             return ["generator", self.encode(value.bit_generator.state, where)]
+        if kind is torch.Generator:
+            return ["torch_generator", self._store(value.get_state().numpy()), str(value.device)]
         if _is_jax(value):
             return self._jax(value)
         raise TypeError(f"{where} is {shown(value)} ({kind.__name__}), which cannot be saved as data")
@@ -196,6 +198,10 @@ def _generator(state: Any) -> np.random.Generator:
     return np.random.Generator(bits)
 
 
+def _torch_generator(state: npt.NDArray[Any], device: str) -> torch.Generator:
+    return torch.Generator(device).set_state(torch.from_numpy(state.copy()))
+
+
 _MAKERS: dict[str, Callable[..., Any]] = {each.__name__: each for each in _SEQUENCES}
 _ARRAYS: dict[str, Callable[..., Any]] = {
     "array": _numpy,
@@ -204,4 +210,5 @@ _ARRAYS: dict[str, Callable[..., Any]] = {
     "tensor": _tensor,
     "jax": _jax_array,
     "key": _jax_key,
+    "torch_generator": _torch_generator,
 }

@@ -92,6 +92,13 @@ def test_generators_go_on_where_they_were(bits):
     assert (again.random(5) == generator.random(5)).all()
 
 
+def test_a_generator_of_torch_goes_on_where_it_was():
+    generator = torch.Generator().manual_seed(3)
+    torch.rand(5, generator=generator)
+    again = through({"generator": generator})["generator"]
+    assert torch.equal(torch.rand(5, generator=again), torch.rand(5, generator=generator))
+
+
 def test_objects_that_are_held_twice_stay_one_object():
     shared, array = [1], np.zeros(2)
     value = {"a": shared, "b": (shared, array), "c": array}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,16 @@ def seen(what: str, observation: Any, *says: str, **how: Any) -> Misuse:
 )
 def test_a_step_that_goes_wrong(misuse: Misuse) -> None:
     fails_then_runs(misuse.do, fc.random_policy, misuse.error, misuse.says)
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_wrong_counts_of_values_are_named_within_a_wrapper_too(count: int) -> None:
+    def make() -> Any:
+        unlimited = functools.partial(Rigged, lambda answer: (*answer, 0)[:count])
+        return fc.make_env(unlimited, num_envs=1, max_episode_steps=100)
+
+    says = ("lane 0", "within a wrapper", "expected 5", "expected the five values", "use Gymnasium's step API")
+    fails_then_runs(make, fc.random_policy, EnvError, says)
 
 
 @pytest.mark.parametrize("reward", [None, "high", np.ones(2)])

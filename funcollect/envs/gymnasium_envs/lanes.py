@@ -17,6 +17,8 @@ from funcollect.protocols import Outcome
 
 GymEnv = gymnasium.Env[Any, Any]
 
+_FIVE_VALUES = "expected the five values (observation, reward, terminated, truncated, info): use Gymnasium's step API"
+
 
 class Lanes(SimulatorsBase):
     """One Gymnasium environment per lane, stepped one after the other."""
@@ -99,11 +101,10 @@ class Lanes(SimulatorsBase):
         lanes = [self._first_lane + lane for lane in lanes]
         for lane, answer in zip(lanes, answers, strict=False):
             if not isinstance(answer, (tuple, list)) or len(answer) != 5:
-                return EnvError(
-                    f"lane {lane}: step returned {shown(answer)}, expected the five values "
-                    "(observation, reward, terminated, truncated, info): use Gymnasium's step API"
-                )
+                return EnvError(f"lane {lane}: step returned {shown(answer)}, {_FIVE_VALUES}")
         lane, action = lanes[len(answers)], actions[len(answers)]
+        if "values to unpack (expected 5" in str(error):  # by a wrapper, such as that of `max_episode_steps`
+            return EnvError(f"lane {lane}: step, within a wrapper: {error}, {_FIVE_VALUES}")
         outside = "" if self._space.contains(action) else f" (the action is not in {self._space}: look at the policy)"
         return EnvError(f"lane {lane}: step({action!r}) raised {error!r}{outside}: {ONWARD}")
 
