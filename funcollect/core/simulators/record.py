@@ -31,12 +31,13 @@ class ActionLog:
         self.ages = ages
         if not self._limit:
             return
-        self._chunks.append(actions.clone())
-        self._length += len(actions)
+        needed = min(int(ages.max()), self._limit)
+        newest = actions[max(len(actions) - needed, 0) :].clone()
+        self._chunks.append(newest)
+        self._length += len(newest)
         while len(self._chunks) > 1 and len(self._chunks[-2]) <= len(self._chunks[-1]) <= _JOINED // 2:
             newest = self._chunks.pop()
             self._chunks.append(torch.cat((self._chunks.pop(), newest)))
-        needed = min(int(ages.max()), self._limit)
         while self._chunks and self._length - len(self._chunks[0]) >= needed:
             self._length -= len(self._chunks.popleft())
 
