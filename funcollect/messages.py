@@ -66,3 +66,5 @@ def name_of(function: Any) -> str:
 def note_arguments(error: Exception, function: str, arguments: tuple[Any, ...]) -> None:
     """Add to an exception of a user's function what it was called with."""
     error.add_note(f"{function} was called with {clipped(kinds(arguments), 300)}")
+    if isinstance(error, TypeError) and "positional argument" in str(error):
+        error.add_note("a recurrent policy is made with initial_state=, and takes its state as the last argument")

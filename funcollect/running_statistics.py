@@ -165,10 +165,14 @@ def _counting(batch: Any, dims: int) -> Any:
 
 def _observations(stats: RunningStatistics, batch: Any) -> dict[str, Any]:
     """The observations of a batch, by name."""
-    if isinstance(batch, TensorDictBase):
-        return {name: batch[key_of(tuple(name.split(".")))] for name in stats.mean}
-    if isinstance(batch, (Mapping, tuple)):
-        flat = _by_name(batch)
+    if isinstance(batch, (TensorDictBase, Mapping, tuple)):
+        flat = (
+            {".".join(path): leaf for path, leaf in flatten(batch).items()}
+            if isinstance(batch, TensorDictBase)
+            else _by_name(batch)
+        )
+        if missing := [name for name in stats.mean if name not in flat]:
+            raise KeyError(f"the batch lacks {missing}, expected the observations of the statistics: pass all of them")
         return {name: flat[name] for name in stats.mean}
     return {next(iter(stats.mean)): batch}
 

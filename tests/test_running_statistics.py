@@ -308,3 +308,10 @@ def test_a_batch_without_next_observations_is_refused_and_statistics_that_do_not
     ):
         with pytest.raises((TypeError, ValueError), match="expected"):
             policy.statistics = wrong
+
+
+@pytest.mark.parametrize("batch", [{}, {"other": torch.zeros(3, 1)}, TensorDict({}, [3])])
+def test_a_batch_without_the_observations_is_named(batch):
+    stats = rs.init(spaces.Box(-1, 1, (1,)))
+    with pytest.raises(KeyError, match=r"the batch lacks \['observation'\], expected the observations"):
+        rs.update(stats, batch)

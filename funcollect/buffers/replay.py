@@ -24,7 +24,7 @@ from funcollect.buffers.samplers.randomness import GeneratorSource
 from funcollect.buffers.samplers.uniform import RandomSampler, Sampler, SamplerWithoutReplacement, wanted_size
 from funcollect.buffers.storages import ListStorage, Storage
 from funcollect.interrupts import Uninterrupted
-from funcollect.messages import shown
+from funcollect.messages import kind_of, shown
 
 __all__ = ["ReplayBuffer"]
 
@@ -286,4 +286,4 @@ def _map(function: Callable[[Any], Any], data: Any) -> Any:
 def _check_part(name: str, part: Any, method: str, example: str) -> None:
     """Raise TypeError unless `part` is an instance with this method, as every storage or sampler is."""
     if isinstance(part, type) or not hasattr(part, method):
-        raise TypeError(f"{name} is {type(part).__name__}, expected a {name} of funcollect: pass for example {example}")
+        raise TypeError(f"{name} is {kind_of(part)}, expected a {name} of funcollect: pass for example {example}")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import funcollect as fc
+from funcollect.envs.registry import limited
 from funcollect.policies.plugins import PolicyPlugin, find_policy
 from funcollect.protocols import is_env
 
@@ -31,6 +32,7 @@ def make_env(arguments: argparse.Namespace, num_envs: int | None, **kwargs: Any)
     if limit is not None:
         kwargs["max_episode_steps"] = limit
     try:
+        _check_no_file(name)
         if not _IN_A_MODULE.fullmatch(name):
             return fc.make_env(name, **lanes, **kwargs)
         return _made(_member(name), lanes | kwargs)
@@ -53,7 +55,7 @@ def make_filmed_env(arguments: argparse.Namespace) -> fc.Env:
 def _made(factory: Any, keywords: dict[str, Any]) -> fc.Env:
     """Return the environment of a factory that takes the number of lanes, or one for each lane."""
     if callable(factory) and "num_envs" in _parameters(factory):
-        made = factory(**keywords)
+        made = limited(factory, keywords)
         return made if is_env(made) else fc.make_env(made)
     return fc.make_env(factory, **keywords)
 
@@ -72,6 +74,15 @@ def _find_modules_here() -> None:
         sys.path.insert(0, os.getcwd())
 
 
+def _check_no_file(address: str) -> None:
+    """Raise ValueError for ``file.py:name``."""
+    file, _, name = address.partition(":")
+    if file.endswith(".py"):
+        raise ValueError(
+            f"{address!r} names a file, expected a module: say {Path(file).stem}:{name}, in the folder of the file"
+        )
+
+
 def _member(address: str) -> Any:
     """Return the member ``module:name``."""
     module, _, name = address.partition(":")
@@ -88,6 +99,7 @@ def _member(address: str) -> Any:
 
 def policy_named(name: str) -> PolicyPlugin:
     """Find the policy that a package offers by name, or in ``module:factory``, where the factory is not called yet."""
+    _check_no_file(name)
     try:
         return find_policy(name)
     except ValueError:

@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from funcollect.arguments import check_kind
 from funcollect.collectors.keywords import collector
 from funcollect.collectors.options import Options, RunOptions, Shard
+from funcollect.core.exploration import head_of
 from funcollect.core.saving import Episodes, check_episodes
 from funcollect.errors import ClosedError
 from funcollect.files import read_data, write_data
@@ -162,14 +163,15 @@ class CollectorBase(RunOptions, ABC):
         check_episodes(episodes)
         self._check_open()
         run = {"class": type(self).__name__, "keywords": self._plain_keywords(), "run": self.saved_run(episodes)}
+        run["head"] = self._head()
         pending = {source: each.plain for source, each in self._pending.items()}
         write_data(Path(path), _KIND, run | {"moments": self._moments, "pending": pending})
 
     def restore(self, path: str | os.PathLike[str], *, episodes: Episodes = "continue") -> None:
         """Continue the run in a file that `save` of such a collector has written.
 
-        Weights that were the policy's own are written into the policy. After an exception, call `restore` again, or
-        build another collector.
+        Weights that were the policy's own are written into the policy, and the seed becomes that of the saved run.
+        After an exception, call `restore` again, or build another collector.
 
         Args:
             path: the file.
@@ -191,6 +193,12 @@ class CollectorBase(RunOptions, ABC):
         self._restore(saved, episodes)
 
     def _restore(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
+        own, was = self._head(), saved.get("head")
+        if own and was and own != was:
+            raise ValueError(
+                f"the policy's head is {own}, but {was} in the saved run: build the policy as it was, or begin another "
+                "run"
+            )
         self.continue_run(saved["run"], episodes)
         moments = saved.get("moments")
         self._moments = None if moments is None else RunningStatistics(*moments)
@@ -251,6 +259,14 @@ class CollectorBase(RunOptions, ABC):
         """The keywords that are saved, as plain values."""
         values = {name: _plain(value) for name, value in self._run_keywords().items()}
         return {name: value for name, value in values.items() if value is not _NOT_PLAIN}
+
+    def _head(self) -> str:
+        """The policy's head with its numbers; empty if there is none, or none in this process."""
+        head = head_of(self.policy)
+        if head is None:
+            return ""
+        numbers = [f"{name}={value}" for name, value in head.values.items() if isinstance(value, float)]
+        return f"{head.name}({', '.join(numbers)})"
 
     @classmethod
     def _check_saved(cls, saved: Mapping[str, Any], own: Iterable[tuple[str, Any]]) -> None:

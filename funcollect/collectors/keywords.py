@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
+from difflib import get_close_matches
 from functools import cache, wraps
 from itertools import pairwise
 from textwrap import fill
@@ -45,8 +46,11 @@ def check_known(keywords: Mapping[str, Any], known: set[str], elsewhere: Mapping
         return
     if here := [f"{name} ({elsewhere[name]})" for name in unknown if name in elsewhere]:
         raise TypeError(f"this collector has no argument {', '.join(here)}: leave it out")
+    alike = [found for name in unknown for found in get_close_matches(name, known, 1)]
+    likely = f" (perhaps you meant {' and '.join(alike)})" if alike else ""
     raise TypeError(
-        f"the keywords {unknown} are unknown, expected some of {', '.join(sorted(known))}: check the spelling"
+        f"the keywords {unknown} are unknown{likely}, expected some of {', '.join(sorted(known))}: check the spelling, "
+        "and give arguments of make_env as create_env_kwargs"
     )
 
 

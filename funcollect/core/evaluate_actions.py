@@ -270,8 +270,9 @@ def _in_order(
     if recurrent.given is None:  # the batch has the state of each row, and may be a sample, such as slices in a row
         apart = apart | (step[1:] != step[:-1] + 1)
     if recurrent.given is None and TRAJECTORY_IDS in rows:
-        ids = turn(rows[TRAJECTORY_IDS])  # in JAX, where 64 bits may be two words, [..., 2]
-        apart = apart | (ids[1:] != ids[:-1]).reshape(*apart.shape, -1).any(-1)
+        ids = turn(rows[TRAJECTORY_IDS])
+        other = ids[1:] != ids[:-1]
+        apart = apart | (other if other.ndim == apart.ndim else other.any(-1))  # in JAX 64 bits may be two words
     changes = framework.xp.concatenate([(lane[:1] == lane[:1]).T, apart.T]).T  # the first row, and those after a gap
     if recurrent.given is None:
         starts = [turn(rows[path]) for path in recurrent.paths]

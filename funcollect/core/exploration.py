@@ -59,8 +59,8 @@ def exploration_values(
         return NO_VALUES
     if unknown := sorted(given.keys() - own.keys()):
         raise ValueError(
-            f"exploration has {unknown}, expected names out of {sorted(own)}, which the policy reads: check the "
-            "spelling, or leave them out"
+            f"exploration has {unknown}, expected names out of {sorted(own)}, the numbers that the policy's head has: "
+            "check the spelling, or leave them out"
         )
     values = {**own, **given}
     if frames is not None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -11,6 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
 from funcollect import envs
+from funcollect.arguments import check_positive
 from funcollect.envs.base import EnvBase
 from funcollect.envs.gymnasium_envs.making import built, with_time_limit
 from funcollect.envs.recognise import is_envpool, is_torchrl, refuse_foreign
@@ -52,15 +56,31 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     namespace, slash, name = env.partition("/") if isinstance(env, str) else ("", "", "")
     if slash and namespace in _NAMESPACES:
         try:
-            return _NAMESPACES[namespace](name, **kwargs)
+            made = partial(_NAMESPACES[namespace], name)
+            return made(**kwargs) if namespace == "envpool" else limited(made, kwargs)
         except TypeError as error:
             if "unexpected keyword argument" not in str(error):
                 raise
-            takes = "it takes num_envs and device" if namespace == "torch" else f"see funcollect.envs.from_{namespace}"
-            raise TypeError(f"'{env}': {error}: leave it out; {takes}") from error
+            few = "it takes num_envs, device and max_episode_steps"
+            which = few if namespace == "torch" else f"see funcollect.envs.from_{namespace}"
+            raise TypeError(f"'{env}': {error}: leave it out; {which}") from error
     if callable(env) and not isinstance(env, gymnasium.Env):
         return _from_callable(env, kwargs)
     return envs.from_gymnasium(env, **kwargs)
+
+
+def limited(make: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `make` returns; if it takes no `max_episode_steps`, an environment in JAX or Torch with that limit."""
+    if "max_episode_steps" not in kwargs or "max_episode_steps" in inspect.signature(make).parameters:
+        return make(**kwargs)
+    env = make(**{name: value for name, value in kwargs.items() if name != "max_episode_steps"})
+    if not hasattr(env, "max_episode_steps"):
+        raise TypeError(f"{env!r} takes no max_episode_steps, which its loop would have to know: leave it out")
+    check_positive("max_episode_steps", kwargs["max_episode_steps"], 500)
+    if is_dataclass(env):
+        return replace(env, max_episode_steps=kwargs["max_episode_steps"])  # type: ignore[type-var]
+    env.max_episode_steps = kwargs["max_episode_steps"]
+    return env
 
 
 def _torch_env(name: str, **kwargs: Any) -> Env:
@@ -70,7 +90,8 @@ def _torch_env(name: str, **kwargs: Any) -> Env:
             f"there is no Torch environment {name!r}, expected one of {sorted(TORCH_ENVS)}: leave 'torch/' out for "
             "Gymnasium's, or pass an instance of your own TorchEnvBase"
         )
-    return TORCH_ENVS[name](**kwargs)
+    made: Env = limited(TORCH_ENVS[name], kwargs)
+    return made
 
 
 _NAMESPACES: dict[str, Callable[..., Env]] = {
@@ -94,8 +115,12 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
     The adapter gets its own keyword arguments, and the factory all others; a class of environments gets all.
     """
     if isinstance(factory, type) and issubclass(factory, EnvBase):
-        env: Any = factory(**kwargs)
-        return make_env(env)
+        try:
+            return make_env(limited(factory, kwargs))
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            raise TypeError(f"{factory.__name__}: {error}: leave it out, or take it in its __init__") from error
     factory, kwargs = with_time_limit(factory, kwargs)
     given = {name: kwargs[name] for name in _ADAPTER_ARGUMENTS if name in kwargs}
     own = {name: value for name, value in kwargs.items() if name not in given}

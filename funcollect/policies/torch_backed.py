@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any, Literal, NamedTuple, get_args
 
 import optree
@@ -15,6 +16,7 @@ from funcollect.keys import Key, Noise, Purpose, fold, generator_state, seed_of
 from funcollect.messages import name_of, shown
 from funcollect.policies.base import PolicyBase
 from funcollect.policies.heads.head import Head
+from funcollect.policies.torch_modules.function_module import FunctionModule, as_module
 from funcollect.policies.torch_modules.settings import Settings, SettingsCache
 from funcollect.policies.torch_modules.skeleton import Skeleton
 from funcollect.policies.weights import check_shapes
@@ -78,7 +80,7 @@ def replaced(policy: Any, subject: Any) -> Any:
 
 
 class TorchBacked(PolicyBase):
-    """Base class of policies over a Torch module, or over a plain function, which has no parameters.
+    """Base class of policies over a Torch module, or over a function, with the parameters of modules it refers to.
 
     A rollout calls the module's skeleton, a shallow copy whose tensors are those that were bound last. The user's
     module is only read, so a trainer may continue to use it.
@@ -100,10 +102,12 @@ class TorchBacked(PolicyBase):
         self.replace(module)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({name_of(self._module)})"
+        module = self._module
+        return f"{type(self).__name__}({name_of(module.function if isinstance(module, FunctionModule) else module)})"
 
     def replace(self, module: Callable[..., Any]) -> None:
         """Run another module, or function, from now on."""
+        module = as_module(module)
         own = module if isinstance(module, nn.Module) else None
         self._module = module
         self._settings_cache = SettingsCache(own)
@@ -142,28 +146,32 @@ class TorchBacked(PolicyBase):
 
     @property
     def module(self) -> Callable[..., Any]:
-        """The user's module or function. To change it, change the module itself, or make another policy."""
+        """The user's module or function; a function that refers to modules within one that has these.
+
+        To change it, change the module itself, or make another policy.
+        """
         return self._module
 
     def owns(self, module: Any) -> bool:
         """Whether this is the module or function that the user gave."""
-        return module is self._module
+        own = self._module.function if isinstance(self._module, FunctionModule) else self._module
+        return module is own or module is self._module or (isinstance(module, MethodType) and module == own)
 
     @property
     def run_device(self) -> torch.device | None:
-        """The device on which the policy runs; None for a function, or a module without parameters."""
+        """The device on which the policy runs; None for what has no parameters."""
         if self.device is not None or not isinstance(self._module, nn.Module):
             return self.device
         return next((parameter.device for parameter in self._module.parameters()), None)
 
     @property
     def settings(self) -> Settings:
-        """The module's current settings; none of a function."""
+        """The module's current settings; none of a function that refers to no module."""
         return self._settings_cache.settings
 
     @property
     def params(self) -> Any:
-        """The module's current parameters and buffers, a TensorDict nested as its submodules; None for a function."""
+        """The module's current parameters and buffers, a TensorDict nested as its submodules; None without a module."""
         return TensorDict.from_module(self._module) if isinstance(self._module, nn.Module) else None
 
     @override
@@ -175,7 +183,10 @@ class TorchBacked(PolicyBase):
         if params is None:
             return None
         if self._skeleton is None:
-            raise ValueError("params were given to a policy that is a plain function: pass a torch.nn.Module")
+            raise ValueError(
+                "params were given to a policy that is a function without a module to which it refers: pass a "
+                "torch.nn.Module"
+            )
         matched = self._matched(params)
         self._check_apart("params= cannot act", "pass params=None")
         return matched

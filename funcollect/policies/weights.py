@@ -73,7 +73,7 @@ def check_shapes(expected: Shapes, got: Mapping[str, Any]) -> None:
         others = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         raise ValueError(
             f"params differ from the policy's own: {'; '.join(found)}{others}: pass arrays of the same structure and "
-            "shapes, as policy.params has them"
+            "shapes, as policy.params has them, or build the policy as it was"
         )
 
 

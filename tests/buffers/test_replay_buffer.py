@@ -257,6 +257,7 @@ BAD = {
     "over": (lambda: fc.SliceSampler(slice_len=2, over="frames"), ValueError, "over is 'frames', expected"),
     "storage": (lambda: fc.ReplayBuffer(storage=7), TypeError, "storage is int, expected a storage"),
     "sampler": (lambda: fc.ReplayBuffer(sampler="random"), TypeError, "sampler is str, expected a sampler"),
+    "class": (lambda: fc.ReplayBuffer(sampler=fc.SliceSampler), TypeError, "sampler is the class SliceSampler"),
     "writer": (lambda: fc.ReplayBuffer(writer="max"), ValueError, "writer is 'max', expected"),
     "collate": (
         lambda: fc.ReplayBuffer(storage=fc.LazyTensorStorage(3), collate_fn=list), ValueError, "is for a ListStorage"),

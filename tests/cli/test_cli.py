@@ -493,6 +493,8 @@ def test_bad_weights_are_one_line_and_nothing_is_executed(here: Path, capsys: py
     ("arguments", "message"),
     [
         (["mine:nothing"], "names 'nothing', which the module 'mine' lacks"),
+        (["./mine.py:cart"], "names a file, expected a module: say mine:cart"),
+        (["CartPole-v1", "--policy", "mine.py:policy"], "names a file, expected a module: say mine:policy"),
         (["no_module:thing"], "'no_module', which cannot be imported"),
         (["mine:unready"], "cannot make 'mine:unready': no licence"),
         (["CartPole-v1", "--policy", "mine:nothing"], "cannot be imported"),

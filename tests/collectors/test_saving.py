@@ -290,6 +290,18 @@ def test_another_run_is_refused(load, words, tmp_path):
         load(tmp_path / "run")
 
 
+@pytest.mark.parametrize("head", [fc.heads.categorical, fc.heads.epsilon_greedy(0.9)], ids=lambda head: head.name)
+def test_a_run_with_another_head_is_refused(head, tmp_path):
+    def collector(head):
+        policy = fc.torch_policy(nn.Linear(4, 2), head=head)
+        return fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=5, seed=0)
+
+    with collector(fc.heads.epsilon_greedy(0.1)) as saved, collector(head) as other:
+        saved.save(tmp_path / "run")
+        with refused(ValueError, (f"the policy's head is {head.name}", "but epsilon_greedy(epsilon=0.1) in the saved")):
+            other.restore(tmp_path / "run")
+
+
 def load(path, environments=None, network=None, **keywords):
     environments = [lanes(2)] * 2 if environments is None else environments
     policy = actor() if network is None else fc.torch_policy(network, head=fc.heads.categorical)

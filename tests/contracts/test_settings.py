@@ -26,8 +26,8 @@ SETTINGS = {
     "not partitionable": ("threefry_partitionable", False),
     "no raw keys": ("legacy_prng_key", "error"),
 }
-SETS = [["rbg", "not partitionable", "no raw keys"], ["unsafe_rbg"]]
-SETS += in_soak([["rbg"], ["not partitionable"], ["no raw keys"]])
+SETS = [["rbg", "not partitionable", "no raw keys"]]
+SETS += in_soak([["unsafe_rbg"], ["rbg"], ["not partitionable"], ["no raw keys"]])
 OTHERS = in_soak(["brax/inverted_pendulum", "navix/Navix-Empty-5x5-v0", "jumanji/Snake-v1"])
 DRAWS_AS_IT_IS_MADE = "gymnax/DeepSea-bsuite"
 SUITES = [GYMNAX, "pgx/tic_tac_toe", DRAWS_AS_IT_IS_MADE, *OTHERS]

@@ -200,6 +200,10 @@ def test_recurrent_states_run_again_with_resets(kind: str, name: str) -> None:
     piece = batch[1:3, 11:25]  # some lanes, and a time in the middle of the batch
     given = fc.interop.to_jax(piece.contiguous()) if kind == "jax" else piece
     assert_recorded(fc.evaluate_actions(part, None, given)["action_log_prob"], piece)
+    _, short = collected(part, env, 1)
+    for piece in (short, batch[:, 4:5], batch[2, 7:8]):  # single steps
+        given = fc.interop.to_jax(piece.contiguous()) if kind == "jax" else piece
+        assert_recorded(fc.evaluate_actions(part, None, given)["action_log_prob"], piece)
 
 
 def test_rollouts_joined_along_time_begin_again_where_the_next_one_begins() -> None:

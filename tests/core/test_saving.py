@@ -35,7 +35,7 @@ torch.save(batch.to_dict(), out)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("HalfCheetah-v5", "tensordict_actor"), ("gymnax/CartPole-v1", "torch_recurrent")]
+    ("name", "kind"), [("HalfCheetah-v5", "tensordict_actor"), *in_soak([("gymnax/CartPole-v1", "torch_recurrent")])]
 )
 def test_another_process_continues_bit_for_bit(name, kind, tmp_path):
     env, policy = pair(name, kind, 3)

@@ -57,6 +57,27 @@ BOTH = pytest.mark.parametrize("kind", [JaxWalk, TorchWalk])
 def test_a_class_is_made_with_the_keywords(kind: Any) -> None:
     assert fc.make_env(kind, num_envs=3).num_envs == 3
     assert fc.make_env(kind).num_envs is None
+    with pytest.raises(TypeError, match=rf"{kind.__name__}: .*'speed'.*: leave it out, or take it in its __init__"):
+        fc.make_env(kind, speed=3)
+
+
+class Counting(JaxWalk):
+    """Observes an integer of 64 bits, which JAX holds in 32."""
+
+    observation_space = spaces.Dict(count=spaces.Discrete(100), place=LINE)
+
+    def reset(self, key: Any, params: Any, /) -> Any:
+        count = jax.random.randint(key, (), 0, 50)
+        return count, {"count": count, "place": jnp.zeros(1)}
+
+    def step(self, key: Any, count: Any, action: Any, params: Any, /) -> Transition:
+        count = count + 1
+        return Transition(count, {"count": count, "place": jnp.ones(1) * count}, 1.0, False, False)
+
+
+@pytest.mark.parametrize("num_envs", [4, None])
+def test_integer_observations_of_jax_pass_every_check(num_envs: int | None) -> None:
+    fc.testing.check_env(Counting(num_envs=num_envs))
 
 
 def collected(env: Any, state: Any = None, length: int = 20, **changes: Any) -> Any:
@@ -160,6 +181,17 @@ def test_a_collector_saves_and_loads_the_parameters_of_its_environment(kind: Any
         loader.load_state_dict({key: value for key, value in saver.state_dict().items() if key != "env_params"})
         with pytest.raises(ValueError, match=r"saved env_params has leaves of the shapes .* same environment"):
             loader.load_state_dict({**saver.state_dict(), "env_params": [torch.zeros(3)]})
+
+
+@pytest.mark.parametrize("env", [JaxWalk, TorchWalk, "gymnax/CartPole-v1", "torch/CartPole-v1", "pgx/tic_tac_toe"])
+def test_make_env_sets_the_limit(env: Any) -> None:
+    made = fc.make_env(env, num_envs=2, max_episode_steps=3)
+    policy = fc.random_policy(made)
+    _, batch = fc.rollout(made, policy, fc.init(made, policy, seed=0), 9)
+    assert batch["next", "truncated"].sum(1).tolist() == [[3], [3]]
+    assert batch["collector", "step"][0].tolist() == [0, 1, 2] * 3
+    with pytest.raises(ValueError, match="max_episode_steps is 0, expected at least 1"):
+        fc.make_env(env, max_episode_steps=0)
 
 
 @BOTH

@@ -122,7 +122,7 @@ def count(value: Any) -> list[Misuse]:
         "an argument that a Torch environment lacks",
         lambda: fc.make_env("torch/CartPole-v1", one_hot=True),
         TypeError,
-        ("'torch/CartPole-v1'", "'one_hot'", "it takes num_envs and device"),
+        ("'torch/CartPole-v1'", "'one_hot'", "it takes num_envs, device and max_episode_steps"),
         lambda: fc.make_env("torch/CartPole-v1", num_envs=2, device="cpu"),
     ),
     Misuse(

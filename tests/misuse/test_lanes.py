@@ -131,6 +131,7 @@ def test_a_wrong_flag_is_found_with_a_frame_limit() -> None:
 
 AT_RESETS = (
     ("reset raises", raises(RuntimeError("no table")), ("reset(seed=", "no table", ONWARD)),
+    ("an old reset", raises(TypeError("unexpected keyword argument 'seed'")), ("use Gymnasium's reset API",)),
     ("no info", lambda answer: answer[0], ("reset returned array", "expected the two values", "use Gymnasium's reset")),
     ("a wrong shape", swaps(0, frames(3)), ("'observation' has shape (3,)", "wants (2,)", "correct")),
     ("no observation", swaps(0, None), ("'observation' has shape ()", "wants (2,)", "correct")),

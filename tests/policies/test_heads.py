@@ -278,6 +278,8 @@ def test_entropies_of_discrete_heads(backend: Backend, space: spaces.Space[Any],
     wanted = sum(distributions.Categorical(probs=each).entropy() for each in mixtures)
     torch.testing.assert_close(entropy(fc.heads.epsilon_greedy(0.3), answer), wanted)
     assert torch.equal(entropy(fc.heads.epsilon_greedy(0.0), answer), torch.zeros(5))
+    ruled_out = torch.full((5, 6), -math.inf)
+    torch.testing.assert_close(entropy(fc.heads.epsilon_greedy(0.3), backend.array(ruled_out)), wanted)
     assert fc.heads.greedy.entropy(backend.xp, (answer,), spec) is None
 
 

@@ -201,7 +201,8 @@ class EpsilonGreedy(Greedy):
         return total
 
     def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
-        total: Any = 0.0 * parameters[0][..., 0]
+        first = parameters[0][..., 0]
+        total: Any = xp.where(first == first, 0.0, first)  # a NaN stays one
         for count in spec.categories:
             share = total * 0 + self.epsilon / count
             total = total + _surprise(xp, share + (1 - self.epsilon)) + (count - 1) * _surprise(xp, share)

@@ -23,6 +23,7 @@ from funcollect.interop.lowering.structure import leaves_of, plain
 from funcollect.interop.memo import memo_of
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, check_forgets
+from funcollect.policies.torch_modules.function_module import FunctionModule
 from funcollect.policies.torch_modules.settings import settings_of, unregistered
 from funcollect.tree import moved
 
@@ -117,7 +118,7 @@ def _can_join(tensors: Mapping[str, Tensor]) -> bool:
 def _checked_module(source: Source) -> nn.Module:
     """The policy's module; LoweringError if a change of it could not be noticed after it is lowered."""
     module = source.module
-    if not isinstance(module, nn.Module):
+    if not isinstance(module, nn.Module) or isinstance(module, FunctionModule):
         raise LoweringError(
             "a plain function is not lowered, since the objects that it refers to may change: use a torch.nn.Module"
         )

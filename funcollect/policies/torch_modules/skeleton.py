@@ -19,6 +19,7 @@ import torch
 from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 
+from funcollect.policies.torch_modules.function_module import FunctionModule
 from funcollect.policies.torch_modules.settings import PLAIN, REGISTERED, Look, is_registry, referents
 
 _MOST_OBJECTS = 2_000  # that are looked through behind the attributes of a submodule
@@ -107,7 +108,7 @@ class Skeleton:
             moved = self._moved(value)
             if moved is not value or name not in known.taken or known.taken[name] is not value:
                 known.taken[name], own[name] = value, moved
-            if not is_registry(part, name) and self._reaches(moved):
+            if not (is_registry(part, name) or isinstance(part, FunctionModule)) and self._reaches(moved):
                 entangled = entangled or name
         own["_modules"] = {name: child and self._copies[id(child)].copy for name, child in part._modules.items()}
         for kind in ("_parameters", "_buffers"):

@@ -89,7 +89,7 @@ def _expect_seeded(trial: Trial, batch: Any) -> None:
             state = _begin(trial, state, episode)
             starts = (number == episode) & (batch["collector", "step"] == 0)
             for path, first in root_of(state).items():
-                wanted = first.unsqueeze(1).expand_as(batch[path])
+                wanted = first.to(batch[path].dtype).unsqueeze(1).expand_as(batch[path])  # JAX may lack 64 bits
                 if place := first_row(bits_differ(batch[path], wanted) & starts):
                     raise fail(
                         f"{spot(*place, path)}, where episode {episode} begins",

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from itertools import cycle, product
 
 import gymnasium
 import jax
@@ -115,8 +116,10 @@ def test_no_policy_waits_for_the_host():
         check_waits("gymnax", env, policy, made_each_step=True)
 
 
-@pytest.mark.parametrize("made_each_step", [True, False])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "made_each_step"),
+    [*zip(QUICK, cycle([True, False]), strict=False), *in_soak(product(NAMES, [True, False]))],
+)
 def test_data_are_those_of_the_loop_with_branches(name, made_each_step, monkeypatch):
     suite, policy = suite_and_policy(name)
     cuts = (61, 64)

@@ -14,6 +14,13 @@ from tests.envs.torch.test_torch_vector_env import LikeIsaacLab
 from tests.support.captured_calls import capture_on_the_cpu
 from tests.support.compare import assert_same, collect
 from tests.support.devices import each_device, forbid_waits
+from tests.support.running import in_soak
+
+
+def on_gpu(cases):
+    """Further cases where there is a GPU, or in `make soak`."""
+    return list(cases) if torch.cuda.is_available() else in_soak(cases)
+
 
 LENGTH = 70  # more than two blocks, or graphs
 CARTPOLE, PENDULUM = "torch/CartPole-v1", "torch/Pendulum-v1"
@@ -80,8 +87,9 @@ def test_steps_of_simulators_on_the_device_do_not_wait(device, monkeypatch):
 
 
 @each_device
-@pytest.mark.parametrize("made_each_step", [True, False])
-@pytest.mark.parametrize("kind", ["random", "network"])
+@pytest.mark.parametrize(
+    ("kind", "made_each_step"), [("network", True), ("random", False), *on_gpu([("network", False), ("random", True)])]
+)
 def test_blocks_give_what_branches_give(device, kind, made_each_step, monkeypatch):
     env = fc.make_env("gymnax/CartPole-v1", num_envs=64)
     made = network(4, 2, device, fc.heads.categorical, compile="xla")
@@ -99,14 +107,12 @@ def test_blocks_give_what_branches_give(device, kind, made_each_step, monkeypatc
 def test_cuts_of_the_fused_loop_change_nothing(device):
     env = fc.make_env("gymnax/CartPole-v1", num_envs=64)
     policy = network(4, 2, device, fc.heads.categorical, compile="xla")
-    assert_same(collect(env, policy, 100), collect(env, policy, 1, 2, 32, 65))
+    assert_same(collect(env, policy, 100), collect(env, policy, 33, 2, 65))
 
 
 @each_device
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize(
-    "policy", [None, fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)], ids=["random", "network"]
-)
+@pytest.mark.parametrize("policy", [fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical), *on_gpu([None])])
 def test_a_state_gives_the_same_answer_again_and_a_collector_uses_its_own_up(policy, device):
     kwargs = {"frames_per_batch": 400, "create_env_kwargs": {"num_envs": 4}}
     with fc.SyncDataCollector("gymnax/CartPole-v1", policy, **kwargs) as one:

@@ -44,8 +44,15 @@ def answering(space):
 
 CHOICES, SEVERAL, BOX = spaces.Discrete(3, start=2), spaces.MultiDiscrete([2, 3]), spaces.Box(-1, 1, (2, 3))
 INTEGERS, UNBOUNDED = spaces.Box(-5, 5, (2,), np.int32), spaces.Box(-np.inf, 1, (2,))
-HEADS = [(CHOICES, fc.heads.epsilon_greedy(0.3)), (BOX, fc.heads.tanh_normal)]
-HEADS += in_soak([(CHOICES, fc.heads.categorical), (SEVERAL, fc.heads.categorical), (BOX, fc.heads.normal)])
+HEADS = [(BOX, fc.heads.tanh_normal)]
+HEADS += in_soak(
+    [
+        (CHOICES, fc.heads.epsilon_greedy(0.3)),
+        (CHOICES, fc.heads.categorical),
+        (SEVERAL, fc.heads.categorical),
+        (BOX, fc.heads.normal),
+    ]
+)
 HEADS += in_soak([(space, None) for space in (CHOICES, SEVERAL, BOX, INTEGERS, UNBOUNDED, spaces.MultiBinary(3))])
 
 

@@ -777,7 +777,7 @@ def good() -> Any:
         "too many workers",
         lambda: fc.make_env("CartPole-v1", num_envs=2, num_workers=3),
         ValueError,
-        ("num_workers is 3, expected at most num_envs=2", "pass fewer"),
+        ("num_workers is 3, expected at most num_envs=2", "pass num_envs=3, or fewer workers"),
         good,
     ),
     Misuse(

@@ -328,5 +328,5 @@ def test_params_that_do_not_fit_are_refused_and_the_state_stays_good(env: Any, c
 def test_a_function_has_no_params(env: Any) -> None:
     policy = fc.torch_policy(lambda x: torch.zeros(len(x)).long())
     assert policy.params is None
-    with pytest.raises(ValueError, match="plain function"):
+    with pytest.raises(ValueError, match="function without a module"):
         collect(env, policy, params={"weight": torch.zeros(1)})

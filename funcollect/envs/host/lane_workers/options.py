@@ -70,7 +70,9 @@ class LaneWorkers:
                 "other): pass one of them"
             )
         if count > num_envs:
-            raise ValueError(f"num_workers is {count}, expected at most num_envs={num_envs}: pass fewer")
+            raise ValueError(
+                f"num_workers is {count}, expected at most num_envs={num_envs}: pass num_envs={count}, or fewer workers"
+            )
         if overlap > 1 and (count == 0 or num_envs < overlap):
             raise ValueError(
                 f"overlap={overlap} was given with num_workers={count} and {num_envs} lanes, expected workers, and two "

@@ -1,0 +1,143 @@
+"""A function that refers to Torch modules, as a module that has their weights."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import chain, count, islice
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from funcollect.policies.torch_modules.settings import PLAIN, content_of
+
+_MOST_OBJECTS = 1_000  # that are looked through for one function
+_TENSORS = ("_parameters", "_buffers")
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_NO_MODULES = (*PLAIN, Tensor, type, ModuleType, BuiltinFunctionType)
+_LIBRARIES = {"torch", "jax", "jaxlib", "numpy", "tensordict", "funcollect", *sys.stdlib_module_names} - {"__main__"}
+_READ = ("LOAD_GLOBAL", "LOAD_NAME")
+
+
+def as_module(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A `FunctionModule` for a function, a method or an object that refers to modules; anything else as it is."""
+    if isinstance(function, nn.Module) or not (found := modules_of(function)):
+        return function
+    return FunctionModule(function, found)
+
+
+class FunctionModule(nn.Module):
+    """Calls `function`. The modules that it refers to are the submodules, by the names that they have there.
+
+    The skeleton of a policy has other submodules, shallow copies with tensors of their own. During a call the modules
+    that the function itself refers to have those tensors.
+    """
+
+    def __init__(self, function: Callable[..., Any], found: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in found.items():
+            self.add_module(f"{name}_" if hasattr(self, name) else name, module)
+        self._referred = _Referred(found)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_referred"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Find the modules again: in another process a function that is imported refers to modules made there."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._referred = _Referred(modules_of(self.function))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        with _lent(chain.from_iterable(each.modules() for each in self.children()), self._referred.parts()):
+            return self.function(*args, **kwargs)
+
+
+class _Referred:
+    """The modules that a function refers to. A skeleton copies modules in attributes, but not these."""
+
+    __slots__ = ("_modules",)
+
+    def __init__(self, found: Mapping[str, nn.Module]) -> None:
+        self._modules = list(found.values())
+
+    def parts(self) -> Iterator[nn.Module]:
+        """All of them with their submodules."""
+        return chain.from_iterable(each.modules() for each in self._modules)
+
+
+@contextlib.contextmanager
+def _lent(owners: Iterable[nn.Module], users: Iterable[nn.Module]) -> Iterator[None]:
+    """Give the tensors of each owner to the user in the same place."""
+    pairs = [(owner, user) for owner, user in zip(owners, users, strict=True) if owner is not user]
+    before = [(vars(user), kind, vars(user)[kind]) for _, user in pairs for kind in _TENSORS]
+    try:
+        for owner, user in pairs:
+            for kind in _TENSORS:
+                vars(user)[kind] = vars(owner)[kind]
+        yield
+    finally:
+        for own, kind, tensors in before:
+            own[kind] = tensors
+
+
+def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
+    """The modules that a function refers to, by name: in its closure, globals and defaults, and in attributes it reads.
+
+    So with the functions to which it refers, except those of Torch, JAX, NumPy and Python's own library.
+    """
+    found: dict[str, nn.Module] = {}
+    names = {"__wrapped__"}  # of the attributes that are looked at
+    seen: dict[int, Any] = {}  # by id; kept, so that no other object takes the id
+    queue: deque[tuple[str, Any]] = deque([("module", function)])
+    while queue and len(seen) < _MOST_OBJECTS:
+        name, value = queue.popleft()
+        if id(value) in seen or isinstance(value, _NO_MODULES):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            found[_free(name, found)] = value
+        elif isinstance(value, FunctionType):
+            if str(value.__module__).partition(".")[0] not in _LIBRARIES:
+                names.update(*(code.co_names for code in _codes(value.__code__)))
+                queue += _referents(value)
+        elif isinstance(value, MethodType):
+            queue += [(name, value.__func__), (name, value.__self__)]
+        elif isinstance(value, partial):
+            queue += [(name, part) for part in (value.func, value.args, value.keywords)]
+        elif isinstance(value, _CONTAINERS):
+            items = islice(value.items() if isinstance(value, dict) else enumerate(value), _MOST_OBJECTS)
+            queue += [(f"{name}_{key}", each) for key, each in items]
+        else:
+            call = inspect.getattr_static(type(value), "__call__", None)
+            names.update(getattr(getattr(call, "__code__", None), "co_names", ()))
+            attributes = getattr(value, "__dict__", {})
+            queue += [(name, call), *((each, attributes[each]) for each in names if each in attributes)]
+    return found
+
+
+def _referents(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function refers to, by name."""
+    steps = (step for code in _codes(function.__code__) for step in dis.get_instructions(code))
+    read = [step.argval for step in steps if step.opname in _READ]
+    yield from ((name, function.__globals__[name]) for name in dict.fromkeys(read) if name in function.__globals__)
+    yield from zip(function.__code__.co_freevars, map(content_of, function.__closure__ or ()), strict=True)
+    yield "default", function.__defaults__
+    yield "default", function.__kwdefaults__
+
+
+def _codes(code: CodeType) -> list[CodeType]:
+    """The code, and that of the functions inside."""
+    return [code, *(inner for each in code.co_consts if isinstance(each, CodeType) for inner in _codes(each))]
+
+
+def _free(name: str, taken: Mapping[str, Any]) -> str:
+    """A name like this one for another submodule."""
+    name = name.replace(".", "_")
+    return next(each for number in count() if (each := f"{name}_{number}" if number else name) not in taken)

@@ -1,0 +1,243 @@
+"""Policies of functions: the modules to which a function refers are the policy's, wherever the function runs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+import funcollect as fc
+from funcollect.policies.torch_modules.function_module import modules_of
+from funcollect.policies.torch_modules.sending import dumps, pack, unpack
+from funcollect.policies.torch_modules.torch_policy import CompiledCall
+from tests.support.compare import collect
+
+ENV = "CartPole-v1"
+NETWORK = nn.Linear(4, 2)
+HOLDER = SimpleNamespace(network=nn.Linear(4, 2))
+
+
+def by_global(observation: Tensor) -> Tensor:
+    return NETWORK(observation)  # type: ignore[no-any-return]
+
+
+def through_another(observation: Tensor) -> Tensor:
+    return by_global(observation)
+
+
+def by_attribute(observation: Tensor) -> Tensor:
+    return HOLDER.network(observation)  # type: ignore[no-any-return]
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.layers = {"only": nn.Linear(4, 2)}
+
+    def act(self, observation: Tensor) -> Tensor:
+        return self.layers["only"](observation)  # type: ignore[no-any-return]
+
+    __call__ = act
+
+
+def closure() -> tuple[Any, nn.Module]:
+    network = nn.Linear(4, 2)
+    return lambda observation: network(observation), network
+
+
+def decorated() -> tuple[Any, nn.Module]:
+    network = nn.Linear(4, 2)
+
+    @torch.no_grad()
+    def act(observation: Tensor) -> Tensor:
+        return network(observation)  # type: ignore[no-any-return]
+
+    return act, network
+
+
+def default() -> tuple[Any, nn.Module]:
+    network = nn.Linear(4, 2)
+    return lambda observation, network=network: network(observation), network
+
+
+def applied() -> tuple[Any, nn.Module]:
+    network = nn.Linear(4, 2)
+    return functools.partial(lambda network, observation: network(observation), network), network
+
+
+def method() -> tuple[Any, nn.Module]:
+    network = nn.Linear(4, 2)
+    return network.forward, network
+
+
+def agent() -> tuple[Any, nn.Module]:
+    made = Agent()
+    return made, made.layers["only"]
+
+
+def agents_method() -> tuple[Any, nn.Module]:
+    made = Agent()
+    return made.act, made.layers["only"]
+
+
+KINDS: dict[str, Callable[[], tuple[Any, nn.Module]]] = {
+    "global": lambda: (by_global, NETWORK),
+    "another function": lambda: (through_another, NETWORK),
+    "attribute": lambda: (by_attribute, HOLDER.network),
+    "closure": closure,
+    "decorated": decorated,
+    "default": default,
+    "partial": applied,
+    "method": method,
+    "object": agent,
+    "method of an object": agents_method,
+}
+
+
+def always(network: nn.Module, action: int) -> None:
+    """Make the network prefer an action."""
+    with torch.no_grad():
+        network.weight.zero_()  # type: ignore[operator]
+        network.bias.copy_(torch.tensor([1.0 - action, action]))  # type: ignore[operator]
+
+
+@pytest.fixture(params=KINDS)
+def made(request: pytest.FixtureRequest) -> tuple[fc.Policy, nn.Module]:
+    function, network = KINDS[request.param]()
+    always(network, 0)
+    return fc.torch_policy(function, head=fc.heads.greedy), network
+
+
+def acts(policy: Any, action: int, **kwargs: Any) -> bool:
+    return bool((collect(fc.make_env(ENV, num_envs=2), policy, 5, **kwargs)["action"] == action).all())
+
+
+def test_weights_are_the_policys(made: tuple[Any, nn.Module]) -> None:
+    policy, network = made
+    names = list(policy.state_dict())
+    assert [name.rpartition(".")[2] for name in names] == ["weight", "bias"]
+    assert acts(policy, 0)
+    saved = policy.state_dict()
+    always(network, 1)
+    assert acts(policy, 1)
+    assert acts(policy, 0, params=saved)  # beside the module's own, which they leave as they are
+    assert acts(policy, 1)
+    policy.load(saved)
+    assert acts(policy, 0)
+
+
+def test_copies_have_weights_of_their_own(made: tuple[Any, nn.Module]) -> None:
+    policy, network = made
+    module = policy.module
+    for other in (copy.deepcopy(module), unpack(pack(module))):
+        twin = fc.torch_policy(other, head=fc.heads.greedy)
+        twin.load(policy.state_dict())
+        assert acts(twin, 0)
+        always(network, 1)
+        assert acts(policy, 1)
+        assert acts(twin, 0)
+        always(network, 0)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_workers_follow(made: tuple[Any, nn.Module], in_process: bool) -> None:
+    policy, network = made
+    kwargs = {"frames_per_batch": 20, "seed": 0, "in_process": in_process}
+    with fc.MultiSyncDataCollector([ENV] * 2, policy, **kwargs) as collector:
+        assert (next(collector)["action"] == 0).all()
+        always(network, 1)
+        collector.update_policy_weights_()
+        assert (next(collector)["action"] == 1).all()
+
+
+@pytest.mark.parametrize("kind", ["global", "closure", "method"])
+def test_an_evaluator_and_a_saved_run_have_the_weights(kind: str, tmp_path: Any) -> None:
+    function, network = KINDS[kind]()
+    policy = fc.torch_policy(function, head=fc.heads.greedy)
+    always(network, 0)
+    env = fc.make_env(ENV)
+    with fc.Evaluator(ENV, policy, episodes=2, seed=0) as evaluator:
+        always(network, 1)
+        evaluator.submit(step=1)
+        (result,) = evaluator.wait()
+        assert result.stats.returns.tolist() == fc.evaluate(env, policy, episodes=2, seed=0).returns.tolist()
+    with fc.SyncDataCollector(ENV, policy, frames_per_batch=10, seed=0) as collector:
+        next(collector)
+        collector.save(tmp_path / "run")
+    always(network, 0)
+    with fc.SyncDataCollector.load(tmp_path / "run", ENV, policy) as collector:
+        assert (next(collector)["action"] == 1).all()
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+def test_every_loop_follows_and_gradients_arrive(env_id: str) -> None:
+    function, network = closure()
+    policy = fc.torch_policy(function, head=fc.heads.categorical)
+    env = fc.make_env(env_id, num_envs=2)
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 6)
+    fc.evaluate_actions(policy, None, batch)["action_log_prob"].sum().backward()
+    assert network.weight.grad is not None
+    always(network, 1)
+    mode = fc.ExplorationType.DETERMINISTIC
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 6, exploration_type=mode)
+    assert (batch["action"] == 1).all()
+
+
+def test_within_other_policies() -> None:
+    function, network = KINDS["global"]()
+    always(network, 0)
+    statistics = fc.running_statistics.init(fc.make_env(ENV).observation_space)
+    policy = fc.normalized(fc.torch_policy(function, head=fc.heads.greedy), statistics)
+    with fc.MultiSyncDataCollector([ENV] * 2, policy, frames_per_batch=20, seed=0) as collector:
+        next(collector)
+        always(network, 1)
+        collector.update_policy_weights_()
+        assert (next(collector)["action"] == 1).all()
+
+    def on_tensordict(tensordict: TensorDict) -> TensorDict:
+        return tensordict.set("action", NETWORK(tensordict["observation"]).argmax(-1))
+
+    other = fc.tensordict_policy(on_tensordict)
+    saved = other.state_dict()
+    always(network, 0)
+    assert acts(other, 0)
+    assert acts(other, 1, params=saved)
+
+
+def test_compiled_functions_follow() -> None:
+    function, network = closure()
+    always(network, 0)
+    policy: Any = fc.torch_policy(function, head=fc.heads.greedy, compile="inductor")
+    policy._compiled = CompiledCall("eager")
+    saved = policy.state_dict()
+    assert acts(policy, 0)
+    always(network, 1)
+    assert acts(policy, 1)
+    assert acts(policy, 0, params=saved)
+
+
+def test_what_refers_to_no_module_stays_a_function() -> None:
+    scale = 2.0
+
+    def act(observation: Tensor) -> Tensor:
+        return (scale * observation.sum(-1) > 0).long()
+
+    policy: Any = fc.torch_policy(act)
+    assert policy.module is act
+    assert policy.params is None
+
+
+def test_modules_are_found_once_and_named_as_the_function_names_them() -> None:
+    first, both = nn.Linear(4, 4), [nn.Tanh(), nn.Linear(4, 2)]
+
+    def act(observation: Tensor) -> Tensor:
+        return nn.functional.softmax(both[1](both[0](first(observation))), -1)
+
+    assert list(modules_of(act)) == ["first", "both_0", "both_1"]
+    assert len(dumps(modules_of(act))) < 10_000
