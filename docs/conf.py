@@ -101,6 +101,7 @@ _LITERAL = re.compile(r"(``.*?``|^\s*(?:>>>|\.\.\.).*)")
 _AN_ALIAS = re.compile(r"~?(?:\w+\.)*TypeAliasForwardRef\('([\w.]+)'\)")
 _A_STAR = re.compile(r"(?<![*\\])\*(?=[a-zA-Z])")
 _A_NAME = re.compile(r"(?<![`:])`(?:funcollect\.)?([\w.]+)`(?!`)")
+_NAMES = re.compile(r"(?<=^:ivar )\w+(?:, \w+)+(?=:)")
 _A_LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -110,6 +111,11 @@ def _write_markup(app: Any, what: str, name: str, obj: Any, options: Any, lines:
         parts = _LITERAL.split(line)  # every second one is code
         parts[::2] = [_A_NAME.sub(_link_or_code, _A_STAR.sub(r"\\*", part)) for part in parts[::2]]
         lines[number] = "".join(parts)
+
+
+def _join_names(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Write several attributes without spaces, which would make the first ones a type."""
+    lines[:] = [_NAMES.sub(lambda names: names[0].replace(", ", ","), line) for line in lines]
 
 
 def _link_or_code(match: re.Match[str]) -> str:
@@ -178,6 +184,7 @@ def _find_public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
 def setup(app: Any) -> None:
     """Register what this file adds to Sphinx."""
     app.connect("autodoc-process-docstring", _write_markup, priority=100)  # before the sections are read
+    app.connect("autodoc-process-docstring", _join_names, priority=900)  # after
     app.connect("autodoc-process-signature", _write_factories)
     app.connect("source-read", _resolve_links)
     app.connect("missing-reference", _find_public_name)

@@ -23,6 +23,8 @@ from funcollect.policies.numerics import TORCH, encode_choices
 from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, is_env
 from funcollect.specs import ActionSpec
 
+_STEPS = 1_000  # whose rows are tensors at a time: a tensor takes half a kilobyte
+
 
 def random_policy(env: Env) -> RandomPolicy:
     """A policy that draws uniformly from the environment's action space.
@@ -85,24 +87,26 @@ class RandomActor(Actor):
 
     def __init__(self, inputs: ActorInputs) -> None:
         assert inputs.noise is not None
-        self._inputs, self._noise = inputs, inputs.noise.to(device_of(inputs.observation))
-        self._masked = action_mask(inputs.observation, inputs.spec) is not None
-        if self._masked:
-            steps_and_lanes = self._noise.shape[:2]
-            empty = partial(torch.empty, device=self._noise.device)
-            self.actions = empty((*steps_and_lanes, *inputs.spec.shape), dtype=inputs.spec.dtype)
-            self.log_prob = empty(steps_and_lanes)
+        self._observation, self._spec = inputs.observation, inputs.spec
+        noise = inputs.noise.to(device_of(inputs.observation))
+        self._noise = noise if action_mask(inputs.observation, inputs.spec) is not None else None
+        if self._noise is not None:
+            empty = partial(torch.empty, device=noise.device)
+            self.actions = empty((*noise.shape[:2], *inputs.spec.shape), dtype=inputs.spec.dtype)
+            self.log_prob = empty(noise.shape[:2])
         else:
-            self.actions, self.log_prob = _draw(inputs.spec, self._noise, None)
-        self._rows = self.actions.unbind(0)
+            self.actions, self.log_prob = _draw(inputs.spec, noise, None)
+        self._block, self._rows = -1, tuple[Tensor, ...]()
 
     @override
     def act(self, t: int) -> Tensor:
-        if self._masked:
-            mask = action_mask(self._inputs.observation, self._inputs.spec)
-            action, self.log_prob[t] = _draw(self._inputs.spec, self._noise[t], mask)
-            self._rows[t].copy_(action)
-        return self._rows[t]
+        block, row = divmod(t, _STEPS)
+        if block != self._block:
+            self._block, self._rows = block, self.actions[block * _STEPS :][:_STEPS].unbind(0)
+        if self._noise is not None:
+            action, self.log_prob[t] = _draw(self._spec, self._noise[t], action_mask(self._observation, self._spec))
+            self._rows[row].copy_(action)
+        return self._rows[row]
 
     @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:

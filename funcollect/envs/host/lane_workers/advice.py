@@ -80,7 +80,7 @@ class LaneCosts:
         parts = [f"{self.lanes} lanes in {self.workers} on {self.cores} processors"]
         if self.workers.overlap > 1:
             parts.append(
-                "one half of the lanes steps while the policy acts for the other: it takes "
+                "one half of the lanes steps while the policy acts for the other: the policy takes "
                 f"{self.once * 1e6:,.0f} µs for all, {self.half * 1e6:,.0f} µs for each half, so this saves about "
                 f"{max(self.saved, 0.0) * 1e6:,.0f} µs of a step" + ("" if self.saved > 0 else f": {WITHOUT_OVERLAP}")
             )
