@@ -203,7 +203,7 @@ def test_bad_arguments_fail_before_any_worker_starts():
         ({"create_env_fn": "CartPole-v1", "num_workers": True}, TypeError, "num_workers is True"),
         ({"frames_per_batch": 2.5}, TypeError, r"frames_per_batch is 2\.5"),
         ({"frames_per_batch": [3, 0]}, ValueError, "frames_per_batch is 0"),
-        ({"frame_per_batch": 3}, TypeError, "'frame_per_batch'.* unknown, expected some of"),
+        ({"frame_per_batch": 3}, TypeError, "'frame_per_batch'.* unknown .*frames_per_batch.*, expected some of"),
         ({"timeout": 0}, ValueError, "timeout"),
         ({"num_threads": 0}, ValueError, "num_threads"),
         ({"on_failure": "ignore"}, ValueError, "on_failure"),
