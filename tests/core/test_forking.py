@@ -252,4 +252,4 @@ def test_the_action_log_keeps_no_more_than_the_open_episodes() -> None:
         state, _ = fc.rollout(env, policy, state, 8)
         log = state.env_state.simulation.action_log
         assert len(log.since_reset()) == int(state.step.max())
-        assert sum(map(len, log._chunks)) < 10 + 64  # short rollouts are joined into chunks of at most 64 steps
+        assert sum(map(len, log._chunks)) <= int(state.step.max())

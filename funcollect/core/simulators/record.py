@@ -40,6 +40,9 @@ class ActionLog:
             self._chunks.append(torch.cat((self._chunks.pop(), newest)))
         while self._chunks and self._length - len(self._chunks[0]) >= needed:
             self._length -= len(self._chunks.popleft())
+        if self._length > needed:
+            self._chunks[0] = self._chunks[0][self._length - needed :]
+            self._length = needed
 
     def since_reset(self) -> Tensor | None:
         """Return the actions of the last ``ages.max()`` steps, or None if they are not all kept."""

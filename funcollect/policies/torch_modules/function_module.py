@@ -19,9 +19,9 @@ from funcollect.policies.torch_modules.settings import PLAIN, content_of
 
 _MOST_OBJECTS = 1_000  # that are looked through for one function
 _TENSORS = ("_parameters", "_buffers")
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_CONTAINERS = (dict, list, tuple, deque)  # not sets, whose order differs between processes
 _NO_MODULES = (*PLAIN, Tensor, type, ModuleType, BuiltinFunctionType)
-_LIBRARIES = {"torch", "jax", "jaxlib", "numpy", "tensordict", "funcollect", *sys.stdlib_module_names} - {"__main__"}
+_LIBRARIES = {"torch", "jax", "jaxlib", "numpy", "tensordict", "funcollect", *sys.stdlib_module_names}
 _READ = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
@@ -118,7 +118,7 @@ def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
             call = inspect.getattr_static(type(value), "__call__", None)
             names.update(getattr(getattr(call, "__code__", None), "co_names", ()))
             attributes = getattr(value, "__dict__", {})
-            queue += [(name, call), *((each, attributes[each]) for each in names if each in attributes)]
+            queue += [(name, call), *((each, part) for each, part in attributes.items() if each in names)]
     return found
 
 

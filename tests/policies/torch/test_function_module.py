@@ -233,6 +233,16 @@ def test_what_refers_to_no_module_stays_a_function() -> None:
     assert policy.params is None
 
 
+def test_attributes_are_found_in_their_order_in_every_process() -> None:
+    """Not in that of a set of names, which is another one in another process."""
+    holder = SimpleNamespace(**{name: nn.Linear(1, 1) for name in "zyxabc"})
+
+    def act(observation: Tensor) -> Any:
+        return holder.a, holder.b, holder.c, holder.x, holder.y, holder.z
+
+    assert list(modules_of(act)) == [*"zyxabc"]
+
+
 def test_modules_are_found_once_and_named_as_the_function_names_them() -> None:
     first, both = nn.Linear(4, 4), [nn.Tanh(), nn.Linear(4, 2)]
 
