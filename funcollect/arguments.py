@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
@@ -99,10 +100,18 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
         raise ValueError(f"{name} is {shown(value)}, expected one of {sorted(choices)}: choose one")
 
 
-def check_function(name: str, value: Any, what: str) -> None:
-    """Raise TypeError unless `value` can be called."""
+def check_function(name: str, value: Any, what: str, arguments: int) -> None:
+    """Raise TypeError unless `value` can be called with so many positional arguments; `what` names them."""
     if not callable(value):
         raise TypeError(f"{name} is {shown(value)}, expected {what}: pass one")
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # some builtin functions have none
+        return
+    try:
+        signature.bind(*range(arguments))
+    except TypeError:
+        raise TypeError(f"{name} takes {signature}, expected {what}: change its parameters") from None
 
 
 def check_kind(name: str, value: Any, kind: type | tuple[type, ...], mend: str) -> None:

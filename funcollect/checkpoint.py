@@ -253,7 +253,7 @@ def _check(name: str, part: Any, saved: Mapping[str, Any]) -> None:
     if own == wanted:
         return
     names = sorted({*own} ^ {*wanted} or {each for each in own if own[each] != wanted[each]})
-    one, two = shown(own.get(names[0], "missing")), shown(wanted.get(names[0], "missing"))
+    one, two = (shown(part[names[0]]) if names[0] in part else "not there" for part in (own, wanted))
     raise ValueError(f"{name} differs from the saved one: {names[0]} is {one}, was {two}: build it as it was")
 
 
@@ -267,8 +267,8 @@ def _layout(saved: Mapping[str, Any]) -> dict[str, Any]:
         return dict(zip(saved["names"], kinds, strict=True))
     state = saved["state"]
     if "param_groups" in state:
-        groups = {f"the parameters of group {number}": shapes for number, shapes in enumerate(saved["shapes"])}
-        return {"the class": saved["kind"], **groups}
+        groups = {f"parameters of group {number}": shapes for number, shapes in enumerate(saved["shapes"])}
+        return {"class": saved["kind"], **groups}
     return {
         name: (str(value.dtype).removeprefix("torch."), *value.shape) if hasattr(value, "shape") else None
         for name, value in state.items()

@@ -189,7 +189,7 @@ def test_groups_and_trees_are_restored_as_they_were(tmp_path):
     assert torch.equal(restored["w"], tree["w"])
     assert restored["deep"][1] == 4
     for other, words in (
-        ({"v": torch.zeros(2), "deep": [torch.ones(3), 0]}, ("policy differs", "v is", "was 'missing'")),
+        ({"v": torch.zeros(2), "deep": [torch.ones(3), 0]}, ("policy differs", "v is", "was not there")),
         ({"w": torch.zeros(2, dtype=torch.int64), "deep": [torch.ones(3), 0]}, ("policy differs", "int64")),
     ):
         with refused(ValueError, words):
@@ -252,10 +252,10 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
         (
             {"policy": own["policy"], "optimizer": torch.optim.SGD(twin.parameters(), 1)},
             ValueError,
-            ("optimizer", "the class"),
+            ("optimizer", "class is"),
         ),
-        ({"optimizer": torch.optim.Adam(twin.parameters())}, ValueError, ("the parameters of group 0",)),
-        ({"optimizer": torch.optim.AdamW(own["policy"].parameters())}, ValueError, ("the class is 'AdamW'",)),
+        ({"optimizer": torch.optim.Adam(twin.parameters())}, ValueError, ("parameters of group 0",)),
+        ({"optimizer": torch.optim.AdamW(own["policy"].parameters())}, ValueError, ("class is 'AdamW'",)),
         ({"policy": {"net": own["policy"]}}, ValueError, ("policy differs",)),
         ({"policy": own["policy"], "buffer": own["buffer"]}, FileNotFoundError, ("has no buffer",)),
         ({"policy": own["policy"], "step": 4}, FileNotFoundError, ("[5], expected 4",)),

@@ -79,7 +79,7 @@ class ReplayBuffer:
         check_optional_positive("batch_size", batch_size)
         for name, function in {"transform": transform, "collate_fn": collate_fn}.items():
             if function is not None:
-                check_function(name, function, "a function of a batch")
+                check_function(name, function, "a function of a batch", 1)
         if prefetch is not None:
             check_count("prefetch", prefetch)
         self.sampler.fit(self.storage.max_size)

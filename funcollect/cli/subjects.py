@@ -32,7 +32,7 @@ def make_env(arguments: argparse.Namespace, num_envs: int | None, **kwargs: Any)
     if limit is not None:
         kwargs["max_episode_steps"] = limit
     try:
-        _check_no_file(name)
+        _check_address(name)
         if not _IN_A_MODULE.fullmatch(name):
             return fc.make_env(name, **lanes, **kwargs)
         return _made(_member(name), lanes | kwargs)
@@ -74,9 +74,11 @@ def _find_modules_here() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def _check_no_file(address: str) -> None:
-    """Raise ValueError for ``file.py:name``."""
+def _check_address(address: str) -> None:
+    """Raise ValueError for ``file.py:name``, and for a module in the working directory without a name."""
     file, _, name = address.partition(":")
+    if not name and Path(f"{address}.py").exists():
+        raise ValueError(f"{address!r} is a module here, expected a function of it: say for example {address}:make")
     if file.endswith(".py"):
         raise ValueError(
             f"{address!r} names a file, expected a module: say {Path(file).stem}:{name}, in the folder of the file"
@@ -99,7 +101,7 @@ def _member(address: str) -> Any:
 
 def policy_named(name: str) -> PolicyPlugin:
     """Find the policy that a package offers by name, or in ``module:factory``, where the factory is not called yet."""
-    _check_no_file(name)
+    _check_address(name)
     try:
         return find_policy(name)
     except ValueError:

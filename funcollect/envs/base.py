@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
 from typing_extensions import override
 
-from funcollect.arguments import check_num_envs
-from funcollect.protocols import Backend
+from funcollect.arguments import check_function, check_num_envs
+from funcollect.errors import EnvError
+from funcollect.protocols import Backend, Transition
 from funcollect.specs import ActionSpec, Leaf, Space, observation_leaves
 
 if TYPE_CHECKING:  # a cached property does not fit a protocol's property for pyright
@@ -36,6 +38,42 @@ def check_spaces(env: Any) -> None:
     """Raise TypeError unless an environment has both spaces."""
     if missing := [name for name in ("observation_space", "action_space") if not hasattr(env, name)]:
         raise TypeError(f"{type(env).__name__} lacks {missing}, expected as attributes of the class: set them")
+
+
+def check_pure_functions(owner: str, reset: Any, step: Any) -> None:
+    """Raise TypeError unless the functions of a JAX or Torch environment take what the loops pass."""
+    check_function(f"{owner}reset", reset, "a function of a key and the parameters", 2)
+    check_function(f"{owner}step", step, "a function of a key, the state, an action and the parameters", 4)
+
+
+def checked_start(env: object, answer: Any) -> tuple[Any, Any]:
+    """Return what `reset` of a JAX or Torch environment returned; EnvError unless it is a state and an observation."""
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise EnvError(
+            f"reset of {env!r} returned {kind(answer)}, expected the pair (env_state, observation): return both"
+        )
+    return answer
+
+
+def checked_transition(env: object, answer: Any) -> Transition:
+    """Return what `step` of a JAX or Torch environment returned; EnvError unless it is a Transition."""
+    if not isinstance(answer, Transition):
+        raise EnvError(
+            f"step of {env!r} returned {kind(answer)}, expected a Transition: return "
+            "funcollect.envs.Transition(env_state, observation, reward, terminated, truncated)"
+        )
+    if not isinstance(answer.info, Mapping):
+        raise EnvError(
+            f"step of {env!r} returned the info {kind(answer.info)}, expected a dict of arrays: name its values"
+        )
+    return answer
+
+
+def kind(given: Any) -> str:
+    """What a wrong result is, for a message: its type, or what may be counted."""
+    if type(given) is tuple:
+        return f"{len(given)} values"
+    return f"an array of shape {list(given.shape)}" if hasattr(given, "shape") else type(given).__name__
 
 
 class EnvBase:

@@ -148,10 +148,15 @@ class PolicyPlugin:
             factory = EntryPoint(self.name, self.source, GROUP).load()
         except (Exception, SystemExit) as error:  # a package's own code may raise anything
             raise self._broken(f"cannot be imported: {_message(error)}") from error
+        wanted = "expected a function of the environment: (env, **options) -> Policy"
         try:
-            inspect.signature(factory).bind_partial(None)
+            signature = inspect.signature(factory)
         except (TypeError, ValueError) as error:
-            raise self._broken(f"is {shown(factory)}, expected a function (env, **options) -> Policy") from error
+            raise self._broken(f"is {shown(factory)}, {wanted}") from error
+        try:
+            signature.bind_partial(None)
+        except TypeError:
+            raise self._broken(f"takes {signature}, {wanted}") from None
         return factory  # type: ignore[no-any-return]
 
     def takes(self, option: str) -> bool:

@@ -77,7 +77,7 @@ def profile(
     check_positive("frames", frames, example=10_000)
     check_optional_positive("length", length)
     if reader is not None:
-        check_function("reader", reader, "a function of a batch")
+        check_function("reader", reader, "a function of a batch", 1)
     if isinstance(target, CollectorBase):
         for name, value, where in (("policy", policy, "has its own"), ("length", length, "has frames_per_batch")):
             if value is not None:

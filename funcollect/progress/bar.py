@@ -86,7 +86,7 @@ def track(
     if file is not None and not hasattr(file, "write"):
         raise TypeError(f"file is {shown(file)}, expected a text file: pass for example sys.stdout")
     if logger is not None:
-        check_function("logger", logger, "of frames and a dict")
+        check_function("logger", logger, "a function of frames and a dict", 2)
     episodes = window if isinstance(window, EpisodeWindow) else EpisodeWindow(window)
     given = [None if log_dir is None else TensorBoard(log_dir), logger]
     frames = getattr(batches, "total_frames", -1) if total is None else total

@@ -19,6 +19,10 @@ __all__ = ["gae"]
 _NEEDED = {"reward": ("next", "reward"), "terminated": ("next", "terminated"), "done": ("next", "done")}
 _EPISODE = ("collector", "episode")  # traced rollouts have these numbers per lane instead of ids
 _OPTIONAL = {"traj_ids": TRAJECTORY_IDS, "mask": MASK, "repeated": ("done",)}
+_MENDS = {
+    "value": "pass the value function's result for observation",
+    "next_value": "pass the value function's result for next.observation",
+}
 _TAILS: dict[str, tuple[int, ...] | None] = {"reward": None, "traj_ids": (), "mask": ()}  # see `require`; [1] otherwise
 
 
@@ -128,7 +132,7 @@ def _read_torch(batch: TensorDictBase, value: Any, next_value: Any) -> tuple[_Ad
             columns[name] = leaf if leaf.ndim > batch.batch_dims else leaf[..., None]
     for name, values in (("value", value), ("next_value", next_value)):
         if not isinstance(values, Tensor):
-            raise TypeError(f"{name} is {type(values).__name__}, expected a tensor, as a TensorDict's leaves are")
+            raise TypeError(f"{name} is {type(values).__name__}, expected a tensor, as the batch has: {_MENDS[name]}")
         _check_values(name, values, values.is_floating_point(), columns["reward"].shape)
     frames = _AdvantageInputs(**{name: leaf.movedim(-2, 0) for name, leaf in columns.items()})
     return frames, value.movedim(-2, 0), next_value.movedim(-2, 0)
@@ -145,7 +149,8 @@ def _read_jax(batch: Mapping[str, Any], value: Any, next_value: Any) -> tuple[_A
         raise ValueError(f"the batch lacks {missing}, which are needed here; it has {sorted(map('.'.join, flat))}")
     for name, leaf in (given | {"value": value, "next_value": next_value}).items():
         if isinstance(leaf, Tensor) or not hasattr(leaf, "shape"):
-            raise TypeError(f"{name} is {type(leaf).__name__}, expected a JAX array: tensors come in a TensorDict")
+            mend = _MENDS.get(name, "tensors come in a TensorDict")
+            raise TypeError(f"{name} is {type(leaf).__name__}, expected a JAX array: {mend}")
     reward, done = given["reward"], given["done"]
     for name, leaf in given.items():
         fits = leaf.shape == done.shape or (name == "reward" and leaf.shape[:-1] == done.shape)

@@ -391,6 +391,9 @@ import gymnasium
 import torch
 import funcollect as fc
 
+def bare():
+    pass
+
 def cart():
     return gymnasium.make("CartPole-v1", render_mode="rgb_array")
 
@@ -494,6 +497,8 @@ def test_bad_weights_are_one_line_and_nothing_is_executed(here: Path, capsys: py
     [
         (["mine:nothing"], "names 'nothing', which the module 'mine' lacks"),
         (["./mine.py:cart"], "names a file, expected a module: say mine:cart"),
+        (["mine"], "'mine' is a module here, expected a function of it: say for example mine:make"),
+        (["CartPole-v1", "--policy", "mine:bare"], "takes (), expected a function of the environment"),
         (["CartPole-v1", "--policy", "mine.py:policy"], "names a file, expected a module: say mine:policy"),
         (["no_module:thing"], "'no_module', which cannot be imported"),
         (["mine:unready"], "cannot make 'mine:unready': no licence"),

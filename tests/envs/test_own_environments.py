@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.envs import ActionSpec, Transition, observation_leaves
+from funcollect.envs import ActionSpec, Transition, from_functions, observation_leaves
 from tests.support.compare import assert_same
 from tests.support.envs.jax_counting import counting, counting_policy
 
@@ -252,13 +253,42 @@ def test_an_environment_needs_no_base_class() -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a start alone": ({"reset": lambda self, key, params: jnp.zeros(1)}, r"reset of .* expected the pair"),
     "a tuple": ({"step": lambda self, *given: (given[1], given[1], 0.0)}, "3 values, expected a Transition: return"),
+    "a list of infos": ({"step": lambda *given: moved(given)._replace(info=[1])}, r"the info list, expected a dict"),
+    "no reward": ({"step": lambda *given: moved(given)._replace(reward=None)}, "reward that step of .* is NoneType"),
+    "no params": (
+        {"reset": lambda self, key: (key, key)},
+        r"Walk.reset takes \(key\), expected a function of a key and",
+    ),
+    "no key": (
+        {"step": lambda self, x, action: x},
+        r"Walk.step takes \(x, action\), expected a function of a key, the",
+    ),
     "no space": ({"action_space": None}, "NoneType"),
 }
+
+
+def moved(given: Sequence[Any]) -> Transition:
+    """The transition of a step that changes nothing."""
+    _, _, place, _, _ = given
+    return Transition(place, place, 0.0, False, False)
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_mistakes_are_named(case: str) -> None:
     members, message = WRONG[case]
-    env = type("Walk", (JaxWalk,), members)(2)
     with pytest.raises((TypeError, fc.EnvError), match=message):
-        collected(env)
+        collected(type("Walk", (JaxWalk,), members)(2))
+
+
+@pytest.mark.parametrize("case", ["no params", "no key", "a list of infos"])
+def test_mistakes_in_torch_are_named(case: str) -> None:
+    members, message = WRONG[case]
+    with pytest.raises((TypeError, fc.EnvError), match=message):
+        collected(type("Walk", (TorchWalk,), members)(2))
+
+
+def test_functions_take_what_the_loops_pass() -> None:
+    with pytest.raises(TypeError, match=r"reset takes \(key\), expected a function of a key and the parameters"):
+        from_functions(
+            lambda key: key, moved, observation_space=JaxWalk.observation_space, action_space=JaxWalk.action_space
+        )

@@ -210,6 +210,12 @@ def test_a_scale_without_batch_dimension_serves_all_lanes(backend: Backend) -> N
     assert parameters[1].tolist() == [[0.5, 2.0]] * 5
 
 
+def test_a_scale_of_other_lanes_is_refused(backend: Backend) -> None:
+    answer = backend.array(torch.zeros(5, 2)), backend.array(torch.ones(3, 2))
+    with pytest.raises(fc.PolicyError, match=r"\(5, 2\).*\(3, 2\).*wants a pair \(loc, scale\), each \['P', 2\]"):
+        fc.heads.normal.parse(backend.xp, answer, ActionSpec(spaces.Box(-1, 1, (2,))))
+
+
 @pytest.mark.parametrize("space", [*(space for space, _ in DISCRETE), *BOXES[:3]], ids=str)
 def test_torch_and_jax_act_alike_on_equal_noise(space: spaces.Space[Any]) -> None:
     box = isinstance(space, spaces.Box)

@@ -224,6 +224,7 @@ def test_a_batch_without_frames():
         ({"next_value": torch.zeros(2, 4, 1)}, ValueError, r"next_value has shape \[2, 4, 1\], expected \[2, 5, 1\]"),
         ({"value": torch.zeros(2, 5, 1).long()}, TypeError, "value is torch.int64, expected a floating"),
         ({"value": np.zeros((2, 5, 1))}, TypeError, "value is ndarray, expected a tensor"),
+        ({"next_value": None}, TypeError, "next_value is NoneType.*the value function's result for next.observation"),
         ({"gamma": 1.1}, ValueError, r"gamma is 1.1, expected a number in \[0, 1\]"),
         ({"lmbda": -0.1}, ValueError, r"lmbda is -0.1, expected"),
         ({"gamma": float("nan")}, ValueError, "gamma is nan, expected"),
@@ -243,6 +244,8 @@ def test_bad_arguments_in_jax():
     batch, value, next_value = in_jax(*made((2, 5)))
     with pytest.raises(TypeError, match="reward is Tensor, expected a JAX array: tensors come in a TensorDict"):
         fc.gae(made((2, 5))[0].to_dict(), value, next_value)
+    with pytest.raises(TypeError, match="next_value is NoneType, expected a JAX array: pass the value function's"):
+        fc.gae(batch, value, None)
     with pytest.raises(ValueError, match=r"value has shape \[2, 5\], expected \[5, 2\] as next.reward"):
         fc.gae(batch, value.T, next_value)
     wide = {**batch, "next": {**batch["next"], "done": batch["next"]["done"][..., None]}}

@@ -16,12 +16,13 @@ from funcollect.core.loops import device_delivery
 from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit, deliver, new_columns, reset_counters
 from funcollect.core.request import Request, open_actor, step_limit
 from funcollect.core.state import CollectorState, all_lanes, first_state
+from funcollect.envs.base import checked_start, checked_transition
 from funcollect.errors import EnvError
 from funcollect.interop.memory import fixed
 from funcollect.interop.reads import reads_together
 from funcollect.keys import Key, LaneKeys, Purpose
 from funcollect.messages import shown
-from funcollect.protocols import Actor, DeviceEnv, Policy, TorchEnv, Transition
+from funcollect.protocols import Actor, DeviceEnv, Policy, TorchEnv
 from funcollect.specs import assemble, disassemble, torch_dtype
 from funcollect.tree import NAMESPACE, Path, select
 
@@ -56,12 +57,8 @@ def reset(env: TorchEnv, state: CollectorState, lanes: Tensor) -> CollectorState
 
 def _begin(env: TorchEnv, keys: LaneKeys, params: Any) -> Start:
     """Return state and observation of all lanes at the start of their episodes: a function of the arguments."""
-    begun = env.reset(keys, params)
-    if not isinstance(begun, tuple) or len(begun) != 2:
-        raise EnvError(
-            f"reset of {env} returned {type(begun).__name__}, expected the pair (env_state, observation): return both"
-        )
-    return begun[0], by_path(env, begun[1])
+    env_state, observation = checked_start(env, env.reset(keys, params))
+    return env_state, by_path(env, observation)
 
 
 def by_path(env: TorchEnv | DeviceEnv, observation: Any) -> dict[Path, Tensor]:
@@ -85,15 +82,12 @@ def check_tensors(env: TorchEnv | DeviceEnv, root: dict[Path, Tensor], num_lanes
 
 def check_step(env: TorchEnv | DeviceEnv, answer: Any, num_lanes: int) -> None:
     """Raise EnvError unless `step` returned reward and flags [P], the flags bool, and an observation of the space."""
-    if not isinstance(answer, Transition):
-        raise EnvError(
-            f"step of {env} returned {type(answer).__name__}, expected a Transition: return "
-            "funcollect.envs.Transition(env_state, observation, reward, terminated, truncated)"
-        )
-    _check_tensor(env, "reward", answer.reward, (num_lanes,), getattr(answer.reward, "dtype", torch.float32))
-    _check_tensor(env, "terminated", answer.terminated, (num_lanes,), torch.bool)
-    _check_tensor(env, "truncated", answer.truncated, (num_lanes,), torch.bool)
-    check_tensors(env, by_path(env, answer.observation), num_lanes)
+    transition = checked_transition(env, answer)
+    reward = transition.reward
+    _check_tensor(env, "reward", reward, (num_lanes,), getattr(reward, "dtype", torch.float32))
+    _check_tensor(env, "terminated", transition.terminated, (num_lanes,), torch.bool)
+    _check_tensor(env, "truncated", transition.truncated, (num_lanes,), torch.bool)
+    check_tensors(env, by_path(env, transition.observation), num_lanes)
 
 
 def _check_tensor(env: TorchEnv | DeviceEnv, name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from funcollect.arguments import check_function, check_kind
+from funcollect.arguments import check_kind
+from funcollect.envs.base import check_pure_functions
 from funcollect.envs.jax_envs.checks import check_functions
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Reset, jax_env
 from funcollect.envs.jax_envs.suite import check_instance
@@ -64,8 +65,7 @@ def from_functions(
     JaxEnv('walk', num_envs=64)
     """
     check_kind("name", name, str, "pass for example 'walk'")
-    check_function("reset", reset, "a function of a key and the parameters")
-    check_function("step", step, "a function of a key, the state, an action and the parameters")
+    check_pure_functions("", reset, step)
     options = (num_envs, one_hot, info_keys, starts, max_episode_steps, params)
     env = jax_env(name, reset, step, observation_space, action_space, *options, param_keys=param_keys)
     check_functions(env, env.params)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from gymnasium import spaces
 
 from funcollect.arguments import check_choice, check_keys, check_kind, check_num_envs, check_optional_positive
-from funcollect.envs.base import AdaptedEnv, EnvBase
+from funcollect.envs.base import AdaptedEnv, EnvBase, check_pure_functions, checked_start, checked_transition, kind
 from funcollect.envs.spaces import as_delivered
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, tracing
@@ -51,6 +51,11 @@ class JaxEnvBase(EnvBase, ABC):
     max_episode_steps: int | None = None
     starts: Starts = "fresh"
     params: Any = None
+
+    def __init__(self, num_envs: int | None = None) -> None:
+        """Check and set `num_envs`; TypeError if the subclass lacks a space, or a function takes other arguments."""
+        super().__init__(num_envs)
+        check_pure_functions(f"{type(self).__name__}.", self.reset, self.step)
 
     @abstractmethod
     def reset(self, key: Any, params: Any, /) -> tuple[Any, Any]:
@@ -168,13 +173,15 @@ def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]
         answer = step(key, env_state, action, params)
         if not isinstance(answer, tuple) or len(answer) not in (5, 6):
             raise TypeError(
-                f"{label}: step returned {_kind(answer)}, expected (env_state, observation, reward, terminated, "
+                f"{label}: step returned {kind(answer)}, expected (env_state, observation, reward, terminated, "
                 "truncated), and info if there is any: return these"
             )
-        moved = Transition(*answer)
-        if missing := [name for name in info_keys if name not in moved.info]:
-            raise ValueError(f"{label} has no info {missing}, expected some of {sorted(moved.info)}: correct info_keys")
-        return moved._replace(info={name: moved.info[name] for name in info_keys})
+        transition = Transition(*answer)
+        if missing := [name for name in info_keys if name not in transition.info]:
+            raise ValueError(
+                f"{label} has no info {missing}, expected some of {sorted(transition.info)}: correct info_keys"
+            )
+        return transition._replace(info={name: transition.info[name] for name in info_keys})
 
     return recorded
 
@@ -182,12 +189,8 @@ def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]
 def reset_lane(env: JaxEnv, key: Any, params: Any) -> tuple[Any, Any]:
     """Call the environment's `reset` within a JAX trace; EnvError unless it returns a state and an observation."""
     with tracing(f"reset of {env!r}"):
-        begun = env.reset(key, params)
-    if not isinstance(begun, tuple) or len(begun) != 2:
-        raise EnvError(
-            f"reset of {env!r} returned {_kind(begun)}, expected the pair (env_state, observation): return both"
-        )
-    return begun
+        answer = env.reset(key, params)
+    return checked_start(env, answer)
 
 
 def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -> Transition:
@@ -196,19 +199,20 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
     if env.action_spec.one_hot:
         action = env.action_spec.from_one_hot(action, jnp).astype(jnp.int32)
     with tracing(f"step of {env!r}"):
-        moved = env.step(key, env_state, action, params)
-    if not isinstance(moved, Transition):
-        raise EnvError(
-            f"step of {env!r} returned {_kind(moved)}, expected a Transition: return "
-            "funcollect.envs.Transition(env_state, observation, reward, terminated, truncated)"
-        )
-    return moved._replace(
-        reward=jnp.asarray(moved.reward, jnp.float32),
-        terminated=jnp.asarray(moved.terminated, bool),
-        truncated=jnp.asarray(moved.truncated, bool),
+        answer = env.step(key, env_state, action, params)
+    transition = checked_transition(env, answer)
+
+    def converted(name: str, dtype: Any) -> Any:
+        value = getattr(transition, name)
+        try:
+            return jnp.asarray(value, dtype)
+        except (TypeError, ValueError) as error:
+            raise EnvError(
+                f"the {name} that step of {env!r} returned is {kind(value)}, expected an array: return a number"
+            ) from error
+
+    return transition._replace(
+        reward=converted("reward", jnp.float32),
+        terminated=converted("terminated", bool),
+        truncated=converted("truncated", bool),
     )
-
-
-def _kind(given: Any) -> str:
-    """The type of a wrong result, or the number of its values if it is a tuple, for a message."""
-    return f"{len(given)} values" if type(given) is tuple else type(given).__name__

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcollect.arguments import checked_device
-from funcollect.envs.base import EnvBase
+from funcollect.envs.base import EnvBase, check_pure_functions
 from funcollect.keys import LaneKeys
 from funcollect.protocols import Transition
 
@@ -28,7 +28,7 @@ class TorchEnvBase(EnvBase, ABC):
 
     Raises:
         ValueError: for a `num_envs` below 1, or an unknown device.
-        TypeError: for a subclass without spaces.
+        TypeError: for a subclass without spaces, or with other parameters of `reset` or `step`.
 
     >>> import gymnasium
     >>> import funcollect as fc
@@ -53,6 +53,7 @@ class TorchEnvBase(EnvBase, ABC):
     def __init__(self, num_envs: int | None = None, *, device: torch.device | str | None = None) -> None:
         """Check and set `num_envs` and `device`."""
         super().__init__(num_envs)
+        check_pure_functions(f"{type(self).__name__}.", self.reset, self.step)
         self.device = checked_device(device) or torch.device("cpu")
 
     @abstractmethod

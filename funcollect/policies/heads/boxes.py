@@ -57,7 +57,11 @@ class Normal(HeadBase):
         if isinstance(answer, (tuple, list)) and len(answer) == 2:
             if _tail(answer[0], dims, rows=True) == _tail(answer[1], dims) == spec.shape:
                 loc, scale = in_32_bits(xp, answer[0]), in_32_bits(xp, answer[1])
-                return (loc, scale) if loc.shape == scale.shape else tuple(xp.broadcast(loc, scale))
+                if loc.shape == scale.shape:
+                    return loc, scale
+                sizes = zip(reversed(loc.shape), reversed(scale.shape), strict=False)
+                if all(1 in pair or pair[0] == pair[1] for pair in sizes):
+                    return tuple(xp.broadcast(loc, scale))
         elif spec.shape and _tail(answer, dims, rows=True) == (*spec.shape[:-1], 2 * spec.shape[-1]):
             answer, size = in_32_bits(xp, answer), spec.shape[-1]
             return answer[..., :size], xp.softplus(answer[..., size:])

@@ -90,7 +90,8 @@ def _lent(owners: Iterable[nn.Module], users: Iterable[nn.Module]) -> Iterator[N
 def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
     """The modules that a function refers to, by name: in its closure, globals and defaults, and in attributes it reads.
 
-    So with the functions to which it refers, except those of Torch, JAX, NumPy and Python's own library.
+    So with the functions to which it refers, except those of Torch, JAX, NumPy and Python's own library. Raises
+    TypeError for a tensor beside them that is trained: nothing could save it, or send it to a worker.
     """
     found: dict[str, nn.Module] = {}
     names = {"__wrapped__"}  # of the attributes that are looked at
@@ -98,6 +99,11 @@ def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
     queue: deque[tuple[str, Any]] = deque([("module", function)])
     while queue and len(seen) < _MOST_OBJECTS:
         name, value = queue.popleft()
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise TypeError(
+                f"the policy's function refers to the tensor {name!r}, which requires a gradient, expected modules "
+                "with such tensors: make it a parameter of an nn.Module, so that it is saved and sent to workers"
+            )
         if id(value) in seen or isinstance(value, _NO_MODULES):
             continue
         seen[id(value)] = value

@@ -89,7 +89,8 @@ def torch_policy(
     ``.data`` to tensors that are neither parameters nor buffers. Make another policy after such a change.
 
     Raises:
-        TypeError: if `module` cannot be called, or `head` is not a head.
+        TypeError: if `module` cannot be called, or is a function that refers to a tensor which requires a gradient and
+            is in no module; or if `head` is not a head.
         ValueError: for a device that does not exist, or an unknown way of running.
 
     If ``"xla"`` is demanded and the module cannot be lowered, `funcollect.init` raises `LoweringError`.

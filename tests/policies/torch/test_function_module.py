@@ -251,3 +251,11 @@ def test_modules_are_found_once_and_named_as_the_function_names_them() -> None:
 
     assert list(modules_of(act)) == ["first", "both_0", "both_1"]
     assert len(dumps(modules_of(act))) < 10_000
+
+
+def test_a_trained_tensor_belongs_in_a_module() -> None:
+    weights = {"w": torch.zeros(4, 2, requires_grad=True)}
+    with pytest.raises(TypeError, match=r"refers to the tensor 'weights_w'.*parameter of an nn.Module"):
+        fc.torch_policy(lambda observation: observation @ weights["w"], head=fc.heads.greedy)
+    constant = torch.zeros(4, 2)
+    assert acts(fc.torch_policy(lambda observation: observation @ constant, head=fc.heads.greedy), 0)
