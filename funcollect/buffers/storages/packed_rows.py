@@ -173,11 +173,11 @@ class RowLayout:
     def check(self, leaves: Mapping[Path, Tensor], ndim: int) -> None:
         """Raise ValueError if the keys, shapes or dtypes of a batch differ from this layout."""
         if leaves.keys() != self._paths:
-            lacks = sorted(".".join(path) for path in self._paths - leaves.keys())
-            extra = sorted(".".join(path) for path in leaves.keys() - self._paths)
+            differences = {"lacks": self._paths - leaves.keys(), "adds": leaves.keys() - self._paths}
+            parts = [f"{verb} {sorted(map('.'.join, paths))}" for verb, paths in differences.items() if paths]
             raise ValueError(
-                f"the batch lacks {lacks} and has {extra} besides the keys that the storage holds, which are those of "
-                "its first batch: select the same keys for every batch"
+                f"the batch {' and '.join(parts)}, expected the keys of the storage's first batch: select the same "
+                "keys for every batch, or make another buffer"
             )
         for column in self.columns:
             leaf = leaves[column.path]
