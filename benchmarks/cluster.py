@@ -48,7 +48,7 @@ _STARTS = {OURS: "funcollect", LIMIT: "funcollect", "torchrl sync": "torchrl.col
 def results(options: Options) -> Iterator[Result]:
     for cell in cells(options.scale):
         if options.only in cell.name:
-            yield with_shares(compare(cell, measure(cell, options), OURS), LIMIT)
+            yield with_shares(compare(cell, measure(cell, options), OURS), (OURS, LIMIT), (OURS_ASYNC, LIMIT))
     if options.only in "cost of a rollout":
         yield in_ms("cost of a rollout", costs(options.rounds))
     if options.only in "start":

@@ -1,10 +1,12 @@
 """Collectors with workers: frames per second, what a hand-over costs the reader, and how long they take to start.
 
 The limit, `alone`, is as many processes, each of which runs a `SyncDataCollector` and delivers to nobody, in the same
-rounds. A batch is at least 50 ms of work. What workers have ready as a block begins is read before it. Networks are
-2x64 tanh, for games a small convolutional one; `sb3` has its own. `gymnasium` is a loop by hand over `AsyncVectorEnv`.
-Each contestant's reader is a process of its own, which stands still with its workers while others are measured; one
-that fails or hangs is absent. With ``--rounds 5`` all of it takes some 25 minutes.
+rounds. What is synchronous has a lower one, `in step`: there each begins its next batch when all have ended their last
+one, so that each batch takes as long as the slowest of them. A batch is at least 50 ms of work. What workers have
+ready as a block begins is read before it. Networks are 2x64 tanh, for games a small convolutional one; `sb3` has its
+own. `gymnasium` is a loop by hand over `AsyncVectorEnv`. Each contestant's reader is a process of its own, which stands
+still with its workers while others are measured; one that fails or hangs is absent. With ``--rounds 5`` all of it takes
+some 25 minutes.
 
 A hand-over is `next()` for a batch that is ready, while the reader works otherwise: ours with `prefetch` and async,
 TorchRL's async. The reader's work leaves code and tables in no cache, which makes a hand-over some four times as long:
@@ -16,6 +18,7 @@ shut down.
 from __future__ import annotations
 
 import importlib
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +32,8 @@ from benchmarks.harness.report import compare, quartiles, table
 from benchmarks.harness.runner import AbsentError, Cell, Contestant, Measured, Options, Result
 
 OURS, OURS_ASYNC = "funcollect sync", "funcollect async"
+ALONE, IN_STEP = "alone", "in step"
+SHARES = ((OURS, ALONE), (OURS, IN_STEP), (OURS_ASYNC, ALONE))
 LENGTHS = {"CartPole-v1": 2_000, "HalfCheetah-v5": 1_000, "ale/Pong": 128, "sleep/0.001": 64}  # of a worker's batch
 WORKERS = (1, 2, 4)
 BLOCK, REST = 0.4, 0.1  # seconds: measured at once; that begun batches may take
@@ -44,7 +49,7 @@ _LIBRARIES = {
 def results(options: Options) -> Iterator[Result]:
     for cell in _collectors(options.scale):
         if options.only in cell.name:
-            yield with_shares(compare(cell, measure(cell, options), OURS), "alone")
+            yield with_shares(compare(cell, measure(cell, options), OURS), *SHARES)
     for size in hand_overs.PAYLOADS:
         name = hand_overs.name_of(size)
         if options.only in name:
@@ -69,7 +74,8 @@ def _cell(name: str, workers: int, length: int, seconds: float) -> Cell:
     contestants: dict[str, Callable[[], Contestant]] = {
         OURS: partial(ours, "MultiSyncDataCollector", name, workers, length),
         OURS_ASYNC: partial(ours, "MultiaSyncDataCollector", name, workers, length),
-        "alone": partial(Independent, name, workers, length, seconds),
+        ALONE: partial(Independent, name, workers, length, seconds),
+        IN_STEP: partial(Independent, name, workers, length, seconds, in_step=True),
         **peers(name, workers, length),
     }
     note = f"{length:,} frames of each worker per batch"
@@ -90,7 +96,7 @@ def measure(cell: Cell, options: Options) -> Measured:
         return float(contestant.ask(frames_per_second, cell.block, cell.stale.get(name, 0)))
 
     rates, absent = interleaved(cell.contestants, block, options.rounds)
-    for name in {OURS, OURS_ASYNC, "alone"} & absent.keys():
+    for name in {OURS, OURS_ASYNC, ALONE, IN_STEP} & absent.keys():
         raise AbsentError(absent[name])
     return Measured(rates=rates, absent=absent)
 
@@ -109,14 +115,13 @@ def frames_per_second(contestant: Contestant, seconds: float, stale: int) -> flo
     return frames / elapsed
 
 
-def with_shares(result: Result, limit: str) -> Result:
-    """Report our speed as a share of the limit, round by round."""
+def with_shares(result: Result, *pairs: tuple[str, str]) -> Result:
+    """Report the speeds of pairs of a contestant and its limit as shares, round by round."""
     rates = result.data["frames_per_second"]
-    shares = {
-        name: [own / other for own, other in zip(rates[name], rates[limit], strict=True)] for name in (OURS, OURS_ASYNC)
+    medians = {
+        f"{own} / {limit}": statistics.median(map(operator.truediv, rates[own], rates[limit])) for own, limit in pairs
     }
-    medians = {name: statistics.median(each) for name, each in shares.items()}
-    line = "; ".join(f"{name} / {limit} {share:.3f}" for name, share in medians.items())
+    line = "; ".join(f"{name} {share:.3f}" for name, share in medians.items())
     return Result(name=result.name, table=f"{result.table}\n  {line}", data={**result.data, "of_limit": medians})
 
 

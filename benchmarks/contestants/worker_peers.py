@@ -145,11 +145,14 @@ class SubprocLoop:
 
 
 class Independent:
-    """The limit: processes that each run a `SyncDataCollector` for so many seconds and deliver to nobody."""
+    """The limit: processes that each run a `SyncDataCollector` for so many seconds and deliver to nobody.
 
-    def __init__(self, name: str, workers: int, length: int, seconds: float) -> None:
+    With `in_step` each begins its next batch when all have ended their last one: the limit of what is synchronous.
+    """
+
+    def __init__(self, name: str, workers: int, length: int, seconds: float, in_step: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
-        self._seconds = seconds
+        self._seconds, self._in_step = seconds, in_step
         self._ends: list[Connection] = []
         self._processes = []
         for _ in range(workers):
@@ -161,10 +164,19 @@ class Independent:
             self._processes.append(process)
 
     def rate(self) -> float:
-        """Return the frames per second of all processes; none waits for the last one's batch."""
+        """Return the frames per second of all processes; none waits for the last one's batch, unless all do."""
+        if not self._in_step:
+            return sum(frames / seconds for frames, seconds in self._ask(self._seconds))
+        frames, began = 0, time.monotonic()
+        while (elapsed := time.monotonic() - began) < self._seconds or not frames:
+            frames += sum(each for each, _ in self._ask(0.0))
+        return frames / elapsed
+
+    def _ask(self, seconds: float) -> list[tuple[int, float]]:
+        """Let all collect for so many seconds, but at least a batch; the frames and the seconds of each."""
         for end in self._ends:
-            end.send(self._seconds)
-        return float(sum(end.recv() for end in self._ends))
+            end.send(seconds)
+        return [end.recv() for end in self._ends]
 
     def run(self) -> int:
         return int(self.rate() * self._seconds)
@@ -184,9 +196,9 @@ def _alone(end: Connection, name: str, length: int) -> None:
     collector = fc.SyncDataCollector(partial(make, name), our_policy(name), frames_per_batch=length, seed=0)
     while (seconds := end.recv()) is not None:
         frames, began = 0, time.monotonic()
-        while (elapsed := time.monotonic() - began) < seconds:
+        while (elapsed := time.monotonic() - began) < seconds or not frames:
             frames += next(collector).numel()
-        end.send(frames / elapsed)
+        end.send((frames, elapsed))
     collector.shutdown()
 
 
