@@ -15,13 +15,16 @@ export JAX_TRACEBACK_IN_LOCATIONS_LIMIT ?= 0
 
 .PHONY: demo test test-newest test-oldest test-gpu-machine docs docs-serve dist $(FAST) tests-contracts tests-portable tests-ray test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
+# What is imported is compiled then; compiling all that is installed would take longer than the rest of the installation.
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[envs,viz]
+	$(PIP_INSTALL) -e .[envs,viz]
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[envs,jax-envs,viz,ray,test,bench,docs]
+	$(PIP_INSTALL) -e .[envs,jax-envs,viz,ray,test,bench,docs]
 	touch $@
 
 # RLlib needs another gymnasium than the library's, so it is measured from an environment of its own.
@@ -69,7 +72,7 @@ docs: $(VENV)/.test
 
 # The packages that a release publishes, tried.
 dist: $(VENV)/.core
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build
+	$(PIP_INSTALL) build
 	PYTHON=$(CURDIR)/$(BIN)/python bash .ci/dist.sh
 
 docs-serve: docs

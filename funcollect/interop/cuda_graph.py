@@ -19,6 +19,10 @@ def can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+class CaptureError(RuntimeError):
+    """A call that can be made cannot be captured: it reads values of tensors, or copies from the host."""
+
+
 class CudaGraph(Generic[Output]):
     """A function, captured with some arguments, a pytree.
 
@@ -27,7 +31,7 @@ class CudaGraph(Generic[Output]):
     overwritten by the next one.
 
     Raises:
-        RuntimeError: for a function that reads values of tensors, or copies from the host.
+        CaptureError: for a function that cannot be captured.
     """
 
     def __init__(self, function: Callable[[Any], Output], arguments: Any, device: torch.device) -> None:
@@ -97,8 +101,10 @@ def capture(function: Callable[[], Output], device: torch.device) -> tuple[Calla
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 result = function()
-        except BaseException:
+        except BaseException as error:
             torch.cuda.set_stream(current)  # after an error Torch leaves the stream of the capture current
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                raise CaptureError(str(error)) from error
             raise
     return graph.replay, result
 

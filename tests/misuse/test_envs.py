@@ -134,6 +134,13 @@ def count(value: Any) -> list[Misuse]:
     ),
     *[each for value in (0, -1, True, "8", 2.0) for each in count(value)],
     Misuse("an instance twice", twice, ValueError, ("same environment instance", "one instance per lane"), good),
+    Misuse(
+        "an environment that is made",
+        lambda: fc.make_env([fc.make_env("CartPole-v1", num_envs=2)]),
+        TypeError,
+        ("holds HostEnv('CartPole-v1', num_envs=2)", "lanes of its own", "pass it alone"),
+        good,
+    ),
     Misuse("an empty list", lambda: fc.make_env([]), ValueError, ("list of environments is empty", "at least"), good),
     Misuse(
         "num_envs against a list",

@@ -55,8 +55,11 @@ class Recording(TorchDispatchMode):
 def capture(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """Do what `cuda_graph.capture` does."""
     function()
-    with (recording := Recording()):
-        result = function()
+    try:
+        with (recording := Recording()):
+            result = function()
+    except RuntimeError as error:
+        raise cuda_graph.CaptureError(str(error)) from error
 
     def replay() -> None:
         with torch.no_grad():

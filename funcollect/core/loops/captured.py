@@ -20,8 +20,8 @@ from funcollect.core.loops import device_delivery, tensor
 from funcollect.core.loops.tensor import TensorLanes, TensorLoop, as_read
 from funcollect.core.request import NOWHERE, Request, inputs_of
 from funcollect.core.state import CollectorState, origin_of
-from funcollect.errors import FuncollectError, LoweringError
-from funcollect.interop.cuda_graph import CudaGraph, can_capture, written
+from funcollect.errors import LoweringError
+from funcollect.interop.cuda_graph import CaptureError, CudaGraph, can_capture, written
 from funcollect.interop.memo import memo_of
 from funcollect.interop.reads import reads_together
 from funcollect.keys import torch_generator
@@ -130,9 +130,7 @@ def _graph(
             return graph
     try:
         graph = CudaGraph(partial(_steps, env, policy, request, inputs), before, env.device)
-    except RuntimeError as error:
-        if isinstance(error, FuncollectError | torch.OutOfMemoryError):
-            raise
+    except CaptureError as error:
         raise LoweringError(
             f"compile='cudagraph' cannot capture the steps of {env!r} with this policy ({shown(error, 300)}): read no "
             "value of a tensor on the host and make none there, in the environment and in the module, or leave compile "

@@ -23,6 +23,7 @@ from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
 from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.envs.recognise import refuse_foreign
 from funcollect.errors import InUseError
+from funcollect.protocols import is_env
 
 EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
 LaneFactory = Callable[[], Any]
@@ -105,6 +106,8 @@ def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
     if isinstance(source, (str, EnvSpec)):
         return lambda: _make(source, kwargs)
     refuse_foreign(source)
+    if is_env(source):
+        raise TypeError(f"the list of environments holds {source}, which has lanes of its own: pass it alone")
     if callable(source):
         factory, kwargs = with_time_limit(source, kwargs)
         return partial(built, factory, kwargs)
