@@ -15,7 +15,9 @@ export JAX_TRACEBACK_IN_LOCATIONS_LIMIT ?= 0
 
 .PHONY: demo test test-newest test-oldest test-gpu-machine docs docs-serve dist $(FAST) tests-contracts tests-portable tests-ray test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
-# What is imported is compiled then; compiling all that is installed would take longer than the rest of the installation.
+# Python keeps the bytecode of what is imported, which saves seconds in each process; to compile all that is installed would
+# take pip almost as long as the rest.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 $(VENV)/.core: pyproject.toml constraints.txt
