@@ -9,10 +9,10 @@ still with its workers while others are measured; one that fails or hangs is abs
 some 25 minutes.
 
 A hand-over is `next()` for a batch that is ready, while the reader works otherwise: ours with `prefetch` and async,
-TorchRL's async. The reader's work leaves code and tables in no cache, which makes a hand-over some four times as long:
-`warm` is ours for a second batch that is ready, right after a first one. A start is the time from nothing to the first
-batch of 2 workers, in a process that has imported the library; the second collector is another one after the first was
-shut down.
+TorchRL's async; `by hand` reads a pipe's message and makes a TensorDict of the batch's keys. The reader's work leaves
+code and tables in no cache, which makes a hand-over some four times as long: `warm` is ours for a second batch that is
+ready, right after a first one. A start is the time from nothing to the first batch of 2 workers, in a process that has
+imported the library; the second collector is another one after the first was shut down.
 """
 
 from __future__ import annotations

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
+from tensordict import TensorDict
 
-from benchmarks.contestants.worker_envs import PAYLOAD_STEPS
+from benchmarks.contestants.worker_envs import PAYLOAD_STEPS, make
 from benchmarks.contestants.worker_peers import ours, torchrl
 from benchmarks.harness.isolated import interleaved
 from benchmarks.harness.runner import Cell, Contestant
@@ -48,7 +53,55 @@ def _makers(size: int) -> dict[str, Callable[[], Contestant]]:
         ASYNC: partial(ours, "MultiaSyncDataCollector", *work),
         WARM: partial(ours, "MultiaSyncDataCollector", *work),
         "torchrl async": partial(torchrl, "MultiAsyncCollector", *work),
+        "by hand": partial(Message, f"payload/{size}"),
     }
+
+
+class Message:
+    """By hand: a message of another process, and a TensorDict like a batch's, of views of memory that is there."""
+
+    def __init__(self, name: str) -> None:
+        import funcollect as fc
+
+        collector = fc.SyncDataCollector(partial(make, name), None, frames_per_batch=PAYLOAD_STEPS, total_frames=-1)
+        batch = next(collector)
+        self._leaves: list[tuple[tuple[str, ...], torch.dtype, torch.Size, int]] = []
+        self._shape = batch.shape
+        size = 0
+        for path, leaf in batch.items(include_nested=True, leaves_only=True):
+            self._leaves.append((path if isinstance(path, tuple) else (path,), leaf.dtype, leaf.shape, size))
+            size += -(-leaf.nbytes // 64) * 64
+        collector.shutdown()
+        self._memory = bytearray(size)
+        self._own, theirs = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(target=_answer, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._own.send(0)
+
+    def run(self) -> int:
+        number = self._own.recv()
+        nested: dict[str, Any] = {}
+        for path, dtype, shape, offset in self._leaves:
+            *nodes, name = path
+            node = nested
+            for each in nodes:
+                node = node.setdefault(each, {})
+            flat = torch.frombuffer(self._memory, dtype=dtype, count=shape.numel(), offset=offset)
+            node[name] = flat.view(shape)
+        frames = TensorDict(nested, self._shape).numel()
+        self._own.send(number + 1)
+        return frames
+
+    def close(self) -> None:
+        self._own.close()
+        self._process.join()
+
+
+def _answer(end: Connection) -> None:
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        while True:
+            end.send(end.recv())
 
 
 class HandOver:

@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             f"{path} has the suffix {path.suffix!r}, expected .safetensors, .pt or .pth: save it as one of these"
         )
     try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # a pickle of another program's is no file of weights, whatever its protocol
+            warnings.simplefilter("ignore")
+            weights = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:  # whatever the file makes unpickling raise
