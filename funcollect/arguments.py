@@ -104,12 +104,17 @@ def check_function(name: str, value: Any, what: str, arguments: int) -> None:
     """Raise TypeError unless `value` can be called with so many positional arguments; `what` names them."""
     if not callable(value):
         raise TypeError(f"{name} is {shown(value)}, expected {what}: pass one")
+    check_call(name, value, what, arguments)
+
+
+def check_call(name: str, function: Any, what: str, arguments: int, *keywords: str) -> None:
+    """Raise TypeError if `function` has a signature that cannot take so many positional arguments, and `keywords`."""
     try:
-        signature = inspect.signature(value)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtin functions have none
         return
     try:
-        signature.bind(*range(arguments))
+        signature.bind(*range(arguments), **dict.fromkeys(keywords))
     except TypeError:
         raise TypeError(f"{name} takes {signature}, expected {what}: change its parameters") from None
 

@@ -17,6 +17,7 @@ from funcollect.arguments import (
     check_choice,
     check_count,
     check_flags,
+    check_function,
     check_kind,
     check_optional_positive,
     check_positive,
@@ -24,7 +25,6 @@ from funcollect.arguments import (
 )
 from funcollect.core.exploration import NO_VALUES, Value, check_values
 from funcollect.core.request import OwnColumns, Request, check_ends, check_exploration
-from funcollect.messages import shown
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.split import split_trajectories
 from funcollect.trajectories.whole_trajectories import TrajectoryFormat
@@ -179,8 +179,8 @@ class Options(RunnerOptions):
                 raise TypeError(f"{name} is {value!r}, expected an int: give one, or None for none")
         if self.max_frames_per_traj == 0:
             raise ValueError("max_frames_per_traj is 0, expected a positive int, or None (or negative) for no limit")
-        if self.postproc is not None and not callable(self.postproc):
-            raise TypeError(f"postproc is {shown(self.postproc)}, expected a function from batch to batch: pass one")
+        if self.postproc is not None:
+            check_function("postproc", self.postproc, "a function from batch to batch", 1)
         check_ends(self.max_frames_per_traj, self.reset_when_done)
         self._check_trajectories()
         self.env_device_given = self.env_device is not None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcollect.arguments import checked_device
+from funcollect.arguments import check_function, checked_device
 from funcollect.collectors.options import Options
 from funcollect.envs.registry import make_env
 from funcollect.interop.jax_setup import default_device_type
@@ -47,11 +47,12 @@ class RunnerSpec(SourceOptions):
             return
         if self.policy is not None:
             raise ValueError("policy and policy_factory are both given, expected one: leave the other out")
-        if isinstance(factory, nn.Module) or not callable(factory):
+        if isinstance(factory, nn.Module):
             raise TypeError(
                 f"policy_factory is {type(factory).__name__}, expected a function that returns a policy: pass one, or "
                 "pass the policy as policy"
             )
+        check_function("policy_factory", factory, "a function without arguments that returns a policy", 0)
 
     def build(self, options: Options) -> tuple[Env, Policy]:
         """Build both, on the devices that `options` name."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from funcollect.arguments import check_function
 from funcollect.messages import shown
 from funcollect.policies.heads.head import Head
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
@@ -34,6 +35,9 @@ def check_values(exploration: Any) -> None:
 def check_given(policy: Policy, given: Mapping[str, Any]) -> None:
     """Raise what `exploration_values` would raise, without calling the functions among the values."""
     own = policy.exploration
+    for name, value in given.items():
+        if callable(value):
+            check_function(f"exploration[{name!r}]", value, "a function of the number of frames", 1)
     constants = {name: own.get(name, 0.0) if callable(value) else value for name, value in given.items()}
     exploration_values(policy, constants, lambda: 0)
 

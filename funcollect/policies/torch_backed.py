@@ -12,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from typing_extensions import override
 
+from funcollect.arguments import check_call
 from funcollect.keys import Key, Noise, Purpose, fold, generator_state, seed_of
 from funcollect.messages import name_of, shown
 from funcollect.policies.base import PolicyBase
@@ -52,10 +53,11 @@ def check_compiler(compiler: str | None, without: Sequence[str] = ()) -> None:
         raise ValueError(f"compile is {compiler!r}, expected one of {names}, or None: pass 'xla'")
 
 
-def check_callable(module: Any, expected: str) -> None:
-    """Raise TypeError unless `module` is an instance that can be called; `expected` describes what to pass."""
+def check_callable(module: Any, expected: str, arguments: int) -> None:
+    """Raise TypeError unless `module`, an instance, can be called so; `expected` describes what to pass."""
     if isinstance(module, type) or not callable(module):
         raise TypeError(f"module is {shown(module)}, expected {expected}: pass an instance")
+    check_call("module", module.forward if isinstance(module, nn.Module) else module, expected, arguments)
 
 
 def lanes_of(initial: Any, num_lanes: int, device: torch.device | None) -> Any:

@@ -285,7 +285,7 @@ def test_a_film_of_the_first_of_several_environments(members, tmp_path):
         ({"film": "{step}.gif"}, fc.EvaluationError, "could not be built or filmed: .*has the render mode None"),
         ({"create_env_fn": "NoSuchEnv-v0"}, fc.EvaluationError, "could not be built: .*NoSuchEnv"),
         ({"create_env_fn": (each for each in ())}, TypeError, "cannot be sent to another process"),
-        ({"policy_factory": 3}, TypeError, "policy_factory is int"),
+        ({"policy_factory": 3}, TypeError, "policy_factory is 3"),
     ],
 )
 def test_bad_arguments(arguments, error, message):

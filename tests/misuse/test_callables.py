@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
@@ -115,3 +117,32 @@ def plain(what: str, answers: Any, *says: str) -> Misuse:
 )
 def test_a_policy_of_the_protocol_that_goes_wrong(misuse: Misuse) -> None:
     fails_then_runs(cartpole, misuse.do, misuse.error, misuse.says)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fc.jax_policy(lambda x: x, None), r"apply takes \(x\), expected a function \(params, observation\)"),
+        (lambda: fc.jax_policy(lambda p, x, h: x, None), r"takes \(p, x, h\), .*recurrent one: initial_state="),
+        (lambda: fc.jax_policy(lambda p, x, *, key, to: x, None), r"function \(params, observation, key\) -> answer"),
+        (lambda: fc.jax_policy(lambda p, x: x, None, initial_state=0.0), r"\(params, observation, state\)"),
+        (
+            lambda: fc.torch_policy(lambda x, h: x),
+            r"takes \(x, h\), .*the observation \(a recurrent one: initial_state=",
+        ),
+        (lambda: fc.torch_policy(nn.Tanh(), initial_state=torch.zeros(2)), "a function of the observation and the sta"),
+        (lambda: fc.tensordict_policy(lambda: None), r"takes \(\), expected a TensorDictModule or a function of a Ten"),
+        (lambda: collector(postproc=lambda: None), r"postproc takes \(\), expected a function from batch to batch"),
+        (lambda: collector(policy_factory=lambda env: None), r"policy_factory takes \(env\), .*without arguments"),
+        (lambda: collector(exploration={"epsilon": lambda: 0.1}), r"exploration\['epsilon'\] takes \(\), expected"),
+    ],
+)
+def test_functions_take_what_they_are_called_with(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def collector(**kwargs: Any) -> Any:
+    if "policy_factory" not in kwargs:
+        kwargs["policy"] = fc.torch_policy(nn.Linear(4, 2), head=fc.heads.epsilon_greedy(0.5))
+    return fc.SyncDataCollector("CartPole-v1", frames_per_batch=10, total_frames=10, **kwargs)

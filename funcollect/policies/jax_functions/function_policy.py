@@ -27,6 +27,12 @@ from funcollect.protocols import Actor, ActorInputs, BoundParams, Columns, Explo
 from funcollect.specs import ActionSpec, ExplorationType
 
 
+def random_parameter(apply: Callable[..., Any]) -> Literal["key", "keys"] | None:
+    """The name of the parameter for a function's own randomness; None if it has none."""
+    names = inspect.signature(apply).parameters
+    return "key" if "key" in names else "keys" if "keys" in names else None
+
+
 class FunctionPolicy(PolicyBase):
     """Base class of policies over a traced function, with the arguments of `jax_policy`. Subclasses add `params`."""
 
@@ -40,8 +46,7 @@ class FunctionPolicy(PolicyBase):
         self.record_state = record_state and initial_state is not None
         self.head = head
         self.initial_state = initial_state
-        named = [name for name in ("key", "keys") if name in inspect.signature(apply).parameters]
-        self.takes_key: Any = named[0] if named else None  # the name of the parameter for the function's own randomness
+        self.takes_key: Any = random_parameter(apply)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self.apply)})"

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from funcollect.arguments import check_arrays, check_flags
+from funcollect.arguments import check_arrays, check_call, check_flags
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
 from funcollect.policies.heads.head import Head, check_head
-from funcollect.policies.jax_functions.function_policy import FunctionPolicy
+from funcollect.policies.jax_functions.function_policy import FunctionPolicy, random_parameter
 from funcollect.policies.weights import jax_arrays, matched
 
 
@@ -44,7 +44,7 @@ def jax_policy(
     then, so pass what changes in `params`.
 
     Raises:
-        TypeError: if `apply` cannot be called, or `head` is not a head.
+        TypeError: if `apply` cannot be called, or takes other arguments; or if `head` is not a head.
 
     A rollout raises PolicyError if a variable that `apply` closes over has been set since it was compiled.
 
@@ -60,6 +60,11 @@ def jax_policy(
             f"apply is {shown(apply)}, expected a function (params, observation) -> answer: pass one, or wrap a Torch "
             "module with funcollect.torch_policy"
         )
+    recurrent = initial_state is not None
+    named = random_parameter(apply)
+    inputs = f"(params, observation{', state' * recurrent}{f', {named}' if named else ''})"
+    mend = "" if recurrent else " (a recurrent one: initial_state=)"
+    check_call("apply", apply, f"a function {inputs} -> answer{mend}", 2 + recurrent, *([named] if named else []))
     check_head(head)
     if initial_state is not None:
         check_arrays("initial_state", import_jax().tree.leaves(initial_state))

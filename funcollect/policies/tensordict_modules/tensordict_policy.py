@@ -70,7 +70,7 @@ def tensordict_policy(
     >>> batch["action"].shape
     torch.Size([3, 5])
     """
-    check_callable(module, "a TensorDictModule or a function")
+    check_callable(module, "a TensorDictModule or a function of a TensorDict", 1)
     check_compiler(compile, without=("inductor", "cudagraph"))
     return TensorDictPolicy(module, checked_device(device), initial_hidden_states(module, initial_state), compile)
 

@@ -89,8 +89,8 @@ def torch_policy(
     ``.data`` to tensors that are neither parameters nor buffers. Make another policy after such a change.
 
     Raises:
-        TypeError: if `module` cannot be called, or is a function that refers to a tensor which requires a gradient and
-            is in no module; or if `head` is not a head.
+        TypeError: if `module` cannot be called, takes other arguments, or is a function that refers to a tensor which
+            requires a gradient and is in no module; or if `head` is not a head.
         ValueError: for a device that does not exist, or an unknown way of running.
 
     If ``"xla"`` is demanded and the module cannot be lowered, `funcollect.init` raises `LoweringError`.
@@ -102,7 +102,9 @@ def torch_policy(
     >>> batch["action"].shape
     torch.Size([3, 5])
     """
-    check_callable(module, "a torch.nn.Module or a function")
+    recurrent = initial_state is not None
+    inputs = "the observation and the state" if recurrent else "the observation (a recurrent one: initial_state=)"
+    check_callable(module, f"a torch.nn.Module or a function of {inputs}", 1 + recurrent)
     check_head(head)
     check_compiler(compile)
     check_arrays("initial_state", optree.tree_leaves(initial_state))
