@@ -231,7 +231,7 @@ class WorkerCollector(CollectorBase):
             EnvError: if the function raises; the worker's lanes begin new episodes then.
         """
         self._check_at_rest()
-        check_function("function", function, "a function of one lane's environment", 1)
+        check_function("function", function, "a function of one lane's environment and args", 1 + len(args))
         return self.run.apply(function, args)
 
     def set_env_params(self, params: Any, *, at_once: bool = False) -> None:

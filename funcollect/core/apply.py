@@ -48,7 +48,7 @@ def apply(
     [10.0, 10.0]
     """
     check_state(env, state, "apply")
-    check_function("function", function, "a function of one lane's environment", 1)
+    check_function("function", function, "a function of one lane's environment and args", 1 + len(args))
     handle = state.env_state
     if not isinstance(handle, SimulatorHandle) or not isinstance(handle.simulation.simulators, SimulatorsOfLanes):
         raise TypeError(

@@ -209,7 +209,7 @@ def test_what_cannot_be_called_or_sent():
     with pytest.raises(TypeError, match="function is 3, expected"):
         fc.apply(env, state, 3)
     with pytest.raises(TypeError, match="cannot be sent to the worker processes"):
-        fc.apply(env, state, force_of, (each for each in ()))
+        fc.apply(env, state, set_force, (each for each in ()))
     with pytest.raises(TypeError, match="the result of function cannot be sent"):
         fc.apply(env, state, set_force_and_return_a_generator, 60.0)
     fork = fc.fork(env, state)
