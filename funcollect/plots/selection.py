@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.trajectories.next_observations import next_observations
-from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require
+from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, ends_of, require
 from funcollect.tree import Path, flatten
 
 # The keys under "next" that are not observations.
@@ -78,7 +78,7 @@ def _longest(batch: TensorDictBase, ids: Tensor, real: Tensor) -> int:
     begins, ends = torch.zeros_like(present), torch.zeros_like(present)
     if (step := batch.get(("collector", "step"), None)) is not None:
         begins.index_add_(0, place, (step[real] == 0).to(present.dtype))
-    if (done := batch.get(("next", "done"), None)) is not None:
-        ends.index_add_(0, place, done[..., 0][real].to(present.dtype))
+    if batch.get(("next", "done"), None) is not None:
+        ends.index_add_(0, place, ends_of(batch)[real].to(present.dtype))
     whole = (begins > 0) & (ends > 0)
     return int(present[(counts + whole * ids.numel()).argmax()])

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from funcollect.arguments import check_number
 from funcollect.interop.jax_setup import import_jax
-from funcollect.trajectories.split import LANE, MASK, TRAJECTORY_IDS, check_batch, check_order, require
+from funcollect.trajectories.split import (
+    LANE,
+    MASK,
+    TRAJECTORY_IDS,
+    check_batch,
+    check_order,
+    check_single_steps,
+    require,
+)
 from funcollect.tree import flatten
 
 __all__ = ["gae"]
@@ -55,7 +63,8 @@ def gae(
 
     Raises:
         TypeError: if the batch is neither a TensorDict nor a dict, values are not floating, or factors not numbers.
-        ValueError: if keys are missing, shapes differ, frames are out of order, or factors are outside [0, 1].
+        ValueError: if keys are missing, shapes differ, frames are out of order, rewards are sums of `MultiStep`, or
+            factors are outside [0, 1].
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -124,6 +133,7 @@ def discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
 def _read_torch(batch: TensorDictBase, value: Any, next_value: Any) -> tuple[_AdvantageInputs, Tensor, Tensor]:
     """The frames of a TensorDict and their values, each leaf ``[T, *B, n]``."""
     check_batch(batch)
+    check_single_steps(batch)
     check_order(batch)
     columns: dict[str, Tensor] = {}
     for name, path in (_NEEDED | _OPTIONAL).items():
@@ -140,6 +150,7 @@ def _read_torch(batch: TensorDictBase, value: Any, next_value: Any) -> tuple[_Ad
 
 def _read_jax(batch: Mapping[str, Any], value: Any, next_value: Any) -> tuple[_AdvantageInputs, Any, Any]:
     """The frames of a nested dict and their values, each leaf ``[T, ...]``."""
+    check_single_steps(batch)
     jnp, flat = import_jax().numpy, flatten(batch)
     paths = _NEEDED | _OPTIONAL
     if _EPISODE in flat:
@@ -179,7 +190,11 @@ def _check_values(name: str, values: Any, floating: bool, shape: tuple[int, ...]
         raise TypeError(f"{name} is {values.dtype}, expected a floating dtype: pass the result of the value function")
     if tuple(values.shape) == tuple(shape):
         return
-    mend = f"pass {name}[..., None]" if tuple(values.shape) == tuple(shape[:-1]) else "pass one value for each reward"
+    mend = "pass one value for each reward"
+    if tuple(values.shape) == tuple(shape[:-1]):
+        mend = f"pass {name}[..., None]"
+    elif tuple(values.shape) == (*shape, 1):
+        mend = f"pass {name}[..., 0]"
     raise ValueError(f"{name} has shape {list(values.shape)}, expected {list(shape)} as next.reward: {mend}")
 
 

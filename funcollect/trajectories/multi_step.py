@@ -11,7 +11,17 @@ from typing_extensions import override
 
 from funcollect.arguments import check_number, check_positive
 from funcollect.trajectories.next_observations import next_observations
-from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, check_order, require, steps_back
+from funcollect.trajectories.split import (
+    MASK,
+    ORIGINAL_REWARD,
+    STEPS_AHEAD,
+    TRAJECTORY_IDS,
+    check_batch,
+    check_order,
+    check_single_steps,
+    require,
+    steps_back,
+)
 
 __all__ = ["MultiStep"]
 
@@ -27,7 +37,8 @@ class MultiStep:
         target = next.reward + gamma * value(next.observation) * ~next.terminated
 
     is correct at terminations, at truncations and at the end of a batch, where there are fewer steps. Pass it to a
-    collector as `postproc`. `MultiStepSampler` does the same for samples of a buffer, also across batches.
+    collector as `postproc`. `episode_stats`, `scale_rewards` and slices of a buffer go by the frames' own rewards and
+    ends. `MultiStepSampler` does the same for samples of a buffer, also across batches; take one of both.
 
     Args:
         gamma: the discount per step, between 0 and 1.
@@ -55,9 +66,11 @@ class MultiStep:
 
         Raises:
             TypeError: if the batch is not a TensorDict.
-            ValueError: if the batch has no frames, no ``next.reward`` or no ``next.done``, or frames out of order.
+            ValueError: if the batch has no frames, no ``next.reward`` or no ``next.done``, frames out of order, or
+                rewards that are sums already.
         """
         check_batch(batch)
+        check_single_steps(batch)
         check_order(batch)
         batch = next_observations(batch)  # those of a compact batch are one step away
         if not batch.shape[-1]:
@@ -70,8 +83,8 @@ class MultiStep:
         following.set("reward", self._sum(reward, steps, time))
         result = batch.clone(False).unlock_()
         result.set("next", following)
-        result.set("original_reward", reward.clone())
-        result.set("steps_to_next_obs", steps[..., None])
+        result.set(ORIGINAL_REWARD, reward.clone())
+        result.set(STEPS_AHEAD, steps[..., None])
         result.set("gamma", self.gamma ** steps[..., None].float())
         return result
 

@@ -6,7 +6,7 @@ trajectory never extends beyond its row, and a batch may have any number of dime
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 
 import torch
@@ -23,6 +23,7 @@ MASK = ("collector", "mask")
 TRAJECTORY_IDS = ("collector", "traj_ids")
 STEP = ("collector", "step")
 LANE = ("collector", "lane")
+STEPS_AHEAD, ORIGINAL_REWARD = ("steps_to_next_obs",), ("original_reward",)  # of `MultiStep`
 CUT = ("collector", "cut")  # True where `set_truncated=True` truncated a trajectory that continues
 
 # Indexed assignment does not support wide unsigned integers. It only moves bits, so signed ones of the same width do.
@@ -161,12 +162,29 @@ def _begins(batch: TensorDictBase, ids: Tensor | None, done_path: Path) -> Tenso
     )
     begins[..., :1] = True
     if batch.get(done_path, None) is not None:
-        begins[..., 1:] = require(batch, done_path, tail=(1,))[..., :-1, 0]
+        begins[..., 1:] = ends_of(batch, done_path)[..., :-1]
         if batch.get(done_path[1:], None) is not None:
             begins[..., 1:] &= ~require(batch, done_path[1:], tail=(1,))[..., 1:, 0]
     if ids is not None:
         begins[..., 1:] |= (ids[..., 1:] != ids[..., :-1]) | steps_back(batch)
     return begins
+
+
+def ends_of(batch: TensorDictBase, done_path: Path = ("next", "done")) -> Tensor:
+    """Whether each frame is the last of its episode: ``[*B, T]`` bool. `MultiStep` takes ``next`` from later frames."""
+    ends = require(batch, done_path, tail=(1,))[..., 0].bool()
+    if batch.get(STEPS_AHEAD, None) is None:
+        return ends
+    return ends & (require(batch, STEPS_AHEAD, tail=(1,))[..., 0] == 1)
+
+
+def check_single_steps(batch: Mapping[str, object] | TensorDictBase) -> None:
+    """Raise ValueError if `MultiStep` has summed rewards of a batch, a TensorDict or a dict."""
+    if batch.get(STEPS_AHEAD[0], None) is not None:
+        raise ValueError(
+            "the batch has sums of several rewards, and their number as steps_to_next_obs, expected single rewards: "
+            "take the batch before MultiStep; MultiStep and MultiStepSampler do not go together"
+        )
 
 
 def steps_back(batch: TensorDictBase) -> Tensor:
@@ -191,7 +209,7 @@ def check_order(batch: TensorDictBase) -> None:
     if isinstance(lane, Tensor) and lane.shape == batch.batch_size and batch.shape[:-1].numel() > 1:
         wrong |= lane[..., 1:] != lane[..., :-1]
     if batch.get(("next", "done"), None) is not None:
-        wrong &= ~require(batch, ("next", "done"), tail=(1,))[..., :-1, 0]
+        wrong &= ~ends_of(batch)[..., :-1]
     if batch.get(MASK, None) is not None:
         wrong &= require(batch, MASK, tail=())[..., 1:]
     if wrong.any():

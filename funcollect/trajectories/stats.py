@@ -13,7 +13,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_kind
-from funcollect.trajectories.split import CUT, LANE, MASK, STEP, TRAJECTORY_IDS, check_batch, require
+from funcollect.trajectories.split import (
+    CUT,
+    LANE,
+    MASK,
+    ORIGINAL_REWARD,
+    STEP,
+    STEPS_AHEAD,
+    TRAJECTORY_IDS,
+    check_batch,
+    ends_of,
+    require,
+)
 from funcollect.tree import Path
 
 __all__ = ["EpisodeStats", "OpenReturn", "episode_stats"]
@@ -185,10 +196,11 @@ def counted_frames(batch: TensorDictBase) -> tuple[CountedFrames, Tensor]:
     """The frames that count, and the lanes in the batch, each once, in increasing order: int64."""
     check_batch(batch)
     time, rows = batch.batch_size[-1], batch.batch_size[:-1].numel()
-    rewards = require(batch, ("next", "reward"), tail=None).detach().cpu()
+    several = batch.get(STEPS_AHEAD, None) is not None
+    rewards = require(batch, ORIGINAL_REWARD if several else ("next", "reward"), tail=None).detach().cpu()
     columns = CountedFrames(
         rewards=rewards.reshape(rows * time, rewards.shape[-1]).double(),
-        done=_column(batch, ("next", "done"), (1,)).bool() & ~_column(batch, CUT, (), default=False).bool(),
+        done=ends_of(batch).detach().cpu().reshape(-1) & ~_column(batch, CUT, (), default=False).bool(),
         terminated=_column(batch, ("next", "terminated"), (1,)).bool(),
         traj_ids=_column(batch, TRAJECTORY_IDS, ()).long(),
         steps=_column(batch, STEP, ()).long(),

@@ -15,7 +15,7 @@ from torch import Tensor
 from funcollect.arguments import check_key
 from funcollect.buffers.arrays import Ints
 from funcollect.buffers.trajectory_index.segments import Frames
-from funcollect.trajectories.split import STEP, TRAJECTORY_IDS, readable
+from funcollect.trajectories.split import STEP, STEPS_AHEAD, TRAJECTORY_IDS, readable
 from funcollect.tree import Path, as_path
 
 __all__ = ["Trajectories"]
@@ -24,6 +24,7 @@ __all__ = ["Trajectories"]
 _IDS: tuple[Path, ...] = (TRAJECTORY_IDS, ("episode",))
 _ENDS: tuple[Path, ...] = (("next", "done"),)
 _STEPS: tuple[Path, ...] = (STEP,)
+_AHEAD: tuple[Path, ...] = (STEPS_AHEAD,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,9 @@ class Trajectories:
         """
         ids = _column(leaves, lead, self.traj_key, _IDS)
         ends = _column(leaves, lead, self.end_key, _ENDS)
+        ahead = _column(leaves, lead, None, _AHEAD)
+        if ahead is not None and ends is not None and self.end_key is None:
+            ends = ends.astype(np.bool_, copy=False) & (ahead == 1)  # the flags are those of later frames
         if ids is None and ends is None:
             raise ValueError(
                 f"the batch has neither {', '.join(map(readable, _IDS))} nor next.done, which slices need to "
