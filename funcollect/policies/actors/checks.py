@@ -116,19 +116,32 @@ def check_recurrent(answer: Any, before: Any) -> None:
 
 
 def check_numbers(columns: Columns, causes: Columns | None = None) -> None:
-    """Raise PolicyError for the first row that is NaN. It names the row in `causes`, if one of these is NaN already."""
+    """Raise PolicyError for the first row that is NaN. It names those of `causes` that are NaN there already."""
     for path, column in columns.items():
         if column.is_floating_point():
-            complain_if(column.sum(), math.isnan, partial(_raise_nan, path, column, causes))
+            complain_if(column.sum(), math.isnan, partial(_raise_nan, path, column, causes or {}))
 
 
-def _raise_nan(path: Path, column: Tensor, causes: Columns | None) -> None:
-    check_numbers(causes or {})
+def _raise_nan(path: Path, column: Tensor, causes: Columns) -> None:
+    nan = {each: _any_of_row(torch.isnan(leaf)) for each, leaf in (causes | {path: column}).items()}
+    rows = torch.stack([each.to(column.device) for each in nan.values()]).any(0)
+    if not bool(rows.any()):
+        return  # values whose sum overflows
+    step, lane = rows.nonzero()[0].tolist()
+    if found := [each for each in causes if bool(nan[each][step, lane])]:
+        names = " and ".join(".".join(each) for each in found)
+        what = f"{names} {'is' if len(found) == 1 else 'are'} NaN, expected numbers"
+        _raise_at(rows, what, causes[found[0]], _LOOK, {each: causes[each] for each in found[1:]})
     mend = _LOOK
     if path == ("action_log_prob",):
-        known = [(name,) for name in _RULES] if causes is None else causes
+        known = causes or [(name,) for name in _RULES]
         mend = "; ".join([mend, *(rule for name, rule in _RULES.items() if (name,) in known)])
-    _raise_at(torch.isnan(column), f"{'.'.join(path)} is NaN, expected numbers", column, mend, causes)
+    _raise_at(rows, f"{'.'.join(path)} is NaN, expected numbers", column, mend, causes)
+
+
+def _any_of_row(wrong: Tensor) -> Tensor:
+    """Whether any number of each row [T, P, ...] is wrong: [T, P]."""
+    return wrong.reshape(*wrong.shape[:2], -1).any(-1)
 
 
 def _check_choices(action: Tensor, spec: ActionSpec) -> None:
@@ -181,7 +194,7 @@ def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str, causes: Colum
 
     These are that of `column`, and those of `causes`.
     """
-    rows = wrong.reshape(*wrong.shape[:2], -1).any(-1)
+    rows = _any_of_row(wrong)
     if not bool(rows.any()):
         return  # values whose sum overflows
     step, lane = rows.nonzero()[0].tolist()
