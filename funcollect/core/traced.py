@@ -11,7 +11,10 @@ The environment, the policy, `length` and all keywords are fixed when the user's
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from funcollect.arguments import check_kind, check_optional_positive, check_positive
 from funcollect.core.evaluate_actions import remember_spaces
@@ -33,7 +36,7 @@ from funcollect.core.traced_step.starts import begin, varying
 from funcollect.core.traced_step.step import StepConfig, by_path, make_step_config, restart
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.checks import check_functions
-from funcollect.envs.jax_envs.jax_env import JaxEnvState
+from funcollect.envs.jax_envs.jax_env import JaxEnvState, default_params
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.policies.jax_functions.program import PROBE
@@ -80,7 +83,8 @@ def init(
         key: uint32[2], or a typed key, from which all randomness follows.
         first_lane: the id of the first lane, an int or an array []; the parts of one run begin at different lanes.
         total_lanes: the number of lanes in the run; P by default.
-        env_params: the parameters of the environment, which may be traced; its own `params` by default.
+        env_params: the parameters of the environment, which may be traced; its own `params` by default. As in
+            `set_env_params`, each lane may have its own.
 
     Raises:
         TypeError: if `env` is no JAX environment, `policy` cannot be traced, or `key` is no key.
@@ -101,6 +105,9 @@ def init(
     remember_spaces(policy, env.observation_space, env.observation_leaves, env.action_spec)
     check_optional_positive("total_lanes", total_lanes)
     given = env.params if env_params is None else env_params
+    if _has_lanes(env, given):
+        begun = partial(init, env, policy, params, key=key, first_lane=first_lane, total_lanes=total_lanes)
+        return begun(env_params=set_env_params(env, begun(), given, at_once=True).env_params)
     env_params = of_begun(without_weak_types(jax.tree.map(jnp.asarray, given)))
     players = check_functions(env, of_one_lane(env_params))
     key, count = _raw(key), env.num_envs or 1
@@ -126,6 +133,15 @@ def init(
     )
     copied: CollectorState = jax.tree.map(jnp.copy, state)  # shared leaves could not be donated outside `jit`
     return copied
+
+
+def _has_lanes(env: JaxEnv, params: Any) -> bool:
+    """Whether parameters are those of each lane, or unlike the environment's own, which `set_env_params` refuses."""
+    jax, own = import_jax(), default_params(env)
+    if own is None or isinstance(params, LaneParams) or jax.tree.structure(params) != jax.tree.structure(own):
+        return False
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(own), strict=True)
+    return any(np.shape(leaf) != np.shape(like) for leaf, like in pairs)
 
 
 def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorState:
@@ -270,7 +286,7 @@ def evaluate(
         policy: a JAX policy, or `random_policy`.
         params: the parameters to act with.
         key: uint32[2], or a typed key; all randomness follows from it.
-        env_params: the parameters of the environment; its own `params` by default.
+        env_params: the parameters of the environment, for all lanes or for each; its own `params` by default.
         episodes: the number of episodes, over all lanes.
         max_frames: frames over all lanes after which the evaluation ends; `ended` is False for episodes that it lacks.
         exploration_type: whether the policy samples or acts deterministically.

@@ -221,7 +221,7 @@ class NormalizedJax(JaxPolicy):
 
         params = (policy.params, stats)
         super().__init__(apply, params, policy.head, policy.initial_state, record_state=policy.record_state)
-        self._cells = policy._cells
+        self._variables = policy._variables
 
     def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
         """Parameters in any form that `prepare` takes, but None, as the pair (trainable, statistics)."""

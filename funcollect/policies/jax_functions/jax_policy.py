@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ def jax_policy(
     Raises:
         TypeError: if `apply` cannot be called, or takes other arguments; or if `head` is not a head.
 
-    A rollout raises PolicyError if a variable that `apply` closes over has been set since it was compiled.
+    A rollout raises PolicyError if a variable has been set since `apply` was compiled that it closes over, or that is a
+    number, a string or an array of its module.
 
     >>> import jax.numpy as jnp, funcollect as fc
     >>> policy = jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
@@ -87,8 +89,8 @@ class JaxPolicy(FunctionPolicy):
         super().__init__(apply, head, initial_state, record_state=record_state)
         self.params = params
         self._prepared: tuple[list[Any], Any] | None = None
-        self._cells = _cells_of(apply)
-        self._closed_over: list[Any] | None = None  # their contents at the first rollout
+        self._variables = _variables_of(apply)
+        self._compiled_with: list[Any] | None = None  # their values at the first rollout
 
     @override
     def prepare(self, params: Any, /) -> Any:
@@ -97,7 +99,7 @@ class JaxPolicy(FunctionPolicy):
         Raises ValueError or TypeError for parameters unlike the policy's own, and for arrays that were donated.
         """
         jax = import_jax()
-        self._check_closure()
+        self._check_variables()
         given = self.params if params is None else params
         leaves = jax.tree.leaves(given)
         if self._prepared and len(leaves) == len(self._prepared[0]) and all(map(_is_still, leaves, self._prepared[0])):
@@ -107,26 +109,40 @@ class JaxPolicy(FunctionPolicy):
             self._prepared = (leaves, prepared)
         return prepared
 
-    def _check_closure(self) -> None:
-        """Raise PolicyError if a variable that the function closes over has been set since the first rollout."""
-        now = [_content(cell) for _, cell in self._cells]
-        if self._closed_over is None:
-            self._closed_over = now
-        pairs = zip(self._cells, now, self._closed_over, strict=True)
+    def _check_variables(self) -> None:
+        """Raise PolicyError if a variable that the function refers to has been set since the first rollout."""
+        now = [read() for _, read in self._variables]
+        if self._compiled_with is None:
+            self._compiled_with = now
+        pairs = zip(self._variables, now, self._compiled_with, strict=True)
         if changed := [name for (name, _), value, before in pairs if not _is_same(value, before)]:
             raise PolicyError(
-                f"the policy's function closes over {', '.join(changed)}, set since it was compiled, which has no "
+                f"the policy's function refers to {', '.join(changed)}, set since it was compiled, which has no "
                 "effect: pass changing values in params, or make another policy with funcollect.jax_policy"
             )
 
 
-def _cells_of(function: Any) -> list[tuple[str, Any]]:
-    """The variables of an outer function that `function` reads and does not set itself, with their cells."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or not cells:
+def _variables_of(function: Any) -> list[tuple[str, Callable[[], Any]]]:
+    """The variables that `function` reads and does not set itself, and what reads each.
+
+    These are variables of outer functions, and those of a module that are numbers, strings or arrays.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None:
         return []
-    own = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_DEREF"}
-    return [(name, cell) for name, cell in zip(code.co_freevars, cells, strict=True) if name not in own]
+    steps = list(dis.get_instructions(code))
+    own = {each.argval for each in steps if each.opname in ("STORE_DEREF", "STORE_GLOBAL")}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    found: list[tuple[str, Callable[[], Any]]] = [(name, partial(_content, cell)) for name, cell in cells]
+    names = dict.fromkeys(each.argval for each in steps if each.opname == "LOAD_GLOBAL")
+    space = getattr(function, "__globals__", {})
+    found += [(name, partial(space.get, name)) for name in names if _is_value(space.get(name))]
+    return [(name, read) for name, read in found if name not in own]
+
+
+def _is_value(content: Any) -> bool:
+    """Whether this is a number, a string or an array."""
+    return isinstance(content, (bool, int, float, str)) or hasattr(content, "dtype")
 
 
 def _content(cell: Any) -> Any:
@@ -137,7 +153,7 @@ def _content(cell: Any) -> Any:
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """Whether two contents of a closure are the same object, or equal numbers or strings."""
+    """Whether two values of a variable are the same object, or equal numbers or strings."""
     return one is two or (type(one) is type(two) and isinstance(one, (bool, int, float, str)) and one == two)
 
 

@@ -27,7 +27,7 @@ class JaxPopulation(JaxPolicy):
         self._member = policy.apply
         apply = self._of(MemberLanes(0, (1,) * self.size))
         super().__init__(apply, params, policy.head, policy.initial_state, record_state=policy.record_state)
-        self._cells = policy._cells
+        self._variables = policy._variables
 
     def _of(self, group: MemberLanes) -> Callable[..., Any]:
         """The function for the rows of a group."""

@@ -16,6 +16,7 @@ import funcollect as fc
 from funcollect.policies.jax_functions.program import layout, pack
 from tests.support.compare import assert_same, collect
 
+SCALE = 1.0
 ENVS = ["CartPole-v1", "torch/CartPole-v1"]
 both = pytest.mark.parametrize("name", ENVS)
 
@@ -261,10 +262,19 @@ def test_a_variable_that_was_set_since_it_was_compiled_is_named(name):
     state, _ = fc.rollout(env, policy, state, 3)
     assert traces
     scale = 2.0
-    with pytest.raises(fc.PolicyError, match=r"closes over scale, set since.*pass changing values in params"):
+    with pytest.raises(fc.PolicyError, match=r"refers to scale, set since.*pass changing values in params"):
         fc.rollout(env, policy, state, 3)
     scale = 1.0
     fc.close(fc.rollout(env, policy, state, 3)[0])
+
+
+def test_so_is_a_number_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    policy = fc.jax_policy(lambda params, x: x[:, :2] * params * SCALE, jnp.ones(2), head=fc.heads.greedy)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    with pytest.raises(fc.PolicyError, match=r"refers to SCALE, set since it was compiled, which has no effect"):
+        fc.rollout(env, policy, state, 3)
 
 
 @pytest.mark.parametrize("name", [*ENVS, "gymnax/CartPole-v1"])
