@@ -100,7 +100,7 @@ def evaluate_actions(
 
     A recurrent policy runs again through the batch, step by step, from the recurrent state at its beginning, and
     from the initial state at each episode's first step. A batch holds the recurrent state if the policy was made with
-    ``record_state=True``.
+    ``record_state=True``; then the recorded one is used wherever a frame does not follow on the one before it in time.
 
     Args:
         policy: a policy of `torch_policy` or `jax_policy` with a head, one that `normalized` or `lower_policy` made of
