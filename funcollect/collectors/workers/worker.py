@@ -115,9 +115,19 @@ class Job:
             return dumps(self)
         except Exception as error:
             raise TypeError(
-                f"worker {self.options.shard.index}: its environment, policy or postproc cannot be sent to a worker "
-                f"({shown(error, 200)}): pass functions that build them, create_env_fn and policy_factory"
+                f"worker {self.options.shard.index}: {self._unsent()} cannot be sent to a worker "
+                f"({shown(error, 200)}): build what cannot be sent in functions, create_env_fn and policy_factory"
             ) from error
+
+    def _unsent(self) -> str:
+        """The keyword whose value cannot be sent."""
+        source = self.source
+        for name in ("create_env_fn", "create_env_kwargs", "policy", "policy_factory", "postproc"):
+            try:
+                dumps(getattr(source if hasattr(source, name) else self.options, name))
+            except Exception:
+                return name
+        return "its environment or policy"
 
 
 class WorkerInfo(NamedTuple):

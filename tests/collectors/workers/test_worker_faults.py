@@ -281,7 +281,7 @@ def test_jobs_that_cannot_be_sent_release_the_transport_and_leave_no_newcomer(mo
     def make():
         return lock
 
-    with pytest.raises(TypeError, match="cannot be sent to a worker"):
+    with pytest.raises(TypeError, match=r"worker 0: policy_factory cannot be sent to a worker .*lock"):
         multi(transport="serial", **own, policy_factory=make)
     assert left == [1]
     with multi(fc.MultiaSyncDataCollector, "serial", **own) as collector:
