@@ -254,3 +254,18 @@ def test_a_network_that_returns_numpy(head: Any) -> None:
     policy = fc.torch_policy(lambda observation: np.zeros((2, 2), np.float32), head=head)
     with pytest.raises(PolicyError, match=r"is ndarray, expected a tensor of shape \[2, \.\.\.\]"):
         fc.rollout(env, policy, fc.init(env, policy, seed=0), 2)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "gymnax/CartPole-v1"])
+def test_a_recurrent_answer_in_the_wrong_order(name: str) -> None:
+    env = fc.make_env(name, num_envs=2)
+    policy = fc.jax_policy(
+        lambda params, x, state: (state, {"logits": x[:, :2]}),
+        None,
+        head=HEADS.categorical,
+        initial_state=np.zeros(2, np.float32),
+    )
+    with pytest.raises(
+        PolicyError, match=r"next state is dict, expected \w+ as initial_state: return \(answer, next_state\)"
+    ):
+        fc.rollout(env, policy, fc.init(env, policy, seed=0), 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -105,6 +105,9 @@ def check_recurrent(answer: Any, before: Any) -> None:
             f"the policy has an initial_state and returned {type(answer).__name__}, expected the pair "
             "(answer, next_state): return both, or leave initial_state out"
         )
+    if isinstance(answer[1], Mapping) != isinstance(before, Mapping):
+        kinds = f"{type(answer[1]).__name__}, expected {type(before).__name__} as initial_state"
+        raise PolicyError(f"the policy's next state is {kinds}: return (answer, next_state), in this order")
     got, expected = (
         [list(getattr(leaf, "shape", ())) for leaf in optree.tree_leaves(state)] for state in (answer[1], before)
     )
