@@ -210,11 +210,6 @@ def test_a_scale_without_batch_dimension_serves_all_lanes(backend: Backend) -> N
     assert parameters[1].tolist() == [[0.5, 2.0]] * 5
 
 
-def test_a_head_is_not_called() -> None:
-    with pytest.raises(TypeError, match=r"categorical was called, but is a head already: pass head=funcoll"):
-        fc.heads.categorical()
-
-
 def test_a_scale_of_other_lanes_is_refused(backend: Backend) -> None:
     answer = backend.array(torch.zeros(5, 2)), backend.array(torch.ones(3, 2))
     with pytest.raises(fc.PolicyError, match=r"\(5, 2\).*\(3, 2\).*wants a pair \(loc, scale\), each \['P', 2\]"):

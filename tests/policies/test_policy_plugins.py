@@ -129,8 +129,8 @@ UNLOADABLE = {
     "an error": ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
     "an exit": ("raise SystemExit", "cannot be imported: SystemExit"),
     "no factory": ("make_it = 3", "AttributeError: module 'broken' has no attribute 'make'"),
-    "no function": ("make = 3", r"is 3, expected a function \(env, \*\*options\) -> Policy"),
-    "no argument": ("def make(): ...", r"is <function make.*expected a function \(env"),
+    "no function": ("make = 3", r"is 3, expected a function of the environment: \(env, \*\*options\) -> Policy"),
+    "no argument": ("def make(): ...", r"takes \(\), expected a function of the environment: \(env"),
 }
 UNMAKEABLE = {
     "an error": ("def make(env):\n raise ArithmeticError('too small')", "HostEnv.*: ArithmeticError: too small"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, Protocol
 
 from funcollect.keys import Noise
 from funcollect.messages import shown
@@ -76,10 +76,6 @@ class HeadBase:
 
     def record(self, xp: Any, action: Any, spec: ActionSpec) -> Outputs:
         return {"action": action}
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise TypeError: only functions that make a head are called."""
-        raise TypeError(f"{self.name} was called, but is a head already: pass head=funcollect.heads.{self.name}")
 
 
 def chooses(head: Any) -> bool:

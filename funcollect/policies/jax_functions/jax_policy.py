@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Mapping
-from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from typing_extensions import override
 from funcollect.arguments import check_arrays, check_call, check_flags
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.memo import memo_of
 from funcollect.messages import shown
 from funcollect.policies.heads.head import Head, check_head
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy, random_parameter
@@ -90,7 +91,6 @@ class JaxPolicy(FunctionPolicy):
         self.params = params
         self._prepared: tuple[list[Any], Any] | None = None
         self._variables = _variables_of(apply)
-        self._compiled_with: list[Any] | None = None  # their values at the first rollout
 
     @override
     def prepare(self, params: Any, /) -> Any:
@@ -111,10 +111,11 @@ class JaxPolicy(FunctionPolicy):
 
     def _check_variables(self) -> None:
         """Raise PolicyError if a variable that the function refers to has been set since the first rollout."""
-        now = [read() for _, read in self._variables]
-        if self._compiled_with is None:
-            self._compiled_with = now
-        pairs = zip(self._variables, now, self._compiled_with, strict=True)
+        now = [
+            owner.__globals__.get(name) if isinstance(owner, FunctionType) else _content(owner)
+            for name, owner in self._variables
+        ]
+        pairs = zip(self._variables, now, memo_of(self).setdefault("variables", now), strict=True)
         if changed := [name for (name, _), value, before in pairs if not _is_same(value, before)]:
             raise PolicyError(
                 f"the policy's function refers to {', '.join(changed)}, set since it was compiled, which has no "
@@ -122,27 +123,28 @@ class JaxPolicy(FunctionPolicy):
             )
 
 
-def _variables_of(function: Any) -> list[tuple[str, Callable[[], Any]]]:
-    """The variables that `function` reads and does not set itself, and what reads each.
+def _variables_of(function: Any) -> list[tuple[str, Any]]:
+    """The variables that `function` reads and does not set itself, each with its cell, or with the function.
 
-    These are variables of outer functions, and those of a module that are numbers, strings or arrays.
+    The former belong to outer functions, the latter to the function's module; of these, numbers, strings and arrays.
     """
-    code = getattr(function, "__code__", None)
-    if code is None:
+    function = getattr(function, "__func__", function)  # of a method
+    if not isinstance(function, FunctionType):
         return []
+    code, space = function.__code__, function.__globals__
     steps = list(dis.get_instructions(code))
     own = {each.argval for each in steps if each.opname in ("STORE_DEREF", "STORE_GLOBAL")}
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    found: list[tuple[str, Callable[[], Any]]] = [(name, partial(_content, cell)) for name, cell in cells]
     names = dict.fromkeys(each.argval for each in steps if each.opname == "LOAD_GLOBAL")
-    space = getattr(function, "__globals__", {})
-    found += [(name, partial(space.get, name)) for name in names if _is_value(space.get(name))]
-    return [(name, read) for name, read in found if name not in own]
+    found = [
+        *zip(code.co_freevars, function.__closure__ or (), strict=True),
+        *((name, function) for name in names if _is_value(space.get(name))),
+    ]
+    return [(name, owner) for name, owner in found if name not in own]
 
 
 def _is_value(content: Any) -> bool:
     """Whether this is a number, a string or an array."""
-    return isinstance(content, (bool, int, float, str)) or hasattr(content, "dtype")
+    return isinstance(content, (bool, int, float, str)) or (hasattr(content, "dtype") and hasattr(content, "shape"))
 
 
 def _content(cell: Any) -> Any:
