@@ -45,6 +45,21 @@ def kinds(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
+def form(answer: Any) -> str:
+    """What a user's function returned: the shapes of arrays, the keys of a dict, the type of anything else.
+
+    >>> form({"loc": 0.0}), form([1, None])
+    ("a dict with the keys ['loc']", "a list of ['int', 'NoneType']")
+    """
+    if hasattr(answer, "shape"):
+        return f"an array of shape {tuple(answer.shape)}"
+    if isinstance(answer, (tuple, list)):
+        return f"a {type(answer).__name__} of {[form(part) for part in answer]}"
+    if isinstance(answer, Mapping):
+        return f"a dict with the keys {sorted(map(str, answer))}"
+    return type(answer).__name__
+
+
 def kind_of(value: Any) -> str:
     """The name of a value's class; of a class, its own name with the remark that it is one.
 

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from funcollect.arguments import check_function, check_num_envs
 from funcollect.errors import EnvError
+from funcollect.messages import form
 from funcollect.protocols import Backend, Transition
 from funcollect.specs import ActionSpec, Leaf, Space, observation_leaves
 
@@ -50,7 +51,7 @@ def checked_start(env: object, answer: Any) -> tuple[Any, Any]:
     """Return what `reset` of a JAX or Torch environment returned; EnvError unless it is a state and an observation."""
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise EnvError(
-            f"reset of {env!r} returned {kind(answer)}, expected the pair (env_state, observation): return both"
+            f"reset of {env!r} returned {returned(answer)}, expected the pair (env_state, observation): return both"
         )
     return answer
 
@@ -59,21 +60,19 @@ def checked_transition(env: object, answer: Any) -> Transition:
     """Return what `step` of a JAX or Torch environment returned; EnvError unless it is a Transition."""
     if not isinstance(answer, Transition):
         raise EnvError(
-            f"step of {env!r} returned {kind(answer)}, expected a Transition: return "
+            f"step of {env!r} returned {returned(answer)}, expected a Transition: return "
             "funcollect.envs.Transition(env_state, observation, reward, terminated, truncated)"
         )
     if not isinstance(answer.info, Mapping):
         raise EnvError(
-            f"step of {env!r} returned the info {kind(answer.info)}, expected a dict of arrays: name its values"
+            f"the infos that step of {env!r} returned are {form(answer.info)}, expected a dict of arrays: name them"
         )
     return answer
 
 
-def kind(given: Any) -> str:
-    """What a wrong result is, for a message: its type, or what may be counted."""
-    if type(given) is tuple:
-        return f"{len(given)} values"
-    return f"an array of shape {list(given.shape)}" if hasattr(given, "shape") else type(given).__name__
+def returned(answer: Any) -> str:
+    """What a function of an environment returned, for a message: of a tuple the number of its values."""
+    return f"{len(answer)} values" if type(answer) is tuple else form(answer)
 
 
 class EnvBase:

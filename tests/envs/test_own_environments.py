@@ -253,7 +253,10 @@ def test_an_environment_needs_no_base_class() -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a start alone": ({"reset": lambda self, key, params: jnp.zeros(1)}, r"reset of .* expected the pair"),
     "a tuple": ({"step": lambda self, *given: (given[1], given[1], 0.0)}, "3 values, expected a Transition: return"),
-    "a list of infos": ({"step": lambda *given: moved(given)._replace(info=[1])}, r"the info list, expected a dict"),
+    "a list of infos": (
+        {"step": lambda *given: moved(given)._replace(info=[1])},
+        r"the infos that step of .* returned are a list of \['int'\], expected a dict of arrays: name them",
+    ),
     "no reward": ({"step": lambda *given: moved(given)._replace(reward=None)}, "reward that step of .* is NoneType"),
     "no params": (
         {"reset": lambda self, key: (key, key)},

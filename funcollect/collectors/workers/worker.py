@@ -121,10 +121,10 @@ class Job:
 
     def _unsent(self) -> str:
         """The keyword whose value cannot be sent."""
-        source = self.source
-        for name in ("create_env_fn", "create_env_kwargs", "policy", "policy_factory", "postproc"):
+        given: dict[str, Any] = vars(self.source) | {"postproc": self.options.postproc}
+        for name, value in given.items():
             try:
-                dumps(getattr(source if hasattr(source, name) else self.options, name))
+                dumps(value)
             except Exception:
                 return name
         return "its environment or policy"

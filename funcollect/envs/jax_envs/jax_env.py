@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from gymnasium import spaces
 
 from funcollect.arguments import check_choice, check_keys, check_kind, check_num_envs, check_optional_positive
-from funcollect.envs.base import AdaptedEnv, EnvBase, check_pure_functions, checked_start, checked_transition, kind
+from funcollect.envs.base import AdaptedEnv, EnvBase, check_pure_functions, checked_start, checked_transition, returned
 from funcollect.envs.spaces import as_delivered
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, tracing
@@ -173,7 +173,7 @@ def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]
         answer = step(key, env_state, action, params)
         if not isinstance(answer, tuple) or len(answer) not in (5, 6):
             raise TypeError(
-                f"{label}: step returned {kind(answer)}, expected (env_state, observation, reward, terminated, "
+                f"{label}: step returned {returned(answer)}, expected (env_state, observation, reward, terminated, "
                 "truncated), and info if there is any: return these"
             )
         transition = Transition(*answer)
@@ -208,7 +208,7 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
             return jnp.asarray(value, dtype)
         except (TypeError, ValueError) as error:
             raise EnvError(
-                f"the {name} that step of {env!r} returned is {kind(value)}, expected an array: return a number"
+                f"the {name} that step of {env!r} returned is {returned(value)}, expected an array: return a number"
             ) from error
 
     return transition._replace(

@@ -17,7 +17,8 @@ from torch import Tensor
 from funcollect.errors import PolicyError
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import import_jax
-from funcollect.policies.heads.head import Head, form
+from funcollect.messages import form
+from funcollect.policies.heads.head import Head
 from funcollect.specs import RESERVED
 from funcollect.tree import NAMESPACE
 

@@ -11,7 +11,8 @@ from gymnasium import spaces
 
 from funcollect.errors import PolicyError
 from funcollect.keys import Noise
-from funcollect.policies.heads.head import Head, HeadBase, Outputs, Parameters, form
+from funcollect.messages import form
+from funcollect.policies.heads.head import Head, HeadBase, Outputs, Parameters
 from funcollect.policies.numerics import in_32_bits
 from funcollect.specs import ActionSpec
 from funcollect.tree import ranked

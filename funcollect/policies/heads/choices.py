@@ -15,7 +15,8 @@ import numpy as np
 from funcollect.arguments import check_number
 from funcollect.errors import PolicyError
 from funcollect.keys import Noise
-from funcollect.policies.heads.head import Head, HeadBase, Outputs, Parameters, form
+from funcollect.messages import form
+from funcollect.policies.heads.head import Head, HeadBase, Outputs, Parameters
 from funcollect.policies.numerics import encode_choices, in_32_bits
 from funcollect.specs import ActionSpec
 

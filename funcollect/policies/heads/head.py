@@ -90,14 +90,3 @@ def check_head(head: Any) -> None:
             f"head is {shown(head)}, expected one of funcollect.heads: categorical, greedy, normal, tanh_normal, "
             "epsilon_greedy(0.1), boltzmann(1.0) or from_distribution(...)"
         )
-
-
-def form(answer: Any) -> str:
-    """What a network returned, for error messages."""
-    if hasattr(answer, "shape"):
-        return f"an array of shape {tuple(answer.shape)}"
-    if isinstance(answer, (tuple, list)):
-        return f"a {type(answer).__name__} of {[form(part) for part in answer]}"
-    if isinstance(answer, Mapping):
-        return f"a dict with the keys {sorted(map(str, answer))}"
-    return type(answer).__name__

@@ -301,7 +301,7 @@ WRONG = {
     ),
     "a start alone": (
         lambda: counting(3, reset=lambda key, params: jnp.zeros(3)),
-        r"reset of .* returned an array of shape \[3\], expected the pair \(env_state, observation\)",
+        r"reset of .* returned an array of shape \(3,\), expected the pair \(env_state, observation\)",
     ),
 }
 

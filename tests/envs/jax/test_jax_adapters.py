@@ -233,7 +233,7 @@ def changed(**changes):
 @pytest.mark.parametrize(
     ("start", "move", "message"),
     [
-        (lambda *given: reset(*given)[0], step, "reset of .* returned dict, expected the pair"),
+        (lambda *given: reset(*given)[0], step, r"reset of .* returned a dict with the keys \[.*\], expected the pair"),
         (reset, lambda *given: step(*given)[:4], "step returned 4 values, expected"),
         (lambda *given: (reset(*given)[0], jnp.zeros(2)), step, "observation that reset of .* lacks the structure"),
         (reset, changed(observation=lambda o: (o[0][None], o[1])), r"'observation.0' that step .* \[1, 2\]"),
