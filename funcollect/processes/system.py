@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
+from collections.abc import Callable
 
 PORTABLE = sys.platform != "linux" or os.environ.get("FUNCOLLECT_PORTABLE") == "1"  # on Linux, to try it there
 
@@ -20,6 +22,16 @@ def usable_cpus() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def _cpu_reader() -> Callable[[], int]:
+    with contextlib.suppress(OSError, AttributeError):
+        reader: Callable[[], int] = ctypes.CDLL(None).sched_getcpu
+        return reader
+    return lambda: -1
+
+
+current_cpu = _cpu_reader()  # the number of the processor that the calling thread runs on; negative if nothing tells it
 
 
 def run_on(cpu: int) -> None:

@@ -28,7 +28,8 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.core import explain
-from funcollect.envs.host.lane_workers import advice
+from funcollect.envs.host.lane_workers import advice, lane_processes
+from funcollect.envs.host.lane_workers.block import STEP
 from funcollect.envs.host.lane_workers.lane_processes import LaneProcesses
 from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
@@ -951,6 +952,27 @@ def cpus_of(state: Any) -> list[set[int]]:
     cpus = [worker.cpu for worker in workers_of(state)]
     assert len({*cpus}) == min(len(cpus), len(os.sched_getaffinity(0)))
     return [{cpu} for cpu in cpus]
+
+
+def test_workers_on_other_processors_are_woken_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker takes its processor as soon as it is woken; on that of the caller, it would keep the others waiting."""
+    env = fc.make_env("CartPole-v1", num_envs=4, num_workers=4)
+    state = fc.init(env, fc.random_policy(env), seed=0)
+    processes = state.env_state.simulation.simulators._processes
+    rung: list[int] = []
+    for number, worker in enumerate(workers_of(state)):
+        ring = worker.bell.ring
+        monkeypatch.setattr(worker, "cpu", number)
+        monkeypatch.setattr(
+            worker.bell, "ring", lambda part, number=number, ring=ring: (rung.append(number), ring(part))
+        )
+    for here in range(4):
+        monkeypatch.setattr(lane_processes, "current_cpu", lambda here=here: here)
+        rung.clear()
+        processes.order(STEP, [0, 1, 2, 3])
+        processes.wait([0, 1, 2, 3], (4, 0))
+        assert rung == [*({0, 1, 2, 3} - {here}), here]
+    fc.close(state)
 
 
 class Holds(gymnasium.Wrapper):

@@ -20,7 +20,7 @@ from funcollect.errors import ClosedError, EnvError, NotCalledError
 from funcollect.interop.main_module import send_main_by_value
 from funcollect.processes.failures import Failure, UnsentResultError, warn_of_restart
 from funcollect.processes.shared_memory import shared_memory
-from funcollect.processes.system import usable_cpus
+from funcollect.processes.system import current_cpu, usable_cpus
 
 _TO_CLOSE = 1.0  # seconds until a worker that is at work is no longer asked to close: Ctrl-C should end a script soon
 _TO_COME_BACK = 1.0  # seconds to finish a call that was broken off
@@ -96,9 +96,16 @@ class LaneProcesses:
         self._open += len(groups)  # first of all, since Ctrl-C may come at any moment
         self.block.order[groups] = order
         self.block.asked[groups] += 1
+        here, beside = current_cpu(), []
         for index in groups:
-            group = self.groups[index]
-            self._workers[group.worker].bell.ring(group.part)
+            worker, part = self.worker_of(index), self.groups[index].part
+            if worker.cpu == here:
+                beside.append((worker, part))
+            else:
+                worker.bell.ring(part)
+        # A worker takes its processor as soon as it is woken: one on this processor would keep the others waiting.
+        for worker, part in beside:
+            worker.bell.ring(part)
 
     def check_owner(self) -> None:
         """Raise ClosedError in a process that was forked from the one that has started the workers."""
