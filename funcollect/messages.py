@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import optree
+
 
 def shown(value: Any, length: int = 80) -> str:
     """The repr of a value in one line, cut between two words if it is longer than `length`.
@@ -78,8 +80,14 @@ def name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def note_arguments(error: Exception, function: str, arguments: tuple[Any, ...]) -> None:
-    """Add to an exception of a user's function what it was called with."""
+def note_arguments(error: Exception, function: str, arguments: tuple[Any, ...], recurrent: Any = None) -> None:
+    """Add to an exception of a user's function what it was called with, and what a mistake in `recurrent` may be."""
     error.add_note(f"{function} was called with {clipped(kinds(arguments), 300)}")
     if isinstance(error, TypeError) and "positional argument" in str(error):
         error.add_note("a recurrent policy is made with initial_state=, and takes its state as the last argument")
+    shapes = [tuple(getattr(leaf, "shape", ())) for leaf in optree.tree_leaves(recurrent)]
+    if any(len(shape) > 2 and shape[0] == shape[1] for shape in shapes):
+        error.add_note(
+            "its state has the number of lanes twice: initial_state is that of one environment, without a "
+            "dimension of lanes"
+        )

@@ -163,7 +163,7 @@ class CollectorBase(RunOptions, ABC):
         check_episodes(episodes)
         self._check_open()
         run = {"class": type(self).__name__, "keywords": self._plain_keywords(), "run": self.saved_run(episodes)}
-        run["head"] = self._head()
+        run |= self._beside_weights()
         pending = {source: each.plain for source, each in self._pending.items()}
         write_data(Path(path), _KIND, run | {"moments": self._moments, "pending": pending})
 
@@ -193,12 +193,13 @@ class CollectorBase(RunOptions, ABC):
         self._restore(saved, episodes)
 
     def _restore(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
-        own, was = self._head(), saved.get("head")
-        if own and was and own != was:
-            raise ValueError(
-                f"the policy's head is {own}, but {was} in the saved run: build the policy as it was, or begin another "
-                "run"
-            )
+        for what, own in self._beside_weights().items():
+            was = saved.get(what)
+            if own and was and own != was:
+                raise ValueError(
+                    f"the policy's {what} is {own}, but {was} in the saved run: build the policy as it was, or begin "
+                    "another run"
+                )
         self.continue_run(saved["run"], episodes)
         moments = saved.get("moments")
         self._moments = None if moments is None else RunningStatistics(*moments)
@@ -260,13 +261,18 @@ class CollectorBase(RunOptions, ABC):
         values = {name: _plain(value) for name, value in self._run_keywords().items()}
         return {name: value for name, value in values.items() if value is not _NOT_PLAIN}
 
-    def _head(self) -> str:
-        """The policy's head with its numbers; empty if there is none, or none in this process."""
+    def _beside_weights(self) -> dict[str, str]:
+        """What a policy acts by beside its weights, as text: its head with the numbers, and the `clip` of observations.
+
+        A text is empty where there is none, or none in this process.
+        """
         head = head_of(self.policy)
-        if head is None:
-            return ""
-        numbers = [f"{name}={value}" for name, value in head.values.items() if isinstance(value, float)]
-        return f"{head.name}({', '.join(numbers)})"
+        numbers = {} if head is None else head.values
+        shown = [f"{name}={value}" for name, value in numbers.items() if isinstance(value, float)]
+        return {
+            "head": "" if head is None else f"{head.name}({', '.join(shown)})",
+            "clip": str(self.policy.clip) if isinstance(self.policy, Normalized) else "",
+        }
 
     @classmethod
     def _check_saved(cls, saved: Mapping[str, Any], own: Iterable[tuple[str, Any]]) -> None:

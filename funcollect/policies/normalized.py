@@ -131,6 +131,11 @@ class NormalizedTorch(TorchPolicy):
         return super().owns(module) or module is self._module.policy
 
     @property
+    def clip(self) -> float:
+        """The largest absolute value of a normalised observation."""
+        return self._module.clip
+
+    @property
     def statistics(self) -> RunningStatistics:
         """The statistics that the policy acts with; a copy."""
         return self._statistics_in(dict(self._module.statistics.named_buffers()))
@@ -222,6 +227,7 @@ class NormalizedJax(JaxPolicy):
         params = (policy.params, stats)
         super().__init__(apply, params, policy.head, policy.initial_state, record_state=policy.record_state)
         self._variables = policy._variables
+        self.clip = clip  # the largest absolute value of a normalised observation
 
     def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
         """Parameters in any form that `prepare` takes, but None, as the pair (trainable, statistics)."""

@@ -302,6 +302,24 @@ def test_a_run_with_another_head_is_refused(head, tmp_path):
             other.restore(tmp_path / "run")
 
 
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+def test_a_run_with_another_clip_is_refused(kind, tmp_path):
+    def collector(clip):
+        policy = (
+            fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical)
+            if kind == "torch"
+            else fc.jax_policy(lambda params, x: x @ params, jnp.zeros((4, 2)), head=fc.heads.categorical)
+        )
+        stats = fc.running_statistics.init(fc.make_env("CartPole-v1").observation_space, backend=kind)
+        return fc.SyncDataCollector("CartPole-v1", fc.normalized(policy, stats, clip=clip), frames_per_batch=5, seed=0)
+
+    with collector(10.0) as saved, collector(10.0) as alike, collector(5.0) as other:
+        saved.save(tmp_path / "run")
+        alike.restore(tmp_path / "run")
+        with refused(ValueError, ("the policy's clip is 5.0, but 10.0 in the saved run",)):
+            other.restore(tmp_path / "run")
+
+
 def load(path, environments=None, network=None, **keywords):
     environments = [lanes(2)] * 2 if environments is None else environments
     policy = actor() if network is None else fc.torch_policy(network, head=fc.heads.categorical)

@@ -99,7 +99,7 @@ class FunctionPolicy(PolicyBase):
             with tracing("the policy's function"):
                 answer = self.apply(params, *inputs, **extra)
         except Exception as error:
-            note_arguments(error, "the policy's function", (params, *inputs, *extra.values()))
+            note_arguments(error, "the policy's function", (params, *inputs, *extra.values()), policy_state)
             raise
         if policy_state is not None:
             check_recurrent(answer, policy_state)

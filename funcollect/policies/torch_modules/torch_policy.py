@@ -253,7 +253,8 @@ class TorchActor(Actor):
                 self._module(observation) if self._recurrent is None else self._module(observation, self._recurrent)
             )
         except Exception as error:
-            note_arguments(error, "the policy's module", self._policy.arguments(observation, self._recurrent))
+            arguments = self._policy.arguments(observation, self._recurrent)
+            note_arguments(error, "the policy's module", arguments, self._recurrent)
             raise
         if self._recurrent is not None:
             if t == 0:

@@ -193,6 +193,17 @@ def test_an_exception_of_a_function_tells_what_it_was_called_with() -> None:
     assert f"the policy's function was called with {given}" in error.value.__notes__
 
 
+def test_an_initial_state_of_all_lanes_is_named_where_the_function_fails() -> None:
+    def recurrent(params: Any, observation: Any, state: Any) -> Any:
+        state = jnp.concatenate([observation, state], -1) @ params
+        return state[:, :2], state
+
+    policy = fc.jax_policy(recurrent, jnp.zeros((9, 5)), initial_state=jnp.zeros((3, 5)), head=fc.heads.categorical)
+    with pytest.raises(TypeError) as error:
+        collect(fc.make_env("CartPole-v1", num_envs=3), policy, 5)
+    assert any("without a dimension of lanes" in note for note in error.value.__notes__)
+
+
 class Structured(gymnasium.Env):
     observation_space = spaces.Dict(
         b=spaces.Box(-1, 1, (2,)),

@@ -231,6 +231,19 @@ def test_an_exception_of_a_module_tells_what_it_was_called_with() -> None:
     assert "the policy's module was called with (float32 [3, 2])" in error.value.__notes__
 
 
+def test_an_initial_state_of_all_lanes_is_named_where_the_module_fails() -> None:
+    cell = nn.GRUCell(4, 5)
+
+    def recurrent(observation: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = cell(observation, state)
+        return state[:, :2], state
+
+    policy = fc.torch_policy(recurrent, initial_state=torch.zeros(3, 5), head=fc.heads.categorical)
+    with pytest.raises(ValueError, match="hidden") as error:
+        collect(fc.make_env("CartPole-v1", num_envs=3), policy, 5)
+    assert "initial_state is that of one environment, without a dimension of lanes" in error.value.__notes__[-1]
+
+
 @both
 def test_outputs_carry_no_gradients(name: str) -> None:
     batch = collect(make_env(name), fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical), 5)
