@@ -35,7 +35,7 @@ class _Target(NamedTuple):
 
     lanes: Sequence[int]
     rows: slice | list[int]  # of the lanes; a slice if they are all lanes of their groups
-    groups: list[int]
+    groups: Sequence[int]  # a range if the lanes are all of one part, or of all parts
     counts: tuple[int, int]  # of the groups in each part
 
 
@@ -76,7 +76,8 @@ class WorkerLanes:
 
     def _all_of(self, lanes: range) -> _Target:
         """The target of all lanes of one part, or of all parts."""
-        groups = [index for index, group in enumerate(self._processes.groups) if group.first in lanes]
+        own = [index for index, group in enumerate(self._processes.groups) if group.first in lanes]
+        groups = range(own[0], own[-1] + 1)
         return _Target(lanes, slice(lanes.start, lanes.stop), groups, self._processes.counts(groups))
 
     def _some(self, lanes: Sequence[int]) -> _Target:
