@@ -7,7 +7,8 @@ ring beside a small one: `nearby` takes from the large one only rows that lie as
 that what it is faster by is cache misses. Frames are CartPole's (13 leaves, episodes of 200) or 84x84x4 pixels;
 in the cells of `stacks`, observations are stacks of four screens, `whole` stores them without `frame_stack`, and the
 same batch is added again and again.
-In JAX, 100 calls run in one `jit`; flashbax's slices may cross the ends of episodes, ours do not.
+In JAX, 100 calls run in one `jit`; flashbax's slices may cross the ends of episodes, ours do not, and `gather` takes as
+many rows of our arrays at random, in runs that may cross ends, too.
 """
 
 from __future__ import annotations
@@ -250,6 +251,8 @@ def jax_cells() -> Iterator[Cell]:
     for size in SIZES["cartpole"]:
         for what in ("sample", "slices", "extend"):
             makers = {OURS: partial(in_jax, our_ring, what, size), "flashbax": partial(in_jax, their_ring, what, size)}
+            if what == "slices":
+                makers["gather"] = partial(in_jax, our_ring, "gather", size)
             yield cell(f"jax {what} {size}", f"{JAX_CALLS} calls in one jit, {JAX_LANES} lanes", makers)
 
 
@@ -266,13 +269,24 @@ def arrays() -> Any:
 
 
 def our_ring(steps: int) -> tuple[Any, Made]:
+    import jax
+
     import funcollect as fc
 
-    batch, ring = arrays(), fc.jax_ring
+    batch, ring, length = arrays(), fc.jax_ring, BATCH // SLICES
+
+    def gathered(state: Any, key: Any) -> Any:
+        count = steps * JAX_LANES
+        first = jax.random.randint(key, (SLICES,), 0, count)
+        rows = (first + JAX_LANES * jax.numpy.arange(length)[:, None]) % count
+        flat = jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), state.data)
+        return state, jax.tree.map(lambda leaf: leaf.at[rows].get(mode="promise_in_bounds"), flat)
+
     calls: Any = {
         "sample": lambda state, key: (state, ring.sample(state, key, BATCH)),
         "slices": lambda state, key: (
-            state, ring.sample_slices(state, key, num_slices=SLICES, slice_len=BATCH // SLICES)),
+            state, ring.sample_slices(state, key, num_slices=SLICES, slice_len=length)),
+        "gather": gathered,
         "extend": lambda state, _: (ring.extend(state, batch), 0),
     }  # fmt: skip
     return ring.init(batch, steps=steps), calls
