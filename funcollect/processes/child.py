@@ -23,7 +23,7 @@ from funcollect.interop.settings import FrameworkSettings
 from funcollect.processes.channel import Channel, pair
 from funcollect.processes.fork_server import STATUS, die_with_parent, kill_group, launch
 from funcollect.processes.shared_memory import anonymous_file
-from funcollect.processes.system import PORTABLE, run_as_batch_work
+from funcollect.processes.system import PORTABLE, place, run_as_batch_work, take_place
 
 OnFailure = Literal["raise", "restart"]  # what happens when a child is lost: an error, or another child
 
@@ -40,12 +40,14 @@ class ChildSetup(NamedTuple):
     num_threads: int
     accelerators: bool  # whether JAX may see accelerators
     frameworks: FrameworkSettings
+    place: int  # among the processes of a run
 
     @classmethod
-    def like_this(cls, *, num_threads: int = 1, accelerators: bool = False) -> Self:
-        """The settings of the current process, but for threads and accelerators."""
+    def like_this(cls, *, num_threads: int = 1, accelerators: bool = False, index: int = 0) -> Self:
+        """The settings of the current process, but for threads and accelerators; `index` is that of the child."""
         frameworks = FrameworkSettings.current()
-        return cls(sys.path.copy(), os.getcwd(), dict(os.environ), num_threads, accelerators, frameworks)
+        here = sys.path.copy(), os.getcwd(), dict(os.environ)
+        return cls(*here, num_threads, accelerators, frameworks, place=place() + index)
 
     def apply(self) -> None:
         """Take over the settings; called in the child."""
@@ -55,6 +57,7 @@ class ChildSetup(NamedTuple):
         os.environ.update(self.environ)
         limit_threads(self.num_threads, accelerators=self.accelerators)
         self.frameworks.apply()
+        take_place(self.place)
         # All children would have the numbers of the server that has forked them.
         np.random.seed()
         torch.default_generator.seed()

@@ -24,6 +24,20 @@ def usable_cpus() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
+_place: int | None = None  # of this process among those of a run; None if nobody has told it
+
+
+def take_place(number: int) -> None:
+    """Note the place of this process among those of a run, whose children are spread over the processors."""
+    global _place
+    _place = number
+
+
+def place() -> int:
+    """The place of this process among those of its run; its process id if nobody has told it."""
+    return os.getpid() if _place is None else _place
+
+
 def _cpu_reader() -> Callable[[], int]:
     with contextlib.suppress(OSError, AttributeError):
         reader: Callable[[], int] = ctypes.CDLL(None).sched_getcpu

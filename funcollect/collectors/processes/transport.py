@@ -79,7 +79,9 @@ class ProcessTransport(Transport):
 
     @override
     def start(self, job: Job, packed: bytes) -> ProcessHandle:
-        setup = ChildSetup.like_this(num_threads=self._num_threads, accelerators=self._accelerators)
+        setup = ChildSetup.like_this(
+            num_threads=self._num_threads, accelerators=self._accelerators, index=job.options.shard.index
+        )
         return ProcessHandle(setup, self._eager, packed)
 
     @override

@@ -34,6 +34,7 @@ from funcollect.envs.host.lane_workers.lane_processes import LaneProcesses
 from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.errors import EnvError, ReplayError
+from funcollect.processes.child import ChildSetup
 from funcollect.processes.system import PORTABLE
 from tests.support.compare import assert_close, assert_same, collect
 from tests.support.envs.lane_workers import Doomed, check_lanes, pids_of, workers_of
@@ -973,6 +974,44 @@ def test_workers_on_other_processors_are_woken_first(monkeypatch: pytest.MonkeyP
         processes.wait([0, 1, 2, 3], (4, 0))
         assert rung == [*({0, 1, 2, 3} - {here}), here]
     fc.close(state)
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_a_loss_ends_an_evaluation(on_failure: Any, tmp_path: Path) -> None:
+    """An episode that was cut would count as a whole one."""
+    env = doomed(tmp_path, on_failure=on_failure)
+    policy = fc.random_policy(env)
+    arranged(tmp_path, "die", 3, 4)
+    with pytest.raises(EnvError, match=r"lanes 2 to 3 \(worker 1\)"):
+        fc.evaluate(env, policy, episodes=6, seed=0)
+    assert len(fc.evaluate(env, policy, episodes=6, seed=0)) == 6
+
+
+def test_workers_of_several_collector_workers_are_spread() -> None:
+    """Whatever process ids they have: other programs may start in between."""
+    cpus = len(os.sched_getaffinity(0))
+    for count in range(2, 5):
+        setups = [ChildSetup.like_this(index=index) for index in range(count)]
+        assert [setup.place - setups[0].place for setup in setups] == [*range(count)]
+    env = partial(fc.make_env, "CartPole-v1", num_envs=2, num_workers=1)
+    before = descendants(os.getpid())
+    with fc.MultiSyncDataCollector(env, None, num_workers=2, frames_per_batch=8, total_frames=8) as collector:
+        next(iter(collector))
+        pinned = [pid for pid in descendants(os.getpid()) - before if len(os.sched_getaffinity(pid)) < cpus]
+        assert len(pinned) == (0 if PORTABLE else 2)
+        assert len({frozenset(os.sched_getaffinity(pid)) for pid in pinned}) == min(len(pinned), cpus)
+
+
+def descendants(pid: int) -> set[int]:
+    """The process ids of all processes below this one."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while below := {child for child, parent in parents.items() if parent in found} - found:
+        found |= below
+    return found - {pid}
 
 
 class Holds(gymnasium.Wrapper):

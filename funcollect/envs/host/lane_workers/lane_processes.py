@@ -20,7 +20,7 @@ from funcollect.errors import ClosedError, EnvError, NotCalledError
 from funcollect.interop.main_module import send_main_by_value
 from funcollect.processes.failures import Failure, UnsentResultError, warn_of_restart
 from funcollect.processes.shared_memory import shared_memory
-from funcollect.processes.system import current_cpu, usable_cpus
+from funcollect.processes.system import current_cpu, place, usable_cpus
 
 _TO_CLOSE = 1.0  # seconds until a worker that is at work is no longer asked to close: Ctrl-C should end a script soon
 _TO_COME_BACK = 1.0  # seconds to finish a call that was broken off
@@ -70,7 +70,7 @@ class LaneProcesses:
         self._workers: list[LaneWorker] = []
         self._answers = Bell()
         cpus = usable_cpus()
-        first = os.getpid() * self._options.num_workers  # so that the workers of several processes are spread
+        first = place() * self._options.num_workers  # so that the workers of several processes are spread
         try:
             for index in range(self._options.num_workers):
                 cpu = cpus[(first + next(_STARTED)) % len(cpus)]
