@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from funcollect.arguments import check_kind, check_optional_positive, check_positive
 from funcollect.interop.jax_setup import import_jax
+from funcollect.trajectories.split import check_time_first
 
 __all__ = ["JaxRing", "extend", "held", "init", "sample", "sample_slices"]
 
@@ -104,6 +105,7 @@ def extend(ring: JaxRing, batch: Any) -> JaxRing:
     _check_ring(ring)
     jax = import_jax()
     length = _check(ring, batch)
+    check_time_first(_leaf(batch, "collector", "lane"))
     if not length:
         return ring
     steps = len(ring.begin)

@@ -18,6 +18,7 @@ from funcollect.trajectories.split import (
     check_batch,
     check_order,
     check_single_steps,
+    check_time_first,
     require,
 )
 from funcollect.tree import flatten
@@ -165,19 +166,14 @@ def _read_jax(batch: Mapping[str, Any], value: Any, next_value: Any) -> tuple[_A
     reward, done = given["reward"], given["done"]
     for name, leaf in given.items():
         fits = leaf.shape == done.shape or (name == "reward" and leaf.shape[:-1] == done.shape)
-        if not fits or not done.ndim:
+        if not fits or done.ndim not in (1, 2):
             raise ValueError(
                 f"{name} has shape {list(leaf.shape)}, next.done {list(done.shape)}, expected [T, P], and [T, P, "
-                "players] for rewards of several players: time first, no trailing 1"
+                "players] for rewards of several players: time first, no trailing 1, several runs under jax.vmap"
             )
     for name, values in (("value", value), ("next_value", next_value)):
         _check_values(name, values, jnp.issubdtype(values.dtype, jnp.floating), reward.shape)
-    lane = flat.get(LANE)
-    if lane is not None and not isinstance(lane, import_jax().core.Tracer) and bool((lane[1:] != lane[:-1]).any()):
-        raise ValueError(
-            f"along the first dimension of the arrays {list(done.shape)} the lane changes, expected time there: pass "
-            "[T, P], as funcollect.traced.rollout returns them"
-        )
+    check_time_first(flat.get(LANE))
     columns = {name: jnp.asarray(leaf) for name, leaf in given.items()}
     if reward.ndim > done.ndim:
         columns = {name: leaf if name == "reward" else leaf[..., None] for name, leaf in columns.items()}

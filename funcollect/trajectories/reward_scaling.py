@@ -13,7 +13,7 @@ from funcollect.arguments import check_kind, check_number
 from funcollect.interop.jax_setup import import_jax
 from funcollect.running_statistics import EPSILON, RunningStatistics, start, update
 from funcollect.trajectories.advantages import check_factor, discounted_sums
-from funcollect.trajectories.split import require
+from funcollect.trajectories.split import LANE, check_followed, check_time_first, require
 from funcollect.trajectories.stats import CountedFrames, counted_frames
 
 _NAME = "return"  # in the statistics
@@ -58,7 +58,7 @@ def scale_rewards(
 
     Raises:
         TypeError: if the batch is neither a TensorDict nor a dict.
-        ValueError: if keys are missing, or gamma is outside [0, 1].
+        ValueError: if keys are missing, frames are out of order, or gamma is outside [0, 1].
 
     >>> import funcollect as fc
     >>> scaling = None
@@ -78,6 +78,7 @@ def scale_rewards(
     if in_jax:
         return _in_jax(batch, before, gamma, clip)
     frames, _ = counted_frames(batch)
+    check_followed(batch)
     shape = () if frames.rewards.shape[1] == 1 else (frames.rewards.shape[1],)
     if before is None:
         before = RewardScaling({}, start({_NAME: shape}, "torch"))
@@ -127,6 +128,7 @@ def _in_jax(
             f"next.reward is {list(reward.shape)} and next.done {list(done.shape)}, expected [T, P] or [T, P, players] "
             "and [T, P]: pass the arrays of funcollect.traced.rollout, or the TensorDict of a batch"
         )
+    check_time_first(batch.get("collector", {}).get(LANE[-1]))
     players = reward.shape[done.ndim :]
     if before is None:
         before = RewardScaling(jnp.zeros_like(reward[0]), start({_NAME: players}, "jax"))

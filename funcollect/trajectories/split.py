@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 from torch import Tensor
 
 from funcollect.arguments import check_key
+from funcollect.interop.jax_setup import import_jax
 from funcollect.trajectories.final_observations import attach, detach
 from funcollect.tree import Path, as_path
 
@@ -29,6 +32,7 @@ CUT = ("collector", "cut")  # True where `set_truncated=True` truncated a trajec
 # Indexed assignment does not support wide unsigned integers. It only moves bits, so signed ones of the same width do.
 ASSIGNABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
+_MEND = "pass the whole batch, unshuffled, with time as the last batch dimension"
 _Nested = dict[str, "Tensor | _Nested"]
 
 
@@ -217,7 +221,49 @@ def check_order(batch: TensorDictBase) -> None:
         before, after = (f"step {step[(*row, at)]} of trajectory {ids[(*row, at)]}" for at in (time, time + 1))
         raise ValueError(
             f"in row {row} of the batch {list(batch.shape)}, {before} is followed by {after}, expected its next step: "
-            "pass the whole batch, unshuffled, with time as the last batch dimension"
+            f"{_MEND}; the lanes of several workers, with cat_results='stack' or 0"
+        )
+    check_followed(batch)
+
+
+def check_followed(batch: TensorDictBase) -> None:
+    """Raise ValueError if the next steps of most frames are in the batch, but not after them.
+
+    Rows of a single frame may be samples of a buffer, of which nothing follows another.
+    """
+    ids, step = (batch.get(key, None) for key in (TRAJECTORY_IDS, STEP))
+    if batch.shape[-1] < 2 or any(
+        not isinstance(leaf, Tensor) or leaf.shape != batch.batch_size for leaf in (ids, step)
+    ):
+        return
+    goes_on = torch.ones_like(ids, dtype=torch.bool)
+    if batch.get(("next", "done"), None) is not None:
+        goes_on &= ~ends_of(batch)
+    if batch.get("done", None) is not None:
+        goes_on &= ~require(batch, "done", tail=(1,))[..., 0].bool()
+    if batch.get(MASK, None) is not None:
+        goes_on &= require(batch, MASK, tail=())
+    in_place = int(((ids[..., 1:] == ids[..., :-1]) & (step[..., 1:] == step[..., :-1] + 1) & goes_on[..., :-1]).sum())
+    if 2 * in_place >= (count := int(goes_on.sum())):
+        return
+    number = torch.unique(ids, return_inverse=True)[1] * (int(step.max()) + 2) + step
+    elsewhere = int(torch.isin(number[goes_on] + 1, number).sum()) - in_place
+    if 2 * elsewhere >= count and elsewhere > in_place:
+        raise ValueError(
+            f"in the batch {list(batch.shape)}, {elsewhere} of {count} frames are followed by another one than their "
+            f"next step, which is elsewhere in the batch: {_MEND}"
+        )
+
+
+def check_time_first(lane: Any) -> None:
+    """Raise ValueError if the lanes of a dict of JAX arrays, [*B, T, P] or [T], change with time. Traced ones pass."""
+    if lane is None or isinstance(lane, import_jax().core.Tracer):
+        return
+    lanes = np.asarray(lane)
+    if (np.diff(lanes, axis=max(lanes.ndim - 2, 0)) != 0).any():
+        raise ValueError(
+            f"the lane changes along the time dimension of the arrays {list(lanes.shape)}, expected time first: pass "
+            "[T, P], as funcollect.traced.rollout returns them"
         )
 
 

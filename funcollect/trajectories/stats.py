@@ -86,7 +86,7 @@ class EpisodeStats:
             ValueError: if there are no parts.
         """
         if not parts:
-            raise ValueError("there is nothing to concatenate: give one EpisodeStats or more")
+            raise ValueError("parts is empty, expected one EpisodeStats or more: pass those of a run")
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_EPISODE}
         return cls(**joined, open_returns=parts[-1].open_returns)
 

@@ -281,7 +281,7 @@ def test_means_and_concatenation():
     assert (len(stats), stats.mean_return, stats.mean_length) == (2, 4.0, 1.5)
     assert opened(stats) == {2: (0, 1, [7.0])}
     assert repr(stats) == "EpisodeStats(2 episodes, mean return 4, mean length 1.5, 1 terminated, 1 open)"
-    with pytest.raises(ValueError, match="nothing to concatenate"):
+    with pytest.raises(ValueError, match="parts is empty"):
         EpisodeStats.concatenate([])
 
 

@@ -1,5 +1,6 @@
 """Functions over time refuse frames that do not follow each other in their rows, which gave wrong numbers."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 import torch
@@ -11,6 +12,11 @@ WRONG = {
     "shuffled": lambda batch: batch[:, torch.tensor([3, 0, 2, 1, 5, 4, *range(6, batch.shape[1])])],
     "every other step": lambda batch: batch[:, ::2],
 }
+ELSEWHERE = {
+    "time first, flat": lambda batch: batch.transpose(0, 1).reshape(-1),
+    "backwards": lambda batch: batch.flip(-1),
+    "steps in any order": lambda batch: batch.reshape(-1)[torch.randperm(240, generator=torch.manual_seed(0))],
+}
 RIGHT = {
     "as it is": lambda batch: batch,
     "one row": lambda batch: batch.reshape(1, -1),
@@ -20,11 +26,14 @@ RIGHT = {
     "a part": lambda batch: batch[:, 5:20],
     "trajectories": lambda batch: fc.split_trajectories(batch),
     "two runs": lambda batch: torch.cat([batch, batch.clone()], -1),
+    "flat batches in turn": lambda batch: torch.cat([part.reshape(-1) for part in batch.split(2, -1)]),
+    "single steps": lambda batch: batch[:, 3:4],
 }
 FUNCTIONS = {
     "gae": lambda batch: fc.gae(batch, batch["next", "reward"] + 1, batch["next", "reward"] - 1),
     "MultiStep": fc.MultiStep(0.9, 3),
     "split_trajectories": fc.split_trajectories,
+    "scale_rewards": fc.scale_rewards,
 }
 
 
@@ -36,28 +45,61 @@ def batch(request):
 
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
-def test_frames_out_of_order(function, change, batch):
+@pytest.mark.parametrize("name", FUNCTIONS.keys() - {"scale_rewards"})
+def test_frames_out_of_order(name, change, batch):
     with pytest.raises(ValueError, match=r"in row \[.*\] of the batch .* time as the last batch dimension"):
-        function(change(batch))
+        FUNCTIONS[name](change(batch))
+
+
+@pytest.mark.parametrize("change", ELSEWHERE.values(), ids=ELSEWHERE.keys())
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_frames_whose_next_steps_are_elsewhere(name, change, batch):
+    with pytest.raises(ValueError, match=r"in (row .* of )?the batch .* time as the last batch dimension"):
+        FUNCTIONS[name](change(batch))
 
 
 @pytest.mark.parametrize("change", RIGHT.values(), ids=RIGHT.keys())
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_frames_in_order(name, change, batch):
     changed = change(batch)
-    if name != "split_trajectories" or ("collector", "mask") not in changed.keys(True):
+    if name not in ("split_trajectories", "scale_rewards") or ("collector", "mask") not in changed.keys(True):
         FUNCTIONS[name](changed)
 
 
-def test_lanes_first_in_jax():
-    env = fc.make_env("torch/CartPole-v1", num_envs=4)
+def traced_batch(lanes=4, steps=4):
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=lanes)
     policy = fc.random_policy(env)
-    batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 6)[1]
-    keys = [("next", name) for name in ("reward", "done", "terminated")] + [("collector", "lane")]
-    arrays = {"next": {}, "collector": {}}
-    for first, last in keys:
-        arrays[first][last] = jnp.asarray(batch[first, last].reshape(4, 6).numpy())
-    zeros = jnp.zeros((4, 6))
-    with pytest.raises(ValueError, match=r"arrays \[4, 6\] the lane changes, expected time there: pass \[T, P\]"):
-        fc.gae(arrays, zeros, zeros)
+    state = fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0))
+    return fc.traced.rollout(env, policy, None, state, steps)[1]
+
+
+ON_ARRAYS = {
+    "gae": lambda batch: fc.gae(batch, batch["next"]["reward"], batch["next"]["reward"]),
+    "scale_rewards": fc.scale_rewards,
+    "episode_stats": fc.traced.episode_stats,
+    "deliver": fc.deliver,
+    "jax_ring": lambda batch: fc.jax_ring.extend(fc.jax_ring.init(traced_batch(), steps=8), batch),
+}
+
+
+@pytest.mark.parametrize("name", ON_ARRAYS)
+def test_lanes_first_in_jax(name):
+    batch = traced_batch()
+    ON_ARRAYS[name](batch)
+    with pytest.raises(ValueError, match=r"arrays \[4, 4\], expected time first: pass \[T, P\]"):
+        ON_ARRAYS[name](jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), batch))
+
+
+@pytest.mark.parametrize("name", ["gae", "scale_rewards", "episode_stats"])
+def test_batches_of_several_runs_in_jax(name):
+    batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), traced_batch())
+    with pytest.raises(ValueError, match=r"expected \[T, P\]"):
+        ON_ARRAYS[name](batch)
+    jax.vmap(lambda each: ON_ARRAYS[name](each)[0])(batch)
+
+
+def test_gae_within_jit_of_a_batch_that_is_closed_over():
+    batch = traced_batch()
+    value = batch["next"]["reward"] / 2
+    compiled = jax.jit(lambda value: fc.gae(batch, value, value)[0])(value)
+    assert jnp.allclose(compiled, fc.gae(batch, value, value)[0], atol=1e-6)

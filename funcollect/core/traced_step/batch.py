@@ -21,6 +21,7 @@ from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax
 from funcollect.protocols import JaxEnv
 from funcollect.specs import torch_dtype
+from funcollect.trajectories.split import LANE, check_time_first
 from funcollect.tree import Path, flatten
 
 Dtypes = dict[Path, torch.dtype]
@@ -61,6 +62,7 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
     check_kind("env", env, (JaxEnv, type(None)), "pass that of the rollout")
     check_optional_positive("total_lanes", total_lanes)
     flat = _checked(arrays)
+    check_time_first(flat.get(LANE))
     total = flat[_DONE].shape[-1] if total_lanes is None else total_lanes
     dtypes = dtypes_of(env) if env is not None else _guessed(flat)
     columns = _widening(frozenset(dtypes.items()), total)(flat)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from tensordict import TensorDictBase
+
 from funcollect.arguments import check_kind
 from funcollect.interop.jax_setup import import_jax
+from funcollect.trajectories.split import check_time_first
 
 Batch = Mapping[str, Any]  # nested, of JAX arrays
 
@@ -119,6 +122,8 @@ def nothing_open(episode: Any, reward: Any) -> OpenEpisodes:
 
 
 def _rows(batch: Any) -> Frame:
+    if isinstance(batch, TensorDictBase):
+        raise TypeError("batch is a TensorDict, expected the dict that traced.rollout returned: call fc.episode_stats")
     check_kind("batch", batch, Mapping, "pass the dict that traced.rollout returned")
     try:
         rows = frame_of(batch)
@@ -131,6 +136,7 @@ def _rows(batch: Any) -> Frame:
             f"next.done has shape {list(rows.done.shape)}, expected [T, P]: call this inside vmap for batches of "
             "several runs, and give the result of traced.step a time dimension"
         )
+    check_time_first(batch["collector"].get("lane"))
     return rows
 
 
