@@ -21,6 +21,7 @@ from funcollect.files import read_data, write_data
 from funcollect.policies.normalized import Normalized
 from funcollect.policies.populations.population import Population
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from funcollect.protocols import is_policy
 from funcollect.running_statistics import RunningStatistics, merge, none_like, update
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.whole_trajectories import PendingTrajectories
@@ -269,9 +270,10 @@ class CollectorBase(RunOptions, ABC):
         head = head_of(self.policy)
         numbers = {} if head is None else head.values
         shown = [f"{name}={value}" for name, value in numbers.items() if isinstance(value, float)]
+        known = is_policy(self.policy)
         return {
             "head": "" if head is None else f"{head.name}({', '.join(shown)})",
-            "clip": str(self.policy.clip) if isinstance(self.policy, Normalized) else "",
+            "clip": str(self.policy.clip) if isinstance(self.policy, Normalized) else "none" if known else "",
         }
 
     @classmethod

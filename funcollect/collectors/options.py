@@ -94,9 +94,11 @@ class RunOptions:
     """whether heads sample or act deterministically."""
     exploration: Mapping[str, Value] = field(default_factory=lambda: NO_VALUES)
     """other values for the numbers in `Policy.exploration`, as for `rollout`: ``{"epsilon": 0.1}``; or functions of the
-    number of frames of the whole run so far, such as an annealing schedule. Batches hold the values."""
+    number of frames of the whole run so far, such as an annealing schedule. Batches hold the values, also beside the
+    random actions of `init_random_frames`."""
     reset_when_done: bool = True
-    """False keeps a finished lane finished until `reset`."""
+    """False keeps a finished lane finished until `reset`. Batches then hold repeated frames, whose ``done`` is True;
+    leave them out of a buffer from which single frames are sampled."""
     set_truncated: bool = False
     """mark the last frame of each lane in a batch as truncated, so that nothing is bootstrapped across batches. The
     episode continues; ``("collector", "cut")``, which `episode_stats` and `track` read, is True at those of these

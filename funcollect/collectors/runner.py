@@ -194,7 +194,8 @@ class Runner:
         """Act with `params` from the next batch on; None for the policy's own, which are read again for each batch.
 
         Args:
-            params: the policy's parameters, or a module like its own; the policy's own module means None.
+            params: the policy's parameters, or a module like its own; the policy's own module means None. They are not
+                copied: tensors that are changed in place later act under the same version.
             policy_or_weights: `params`, by TorchRL's name for it.
 
         Raises:

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.arguments import check_kind
+from funcollect.arguments import check_kind, check_optional_positive
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.exploration import NO_VALUES, Value, exploration_values, with_values
 from funcollect.core.loops import Loop, RunsRollouts, captured, crossing, device, fused, host, tensor
@@ -85,6 +85,7 @@ def check_pair(env: Any, policy: Any) -> None:
     check_policy(policy)
     if env.backend not in (backends := get_args(Backend)):
         raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
+    check_optional_positive(f"max_episode_steps of {env}", getattr(env, "max_episode_steps", None))
     policy.check(env.action_spec)
     if isinstance(policy, Normalized):
         check_statistics(policy, env.observation_leaves)

@@ -30,7 +30,7 @@ from funcollect.interop.memo import memo_of
 from funcollect.keys import key_from_seed
 from funcollect.messages import kind_of, shown
 from funcollect.policies.actors.actor import recurrent_names, split_answer
-from funcollect.policies.actors.checks import check_parameters, check_recurrent
+from funcollect.policies.actors.checks import check_parameters, check_recurrent, checked_lead
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.populations.population import Population
@@ -153,12 +153,12 @@ def evaluate_actions(
         )
     space, leaves, spec = _spaces_of(policy, env)
     in_torch = isinstance(policy, TorchPolicy)
-    _check_rows(rows, [_ACTION, *(leaf.path for leaf in leaves)], Tensor if in_torch else None)
+    exploration: list[Path] = [(*EXPLORATION, name) for name in policy.head.values]
+    _check_rows(rows, [_ACTION, *(leaf.path for leaf in leaves), *exploration], Tensor if in_torch else None)
     framework = _TORCH if in_torch else _in_jax()
     rows = _beside(policy, rows)
     xp, network, action = framework.xp, _network(policy, params), rows[_ACTION]
-    values = {name: rows[*EXPLORATION, name] for name in policy.head.values if (*EXPLORATION, name) in rows}
-    head = policy.head.at({**policy.head.values, **values})
+    head = policy.head.at({path[-1]: rows[path] for path in exploration})
 
     def call(inputs: _Leaves, recurrent: Any) -> tuple[Any, Any]:
         answer, after = network(assemble(space, inputs), recurrent)
@@ -168,7 +168,7 @@ def evaluate_actions(
         return (parameters, dict(extras)), after
 
     inputs = {leaf.path: rows[leaf.path] for leaf in leaves}
-    lead = action.shape[: action.ndim - len(spec.shape)]
+    lead = checked_lead(action, spec, {leaf: inputs[leaf.path].shape for leaf in leaves})
     if policy.initial_state is None:
         parameters, outputs = _at_once(framework, call, inputs, lead)
     else:

@@ -67,6 +67,10 @@ def exploration_values(
             "check the spelling, or leave them out"
         )
     values = {**own, **given}
+    if frames is None and (functions := [name for name, value in values.items() if callable(value)]):
+        raise TypeError(
+            f"exploration has functions for {functions}, expected numbers in traced code: call them, pass the results"
+        )
     if frames is not None:
         values = {name: _number(name, value, frames) for name, value in values.items()}
     if head := head_of(policy):

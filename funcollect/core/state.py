@@ -154,7 +154,10 @@ class CollectorState(Generic[Array]):
         return ids
 
     def replace(self, **changes: Any) -> CollectorState[Array]:
-        """Return a state with some fields changed. Other `env_params` act at once; see also `set_env_params`."""
+        """Return a state with some fields changed.
+
+        Other `env_params` act at once, and are the same for all lanes; see also `set_env_params`.
+        """
         if "env_params" in changes and isinstance(self.env_state, JaxEnvState):
             changes = {"env_state": self.env_state.with_used_starts(), **changes}  # they were made with the old ones
         return replace(self, **changes)

@@ -21,7 +21,7 @@ from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.exploration import EXPLORATION, NO_VALUES, exploration_values
 from funcollect.core.request import Request
 from funcollect.core.state import LEAVES, CollectorState, origin_of
-from funcollect.core.traced_step.checks import check_jax_env, check_traced_state
+from funcollect.core.traced_step.checks import check_jax_env, check_traced_state, checked_lane
 from funcollect.core.traced_step.env_params import set_env_params
 from funcollect.core.traced_step.episodes import (
     TracedEpisodeStats,
@@ -105,13 +105,13 @@ def init(
     remember_spaces(policy, env.observation_space, env.observation_leaves, env.action_spec)
     check_optional_positive("total_lanes", total_lanes)
     given = env.params if env_params is None else env_params
-    if _has_lanes(env, given):
+    if env_params is not None and _has_lanes(env, given):
         begun = partial(init, env, policy, params, key=key, first_lane=first_lane, total_lanes=total_lanes)
         return begun(env_params=set_env_params(env, begun(), given, at_once=True).env_params)
     env_params = of_begun(without_weak_types(jax.tree.map(jnp.asarray, given)))
     players = check_functions(env, of_one_lane(env_params))
     key, count = _raw(key), env.num_envs or 1
-    lane = jnp.arange(count, dtype=jnp.int32) + first_lane
+    lane = jnp.arange(count, dtype=jnp.int32) + checked_lane(first_lane)
     zero, no = lane * 0, lane != lane  # constants would not vary over a mesh, as these do
     current, observation = begin(env, run_keys(key, lane), lane, zero, env_params)
     state = CollectorState(
@@ -138,8 +138,10 @@ def init(
 def _has_lanes(env: JaxEnv, params: Any) -> bool:
     """Whether parameters are those of each lane, or unlike the environment's own, which `set_env_params` refuses."""
     jax, own = import_jax(), default_params(env)
-    if own is None or isinstance(params, LaneParams) or jax.tree.structure(params) != jax.tree.structure(own):
+    if own is None or isinstance(params, LaneParams):
         return False
+    if jax.tree.structure(params) != jax.tree.structure(own):
+        return True
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(own), strict=True)
     return any(np.shape(leaf) != np.shape(like) for leaf, like in pairs)
 

@@ -391,6 +391,29 @@ class TestMisuse:
         with pytest.raises(TypeError, match=r"policy in JAX takes: pass funcollect.interop.to_jax"):
             fc.evaluate_actions(policy, None, self.batch(), env=self.env)
 
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (lambda action: action.float(), "action has dtype torch.float32|wants torch.int64: cast it"),
+            (
+                lambda action: action.unsqueeze(-1),
+                r"action has shape \[2, 8, 1\] beside 'observation' of \[2, 8\] frames",
+            ),
+            (lambda action: action.T, r"action has shape \[8, 2\] beside .* expected \[2, 8\]"),
+        ],
+    )
+    def test_actions_that_do_not_fit_the_observations(self, change: Any, words: str) -> None:
+        batch = self.batch()
+        rows = {**batch.to_dict(), "action": change(batch["action"])}
+        with pytest.raises(ValueError, match=words):
+            fc.evaluate_actions(self.policy, None, rows)
+
+    def test_a_batch_without_the_epsilon_that_acted(self) -> None:
+        policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.epsilon_greedy(0.1))
+        batch = collected(policy, self.env, 8)[1].select("observation", "action", "action_log_prob")
+        with pytest.raises(ValueError, match=r"the batch lacks \['collector.exploration.epsilon'\]"):
+            fc.evaluate_actions(policy, None, batch)
+
     def test_an_environment_known_from_traced_code(self) -> None:
         env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
         policy = cases.jax_mlp(env)

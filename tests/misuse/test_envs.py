@@ -59,6 +59,11 @@ def shared_by_factory() -> Any:
     return runs(fc.make_env(lambda: env, num_envs=2))
 
 
+def shared_behind_wrappers() -> Any:
+    env = gym()
+    return runs(fc.make_env(lambda: gymnasium.wrappers.TimeLimit(env, 9), num_envs=2))
+
+
 def second_init() -> Any:
     env = fc.make_env(Rigged())
     state = runs(env)
@@ -204,6 +209,13 @@ def count(value: Any) -> list[Misuse]:
         TypeError,
         ("lane 1", "returned NoneType", "expected a gymnasium.Env", "return the environment"),
         lambda: fc.make_env([gym, gym]),
+    ),
+    Misuse(
+        "a factory that wraps the same instance",
+        shared_behind_wrappers,
+        ValueError,
+        ("lane 1", "backs a lane already", "build a new one at each call"),
+        lambda: fc.make_env(gym, num_envs=2),
     ),
     Misuse(
         "a factory that returns the same instance",

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from funcollect.arguments import check_kind
 from funcollect.core.request import ANOTHER_POLICY
 from funcollect.core.state import CollectorState, check_origin
 from funcollect.envs.jax_envs.checks import differing
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
+from funcollect.messages import shown
 from funcollect.protocols import JaxEnv
 
 
@@ -79,6 +82,15 @@ def check_live(state: CollectorState) -> None:
             "returned, or leave the state out of its donate_argnums; of a collector's state, which it uses up on a "
             "GPU, take a funcollect.fork before the next batch"
         )
+
+
+def checked_lane(lane: Any) -> Any:
+    """The number of a lane; raise unless it is a whole number of at least 0, which may be traced."""
+    if np.shape(lane) or not np.issubdtype(getattr(lane, "dtype", type(lane)), np.integer):
+        raise TypeError(f"first_lane is {shown(lane)}, expected an int or an integer array []: give a lane's number")
+    if not isinstance(lane, import_jax().core.Tracer) and lane < 0:
+        raise ValueError(f"first_lane is {lane}, expected at least 0: give a lane's number")
+    return lane
 
 
 def check_policy_state(wanted: Any, given: Any) -> None:

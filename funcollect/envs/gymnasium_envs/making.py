@@ -64,7 +64,7 @@ def _made(factories: Sequence[LaneFactory], atari: bool, env: SimulatedEnv) -> l
         for lane, factory in enumerate(factories, env.first_lane):
             made = factory()
             check_lane(lane, made, env, atari=atari)
-            if id(made) in _TAKEN:
+            if id(made) in _TAKEN or any(made.unwrapped is other.unwrapped for other in envs):
                 raise ValueError(
                     f"lane {lane}: the factory returned an environment that backs a lane already: build a new one at "
                     "each call"

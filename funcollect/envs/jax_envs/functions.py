@@ -35,7 +35,8 @@ def from_functions(
         reset: ``(key, params) -> (env_state, observation)``: the start of an episode; `key` is uint32[2], `env_state`
             any pytree.
         step: ``(key, env_state, action, params) -> (env_state, observation, reward, terminated, truncated)``, or with
-            a dict `info` as a sixth: one step. The reward is [], or [players]; the flags are []. It does not reset.
+            a dict `info` as a sixth: one step. The reward is a number [] or [players]; the flags are bool []. It does
+            not reset.
         observation_space, action_space: of one environment.
         num_envs: P; None for a single environment without a batch dimension.
         max_episode_steps: steps after which an episode is truncated; None for no limit.

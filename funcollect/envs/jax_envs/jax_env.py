@@ -205,11 +205,15 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
     def converted(name: str, dtype: Any) -> Any:
         value = getattr(transition, name)
         try:
-            return jnp.asarray(value, dtype)
+            array = jnp.asarray(value)
         except (TypeError, ValueError) as error:
             raise EnvError(
                 f"the {name} that step of {env!r} returned is {returned(value)}, expected an array: return a number"
             ) from error
+        if (dtype is bool) != (array.dtype == bool) and (dtype is not bool or array.dtype.kind not in "iu"):
+            wanted = "bool: compare, as in x > 2" if dtype is bool else "a number: reward comes before the two flags"
+            raise EnvError(f"the {name} that step of {env!r} returned is {array.dtype}, expected {wanted}")
+        return array.astype(dtype)
 
     return transition._replace(
         reward=converted("reward", jnp.float32),

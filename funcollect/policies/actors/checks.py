@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from funcollect.errors import PolicyError
 from funcollect.interop.reads import complain_if
 from funcollect.messages import clipped
 from funcollect.protocols import Columns
-from funcollect.specs import ActionSpec
+from funcollect.specs import ActionSpec, Leaf
 from funcollect.tree import Path
 
 _LOOK = "look at the policy's parameters, and at the observation of that step"
@@ -40,9 +40,32 @@ def check_action(action: Any, spec: ActionSpec, num_envs: int) -> None:
             f"environment{'s' if num_envs > 1 else ''}: return one action of shape {spec.shape} per environment"
             f"{_encoding(action, spec, num_envs)}"
         )
-    kind = next((kind for kind in ("float", "complex") if kind in str(action.dtype)), "int")
-    if kind != ("float" if spec.dtype.is_floating_point else "int"):
+    if not _takes(spec, action.dtype):
         raise PolicyError(f"action has dtype {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it")
+
+
+def _takes(spec: ActionSpec, dtype: Any) -> bool:
+    kind = next((kind for kind in ("float", "complex") if kind in str(dtype)), "int")
+    return kind == ("float" if spec.dtype.is_floating_point else "int")
+
+
+def checked_lead(action: Any, spec: ActionSpec, shapes: Mapping[Leaf, Sequence[int]]) -> tuple[int, ...]:
+    """The dimensions [...] of a batch's actions [..., *spec.shape]; ValueError unless they are those of observations.
+
+    `shapes` are those of the observation's leaves. ValueError for actions of a dtype that the space does not take, too.
+    """
+    for leaf, shape in shapes.items():
+        lead = shape[: len(shape) - len(leaf.shape)]
+        if tuple(action.shape) != (*lead, *spec.shape):
+            raise ValueError(
+                f"action has shape {list(action.shape)} beside {leaf.name!r} of {list(lead)} frames, expected "
+                f"{[*lead, *spec.shape]}, since one in {spec.space} has {list(spec.shape)}: pass actions as collected"
+            )
+    if not _takes(spec, action.dtype):
+        raise ValueError(
+            f"the batch's action has dtype {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it"
+        )
+    return tuple(action.shape[: action.ndim - len(spec.shape)])
 
 
 def _encoding(action: Any, spec: ActionSpec, num_envs: int) -> str:

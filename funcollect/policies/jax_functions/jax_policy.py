@@ -49,7 +49,8 @@ def jax_policy(
         TypeError: if `apply` cannot be called, or takes other arguments; or if `head` is not a head.
 
     A rollout raises PolicyError if a variable has been set since `apply` was compiled that it closes over, or that is a
-    number, a string or an array of its module.
+    number, a string or an array of its module. What is changed within a variable's object is not noticed: pass it in
+    `params`.
 
     >>> import jax.numpy as jnp, funcollect as fc
     >>> policy = jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)

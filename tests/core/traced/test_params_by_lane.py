@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -52,6 +53,61 @@ def test_starts_and_all_episodes_have_them() -> None:
     places, returns = run(slopes)
     np.testing.assert_array_equal(places, jnp.outer(jnp.array([1, 2, 3, 4, 5, 1, 2]), slopes))
     np.testing.assert_array_equal(returns, [20.0, 20.0, 40.0, 40.0, 60.0, 60.0])
+
+
+def test_other_names_are_refused() -> None:
+    for given in ({"slope": 1.0}, with_slopes(1.0) | {"slop": 2.0}):
+        with pytest.raises(ValueError, match="slop"):
+            traced.init(ENV, POLICY, None, key=KEY, env_params=given)
+
+
+def test_the_first_lane_is_a_whole_number() -> None:
+    begin = partial(traced.init, ENV, POLICY, None, key=KEY)
+    for lane in (1.5, jnp.arange(4), jnp.float32(1)):
+        with pytest.raises(TypeError, match=r"first_lane is .*, expected an int or an integer array \[\]"):
+            begin(first_lane=lane)
+    with pytest.raises(ValueError, match="first_lane is -1, expected at least 0"):
+        begin(first_lane=-1)
+    assert jax.jit(lambda lane: begin(first_lane=lane).lane)(3).tolist() == [3, 4, 5]
+    assert begin(first_lane=np.int64(3)).lane.tolist() == [3, 4, 5]
+
+
+def test_schedules_are_refused() -> None:
+    policy = fc.jax_policy(lambda _, x: jnp.zeros((len(x), 2)), {}, head=fc.heads.epsilon_greedy(0.1))
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    state = traced.init(env, policy, {}, key=KEY)
+    with pytest.raises(TypeError, match=r"functions for \['epsilon'\], expected numbers in traced code"):
+        traced.rollout(env, policy, {}, state, 3, exploration={"epsilon": lambda frames: 0.1})
+
+
+class Confused(Ramp):
+    """Its flags and its reward have the dtypes that are given."""
+
+    def __init__(self, reward: Any, terminated: Any) -> None:
+        self.reward, self.terminated = reward, terminated
+        super().__init__(num_envs=2)
+
+    def step(self, key: Any, place: Any, action: Any, params: Any) -> Any:
+        return super().step(key, place, action, params)._replace(reward=self.reward, terminated=self.terminated)
+
+
+def test_dtypes_of_rewards_and_flags() -> None:
+    for reward, terminated, words in (
+        (1.0, 0.7, "the terminated that step of .* returned is float32, expected bool: compare"),
+        (jnp.array(True), False, "the reward that step of .* returned is bool, expected a number"),
+    ):
+        with pytest.raises(fc.EnvError, match=words):
+            fc.init(Confused(reward, terminated), POLICY, seed=0)
+    fc.init(Confused(1, jnp.int32(1)), POLICY, seed=0)
+
+
+@pytest.mark.parametrize("limit", [-1, 0, 2.5, "40", True])
+def test_limits_of_a_class_are_checked(limit: Any) -> None:
+    class Limited(Ramp):
+        max_episode_steps = limit
+
+    with pytest.raises((TypeError, ValueError), match=r"max_episode_steps of Limited\(num_envs=2\) is"):
+        fc.init(Limited(num_envs=2), POLICY, seed=0)
 
 
 def test_other_shapes_are_named() -> None:
