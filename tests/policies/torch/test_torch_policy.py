@@ -231,6 +231,13 @@ def test_an_exception_of_a_module_tells_what_it_was_called_with() -> None:
     assert "the policy's module was called with (float32 [3, 2])" in error.value.__notes__
 
 
+def test_a_network_of_another_dtype_is_named_where_it_fails() -> None:
+    policy = fc.torch_policy(nn.Linear(4, 2).double(), head=fc.heads.categorical)
+    with pytest.raises(RuntimeError, match="same dtype") as error:
+        collect(fc.make_env("CartPole-v1", num_envs=3), policy, 5)
+    assert "call module.float(), or pass make_env(dtype=)" in error.value.__notes__[-1]
+
+
 def test_an_initial_state_of_all_lanes_is_named_where_the_module_fails() -> None:
     cell = nn.GRUCell(4, 5)
 
