@@ -104,6 +104,7 @@ def init(
     check_traceable(policy)
     remember_spaces(policy, env.observation_space, env.observation_leaves, env.action_spec)
     check_optional_positive("total_lanes", total_lanes)
+    check_optional_positive(f"max_episode_steps of {env}", env.max_episode_steps)
     given = env.params if env_params is None else env_params
     if env_params is not None and _has_lanes(env, given):
         begun = partial(init, env, policy, params, key=key, first_lane=first_lane, total_lanes=total_lanes)

@@ -216,7 +216,7 @@ def seeding_of(env: Env) -> Seeding:
 
 def keeping_losses(env: Env) -> Env:
     """The environment; if it would replace lost workers, one in which a loss is an error."""
-    if isinstance(env, SimulatedEnv) and env.workers is not None:
+    if isinstance(env, SimulatedEnv) and env.workers is not None and env.workers.on_failure != "raise":
         return replace(env, workers=replace(env.workers, on_failure="raise"))
     return env
 

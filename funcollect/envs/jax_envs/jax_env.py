@@ -210,7 +210,9 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
             raise EnvError(
                 f"the {name} that step of {env!r} returned is {returned(value)}, expected an array: return a number"
             ) from error
-        if (dtype is bool) != (array.dtype == bool) and (dtype is not bool or array.dtype.kind not in "iu"):
+        if not any(
+            jnp.issubdtype(array.dtype, kind) for kind in (jnp.integer, bool if dtype is bool else jnp.floating)
+        ):
             wanted = "bool: compare, as in x > 2" if dtype is bool else "a number: reward comes before the two flags"
             raise EnvError(f"the {name} that step of {env!r} returned is {array.dtype}, expected {wanted}")
         return array.astype(dtype)

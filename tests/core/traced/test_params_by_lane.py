@@ -95,6 +95,7 @@ def test_dtypes_of_rewards_and_flags() -> None:
     for reward, terminated, words in (
         (1.0, 0.7, "the terminated that step of .* returned is float32, expected bool: compare"),
         (jnp.array(True), False, "the reward that step of .* returned is bool, expected a number"),
+        (1j, False, "the reward that step of .* returned is complex64, expected a number"),
     ):
         with pytest.raises(fc.EnvError, match=words):
             fc.init(Confused(reward, terminated), POLICY, seed=0)
@@ -108,6 +109,8 @@ def test_limits_of_a_class_are_checked(limit: Any) -> None:
 
     with pytest.raises((TypeError, ValueError), match=r"max_episode_steps of Limited\(num_envs=2\) is"):
         fc.init(Limited(num_envs=2), POLICY, seed=0)
+    with pytest.raises((TypeError, ValueError), match=r"max_episode_steps of Limited\(num_envs=2\) is"):
+        traced.init(Limited(num_envs=2), POLICY, None, key=KEY)
 
 
 def test_other_shapes_are_named() -> None:
