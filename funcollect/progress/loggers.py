@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcollect.arguments import check_kind
 from funcollect.messages import shown
 
 # Called with the frames so far, and numbers by name. If it has methods `begin(frames)` and `close()`, they are called
@@ -67,7 +68,8 @@ def _summary_writer() -> Any:
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The values as floats; ValueError for one that is not a single number."""
+    """The values as floats; TypeError for anything but numbers by name, ValueError for one that is not a single one."""
+    check_kind("values", values, Mapping, 'pass numbers by name, such as {"loss": 0.1}')
     found = {}
     for name, value in values.items():
         try:

@@ -1,6 +1,7 @@
 """`ReplayBuffer` as TorchRL's users know it, over batches of real collectors."""
 
 import itertools
+import tempfile
 
 import numpy as np
 import pytest
@@ -211,6 +212,15 @@ def test_memmap_lies_where_it_is_told(tmp_path):
         fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "rows")).extend(numbers(10))
     again = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "rows", existsok=True))
     again.extend(numbers(3))
+
+
+def test_a_temporary_file_has_no_name_that_a_killed_process_would_leave(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    memory = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10), batch_size=4)
+    for _ in range(3):
+        memory.extend(numbers(10))
+        assert not list(tmp_path.iterdir())
+    assert memory[:].get("x").shape[0] == 10
 
 
 def test_padding_has_a_mask_in_a_buffer_too():

@@ -408,6 +408,15 @@ class TestMisuse:
         with pytest.raises(ValueError, match=words):
             fc.evaluate_actions(self.policy, None, rows)
 
+    @pytest.mark.parametrize("one_hot", [False, True])
+    def test_choices_in_jax_that_the_space_does_not_have(self, one_hot: bool) -> None:
+        env = fc.make_env("CartPole-v1", num_envs=2, one_hot=one_hot)
+        policy = fc.jax_policy(lambda params, x: x @ params, jnp.zeros((4, 2)), head=fc.heads.categorical)
+        batch = fc.interop.to_jax(collected(policy, env, 8)[1])
+        batch["action"] = batch["action"].at[1, 3].add(-2)
+        with pytest.raises(ValueError, match=r"action at \[1, 3\] is .*-[12].*expected one of .*Discrete\(2\): pass"):
+            fc.evaluate_actions(policy, None, batch, env=env)
+
     def test_a_batch_without_the_epsilon_that_acted(self) -> None:
         policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.epsilon_greedy(0.1))
         batch = collected(policy, self.env, 8)[1].select("observation", "action", "action_log_prob")

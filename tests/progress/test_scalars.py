@@ -68,6 +68,8 @@ def test_what_is_no_number(value, tmp_path):
     for _ in batches:
         with pytest.raises(ValueError, match=r"loss is .*expected one number"):
             batches.log({"loss": value})
+        with pytest.raises(TypeError, match=r"values is .*expected .*Mapping.*pass numbers by name"):
+            batches.log([1.0])
 
 
 def test_log_belongs_inside_the_loop(tmp_path):

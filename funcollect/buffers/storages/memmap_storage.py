@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import tempfile
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,8 +40,8 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     Args:
         max_size: the capacity in frames.
-        scratch_dir: the directory of the file, which is kept. By default a temporary directory, which is deleted with
-            the storage or at the end of the process.
+        scratch_dir: the directory of the file, which is kept. By default a temporary file without a name, which ends
+            with the storage or with the process, even if that is killed.
         ndim: see `LazyTensorStorage`.
         device: the device of samples; by default the CPU. The rows are in the file in any case.
         compact_obs: see `LazyTensorStorage`. Separately stored observations are in memory, so readers are not possible.
@@ -85,10 +83,14 @@ class LazyMemmapStorage(LazyTensorStorage):
     def _allocate(
         self, layout: RowLayout, stacks: RowLayout | None, existsok: bool = False
     ) -> tuple[Tensor, FrameStacks | None]:
-        directory = self.scratch_dir
-        if directory is None:
-            directory = Path(tempfile.mkdtemp(prefix="funcollect-"))
-            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+        if self.scratch_dir is not None:
+            return self._allocate_in(self.scratch_dir, layout, stacks, existsok)
+        with tempfile.TemporaryDirectory(prefix="funcollect-") as directory:  # open files live on without their names
+            return self._allocate_in(Path(directory), layout, stacks, existsok)
+
+    def _allocate_in(
+        self, directory: Path, layout: RowLayout, stacks: RowLayout | None, existsok: bool
+    ) -> tuple[Tensor, FrameStacks | None]:
         path = directory / _NAME
         if path.exists() and not (existsok or self._existsok):
             raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")

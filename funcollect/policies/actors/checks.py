@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
 
 from funcollect.errors import PolicyError
+from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.reads import complain_if
 from funcollect.messages import clipped
 from funcollect.protocols import Columns
@@ -52,7 +54,8 @@ def _takes(spec: ActionSpec, dtype: Any) -> bool:
 def checked_lead(action: Any, spec: ActionSpec, shapes: Mapping[Leaf, Sequence[int]]) -> tuple[int, ...]:
     """The dimensions [...] of a batch's actions [..., *spec.shape]; ValueError unless they are those of observations.
 
-    `shapes` are those of the observation's leaves. ValueError for actions of a dtype that the space does not take, too.
+    `shapes` are those of the observation's leaves. ValueError, too, for actions of a dtype that the space does not
+    take, and for JAX's that are outside it and not traced.
     """
     for leaf, shape in shapes.items():
         lead = shape[: len(shape) - len(leaf.shape)]
@@ -65,7 +68,20 @@ def checked_lead(action: Any, spec: ActionSpec, shapes: Mapping[Leaf, Sequence[i
         raise ValueError(
             f"the batch's action has dtype {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it"
         )
+    if spec.categories and not isinstance(action, Tensor) and not isinstance(action, import_jax().core.Tracer):
+        _check_indices(action, spec)
     return tuple(action.shape[: action.ndim - len(spec.shape)])
+
+
+def _check_indices(action: Any, spec: ActionSpec) -> None:
+    """Raise ValueError for a choice outside the space, for which JAX would score another one."""
+    wrong = _outside(torch.from_numpy(np.array(action)), spec)
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()[: action.ndim - len(spec.shape)]
+        value = action[tuple(at)].tolist()
+        raise ValueError(
+            f"the batch's action at {at} is {value}, expected one of {spec.space}: pass actions as collected"
+        )
 
 
 def _encoding(action: Any, spec: ActionSpec, num_envs: int) -> str:
@@ -170,13 +186,19 @@ def _any_of_row(wrong: Tensor) -> Tensor:
     return wrong.reshape(*wrong.shape[:2], -1).any(-1)
 
 
-def _check_choices(action: Tensor, spec: ActionSpec) -> None:
-    """Raise PolicyError for the first row of discrete actions [T, P, ...] that is outside its space."""
+def _outside(action: Tensor, spec: ActionSpec) -> Tensor:
+    """Whether numbers of discrete actions [..., *shape] are outside the space; per choice for one-hot rows."""
     low, high = spec.bounds
     wrong = (action < low.to(action.device)) | (action > high.to(action.device))
     if spec.one_hot:
         hot = [part.sum(-1) != 1 for part in torch.split(action, list(spec.categories), -1)]
         wrong = torch.stack(hot, -1) | wrong.any(-1, True)
+    return wrong
+
+
+def _check_choices(action: Tensor, spec: ActionSpec) -> None:
+    """Raise PolicyError for the first row of discrete actions [T, P, ...] that is outside its space."""
+    wrong = _outside(action, spec)
     complain_if(wrong.any(), bool, partial(_raise_outside, wrong, action, spec))
 
 
