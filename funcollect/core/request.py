@@ -62,6 +62,8 @@ class Request:
     def __post_init__(self) -> None:
         """Check every field, here and nowhere else."""
         check_positive("length", self.length)
+        if self.length >= 2**31:
+            raise ValueError(f"length is {self.length}, expected less than 2**31 steps: collect in several rollouts")
         check_optional_positive("max_frames_per_traj", self.max_frames_per_traj)
         check_exploration(self.exploration_type)
         check_values(self.exploration)

@@ -48,10 +48,14 @@ class memory_for:  # noqa: N801  (used as a function; a generator function costs
 
 def memory_error(error: RuntimeError, what: str) -> MemoryError | None:
     """A MemoryError that names `what` and the framework that lacks memory, if that is what the error is about."""
-    torch_lacks = isinstance(error, torch.OutOfMemoryError)
-    if not torch_lacks and "RESOURCE_EXHAUSTED" not in str(error):
+    if isinstance(error, torch.OutOfMemoryError):
+        lacking, mend = "Torch", _free_jax()
+    elif "DefaultCPUAllocator" in str(error):  # for which Torch has no class of its own
+        lacking, mend = "this machine", ""
+    elif "RESOURCE_EXHAUSTED" in str(error):
+        lacking, mend = "JAX", _free_torch()
+    else:
         return None
-    lacking, mend = ("Torch", _free_jax()) if torch_lacks else ("JAX", _free_torch())
     return MemoryError(f"{lacking} has no memory for {what}{_holders()}: use fewer frames or environments{mend}")
 
 

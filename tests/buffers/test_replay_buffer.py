@@ -214,6 +214,14 @@ def test_memmap_lies_where_it_is_told(tmp_path):
     again.extend(numbers(3))
 
 
+def test_a_storage_larger_than_memory():
+    memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(2**31 - 1))
+    frames = {"x": torch.zeros(1, 10**6)}
+    with pytest.raises(MemoryError, match="this machine has no memory for a storage of 2,147,483,647 frames"):
+        memory.extend(frames)
+    assert not len(memory)
+
+
 def test_a_temporary_file_has_no_name_that_a_killed_process_would_leave(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     memory = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10), batch_size=4)

@@ -57,6 +57,7 @@ STATE = ("state is", "expected CollectorState", "pass the state that")
     Misuse("seed 1.5", seeded(1.5), TypeError, ("seed is float", "expected an int or None", "seed=0")),
     Misuse("seed True", seeded(True), TypeError, ("seed is bool", "expected an int or None", "seed=0")),
     Misuse("seed '7'", seeded("7"), TypeError, ("seed is str", "expected an int or None", "seed=0")),
+    Misuse("length 2**31", rolled(2**31), ValueError, (f"length is {2**31}", "expected less than", "several rollouts")),
     Misuse("length 0", rolled(0), ValueError, ("length is 0", "expected at least 1", "length=128")),
     Misuse("length -1", rolled(-1), ValueError, ("length is -1", "expected at least 1", "length=128")),
     Misuse("length 2.5", rolled(2.5), TypeError, ("length is 2.5", "expected a positive int", "length=128")),

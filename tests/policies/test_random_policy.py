@@ -211,6 +211,15 @@ def test_init_random_frames_replaces_only_the_action_and_its_log_prob(name: str,
     assert frames < 30 or 0.2 < batch["action"][:, :steps].double().mean() < 0.8
 
 
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+def test_limits_beyond_32_bits_are_none(name: str) -> None:
+    policy = fc.torch_policy(Recording("cpu"), head=fc.heads.categorical)
+    keywords = {"init_random_frames": 10**15, "max_frames_per_traj": 10**12, "frames_per_batch": 60, "seed": 0}
+    with fc.SyncDataCollector(fc.make_env(name, num_envs=3), policy, **keywords) as collector:
+        scores = next(collector)["action_log_prob"]
+    torch.testing.assert_close(scores, torch.full_like(scores, -math.log(2)))
+
+
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_random_frames_honour_a_mask_and_score_it(backend: str) -> None:
     """The policy itself always answers 0, which most masks forbid."""

@@ -24,6 +24,7 @@ from funcollect.buffers.storages.plane_records import records_of
 from funcollect.buffers.storages.segment_files import link_segments, read_segments, write_segments
 from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size, lead_of
 from funcollect.files import read_arrays
+from funcollect.interop.memory import memory_for
 from funcollect.tree import Path as KeyPath
 
 _ASIDE = "aside.npz"
@@ -46,6 +47,7 @@ class LazyTensorStorage(Storage):
     Raises:
         TypeError, ValueError: if `max_size`, `ndim` or `frame_stack` is below 1, or for `compact_obs` or `frame_stack`
             on another device.
+        MemoryError: at the first batch, if there is no memory for `max_size` frames like its own.
 
     >>> import torch
     >>> from funcollect import LazyTensorStorage, ReplayBuffer
@@ -138,9 +140,11 @@ class LazyTensorStorage(Storage):
         `existsok` allows a subclass to replace an existing file.
         """
         if stacks is None:
-            return torch.empty(self.max_size, layout.words, dtype=torch.int64, device=self.device), None
+            with memory_for(lambda: f"a storage of {self.max_size:,} frames of {layout.nbytes:,} bytes"):
+                return torch.empty(self.max_size, layout.words, dtype=torch.int64, device=self.device), None
         memories = [PlaneMemory(plane.words) for plane, _ in plane_layouts(stacks)]
-        rows = torch.zeros(self.max_size, layout.words, dtype=torch.int64)  # no numbers of planes yet
+        # No numbers of planes yet. NumPy's zeros take memory as they are written, unlike Torch's.
+        rows = torch.from_numpy(np.zeros((self.max_size, layout.words), np.int64))
         return rows, FrameStacks(stacks, memories, self.max_size)
 
     def _use(self, layout: RowLayout, aside: RowLayout | None, rows: Tensor, stacks: FrameStacks | None) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from funcollect.core.exploration import head_of
 from funcollect.core.request import Request, step_limit
 from funcollect.core.traced_step.checks import check_next_state, check_policy_state
@@ -128,7 +130,7 @@ def _random_start(
             drawn["action_log_prob"] = match_log_prob(log_prob, outputs["action_log_prob"])
         return outputs | drawn
 
-    early = (state.steps[1] == 0) & (state.steps[0] < config.random_steps)
+    early = (state.steps[1] == 0) & (state.steps[0] < np.uint32(config.random_steps))
     if not config.branches:
         return {name: import_jax().numpy.where(early, value, outputs[name]) for name, value in randomly().items()}
     acted: dict[str, Any] = import_jax().lax.cond(early, randomly, lambda: outputs)
