@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from funcollect.collectors.exclusive import InUse, exclusive
 from funcollect.collectors.options import Options
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core import api
@@ -55,7 +56,7 @@ def check_saved(state_dict: Any, names: Sequence[str]) -> None:
         )
 
 
-class Runner:
+class Runner(InUse):
     """Collects one rollout after another.
 
     After an exception, or Ctrl-C, the next rollout begins new episodes under new trajectory ids.
@@ -113,15 +114,20 @@ class Runner:
         """
         return self.rollout_into(NOWHERE)
 
+    @exclusive
     def rollout_into(self, columns: OwnColumns) -> TensorDictBase:
         """`rollout`, recorded into `columns` as far as they fit; see `funcollect.core.request.Request`."""
         self._check_open()
         if self._interrupted:
-            self.reset()
+            self._reset()
         started = time.perf_counter()
         self._interrupted = True
         request = self.options.request(self.length, self.params, self.lanes, columns)
-        self.state, batch = api.run(self.env, self.policy, self.state, request, loops=self.loops)
+        before = self.state
+        after, batch = api.run(self.env, self.policy, before, request, loops=self.loops)
+        if self.state is not before:  # another thread, or a callback, has updated the weights
+            after = after.replace(policy_version=self.state.policy_version)
+        self.state = after
         self._interrupted = False
         self._seconds += time.perf_counter() - started
         self._batches += 1
@@ -137,9 +143,13 @@ class Runner:
             attach(batch, compact(batch, [*self.state.observation]))
         return batch
 
+    @exclusive
     def reset(self, mask: Tensor | None = None) -> None:
         """Begin new episodes in the lanes of `mask` [P]; in all lanes for None, or after an exception in a rollout."""
         self._check_open()
+        self._reset(mask)
+
+    def _reset(self, mask: Tensor | None = None) -> None:
         again = self._interrupted
         try:
             if again:  # all lanes: simulators may stand anywhere, and the state's memory may have been used
@@ -153,6 +163,7 @@ class Runner:
             self._interrupted = True
             raise
 
+    @exclusive
     def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call a function with the environment of every lane between two rollouts, as `funcollect.apply` does.
 
@@ -161,7 +172,7 @@ class Runner:
         """
         self._check_open()
         if self._interrupted:
-            self.reset()
+            self._reset()
         try:
             self.state, results = apply(self.env, self.state, function, *args)
         except TypeError:
@@ -171,13 +182,15 @@ class Runner:
             raise
         return results
 
+    @exclusive
     def set_env_params(self, params: Any, *, at_once: bool = False) -> None:
         """Change the parameters of a JAX environment, as `funcollect.set_env_params` does, from the next rollout on."""
         self._check_open()
         if self._interrupted:
-            self.reset()
+            self._reset()
         self.state = set_env_params(self.env, self.state, params, at_once=at_once)
 
+    @exclusive
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Begin new episodes, seeded by `seed`: before the first batch, as if the collector had been built with it.
 
@@ -222,6 +235,7 @@ class Runner:
         """Begin new episodes as if every lane had made `steps` steps and begun the episodes up to `episode`."""
         self.state = go_on(self.env, self.policy, self.state, steps=steps, episode=episode)
 
+    @exclusive
     def state_dict(self) -> dict[str, Any]:
         """The state that `load_state_dict` takes: weights, key, counters. Episodes in flight start again after loading.
 
@@ -235,6 +249,7 @@ class Runner:
             "iter": self._batches,
         }
 
+    @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`: the same weights, key and counts; new episodes under ids not used before.
 
@@ -247,11 +262,12 @@ class Runner:
         check_saved(state_dict, _SAVED)
         self._continue(state_dict, lambda: resume(self.env, self.state, state_dict))
 
+    @exclusive
     def saved_run(self, episodes: Episodes) -> dict[str, Any]:
         """Everything that `continue_run` needs to collect the next batch as this runner would: plain data."""
         self._check_open()
         if self._interrupted:
-            self.reset()  # as the next rollout would
+            self._reset()  # as the next rollout would
         return {
             "policy_state_dict": dict(self.policy.state_dict(self.params)),
             "own_weights": self.params is None,
@@ -261,6 +277,7 @@ class Runner:
             "state": to_data(state_data(self.state, episodes)),  # here, since JAX arrays should not leave a worker
         }
 
+    @exclusive
     def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
         """Continue a saved run; ValueError or ReplayError, as `load` raises them, if that is impossible."""
         self._check_open()

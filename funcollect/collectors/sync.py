@@ -25,6 +25,9 @@ class SyncDataCollector(Runner, CollectorBase, SourceOptions, RunnerOptions):
 
     After an exception, or Ctrl-C, the next batch begins new episodes under new trajectory ids.
 
+    A call before the last one has returned, from another thread, a signal handler or a callback, raises RuntimeError;
+    only `stats`, `update_policy_weights_` and `shutdown` may be called at any time.
+
     Raises:
         TypeError, ValueError: for a bad argument, here and not in the first batch.
 

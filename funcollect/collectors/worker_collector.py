@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -16,6 +16,7 @@ from typing_extensions import override
 from funcollect.arguments import check_flags, check_function, check_positive
 from funcollect.collectors.buffer_filler import BufferFiller
 from funcollect.collectors.collector import CollectorBase
+from funcollect.collectors.exclusive import InUse, exclusive
 from funcollect.collectors.keywords import collector
 from funcollect.collectors.options import Device, Options
 from funcollect.collectors.runner import given_weights
@@ -37,7 +38,7 @@ from funcollect.protocols import is_policy
 
 
 @collector
-class WorkerCollector(CollectorBase):
+class WorkerCollector(CollectorBase, InUse):
     """The base class of collectors with workers.
 
     Worker ``w`` of ``W`` with ``P`` environments owns the lanes ``w * P`` to ``w * P + P - 1``.
@@ -134,6 +135,7 @@ class WorkerCollector(CollectorBase):
                 "the fastest would wait for the others: give all the same frames_per_batch"
             )
 
+    @exclusive
     def rollout(self) -> TensorDictBase:
         """One batch as it is gathered, even if the run has ended: not split, not post-processed."""
         self._check_at_rest()
@@ -207,6 +209,7 @@ class WorkerCollector(CollectorBase):
             raise RuntimeError("no buffer is being filled: call start(buffer) before")
         return self._filler
 
+    @exclusive
     def reset(self, mask: Tensor | None = None) -> None:
         """Begin new episodes in the lanes of `mask` [L], or in all. Batches collected before are delivered first.
 
@@ -216,6 +219,7 @@ class WorkerCollector(CollectorBase):
         self._check_at_rest()
         self.run.reset(mask)
 
+    @exclusive
     def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call a function with the environment of every lane, as `funcollect.apply` does, wherever it lives.
 
@@ -234,6 +238,7 @@ class WorkerCollector(CollectorBase):
         check_function("function", function, "a function of one lane's environment and args", 1 + len(args))
         return self.run.apply(function, args)
 
+    @exclusive
     def set_env_params(self, params: Any, *, at_once: bool = False) -> None:
         """Change the parameters of JAX environments, as `funcollect.set_env_params` does, in all workers.
 
@@ -247,6 +252,7 @@ class WorkerCollector(CollectorBase):
         check_flags(at_once=at_once)
         self.run.set_env_params(params, at_once=at_once)
 
+    @exclusive
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Begin new episodes, seeded by `seed`: before the first batch, as if the collector had been built with it.
 
@@ -283,6 +289,7 @@ class WorkerCollector(CollectorBase):
         if worker_ids is None:
             self.params = given
 
+    @exclusive
     def state_dict(self) -> Any:
         """The state that `load_state_dict` takes: one per worker. Episodes in flight start again.
 
@@ -291,6 +298,7 @@ class WorkerCollector(CollectorBase):
         self._check_at_rest()
         return {**self.run.state_dict(), "frames": self.frames, "iter": self._batches}
 
+    @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`: the same weights, keys and counts; new episodes under ids not used before.
 
@@ -305,11 +313,13 @@ class WorkerCollector(CollectorBase):
         self._forget()
 
     @override
+    @exclusive
     def saved_run(self, episodes: Episodes) -> dict[str, Any]:
         self._check_at_rest()
         return {**self.run.saved_run(episodes), "frames": self.frames, "iter": self._batches}
 
     @override
+    @exclusive
     def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
         self._check_at_rest()
         self.run.continue_run(saved, episodes)
@@ -350,6 +360,11 @@ class WorkerCollector(CollectorBase):
         self._finalizer()
         if filler is not None:
             filler.join()
+
+    @override
+    def _refuse(self) -> NoReturn:
+        self._check_at_rest()
+        super()._refuse()
 
     def _check_at_rest(self) -> None:
         """Raise an error if the collector is closed, or fills a buffer in another thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any, Literal, NamedTuple, get_args
@@ -14,7 +15,7 @@ from typing_extensions import override
 
 from funcollect.arguments import check_call
 from funcollect.keys import Key, Noise, Purpose, fold, generator_state, seed_of
-from funcollect.messages import name_of, shown
+from funcollect.messages import clipped, name_of, shown
 from funcollect.policies.base import PolicyBase
 from funcollect.policies.heads.head import Head
 from funcollect.policies.torch_modules.function_module import FunctionModule, as_module
@@ -81,6 +82,11 @@ def replaced(policy: Any, subject: Any) -> Any:
     return policy
 
 
+def _is_changed(copied: Tensor) -> bool:
+    """Whether a copy has been written since it was made, as far as Torch counts that."""
+    return not copied.is_inference() and copied._version > 0
+
+
 class TorchBacked(PolicyBase):
     """Base class of policies over a Torch module, or over a function, with the parameters of modules it refers to.
 
@@ -101,6 +107,7 @@ class TorchBacked(PolicyBase):
         self.device = device  # where the policy runs; None for where the module is
         self.initial_state = initial_state  # of one environment at the start of an episode, or None
         self.compiler = compiler  # the way of running that the user demands
+        self._warned = False  # that the module writes its buffers
         self.replace(module)
 
     def __repr__(self) -> str:
@@ -130,6 +137,7 @@ class TorchBacked(PolicyBase):
         """Find the dictionaries in which the module and its skeleton hold each parameter and buffer."""
         self._parameters: _Slots = {}
         self._buffers: _Slots = {}
+        self._copies: dict[str, Tensor] = {}  # of buffers, which `bound` made last
         for prefix, source, target in self._skeleton.parts() if self._skeleton else ():
             for slots, kind in ((self._parameters, "_parameters"), (self._buffers, "_buffers")):
                 own, copied = getattr(source, kind), getattr(target, kind)
@@ -272,13 +280,29 @@ class TorchBacked(PolicyBase):
         if self._skeleton is None:
             return self._module
         self._follow()
+        self._warn_of_written_buffers()
         for name, (source, target, key) in self._parameters.items():
             tensor = source[key] if prepared is None else prepared[name]
             target[key] = tensor if self.device is None else tensor.to(self.device)
         for name, (source, target, key) in self._buffers.items():
             buffer: Any = source[key] if prepared is None else prepared.get(name, source[key])
-            target[key] = buffer.detach().to(self.device or source[key].device, copy=True)
+            target[key] = self._copies[name] = buffer.detach().to(self.device or source[key].device, copy=True)
         return self._skeleton.root
+
+    def _warn_of_written_buffers(self) -> None:
+        """Warn, once, if the module has written the copies of its buffers that `bound` made last."""
+        if self._warned:
+            return
+        now = self.buffers()
+        if names := [name for name, copied in self._copies.items() if now[name] is not copied or _is_changed(copied)]:
+            self._warned = True
+            warnings.warn(
+                f"{type(self._module).__name__} writes its buffers {clipped(str(names))} in its forward pass. Rollouts "
+                "and evaluate_actions do not keep that: each begins with the buffers that the module has. Call "
+                "module.eval() if they are batch statistics, scale observations with funcollect.normalized, and keep a "
+                "memory in a recurrent state (initial_state=)",
+                stacklevel=2,
+            )
 
     def buffers(self) -> dict[str, Tensor]:
         """The copies of the module's buffers that `bound` made, as the module has left them."""

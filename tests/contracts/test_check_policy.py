@@ -153,6 +153,7 @@ def test_a_planted_fault_is_caught_by_its_check(check: str, make: Callable[[], A
     assert [result.name for result in caught.value.report.results] == NAMES[: NAMES.index(check)]  # type: ignore[attr-defined]
 
 
+@pytest.mark.filterwarnings("ignore:Sequential writes its buffers")
 def test_batch_norm_in_training_mode_is_caught() -> None:
     policy = fc.torch_policy(nn.Sequential(nn.BatchNorm1d(2), mlp(2, 3)), head=fc.heads.categorical)
     with pytest.raises(fc.CheckError, match=r"the output beside other rows.*call module.eval\(\)"):

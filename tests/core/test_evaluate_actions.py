@@ -206,6 +206,24 @@ def test_recurrent_states_run_again_with_resets(kind: str, name: str) -> None:
         assert_recorded(fc.evaluate_actions(part, None, given)["action_log_prob"], piece)
 
 
+@pytest.mark.parametrize("kind", ["torch_policy", "tensordict_policy"])
+def test_the_recorded_state_is_that_before_the_step_if_a_module_updates_it_in_place(kind: str) -> None:
+    def score(observation: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = observation[:, :2] + memory
+        return logits, memory.add_(1)
+
+    if kind == "torch_policy":
+        policy = fc.torch_policy(score, head=fc.heads.categorical, initial_state=torch.zeros(1), record_state=True)
+        key: Any = "recurrent"
+    else:
+        module = TensorDictModule(score, ["observation", "memory"], ["logits", ("next", "memory")])
+        choose = TensorDictModule(lambda logits: logits.argmax(-1), ["logits"], ["action"])
+        policy = fc.tensordict_policy(TensorDictSequential(module, choose), initial_state={"memory": torch.zeros(1)})
+        key = "memory"
+    batch = collected(policy, fc.make_env("CartPole-v1", num_envs=2), 30)[1]
+    assert torch.equal(batch[key][..., 0], batch["collector", "step"].float())
+
+
 def test_rollouts_joined_along_time_begin_again_where_the_next_one_begins() -> None:
     policy = recurrent("torch", record=True)
     env = fc.make_env("CartPole-v1", num_envs=4)

@@ -82,6 +82,8 @@ class TensorDictActor(Actor):
 
     @override
     def act(self, t: int) -> Any:
+        # Copies, since a module may write the next state into the memory of this one.
+        given = [leaf.clone() for leaf in self._given().values()] if self._stateful else []
         if t == 0:
             written = self._begin()
         elif self._parts is not None:
@@ -93,7 +95,6 @@ class TensorDictActor(Actor):
             check_action(action, self._rollout.spec, self._rollout.num_envs)
             check_tensor(action)
         if self._stateful:
-            given = self._given().values()
             self._recorder.append((*written, *([leaf[0] for leaf in given] if self._single else given)))
             self._carry(tuple(map(batched, written)) if self._single else written)
         else:

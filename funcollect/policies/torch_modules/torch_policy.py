@@ -247,7 +247,8 @@ class TorchActor(Actor):
     @override
     def act(self, t: int) -> Tensor:
         observation = self._observation if self._move is None else self._move(self._observation)
-        before = optree.tree_leaves(self._recurrent) if self._state_names else ()
+        # Copies, since a module may write the next state into the memory of this one.
+        before = [leaf.clone() for leaf in optree.tree_leaves(self._recurrent)] if self._state_names else ()
         try:
             answer = (
                 self._module(observation) if self._recurrent is None else self._module(observation, self._recurrent)

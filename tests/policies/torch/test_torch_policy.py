@@ -96,6 +96,7 @@ def views(x: Tensor) -> dict[str, Tensor]:
 
 
 @both
+@pytest.mark.filterwarnings("ignore:Buffered writes its buffers")
 @pytest.mark.parametrize("lengths", [(40,), (1, 39), (2, 38), (3, 37), (1, 1, 1, 1)])
 def test_memory_that_is_written_again_is_recorded_right(name: str, lengths: tuple[int, ...]) -> None:
     buffered = collect(make_env(name), fc.torch_policy(Buffered()), *lengths)

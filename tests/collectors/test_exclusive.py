@@ -1,0 +1,140 @@
+"""A collector that is used before a call of it has returned refuses, and goes on as if nothing had been asked."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+import funcollect as fc
+from tests.support.compare import assert_same
+
+USES: dict[str, Callable[[Any, Path], object]] = {
+    "next": lambda collector, path: next(collector),
+    "rollout": lambda collector, path: collector.rollout(),
+    "reset": lambda collector, path: collector.reset(),
+    "set_seed": lambda collector, path: collector.set_seed(1),
+    "apply": lambda collector, path: collector.apply(str),
+    "state_dict": lambda collector, path: collector.state_dict(),
+    "save": lambda collector, path: collector.save(path / "run"),
+}
+
+
+def refused(collector: Any, path: Path) -> None:
+    for use in USES.values():
+        with pytest.raises(RuntimeError, match=r"the collector is in use by a call .*: use it in one thread at a time"):
+            use(collector, path)
+    assert not (path / "run").exists()
+
+
+class Gate(gymnasium.Env):
+    """Notes its first step in a file, and waits there for another file."""
+
+    observation_space, action_space = spaces.Box(0, 99, (1,)), spaces.Discrete(2)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        (self.path / "begun").touch()
+        while not (self.path / "open").exists():
+            time.sleep(0.001)
+        return np.full(1, self.steps, np.float32), float(action), self.steps == 5, False, {}
+
+
+@pytest.mark.parametrize("kind", ["sync", "lane workers", "serial", "processes", "asynchronous"])
+def test_another_thread(kind: str, tmp_path: Path) -> None:
+    def make() -> Any:
+        keywords = {"frames_per_batch": 24, "seed": 0}
+        if kind in ("sync", "lane workers"):
+            env = fc.make_env(lambda: Gate(tmp_path), num_envs=2, num_workers=2 if kind == "lane workers" else 0)
+            return fc.SyncDataCollector(env, None, **keywords)
+        build = fc.MultiaSyncDataCollector if kind == "asynchronous" else fc.MultiSyncDataCollector
+        return build([lambda: Gate(tmp_path)] * 2, None, in_process=kind == "serial", **keywords)
+
+    with make() as collector:
+        batches: list[Any] = []
+        thread = threading.Thread(target=lambda: batches.append(next(collector).clone()))
+        thread.start()
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.001)
+        refused(collector, tmp_path)
+        (tmp_path / "open").touch()
+        thread.join()
+        batches += [next(collector).clone() for _ in range(2)]
+    if kind != "asynchronous":
+        with make() as alone:
+            for batch in batches:
+                assert_same(batch, next(alone))
+
+
+class Calls(torch.nn.Module):
+    """Calls a function in each forward pass."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        super().__init__()
+        self.function = function
+        self.linear = torch.nn.Linear(4, 2)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        self.function()
+        return self.linear(observation)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+def test_a_callback_and_a_signal_handler(name: str, tmp_path: Path) -> None:
+    def batches(function: Callable[[], object]) -> list[Any]:
+        torch.manual_seed(0)
+        policy = fc.torch_policy(Calls(lambda: function()), head=fc.heads.categorical, compile="eager")
+        with fc.SyncDataCollector(fc.make_env(name, num_envs=2), policy, frames_per_batch=40, seed=0) as collector:
+            current.append(collector)
+            return [next(collector) for _ in range(3)]
+
+    current: list[Any] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: refused(current[-1], tmp_path))
+    try:
+        quiet, *others = (
+            batches(function)
+            for function in (
+                lambda: None, lambda: refused(current[-1], tmp_path), lambda: signal.raise_signal(signal.SIGUSR1)
+            )
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    for disturbed in others:
+        for one, two in zip(quiet, disturbed, strict=True):
+            assert_same(one, two)
+
+
+def test_weights_that_are_given_meanwhile_are_those_of_the_next_batch() -> None:
+    policy = fc.torch_policy(Calls(lambda: collector.update_policy_weights_()), head=fc.heads.categorical)
+    with fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=5, seed=0) as collector:
+        versions = [next(collector)["collector", "policy_version"].unique().tolist() for _ in range(3)]
+    assert versions == [[0], [5], [10]]
+
+
+def test_an_exception_frees_it() -> None:
+    def fail() -> None:
+        if failing:
+            raise KeyboardInterrupt
+
+    failing = [True]
+    policy = fc.torch_policy(Calls(fail), head=fc.heads.categorical)
+    with fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=5, seed=0) as collector:
+        with pytest.raises(KeyboardInterrupt):
+            next(collector)
+        failing.clear()
+        assert next(collector).numel() == 5
