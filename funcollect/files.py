@@ -22,10 +22,14 @@ _HEADER = "header"  # the name of the array that has the JSON
 def replacing(path: Path) -> Iterator[Path]:
     """Write a file beside `path`, which gets that name once the block has ended without an exception.
 
-    Until then, and after a crash, `path` is what it was before.
+    Until then, and after a crash, `path` is what it was before. A link stays, and the file to which it leads is
+    replaced.
     """
+    path = path.resolve()
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, expected a file: pass another name")
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is a device or a pipe, expected a file: pass another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:

@@ -215,14 +215,23 @@ def _narrowed(name: str, tensor: Tensor) -> Tensor:
     if tensor.dtype not in _NARROW or _has_64_bits():
         return tensor
     dtype, low, high = _NARROW[tensor.dtype]
-    signed = tensor.view(torch.int64)  # a uint64 past 2**63 shows as negative
-    if wrong := signed[(signed < low) | (signed > high)].flatten()[:1].tolist():
+    signed = tensor.view(torch.int64)
+    if wrong := signed[beyond_32_bits(tensor)].flatten()[:1].tolist():
         value = wrong[0] % 2**64 if tensor.dtype == torch.uint64 else wrong[0]
         raise BridgeError(
             f"{name} holds {value}, expected numbers in [{low}, {high}], as JAX has 32 bits here: cross as two words "
             "with funcollect.interop.words.as_words, or turn 64 bits on with jax.config.update('jax_enable_x64', True)"
         )
     return signed.to(dtype)
+
+
+def beyond_32_bits(tensor: Tensor) -> Tensor:
+    """Whether each integer changes in JAX, which has 32 bits of it by default; None do where it has 64."""
+    if tensor.dtype not in _NARROW or _has_64_bits():
+        return torch.zeros_like(tensor, dtype=torch.bool)
+    _, low, high = _NARROW[tensor.dtype]
+    signed = tensor.view(torch.int64)  # a uint64 past 2**63 shows as negative
+    return (signed < low) | (signed > high)
 
 
 def _has_64_bits() -> bool:

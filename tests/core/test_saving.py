@@ -1,5 +1,6 @@
 """States in files: continued in another process, and refused where they cannot be."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -245,6 +246,22 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     loaded = fc.load(tmp_path / "state", env, policy)
     assert_same(fc.rollout(env, policy, state, 9)[1], fc.rollout(env, policy, loaded, 9)[1])
+
+
+def test_a_link_stays_and_a_pipe_is_refused(tmp_path):
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    state = fc.init(env, fc.random_policy(env), seed=0)
+    link, file, pipe = tmp_path / "latest", tmp_path / "runs" / "first", tmp_path / "pipe"
+    link.symlink_to(file)
+    for _ in range(2):
+        fc.save(link, state)
+        assert link.is_symlink()
+        assert file.is_file()
+    fc.load(link, env, fc.random_policy(env))
+    os.mkfifo(pipe)
+    with pytest.raises(FileExistsError, match="pipe is a device or a pipe, expected a file: pass another name"):
+        fc.save(pipe, state)
+    assert pipe.is_fifo()
 
 
 def test_params_in_bfloat16_and_typed_keys_are_kept():

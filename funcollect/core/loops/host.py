@@ -27,6 +27,7 @@ from funcollect.core.state import CollectorState, all_lanes, first_state, joined
 from funcollect.envs.host.host_env import check_outcome
 from funcollect.errors import LanesLostError, PolicyError
 from funcollect.keys import Key
+from funcollect.policies.actors.checks import check_32_bits
 from funcollect.protocols import (
     Actor,
     Columns,
@@ -111,6 +112,8 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
             for part in parts:
                 part.replace_lost(simulation, request)
         policy_states, outputs = zip(*(part.finish() for part in parts), strict=True)
+    if policy.backend == "jax":
+        check_32_bits({leaf.path: columns[leaf.path] for leaf in env.observation_leaves})
     columns |= joined_infos([part.recording for part in parts])
     acted = side_by_side(outputs)
     before, ages = _restarted(state, [lane for part in parts for lane in part.replaced_at_once], simulation)

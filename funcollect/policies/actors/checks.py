@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funcollect.errors import PolicyError
+from funcollect.interop.bridge import beyond_32_bits
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.reads import complain_if
 from funcollect.messages import clipped
@@ -184,6 +185,15 @@ def _raise_nan(path: Path, column: Tensor, causes: Columns) -> None:
 def _any_of_row(wrong: Tensor) -> Tensor:
     """Whether any number of each row [T, P, ...] is wrong: [T, P]."""
     return wrong.reshape(*wrong.shape[:2], -1).any(-1)
+
+
+def check_32_bits(observation: Columns) -> None:
+    """Raise PolicyError for the first integer that a policy in JAX has got as another, since JAX has 32 bits of it."""
+    for path, column in observation.items():
+        if column.dtype in (torch.int64, torch.uint64) and bool((wrong := beyond_32_bits(column)).any()):
+            what = f"the observation {'.'.join(path)!r} does not fit into the 32 bits that JAX has here"
+            mend = "turn 64 bits on with jax.config.update('jax_enable_x64', True), or let the environment scale it"
+            _raise_at(wrong, what, column, mend)
 
 
 def _outside(action: Tensor, spec: ActionSpec) -> Tensor:

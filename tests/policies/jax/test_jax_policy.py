@@ -295,3 +295,35 @@ def test_code_that_jax_cannot_trace_is_named_with_the_remedy(name: str) -> None:
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
         fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
     assert "the policy's function is traced by JAX" in "".join(caught.value.__notes__)
+
+
+class Counted(gymnasium.Env):
+    """Shows a number of 64 bits."""
+
+    observation_space, action_space = spaces.Box(0, 2**62, (1,), np.int64), spaces.Discrete(2)
+
+    def __init__(self, number: int) -> None:
+        self.number = np.array([number])
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self.number, {}
+
+    def step(self, action: Any) -> Any:
+        return self.number, 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_an_integer_that_needs_64_bits(x64: bool) -> None:
+    def read(params: Any, observation: Any) -> Any:
+        return {"action": observation[:, 0] * 0, "seen": observation}
+
+    for number in (2**31 - 1, 2**31):
+        env = fc.make_env(lambda number=number: Counted(number), num_envs=2)
+        with jax.enable_x64(x64):
+            policy = fc.jax_policy(read, jnp.zeros(()))
+            if number < 2**31 or x64:
+                batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)[1]
+                assert (batch["seen"] == number).all()
+                continue
+            with pytest.raises(fc.PolicyError, match=r"lane 0, step 0 .*'observation' does not fit .* \[2147483648\]"):
+                fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
