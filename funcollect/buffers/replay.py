@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,7 @@ from funcollect.messages import kind_of, shown
 __all__ = ["ReplayBuffer"]
 
 _Sample = tuple[Any, dict[str, Any]]  # the batch, and its info
+_OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[ReplayBuffer]] = weakref.WeakKeyDictionary()  # by storage, sampler
 
 
 class ReplayBuffer:
@@ -76,6 +78,10 @@ class ReplayBuffer:
         check_kind("generator", generator, (torch.Generator, type(None)), "pass torch.Generator().manual_seed(0), say")
         if writer not in (None, "round robin"):
             raise ValueError(f'writer is {writer!r}, expected "round robin", the only one there is: leave it out')
+        for name, part in {"storage": self.storage, "sampler": self.sampler}.items():
+            owner = _OWNERS.get(part)
+            if owner is not None and owner() is not None:
+                raise ValueError(f"{name} {part} belongs to another buffer, expected one of its own: make another")
         check_optional_positive("batch_size", batch_size)
         for name, function in {"transform": transform, "collate_fn": collate_fn}.items():
             if function is not None:
@@ -94,6 +100,7 @@ class ReplayBuffer:
         self._ahead: deque[_PrefetchedSample] = deque()
         self._prefetch = prefetch or 0
         self._pool = ThreadPoolExecutor(self._prefetch, "funcollect-replay") if self._prefetch else None
+        _OWNERS[self.storage] = _OWNERS[self.sampler] = weakref.ref(self)
 
     def add(self, data: Any) -> Tensor:
         """Add one frame, or with ``ndim > 1`` one step of all lanes, ``[*B]``; returns the slots."""

@@ -124,7 +124,8 @@ def rollout(
 
     Raises:
         StaleStateError: if the state has been superseded by a later one.
-        EnvError: if an environment raises or breaks its own spaces; the message names the lane.
+        EnvError: if an environment raises, or returns other shapes or dtypes than its spaces have; the message names
+            the lane. Whether numbers are within the bounds of a space is checked by `funcollect.testing.check_env`.
         PolicyError: for an action of the wrong shape or dtype, or NaN.
 
     >>> import funcollect as fc

@@ -214,6 +214,18 @@ def test_memmap_lies_where_it_is_told(tmp_path):
     again.extend(numbers(3))
 
 
+def test_two_buffers_with_one_storage_or_sampler():
+    storage, sampler = fc.LazyTensorStorage(10), fc.PrioritizedSampler(10, alpha=0.6, beta=0.4)
+    memory = fc.ReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
+    with pytest.raises(ValueError, match=r"storage LazyTensorStorage.* belongs to another buffer"):
+        fc.ReplayBuffer(storage=storage)
+    with pytest.raises(ValueError, match=r"sampler PrioritizedSampler.* belongs to another buffer"):
+        fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), sampler=sampler)
+    memory.extend(numbers(10))
+    del memory
+    fc.ReplayBuffer(storage=storage, sampler=sampler)
+
+
 def test_a_storage_larger_than_memory():
     memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(2**31 - 1))
     frames = {"x": torch.zeros(1, 10**6)}

@@ -28,6 +28,7 @@ from funcollect.core.traced_step.columns import bucket, constant_columns, empty_
 from funcollect.core.traced_step.keys import RunKeys, run_keys
 from funcollect.core.traced_step.starts import SpareStarts, after_block, starts_are_cheap
 from funcollect.core.traced_step.step import Row, StepConfig
+from funcollect.envs.jax_envs.checks import check_unchanged
 from funcollect.interop.bridge import follow_torch, jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memory import fixed
@@ -46,6 +47,7 @@ __all__ = ["fork", "init", "recover", "reset", "run"]  # the state is that of th
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
+    check_unchanged(env)
     loop = _CrossingLoop(env, state, request)
     actor = open_actor(env, policy, _on_host(state), request, loop.observation, partial(_draw_words, env))
     remembers = policy.remembers(state.policy_state)

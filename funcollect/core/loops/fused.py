@@ -21,6 +21,7 @@ from funcollect.core.traced_step.checks import is_live
 from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_row, write_row
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
+from funcollect.envs.jax_envs.checks import check_unchanged
 from funcollect.interop.bridge import follow_torch, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.joined_tensors import opened
@@ -35,6 +36,7 @@ from funcollect.tree import Path
 
 def init(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
     """Implement `funcollect.init`. The policy's state, which may hold tensors, is made outside the program."""
+    check_unchanged(env)
     state = _begun(env, key, first_lane, total_lanes, env.params)
     return state.replace(policy_state=policy_start(policy, key, state.num_lanes, first_lane))
 
@@ -75,6 +77,7 @@ def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
+    check_unchanged(env)
     done, place = None, place_of(state)
     wait = waits_for_host(place)
     if wait:

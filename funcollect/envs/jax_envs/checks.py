@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
+from funcollect.envs.jax_envs.jax_env import JaxEnvBase, reset_lane, step_lane
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.memo import memo_of
+from funcollect.interop.variables import Variable, set_since_use, variables_of
 from funcollect.protocols import JaxEnv
 from funcollect.specs import disassemble
 
@@ -35,6 +39,34 @@ def check_functions(env: JaxEnv, params: Any) -> tuple[int, ...]:
     what = f"reward that step of {env!r} returned"
     _check_leaf(what, moved.reward, "a number [] or [players]", reward[:1], np.dtype(np.float64))
     return reward
+
+
+def check_unchanged(env: JaxEnv) -> None:
+    """Raise EnvError if something that the compiled functions of the environment read has been set since they are."""
+    memo = memo_of(env)
+    if "read" not in memo:
+        functions = inspect.unwrap(env.reset), inspect.unwrap(env.step)
+        memo["read"] = [*_attributes_of(env), *itertools.chain.from_iterable(map(variables_of, functions))]
+    if names := set_since_use(env, memo["read"]):
+        raise EnvError(
+            f"{env!r} reads {', '.join(names)}, set since it was compiled, which has no effect: pass changing values "
+            "in params (funcollect.set_env_params), or make another environment"
+        )
+
+
+def _attributes_of(env: JaxEnv) -> list[Variable]:
+    """The attributes of an instance of a class of the user's; `params` may be set."""
+    if not isinstance(env, JaxEnvBase):
+        return []
+    own = itertools.takewhile(lambda each: each is not JaxEnvBase, type(env).__mro__)
+    plain = (
+        name
+        for each in own
+        for name, value in vars(each).items()
+        if not callable(value) and not hasattr(value, "__get__") and not name.startswith("__")
+    )
+    names = dict.fromkeys([*vars(env), *plain]).keys() - {"params", "_memo"}
+    return [(name, env) for name in sorted(names)]
 
 
 def differing(one: Any, other: Any) -> str:

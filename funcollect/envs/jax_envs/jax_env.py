@@ -183,6 +183,7 @@ def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]
             )
         return transition._replace(info={name: transition.info[name] for name in info_keys})
 
+    recorded.__wrapped__ = step  # type: ignore[attr-defined]  # for `inspect.unwrap`
     return recorded
 
 

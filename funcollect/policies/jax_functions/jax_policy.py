@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dis
 from collections.abc import Callable, Mapping
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from typing_extensions import override
 from funcollect.arguments import check_arrays, check_call, check_flags
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.memo import memo_of
+from funcollect.interop.variables import set_since_use, variables_of
 from funcollect.messages import shown
 from funcollect.policies.heads.head import Head, check_head
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy, random_parameter
@@ -91,7 +89,7 @@ class JaxPolicy(FunctionPolicy):
         super().__init__(apply, head, initial_state, record_state=record_state)
         self.params = params
         self._prepared: tuple[list[Any], Any] | None = None
-        self._variables = _variables_of(apply)
+        self._variables = variables_of(apply)
 
     @override
     def prepare(self, params: Any, /) -> Any:
@@ -112,52 +110,11 @@ class JaxPolicy(FunctionPolicy):
 
     def _check_variables(self) -> None:
         """Raise PolicyError if a variable that the function refers to has been set since the first rollout."""
-        now = [
-            owner.__globals__.get(name) if isinstance(owner, FunctionType) else _content(owner)
-            for name, owner in self._variables
-        ]
-        pairs = zip(self._variables, now, memo_of(self).setdefault("variables", now), strict=True)
-        if changed := [name for (name, _), value, before in pairs if not _is_same(value, before)]:
+        if changed := set_since_use(self, self._variables):
             raise PolicyError(
                 f"the policy's function refers to {', '.join(changed)}, set since it was compiled, which has no "
                 "effect: pass changing values in params, or make another policy with funcollect.jax_policy"
             )
-
-
-def _variables_of(function: Any) -> list[tuple[str, Any]]:
-    """The variables that `function` reads and does not set itself, each with its cell, or with the function.
-
-    The former belong to outer functions, the latter to the function's module; of these, numbers, strings and arrays.
-    """
-    function = getattr(function, "__func__", function)  # of a method
-    if not isinstance(function, FunctionType):
-        return []
-    code, space = function.__code__, function.__globals__
-    steps = list(dis.get_instructions(code))
-    own = {each.argval for each in steps if each.opname in ("STORE_DEREF", "STORE_GLOBAL")}
-    names = dict.fromkeys(each.argval for each in steps if each.opname == "LOAD_GLOBAL")
-    found = [
-        *zip(code.co_freevars, function.__closure__ or (), strict=True),
-        *((name, function) for name in names if _is_value(space.get(name))),
-    ]
-    return [(name, owner) for name, owner in found if name not in own]
-
-
-def _is_value(content: Any) -> bool:
-    """Whether this is a number, a string or an array."""
-    return isinstance(content, (bool, int, float, str)) or (hasattr(content, "dtype") and hasattr(content, "shape"))
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
-
-
-def _is_same(one: Any, two: Any) -> bool:
-    """Whether two values of a variable are the same object, or equal numbers or strings."""
-    return one is two or (type(one) is type(two) and isinstance(one, (bool, int, float, str)) and one == two)
 
 
 def _is_still(one: Any, two: Any) -> bool:

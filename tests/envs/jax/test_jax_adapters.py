@@ -274,3 +274,57 @@ def test_unknown_keywords_beside_an_instance_are_refused(suite):
         adapter(raw, num_envs=2, env_params=None, foo=1)
     with pytest.raises(TypeError, match="has no argument parms"):
         fc.make_env(lambda: adapter(raw, parms=1))
+
+
+class Bonus(envs.JaxEnvBase):
+    """Pays an attribute of the class."""
+
+    observation_space, action_space, bonus = spaces.Box(-9, 9, (1,)), spaces.Discrete(2), 1.0
+
+    def reset(self, key, params):
+        return jnp.zeros(1), jnp.zeros(1)
+
+    def step(self, key, place, action, params):
+        return envs.Transition(place + 1, place + 1, self.bonus, place[0] >= 4, False)
+
+
+def over_a_variable():
+    bonus = 1.0
+
+    def step(key, place, action, params):
+        return place + 1, place + 1, bonus, place[0] >= 4, False
+
+    def change():
+        nonlocal bonus
+        bonus = 9.0
+
+    def start(key, params):
+        return jnp.zeros(1), jnp.zeros(1)
+
+    made = envs.from_functions(
+        start, step, observation_space=spaces.Box(-9, 9, (1,)), action_space=spaces.Discrete(2), num_envs=2
+    )
+    return made, change
+
+
+def over_an_attribute():
+    env = Bonus(num_envs=2)
+    env.params = None  # which may be set at any time
+    return env, lambda: setattr(env, "bonus", 9.0)
+
+
+@pytest.mark.parametrize("make", [over_an_attribute, over_a_variable])
+@pytest.mark.parametrize("compiler", ["xla", "eager"])
+def test_what_a_compiled_function_reads_may_not_be_set(make, compiler):
+    env, change = make()
+    policy = fc.torch_policy(torch.nn.Linear(1, 2), head=fc.heads.categorical, compile=compiler)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    change()
+    words = "reads bonus, set since it was compiled, which has no effect: pass changing values in params"
+    for use in (
+        lambda: fc.rollout(env, policy, state, 8),
+        lambda: fc.init(env, policy, seed=0),
+        lambda: fc.evaluate(env, policy, episodes=2, seed=0),
+    ):
+        with pytest.raises(EnvError, match=words):
+            use()
