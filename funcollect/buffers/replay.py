@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import optree
@@ -268,6 +268,12 @@ class ReplayBuffer:
             fresh = ring.init(self.storage, trajectories=self.sampler.trajectories)
             dumping.load(Path(path), fresh.memory, self.sampler, self.generator, allow_pickle)
             self.state = fresh
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be copied or pickled: dumps(path) writes it, and loads(path) of another buffer with the "
+            "same arguments reads it"
+        )
 
     def __repr__(self) -> str:
         return (

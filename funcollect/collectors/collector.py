@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 from tensordict import TensorDictBase
 
@@ -375,6 +375,11 @@ class CollectorBase(RunOptions, ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"{self!r} was shut down: build another collector")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be copied or pickled: save(path) writes its run, which load continues in any process"
+        )
 
     def __enter__(self) -> Self:
         return self

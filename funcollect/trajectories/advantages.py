@@ -168,8 +168,9 @@ def _read_jax(batch: Mapping[str, Any], value: Any, next_value: Any) -> tuple[_A
         fits = leaf.shape == done.shape or (name == "reward" and leaf.shape[:-1] == done.shape)
         if not fits or done.ndim not in (1, 2):
             raise ValueError(
-                f"{name} has shape {list(leaf.shape)}, next.done {list(done.shape)}, expected [T, P], and [T, P, "
-                "players] for rewards of several players: time first, no trailing 1, several runs under jax.vmap"
+                f"{'.'.join(paths[name])} has shape {list(leaf.shape)}, next.done {list(done.shape)}, expected [T, P], "
+                "and [T, P, players] for rewards of several players: time first, no trailing 1, several runs under "
+                "jax.vmap"
             )
     for name, values in (("value", value), ("next_value", next_value)):
         _check_values(name, values, jnp.issubdtype(values.dtype, jnp.floating), reward.shape)

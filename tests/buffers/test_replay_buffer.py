@@ -1,6 +1,8 @@
 """`ReplayBuffer` as TorchRL's users know it, over batches of real collectors."""
 
+import copy
 import itertools
+import pickle
 import tempfile
 
 import numpy as np
@@ -224,6 +226,13 @@ def test_two_buffers_with_one_storage_or_sampler():
     memory.extend(numbers(10))
     del memory
     fc.ReplayBuffer(storage=storage, sampler=sampler)
+
+
+def test_a_buffer_is_not_copied():
+    memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10))
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"ReplayBuffer.* cannot be copied or pickled: dumps\(path\) writes it"):
+            copied(memory)
 
 
 def test_a_storage_larger_than_memory():

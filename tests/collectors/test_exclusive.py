@@ -1,5 +1,7 @@
 """A collector that is used before a call of it has returned refuses, and goes on as if nothing had been asked."""
 
+import copy
+import pickle
 import signal
 import threading
 import time
@@ -124,6 +126,14 @@ def test_weights_that_are_given_meanwhile_are_those_of_the_next_batch() -> None:
     with fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=5, seed=0) as collector:
         versions = [next(collector)["collector", "policy_version"].unique().tolist() for _ in range(3)]
     assert versions == [[0], [5], [10]]
+
+
+@pytest.mark.parametrize("kind", [fc.SyncDataCollector, fc.MultiSyncDataCollector])
+def test_it_is_not_copied(kind: Any) -> None:
+    with kind(["CartPole-v1"] * 2, None, frames_per_batch=20) as collector:
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"Collector.* cannot be copied or pickled: save\(path\)"):
+                copied(collector)
 
 
 def test_an_exception_frees_it() -> None:
