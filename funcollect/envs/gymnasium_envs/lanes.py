@@ -7,6 +7,8 @@ from itertools import product
 from typing import Any
 
 import gymnasium
+import numpy as np
+import optree
 from typing_extensions import override
 
 from funcollect.envs.host.host_env import ONWARD, Camera, SimulatedEnv, SimulatorsBase, call_of, decoder
@@ -29,6 +31,7 @@ class Lanes(SimulatorsBase):
         self._steps: list[Callable[[Any], Any]] = [lane.step for lane in lanes]
         self._resets: list[Callable[..., Any]] = [lane.reset for lane in lanes]
         self._alone = self._steps[0] if len(lanes) == 1 else None  # the `step` of the only lane
+        self._apart: bool | None = None  # whether lanes return arrays of their own; unknown before the first step
         self._decode = decoder(env.action_spec)
         self._space = env.action_space
         self._info_keys = env.info_keys
@@ -71,21 +74,34 @@ class Lanes(SimulatorsBase):
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
         actions = self._decode(action)
-        everyone = len(lanes) == len(self._steps)
-        steps = self._steps if everyone else [self._steps[lane] for lane in lanes]
+        if not self._apart or len(lanes) < len(self._steps):
+            return self._step_by_step(lanes, actions)
         answers: list[Any] = []
         append = answers.append
         try:
-            for step, lane_action in zip(steps, actions, strict=True):
+            for step, lane_action in zip(self._steps, actions, strict=True):
                 append(step(lane_action))
             observation, reward, terminated, truncated, info = zip(*answers, strict=True)
         except Exception as error:
             raise self._located(error, lanes, answers, actions) from error
-        if everyone:
-            self._rows.write(observation)
-        else:
-            for lane, seen in zip(lanes, observation, strict=True):
-                self._rows.write_lane(lane, seen)
+        self._rows.write(observation)
+        return reward, terminated, truncated, self._pick(lanes, info) if self._info_keys else ()
+
+    def _step_by_step(self, lanes: Sequence[int], actions: Sequence[Any]) -> Outcome:
+        """Step lanes, and copy each one's observation before the next lane is stepped, which may overwrite it."""
+        answers: list[Any] = []
+        for lane, lane_action in zip(lanes, actions, strict=True):
+            try:
+                answers.append(self._steps[lane](lane_action))
+                observation, _, _, _, _ = answers[-1]
+            except Exception as error:
+                raise self._located(error, lanes, answers, actions) from error
+            self._rows.write_lane(lane, observation)
+        observations, reward, terminated, truncated, info = zip(*answers, strict=True)
+        if self._apart is None and len(lanes) == len(self._steps):
+            leaves: list[Any] = optree.tree_leaves(observations)  # type: ignore[arg-type]
+            memory = [leaf.ctypes.data for leaf in leaves if isinstance(leaf, np.ndarray)]
+            self._apart = len(set(memory)) == len(memory)
         return reward, terminated, truncated, self._pick(lanes, info) if self._info_keys else ()
 
     def _pick(self, lanes: Sequence[int], infos: Sequence[Any]) -> list[tuple[Any, ...]]:
