@@ -166,7 +166,7 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
 def example(space: Space, leaves: Sequence[Leaf], rows: int) -> Any:
     """Observations [rows, ...] to try a policy with.
 
-    Integers are drawn from the space, floating numbers are normal.
+    Integers are drawn from the space, as far as they have 32 bits, which JAX has; floating numbers are normal.
 
     >>> from gymnasium import spaces
     >>> from funcollect.specs import observation_leaves
@@ -181,6 +181,8 @@ def example(space: Space, leaves: Sequence[Leaf], rows: int) -> Any:
     flat = {}
     for leaf, column in zip(leaves, map(np.stack, zip(*samples, strict=True)), strict=True):
         values = drawn.standard_normal(column.shape) if leaf.dtype.kind == "f" else column
+        if values.dtype in (np.int64, np.uint64):
+            values = values.clip(1 - 2**31 if values.dtype == np.int64 else 0, 2**31 - 1)
         flat[leaf.path] = torch.from_numpy(values.astype(leaf.dtype))
     return assemble(space, flat)
 

@@ -328,3 +328,25 @@ def test_what_a_compiled_function_reads_may_not_be_set(make, compiler):
     ):
         with pytest.raises(EnvError, match=words):
             use()
+
+
+class Wide(Bonus):
+    """Its space has integers that JAX lacks, its observations do not."""
+
+    observation_space = spaces.Box(-(2**62), 2**62, (1,), np.int64)
+
+    def reset(self, key, params):
+        return jnp.zeros(1, int), jnp.zeros(1, int)
+
+
+class Sign(torch.nn.Module):
+    def forward(self, observation):
+        return torch.cat([observation, -observation], -1).float()
+
+
+def test_a_policy_is_lowered_for_integers_of_64_bits():
+    env = Wide(num_envs=2)
+    policy = fc.torch_policy(Sign(), head=fc.heads.categorical, compile="xla")
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    assert fc.explain(env, policy).loop == "fused"
+    assert batch["observation"][0, :6, 0].tolist() == [0, 1, 2, 3, 4, 0]
