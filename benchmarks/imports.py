@@ -4,7 +4,8 @@
 
 `first batch` is the time of a program of its own that collects 32 steps of 8 environments with a Torch policy. `reset`
 only imports Torch and Gymnasium and resets one CartPole; `reset, tensordict` imports TensorDict as well, which every
-batch needs. `gymnax` compiles its loop, `gymnax, cached` finds it in JAX's compilation cache.
+batch needs. `gymnax` compiles its loop, `gymnax, cached` finds it in JAX's compilation cache; `scan` is a loop written
+by hand in JAX, with the same packages, environment and steps, and weights in JAX.
 """
 
 from __future__ import annotations
@@ -52,10 +53,34 @@ policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
 fc.rollout(env, policy, fc.init(env, policy, seed=0), 32)
 print(time.perf_counter() - start)
 """
+_SCAN = """
+import time
+start = time.perf_counter()
+import torch, tensordict, gymnasium, optree, jax, gymnax
+env, params = gymnax.make("CartPole-v1")
+weights = jax.numpy.ones((4, 2))
+
+def step(carry, key):
+    observation, state = carry
+    action = jax.random.categorical(key, observation @ weights)
+    keys = jax.random.split(key, 8)
+    observation, state, reward, done, _ = jax.vmap(env.step, (0, 0, 0, None))(keys, state, action, params)
+    return (observation, state), (observation, action, reward, done)
+
+@jax.jit
+def rollout(key):
+    begun = jax.vmap(env.reset, (0, None))(jax.random.split(key, 8), params)
+    return jax.lax.scan(step, begun, jax.random.split(key, 32))
+
+jax.block_until_ready(rollout(jax.random.PRNGKey(0)))
+print(time.perf_counter() - start)
+"""
 FIRST_BATCH = {
     "reset": _RESET,
     "reset, tensordict": _RESET.replace("import torch", "import tensordict, torch"),
     "CartPole": _BATCH.format(env="CartPole-v1"),
+    "scan": _SCAN,
+    "scan, cached": _SCAN,
     "gymnax": _BATCH.format(env="gymnax/CartPole-v1"),
     "gymnax, cached": _BATCH.format(env="gymnax/CartPole-v1"),
 }

@@ -7,8 +7,10 @@ ring beside a small one: `nearby` takes from the large one only rows that lie as
 that what it is faster by is cache misses. Frames are CartPole's (13 leaves, episodes of 200) or 84x84x4 pixels;
 in the cells of `stacks`, observations are stacks of four screens, `whole` stores them without `frame_stack`, and the
 same batch is added again and again.
-In JAX, 100 calls run in one `jit`; flashbax's slices may cross the ends of episodes, ours do not, and `gather` takes as
-many rows of our arrays at random, in runs that may cross ends, too.
+Prioritized samples are drawn, and their priorities set: `by hand` makes running sums of all priorities in NumPy, and
+gathers every leaf of plain tensors. In JAX, and for `flashbax`, 100 calls run in one `jit`; `flashbax, called` runs one
+call at a time, as a buffer for Torch does. flashbax's slices may cross the ends of episodes, ours do not; `gather`
+takes as many rows of our arrays at random, in runs that may cross ends, too.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -76,8 +79,10 @@ def torch_cells() -> Iterator[Cell]:
                 "torchrl": partial(extending, theirs, kind), "memcpy": partial(memcpy, kind, EXTEND),
             }  # fmt: skip
             prioritized = {name: partial(by_priority, library, kind, size) for name, library in LIBRARIES.items()}
+            prioritized["by hand"] = partial(priorities_by_hand, kind, size)
             if kind == "cartpole":
                 prioritized["flashbax"] = partial(in_jax, their_priorities, "prioritized", size)
+                prioritized["flashbax, called"] = partial(in_jax, their_priorities, "prioritized", size, calls=1)
             yield cell(f"sample {kind} {size}", f"{BATCH} frames; {note}", sample)
             for name, make in (("slices", sampling), ("turns", partial(turning, kind=kind))):
                 contestants = {
@@ -236,6 +241,24 @@ def gather(kind: str, size: int) -> Callable[[], int]:
     return call
 
 
+def priorities_by_hand(kind: str, size: int) -> Callable[[], int]:
+    """Draw by running sums of all priorities, gather every leaf of plain tensors, and set other priorities."""
+    leaves = list(frames(kind, size).clone().values(True, True))
+    generator = np.random.default_rng(0)
+    weights = generator.random(size)
+
+    def call() -> int:
+        upto = weights.cumsum()
+        slots = upto.searchsorted(generator.random(BATCH) * upto[-1], side="right")
+        correction = torch.from_numpy((weights.take(slots) / weights.min()) ** -0.4).float()
+        index = torch.from_numpy(slots)
+        gathered = [leaf.index_select(0, index) for leaf in leaves]
+        weights[slots] = (generator.random(BATCH) + 1e-8) ** 0.6
+        return len(gathered[0]) * (len(correction) // BATCH)
+
+    return call
+
+
 def memcpy(kind: str, count: int) -> Callable[[], int]:
     source = torch.zeros(nbytes(frames(kind, 1)) * count, dtype=torch.uint8)
     target = source.clone()
@@ -337,18 +360,18 @@ def lanes_first() -> tuple[Any, Any]:
     return jax.tree.map(lambda leaf: leaf[0, 0], batch), jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), batch)
 
 
-def in_jax(make: Callable[[int], Any], what: str, size: int) -> Callable[[], int]:
-    """A hundred calls in one jit, on a full ring that is carried and donated."""
+def in_jax(make: Callable[[int], Any], what: str, size: int, calls: int = JAX_CALLS) -> Callable[[], int]:
+    """A hundred calls, or another number, in one jit, on a full ring that is carried and donated."""
     import jax
 
-    state, calls = make(size // JAX_LANES)
-    keys = jax.random.split(jax.random.PRNGKey(0), JAX_CALLS)
-    extend = jax.jit(lambda state: calls["extend"](state, None)[0], donate_argnums=0)
+    state, functions = make(size // JAX_LANES)
+    keys = jax.random.split(jax.random.PRNGKey(0), calls)
+    extend = jax.jit(lambda state: functions["extend"](state, None)[0], donate_argnums=0)
     for _ in range(size // JAX_LANES // 16 + 1):
         state = extend(state)
 
     def turn(state: Any, key: Any) -> Any:
-        state, got = calls[what](state, key)
+        state, got = functions[what](state, key)
         return state, jax.tree.map(jax.numpy.sum, got)
 
     run = jax.jit(lambda state: jax.lax.scan(turn, state, keys), donate_argnums=0)
@@ -357,6 +380,6 @@ def in_jax(make: Callable[[int], Any], what: str, size: int) -> Callable[[], int
         nonlocal state
         state, sums = run(state)
         jax.block_until_ready((state, sums))
-        return JAX_CALLS * (16 * JAX_LANES if what == "extend" else BATCH)
+        return calls * (16 * JAX_LANES if what == "extend" else BATCH)
 
     return call

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = Path(__file__).parents[1] / "results"
 PICTURES = ("collect", "fused", "policies", "vector", "vector-GPU", "workers", "replay", "replay-stacks", "ray")
-COSTS = ("imports", "scale")
+COSTS = ("imports", "memory", "overhead", "scale")  # which have no peers
 INTRODUCTION = """# Benchmarks
 
 Each benchmark measures this library, its peers and the limit in interleaved rounds of one run, so that their ratios
@@ -135,17 +135,67 @@ def table(benchmark: str) -> str:
     return "\n".join(lines)
 
 
-def costs(benchmark: str) -> str:
-    """The medians, in Markdown, of results that are no rates: a table for each, with a column for each quantity."""
-    tables = []
+class Costs(NamedTuple):
+    """Results that are no rates: the numbers of every round by what was measured, such as milliseconds by program."""
+
+    title: str
+    quantity: str
+    rounds: dict[str, list[float]]
+
+
+def costs(benchmark: str) -> list[Costs]:
+    """The results of a benchmark that are no rates, one entry for each quantity."""
+    found: list[Costs] = []
+    shares: dict[str, list[float]] = {}
     for name, result in results(benchmark)["results"].items():
         rows = result.get("rounds", {})
-        quantities = [*next(iter(rows.values()))[0]] if rows else []
-        lines = [f"| {' | '.join([name, *quantities])} |", f"|---|{'---|' * len(quantities)}"]
-        for label, rounds in rows.items():
-            medians = [f"{median(each[quantity] for each in rounds):,.4g}" for quantity in quantities]
+        for quantity in next(iter(rows.values()))[0] if rows else ():
+            rounds = {label: [each[quantity] for each in row] for label, row in rows.items()}
+            found.append(Costs(name, quantity, rounds))
+        if "share" in result:
+            shares[name] = [100 * share for share in result["share"]]
+        for unit, quantity, scale in (("seconds", "ms", 1e3), ("microseconds", "µs", 1.0)):
+            if isinstance(rows := result.get(unit), dict):
+                rounds = {label: [scale * _total(each) for each in row] for label, row in rows.items()}
+                found.append(Costs(name, quantity, rounds))
+    return found + ([Costs("peak memory above the batch", "% of the batch", shares)] if shares else [])
+
+
+def _total(measured: Any) -> float:
+    """A number, or the total of one that has parts."""
+    return float(measured["total"] if isinstance(measured, dict) else measured)
+
+
+def costs_picture(benchmark: str, path: Path) -> None:
+    """Draw the medians of results that are no rates, a row of bars for each quantity."""
+    from matplotlib.figure import Figure
+
+    groups = costs(benchmark)
+    heights = [1.2 + 0.3 * len(group.rounds) for group in groups]
+    figure = Figure(figsize=(8, sum(heights)), layout="constrained")
+    for axes, group in zip(
+        figure.subplots(len(groups), squeeze=False, height_ratios=heights)[:, 0], groups, strict=True
+    ):
+        for place, rounds in enumerate(reversed(group.rounds.values())):
+            low, middle, high = quartiles(rounds)
+            axes.barh(place, middle, xerr=[[middle - low], [high - middle]], color="tab:blue", ecolor="0.5")
+        axes.set_yticks(range(len(group.rounds)), [*reversed(group.rounds)])
+        axes.set(xlabel=f"{group.quantity} (lines: quartiles)")
+        axes.set_title(group.title, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def costs_tables(groups: Sequence[Costs]) -> str:
+    """The medians of results that are no rates in Markdown: a table for each title, with a column for each quantity."""
+    tables = []
+    for title in dict.fromkeys(group.title for group in groups):
+        columns = [group for group in groups if group.title == title]
+        lines = [f"| {' | '.join([title, *(group.quantity for group in columns)])} |", f"|---|{'---|' * len(columns)}"]
+        for label in columns[0].rounds:
+            medians = [f"{median(group.rounds[label]):,.4g}" for group in columns]
             lines.append(f"| {' | '.join([label, *medians])} |")
-        tables += ["\n".join(lines)] if rows else []
+        tables.append("\n".join(lines))
     return "\n\n".join(tables)
 
 
@@ -156,12 +206,13 @@ def page(benchmark: str) -> str:
     described = ast.get_docstring(ast.parse(file_of(name).read_text())) or ""
     options = f"{f' --only {only}' if only else ''} --rounds {facts['options']['rounds']}"
     versions = ", ".join(f"{each} {number}" for each, number in facts["versions"].items() if number != "not installed")
-    measured = f"Medians.\n\n{costs(benchmark)}"
+    measured = f"![{benchmark}]({benchmark}.svg)\n\nMedians.\n\n{costs_tables(costs(benchmark))}"
     if benchmark in PICTURES:
         rule = (
             "The column frames/s is ours; the others are how many times faster that is. Medians of interleaved rounds."
         )
-        measured = f"![{benchmark}]({benchmark}.svg)\n\n{rule}\n\n{table(benchmark)}"
+        parts = [f"![{benchmark}]({benchmark}.svg)", rule, table(benchmark), costs_tables(costs(benchmark))]
+        measured = "\n\n".join(filter(None, parts))
     return f"""## {benchmark}
 
 {described}
@@ -183,6 +234,8 @@ def write_pages(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for benchmark in PICTURES:
         picture(benchmark, folder / f"{benchmark}.svg")
+    for benchmark in COSTS:
+        costs_picture(benchmark, folder / f"{benchmark}.svg")
     sections = [*map(page, (*PICTURES, *COSTS)), gpu.section(RESULTS / "gpu.json", folder)]
     (folder / "index.md").write_text("\n".join([INTRODUCTION, *sections]))
 
