@@ -64,8 +64,8 @@ def step(carry, key):
     observation, state = carry
     action = jax.random.categorical(key, observation @ weights)
     keys = jax.random.split(key, 8)
-    observation, state, reward, done, _ = jax.vmap(env.step, (0, 0, 0, None))(keys, state, action, params)
-    return (observation, state), (observation, action, reward, done)
+    observation, state, reward, *ends = jax.vmap(env.step, (0, 0, 0, None))(keys, state, action, params)
+    return (observation, state), (observation, action, reward, *ends[:-1])
 
 @jax.jit
 def rollout(key):
