@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = Path(__file__).parents[1] / "results"
+LIMITS = Path(__file__).parents[1] / "limits.md"  # a section of the page
 PICTURES = ("collect", "fused", "policies", "vector", "vector-GPU", "workers", "replay", "replay-stacks", "ray")
 COSTS = ("imports", "memory", "overhead", "scale")  # which have no peers
 INTRODUCTION = """# Benchmarks
@@ -236,7 +237,7 @@ def write_pages(folder: Path) -> None:
         picture(benchmark, folder / f"{benchmark}.svg")
     for benchmark in COSTS:
         costs_picture(benchmark, folder / f"{benchmark}.svg")
-    sections = [*map(page, (*PICTURES, *COSTS)), gpu.section(RESULTS / "gpu.json", folder)]
+    sections = [*map(page, (*PICTURES, *COSTS)), gpu.section(RESULTS / "gpu.json", folder), LIMITS.read_text()]
     (folder / "index.md").write_text("\n".join([INTRODUCTION, *sections]))
 
 
