@@ -151,7 +151,7 @@ class WorkerCollector(CollectorBase, InUse):
         self.frames += batch.numel()
         if not self._warned and self.run.gathering.copies:
             self._warned = True
-            warnings.warn(_KEPT, stacklevel=5)  # where the loop over the batches stands
+            warnings.warn(_KEPT, stacklevel=6)  # where the loop over the batches stands
         return batch
 
     def start(self, buffer: Any) -> None:
