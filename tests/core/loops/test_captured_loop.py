@@ -117,6 +117,7 @@ def check(
         assert torch.equal(root, after.observation[path]), path
 
 
+@pytest.mark.filterwarnings("ignore:Counting writes its buffers")
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize(
     "kwargs",
