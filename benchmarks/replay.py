@@ -252,9 +252,9 @@ def priorities_by_hand(kind: str, size: int) -> Callable[[], int]:
         slots = upto.searchsorted(generator.random(BATCH) * upto[-1], side="right")
         correction = torch.from_numpy((weights.take(slots) / weights.min()) ** -0.4).float()
         index = torch.from_numpy(slots)
-        gathered = [leaf.index_select(0, index) for leaf in leaves]
+        gathered = [correction, *(leaf.index_select(0, index) for leaf in leaves)]
         weights[slots] = (generator.random(BATCH) + 1e-8) ** 0.6
-        return len(gathered[0]) * (len(correction) // BATCH)
+        return len(gathered[0])
 
     return call
 

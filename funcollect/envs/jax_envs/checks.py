@@ -55,7 +55,10 @@ def check_unchanged(env: JaxEnv) -> None:
 
 
 def _attributes_of(env: JaxEnv) -> list[Variable]:
-    """The attributes of an instance of a class of the user's; `params` may be set."""
+    """The attributes of an instance of a class of the user's.
+
+    `params` may be set, and what is None, which may be a cache that a function fills while it is traced.
+    """
     if not isinstance(env, JaxEnvBase):
         return []
     own = itertools.takewhile(lambda each: each is not JaxEnvBase, type(env).__mro__)
@@ -66,7 +69,7 @@ def _attributes_of(env: JaxEnv) -> list[Variable]:
         if not callable(value) and not hasattr(value, "__get__") and not name.startswith("__")
     )
     names = dict.fromkeys([*vars(env), *plain]).keys() - {"params", "_memo"}
-    return [(name, env) for name in sorted(names)]
+    return [(name, env) for name in sorted(names) if getattr(env, name, None) is not None]
 
 
 def differing(one: Any, other: Any) -> str:

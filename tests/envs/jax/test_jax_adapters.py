@@ -277,14 +277,16 @@ def test_unknown_keywords_beside_an_instance_are_refused(suite):
 
 
 class Bonus(envs.JaxEnvBase):
-    """Pays an attribute of the class."""
+    """Pays an attribute of the class, and keeps something for later while it is traced."""
 
-    observation_space, action_space, bonus = spaces.Box(-9, 9, (1,)), spaces.Discrete(2), 1.0
+    observation_space, action_space, bonus, kept = spaces.Box(-9, 9, (1,)), spaces.Discrete(2), 1.0, None
 
     def reset(self, key, params):
         return jnp.zeros(1), jnp.zeros(1)
 
     def step(self, key, place, action, params):
+        if self.kept is None:
+            self.kept = np.ones(1)
         return envs.Transition(place + 1, place + 1, self.bonus, place[0] >= 4, False)
 
 
@@ -318,7 +320,9 @@ def over_an_attribute():
 def test_what_a_compiled_function_reads_may_not_be_set(make, compiler):
     env, change = make()
     policy = fc.torch_policy(torch.nn.Linear(1, 2), head=fc.heads.categorical, compile=compiler)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    state = fc.init(env, policy, seed=0)
+    for _ in range(2):
+        state, _ = fc.rollout(env, policy, state, 8)
     change()
     words = "reads bonus, set since it was compiled, which has no effect: pass changing values in params"
     for use in (
