@@ -178,7 +178,8 @@ def draw_ahead(
     """
     drawing = lanes[:1] if noise.kind == "key" else lanes
     if isinstance(drawing, Tensor):
-        return _drawn_on_device(noise, _keys_on_device(key, purpose, drawing), start, length)
+        numbers = torch.arange(start, start + length, device=drawing.device)
+        return draw_on_device(noise, _keys_on_device(key, purpose, drawing), numbers)
     steps = np.arange(start, start + length)[:, None]
     words = draw(lane_keys(key, purpose, drawing), steps, noise.words)
     if noise.kind == "key":
@@ -193,12 +194,11 @@ def draw_ahead(
     return torch.from_numpy(drawn.reshape(length, len(lanes), *noise.shape))
 
 
-def _drawn_on_device(noise: Noise, keys: tuple[Tensor, Tensor], start: int, length: int) -> Tensor:
-    """What `draw_ahead` returns, computed by Torch where the lanes' keys [P] are."""
-    steps = torch.arange(start, start + length, device=keys[0].device)[:, None]
+def draw_on_device(noise: Noise, keys: tuple[Tensor, Tensor], steps: Tensor) -> Tensor:
+    """What `draw_ahead` returns for the numbers [T] of some steps, computed where the lanes' keys [P] are."""
     draws = -(-noise.words // 2)
     at_a_time = max(1, _HASHES_ON_DEVICE // max(len(keys[0]) * draws, 1))
-    parts = [_part_on_device(noise, keys, part, draws) for part in torch.split(steps, at_a_time)]
+    parts = [_part_on_device(noise, keys, part, draws) for part in torch.split(steps[:, None], at_a_time)]
     drawn = parts[0] if len(parts) == 1 else torch.cat(parts)
     return drawn[:, 0] if noise.kind == "key" else drawn
 
@@ -313,8 +313,8 @@ class torch_generator:  # noqa: N801  (used as a function; a generator function 
         if self._device is not None:
             self._before_on_device = device_states(self._device)
             if self._before_on_device:
-                with torch.cuda.device(self._device):
-                    torch.cuda.manual_seed(int(torch.empty((), dtype=torch.int64, device="cpu").random_()))
+                seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+                _device_generator(self._device).manual_seed(seed)
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
@@ -328,13 +328,20 @@ def device_states(device: torch.device) -> list[Tensor]:
     """The state of the global generator of a CUDA device; empty for the CPU, and while a graph is captured."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return []
-    return [torch.cuda.get_rng_state(device)]
+    return [_device_generator(device).get_state()]
 
 
 def set_device_states(device: torch.device, states: list[Tensor]) -> None:
     """Set the global generator of a device to what `device_states` returned."""
     for state in states:
-        torch.cuda.set_rng_state(state, device)
+        _device_generator(device).set_state(state)
+
+
+def _device_generator(device: torch.device) -> torch.Generator:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator: torch.Generator = torch.cuda.default_generators[index]
+    return generator
 
 
 def generator_state(seed: int) -> Tensor:

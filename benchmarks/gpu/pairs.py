@@ -154,7 +154,7 @@ class Ours:
         import funcollect as fc
 
         self._state, batch = fc.rollout(self.env, self.policy, self._state, self._length)
-        if self._device == "cuda":
+        if self._device == "cuda" and not torch.cuda.current_stream().query():  # it has read what was computed last
             torch.cuda.synchronize()  # of the context that JAX shares
         return batch
 

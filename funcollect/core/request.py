@@ -125,20 +125,9 @@ def _check_recurrent(held: Any, wanted: Any) -> None:
 
 
 def inputs_of(
-    env: Env,
-    policy: Policy,
-    state: CollectorState,
-    request: Request,
-    observation: Any,
-    draw: Callable[..., Words] = random_words,
+    env: Env, policy: Policy, state: CollectorState, request: Request, observation: Any, noise: Tensor | None
 ) -> ActorInputs:
-    """Return a policy's inputs for this rollout; its noise is drawn ahead, from words that `draw` draws."""
-    spec = env.action_spec
-    steps = state.steps_made
-    on_device = isinstance(state.lane, Tensor) and state.lane.device.type != "cpu" and policy.backend == "torch"
-    lanes = state.lane if on_device else state.lane_ids
-    noise = policy.noise(spec)
-    drawn = None if noise is None else draw_ahead(noise, state.key, lanes, steps, request.length, draw=draw)
+    """Return a policy's inputs for this rollout."""
     initial_state = policy.init(state.key, state.num_lanes)
     check_state_kind(state.policy_state, type(initial_state))
     if isinstance(initial_state, TorchPolicyState):
@@ -148,9 +137,9 @@ def inputs_of(
         params=policy.prepare(request.params),
         policy_state=state.policy_state,
         initial_state=initial_state,
-        noise=drawn,
+        noise=noise,
         exploration=Exploration(request.exploration_type, request.exploration),
-        spec=spec,
+        spec=env.action_spec,
         num_envs=state.num_lanes,
         length=request.length,
         single=env.num_envs is None,
@@ -165,10 +154,16 @@ def open_actor(
     observation: Any,
     draw: Callable[..., Words] = random_words,
 ) -> Actor:
-    """Return the policy bound to this rollout; it reads the same `observation` at each step. See `inputs_of`."""
-    inputs = inputs_of(env, policy, state, request, observation, draw)
+    """Return the policy bound to this rollout; it reads the same `observation` at each step.
+
+    Its noise is drawn ahead, from words that `draw` draws.
+    """
+    steps, noise = state.steps_made, policy.noise(env.action_spec)
+    on_device = isinstance(state.lane, Tensor) and state.lane.device.type != "cpu" and policy.backend == "torch"
+    lanes = state.lane if on_device else state.lane_ids
+    drawn = None if noise is None else draw_ahead(noise, state.key, lanes, steps, request.length, draw=draw)
+    inputs = inputs_of(env, policy, state, request, observation, drawn)
     actor = policy.actor(inputs)
-    steps = state.steps_made
     random_left = min(request.random_steps - steps, request.length)
     if random_left > 0:
         actor = RandomStart(actor, inputs, state.key, state.lane_ids, steps, random_left, head_of(policy))

@@ -32,6 +32,7 @@ from funcollect.specs import ExplorationType, assemble
 
 # A module whose attributes take more values than this is called back, since each value would compile again.
 _MOST_SETTINGS = 4
+_NUMBERS: dict[Any, int] = {}  # of `_seen_of`
 _MOST_ROWS = 3  # of an example; a module treats all batch sizes other than 1 alike
 _TOO_MANY_SETTINGS = LoweringError(
     f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again: keep what changes "
@@ -153,10 +154,8 @@ def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationT
     known: dict[Any, EmbeddedPolicy | LoweringError] = memo_of(source).setdefault("embedded", {})
     if not isinstance(source, TensorDictPolicy):  # other modules do not depend on it: they do not sample
         exploration_type = ExplorationType.RANDOM
-    structure = assemble(env.observation_space, {leaf.path: 0 for leaf in env.observation_leaves})
-    spaces = (optree.tree_structure(structure), env.observation_leaves, env.num_envs and min(env.num_envs, 2))
     try:
-        which = (way, exploration_type, spaces, source.settings if way == "lowered" else NO_SETTINGS)
+        which = (way, exploration_type, _seen_of(env), source.settings if way == "lowered" else NO_SETTINGS)
         if isinstance(callback := known.get(which), CallbackPolicy) and not callback.fits():
             del known[which]
     except LoweringError as error:
@@ -166,6 +165,17 @@ def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationT
         full = len(others) >= _MOST_SETTINGS
         known[which] = _TOO_MANY_SETTINGS if full else _made(env, source, way, exploration_type)
     return known[which]
+
+
+def _seen_of(env: Env) -> int:
+    """A number for what a module can see of an environment, the same for those that differ in nothing else."""
+    memo, space = memo_of(env), env.observation_space
+    known: tuple[Any, int] = memo.get("seen", (None, 0))
+    if known[0] is not space:
+        structure = optree.tree_structure(assemble(space, {leaf.path: 0 for leaf in env.observation_leaves}))
+        seen = structure, env.observation_leaves, env.num_envs and min(env.num_envs, 2)
+        known = memo["seen"] = space, _NUMBERS.setdefault(seen, len(_NUMBERS))
+    return known[1]
 
 
 def _made(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
@@ -196,9 +206,9 @@ def _check_place(source: TorchBacked, way: str) -> None:
 
 
 def enter_loop(policy: EmbeddedPolicy, state: CollectorState) -> tuple[TorchPolicyState, CollectorState]:
-    """Return the Torch policy's state, its generator a copy, and the state that a loop starts from."""
+    """Return the Torch policy's state, and the state that a loop starts from."""
     check_state_kind(state.policy_state, TorchPolicyState)
-    before: TorchPolicyState = state.policy_state._replace(generator=state.policy_state.generator.clone())
+    before = policy.begun(state.policy_state)
     return before, state.replace(policy_state=policy.enter(before, state.num_lanes))
 
 

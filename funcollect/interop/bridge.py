@@ -40,11 +40,38 @@ def follow_torch(device: Any) -> None:
 
     Torch may still have to read an array that it has let go of, and whose memory JAX then uses again.
     """
-    if device.platform == "gpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        place = torch.device("cuda", device.local_hardware_id)
-        if not torch.cuda.current_stream(place).query():  # else there is nothing to wait for
-            wait = compiled(follow_torch, "wait", lambda signal: signal + 1)
-            wait(jax_view(torch.zeros(1, device=place)))
+    stream = _stream_of_torch(device)
+    if stream and not stream.query():  # else there is nothing to wait for
+        wait = compiled(follow_torch, "wait", lambda signal: signal + 1)
+        wait(jax_view(torch.zeros(1, device=stream.device)))
+
+
+class torch_followed:  # noqa: N801  (used as a function)
+    """Do what `follow_torch` does at the end of a block that makes Torch copy what programs read.
+
+    If Torch had nothing else to do, the host waits for the copy: for the shortest of moments, and cheaper than to let
+    JAX's stream wait.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._stream = _stream_of_torch(self._device)
+        self._idle = self._stream is not None and self._stream.query()
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream and self._idle:
+            self._stream.synchronize()
+        else:
+            follow_torch(self._device)
+
+
+def _stream_of_torch(device: Any) -> torch.cuda.Stream | None:
+    """Torch's current stream on a device of JAX; None unless it is a GPU that Torch uses."""
+    if device.platform != "gpu" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.current_stream(torch.device("cuda", device.local_hardware_id))
 
 
 def argument(tensor: Tensor) -> Any:

@@ -24,7 +24,7 @@ class CaptureError(RuntimeError):
 
 
 class CudaGraph(Generic[Output]):
-    """A function, captured with some arguments, a pytree.
+    """A function of a pytree, captured with one, which is given flat.
 
     A call copies its tensors to where the graph reads them, unless they lie there. Everything else is part of the
     graph: other leaves, all that the function refers to, and the way that Python took. The result of a call is
@@ -34,27 +34,26 @@ class CudaGraph(Generic[Output]):
         CaptureError: for a function that cannot be captured.
     """
 
-    def __init__(self, function: Callable[[Any], Output], arguments: Any, device: torch.device) -> None:
-        leaves, self._treedef = optree.tree_flatten(arguments, namespace=NAMESPACE)
+    def __init__(
+        self, function: Callable[[Any], Output], leaves: list[Any], treedef: Any, device: torch.device
+    ) -> None:
         self._function = function  # the graph reads the memory of the tensors that it refers to
+        self._treedef = treedef
         with torch.inference_mode(mode=False), torch.no_grad():  # later calls may be outside of that mode, and write
             self._leaves = [
                 leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves
             ]
-            own = self._treedef.unflatten(self._leaves)
+            own = treedef.unflatten(self._leaves)
             self._replay, self._result = capture(lambda: function(own), device)
-        self._inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
 
-    def fits(self, arguments: Any) -> bool:
-        """Whether the graph serves these arguments: tensors like those that it was captured with, and equal others."""
-        leaves, treedef = optree.tree_flatten(arguments, namespace=NAMESPACE)
+    def fits(self, leaves: list[Any], treedef: Any) -> bool:
+        """Whether the graph serves these: tensors like those that it was captured with, and equal others."""
         return treedef == self._treedef and all(map(_serves, self._leaves, leaves))
 
-    def __call__(self, arguments: Any) -> Output:
-        """The result for these arguments, which fit."""
-        given = [leaf for leaf in optree.tree_leaves(arguments, namespace=NAMESPACE) if isinstance(leaf, Tensor)]
-        moved = [(own, each) for own, each in zip(self._inputs, given, strict=True) if own is not each]
-        _copy(moved)
+    def __call__(self, leaves: list[Any]) -> Output:
+        """The result for leaves that fit."""
+        pairs = zip(self._leaves, leaves, strict=True)
+        _copy([(own, each) for own, each in pairs if own is not each and isinstance(own, Tensor)])
         self._replay()
         return self._result
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcollect.interop.bridge import follow_torch, jax_view
+from funcollect.interop.bridge import jax_view
 from funcollect.interop.jax_setup import import_jax, with_jax
 
 Arrays = dict[str, Any]  # by name
@@ -61,7 +61,7 @@ class JoinedMemory:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._device = next(iter(tensors.values())).device
+        device = next(iter(tensors.values())).device
         sizes: dict[torch.dtype, int] = {}
         parts = []
         for name, tensor in tensors.items():
@@ -69,7 +69,7 @@ class JoinedMemory:
             parts.append(JoinedPart(name, str(tensor.dtype), first, tuple(tensor.shape)))
             sizes[tensor.dtype] = first + tensor.numel()
         with torch.inference_mode(mode=False):  # else nothing outside of that mode could write it
-            memory = {dtype: torch.empty(size, dtype=dtype, device=self._device) for dtype, size in sizes.items()}
+            memory = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
         self.parts = tuple(parts)
         self._own = [
             memory[tensor.dtype][part.first : part.first + tensor.numel()].view(part.shape)
@@ -78,15 +78,12 @@ class JoinedMemory:
         self.arrays = {str(dtype): jax_view(each) for dtype, each in memory.items()}
 
     def write(self, tensors: Mapping[str, Tensor]) -> Arrays:
-        """Copy tensors of the same names, dtypes and shapes; return the arrays, which the next call overwrites."""
-        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        idle = stream if stream and stream.query() else None
+        """Copy tensors of the same names, dtypes and shapes; return the arrays, which the next call overwrites.
+
+        Programs that read them have to wait for Torch: see `torch_followed`.
+        """
         with torch.no_grad():
             torch._foreach_copy_(self._own, list(tensors.values()))
-        if idle:
-            idle.synchronize()  # for the shortest of moments, and cheaper than to let JAX's stream wait
-        else:
-            follow_torch(*next(iter(self.arrays.values())).devices())
         return self.arrays
 
 

@@ -11,6 +11,7 @@ from torch import nn
 import funcollect as fc
 from funcollect.core.loops import fused
 from funcollect.interop import to_jax, to_torch
+from funcollect.interop.bridge import torch_followed
 from funcollect.interop.joined_tensors import Joined, JoinedMemory, opened
 from funcollect.policies.torch_in_jax import lowered_policy
 from tests.support.compare import assert_same, collect
@@ -55,7 +56,8 @@ def test_traced_code_reads_what_was_written_last(device):
 
     for factor in (1, 2):
         wanted = {name: (tensor * factor).to(tensor.dtype).detach() for name, tensor in tensors.items()}
-        joined = Joined(memory.write(wanted), memory.parts, finish)
+        with torch_followed(jax.devices()[0]):
+            joined = Joined(memory.write(wanted), memory.parts, finish)
         assert len(jax.tree.leaves(joined)) == 4
         for name, array in found({"params": joined}).items():
             assert torch.equal(to_torch(array), wanted[name])

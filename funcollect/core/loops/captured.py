@@ -1,7 +1,7 @@
 """The loop over Torch environments as CUDA graphs: policy, environment and columns, 32 steps by one launch.
 
 A graph repeats kernels, and nothing that Python did around them. All that changes from one launch to the next is
-therefore an argument of the graph: the lanes, noise, parameters, exploration. Which lanes begin another episode is
+therefore an argument of the graph: the lanes, keys, parameters, exploration. Which lanes begin another episode is
 decided by masks, as in the plain loop on a device.
 """
 
@@ -24,7 +24,7 @@ from funcollect.errors import LoweringError
 from funcollect.interop.cuda_graph import CaptureError, CudaGraph, can_capture, written
 from funcollect.interop.memo import memo_of
 from funcollect.interop.reads import reads_together
-from funcollect.keys import torch_generator
+from funcollect.keys import LaneKeys, Purpose, draw_on_device, torch_generator
 from funcollect.messages import shown
 from funcollect.policies.torch_modules.torch_policy import TorchActor, TorchPolicy
 from funcollect.protocols import ActorInputs, Exploration, Policy, TorchEnv
@@ -42,7 +42,7 @@ class _Before(NamedTuple):
     lanes: TensorLanes
     recurrent: Any
     tensors: dict[str, Tensor]  # the module's parameters and buffers
-    noise: Tensor | None  # [K, P, ...]
+    noise_keys: tuple[Any, Any]  # each lane's key to its noise
     values: dict[str, Tensor]  # of the exploration
 
 
@@ -62,8 +62,8 @@ def check_capture(env: Any, policy: Any) -> None:
             f"compile='cudagraph' captures the steps of a Torch environment on a CUDA device, and {env!r} {place}: "
             "make it there (device='cuda'), or leave compile out"
         )
-    if policy.run_device not in (None, env.device):
-        raise LoweringError(f"the policy runs on {policy.run_device}, the environment on {env.device}: move the module")
+    if (place := policy.run_device) not in (None, env.device):
+        raise LoweringError(f"the policy runs on {place}, the environment on {env.device}: move the module")
 
 
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
@@ -71,20 +71,20 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
     assert isinstance(policy, TorchPolicy)
     if request.random_steps > state.steps_made:
         return tensor.run(env, policy, state, request)  # random actions are drawn on the host
-    inputs = inputs_of(env, policy, state, request, as_read(env, policy, dict(state.observation)))
-    states = {name: getattr(inputs, name).on(env.device) for name in ("policy_state", "initial_state")}
-    inputs = replace(inputs, **states)  # a graph cannot copy them from the host
-    noise = None if inputs.noise is None else inputs.noise.to(env.device)
-    before = _begin(env, policy, state, inputs)
+    inputs = inputs_of(env, policy, state, request, as_read(env, policy, dict(state.observation)), None)
+    if inputs.policy_state.recurrent is not None:  # which a graph cannot copy from the host
+        states = {name: getattr(inputs, name).on(env.device) for name in ("policy_state", "initial_state")}
+        inputs = replace(inputs, **states)
+    before: Any = _begin(env, policy, state, inputs)
     generator = inputs.policy_state.generator.clone()
     columns: dict[Path, Tensor] = {}
     recorded: list[Tensor] = []
     with torch_generator(generator, env.device):
         for start in range(0, request.length, STEPS):
             steps = slice(start, min(start + STEPS, request.length))
-            before = before._replace(noise=None if noise is None else noise[steps])
-            part = replace(request, length=steps.stop - start, columns=NOWHERE)
-            after, actor = _graph(env, policy, part, inputs, before)(before)
+            leaves, treedef = optree.tree_flatten(before, namespace=NAMESPACE)
+            graph = _graph(env, policy, request, steps.stop - start, inputs, leaves, treedef)
+            after, actor = graph(leaves)
             if start == 0:
                 columns = {path: request.column(path, column[0]) for path, column in after.columns.items()}
                 recorded = [column.new_empty(request.length, *column.shape[1:]) for column in after.recorded]
@@ -107,29 +107,37 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
 
 
 def _begin(env: TorchEnv, policy: TorchPolicy, state: CollectorState, inputs: ActorInputs) -> _Before:
-    """What the first graph reads, but for noise."""
+    """What the first graph reads."""
     steps = torch.full((1,), state.steps_made, device=env.device)  # `torch.tensor` would wait for its copy
     lanes = TensorLanes.of(env, state)._replace(steps=steps)
     recurrent = inputs.policy_state.recurrent
     if recurrent is not None:
         recurrent = select(lanes.step == 0, inputs.initial_state.recurrent, recurrent)
     values = {name: torch.full((), value, device=env.device) for name, value in inputs.exploration.values.items()}
-    return _Before(lanes, recurrent, policy.tensors(inputs.params), None, values)
+    noise_keys = LaneKeys.of(state.key, Purpose.NOISE, lanes.lane, 0).keys
+    return _Before(lanes, recurrent, policy.tensors(inputs.params), noise_keys, values)
 
 
 def _graph(
-    env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before
+    env: TorchEnv,
+    policy: TorchPolicy,
+    request: Request,
+    length: int,
+    inputs: ActorInputs,
+    leaves: list[Any],
+    treedef: Any,
 ) -> CudaGraph[tuple[_After, TorchActor]]:
-    """The graph of these steps, of those that the policy keeps, or a new one."""
+    """The graph of `length` steps from a `_Before`, given flat: of those that the policy keeps, or a new one."""
     function = None if isinstance(policy.module, nn.Module) else policy.module
-    key = (origin_of(env), request.length, request.max_frames_per_traj, request.reset_when_done)
+    key = (origin_of(env), length, request.max_frames_per_traj, request.reset_when_done)
     which = (*key, request.exploration_type, function, policy.settings)
     graphs: list[tuple[Any, CudaGraph[tuple[_After, TorchActor]]]] = memo_of(policy).setdefault("graphs", [])
     for kept, graph in graphs:
-        if kept == which and graph.fits(before):
+        if kept == which and graph.fits(leaves, treedef):
             return graph
+    request = replace(request, length=length, columns=NOWHERE)
     try:
-        graph = CudaGraph(partial(_steps, env, policy, request, inputs), before, env.device)
+        graph = CudaGraph(partial(_steps, env, policy, request, inputs), leaves, treedef, env.device)
     except CaptureError as error:
         raise LoweringError(
             f"compile='cudagraph' cannot capture the steps of {env!r} with this policy ({shown(error, 300)}): read no "
@@ -144,14 +152,15 @@ def _steps(
     env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before
 ) -> tuple[_After, TorchActor]:
     """Make the steps of one graph; return its results, and the actor, which knows the outputs by name."""
-    loop = TensorLoop(env, request, before.lanes)
+    loop, noise = TensorLoop(env, request, before.lanes), policy.noise(env.action_spec)
+    steps = before.lanes.steps + torch.arange(request.length, device=env.device)
     actor = policy.actor(
         replace(
             inputs,
             observation=as_read(env, policy, loop.root),
             params=before.tensors,
             policy_state=inputs.policy_state._replace(recurrent=before.recurrent),
-            noise=before.noise,
+            noise=None if noise is None else draw_on_device(noise, before.noise_keys, steps),
             exploration=Exploration(inputs.exploration.type, before.values),
             length=request.length,
         )

@@ -22,7 +22,7 @@ from funcollect.core.traced_step.columns import bucket, constant_columns, empty_
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
 from funcollect.envs.jax_envs.checks import check_unchanged
-from funcollect.interop.bridge import follow_torch, torch_view
+from funcollect.interop.bridge import follow_torch, torch_followed, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.joined_tensors import opened
 from funcollect.interop.memo import memo_of
@@ -80,11 +80,11 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     check_unchanged(env)
     done, place = None, place_of(state)
     wait = waits_for_host(place)
-    if wait:
-        follow_torch(*place.device_set)  # before the policy makes Torch do more
-    bound = bound_params(policy, request)
-    if wait:
-        done = block_loop(env, policy, state, request)(bound, state, request.length, owned=request.owned)
+    with torch_followed(*place.device_set) if wait else nullcontext():
+        bound = bound_params(policy, request)
+        blocks = block_loop(env, policy, state, request) if wait else None
+    if blocks:
+        done = blocks(bound, state, request.length, owned=request.owned)
     if done is None:
         after, columns = program(env, policy, state, request)(bound, state, request.length)
         done = after, {path: torch_view(column) for path, column in columns.items()}

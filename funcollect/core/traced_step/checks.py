@@ -69,9 +69,8 @@ def check_jax_env(env: Any) -> None:
 
 def is_live(state: CollectorState) -> bool:
     """Whether the state's memory was donated to no compiled function."""
-    jax = import_jax()
-    leaves = jax.tree.leaves((state.env_state, dict(state.observation)))  # what collectors use up
-    return not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+    leaves = import_jax().tree.leaves((state.env_state, dict(state.observation)))  # what collectors use up
+    return not any(leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted"))
 
 
 def check_live(state: CollectorState) -> None:

@@ -74,6 +74,11 @@ class CallbackPolicy(EmbeddedPolicy):
                         return False
         return True
 
+    @override
+    def begun(self, state: TorchPolicyState) -> TorchPolicyState:
+        return state._replace(generator=state.generator.clone())
+
+    @override
     @contextlib.contextmanager
     def running(self, state: TorchPolicyState) -> Iterator[None]:
         """Run Torch's global generator from `state`, and raise errors of the module in their original form."""

@@ -86,11 +86,17 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         """Parameters as the loop takes them."""
         return self.prepare(None)
 
+    def begun(self, state: TorchPolicyState) -> TorchPolicyState:
+        """The state that `running` may advance."""
+        return state
+
     def enter(self, state: TorchPolicyState, num_lanes: int) -> Any:
         """The recurrent state for the loop, over the same memory.
 
         Its ``is_init`` is False. For lanes at step 0 the loop takes the initial state, in which ``is_init`` is True.
         """
+        if state.recurrent is None and not self._carries_init:
+            return None
         asarray = import_jax().numpy.asarray
         recurrent = optree.tree_map(lambda leaf: asarray(argument(leaf)), plain(state.recurrent))
         if not self._carries_init:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from funcollect.errors import LoweringError
-from funcollect.interop.bridge import argument, is_wide, to_torch
+from funcollect.interop.bridge import argument, is_wide, to_torch, torch_followed
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.joined_tensors import Joined, JoinedMemory, opened
 from funcollect.interop.lowering import Lowered, lower_module
@@ -63,12 +63,16 @@ class LoweredPolicy(EmbeddedPolicy):
         return params if self._is_prepared(params) else self.laid_out(self._tensors(params))
 
     def lend(self, params: Any) -> dict[str, Any] | Joined:
-        """The same without a program that copies: only for this thread, until its next call of this or of `prepare`."""
+        """The same without a program that copies: only for this thread, until its next call of this or of `prepare`.
+
+        Call it within `torch_followed`, since Torch may still be writing them.
+        """
         return params if self._is_prepared(params) else self._joined(self._tensors(params))
 
     def laid_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Copies of tensors by name, as JAX has them."""
-        joined = self._joined(tensors)
+        with torch_followed(import_jax().devices()[0]):
+            joined = self._joined(tensors)
         if not isinstance(joined, Joined):
             return joined
         copies: dict[str, Any] = compiled(self, "open", opened)(joined)
@@ -84,16 +88,17 @@ class LoweredPolicy(EmbeddedPolicy):
 
     def _joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | Joined:
         """The tensors as a program's argument; those that cannot be joined as copies by name."""
-        read = {name: tensors[name].detach() for name in self.lowered.names}
-        if not _can_join(read):
-            arrays = {name: argument(tensor) for name, tensor in read.items()}
+        read = {name: tensors[name] for name in self.lowered.names}
+        which = tuple((name, tensor.dtype, tensor.shape, tensor.device) for name, tensor in read.items())
+        memo = memo_of(self)
+        memories = vars(memo["joined"]) if "joined" in memo else {}
+        if which not in memories and not _can_join(read):
+            arrays = {name: argument(tensor.detach()) for name, tensor in read.items()}
             copies: dict[str, Any] = compiled(self, "lay out", self.lowered.lay_out)(arrays)
             import_jax().block_until_ready(copies)  # before the tensors are written again
             return copies
-        which = tuple((name, tensor.dtype, tensor.shape, tensor.device) for name, tensor in read.items())
-        # Another thread may still read its own.
-        memories = memo_of(self).setdefault("joined", threading.local()).__dict__
         if which not in memories:
+            memories = vars(memo.setdefault("joined", threading.local()))  # another thread may still read its own
             memories[which] = JoinedMemory(read)
         memory = memories[which]
         return Joined(memory.write(read), memory.parts, self.lowered.lay_out)
