@@ -7,13 +7,13 @@ PYTHON312 ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 FUNCOLLECT_SCALE ?= 1
-FAST := tests-core tests-policies tests-envs tests-docs tests-others
+FAST := tests-core tests-policies tests-envs tests-docs tests-others tests-contracts
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.1
 export JAX_TRACEBACK_IN_LOCATIONS_LIMIT ?= 0
 
-.PHONY: demo test test-newest test-oldest test-gpu-machine docs docs-serve dist $(FAST) tests-contracts tests-portable tests-ray test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
+.PHONY: demo test test-newest test-oldest test-gpu-machine docs docs-serve dist $(FAST) tests-exact tests-portable tests-ray test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
 # Python keeps the bytecode of what is imported, which saves seconds in each process; to compile all that is installed would
 # take pip almost as long as the rest.
@@ -53,7 +53,7 @@ RAY_TESTS := tests/collectors/ray tests/docs funcollect/collectors/ray_collector
 RAY_NOTEBOOK := notebooks/06_ray.ipynb
 POLICY_TESTS := tests/policies tests/interop tests/trajectories
 ENV_TESTS := tests/envs tests/buffers
-CONTRACT_TESTS := tests/contracts tests/core/loops/test_blocks.py tests/core/loops/test_on_gpu.py tests/interop/test_one_gpu.py
+EXACT_TESTS := tests/core/loops/test_blocks.py tests/core/loops/test_on_gpu.py tests/interop/test_one_gpu.py
 PORTABLE_TESTS := tests/collectors/workers tests/envs/host tests/evaluation
 A_FEW := -k "(told_at_once and exit and MultiSync) or (environment_go_with_their_worker and kill) or parent_that_is_killed or newest_weights"
 ELSEWHERE := $(RAY_TESTS) $(POLICY_TESTS) $(ENV_TESTS) tests/core tests/contracts
@@ -62,8 +62,8 @@ PYTEST = $(BIN)/python -m pytest
 NBMAKE := --nbmake --nbmake-timeout=1200
 IGNORE = $(addprefix --ignore=,$(1))
 
-# Half of the time of tests that compile much goes into optimising programs that run for milliseconds. What holds for every
-# pair, bits that two programs share, the notebooks, what runs over Ray, and `make soak` have programs as users have them.
+# Half of the time of tests that compile much goes into optimising programs that run for milliseconds. Bits that two programs
+# share, the notebooks, what runs over Ray, and `make soak` have programs as users have them.
 ifeq ($(FUNCOLLECT_SCALE),1)
 $(FAST): export XLA_FLAGS ?= --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
 endif
@@ -81,8 +81,8 @@ docs-serve: docs
 	$(BIN)/python -m http.server --directory docs/_build/html 8000
 
 test: $(VENV)/.test
-	$(IN_PARALLEL) test-ray tests-others test-notebooks lint tests-core tests-policies tests-envs tests-contracts tests-docs docs \
-		tests-portable
+	$(IN_PARALLEL) test-ray tests-others test-notebooks lint tests-core tests-policies tests-contracts tests-envs tests-exact tests-docs \
+		docs tests-portable
 
 test-ray: tests-ray
 	$(PYTEST) $(NBMAKE) $(RAY_NOTEBOOK)
@@ -97,16 +97,19 @@ tests-docs: $(VENV)/.test
 	$(PYTEST) -k "not ray" tests/docs
 
 tests-core: $(VENV)/.test
-	$(PYTEST) $(call IGNORE,$(CONTRACT_TESTS)) tests/core
+	$(PYTEST) $(call IGNORE,$(EXACT_TESTS)) tests/core
 
 tests-policies: $(VENV)/.test
-	$(PYTEST) $(call IGNORE,$(CONTRACT_TESTS)) $(POLICY_TESTS)
+	$(PYTEST) $(call IGNORE,$(EXACT_TESTS)) $(POLICY_TESTS)
 
 tests-envs: $(VENV)/.test
 	$(PYTEST) $(ENV_TESTS)
 
 tests-contracts: $(VENV)/.test
-	$(PYTEST) $(CONTRACT_TESTS)
+	$(PYTEST) tests/contracts
+
+tests-exact: $(VENV)/.test
+	$(PYTEST) $(EXACT_TESTS)
 
 # What worker processes do where the system is not Linux: some of the tests; in `make soak` all of them, as often as in CI.
 tests-portable: export FUNCOLLECT_PORTABLE = 1
@@ -173,7 +176,7 @@ notebooks: $(VENV)/.test
 # The issues' full counts; the output is kept beside the benchmarks' results.
 soak: FUNCOLLECT_SCALE = 10
 soak: $(VENV)/.test
-	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-core tests-ray tests-policies tests-envs tests-docs tests-contracts tests-others \
+	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-core tests-ray tests-policies tests-envs tests-docs tests-contracts tests-exact tests-others \
 		tests-portable 2>&1 | tee benchmarks/results/soak.txt
 
 bench: $(VENV)/.test
