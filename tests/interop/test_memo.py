@@ -14,6 +14,7 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import pytest
+import torch
 
 import funcollect as fc
 from funcollect.core.state import origin_of
@@ -152,6 +153,17 @@ def test_a_modified_copy_of_a_policy_runs_its_own_programs(env: Any) -> None:
 
 def test_an_environment_without_a_hash_runs() -> None:
     assert (highest(DataClimb()), highest(DataClimb(height=3.0))) == (2.0, 6.0)
+
+
+def test_an_environment_made_by_its_id_can_be_pickled() -> None:
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    batches = []
+    for each in (env, pickle.loads(pickle.dumps(env))):
+        policy = fc.random_policy(each)
+        state, batch = fc.rollout(each, policy, fc.init(each, policy, seed=0), 30)
+        batches.append(batch)
+        fc.close(state)
+    assert torch.equal(batches[0]["observation"], batches[1]["observation"])
 
 
 def test_a_used_environment_can_be_pickled() -> None:

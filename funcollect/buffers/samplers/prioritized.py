@@ -101,14 +101,15 @@ class PrioritizedSampler(RandomSampler):
                 f"index holds slots from {slots.min()} to {slots.max()}, the buffer has frames in 0 … "
                 f'{len(memory) - 1}: give slots that extend returned, or those in info["index"]'
             )
-        if not np.isfinite(given).all() or (given < 0).any():
+        lowest, highest = float(given.min(initial=np.inf)), float(given.max(initial=0.0))
+        if not (lowest >= 0 and highest < np.inf):
             raise ValueError(
-                f"priorities lie between {given.min()} and {given.max()}, expected finite numbers of at least 0: give "
-                "for example the absolute TD error"
+                f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0: give for "
+                "example the absolute TD error"
             )
-        given = np.broadcast_to(given, slots.shape)
-        self._priorities.put(slots, self._weights(given))
-        self._highest = max(self._highest, float(given.max(initial=0.0)))
+        if len(slots):
+            self._priorities.put(slots, self._weights(given))
+            self._highest = max(self._highest, highest)
 
     def _weights(self, priority: Floats) -> Floats:
         """The weights [N], to which probabilities are proportional, of priorities [N]."""

@@ -17,14 +17,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core.loops.delivery import TrajectoryLimit, deliver, new_columns, reset_counters
-from funcollect.core.loops.recording import Recording, bad_outcome, final_observations, joined_infos, side_by_side
+from funcollect.core.loops.recording import Recording, final_observations, joined_infos, side_by_side
 from funcollect.core.loops.replaced_lanes import ReplacedLanes, shifted
 from funcollect.core.request import Request, open_actor
 from funcollect.core.routes import of_lanes
 from funcollect.core.simulators.forking import fork_simulation
 from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState, all_lanes, first_state, joined_policy_states, lanes_of_state
-from funcollect.envs.host.host_env import check_outcome
+from funcollect.envs.host.host_env import NOT_RECORDED, bad_outcome, check_outcome
 from funcollect.errors import LanesLostError, PolicyError
 from funcollect.keys import Key
 from funcollect.policies.actors.checks import check_32_bits
@@ -266,7 +266,7 @@ class _Part:
             try:
                 reward[t] = numbers
                 over = any(terminated) or any(truncated) or t >= next_cut
-            except (TypeError, ValueError) as error:
+            except NOT_RECORDED as error:
                 raise bad_outcome(outcome, lanes) from error
             if info:
                 recording.inform(info)

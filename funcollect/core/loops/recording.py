@@ -14,9 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit
-from funcollect.envs.host.host_env import bad_info, check_outcome
-from funcollect.errors import EnvError
-from funcollect.messages import shown
+from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome
 from funcollect.protocols import Column, Columns, Outcome
 from funcollect.trajectories.final_observations import FinalObservations
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
@@ -84,7 +82,7 @@ class Recording:
             for lane in ended:
                 self._terminated[t, lane] = terminated[lane]
                 self._truncated[t, lane] = truncated[lane]
-        except (TypeError, ValueError) as error:
+        except NOT_RECORDED as error:
             raise bad_outcome(outcome, lanes) from error
         if self._compact:
             self._keep(t, ended, [row for _, row in self.roots])
@@ -120,12 +118,3 @@ def _info_column(key: str, values: list[Any]) -> Tensor:
 def side_by_side(parts: Sequence[Columns]) -> Columns:
     """Return the columns of all lanes from those of each part."""
     return parts[0] if len(parts) == 1 else {path: torch.cat([part[path] for part in parts], 1) for path in parts[0]}
-
-
-def bad_outcome(outcome: Outcome, lanes: Sequence[int]) -> EnvError:
-    """Return the error for an outcome that could not be recorded."""
-    try:
-        check_outcome(outcome, lanes)
-    except EnvError as error:
-        return error
-    return EnvError(f"step returned {shown(outcome, 200)}, expected one reward and two flags per lane: correct that")

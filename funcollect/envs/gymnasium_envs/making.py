@@ -104,7 +104,7 @@ def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
         refuse("an environment instance", **kwargs)
         return Made(source, partial(rebuild, source))
     if isinstance(source, (str, EnvSpec)):
-        return lambda: _make(source, kwargs)
+        return partial(_make, source, kwargs)
     refuse_foreign(source)
     if is_env(source):
         raise TypeError(f"the list of environments holds {source}, which has lanes of its own: pass it alone")

@@ -43,14 +43,28 @@ class Camera(NamedTuple):
 
 _NUMBERS = {float, int, np.float64, np.float32}
 _FLAGS = {bool, np.bool_}
+NOT_RECORDED = (TypeError, ValueError, OverflowError, RuntimeError)  # of values that are no numbers, or too large
 
 
 def check_outcome(outcome: Outcome, lanes: Sequence[int]) -> None:
     """Raise EnvError for the first lane whose reward is no number, or whose flags are neither bools nor ints."""
     reward, terminated, truncated, _ = outcome
     flags = {*map(type, terminated), *map(type, truncated)}
-    if flags <= _FLAGS and set(map(type, reward)) <= _NUMBERS:
-        return
+    if not (flags <= _FLAGS and set(map(type, reward)) <= _NUMBERS):
+        _check_outcome_slowly(outcome, lanes)
+
+
+def bad_outcome(outcome: Outcome, lanes: Sequence[int]) -> EnvError:
+    """The error for an outcome that could not be recorded, for one of the reasons in `NOT_RECORDED`."""
+    try:
+        _check_outcome_slowly(outcome, lanes)
+    except EnvError as error:
+        return error
+    return EnvError(f"step returned {shown(outcome, 200)}, expected one reward and two flags per lane: correct that")
+
+
+def _check_outcome_slowly(outcome: Outcome, lanes: Sequence[int]) -> None:
+    reward, terminated, truncated, _ = outcome
     flag = "a bool: return (observation, reward, terminated, truncated, info)"
     _check_each("reward", reward, "biuf", "a number: return a float", lanes)
     _check_each("terminated", terminated, "biu", flag, lanes)

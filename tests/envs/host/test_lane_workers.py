@@ -1108,6 +1108,32 @@ def test_a_wrong_answer_names_its_lane_where_other_lanes_are_finished() -> None:
         next(collector)
 
 
+class Paying(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Returns `reward` from its second step on."""
+
+    def __init__(self, reward: Any) -> None:
+        super().__init__(gymnasium.make("Pendulum-v1"))
+        self.reward, self.steps = reward, 0
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        observation, reward, *rest = super().step(action)
+        return observation, reward if self.steps == 1 else self.reward, *rest
+
+
+@pytest.mark.parametrize("how", [{}, {"num_workers": 1}], ids=["here", "worker"])
+@pytest.mark.parametrize(
+    "reward", [10**400, torch.ones((), requires_grad=True), object(), [1.0, 2.0]], ids=["huge", "grad", "object", "two"]
+)
+def test_a_reward_that_is_no_number_or_too_large_names_its_lane(reward: Any, how: dict[str, Any]) -> None:
+    env = fc.make_env([partial(Paying, 1.0), partial(Paying, reward)], **how)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(EnvError, match=r"lane 1: step returned the reward .*, expected a number: return a float"):
+        fc.rollout(env, policy, state, 3)
+    fc.close(state)
+
+
 def test_a_worker_that_is_lost_in_a_reset_is_replaced_before_the_rollout_ends(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     env = fc.make_env([partial(DiesInReset, str(tmp_path)), Nested], num_workers=2, on_failure="restart")

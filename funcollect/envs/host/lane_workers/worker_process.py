@@ -14,7 +14,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
-from funcollect.envs.host.host_env import SimulatedEnv, bad_info, check_outcome
+from funcollect.envs.host.host_env import NOT_RECORDED, SimulatedEnv, bad_info, bad_outcome, check_outcome
 from funcollect.envs.host.lane_workers.bells import Bell
 from funcollect.envs.host.lane_workers.block import (
     CALL,
@@ -154,7 +154,10 @@ class ServedLanes:
             simulators.send(range(group.end - group.first), block.action[lanes])
             _, outcome = simulators.receive()
             check_outcome(outcome, range(group.first, group.end))
-            block.reward[lanes], block.terminated[lanes], block.truncated[lanes], infos = outcome
+            try:
+                block.reward[lanes], block.terminated[lanes], block.truncated[lanes], infos = outcome
+            except NOT_RECORDED as error:
+                raise bad_outcome(outcome, range(group.first, group.end)) from error
             packed = self._packed(infos)  # before a restart, which may write over them
             over = block.terminated[lanes] | block.truncated[lanes]
             if over.any():
