@@ -65,9 +65,10 @@ def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
     table, name = _decompositions(operators), type(flat.module).__name__
     try:
         with _quietly(), _lstm_states(), torch.enable_grad(), _NoShortcuts():
-            exported = torch.export.export(flat, tuple(leaves), dynamic_shapes=_open_sizes(leaves), strict=False)
-            _detach_without_grad(exported)
-            program: ExportedProgram = exported.run_decompositions(table)
+            program = torch.export.export(flat, tuple(leaves), dynamic_shapes=_open_sizes(leaves), strict=False)
+            if not all(map(_is_covered, program.graph.nodes)):  # else this takes twice as long, and changes nothing
+                _detach_without_grad(program)
+                program = program.run_decompositions(table)
     except Exception as error:
         raise LoweringError(f"{name} cannot be lowered: {_reason(error)}") from error
     _remove_checks(program)
@@ -170,6 +171,15 @@ def _detach_without_grad(exported: ExportedProgram) -> None:
             detached.meta = dict(output.meta)
             output.replace_all_uses_with(detached, delete_user_cb=lambda user, mark=detached: user is not mark)
     exported.graph_module.recompile()
+
+
+def _is_covered(node: Any) -> bool:
+    """Whether a node of an export is what decompositions would leave: no operator that writes, or without a rule."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    return str(node.target) in rules() and not node.target._schema.is_mutable
 
 
 def _remove_checks(program: ExportedProgram) -> None:
