@@ -45,7 +45,23 @@ def hashed(key: Pair, one: Any, two: Any) -> Pair:
 
 
 def hashed_in_jax(key: Pair, one: Any, two: Any) -> Pair:
-    """Hash uint32 arrays of JAX that broadcast against each other. The rounds are unrolled, and so fused by XLA."""
+    """Hash uint32 arrays of JAX that broadcast against each other.
+
+    The rounds are unrolled, and so fused by XLA. As a function of its own they are traced once for all programs, and
+    lowered once for each.
+    """
+    words: Pair = _rounds_in_jax()(key, one, two)
+    return words
+
+
+@cache
+def _rounds_in_jax() -> Any:
+    import jax  # which has made the arrays
+
+    return jax.jit(_rounds)
+
+
+def _rounds(key: Pair, one: Any, two: Any) -> Pair:
     widest = max(one, two, *key, key=lambda each: each.ndim)
     one, two, first, second = (ranked(each, widest) for each in (one, two, *key))
     keys = (first, second, first ^ second ^ np.uint32(_PARITY))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from funcollect import keys as keys_module
 from funcollect.keys import (
     Key,
     LaneKeys,
@@ -293,15 +293,8 @@ def test_noise_leaves_every_global_generator_as_it_was() -> None:
 def on_device(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
     """A generator in the place of a GPU's."""
     generator = torch.Generator()
-    stand_ins = {
-        "device": lambda device: contextlib.nullcontext(),
-        "manual_seed": generator.manual_seed,
-        "get_rng_state": lambda device: generator.get_state(),
-        "set_rng_state": lambda state, device: generator.set_state(state),
-        "is_current_stream_capturing": lambda: False,
-    }
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(keys_module, "_device_generator", lambda device: generator)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return generator
 
 
@@ -331,7 +324,6 @@ def test_a_capture_leaves_the_generator_of_its_device_alone(
     on_device: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    for name in ("manual_seed", "get_rng_state", "set_rng_state"):
-        monkeypatch.delattr(torch.cuda, name)
+    monkeypatch.delattr(keys_module, "_device_generator")
     with torch_generator(generator_state(3), torch.device("cuda", 0)):
         pass

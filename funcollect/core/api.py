@@ -311,10 +311,9 @@ def check_state(env: Env, state: CollectorState, function: str, *, live: bool = 
     if not is_env(env):
         raise TypeError(f"env is {kind_of(env)}, expected an Env: pass the env that the state was made with")
     check_untraced(function, state.lane)
-    if isinstance(state.env_state, JaxEnvState):
-        check_one_run(state)
-        if live:
-            check_live(state)
+    check_one_run(state)
+    if live and isinstance(state.env_state, JaxEnvState):
+        check_live(state)
     if state.num_lanes != (env.num_envs or 1):
         raise ValueError(f"the state has {state.num_lanes} lanes, {env!r} has {env.num_envs or 1}: pass its own env")
     check_origin(env, state)

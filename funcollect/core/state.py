@@ -22,7 +22,6 @@ from funcollect.interop.jax_setup import import_jax, notice_jax, with_jax, witho
 from funcollect.interop.memo import memo_of
 from funcollect.interop.words import number
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
-from funcollect.messages import shown
 from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.protocols import DeviceEnv, HostEnv, Policy, TorchEnv
 from funcollect.tree import NAMESPACE, Path
@@ -163,12 +162,6 @@ class CollectorState(Generic[Array]):
             changes = {"env_state": self.env_state.with_used_starts(), **changes}  # they were made with the old ones
         if unknown := changes.keys() - vars(self).keys():
             raise TypeError(f"state.replace got {sorted(unknown)}, expected fields of a CollectorState: see its page")
-        key = changes.get("key", self.key)
-        if key is not self.key and (getattr(key, "dtype", None) != np.uint32 or key.shape[-1:] != (2,)):
-            raise TypeError(
-                f"key is {shown(key)}, expected uint32 [2]: pass funcollect.keys.key_from_seed(0), or "
-                "jax.random.key_data of a typed key"
-            )
         changed = object.__new__(type(self))  # rather than dataclasses.replace, which takes three times as long
         vars(changed).update(vars(self), **changes)
         changed.__post_init__()

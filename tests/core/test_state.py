@@ -65,14 +65,19 @@ def test_a_state_with_another_observation_is_another_state(state: fc.CollectorSt
             replaced.observation[path] = 1  # type: ignore[index]
 
 
-def test_what_is_no_field_and_what_is_no_key_is_refused(state: fc.CollectorState) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_field_and_what_is_no_key_is_refused(name: str) -> None:
+    env = fc.make_env(name, num_envs=2)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
     with pytest.raises(TypeError, match=r"got \['keys'\], expected fields of a CollectorState"):
         state.replace(keys=state.key)
     for key in (3, jax.random.key(0), np.zeros(2, np.int64), np.zeros(3, np.uint32)):
         with pytest.raises(TypeError, match=r"key is .*, expected uint32 \[2\]: pass funcollect.keys.key_from_seed"):
-            state.replace(key=key)
-    for key in (fc.keys.key_from_seed(5), jax.random.key_data(jax.random.key(5, impl="threefry2x32"))):
-        assert state.replace(key=key).seed == 5
+            fc.rollout(env, policy, state.replace(key=key), 3)
+    after, _ = fc.rollout(env, policy, state.replace(key=fc.keys.key_from_seed(5)), 3)
+    assert after.seed == 5
+    fc.close(after)
 
 
 def test_optree_and_jax_reach_the_same_leaves(state: fc.CollectorState) -> None:

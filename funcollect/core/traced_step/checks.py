@@ -43,8 +43,14 @@ def _untraced() -> Callable[[], bool]:
 
 
 def check_one_run(state: CollectorState) -> None:
-    """Raise ValueError for a state whose arrays have dimensions of a `vmap` in front."""
-    if state.key.ndim > 1:
+    """Raise TypeError for a state whose key is of another kind, ValueError for one with dimensions of a `vmap`."""
+    key: Any = state.key
+    if getattr(key, "dtype", None) != np.uint32 or key.shape[-1:] != (2,):
+        raise TypeError(
+            f"the state's key is {shown(key)}, expected uint32 [2]: pass funcollect.keys.key_from_seed(0) to "
+            "state.replace, or jax.random.key_data of a typed key"
+        )
+    if key.ndim > 1:
         raise ValueError(
             f"the state is of {list(state.key.shape[:-1])} runs, expected one: call funcollect.traced.rollout inside "
             "the jax.vmap over the runs"
