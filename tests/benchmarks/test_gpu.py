@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import benchmarks.gpu
 from benchmarks.gpu import (
@@ -164,8 +165,21 @@ def test_memory_held_together_is_compared_with_the_needs_of_each():
     found = memory.report(measured)
     assert found["data"]["ratio"] == pytest.approx(195 / 150)
     assert "1.30" in found["table"]
+    found = memory.report(measured | {"settings": held(100, 0, 50, 67) | {"device": 165}})
+    assert found["table"].endswith("'cuda_async'} 1.10")
     nothing = memory.report({who: {"jax": None, "torch": None} for who in measured})
     assert "ratio" not in nothing["data"]
+
+
+def test_what_the_device_lacks_at_most_is_seen(monkeypatch):
+    free, looks = [100], []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (looks.append(free[0]) or free[0], 200))
+    lacks = memory.Lacks("cuda")
+    for free[0] in (90, 40, 95):
+        while looks[-1] != free[0]:
+            time.sleep(0.001)
+    assert lacks.most() == 60
+    assert memory.Lacks("cpu").most() is None
 
 
 def test_an_implicit_copy_to_the_host_is_named_by_its_line(monkeypatch):

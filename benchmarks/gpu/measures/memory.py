@@ -1,17 +1,23 @@
 """The memory that both frameworks hold in one process, beside what each needs alone.
 
 Each measurement has a process of its own, since JAX's peak cannot be reset. A need is the peak of a framework's arrays;
-what it holds is the peak of its pool, which it does not give back.
+what it holds is the peak of its pool, which it does not give back. With `SETTINGS`, JAX's pool is CUDA's, which tells
+no size: what both hold is then what the device lacks at most, beside what it lacked before.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import jax
+import torch
 
 from benchmarks.gpu import machine
 from benchmarks.gpu.built import NO_TIME, Builder
@@ -23,37 +29,72 @@ from benchmarks.harness.runner import Options, Result
 RUNS = 3
 PAIRS = {"jax": (jax_pair, "cartpole many"), "torch": (torch_pair, "cartpole torch")}
 WHO = {"jax alone": ("jax",), "torch alone": ("torch",), "both": ("jax", "torch")}
+SETTINGS = {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
 
 
 def measure_here(who: str, platform: str) -> dict[str, Any]:
     """The memory of both frameworks after a few rollouts, in turn, of the pairs of `who`."""
     machine.choose(platform)
+    jax.numpy.zeros(1).block_until_ready()  # both frameworks have their contexts now
+    lacks = Lacks(platform)
     made = [Ours(pair, *CELLS[cell].size(platform), platform) for pair, cell in map(PAIRS.__getitem__, WHO[who])]
     for _ in range(RUNS):
         for pair in made:
             pair.run()
-    return machine.memory()
+    return machine.memory() | {"device": lacks.most()}
+
+
+class Lacks:
+    """Watches how much memory the device lacks beside what it lacks now, of all processes."""
+
+    def __init__(self, platform: str) -> None:
+        self._seen = [] if platform == "cpu" else [torch.cuda.mem_get_info()[0]]  # what is free
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def most(self) -> int | None:
+        """The bytes so far at most; None on a CPU."""
+        self._over.set()
+        self._thread.join()
+        return self._seen[0] - min(self._seen) if self._seen else None
+
+    def _watch(self) -> None:
+        while self._seen and not self._over.wait(0.001):
+            self._seen.append(torch.cuda.mem_get_info()[0])
 
 
 def result(_: Builder, options: Options, deadline: float) -> Iterator[Result]:
-    """All three processes at once, since no time is measured."""
-    command = [sys.executable, "-c", "from benchmarks.gpu.measures import memory; memory.main()"]
-    running = {
-        who: subprocess.Popen([*command, who, options.platform], stdout=subprocess.PIPE, text=True) for who in WHO
-    }
+    """Three processes at once, since no time is measured, then one alone on the device, with `SETTINGS`."""
     try:
-        outputs = {
-            who: each.communicate(timeout=max(deadline - time.monotonic(), 1))[0] for who, each in running.items()
-        }
+        held = _measured(WHO, options.platform, deadline, {})
+        yield Result(name="memory", **report(held))
+        held["settings"] = _measured(["both"], options.platform, deadline, SETTINGS)["both"]
     except subprocess.TimeoutExpired:
         yield Result(name="memory", table=f"memory: {NO_TIME}", data={"gaps": {"memory": NO_TIME}})
         return
-    finally:
-        for each in running.values():
-            each.kill()
-            each.wait()
-    held = {who: json.loads(output.splitlines()[-1]) for who, output in outputs.items()}
     yield Result(name="memory", **report(held))
+
+
+def _measured(who: Iterable[str], platform: str, deadline: float, settings: dict[str, str]) -> dict[str, Any]:
+    """What `measure_here` returns in processes of their own, which run at once."""
+    command = [sys.executable, "-c", "from benchmarks.gpu.measures import memory; memory.main()"]
+    running = {
+        each: subprocess.Popen(
+            [*command, each, platform], stdout=subprocess.PIPE, text=True, env={**os.environ, **settings}
+        )
+        for each in who
+    }
+    try:
+        outputs = {
+            each: process.communicate(timeout=max(deadline - time.monotonic(), 1))[0]
+            for each, process in running.items()
+        }
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+    return {each: json.loads(output.splitlines()[-1]) for each, output in outputs.items()}
 
 
 def report(held: dict[str, Any]) -> dict[str, Any]:
@@ -71,6 +112,9 @@ def report(held: dict[str, Any]) -> dict[str, Any]:
     ]
     line = f"  held together / needed alone: {ratio:.2f}"
     data = {"held": held, "needs": needs, "peaks_together": peaks, "pools_together": pools, "ratio": ratio}
+    if most := held.get("settings", {}).get("device"):
+        data["ratio_with_settings"] = most / sum(needs)
+        line += f"; with {SETTINGS} {data['ratio_with_settings']:.2f}"
     return {"table": f"{table(('memory, MiB', 'JAX', 'Torch', 'sum'), rows)}\n{line}", "data": data}
 
 

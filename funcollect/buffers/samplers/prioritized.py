@@ -101,7 +101,7 @@ class PrioritizedSampler(RandomSampler):
                 f"index holds slots from {slots.min()} to {slots.max()}, the buffer has frames in 0 … "
                 f'{len(memory) - 1}: give slots that extend returned, or those in info["index"]'
             )
-        lowest, highest = float(given.min(initial=np.inf)), float(given.max(initial=0.0))
+        lowest, highest = (float(given.min()), float(given.max())) if len(given) else (0.0, 0.0)
         if not (lowest >= 0 and highest < np.inf):
             raise ValueError(
                 f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0: give for "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from funcollect.errors import LoweringError
-from funcollect.interop.bridge import argument, is_wide, to_torch, torch_followed
+from funcollect.interop.bridge import argument, follow_torch, is_wide, to_torch
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.joined_tensors import Joined, JoinedMemory, opened
 from funcollect.interop.lowering import Lowered, lower_module
@@ -71,10 +71,10 @@ class LoweredPolicy(EmbeddedPolicy):
 
     def laid_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Copies of tensors by name, as JAX has them."""
-        with torch_followed(import_jax().devices()[0]):
-            joined = self._joined(tensors)
+        joined = self._joined(tensors)
         if not isinstance(joined, Joined):
             return joined
+        follow_torch(*next(iter(joined.arrays.values())).devices())
         copies: dict[str, Any] = compiled(self, "open", opened)(joined)
         import_jax().block_until_ready(copies)  # before the memory is written again
         return copies
