@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -32,7 +33,6 @@ from funcollect.specs import ExplorationType, assemble
 
 # A module whose attributes take more values than this is called back, since each value would compile again.
 _MOST_SETTINGS = 4
-_NUMBERS: dict[Any, int] = {}  # of `_seen_of`
 _MOST_ROWS = 3  # of an example; a module treats all batch sizes other than 1 alike
 _TOO_MANY_SETTINGS = LoweringError(
     f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again: keep what changes "
@@ -167,14 +167,14 @@ def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationT
     return known[which]
 
 
-def _seen_of(env: Env) -> int:
-    """A number for what a module can see of an environment, the same for those that differ in nothing else."""
+def _seen_of(env: Env) -> Hashable:
+    """What a module can see of an environment; equal for those that differ in nothing else."""
     memo, space = memo_of(env), env.observation_space
-    known: tuple[Any, int] = memo.get("seen", (None, 0))
+    known: tuple[Any, Hashable] = memo.get("seen", (None, None))
     if known[0] is not space:
         structure = optree.tree_structure(assemble(space, {leaf.path: 0 for leaf in env.observation_leaves}))
         seen = structure, env.observation_leaves, env.num_envs and min(env.num_envs, 2)
-        known = memo["seen"] = space, _NUMBERS.setdefault(seen, len(_NUMBERS))
+        known = memo["seen"] = space, seen
     return known[1]
 
 

@@ -161,7 +161,10 @@ class CollectorState(Generic[Array]):
         if "env_params" in changes and isinstance(self.env_state, JaxEnvState):
             changes = {"env_state": self.env_state.with_used_starts(), **changes}  # they were made with the old ones
         if unknown := changes.keys() - vars(self).keys():
-            raise TypeError(f"state.replace got {sorted(unknown)}, expected fields of a CollectorState: see its page")
+            raise TypeError(
+                f"state.replace got {sorted(unknown)}, expected fields of a CollectorState ({', '.join(vars(self))}): "
+                "check the spelling"
+            )
         changed = object.__new__(type(self))  # rather than dataclasses.replace, which takes three times as long
         vars(changed).update(vars(self), **changes)
         changed.__post_init__()

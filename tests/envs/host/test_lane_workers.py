@@ -1134,6 +1134,27 @@ def test_a_reward_that_is_no_number_or_too_large_names_its_lane(reward: Any, how
     fc.close(state)
 
 
+class PayingLate(Paying):
+    """The same, where the other lane is over by then."""
+
+    def step(self, action: Any) -> Any:
+        observation, reward, _, truncated, info = super().step(action)
+        return observation, reward, self.reward == 1.0, truncated, info
+
+
+@pytest.mark.parametrize("how", [{}, {"num_workers": 1}], ids=["here", "worker"])
+def test_a_reward_that_is_too_large_names_its_lane_where_the_other_is_finished(how: dict[str, Any]) -> None:
+    env = fc.make_env([partial(PayingLate, 1.0), partial(PayingLate, 10**400)], **how)
+    policy = fc.random_policy(env)
+    with (
+        fc.SyncDataCollector(
+            env, policy, frames_per_batch=8, total_frames=8, reset_when_done=False, seed=0
+        ) as collector,
+        pytest.raises(EnvError, match=r"lane 1: step returned the reward 1000.*, expected a number: return a float"),
+    ):
+        next(collector)
+
+
 def test_a_worker_that_is_lost_in_a_reset_is_replaced_before_the_rollout_ends(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     env = fc.make_env([partial(DiesInReset, str(tmp_path)), Nested], num_workers=2, on_failure="restart")

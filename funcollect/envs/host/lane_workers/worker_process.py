@@ -172,8 +172,11 @@ class ServedLanes:
         simulators.send(own, block.action[lanes][chosen])
         _, outcome = simulators.receive()
         check_outcome(outcome, [group.first + lane for lane in own])
-        for column, values in zip((block.reward, block.terminated, block.truncated), outcome, strict=False):
-            column[lanes][chosen] = values
+        try:
+            for column, values in zip((block.reward, block.terminated, block.truncated), outcome, strict=False):
+                column[lanes][chosen] = values
+        except NOT_RECORDED as error:
+            raise bad_outcome(outcome, [group.first + lane for lane in own]) from error
         self._inform(index, self._packed(outcome[3]))
 
     def _restart(self, group: Group, simulators: Simulators, over: npt.NDArray[np.bool_]) -> None:
