@@ -35,16 +35,20 @@ MARKS = (10_000, 100_000, 1_000_000)  # batches of one step after which is measu
 
 
 class Instant(gymnasium.Env[Any, Any]):
-    """Returns the same at every step."""
+    """Returns the same at every step of its episodes of 1,000 steps; a collector keeps the actions of a running one."""
+
+    steps = 0
 
     observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.steps = 0
         return np.zeros(4, np.float32), {}
 
     def step(self, action: Any) -> Any:
-        return np.zeros(4, np.float32), 1.0, False, False, {}
+        self.steps += 1
+        return np.zeros(4, np.float32), 1.0, False, self.steps == 1_000, {}
 
 
 class Asleep(Instant):
