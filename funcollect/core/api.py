@@ -247,7 +247,8 @@ def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     ([2], [3])
     """
     check_state(env, state, "reset", live=False)
-    return LOOPS[env.backend].recover(env, state)
+    with memory_for(lambda: f"a reset of {state.num_lanes:,} environments"):
+        return LOOPS[env.backend].recover(env, state)
 
 
 def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
@@ -288,7 +289,8 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     True
     """
     check_state(env, state, "fork")
-    return LOOPS[env.backend].fork(env, state)
+    with memory_for(lambda: f"a copy of the state of {state.num_lanes:,} environments"):
+        return LOOPS[env.backend].fork(env, state)
 
 
 def close(state: CollectorState) -> None:

@@ -44,6 +44,7 @@ def init(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: in
 def _begun(env: JaxEnv, key: Any, first_lane: int, total_lanes: int, env_params: Any) -> CollectorState:
     first = partial(traced.init, env, RandomPolicy(env.action_spec), None, total_lanes=total_lanes)
     begin = compiled(env, ("init", total_lanes), first)
+    follow_torch(import_jax().local_devices()[0])
     state: CollectorState = begin(key=key, first_lane=first_lane, env_params=env_params)
     return state
 
