@@ -120,6 +120,7 @@ def picture(benchmark: str, path: Path) -> None:
 def _save(figure: Any, path: Path) -> None:
     import matplotlib as mpl
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"svg.hashsalt": "funcollect", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None})
 
@@ -232,7 +233,6 @@ def write_pages(folder: Path) -> None:
     """Write the site's page of benchmarks, with its pictures, into a folder."""
     from benchmarks.gpu import picture as gpu  # imports both frameworks
 
-    folder.mkdir(exist_ok=True)
     for benchmark in PICTURES:
         picture(benchmark, folder / f"{benchmark}.svg")
     for benchmark in COSTS:

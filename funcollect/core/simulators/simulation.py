@@ -317,5 +317,5 @@ Likely:
     _, batch = funcollect.rollout(env, policy, state, 128)      # the new state was dropped
 Instead:
     state, batch = funcollect.rollout(env, policy, state, 128)
-To continue twice from one state, take other = funcollect.fork(env, state) first.
+To continue twice from one state, take other = funcollect.fork(env, state) first, where simulators can be rebuilt.
 To continue after an exception, begin new episodes: state = funcollect.recover(env, state)."""
