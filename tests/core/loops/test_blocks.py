@@ -18,6 +18,7 @@ from funcollect.core.routes import lower_policy
 from funcollect.core.traced_step.starts import SPARES, starts_are_cheap
 from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.interop import to_jax
+from funcollect.policies.mlp import mlp
 from funcollect.protocols import traced_values
 from tests.support.compare import assert_same, collect
 from tests.support.envs.jax_counting import counting, counting_policy
@@ -105,6 +106,12 @@ def test_no_suite_waits_for_the_host(name, made_each_step):
     suite, policy = suite_and_policy(name)
     loop = check_waits(name, suite.env, policy, made_each_step=made_each_step)
     assert loop.has_spares is not made_each_step
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_suite_with_a_lowered_policy_waits_for_the_host(name):
+    env = suite_and_policy(name)[0].env
+    check_waits(name, env, lower_policy(mlp(env), env), made_each_step=True)
 
 
 def test_no_policy_waits_for_the_host():
