@@ -213,7 +213,7 @@ def _one_loop() -> str:
     if import_jax().default_backend() == "cpu":
         return "all steps are one compiled loop"
     return (
-        f"up to {MOST_STEPS} steps are one compiled program that adds no branch, so it does not wait for the host; a "
+        f"up to {MOST_STEPS} steps are one compiled program, which adds no branch for which the host would wait; a "
         "collector lets it use the memory of its last state again"
     )
 
