@@ -319,8 +319,12 @@ class Runner(InUse):
         """Counts of the run.
 
         Returns:
-            ``frames``, ``batches``; ``seconds`` spent collecting and ``frames_per_second`` of them; ``policy_version``;
-            ``restarts`` of the environment's workers, ``lost_frames`` with them, since the collector was built.
+            By name:
+
+            - ``frames`` and ``batches`` delivered;
+            - ``seconds`` spent in this collector, and the ``frames_per_second`` of that time alone;
+            - ``policy_version``, that of the latest weights;
+            - ``restarts`` of the environment's workers, and ``lost_frames`` with them, since the collector was built.
         """
         restarts, lost = self.losses
         return {

@@ -336,10 +336,16 @@ class WorkerCollector(CollectorBase, InUse):
         """Counts of the run.
 
         Returns:
-            ``frames``, ``batches``; ``seconds`` spent in this collector and ``frames_per_second`` of them;
-            ``policy_version`` of the latest weights and ``policy_lag``, how many versions the last batch was behind;
-            ``reader_waited`` and ``workers_waited`` (the sum over workers), seconds; ``restarts`` of workers,
-            ``lost_frames`` with them; ``copies``: batches delivered as copies.
+            By name:
+
+            - ``frames`` and ``batches`` delivered;
+            - ``seconds`` spent in this collector, and the ``frames_per_second`` of that time alone;
+            - ``reader_waited``, the seconds in which your process waited for the workers;
+            - ``workers_waited``, the seconds in which workers waited for your process, summed over workers;
+            - ``policy_version``, that of the latest weights, and ``policy_lag``, how many versions the last batch was
+              behind;
+            - ``restarts`` of workers, and ``lost_frames`` with them;
+            - ``copies``, the batches delivered as copies.
         """
         counts = self.run.stats()
         return {

@@ -136,8 +136,8 @@ def to_jax(tree: Any, *, copy: bool = False) -> Any:
     bytes; and, where JAX has 32 bits (its default), 64-bit integers, which become 32-bit ones. `words.as_words` passes
     64-bit integers of any size without a copy. Gradients do not cross: tensors are detached.
 
-    The arrays are committed to their device. A jitted function compiles once for committed arrays and once for others:
-    bring its other arguments to the device as well, by ``jax.device_put(x, device)``.
+    In JAX's terms, the arrays are committed to their device. A jitted function is compiled once for committed arguments
+    and once for others: commit its other arguments as well, by ``jax.device_put(x, device)``.
 
     Args:
         tree: a tensor, or a TensorDict or nested dict of tensors.

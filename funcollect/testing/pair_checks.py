@@ -111,9 +111,9 @@ def save(trial: Trial) -> None:
 
 def _continue_as_source(trial: Trial, copied: Callable[[CollectorState], CollectorState], what: str) -> None:
     """Compare a copy of a state, and the state itself, with the run without a copy."""
-    third = trial.third
+    third, before = trial.third, _into_a_second_episode(trial)
     with trial.started() as state:
-        state, _ = trial.go_on(state, third)
+        state, _ = trial.go_on(state, before)
         try:
             twin = copied(state)
         except ReplayError as error:
@@ -126,11 +126,20 @@ def _continue_as_source(trial: Trial, copied: Callable[[CollectorState], Collect
         with freed(twin):
             _, other = trial.go_on(twin, third)
         _, own = trial.go_on(state, third)
-    wanted = trial.batch[:, third : 2 * third]
+    wanted = trial.batch[:, before : before + third]
     source = "the run without a copy"
     mend = (
-        "let a step be a function of the episode's seed and actions, and a policy's call one of its state, which holds "
-        "arrays; share nothing between environments"
+        "let a step be a function of the episode's seed and actions (reset sets back all that a step changes), and a "
+        "policy's call one of its state, which holds arrays; share nothing between environments"
     )
     for batch, which in ((other, what), (own, f"the source of {what}, which ran first")):
         expect_equal(batch, wanted, what=which, source=source, mend=mend)
+
+
+def _into_a_second_episode(trial: Trial) -> int:
+    """Steps after which a lane is past an end, if a third of the run is left then; else a third of the run's steps.
+
+    A copy made there begins its episode in new simulators, and shows what the source has kept of an earlier one.
+    """
+    past = next(iter((trial.done.any(0).nonzero()[:, 0] + 2).tolist()), trial.third)
+    return max(past, trial.third) if max(past, trial.third) + trial.third <= trial.steps else trial.third

@@ -81,7 +81,8 @@ def run_checks(label: str, checks: Sequence[Check[Subject]], subject: Subject) -
             note, applies = str(reason), False
         except Exception as error:
             failed = isinstance(error, FailedError)
-            what = str(error) if failed else f"{type(error).__name__}: {error}"
+            notes = (note for note in getattr(error, "__notes__", ()) if not note.startswith("---"))  # as JAX's does
+            what = str(error) if failed else "; ".join([f"{type(error).__name__}: {error}", *notes])
             before = Report(subject=label, results=tuple(results))
             message = f"{label} fails {check.__name__!r} ({claim}): {what}"
             raise CheckError(message, check.__name__, before) from (error.__cause__ if failed else error)

@@ -98,6 +98,7 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("describes", lambda: replace(over(Walk)(), observation_leaves=()), r"observation_leaves: .*\(2,\).*got \[\]"),
     ("runs", over(faulty.ReturnsAShorterRow), r"lane \d.*shape \(1,\).*\(2,\)"),
     ("runs", over(faulty.ReturnsNoInfo), r"lane 0: reset returned .*\(observation, info\)"),
+    ("runs", lambda: faulty.BranchesInJax(3), r"(?s)TracerBoolConversionError: .*; step of .* write jax.numpy.where"),
     ("runs", lambda: faulty.ChangesItsDtype(3), r"torch.float64.*torch.float32"),
     ("observations", over(faulty.LeavesItsSpace), r"lane \d, step \d+, next.observation: expected a value in Box"),
     ("observations", over(faulty.SeesNothing), r"next.observation: expected a value in Box.*nan"),
@@ -117,6 +118,7 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("resets", over(faulty.RemembersEpisodes), r"where episode 0 begins: .*begun directly.*reset\(seed="),
     ("resets", through(faulty.ForgetsToWrite, seeding="lane"), r"the root after an end: .*the terminal one still"),
     ("terminal", over(faulty.ResetsItself), r"next where an episode is \w+ated: .*without its own autoreset"),
+    ("terminal", over(faulty.ResetsItselfAnywhere), r"at \d+ of \d+ such ends one like those that episodes begin with"),
     ("reset_mask", through(faulty.ResetsASlice), r"lane 1, observation after a reset of lanes \[0, 2\]"),
     ("reset_mask", through(faulty.DisturbsAnother), r"lanes \[1\].*after a reset of the others"),
     ("lanes_alone", lambda: faulty.MixesItsLanes(3), r"lane 0 of the batch.*by itself.*depend on that lane only"),
@@ -125,6 +127,7 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("batch_memory", through(faulty.KeepsItsAction, seeding="run"), r"whose batches were zeroed, lane \d"),
     ("old_states", lambda: faulty.MovesInPlace(3), r"the second rollout from one state.*write nothing in place"),
     ("fork", over(faulty.WearsOut), r"ReplayError: lane \d.*another observation"),
+    ("fork", over(faulty.KeepsItsClock), r"the fork, lane \d, step \d+, .*reset sets back all that a step changes"),
     (
         "fork",
         through(faulty.RestoresNothing, seeding="lane", forking="snapshot"),

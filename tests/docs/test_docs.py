@@ -151,6 +151,7 @@ def test_version_and_address_are_the_same_everywhere():
     readme = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]
     substitutions = readme["fancy-pypi-readme"]["substitutions"]
     assert all(each["replacement"].startswith(f"]({repository}/") for each in substitutions)
+    assert f"git clone {repository}\n" in (ROOT / "docs" / "start" / "install.md").read_text()
     text = (ROOT / "README.md").read_text()
     for each in substitutions:
         text = re.sub(each["pattern"], each["replacement"], text)

@@ -110,6 +110,13 @@ def count(value: Any) -> list[Misuse]:
     ),
     Misuse("an id that is none", lambda: fc.make_env(""), ValueError, ("''", "Malformed", "look the id up"), good),
     Misuse(
+        "the address of a class",
+        lambda: fc.make_env("tests.support.faulty.faulty_envs:Walk"),
+        ValueError,
+        ("'tests.support.faulty.faulty_envs:Walk'", "pass the class", "import Walk", "make_env(Walk, …)"),
+        good,
+    ),
+    Misuse(
         "an id of a module that is not there",
         lambda: fc.make_env("nosuch:CartPole-v1"),
         ValueError,

@@ -18,8 +18,9 @@ def set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at_once: 
     """Return a state with other parameters of the environment: for domain randomisation and curricula inside `jit`.
 
     Episodes change as with `funcollect.set_env_params`. In a `scan`, call it once before with the same kind of
-    parameters, so that the carry has a fixed structure: without `at_once`, a leaf is held for each lane unless it is
-    still the object in ``env.default_params`` (``env.default_params.replace(gravity=g)`` keeps all but one).
+    parameters, so that the carry has a fixed structure. Without `at_once`, each leaf gets a dimension P, one value per
+    lane, except those that are the very objects in ``env.default_params`` (``env.default_params.replace(gravity=g)``
+    leaves all but one as they are).
 
     Args:
         env: a JAX environment that has parameters.

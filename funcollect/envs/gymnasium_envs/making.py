@@ -28,6 +28,7 @@ from funcollect.protocols import is_env
 EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
 LaneFactory = Callable[[], Any]
 _ATARI = re.compile(r"ALE/(?P<game>\w+)-v\d+|(?P<old>[A-Z]\w+?)(NoFrameskip|Deterministic)-v\d+")  # ids of Atari games
+_A_CLASS = re.compile(r"[\w.]+:[A-Za-z_]\w*")  # an address of Python, not an id of Gymnasium
 
 # By id: the environments that back a state, or did until it was closed.
 _TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -203,6 +204,9 @@ def _not_made(name: str, error: Exception) -> ValueError:
         "look the id up in gymnasium.registry, and import the package that registers it first, or name the module in "
         "the id ('module:Name-v0'), as workers of collectors need it"
     )
+    if _A_CLASS.fullmatch(name):
+        module, _, member = name.partition(":")
+        mend = f"pass the class: from {module} import {member}, then make_env({member}, …)"
     if found := _ATARI.fullmatch(name):
         game = found["game"] or found["old"]
         mend = f"write 'ale/{game}', which has the usual preprocessing, or 'ale_py:{name}' for the raw game"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Bernoulli, kl_divergence
 
 from funcollect.core import api
 from funcollect.core.restore import go_on
@@ -17,6 +19,7 @@ from funcollect.testing.trial import Trial, root_of
 from funcollect.tree import Path
 
 _CHANCE = 1e-3  # the probability of a false alarm that `terminal` accepts
+_AS_FIRST = 0.8  # the share of ends that look like first observations, of the share of those themselves
 _RESETS = 16  # the number of episodes per lane whose first observations are compared
 
 
@@ -60,7 +63,7 @@ def resets(trial: Trial) -> str | None:
     _expect_left_terminal(trial, batch)
     if seeding_of(trial.env) == "episode":
         _expect_seeded(trial, batch)
-    return f"no episode ended within {trial.steps} steps: they were cut after {limit}" if limit else None
+    return f"no episode ended within {trial.steps} steps, so they were cut after {limit}" if limit else None
 
 
 def _expect_left_terminal(trial: Trial, batch: Any) -> None:
@@ -103,34 +106,61 @@ def _expect_seeded(trial: Trial, batch: Any) -> None:
 def terminal(trial: Trial) -> None:
     """At an end, `next` holds the terminal observation, not the first one of the next episode."""
     if not trial.done.any():
-        raise NotApplicableError(f"no episode ended within {trial.steps} steps: raise steps")
-    fresh = _look_like_first(trial)
-    inner = (trial.batch["collector", "step"] > 0) & ~trial.done
-    share = float(fresh[inner].double().mean()) if inner.any() else 1.0  # of other rows that look like first ones
+        raise NotApplicableError(f"no episode ended within {trial.steps} steps: raise steps, or set max_episode_steps")
+    begins = trial.batch["collector", "step"] == 0
+    ranges = _ranges_of_first(trial)
+    first = _share(_within(ranges, trial.batch)[begins])
+    fresh = _within(ranges, trial.batch["next"])
+    other = _share(fresh[~begins & ~trial.done])  # rows that may look like first ones without being any
     applies = False
     for name in ("terminated", "truncated"):
-        ends = trial.batch["next", name][..., 0]
-        if not ends.any() or share ** int(ends.sum()) > _CHANCE:
+        ends = trial.batch["next", name][..., 0] & ~begins  # after one step a row may well look like the first one
+        count = int(ends.sum())
+        if not _tells(first, other, count):
             continue
         applies = True
-        if fresh[ends].all():
-            lane, step = first_row(ends) or (0, 0)
+        if (share := _share(fresh[ends])) >= _AS_FIRST * first and _tells(share, other, count):
+            lane, step = first_row(ends & fresh) or (0, 0)
             where = f"lane {lane}, step {step}, next where an episode is {name}"
-            got = f"at all {int(ends.sum())} such ends one like those that episodes begin with"
+            got = f"at {int(fresh[ends].sum())} of {count} such ends one like those that episodes begin with"
             mend = "wrap the raw environment, without its own autoreset: the library resets"
             raise fail(where, expected="the terminal observation", got=got, mend=mend)
     if not applies:
-        raise NotApplicableError("too few ends, or first observations look like any other: raise steps")
+        few = _tells(first, other, 10 * int(trial.done.sum()))
+        raise NotApplicableError("too few ends: raise steps" if few else "first observations look like any other")
 
 
-def _look_like_first(trial: Trial) -> Tensor:
-    """Whether all numbers of a row's next observation lie in the range of first observations: [P, T] bool."""
-    fresh = torch.ones_like(trial.done)
+def _ranges_of_first(trial: Trial) -> dict[Path, tuple[Tensor, Tensor]]:
+    """The least and greatest values of first observations, by key, each [...], with a margin of a tenth either way."""
+    ranges = {}
     for path, leaf in _first_observations(trial, trial.seed + 2).items():
-        seen, produced = leaf.flatten(0, 1), trial.batch["next", *path]
-        inside = (produced >= seen.amin(0)) & (produced <= seen.amax(0))
-        fresh &= inside.reshape(*inside.shape[:2], -1).all(-1)
-    return fresh
+        low, high = leaf.flatten(0, 1).double().aminmax(dim=0)
+        margin = (high - low) / 10
+        ranges[path] = (low - margin, high + margin)
+    return ranges
+
+
+def _within(ranges: dict[Path, tuple[Tensor, Tensor]], rows: Any) -> Tensor:
+    """Whether all numbers of a row of `rows` [P, T] lie in the ranges of their keys: [P, T] bool."""
+    inside = torch.ones(rows.shape[:2], dtype=torch.bool)
+    for path, (low, high) in ranges.items():
+        leaf = rows[path].cpu()
+        inside &= ((leaf >= low) & (leaf <= high)).reshape(*leaf.shape[:2], -1).all(-1)
+    return inside
+
+
+def _share(looks: Tensor) -> float:
+    """The mean of a bool tensor; 1.0 if it is empty."""
+    return float(looks.double().mean()) if len(looks) else 1.0
+
+
+def _tells(share: float, other: float, count: int) -> bool:
+    """Whether `share` of `count` rows is more than chance gives, if each looks fresh with the probability `other`.
+
+    Chernoff's bound: the chance is at most exp(-count * KL(share, other)).
+    """
+    apart = kl_divergence(*(Bernoulli(torch.tensor(chance, dtype=torch.float64)) for chance in (share, other)))
+    return share > other and count * float(apart) >= -math.log(_CHANCE)
 
 
 def reset_mask(trial: Trial) -> None:

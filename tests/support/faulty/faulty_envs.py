@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import gymnasium
+import jax
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -133,6 +134,30 @@ class ResetsItself(Walk):
     def step(self, action: Any) -> Any:
         seen, *answer = super().step(action)
         return [self.reset()[0] if any(answer[1:3]) else seen, *answer]
+
+
+class ResetsItselfAnywhere(ResetsItself):
+    """Its starts have no bounds."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (12,), np.float32)
+
+    def start(self) -> Any:
+        return self.np_random.normal(0, 0.1, 12)
+
+    def noise(self) -> Any:
+        return self.np_random.normal(0, 0.1, 12)
+
+
+class KeepsItsClock(Walk):
+    """Every episode but the first ends at once."""
+
+    time = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        before = self.time
+        answer = super().reset(seed=seed)
+        self.time = before
+        return answer
 
 
 class CannotClose(Walk):
@@ -282,6 +307,21 @@ class TorchWalk(InParts):
     def move(self, place: Any, action: Any) -> Any:
         moved = place * 1.1 + 0.1 * (action[:, None] - 1)
         return moved, torch.ones(len(moved)), moved.abs().amax(-1) > 1
+
+
+class BranchesInJax(fc.envs.JaxEnvBase):
+    observation_space = BOX
+    action_space = spaces.Discrete(3)
+    max_episode_steps = 12
+
+    def reset(self, key: Any, params: Any, /) -> Any:
+        place = jax.random.uniform(key, (2,))
+        return place, place
+
+    def step(self, key: Any, place: Any, action: Any, params: Any, /) -> Any:
+        if action == 0:
+            place = place * 0.9
+        return fc.envs.Transition(place, place, 1.0, False, False)
 
 
 class MixesItsLanes(TorchWalk):
