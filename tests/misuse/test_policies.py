@@ -162,8 +162,9 @@ def test_a_head_that_does_not_suit(wrap: str, head: Any, space: Any, says: tuple
 
 
 @pytest.mark.parametrize("kinds", [("random", "torch"), ("torch", "random"), ("jax", "torch"), ("torch", "jax")])
-def test_a_state_of_another_policy(kinds: tuple[str, str]) -> None:
-    env = fc.make_env("CartPole-v1")
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+def test_a_state_of_another_policy(name: str, kinds: tuple[str, str]) -> None:
+    env = fc.make_env(name)
     made = {"random": fc.random_policy(env), "torch": good(), "jax": good_jax()}
     first, second = (made[kind] for kind in kinds)
     state = fc.init(env, first, seed=0)
@@ -183,7 +184,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("kinds", [(0, 8), (8, 0), (16, 8)])
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
 def test_a_state_of_another_recurrent_policy(name: str, kinds: tuple[int, int]) -> None:
     def make(size: int) -> Any:
         if not size:

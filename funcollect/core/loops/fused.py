@@ -14,7 +14,7 @@ from funcollect.core import traced
 from funcollect.core.loops.blocks import OPTIONS as BLOCKS
 from funcollect.core.loops.blocks import BlockLoop, BlockOptions
 from funcollect.core.loops.delivery import REWARD, ROOT_FLAGS, as_batch, check_reward
-from funcollect.core.request import Request
+from funcollect.core.request import Request, check_state_kind
 from funcollect.core.state import CollectorState, all_lanes, origin_of, policy_start
 from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
 from funcollect.core.traced_step.checks import is_live
@@ -29,6 +29,7 @@ from funcollect.interop.memo import memo_of
 from funcollect.interop.reads import reads_together
 from funcollect.keys import Key
 from funcollect.policies.random_policy import RandomPolicy
+from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.tree import Path
@@ -79,6 +80,8 @@ def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
     check_unchanged(env)
+    if isinstance(state.policy_state, TorchPolicyState):  # of another policy; JAX cannot take it as an argument
+        check_state_kind(state.policy_state, type(policy.init(state.key, state.num_lanes)))
     done, place = None, place_of(state)
     wait = waits_for_host(place)
     with torch_followed(*place.device_set) if wait else nullcontext():

@@ -100,8 +100,11 @@ def checked_lane(lane: Any) -> Any:
 
 def check_policy_state(wanted: Any, given: Any) -> None:
     """Raise ValueError for a state of another policy."""
-    if difference := differing(wanted, given):
-        raise ValueError(f"the state holds the policy state of another policy: {difference}: {ANOTHER_POLICY}")
+    if difference := differing(given, wanted):
+        raise ValueError(
+            f"the state holds the policy state of another policy (first its own, then what this policy wants): "
+            f"{difference}: {ANOTHER_POLICY}"
+        )
 
 
 def check_starts(held: Any, begun: Any, cause: Exception) -> None:
