@@ -187,6 +187,8 @@ class ChildProcess:
             return ""
         if _is_stopped(self._pid):
             return "(it is stopped, by SIGSTOP or a debugger, so it shows no Python stack)"
+        os.ftruncate(self._stack, 0)
+        os.lseek(self._stack, 0, os.SEEK_SET)  # both processes share the position: an earlier stack goes
         try:
             os.kill(self._pid, signal.SIGUSR1)
         except ProcessLookupError:

@@ -88,6 +88,14 @@ def test_a_hang_is_told_within_its_timeout_with_its_python_stack(kind, act, show
     assert shown in error.traceback
 
 
+def test_a_stack_is_that_of_now(monkeypatch):
+    monkeypatch.setattr(child, "_TO_REPORT", FOREVER)
+    with multi(SYNC, create_env_fn=[Plain], frames_per_batch=16) as collector:
+        next(collector)
+        stacks = [collector.run.pool.records[0].handle.where() for _ in range(3)]
+    assert [stack.count("Current thread") for stack in stacks] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("kind", COLLECTORS)
 def test_an_exception_comes_with_worker_lane_and_traceback(kind):
     error = expect_failure(kind, stumble, "worker 1, lane 3: raised EnvError", "ArithmeticError", "in stumble")
