@@ -105,7 +105,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     env = make_env(arguments, arguments.num_envs)
     policy = make_policy(arguments, env, arguments.seed)
     if not is_limited(env, None):
-        print("episodes may have no end: limit them in the environment, or with --max-episode-steps N", file=sys.stderr)
+        mend = "pass --max-episode-steps N, or write truncates = True in the class of one that limits them itself"
+        print(f"episodes may have no end: {mend}", file=sys.stderr)
     print(episode_table(fc.evaluate(env, policy, episodes=arguments.episodes, seed=arguments.seed)))
 
 

@@ -204,7 +204,8 @@ def _to_jax(name: str, tensor: Any, copy: bool) -> Any:
     """One tensor as a JAX array, over its memory if possible; `name` is for messages, and `to_jax` lists the errors."""
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"{name} is {_kind(tensor)}, expected a torch.Tensor: convert it with torch.as_tensor, or drop it"
+            f"{name} is {_kind(tensor)}, expected a torch.Tensor, or a dict or TensorDict of them: convert it with "
+            "torch.as_tensor, or make a dict of a tuple or list"
         )
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type == "meta":
         raise TypeError(f"{name} is no dense tensor ({tensor.layout}, {tensor.device}): make one, e.g. by to_dense()")

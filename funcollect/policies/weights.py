@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +69,9 @@ def shapes_of(params: Any, backend: str) -> Shapes:
 def check_shapes(expected: Shapes, got: Mapping[str, Any]) -> None:
     """Raise ValueError unless parameters have the paths and shapes of the policy's own."""
     if expected != got:
-        names = sorted(name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
+        own = sorted(name for name in expected if expected[name] != got.get(name))
+        pairs = itertools.zip_longest(own, sorted(got.keys() - expected.keys()))
+        names = [name for pair in pairs for name in pair if name is not None]
         found = [f"{name} is {_shape(got, name)}, expected {_shape(expected, name)}" for name in names[:_MOST_NAMES]]
         others = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         raise ValueError(

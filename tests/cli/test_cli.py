@@ -168,7 +168,8 @@ def test_whole_episodes_can_be_limited(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.usefixtures("rigged")
 def test_an_evaluation_that_may_have_no_end_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "Broken-v0"]) == 2
-    said = "episodes may have no end: limit them in the environment, or with --max-episode-steps N\n"
+    mend = "pass --max-episode-steps N, or write truncates = True in the class of one that limits them itself"
+    said = f"episodes may have no end: {mend}\n"
     assert said in capsys.readouterr().err
 
 

@@ -257,7 +257,7 @@ class WorkerPool:
         record.handle.kill()
         restart = self._failure_policy.on_failure == "restart"
         may_return = self._started and not self.closed and not record.newcomer
-        where = f"worker {worker}" if lane is None else f"worker {worker}, lane {lane}"
+        where = f"worker {worker}" if lane is None else f"worker {worker}, lane {lane} of the run"
         where += f" ({record.handle.label})" if record.handle.label else ""
         what = without_advice(what)
         if restart and may_return and record.failures <= _FAILURES_IN_A_ROW:

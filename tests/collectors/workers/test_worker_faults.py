@@ -98,7 +98,8 @@ def test_a_stack_is_that_of_now(monkeypatch):
 
 @pytest.mark.parametrize("kind", COLLECTORS)
 def test_an_exception_comes_with_worker_lane_and_traceback(kind):
-    error = expect_failure(kind, stumble, "worker 1, lane 3: raised EnvError", "ArithmeticError", "in stumble")
+    raised = "worker 1, lane 3 of the run: raised EnvError"
+    error = expect_failure(kind, stumble, raised, "ArithmeticError", "in stumble")
     assert (error.worker, error.lane) == (1, 3)
     assert isinstance(error.__cause__, fc.errors.EnvError)
 
