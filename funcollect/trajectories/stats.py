@@ -139,8 +139,8 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     if missing and previous is None:
         warnings.warn(
             f"{missing} of the {missing + len(stats)} episodes that end here began before the batch and are left out, "
-            "so the others are the short ones: pass previous=, the result for the batch before (after a resume, the "
-            "one that was saved with the run)",
+            "so the others are the short ones: pass previous=, the result for the batch before. The first "
+            "batch after a resume has none",
             stacklevel=2,
         )
     return stats
