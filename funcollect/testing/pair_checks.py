@@ -141,5 +141,6 @@ def _into_a_second_episode(trial: Trial) -> int:
 
     A copy made there begins its episode in new simulators, and shows what the source has kept of an earlier one.
     """
-    past = next(iter((trial.done.any(0).nonzero()[:, 0] + 2).tolist()), trial.third)
-    return max(past, trial.third) if max(past, trial.third) + trial.third <= trial.steps else trial.third
+    ends = trial.done.any(0).nonzero()[:, 0].tolist()
+    before = max(trial.third, ends[0] + 2) if ends else trial.third
+    return before if before + trial.third <= trial.steps else trial.third

@@ -162,6 +162,8 @@ def test_what_is_no_array():
         jax.jit(to_torch)(jnp.zeros(2))
     with pytest.raises(TypeError, match=r"leaf 'a' is float, expected a torch\.Tensor"):
         to_jax({"a": 1.0})
+    with pytest.raises(TypeError, match=r"the tensor is tuple, .* make a dict of a tuple or list"):
+        to_jax((torch.ones(2), torch.ones(2)))
     for tensor in (torch.eye(2).to_sparse(), torch.zeros(2, device="meta")):
         with pytest.raises(TypeError, match="no dense tensor"):
             to_jax(tensor)

@@ -39,6 +39,12 @@ OWN = {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
     ),
     Misuse("an unknown one", OWN | {"scale": OWN["bias"]}, ValueError, ("scale is (2,), expected absent", "pass")),
     Misuse(
+        "another network's",
+        {"0.weight": OWN["weight"], "0.bias": OWN["bias"]},
+        ValueError,
+        ("bias is absent, expected (2,)", "0.bias is (2,), expected absent", "weight is absent", "pass"),
+    ),
+    Misuse(
         "a misshapen one",
         OWN | {"bias": torch.zeros(3)},
         ValueError,
