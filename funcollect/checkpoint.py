@@ -39,6 +39,9 @@ class Checkpoint:
         directory: where the checkpoints are.
         keep: how many of the latest ones are kept.
 
+    Raises:
+        TypeError, ValueError: if `directory` is no path, or `keep` is below 1.
+
     >>> import funcollect as fc, tempfile, torch
     >>> directory, module = tempfile.mkdtemp(), torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.Adam(module.parameters())

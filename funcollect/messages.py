@@ -85,6 +85,8 @@ def note_arguments(error: Exception, function: str, arguments: tuple[Any, ...], 
     error.add_note(f"{function} was called with {clipped(kinds(arguments), 300)}")
     if isinstance(error, TypeError) and "positional argument" in str(error):
         error.add_note("a recurrent policy is made with initial_state=, and takes its state as the last argument")
+    if "shapes cannot be multiplied" in str(error):
+        error.add_note("the network is built for another width: compare its layers with env.observation_space")
     if "same dtype" in str(error):
         error.add_note("weights and observations have one dtype: call module.float(), or pass make_env(dtype=)")
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in optree.tree_leaves(recurrent)]

@@ -328,7 +328,7 @@ def normalize(stats: RunningStatistics, observation: Any, *, clip: float | None 
 
 
 def denormalize(stats: RunningStatistics, observation: Any) -> Any:
-    """The inverse of `normalize` without `clip`.
+    """The inverse of `normalize` without `clip`, with its errors.
 
     >>> import gymnasium, torch
     >>> stats = update(init(gymnasium.spaces.Box(-1, 1, (1,))), torch.tensor([[1.0], [3.0]]))

@@ -151,6 +151,9 @@ def sample(ring: JaxRing, key: Any, batch_size: int) -> Any:
 
     The ring must not be empty. This is not checked, since the number of its steps is unknown when this is compiled.
 
+    Raises:
+        TypeError, ValueError: if `ring` is something else, or `batch_size` is no positive int.
+
     >>> import jax, jax.numpy as jnp
     >>> import funcollect as fc
     >>> ring = fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10)

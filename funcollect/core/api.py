@@ -237,6 +237,10 @@ def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
         env: the environment that `state` was made with.
         state: any state of the run.
 
+    Raises:
+        EnvError: if an environment raises as it is reset.
+        TypeError: for something else than an environment and a state.
+
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1")
     >>> policy = fc.random_policy(env)

@@ -38,7 +38,10 @@ def autoreset_mode(env: Any) -> Any:
 def check_spaces(env: Any) -> None:
     """Raise TypeError unless an environment has both spaces."""
     if missing := [name for name in ("observation_space", "action_space") if not hasattr(env, name)]:
-        raise TypeError(f"{type(env).__name__} lacks {missing}, expected as attributes of the class: set them")
+        raise TypeError(
+            f"{type(env).__name__} lacks {missing}, expected as attributes of the class: set them there, or in its "
+            "constructor, before super().__init__()"
+        )
 
 
 def check_pure_functions(owner: str, reset: Any, step: Any) -> None:

@@ -105,8 +105,8 @@ _NAMESPACES: dict[str, Callable[..., Env]] = {
     "playground": envs.from_playground,
     "torch": _torch_env,
 }
-_WORKER_ARGUMENTS = ("num_workers", "parallel", "overlap", "timeout", "on_failure")
-_ADAPTER_ARGUMENTS = ("num_envs", *_WORKER_ARGUMENTS, "info_keys", "dtype", "one_hot")
+WORKER_ARGUMENTS = ("num_workers", "parallel", "overlap", "timeout", "on_failure")
+_ADAPTER_ARGUMENTS = ("num_envs", *WORKER_ARGUMENTS, "info_keys", "dtype", "one_hot")
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:

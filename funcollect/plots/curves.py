@@ -74,7 +74,7 @@ def lengths(
     ax: Axes | None = None,
     path: str | PathLike[str] | None = None,
 ) -> Figure:
-    """Plot episode lengths over the frames of a run, with a rolling mean. `returns` takes the same arguments.
+    """Plot episode lengths over the frames of a run, with a rolling mean. See `returns` for the arguments and errors.
 
     >>> import torch
     >>> from funcollect import EpisodeStats

@@ -48,7 +48,8 @@ def vector() -> Any:
     return SyncVectorEnv([Walk] * 3, autoreset_mode=AutoresetMode.DISABLED)
 
 
-TRACED = {"action_memory", "observation_memory"}  # these look into the policy's steps
+NO_OBJECTS = {"own_resets"}  # for each lane
+TRACED = NO_OBJECTS | {"action_memory", "observation_memory"}  # these look into the policy's steps
 
 # One row per adapter and kind of source; a new adapter adds its own. What to check, and which checks need not apply.
 GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
@@ -56,15 +57,15 @@ GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
     "gymnasium batch": (lambda: "CartPole-v1", {"num_envs": 3}, set()),
     "gymnasium list": (lambda: [Walk, Walk], {}, {"lanes_alone"}),
     "gymnasium instance": (lambda: gymnasium.make("CartPole-v1"), {}, {"reset_mask", "lanes_alone"}),
-    "gymnasium VectorEnv": (vector, {}, {"lanes_alone"}),
+    "gymnasium VectorEnv": (vector, {}, NO_OBJECTS | {"lanes_alone"}),
     "gymnasium Dict space": (over(Structured), {}, {"lanes_alone"}),
     "gymnasium same starts": (lambda: "FrozenLake-v1", {"num_envs": 2}, {"another_seed"}),
     "mujoco": (lambda: "HalfCheetah-v5", {"num_envs": 2, "max_episode_steps": 20}, set()),
     "box2d": (lambda: "LunarLander-v3", {"num_envs": 2, "max_episode_steps": 20}, set()),
-    "torch": (lambda: "torch/CartPole-v1", {"num_envs": 3}, set()),
-    "torch without ends": (lambda: "torch/Pendulum-v1", {"num_envs": 2}, {"terminal"}),
-    "torch single": (lambda: TorchWalk(), {}, {"reset_mask", "lanes_alone"}),
-    "envpool": (lambda: "envpool/CartPole-v1", {"num_envs": 3}, {"fork", "save", "lanes_alone"}),
+    "torch": (lambda: "torch/CartPole-v1", {"num_envs": 3}, NO_OBJECTS),
+    "torch without ends": (lambda: "torch/Pendulum-v1", {"num_envs": 2}, NO_OBJECTS | {"terminal"}),
+    "torch single": (lambda: TorchWalk(), {}, NO_OBJECTS | {"reset_mask", "lanes_alone"}),
+    "envpool": (lambda: "envpool/CartPole-v1", {"num_envs": 3}, NO_OBJECTS | {"fork", "save", "lanes_alone"}),
     "atari": (lambda: "ale/Breakout", {"num_envs": 2}, {"another_seed", "lanes_alone", "terminal"}),
     "jax": (lambda: "gymnax/CartPole-v1", {"num_envs": 2}, TRACED),
     "jax single": (lambda: "gymnax/Catch-bsuite", {}, TRACED | {"reset_mask", "lanes_alone"}),
@@ -115,6 +116,9 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("same_seed", over(faulty.SeedsItself), r"the second run, lane 0, step 0, next.observation.*seed=0"),
     ("another_seed", over(faulty.IgnoresItsSeed), r"seed=1 than with seed=0.*differ from episode to episode"),
     ("cuts", through(faulty.ReplacesItsRows), r"the run cut into \[1, 20, 1, 20\], lane 0, step 1, next.observation"),
+    ("own_resets", over(faulty.HidesItsEnds), r"lane 0, step 5: expected no call of reset .*max_episode_steps"),
+    ("own_resets", lambda: fc.make_env(faulty.HidesItsEnds, num_envs=3, num_workers=2), "lane 0, step 5"),
+    ("own_resets", lambda: fc.make_env(faulty.HidesItsEnds, num_envs=3, max_episode_steps=9), "lane 0, step 5"),
     ("resets", over(faulty.RemembersEpisodes), r"where episode 0 begins: .*begun directly.*reset\(seed="),
     ("resets", through(faulty.ForgetsToWrite, seeding="lane"), r"the root after an end: .*the terminal one still"),
     ("terminal", over(faulty.ResetsItself), r"next where an episode is \w+ated: .*without its own autoreset"),

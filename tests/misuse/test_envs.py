@@ -270,14 +270,18 @@ def count(value: Any) -> list[Misuse]:
         "a Torch environment without a space",
         Incomplete,
         TypeError,
-        ("Incomplete lacks ['action_space']", "expected as attributes of the class", "set them"),
+        ("Incomplete lacks ['action_space']", "expected as attributes of the class", "before super().__init__()"),
         Complete,
     ),
     Misuse(
         "a Gymnasium environment without spaces",
         lambda: fc.make_env(Spaceless, num_envs=2),
         TypeError,
-        ("Spaceless lacks ['observation_space', 'action_space']", "expected as attributes of the class", "set them"),
+        (
+            "Spaceless lacks ['observation_space', 'action_space']",
+            "expected as attributes",
+            "before super().__init__()",
+        ),
         good,
     ),
     Misuse(

@@ -49,7 +49,7 @@ def seen(what: str, observation: Any, *says: str, **how: Any) -> Misuse:
     step("step raises", raises(RuntimeError("out of petrol")), "step(", "out of petrol", ONWARD),
     step("four values", lambda answer: answer[:4], "step returned", "expected the five values", "use Gymnasium's"),
     step("no values", lambda answer: None, "step returned None", "expected the five values", "use Gymnasium's"),
-    step("no reward", swaps(1, None), "the reward is NaN or None", "expected a number", "look at the action"),
+    step("no reward", swaps(1, None), "the reward is NaN or None", "expected a number", "assert that in"),
     step("a NaN reward", swaps(1, float("nan")), "step 2 of this batch", "the reward is NaN", "expected a number"),
     step("an array of rewards", swaps(1, np.ones(3)), "the reward array([1., 1., 1.])", "expected a number", "return"),
     step("a reward in an array", swaps(1, np.ones(1)), "the reward array([1.])", "expected a number", "return"),

@@ -93,6 +93,9 @@ class SamplerWithoutReplacement(RandomSampler):
         drop_last: omit the last frames of a round if they do not fill a batch; else the last batch is shorter.
         shuffle: whether the order is random; if False, slots are drawn in their order.
 
+    Raises:
+        TypeError: if one of them is no bool.
+
     >>> import funcollect as fc, torch
     >>> sampler = SamplerWithoutReplacement(shuffle=False)
     >>> buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), sampler=sampler, batch_size=2)

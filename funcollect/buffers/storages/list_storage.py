@@ -31,6 +31,9 @@ class ListStorage(Storage):
     Args:
         max_size: the capacity in items.
 
+    Raises:
+        TypeError, ValueError: unless `max_size` is a positive int.
+
     >>> from funcollect import ListStorage, ReplayBuffer
     >>> buffer = ReplayBuffer(storage=ListStorage(10))
     >>> indices = buffer.extend(["a", "b"])

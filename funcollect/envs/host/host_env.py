@@ -96,8 +96,8 @@ def check_rewards(rewards: npt.NDArray[np.float32]) -> None:
     if wrong.any():
         step, lane = np.argwhere(wrong)[0].tolist()
         raise EnvError(
-            f"lane {lane}, step {step} of this batch: the reward is NaN or None, expected a number: look at the action "
-            f"and the observation of that step; {ONWARD}"
+            f"lane {lane}, step {step} of this batch: the reward is NaN or None, expected a number: assert that in the "
+            f"environment's step, to see what it was computed from; {ONWARD}"
         )
 
 

@@ -204,7 +204,12 @@ class TorchPolicy(TorchBacked):
         self, module: Any, observation: Any, recurrent: Any, exploration_type: ExplorationType, *, single: bool = False
     ) -> Any:
         """The answer of `module`, which is this policy's module bound to parameters."""
-        return module(*self.arguments(observation, recurrent))
+        arguments = self.arguments(observation, recurrent)
+        try:
+            return module(*arguments)
+        except Exception as error:
+            note_arguments(error, "the policy's module", arguments, recurrent)
+            raise
 
     @override
     def actor(self, inputs: ActorInputs, /) -> TorchActor:

@@ -10,7 +10,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from funcollect.arguments import check_kind
 from funcollect.envs.base import EnvBase
-from funcollect.envs.registry import make_env
+from funcollect.envs.registry import WORKER_ARGUMENTS, make_env
 from funcollect.messages import shown
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import Env
@@ -33,6 +33,7 @@ CHECKS: tuple[Check[Trial], ...] = (
     env_resets.another_seed,
     pair_checks.cuts,
     env_resets.resets,
+    env_resets.own_resets,
     env_resets.terminal,
     env_resets.reset_mask,
     env_runs.lanes_alone,
@@ -89,5 +90,6 @@ def _single(env: Any, made: Env, kwargs: dict[str, Any]) -> Env | None:
         alone.num_envs = 1
         return alone
     if isinstance(env, (str, EnvSpec)) or (callable(env) and "num_envs" in kwargs):
-        return make_env(env, **{**kwargs, "num_envs": 1})
+        of_one_lane = {name: value for name, value in kwargs.items() if name not in WORKER_ARGUMENTS}
+        return make_env(env, **of_one_lane | {"num_envs": 1})
     return None

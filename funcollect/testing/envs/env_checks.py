@@ -73,7 +73,10 @@ def observations(trial: Trial) -> None:
             low, high = (torch.as_tensor(bound) for bound in _bounds(part, leaf.dtype))
             numbers = value.cpu()
             if place := first_row(~((numbers >= low) & (numbers <= high))):  # NaN is also outside
-                mend = "widen the space, or clip the observation"
+                if numbers[place].isnan().any():
+                    mend = "look at the division, root or logarithm behind it"
+                else:
+                    mend = "widen the space, or clip the observation"
                 raise fail(spot(*place, path), expected=f"a value in {part}", got=shown(value[place]), mend=mend)
 
 
@@ -94,7 +97,7 @@ def rewards(trial: Trial) -> None:
     """Rewards are finite float32 numbers."""
     reward = trial.batch["next", "reward"]
     if place := first_row(~reward.isfinite()):
-        where, mend = spot(*place, ("next", "reward")), "look at the division or logarithm behind it"
+        where, mend = spot(*place, ("next", "reward")), "look at the division, root or logarithm behind it"
         raise fail(where, expected="a finite number", got=shown(reward[place]), mend=mend)
 
 

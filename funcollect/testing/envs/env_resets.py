@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
+import gymnasium
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, kl_divergence
 
 from funcollect.core import api
+from funcollect.core.apply import apply
 from funcollect.core.restore import go_on
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import seeding_of
@@ -20,6 +23,7 @@ from funcollect.tree import Path
 
 _CHANCE = 1e-3  # the probability of a false alarm that `terminal` accepts
 _AS_FIRST = 0.8  # the share of ends that look like first observations, of the share of those themselves
+_NOTICED = "_funcollect_noticed"  # the attribute of an environment whose `step` has called `reset`
 _RESETS = 16  # the number of episodes per lane whose first observations are compared
 
 
@@ -101,6 +105,49 @@ def _expect_seeded(trial: Trial, batch: Any) -> None:
                         mend="let reset(seed=...) alone decide how an episode begins, or say seeding='lane' or 'run'; "
                         "if a wrapper normalises by running statistics, do that in the network",
                     )
+
+
+def own_resets(trial: Trial) -> None:
+    """`step` calls no `reset` within an episode: the batch has the end of each."""
+    with trial.started() as state:
+        try:
+            state, _ = apply(trial.env, state, _watch_resets)
+        except TypeError:
+            raise NotApplicableError("its lanes are no objects of Gymnasium's") from None
+        for step in range(trial.steps):
+            state, row = trial.go_on(state, 1)
+            state, found = apply(trial.env, state, _has_reset_itself)
+            if place := first_row(torch.tensor(found)[:, None] & ~row["next", "done"][..., 0]):
+                where, expected = f"lane {place[0]}, step {step}", "no call of reset by step within an episode"
+                mend = "return terminated or truncated as True instead; max_episode_steps sets a time limit"
+                raise fail(where, expected=expected, got="a call", mend=mend)
+
+
+def _watch_resets(env: Any) -> None:
+    """Notice calls of a Gymnasium environment's `reset` that come from `step`, its own or that of a wrapper."""
+    if not isinstance(env, gymnasium.Env):
+        return
+    raw, wrappers = env.unwrapped, [env]
+    while isinstance(wrappers[-1], gymnasium.Wrapper):
+        wrappers.append(wrappers[-1].env)
+    inner = raw.reset
+
+    def reset(*args: Any, **kwargs: Any) -> Any:
+        frame = inspect.currentframe()
+        while frame is not None:
+            caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+            if any(caller is each for each in wrappers):
+                raw.__dict__[_NOTICED] = True
+                break
+            frame = frame.f_back
+        return inner(*args, **kwargs)
+
+    raw.__dict__["reset"] = reset
+
+
+def _has_reset_itself(env: Any) -> bool:
+    """Whether there was such a call since this was asked last."""
+    return isinstance(env, gymnasium.Env) and env.unwrapped.__dict__.pop(_NOTICED, False)
 
 
 def terminal(trial: Trial) -> None:

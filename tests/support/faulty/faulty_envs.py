@@ -136,6 +136,12 @@ class ResetsItself(Walk):
         return [self.reset()[0] if any(answer[1:3]) else seen, *answer]
 
 
+class HidesItsEnds(Walk):
+    def step(self, action: Any) -> Any:
+        seen, reward, *_ = super().step(action)
+        return (self.reset()[0] if self.time == 6 else seen), reward, False, False, {}
+
+
 class ResetsItselfAnywhere(ResetsItself):
     """Its starts have no bounds."""
 
