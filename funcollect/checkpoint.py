@@ -21,11 +21,14 @@ from funcollect.core.saving import Episodes, check_episodes
 from funcollect.core.state import flatten_part
 from funcollect.files import read_data, sync, write_data
 from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.plain_data import allow
 from funcollect.messages import shown
+from funcollect.trajectories.stats import EpisodeStats, OpenReturn
 
 _KIND = "the values of a checkpoint"
 _VALUES, _COLLECTOR, _BUFFER = "values", "collector", "buffer"
 _NAME = re.compile(r"step-(\d+)")
+allow(EpisodeStats, OpenReturn)
 
 
 class Checkpoint:
@@ -95,8 +98,8 @@ class Checkpoint:
             policy: a module, or any object with `state_dict`; a pytree of parameters; or a dict of such.
             optimizer: an optimizer, likewise, or a pytree such as the state of optax; or a dict of such.
             episodes: as `save` of the collector takes it.
-            values: numbers, strings, arrays, tensors, generators of NumPy and Torch, and lists, tuples and dicts of
-                them. A named tuple comes back as a plain one.
+            values: numbers, strings, arrays, tensors, generators of NumPy and Torch, `EpisodeStats`, and lists, tuples
+                and dicts of them. A named tuple comes back as a plain one.
 
         Raises:
             ValueError: for a step that is not after the latest one.

@@ -92,6 +92,30 @@ def test_the_latest_are_kept_and_any_of_them_can_be_restored(tmp_path):
     own["collector"].shutdown()
 
 
+def test_episodes_that_were_unfinished_are_counted_in_full(tmp_path):
+    def run(batches, history):
+        for _ in range(batches):
+            history.append(fc.episode_stats(next(collector), history[-1] if history else None))
+        return fc.EpisodeStats.concatenate(history)
+
+    checkpoint, keywords = fc.Checkpoint(tmp_path), {"frames_per_batch": 40, "seed": 0}
+    with fc.SyncDataCollector("CartPole-v1", None, **keywords) as collector:
+        run(1, history := [])
+        checkpoint.save(1, collector=collector, history=history, best={"one": history[0]})
+        whole = run(6, history)
+    with fc.SyncDataCollector("CartPole-v1", None, **keywords) as collector:
+        saved = checkpoint.restore(collector=collector)
+        assert saved["best"]["one"] is saved["history"][0]
+        resumed = run(6, saved["history"])
+    assert torch.equal(resumed.returns, whole.returns)
+    assert torch.equal(resumed.traj_ids, whole.traj_ids)
+    assert resumed.open_returns == whole.open_returns
+    with fc.SyncDataCollector("CartPole-v1", None, **keywords) as collector:
+        checkpoint.restore(collector=collector)
+        with pytest.warns(UserWarning, match="which a checkpoint saves as a value"):
+            assert len(run(1, [])) < len(whole)
+
+
 def test_a_list_of_frames_is_saved_without_code(tmp_path):
     buffer, other = (fc.ReplayBuffer(batch_size=4) for _ in range(2))  # the default storage
     with fc.SyncDataCollector("CartPole-v1", frames_per_batch=20, seed=0) as collector:

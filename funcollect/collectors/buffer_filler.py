@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import warnings
 import weakref
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +45,14 @@ class BufferFiller:
         except StopIteration:
             pass
         except BaseException as error:
-            self._error = None if self._stopped else error
+            if not self._stopped:
+                self._error = error
+                warnings.warn(
+                    f"the buffer is no longer filled, {type(error).__name__}: {error}; the next call of the collector "
+                    "raises this",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         finally:
             with self._condition:
                 self._resting = True
@@ -97,3 +107,87 @@ class BufferFiller:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+class FillsBuffer(Iterator[Any]):
+    """The methods with which a collector fills a buffer from a thread."""
+
+    _filler: BufferFiller | None = None
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raise the exception that ended the thread, if there is one, or ClosedError."""
+
+    def start(self, buffer: Any) -> None:
+        """Fill a buffer in a thread, ``buffer.extend(batch)``, until the run ends or the collector is shut down.
+
+        Meanwhile weights may be updated and `stats` read; everything else needs `pause`. An exception in the thread is
+        a RuntimeWarning at once, and is raised by the next call of the collector, `shutdown` included.
+
+        Args:
+            buffer: a replay buffer, or any object with a method `extend`.
+
+        Raises:
+            TypeError: for a buffer without that method.
+            RuntimeError: if a buffer is being filled already.
+
+        >>> import funcollect as fc
+        >>> batches = []
+        >>> collector = fc.MultiaSyncDataCollector(
+        ...     ["CartPole-v1"] * 2, None, frames_per_batch=50, total_frames=100, in_process=True
+        ... )
+        >>> collector.start(batches)
+        >>> collector.join()
+        >>> sum(rows.numel() for rows in batches)
+        100
+        """
+        self._check_open()
+        if self._filler is not None and self._filler.at_work:
+            raise RuntimeError("the collector fills a buffer already: shut it down before another start")
+        self._filler = BufferFiller(self, buffer)
+
+    def pause(self) -> None:
+        """Block until the batch under way is in the buffer; no other one is added until `resume`.
+
+        Meanwhile every other method may be called.
+
+        Raises:
+            RuntimeError: if `start` was not called.
+        """
+        self._filling().pause()
+        self._check_open()
+
+    def resume(self) -> None:
+        """Continue to fill the buffer after `pause`."""
+        self._check_open()
+        self._filling().resume()
+
+    def join(self) -> None:
+        """Wait until the run that `start` began has ended; an exception in its thread is raised."""
+        self._filling().join()
+        self._filling().raise_error()
+
+    def _filling(self) -> BufferFiller:
+        """The filler that `start` has made; RuntimeError if there is none."""
+        if self._filler is None:
+            raise RuntimeError("no buffer is being filled: call start(buffer) before")
+        return self._filler
+
+    def _is_filling(self) -> bool:
+        """Whether another thread than the calling one fills a buffer now."""
+        return self._filler is not None and self._filler.at_work and not self._filler.own
+
+    @contextlib.contextmanager
+    def _filler_ended(self) -> Iterator[None]:
+        """After the block, the thread has ended, unless it is the calling one; errors of the block are not its own."""
+        filler = self._filler if self._filler is not None and not self._filler.own else None
+        if filler is not None:
+            filler.stop()
+        yield
+        if filler is not None:
+            filler.join()
+
+    def _check_filler(self) -> None:
+        """Raise the exception that ended the thread that fills a buffer, once."""
+        if self._filler is not None and not self._filler.own:
+            self._filler.raise_error()

@@ -384,5 +384,5 @@ class CollectorBase(RunOptions, ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self.shutdown()

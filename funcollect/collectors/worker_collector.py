@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_function, check_positive
-from funcollect.collectors.buffer_filler import BufferFiller
+from funcollect.collectors.buffer_filler import FillsBuffer
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.exclusive import InUse, exclusive
 from funcollect.collectors.keywords import collector
@@ -38,7 +38,7 @@ from funcollect.protocols import is_policy
 
 
 @collector
-class WorkerCollector(CollectorBase, InUse):
+class WorkerCollector(CollectorBase, FillsBuffer, InUse):
     """The base class of collectors with workers.
 
     Worker ``w`` of ``W`` with ``P`` environments owns the lanes ``w * P`` to ``w * P + P - 1``.
@@ -104,7 +104,6 @@ class WorkerCollector(CollectorBase, InUse):
     ) -> None:
         """Start the workers; `WorkerRun` describes `join`. `grace` is in seconds, added to the timeouts."""
         self._batches, self._seconds, self._warned = 0, 0.0, False
-        self._filler: BufferFiller | None = None
         failure_policy = FailurePolicy(self.timeout + grace, self.start_timeout + grace, self.on_failure)
         self.run = WorkerRun(jobs, transport, failure_policy, self.policy, join, prefetch=prefetch)
         self._finalizer = weakref.finalize(self, self.run.close)
@@ -153,61 +152,6 @@ class WorkerCollector(CollectorBase, InUse):
             self._warned = True
             warnings.warn(_KEPT, stacklevel=6)  # where the loop over the batches stands
         return batch
-
-    def start(self, buffer: Any) -> None:
-        """Fill a buffer in a thread, ``buffer.extend(batch)``, until the run ends or the collector is shut down.
-
-        Meanwhile weights may be updated and `stats` read; everything else needs `pause`. An exception in the thread is
-        raised by the next call of the collector.
-
-        Args:
-            buffer: a replay buffer, or any object with a method `extend`.
-
-        Raises:
-            TypeError: for a buffer without that method.
-            RuntimeError: if a buffer is being filled already.
-
-        >>> import funcollect as fc
-        >>> batches = []
-        >>> collector = fc.MultiaSyncDataCollector(
-        ...     ["CartPole-v1"] * 2, None, frames_per_batch=50, total_frames=100, in_process=True
-        ... )
-        >>> collector.start(batches)
-        >>> collector.join()
-        >>> sum(rows.numel() for rows in batches)
-        100
-        """
-        self._check_open()
-        if self._filler is not None and self._filler.at_work:
-            raise RuntimeError("the collector fills a buffer already: shut it down before another start")
-        self._filler = BufferFiller(self, buffer)
-
-    def pause(self) -> None:
-        """Block until the batch under way is in the buffer; no other one is added until `resume`.
-
-        Meanwhile every other method may be called.
-
-        Raises:
-            RuntimeError: if `start` was not called.
-        """
-        self._filling().pause()
-        self._check_open()
-
-    def resume(self) -> None:
-        """Continue to fill the buffer after `pause`."""
-        self._check_open()
-        self._filling().resume()
-
-    def join(self) -> None:
-        """Wait until the run that `start` began has ended; an exception in its thread is raised."""
-        self._filling().join()
-        self._filling().raise_error()
-
-    def _filling(self) -> BufferFiller:
-        """The filler that `start` has made; RuntimeError if there is none."""
-        if self._filler is None:
-            raise RuntimeError("no buffer is being filled: call start(buffer) before")
-        return self._filler
 
     @exclusive
     def reset(self, mask: Tensor | None = None) -> None:
@@ -347,6 +291,7 @@ class WorkerCollector(CollectorBase, InUse):
             - ``restarts`` of workers, and ``lost_frames`` with them;
             - ``copies``, the batches delivered as copies.
         """
+        self._check_filler()
         counts = self.run.stats()
         return {
             "frames": self.frames,
@@ -359,13 +304,20 @@ class WorkerCollector(CollectorBase, InUse):
 
     @override
     def shutdown(self, timeout: float | None = None) -> None:
+        self._end()
+        self._check_filler()
+
+    @override
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._end()
+        if kind is None:
+            self._check_filler()
+
+    def _end(self) -> None:
+        """End the workers, and the thread that fills a buffer."""
         self._closed = True
-        filler = self._filler if self._filler is not None and not self._filler.own else None
-        if filler is not None:
-            filler.stop()
-        self._finalizer()
-        if filler is not None:
-            filler.join()
+        with self._filler_ended():
+            self._finalizer()
 
     @override
     def _refuse(self) -> NoReturn:
@@ -375,12 +327,11 @@ class WorkerCollector(CollectorBase, InUse):
     def _check_at_rest(self) -> None:
         """Raise an error if the collector is closed, or fills a buffer in another thread."""
         self._check_open()
-        if self._filler is not None and self._filler.at_work and not self._filler.own:
+        if self._is_filling():
             raise RuntimeError("the collector fills a buffer: call pause() before")
 
     def _check_open(self) -> None:
-        if self._filler is not None and not self._filler.own:
-            self._filler.raise_error()
+        self._check_filler()
         self._closed = self._closed or self.run.pool.closed
         super()._check_open()
 

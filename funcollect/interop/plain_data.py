@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,21 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 _GENERATORS = {each.__name__: each for each in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)}
 _SEQUENCES = (list, tuple, deque, set, frozenset)
+_RECORDS: dict[str, type] = {}
+
+
+def allow(*kinds: type) -> None:
+    """Let instances of dataclasses or named tuples be written by their fields, and made of them again."""
+    _RECORDS.update({kind.__name__: kind for kind in kinds})
 
 
 def to_data(value: Any, known: Sequence[Any] = ()) -> tuple[Any, Arrays]:
     """Turn a value into a structure for JSON, and arrays by name.
 
     The value may nest numbers, strings, bytes, None, lists, tuples, dicts, sets, deques, generators of NumPy and Torch,
-    NumPy arrays, Torch tensors and JAX arrays. A named tuple becomes a plain one. An object that it holds twice is one
-    object again after `from_data`. The objects `known` are replaced by their positions.
+    NumPy arrays, Torch tensors, JAX arrays and instances of allowed classes. Any other named tuple becomes a plain one.
+    An object that it holds twice is one object again after `from_data`. The objects `known` are replaced by their
+    positions.
 
     Raises:
         TypeError: for anything else; the message names where it is.
@@ -61,6 +69,8 @@ class _Writer:
 
     def _new(self, value: Any, where: str) -> Any:
         kind = type(value)
+        if _RECORDS.get(kind.__name__) is kind:
+            return ["record", kind.__name__, self.encode({name: getattr(value, name) for name in _fields(kind)}, where)]
         kind = tuple if isinstance(value, tuple) else kind
         if kind in _SEQUENCES:
             parts = [self.encode(each, f"{where}[{number}]") for number, each in enumerate(value)]
@@ -113,6 +123,11 @@ class _Writer:
         return ["jax", *self._bytes(np.asarray(value))]
 
 
+def _fields(kind: Any) -> Iterable[str]:
+    """The names of the fields of a record."""
+    return kind._fields if issubclass(kind, tuple) else [each.name for each in fields(kind)]
+
+
 def _is_dense(value: Tensor) -> bool:
     """Whether a tensor's elements, as they are, are in memory."""
     return value.layout == torch.strided and not (value.is_meta or value.is_quantized or value.is_nested)
@@ -161,6 +176,8 @@ class _Reader:
                 name = self.decode(key)
                 table[name] = self.decode(value)
             return table
+        if kind == "record":
+            return _RECORDS[rest[0]](**self.decode(rest[1]))
         if kind == "generator":
             return _generator(self.decode(rest[0]))
         if kind not in _ARRAYS:

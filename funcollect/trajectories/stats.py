@@ -138,16 +138,15 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     stats, missing = stats_and_missing(batch, previous)
     if missing and previous is None:
         warnings.warn(
-            f"{missing} of the {missing + len(stats)} episodes that end here began before the batch and are left out, "
-            "so the others are the short ones: pass previous=, the result for the batch before. The first "
-            "batch after a resume has none",
+            f"{missing} episodes of the batch began before it and are left out, here or when they end, so the others "
+            "are the short ones: pass previous=, the result for the batch before, which a checkpoint saves as a value",
             stacklevel=2,
         )
     return stats
 
 
 def stats_and_missing(batch: TensorDictBase, previous: EpisodeStats | None) -> tuple[EpisodeStats, int]:
-    """The result of `episode_stats`, and the number of episodes that end in the batch and lack frames."""
+    """The result of `episode_stats`, and the number of episodes of the batch that lack frames."""
     frames, lanes = counted_frames(batch)
     _check_one_run(batch, frames)
     check_kind("previous", previous, (EpisodeStats, type(None)), "pass the result of the last call")
@@ -156,8 +155,7 @@ def stats_and_missing(batch: TensorDictBase, previous: EpisodeStats | None) -> t
     present = set(lanes.tolist())
     elsewhere = {traj_id: head for traj_id, head in opened.items() if head.lane not in present}
     ends = frames.done.nonzero()[:, 0]
-    whole = trajectories.whole[of_frame[ends]]
-    missing, ends = int((~whole).sum()), ends[whole]
+    ends = ends[trajectories.whole[of_frame[ends]]]
     ends = ends[frames.order[ends].argsort()]
     stats = EpisodeStats(
         returns=_by_player(trajectories.returns[of_frame[ends]]),
@@ -167,7 +165,7 @@ def stats_and_missing(batch: TensorDictBase, previous: EpisodeStats | None) -> t
         terminated=frames.terminated[ends],
         open_returns=elsewhere | _unfinished(trajectories),
     )
-    return stats, missing
+    return stats, int((~trajectories.whole).sum())
 
 
 class CountedFrames(NamedTuple):

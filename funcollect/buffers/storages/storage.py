@@ -119,7 +119,7 @@ def lead_of(data: Any, leaves: Any, ndim: int) -> tuple[int, ...]:
     if len(shape) < ndim:
         mend = "stack single frames, or give them to add"
         if shape:
-            mend = f"build it with ndim={len(shape)}, or reshape the batch"
+            mend = f"build it with ndim={len(shape)}, make the environments with num_envs, or reshape the batch"
         raise ValueError(
             f"the batch has batch dimensions {list(shape)}, the storage takes {ndim} (ndim={ndim}), time last: {mend}"
         )

@@ -77,21 +77,61 @@ def test_a_run_ends_and_its_thread_with_it(kind):
         made(kind, "serial").start(3)
 
 
+def fill_until_it_fails(collector, buffer, kill=None):
+    """Start, kill this worker once there is a batch, and wait for the end of the thread."""
+    collector.start(buffer)
+    if kill is not None:
+        buffer.wait_for(1)
+        os.kill(collector.run.pool.records[kill].handle.pid, signal.SIGKILL)
+    collector._filler.join()
+
+
 @pytest.mark.parametrize("kind", COLLECTORS)
 def test_an_exception_in_the_buffer_surfaces_in_the_caller(kind):
     with made(kind, "processes") as collector:
-        collector.start(Buffer(fail_at=2))
+        with pytest.warns(RuntimeWarning, match="no longer filled, ArithmeticError: full"):
+            fill_until_it_fails(collector, Buffer(fail_at=2))
         with pytest.raises(ArithmeticError, match="full"):
             collector.join()
         next(collector)
 
 
+NEXT_CALLS = {
+    "stats": lambda collector: collector.stats(),
+    "shutdown": lambda collector: collector.shutdown(),
+    "exit": lambda collector: collector.__exit__(None, None, None),
+    "update": lambda collector: collector.update_policy_weights_(),
+    "pause": lambda collector: collector.pause(),
+    "next": next,
+}
+
+
+@pytest.mark.parametrize("call", NEXT_CALLS)
+def test_an_exception_in_the_buffer_is_raised_by_the_next_call(call):
+    collector = made(fc.MultiaSyncDataCollector, "serial")
+    with pytest.warns(RuntimeWarning, match="no longer filled"):
+        fill_until_it_fails(collector, Buffer(fail_at=1))
+    with pytest.raises(ArithmeticError, match="full"):
+        NEXT_CALLS[call](collector)
+    collector.shutdown()
+    with pytest.raises(fc.errors.ClosedError):
+        next(collector)
+
+
+def test_an_exception_in_the_buffer_hides_no_other_one():
+    collector = made(fc.MultiaSyncDataCollector, "serial")
+    with pytest.warns(RuntimeWarning, match="no longer filled"):
+        fill_until_it_fails(collector, Buffer(fail_at=1))
+    with pytest.raises(KeyError, match="mine"), collector:
+        raise KeyError("mine")
+    with pytest.raises(ArithmeticError, match="full"):
+        collector.stats()
+
+
 def test_a_workers_failure_surfaces_in_the_caller():
     collector = made(fc.MultiSyncDataCollector, "processes")
-    buffer = Buffer()
-    collector.start(buffer)
-    buffer.wait_for(1)
-    os.kill(collector.run.pool.records[1].handle.pid, signal.SIGKILL)
+    with pytest.warns(RuntimeWarning, match="no longer filled, WorkerError: worker 1"):
+        fill_until_it_fails(collector, Buffer(), kill=1)
     with pytest.raises(fc.errors.WorkerError, match="worker 1"):
         collector.join()
     with pytest.raises(fc.errors.ClosedError):

@@ -54,7 +54,7 @@ def test_they_are_those_of_the_host_however_a_run_is_cut(options: dict[str, Any]
 
 def test_episodes_with_missing_frames_are_omitted() -> None:
     (first, second, third), (stats, *_) = jax.jit(lambda: run([5, 3, 40]))()
-    with pytest.warns(UserWarning, match="episodes that end here began before the batch"):
+    with pytest.warns(UserWarning, match="episodes of the batch began before it"):
         on_host = on_the_host([second])
     assert ended(fc.traced.episode_stats(second)) == on_host
     assert ended(fc.traced.episode_stats(third, stats)) == on_the_host([first, third])[int(stats.count) :]
