@@ -13,7 +13,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.1
 export JAX_TRACEBACK_IN_LOCATIONS_LIMIT ?= 0
 
-.PHONY: demo test test-newest test-oldest test-gpu-machine docs docs-serve dist $(FAST) tests-exact tests-portable tests-ray test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
+.PHONY: demo test test-newest test-oldest test-gpu-machine docs docs-serve address dist $(FAST) tests-exact tests-portable tests-ray test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
 # Python keeps the bytecode of what is imported, which saves seconds in each process; to compile all that is installed would
 # take pip almost as long as the rest.
@@ -68,9 +68,9 @@ ifeq ($(FUNCOLLECT_SCALE),1)
 $(FAST): export XLA_FLAGS ?= --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
 endif
 
-# No broken link, no name without an entry.
+# No broken link, no name without an entry. All is read anew, as warnings are of the pages that were read.
 docs: $(VENV)/.test
-	$(BIN)/sphinx-build --quiet --nitpicky --fail-on-warning docs docs/_build/html
+	$(BIN)/sphinx-build --quiet --nitpicky --fail-on-warning --fresh-env docs docs/_build/html
 
 # The packages that a release publishes, tried.
 dist: $(VENV)/.core
@@ -78,7 +78,11 @@ dist: $(VENV)/.core
 	PYTHON=$(CURDIR)/$(BIN)/python bash .ci/dist.sh
 
 docs-serve: docs
-	$(BIN)/python -m http.server --directory docs/_build/html 8000
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory docs/_build/html 8000
+
+# The repository's address wherever it stands: make address URL=https://github.com/somebody/funcollect
+address:
+	sed -i "s|$$(sed -n 's/^Repository = "\(.*\)"/\1/p' pyproject.toml)|$(URL)|g" pyproject.toml CITATION.cff docs/start/install.md
 
 test: $(VENV)/.test
 	$(IN_PARALLEL) test-ray tests-others test-notebooks lint tests-core tests-policies tests-contracts tests-envs tests-exact tests-docs \

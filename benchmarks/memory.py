@@ -1,6 +1,7 @@
 """Peak memory above the batch itself, for 200 MB batches (`--scale 1`) of 84x84x4 frames; one fresh process per round.
 
-Two batches are collected, the first one let go before the second. Peak and resident set are the kernel's; the batch
+Two batches are collected, the first one let go before the second. Peak and resident memory are what Linux
+counts; the batch
 counts with the memory that its leaves really have.
 """
 

@@ -153,6 +153,15 @@ def _resolve_links(app: Any, page: str, source: list[str]) -> None:
     source[0] = _A_LINK.sub(resolved, source[0])
 
 
+def _lead_to_sources(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Let the links to a page's source lead to the notebook that it is a copy of; a page made here has none."""
+    folder = page.partition("/")[0]
+    if folder == "notebooks":
+        context["theme_source_directory"] = ""
+    elif folder == "benchmarks":
+        context["page_source_suffix"] = ""
+
+
 def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
     """The address of a name's source code."""
     try:
@@ -188,3 +197,4 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-signature", _write_factories)
     app.connect("source-read", _resolve_links)
     app.connect("missing-reference", _find_public_name)
+    app.connect("html-page-context", _lead_to_sources)

@@ -211,7 +211,8 @@ def page(benchmark: str) -> str:
     measured = f"![{benchmark}]({benchmark}.svg)\n\nMedians.\n\n{costs_tables(costs(benchmark))}"
     if benchmark in PICTURES:
         rule = (
-            "The column frames/s is ours; the others are how many times faster that is. Medians of interleaved rounds."
+            "The column frames/s is this library's speed, the others are that speed over the other's: above 1, this "
+            "library is faster. Medians of interleaved rounds."
         )
         parts = [f"![{benchmark}]({benchmark}.svg)", rule, table(benchmark), costs_tables(costs(benchmark))]
         measured = "\n\n".join(filter(None, parts))

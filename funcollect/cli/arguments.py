@@ -99,7 +99,7 @@ def _check(commands: Any) -> None:
     what = "check that an environment, or a policy, keeps its contract"
     parser = _command(commands, "check", what, "my_module:MyEnvironment")
     _add_env(parser, num_envs=3)
-    _add_policy(parser, default=None, what="check this policy instead of ENV")
+    _add_policy(parser, default=None, what="check this policy in ENV instead")
     add = parser.add_argument
     add("--steps", type=_count, default=100, metavar="N", help="of a run, in which episodes end; default: 100")
     add("--max-episode-steps", type=_count, metavar="N", help="truncate episodes after N steps")

@@ -41,6 +41,8 @@ def _one_thread() -> Iterator[None]:
 def demo(arguments: argparse.Namespace) -> None:
     """Collect on CartPole-v1 with a Torch MLP, and print the result."""
     frames, seed = arguments.frames, arguments.seed
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    drawable = _is_drawable(arguments.out)
     env = fc.make_env("CartPole-v1", num_envs=8)
     policy = mlp(env, seed=seed)
     print(fc.explain(env, policy), end="\n\n", flush=True)
@@ -49,8 +51,8 @@ def demo(arguments: argparse.Namespace) -> None:
         for batch in run.follow(collector):
             last = batch
     print(run.table(), layout(last), sep="\n\n")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    if _drawn(run, "CartPole-v1, an untrained policy", arguments.out):
+    if drawable:
+        plots.returns(run.episodes, title="CartPole-v1, an untrained policy", path=arguments.out)
         print(f"\npicture: {arguments.out}")
 
 
@@ -79,8 +81,9 @@ def collect(arguments: argparse.Namespace) -> None:
             "seed": seed,
         }
         (folder / "stats.json").write_text(json.dumps(about | run.statistics(), indent=2) + "\n")
-        drawn = _drawn(run, arguments.env, folder / "returns.png")
-    print(run.table(), f"saved in {out}", *([f"picture: {out / 'returns.png'}"] if drawn else []), sep="\n\n")
+        if drawable := _is_drawable(folder / "returns.png"):
+            plots.returns(run.episodes, title=arguments.env, path=folder / "returns.png")
+    print(run.table(), f"saved in {out}", *([f"picture: {out / 'returns.png'}"] if drawable else []), sep="\n\n")
 
 
 def _new_folder(env: str) -> Path:
@@ -89,10 +92,10 @@ def _new_folder(env: str) -> Path:
     return Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def _drawn(run: RunSummary, title: str, path: Path) -> bool:
-    """Draw the returns of a run; False, with the reason on standard error, if Matplotlib is missing."""
+def _is_drawable(path: Path) -> bool:
+    """Whether a picture can have this path; False, with the reason on standard error, if Matplotlib is missing."""
     try:
-        plots.returns(run.episodes, title=title, path=path)
+        check_figure(path)
     except ImportError as error:
         print(f"no {path.name}: {error}", file=sys.stderr)
         return False
@@ -148,16 +151,11 @@ def explain(arguments: argparse.Namespace) -> None:
 def profile(arguments: argparse.Namespace) -> None:
     """Print where the time of a frame goes, and draw it if a file is named."""
     out = arguments.out
-    if out is not None:
-        try:
-            check_figure(out)
-        except ImportError as error:
-            print(f"no {out}: {error}", file=sys.stderr)
-            out = None
+    drawable = out is not None and _is_drawable(out)
     env = make_env(arguments, arguments.num_envs)
     measured = fc.profile(env, make_policy(arguments, env, seed=0), frames=arguments.frames)
     print(measured)
-    if out is not None:
+    if drawable:
         plots.profile(measured, title=arguments.env, path=out)
 
 

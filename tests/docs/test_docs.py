@@ -1,10 +1,15 @@
 """Every Python block of the documents runs: those of the root each by itself, a page of docs/ as one program."""
 
 import importlib
+import inspect
+import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import is_dataclass
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
 
@@ -131,6 +136,19 @@ def test_every_public_function_and_class_has_an_example():
             assert ">>>" in (value.__doc__ or ""), name
 
 
+# They raise nothing but TypeError for something else than their argument, or have no arguments.
+RAISE_NOTHING = ("PolicyBase", "RandomSampler", "close", "jax_ring.held", "ring.snapshot", "traced.partition")
+RAISE_NOTHING += ("samplers.RandomSampler",)
+
+
+def test_every_public_function_and_class_says_what_it_raises():
+    for name, value in public_values():
+        data = isinstance(value, type) and (issubclass(value, (Exception, tuple, Enum)) or is_dataclass(value))
+        if callable(value) and not (data or getattr(value, "_is_protocol", False) or name in SHOWN_ELSEWHERE):
+            says = re.search(r"Raises|\berrors\b", inspect.getdoc(value) or "")
+            assert bool(says) != (name in RAISE_NOTHING), name
+
+
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
@@ -156,6 +174,58 @@ def test_version_and_address_are_the_same_everywhere():
     for each in substitutions:
         text = re.sub(each["pattern"], each["replacement"], text)
     assert not re.search(r"\]\((?!https:)", text)  # on PyPI, relative links lead nowhere
+
+
+def test_the_address_is_set_by_one_command(tmp_path):
+    files = ["Makefile", "pyproject.toml", "CITATION.cff", "docs/start/install.md"]
+    repository = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    for each in files:
+        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / each, tmp_path / each)
+    subprocess.run(["make", "--silent", "address", "URL=https://example.org/a/b"], cwd=tmp_path, check=True)
+    for each in files[1:]:
+        assert (tmp_path / each).read_text() == (ROOT / each).read_text().replace(repository, "https://example.org/a/b")
+    places = [
+        "*.md",
+        "*.toml",
+        "*.cff",
+        "docs/*/*.md",
+        "docs/*.*",
+        "notebooks/*.ipynb",
+        "funcollect/**/*.py",
+        ".github/**/*.yml",
+    ]
+    texts = {path for place in places for path in ROOT.glob(place) if path.is_file()}
+    assert {str(path.relative_to(ROOT)) for path in texts if repository in path.read_text()} == {*files[1:]}
+
+
+CARTPOLES = [f"CartPole-v1 torch {lanes}" for lanes in (1, 8, 64)]
+GAMES = [[f"{env} {lanes}" for lanes in (64, 1_024, 4_096)] for env in ("gymnax/CartPole-v1", "pgx/tic_tac_toe")]
+WORKERS = [f"{env} 2" for env in ("CartPole-v1", "HalfCheetah-v5", "ale/Pong")]
+# A row of the README's table of speed by its first words: a benchmark, its cells, and the peer.
+SPEED = {
+    "TorchRL's collector": ("collect", CARTPOLES, "torchrl"),
+    "Stable-Baselines3": ("collect", CARTPOLES, "sb3"),
+    "a hand-written loop that records": ("collect", CARTPOLES, "loop-record"),
+    "a hand-written loop that stores": ("collect", CARTPOLES, "loop"),
+    "a hand-written `lax.scan`": ("fused", GAMES[0], "scan"),
+    "the same, pgx": ("fused", GAMES[1], "scan"),
+    "TorchRL's `MultiSyncCollector`": ("workers", WORKERS, "torchrl sync"),
+    "TorchRL's replay buffer": ("replay", [f"sample cartpole {10**digits}" for digits in (4, 5, 6)], "torchrl"),
+    "flashbax": ("replay", [f"prioritized cartpole {10**digits}" for digits in (4, 5, 6)], "flashbax"),
+}
+
+
+def test_the_table_of_speed_is_what_was_measured():
+    table = (ROOT / "README.md").read_text().split("\n## Speed\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"][2:]
+    assert len(rows) == len(SPEED)
+    for row, (name, (benchmark, cells, peer)) in zip(rows, SPEED.items(), strict=True):
+        assert row[0].startswith(name)
+        rates = json.loads((ROOT / "benchmarks" / "results" / f"{benchmark}.json").read_text())["results"]
+        measured = [rates[cell]["ratio"][peer] for cell in cells]
+        for shown, ratio in zip(row[1].split(" / "), measured, strict=True):
+            assert shown == f"{ratio:.{len(shown.partition('.')[2])}f}", row
 
 
 def test_there_are_blocks_and_no_gaps():

@@ -12,6 +12,7 @@ CLASSES = {
     "your_own_environment": [
         ["Reach"],
         ["JaxWalk"],
+        ["Line"],
         ["TorchWalk"],
         ["HostWalk", "Walkers"],
         ["SnapshotWalk"],

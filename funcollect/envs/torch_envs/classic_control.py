@@ -30,6 +30,7 @@ class CartPole(TorchEnvBase):
 
     The observation [P, 4] float32 is position, velocity, angle (radians) and angular velocity; action 1 pushes right.
     The reward is 1 per step; an episode terminates beyond 2.4 units or 12 degrees and is truncated after 500 steps.
+    Arguments and errors are those of `envs.TorchEnvBase`.
 
     >>> import funcollect as fc
     >>> env = fc.envs.CartPole(num_envs=3)
@@ -79,7 +80,8 @@ class Pendulum(TorchEnvBase):
     """Swing a pendulum up: `Pendulum-v1`, all lanes at once.
 
     The observation [P, 3] float32 is the cosine and sine of the angle and the angular velocity; the action [P, 1] is a
-    torque, clipped to [-2, 2]. Episodes are truncated after 200 steps and never terminate.
+    torque, clipped to [-2, 2]. Episodes are truncated after 200 steps and never terminate. Arguments and errors are
+    those of `envs.TorchEnvBase`.
 
     >>> import funcollect as fc
     >>> env = fc.envs.Pendulum(num_envs=3)
