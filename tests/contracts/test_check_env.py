@@ -247,6 +247,13 @@ def test_the_report_reads_as_a_table() -> None:
     assert "  n/a     reset_mask          there is one lane: pass num_envs=3" in lines
 
 
+def test_a_time_limit_that_is_called_a_termination_is_remarked_on() -> None:
+    remark = "all 9 terminations come after 6 steps: if that is a limit, return truncated"
+    report = check_env(over(faulty.TerminatesAtItsLimit)(), steps=20)
+    assert next(result.note for result in report.results if result.name == "flags") == remark
+    assert remark not in str(check_env(over(Walk)(), steps=60))
+
+
 def test_an_instance_without_a_spec_is_told_what_to_pass() -> None:
     with pytest.raises(
         TypeError, match=r"cannot be copied: pass its class or a factory, check_env\(Walk, num_envs=3\)"

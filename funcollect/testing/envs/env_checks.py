@@ -26,6 +26,7 @@ from funcollect.tree import Path, flatten
 FLAGS = ("terminated", "truncated", "done")
 COUNTERS = ("traj_ids", "step", "lane", "policy_version")
 REPORT_IT = "the library writes this, or a wrapper around it: it has to have the keys and shapes of a batch"
+_ALIKE = 4  # the number of equally long episodes from which on a remark is made
 _SINGLE_STEPS = 8
 
 
@@ -101,9 +102,13 @@ def rewards(trial: Trial) -> None:
         raise fail(where, expected="a finite number", got=shown(reward[place]), mend=mend)
 
 
-def flags(trial: Trial) -> None:
+def flags(trial: Trial) -> str | None:
     """`done` is terminated or truncated, and is False before every step."""
     expect_flags(trial.batch)
+    lengths = trial.batch["collector", "step"][trial.batch["next", "terminated"][..., 0]] + 1
+    if len(lengths) < _ALIKE or lengths.min() == 1 or lengths.min() != lengths.max():
+        return None
+    return f"all {len(lengths)} terminations come after {int(lengths[0])} steps: if that is a limit, return truncated"
 
 
 def counters(trial: Trial) -> None:

@@ -136,6 +136,12 @@ class ResetsItself(Walk):
         return [self.reset()[0] if any(answer[1:3]) else seen, *answer]
 
 
+class TerminatesAtItsLimit(Walk):
+    def step(self, action: Any) -> Any:
+        seen, reward, *_ = super().step(action)
+        return seen, reward, self.time == 6, False, {}
+
+
 class HidesItsEnds(Walk):
     def step(self, action: Any) -> Any:
         seen, reward, *_ = super().step(action)
