@@ -5,8 +5,8 @@ of work of each actor, or more: 3,000 frames of CartPole (2x64 tanh), or 32 step
 KiB, which show what the way through the object store costs where there are cores enough. `rllib` has a network of the
 same size, and a value network beside it. What was begun before a block, and one batch more, is read before it.
 
-Each contestant has a cluster of its own and stands still with it, daemons and actors, while others are measured: Ray
-bears that, since its health checks stand still as well. All actors have the nice value 0, as processes have; Ray's
+Each contestant has a cluster of its own and stands still with it, daemons and actors, while others are measured. Ray
+takes no harm, since its health checks stand still as well. All actors have the nice value 0, as processes have; Ray's
 default is 15. With ``--rounds 4`` all takes some twenty minutes on two cores.
 
 A start is the time to the first batch of 2 actors, in a process that has imported the library and in which Ray runs

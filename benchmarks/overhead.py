@@ -2,7 +2,8 @@
 
 The environment answers with a constant. The policy is a 2x64 tanh network sampled by noise drawn before (`mlp`), or a
 function that returns a constant (`constant`, which leaves less to subtract). Noise, log-probabilities, checks, and
-turning actions into what the environment takes count as ours, except that the bare policy call adds noise and picks.
+turning actions into what the environment takes count as ours; only drawing noise and
+choosing the action with it are part of the bare policy call.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 `host` (CartPole, 64 environments), `jax` (gymnax CartPole, 500) and `buffer` (`extend` by 10,000 frames) collect a
 million frames in batches of that size, or one batch of ten million, and keep all of them; memory is the peak above what
 the process had before. `workers` is the CPU time of all processes for a batch of 20 steps of each worker, whose
-environment sleeps for a millisecond at each step. `batches of one step` counts on in one process.
+environment sleeps for a millisecond at each step. `batches of one step` is measured in one process,
+after 10,000, 100,000 and a million of them.
 """
 
 from __future__ import annotations

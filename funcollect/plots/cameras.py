@@ -61,12 +61,11 @@ def _simulators_camera(env: Env, state: CollectorState) -> Camera:
     """The camera of simulators that render arrays; TypeError or ValueError for any others."""
     simulators = state.env_state.simulation.simulators if isinstance(state.env_state, SimulatorHandle) else None
     if not isinstance(simulators, _Filmable):
-        raise TypeError(
-            f"{env} cannot be filmed, expected a Gymnasium environment that renders, a JAX one with a method "
-            "renderer(), or one of gymnax, brax, MuJoCo Playground, jumanji or navix: make one with "
-            "funcollect.make_env(id, render_mode='rgb_array') or funcollect.make_env('navix/Navix-Empty-8x8-v0'), or "
-            "save pixel observations with plots.video"
-        )
+        known, mend = "a Gymnasium environment that renders", "make_env(id, render_mode='rgb_array') makes one"
+        if env.backend == "jax":
+            known = "one of gymnax, brax, MuJoCo Playground, jumanji or navix, or one with a method renderer()"
+            mend = "add the method (its form is funcollect.envs.Renderer)"
+        raise TypeError(f"{env} cannot be filmed, expected {known}: {mend}; plots.video saves pixel observations")
     camera = simulators.camera(0)
     if camera.mode != "rgb_array":
         raise ValueError(

@@ -202,7 +202,7 @@ def test_why_nothing_is_drawn(monkeypatch, tmp_path):
         (
             counting,
             TypeError,
-            "cannot be filmed, expected a Gymnasium environment that renders, a JAX one with a method renderer",
+            r"cannot be filmed, expected one of gymnax, .* or one with a method renderer\(\): add the method",
         ),
         (lambda: fc.make_env("pgx/tic_tac_toe"), TypeError, "cannot be filmed"),
     ],

@@ -135,7 +135,8 @@ def _watch_resets(env: Any) -> None:
     def reset(*args: Any, **kwargs: Any) -> Any:
         frame = inspect.currentframe()
         while frame is not None:
-            caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+            code = frame.f_code
+            caller = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "step" and code.co_argcount else None
             if any(caller is each for each in wrappers):
                 raw.__dict__[_NOTICED] = True
                 break

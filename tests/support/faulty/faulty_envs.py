@@ -143,9 +143,9 @@ class TerminatesAtItsLimit(Walk):
 
 
 class HidesItsEnds(Walk):
-    def step(self, action: Any) -> Any:
+    def step(this, action: Any) -> Any:  # noqa: N805  any name will do
         seen, reward, *_ = super().step(action)
-        return (self.reset()[0] if self.time == 6 else seen), reward, False, False, {}
+        return (this.reset()[0] if this.time == 6 else seen), reward, False, False, {}
 
 
 class ResetsItselfAnywhere(ResetsItself):
