@@ -72,7 +72,7 @@ autodoc_default_options = {
     "inherited-members": _BASES,
     "exclude-members": _INTERNAL,
 }
-autodoc_type_aliases = {"Env": "funcollect.Env", "Array": "Array"}
+autodoc_type_aliases = {"Env": "funcollect.Env", "Array": "Array", "npt.DTypeLike": "numpy.typing.DTypeLike"}
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
@@ -111,6 +111,8 @@ def _write_markup(app: Any, what: str, name: str, obj: Any, options: Any, lines:
         parts = _LITERAL.split(line)  # every second one is code
         parts[::2] = [_A_NAME.sub(_link_or_code, _A_STAR.sub(r"\\*", part)) for part in parts[::2]]
         lines[number] = "".join(parts)
+    if what == "attribute":
+        lines.insert(0, "")  # else Napoleon takes what stands before the first colon for a type
 
 
 def _join_names(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

@@ -31,6 +31,7 @@ __all__ = ["ReplayBuffer"]
 
 _Sample = tuple[Any, dict[str, Any]]  # the batch, and its info
 _OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[ReplayBuffer]] = weakref.WeakKeyDictionary()  # by storage, sampler
+_PARTS = ("storage", "sampler", "generator")  # which refer to each other
 
 
 class ReplayBuffer:
@@ -268,6 +269,13 @@ class ReplayBuffer:
             fresh = ring.init(self.storage, trajectories=self.sampler.trajectories)
             dumping.load(Path(path), fresh.memory, self.sampler, self.generator, allow_pickle)
             self.state = fresh
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _PARTS and name in self.__dict__:
+            raise AttributeError(
+                f"{name} is set to {shown(value)}, expected what the buffer was built with: pass {name}= to another one"
+            )
+        super().__setattr__(name, value)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

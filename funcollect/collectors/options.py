@@ -82,8 +82,8 @@ class RunOptions:
     max_frames_per_traj: int | None = None
     """steps after which a trajectory is truncated; None or negative for no limit."""
     init_random_frames: int | None = None
-    """frames at the start of the run with random actions, rounded up to whole batches, and with the
-    log-probabilities of these. The policy runs all the same."""
+    """frames at the start of the run with random actions, rounded up to whole batches. Their log-probabilities are
+    those of the uniform distribution that drew them. The policy runs all the same."""
     reset_at_each_iter: bool = False
     """begin every batch with new episodes."""
     split_trajs: bool = False
@@ -104,8 +104,8 @@ class RunOptions:
     episode continues; ``("collector", "cut")``, which `episode_stats` and `track` read, is True at those of these
     frames that did not end by themselves."""
     trajs_per_batch: int | None = None
-    """deliver this many whole trajectories in each batch, as `rollout_trajectories` does: those that began first, of
-    all lanes, or of one worker's where each worker delivers its own batches. `frames_per_batch` are collected at a
+    """deliver this many whole trajectories in each batch, as `rollout_trajectories` does: of all lanes those that began
+    first. Where each worker delivers its own batches, they are of its lanes. `frames_per_batch` are collected at a
     time; `frames` and `total_frames` count them, including those that wait for the next batch. None for batches of
     frames."""
     traj_format: TrajectoryFormat = "cat"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -23,11 +25,15 @@ from funcollect.core.state import CollectorState, origin_of
 from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
 from funcollect.core.traced_step.checks import check_jax_env
 from funcollect.core.traced_step.keys import run_keys
+from funcollect.core.traced_step.lane_params import of_one_lane
+from funcollect.core.traced_step.starts import operations
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
+from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.interop.memo import memo_of
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
-from funcollect.protocols import JaxEnv, Policy, traced_values
+from funcollect.protocols import JaxEnv, Policy, Transition, traced_values
 from funcollect.specs import ExplorationType
 from funcollect.tree import Path
 
@@ -48,7 +54,8 @@ def differentiable_rollout(
     All floating leaves of the batch (rewards, observations, actions, log-probabilities, other outputs) depend on the
     parameters that require grad, those of the module or of `params`: the loss's ``backward()`` adds to their ``.grad``.
     Sampled continuous actions are differentiated with their noise fixed (reparametrised); discrete ones pass no
-    gradient. The given state is a constant, so gradients end where the rollout begins, and where an episode ends.
+    gradient. The given state is a constant, so gradients end where the rollout begins, and where an episode ends. Those
+    of an environment that stops them (`jax.lax.stop_gradient`) end at each step: a warning says so.
 
     Noise, episodes and batch are the same as in `rollout`, within rounding. All steps are kept in memory until the
     gradient is taken, and each `length` compiles a program, so this is a separate function.
@@ -64,21 +71,29 @@ def differentiable_rollout(
         max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
 
     Raises:
-        TypeError: for an environment that is not written in JAX, or a policy without a Torch module.
-        LoweringError: for a module that cannot be lowered.
+        TypeError: for an environment that is not written in JAX, or a policy that is not of these.
+        LoweringError: for a function, and for a module that cannot be lowered.
 
-    >>> import torch, funcollect as fc
-    >>> env = fc.make_env("gymnax/Pendulum-v1", num_envs=4)
-    >>> module = torch.nn.Linear(3, 2)
-    >>> policy = fc.torch_policy(module, head=fc.heads.normal)
+    >>> import gymnasium, jax, torch, funcollect as fc
+    >>> class Push(fc.envs.JaxEnvBase):
+    ...     observation_space = action_space = gymnasium.spaces.Box(-9, 9, (1,))
+    ...     def reset(self, key, params):
+    ...         place = jax.random.normal(key, (1,))
+    ...         return place, place
+    ...     def step(self, key, place, action, params):
+    ...         place = place + action
+    ...         return fc.envs.Transition(place, place, reward=-(place[0] ** 2), terminated=False, truncated=False)
+    >>> env, module = Push(num_envs=4), torch.nn.Linear(1, 1)
+    >>> policy = fc.torch_policy(module)
     >>> state, batch = fc.differentiable_rollout(env, policy, fc.init(env, policy, seed=0), 8)
     >>> (-batch["next", "reward"].sum()).backward()
     >>> module.weight.grad.shape
-    torch.Size([2, 3])
+    torch.Size([1, 1])
     """
     check_pair(env, policy)
     check_state(env, state, "rollout")
     check_jax_env(env)
+    _warn_of_stops(env, state)
     request = Request(length=length, exploration_type=exploration_type, max_frames_per_traj=max_frames_per_traj)
     lowered = lowered_for(env, policy, exploration_type)
     values = exploration_values(policy, exploration, lambda: state.steps_made * state.total_lanes)
@@ -91,6 +106,29 @@ def differentiable_rollout(
     leaves = cast(dict(zip(run.paths, columns, strict=True)), dtypes_of(env))
     batch = lowered.as_torch(batch_of(env, lowered, state, leaves))
     return leave_loop(lowered, run.state, before), with_values(batch, values)
+
+
+def _warn_of_stops(env: JaxEnv, state: CollectorState) -> None:
+    """Warn, once for each environment, if its step stops the gradients of continuous actions."""
+    memo = memo_of(env)
+    space = env.action_space
+    if "stops" in memo or not isinstance(space, spaces.Box):
+        return
+    jax = import_jax()
+
+    def first_step(key: Any) -> Transition:
+        params = of_one_lane(state.env_params)
+        begun, _ = reset_lane(env, key, params)
+        return step_lane(env, key, begun, jax.numpy.zeros(space.shape, space.dtype), params)
+
+    traced = jax.make_jaxpr(first_step)(jax.ShapeDtypeStruct((2,), np.uint32)).jaxpr
+    memo["stops"] = "stop_gradient" in operations(traced)
+    if memo["stops"]:
+        warnings.warn(
+            f"{env} stops gradients in its step (jax.lax.stop_gradient), so they do not pass from one step to the next "
+            "where it does: take an environment that lets them pass, such as brax's or your own",
+            stacklevel=3,
+        )
 
 
 @dataclass

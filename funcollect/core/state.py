@@ -62,7 +62,8 @@ class CollectorState(Generic[Array]):
         env_state: the environment's own state; over simulators a handle that can be used once.
         env_params: the environment's parameters, a pytree; None without any.
         observation: the current root observation by key, each [P, ...]; a dict that cannot be changed.
-        policy_state: recurrent state and the like.
+        policy_state: the recurrent state of a JAX policy, a pytree of [P, ...], or None; of a Torch policy a tuple
+            with the fields ``recurrent`` (that state), ``generator`` and ``carried``.
         key: uint32[2], from which all randomness follows; a NumPy array, unless the environment is written in JAX.
         lane: [P] int64, the lanes' ids over all workers.
         episode: [P] int64, which episode each lane is in.

@@ -133,8 +133,9 @@ def to_jax(tree: Any, *, copy: bool = False) -> Any:
     The arrays share the tensors' memory where possible, and JAX takes arrays to be constant: do not write the tensors
     afterwards. Pass ``copy=True`` for tensors that will be written, such as parameters in training. Some tensors are
     always copied: those that are not contiguous; on the CPU, those whose memory does not begin at a multiple of 64
-    bytes; and, where JAX has 32 bits (its default), 64-bit integers, which become 32-bit ones. `words.as_words` passes
-    64-bit integers of any size without a copy. Gradients do not cross: tensors are detached.
+    bytes; and, where JAX has 32 bits (its default), 64-bit integers, which become 32-bit ones. Those of any size pass
+    as pairs of 32-bit words, without a copy: `funcollect.interop.words.as_words`. Gradients do not cross: tensors are
+    detached.
 
     In JAX's terms, the arrays are committed to their device. A jitted function is compiled once for committed arguments
     and once for others: commit its other arguments as well, by ``jax.device_put(x, device)``.

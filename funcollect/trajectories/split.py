@@ -187,7 +187,7 @@ def check_single_steps(batch: Mapping[str, object] | TensorDictBase) -> None:
     if batch.get(STEPS_AHEAD[0], None) is not None:
         raise ValueError(
             "the batch has sums of several rewards, and their number as steps_to_next_obs, expected single rewards: "
-            "take the batch before MultiStep; MultiStep and MultiStepSampler do not go together"
+            "take the batch before MultiStep changes it, and use either MultiStep or MultiStepSampler"
         )
 
 

@@ -228,6 +228,16 @@ def test_two_buffers_with_one_storage_or_sampler():
     fc.ReplayBuffer(storage=storage, sampler=sampler)
 
 
+@pytest.mark.parametrize("name", ["storage", "sampler", "generator"])
+def test_parts_are_not_exchanged(name):
+    buffer = fc.ReplayBuffer(batch_size=2)
+    with pytest.raises(AttributeError, match=f"expected what the buffer was built with: pass {name}="):
+        setattr(buffer, name, None)
+    buffer.batch_size = 3
+    buffer.extend([1, 2, 3])
+    assert len(buffer.sample()) == 3
+
+
 def test_a_buffer_is_not_copied():
     memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10))
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):

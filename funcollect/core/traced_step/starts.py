@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ def starts_are_cheap(env: JaxEnv, params: Any) -> bool:
     memo = memo_of(env)
     if "cheap starts" not in memo:
         key = jax.ShapeDtypeStruct((2,), jax.numpy.uint32)
-        names = [*_operations(jax.make_jaxpr(partial(reset_lane, env))(key, of_one_lane(params)).jaxpr)]
+        names = [*operations(jax.make_jaxpr(partial(reset_lane, env))(key, of_one_lane(params)).jaxpr)]
         memo["cheap starts"] = len(names) <= _MOST_OPERATIONS and not _COSTLY.intersection(names)
     return bool(memo["cheap starts"])
 
@@ -100,13 +101,13 @@ def starts_are_cheap(env: JaxEnv, params: Any) -> bool:
 _COSTLY = {"while", "scan", "cond", "sort", "custom_call", "pure_callback", "io_callback", "ffi_call"}
 
 
-def _operations(jaxpr: Any) -> Any:
+def operations(jaxpr: Any) -> Iterator[str]:
     """Yield the names of all operations, those of inner functions included."""
     for equation in jaxpr.eqns:
         inner = [each for value in equation.params.values() for each in _jaxprs(value)]
         yield equation.primitive.name
         for each in inner:
-            yield from _operations(each)
+            yield from operations(each)
 
 
 def _jaxprs(value: Any) -> list[Any]:

@@ -43,8 +43,9 @@ def from_brax(
         episode_length: steps after which an episode is truncated.
         info_keys: the keys of the state's `metrics` that a batch records under ``next.info``.
         **kwargs: for `brax.envs.get_environment`, such as `backend`.
-        num_envs, starts, param_keys: see `from_functions`; the parameters are brax's system. ``"cached"`` starts are
-            what brax's own autoreset does.
+        num_envs: see `from_functions`.
+        starts: see `from_functions`; ``"cached"`` is what brax's own autoreset does.
+        param_keys: see `from_functions`; the parameters are brax's system.
 
     Raises the errors of `from_gymnax`, and ValueError for a training wrapper.
 
@@ -76,8 +77,9 @@ def from_playground(
         env: an id such as ``"CartpoleBalance"``, or an instance without wrappers that batch, count or reset.
         episode_length: steps after which an episode is truncated; by default the config's.
         **kwargs: for `mujoco_playground.registry.load`: `config`, `config_overrides`.
-        num_envs, info_keys, starts, param_keys: see `from_brax`; the parameters are MJX's model. Resets are slow here,
-            so ``"cached"`` starts save much time.
+        num_envs, info_keys: see `from_brax`.
+        starts: see `from_brax`; resets are slow here, so ``"cached"`` saves much time.
+        param_keys: see `from_brax`; the parameters are MJX's model.
 
     Raises the errors of `from_brax`.
 

@@ -37,6 +37,9 @@ def from_gymnax(
 ) -> FunctionsEnv:
     """A JAX environment over gymnax's, without its autoreset; its time limit truncates.
 
+    Most of gymnax's environments stop gradients at each step; those that can let them pass do, such as Pendulum of its
+    releases 1.x.
+
     Args:
         env: an id such as ``"CartPole-v1"``, or an instance.
         params: the environment's parameters instead of its defaults. `set_env_params` changes them during a run.
@@ -53,6 +56,8 @@ def from_gymnax(
     JaxEnv('gymnax/CartPole-v1', num_envs=64)
     """
     _, raw = _SUITE.make(env, kwargs)
+    if getattr(raw, "supports_transition_gradients", False):
+        raw = raw.with_transition_gradients()  # else its steps cut those of `differentiable_rollout` and `jax.grad`
     own = raw.default_params if params is None else params
 
     def reset(key: Any, given: Any) -> tuple[Any, Any]:

@@ -50,8 +50,9 @@ def from_jumanji(
             generator, or of both, such as ``["total_budget"]`` of Knapsack or ``["time_limit"]`` of many. Whatever else
             jumanji computed from these numbers as it made the environment stays, its bounds of observations too.
         **kwargs: for `jumanji.make`.
-        num_envs, one_hot, starts, param_keys: see `from_functions`. The state holds the key, so with ``"cached"``
-            starts everything random in a lane's episode also repeats.
+        num_envs, one_hot, param_keys: see `from_functions`.
+        starts: see `from_functions`; the state holds the key, so with ``"cached"`` everything random in a lane's
+            episode also repeats.
 
     Raises the errors of `from_gymnax`, TypeError for a spec without a Gymnasium counterpart, and ValueError for a
     name in `params` that is no number, or whose value is needed earlier, such as the size of a grid.

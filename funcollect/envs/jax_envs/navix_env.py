@@ -33,7 +33,8 @@ def from_navix(
         env: an id such as ``"Navix-Empty-8x8-v0"``, or an instance.
         info_keys: the keys of the time step's `info`, such as ``"return"``, that a batch records under ``next.info``.
         **kwargs: for `navix.make`, such as `max_steps`, after which an episode is truncated (default: 100).
-        num_envs, one_hot, starts: see `from_functions`. With ``"cached"`` starts, a lane keeps its grid.
+        num_envs, one_hot: see `from_functions`.
+        starts: see `from_functions`; with ``"cached"`` a lane keeps its grid.
 
     Raises the errors of `from_gymnax`.
 

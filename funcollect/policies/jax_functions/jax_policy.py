@@ -38,7 +38,8 @@ def jax_policy(
         initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree
             without a batch dimension. The call is then ``apply(params, observation, state) -> (answer, next_state)``.
         record_state: records the recurrent state before each step, as ``recurrent``, or ``recurrent_0``,
-            ``recurrent_1``, … of its leaves: `evaluate_actions` can then begin anywhere in a batch.
+            ``recurrent_1``, … of its leaves, those of a dict in the order of sorted keys: `evaluate_actions` can then
+            begin anywhere in a batch.
 
     `apply` is compiled. Whatever else it reads (attributes, global variables, a closure) keeps the value that it had
     then, so pass what changes in `params`.
@@ -46,9 +47,9 @@ def jax_policy(
     Raises:
         TypeError: if `apply` cannot be called, or takes other arguments; or if `head` is not a head.
 
-    A rollout raises PolicyError if a variable has been set since `apply` was compiled that it closes over, or that is a
-    number, a string or an array of its module. What is changed within a variable's object is not noticed: pass it in
-    `params`.
+    A rollout raises PolicyError if a variable that `apply` reads has been set since it was compiled: any variable of
+    its closure, and numbers, strings and arrays of its module. A change within a variable's object is not noticed:
+    pass what changes in `params`.
 
     >>> import jax.numpy as jnp, funcollect as fc
     >>> policy = jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)

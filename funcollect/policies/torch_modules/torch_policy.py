@@ -62,9 +62,9 @@ def torch_policy(
         module: called as ``module(observation)`` with the batch dimension; `observation` is a tensor [P, ...], a dict
             of them for a Dict space, a tuple for a Tuple space. With a head the module returns the distribution's
             parameters (see `funcollect.heads`), without one the action; or a flat dict that holds these and further
-            outputs to record, each [P, ...]. A function has the parameters of the modules that it refers to as the
-            policy is made: in its closure, globals and defaults, in functions that it calls, in attributes that it
-            reads.
+            outputs to record, each [P, ...]. The parameters of a function are those of all modules that it refers to
+            when the policy is made: in its closure, globals and defaults, in functions that it calls, and in attributes
+            that it reads.
         head: one of `funcollect.heads`.
         initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree of
             tensors without a batch dimension. The module is then called as ``module(observation, state)`` and returns
@@ -81,7 +81,8 @@ def torch_policy(
             between rollouts (see below) captures new graphs; other tensors of a function must stay the same ones.
         device: where the policy runs; by default where its parameters are.
         record_state: records the recurrent state before each step, as ``recurrent``, or ``recurrent_0``,
-            ``recurrent_1``, … of its leaves: `evaluate_actions` can then begin anywhere in a batch.
+            ``recurrent_1``, … of its leaves, those of a dict in the order of sorted keys: `evaluate_actions` can then
+            begin anywhere in a batch.
 
     Every change of the module acts at the next rollout: weights and buffers without compiling again; training and
     evaluation mode, submodules, hooks, patched methods and attributes with it. A lowered module and workers do not

@@ -1,6 +1,7 @@
 """Gradients of a rollout, in Torch: against finite differences, and against JAX's own."""
 
 import gymnasium
+import gymnax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +41,25 @@ def spring(num_envs=3):
     return from_functions(reset, step, observation_space=box, action_space=push, num_envs=num_envs)
 
 
+class Detached(fc.envs.JaxEnvBase):
+    """Adds up its actions; `stops` cuts the gradient at each step."""
+
+    observation_space = action_space = gymnasium.spaces.Box(-99, 99, (1,))
+    stops = True
+
+    def reset(self, key, params):
+        return jnp.zeros(1), jnp.zeros(1)
+
+    def step(self, key, place, action, params):
+        place = place + action
+        kept = jax.lax.stop_gradient(place) if self.stops else place
+        return fc.envs.Transition(kept, kept, place[0], False, False)
+
+
+class Attached(Detached):
+    stops = False
+
+
 def module_of(inputs, outputs, kind=nn.Linear):
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -50,6 +70,34 @@ def loss_of(batch):
     """Of everything that carries a gradient."""
     parts = [batch["next", "reward"], batch["action"] ** 2, 0.1 * batch["action_log_prob"]]
     return sum(part.mean() for part in parts) + batch["next", "observation"][..., -1, :].sin().sum()
+
+
+def last_place_by_bias(env):
+    module = nn.Linear(1, 1)
+    nn.init.zeros_(module.weight)
+    policy = fc.torch_policy(module)
+    _, batch = fc.differentiable_rollout(env, policy, fc.init(env, policy, seed=0), 5)
+    return torch.autograd.grad(batch["next", "observation"][0, -1, 0], module.bias)[0].item()
+
+
+def test_an_environment_that_stops_gradients_is_named_once():
+    env = Detached(num_envs=2)
+    with pytest.warns(UserWarning, match="Detached.* stops gradients in its step"):
+        assert last_place_by_bias(env) == 0
+    last_place_by_bias(env)
+    assert last_place_by_bias(Attached(num_envs=2)) == 5
+
+
+def test_gymnax_lets_gradients_pass_where_it_can():
+    raw = gymnax.make("Pendulum-v1")[0]
+    if not hasattr(raw, "supports_transition_gradients"):  # releases 0.0.x
+        return
+    for env in (fc.make_env("gymnax/Pendulum-v1", num_envs=2), fc.envs.from_gymnax(raw, num_envs=2)):
+        module = module_of(3, 1)
+        policy = fc.torch_policy(module)
+        _, batch = fc.differentiable_rollout(env, policy, fc.init(env, policy, seed=0), 5)
+        (gradient,) = torch.autograd.grad(batch["next", "observation"][:, -1].sum(), module.weight)
+        assert gradient.any()
 
 
 def gradients_of(env, policy, module, **options):
