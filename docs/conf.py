@@ -12,6 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from sphinx.ext.napoleon import GoogleDocstring
 from sphinx.util.nodes import make_refnode
 
 import funcollect
@@ -111,8 +112,21 @@ def _write_markup(app: Any, what: str, name: str, obj: Any, options: Any, lines:
         parts = _LITERAL.split(line)  # every second one is code
         parts[::2] = [_A_NAME.sub(_link_or_code, _A_STAR.sub(r"\\*", part)) for part in parts[::2]]
         lines[number] = "".join(parts)
-    if what == "attribute":
-        lines.insert(0, "")  # else Napoleon takes what stands before the first colon for a type
+
+
+_KEPT: dict[str, list[str]] = {}
+
+
+def _keep_attributes(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Read docstrings of attributes as those of methods: Napoleon takes what is before their first colon for a type."""
+    if what in ("attribute", "property"):
+        _KEPT[name] = GoogleDocstring(lines, app.config, app, "method", name, obj, options).lines()
+        lines.clear()
+
+
+def _give_attributes_back(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Undo `_keep_attributes` after Napoleon."""
+    lines += _KEPT.pop(name, [])
 
 
 def _join_names(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -195,6 +209,8 @@ def _find_public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
 def setup(app: Any) -> None:
     """Register what this file adds to Sphinx."""
     app.connect("autodoc-process-docstring", _write_markup, priority=100)  # before the sections are read
+    app.connect("autodoc-process-docstring", _keep_attributes, priority=400)
+    app.connect("autodoc-process-docstring", _give_attributes_back, priority=600)
     app.connect("autodoc-process-docstring", _join_names, priority=900)  # after
     app.connect("autodoc-process-signature", _write_factories)
     app.connect("source-read", _resolve_links)
