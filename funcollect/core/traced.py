@@ -221,7 +221,8 @@ def rollout(
     """Run `length` steps of every lane, and return the next state and the batch [T, P, ...].
 
     Keys, resets and counters are the same as in `funcollect.rollout`. Floats may differ in their last bits, since XLA
-    rounds by how it fuses the whole program that it compiles.
+    rounds by how it fuses the whole program that it compiles. `jax.grad` passes through the steps of environments that
+    do not stop gradients themselves, as most of gymnax's do.
 
     Args:
         env: a JAX environment.
