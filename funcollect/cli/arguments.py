@@ -68,6 +68,7 @@ def _collect(commands: Any) -> None:
     add = parser.add_argument
     add("--frames", type=_count, default=10_000, metavar="N", help="in whole batches; default: 10000")
     add("--frames-per-batch", type=_count, metavar="N", help="default: 128 per environment, at least 2000")
+    add("--max-episode-steps", type=_count, metavar="N", help="truncate episodes after N steps")
     add("--seed", type=int, metavar="S", help="default: a new one, kept in stats.json")
     add("--out", type=Path, metavar="DIR", help="for the batch, stats.json and returns.png")
     add("--overwrite", action="store_true", help="replace an earlier run in DIR")
@@ -148,7 +149,7 @@ def _add_policy(
     add = parser.add_argument
     add("--policy", default=default, metavar="NAME", help=what)
     add("--weights", type=Path, metavar="FILE", help="the policy's state_dict: .safetensors, .pt or .pth")
-    what = "an argument of the policy's factory, as JSON or text"
+    what = "for the policy's factory, as JSON or text"
     add("--option", "-o", type=_option, action="append", default=[], metavar="NAME=VALUE", help=what)
 
 

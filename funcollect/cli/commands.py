@@ -107,10 +107,15 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """Run whole episodes, and print the spread of their returns and lengths."""
     env = make_env(arguments, arguments.num_envs)
     policy = make_policy(arguments, env, arguments.seed)
+    _warn_of_no_end(env)
+    print(episode_table(fc.evaluate(env, policy, episodes=arguments.episodes, seed=arguments.seed)))
+
+
+def _warn_of_no_end(env: fc.Env) -> None:
+    """Say on standard error that episodes may have no end, if that is so."""
     if not is_limited(env, None):
         mend = "pass --max-episode-steps N, or write truncates = True in the class of one that limits them itself"
         print(f"episodes may have no end: {mend}", file=sys.stderr)
-    print(episode_table(fc.evaluate(env, policy, episodes=arguments.episodes, seed=arguments.seed)))
 
 
 @_one_thread()
@@ -118,6 +123,7 @@ def record(arguments: argparse.Namespace) -> None:
     """Film whole episodes."""
     os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # films have no sound; pygame looks for a sound card
     env = make_filmed_env(arguments)
+    _warn_of_no_end(env)
     policy = make_policy(arguments, env, arguments.seed)
     stats = fc.record(env, policy, arguments.out, episodes=arguments.episodes, seed=arguments.seed)
     print(episode_table(stats), f"film: {arguments.out}", sep="\n\n")

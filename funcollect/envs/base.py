@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
+from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_function, check_num_envs
@@ -70,6 +71,15 @@ def checked_transition(env: object, answer: Any) -> Transition:
         raise EnvError(
             f"the infos that step of {env!r} returned are {form(answer.info)}, expected a dict of arrays: name them"
         )
+    in_torch = getattr(env, "backend", None) == "torch"
+    for name, value in answer.info.items():
+        known = isinstance(value, Tensor if in_torch else (bool, int, float))
+        if not known and (in_torch or not hasattr(value, "dtype")):
+            wanted = "a tensor [P, ...]" if in_torch else "an array or a number"
+            raise EnvError(
+                f"the info {name!r} that step of {env!r} returned is {form(value)}, expected {wanted}: give each array "
+                "a name of its own"
+            )
     return answer
 
 

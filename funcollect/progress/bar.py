@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from tensordict import TensorDict, TensorDictBase
 from tqdm import TqdmWarning
 
-from funcollect.arguments import check_function, check_kind
+from funcollect.arguments import check_count, check_function, check_kind
 from funcollect.messages import shown
 from funcollect.progress.loggers import Logger, TensorBoard, numbers
 from funcollect.progress.window import EpisodeWindow
@@ -121,13 +121,7 @@ class Tracked:
         self._frames = getattr(self._batches, "frames", self._frames)  # not 0 if the run continues after a break
         workers = WorkersSummary(self._batches)
         then = time.perf_counter()
-        with ExitStack() as open_now:
-            for logger in self._loggers:
-                getattr(logger, "begin", _nothing)(self._frames)
-                open_now.callback(getattr(logger, "close", _nothing))
-            self._looping = True
-            open_now.callback(setattr, self, "_looping", False)
-            bar = open_now.enter_context(self._bar(initial=self._frames, unit_scale=True, dynamic_ncols=True))
+        with self._opened(), self._bar(initial=self._frames, unit_scale=True, dynamic_ncols=True) as bar:
             for batch in self._batches:
                 before, frames = self._frames, self._episodes.add(batch)
                 self._frames = getattr(self._batches, "frames", before + frames)  # a collector's are those of its run
@@ -135,8 +129,19 @@ class Tracked:
                 values, now = _means(self._episodes.last), time.perf_counter()
                 if self._frames > before:
                     values, then = {"speed/frames_per_second": (self._frames - before) / (now - then), **values}, now
-                self._write(values)
+                self._write(values, self._frames)
                 yield batch
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Open the loggers, and close them after the block."""
+        with ExitStack() as open_now:
+            for logger in self._loggers:
+                getattr(logger, "begin", _nothing)(self._frames)
+                open_now.callback(getattr(logger, "close", _nothing))
+            self._looping = True
+            open_now.callback(setattr, self, "_looping", False)
+            yield
 
     def _show(self, bar: Any, workers: WorkersSummary, frames: int) -> None:
         """Update the bar after a batch, for which `frames` frames were collected."""
@@ -145,19 +150,20 @@ class Tracked:
             bar.total = max(bar.total, bar.n + frames)  # the last batch may exceed total_frames
         bar.update(frames)
 
-    def _write(self, values: Mapping[str, float]) -> None:
+    def _write(self, values: Mapping[str, float], frames: int) -> None:
         for logger in self._loggers:
-            logger(self._frames, values)
+            logger(frames, values)
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Give numbers to the loggers, at the current frame; without any, do nothing.
+    def log(self, values: Mapping[str, Any], frames: int | None = None) -> None:
+        """Give numbers to the loggers; without any, do nothing.
 
         Args:
             values: numbers by name, such as ``{"loss/value": loss}``: floats, or tensors or arrays of one element.
+            frames: where they belong, such as the `step` of an evaluation; by default the current frame, in the loop.
 
         Raises:
-            RuntimeError: if it is called outside of a loop over the batches.
-            ValueError: if a value is not a single number.
+            RuntimeError: if it is called outside of a loop over the batches without `frames`.
+            TypeError, ValueError: if a value is not a single number, or `frames` no int of at least 0.
 
         >>> import funcollect as fc
         >>> collector = fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, total_frames=200, seed=0)
@@ -169,10 +175,16 @@ class Tracked:
         200 speed/frames_per_second episode/return episode/length
         200 reward/mean
         """
-        if self._loggers and not self._looping:
-            raise RuntimeError("log was called outside of the loop, expected a batch in hand: call it inside the loop")
+        if frames is not None:
+            check_count("frames", frames)
+        elif self._loggers and not self._looping:
+            raise RuntimeError(
+                "log was called outside of the loop, expected a batch in hand: call it inside the loop, or say where "
+                "the values belong, frames=…"
+            )
         if self._loggers:
-            self._write(numbers(values))
+            with nullcontext() if self._looping else self._opened():
+                self._write(numbers(values), self._frames if frames is None else frames)
 
 
 def _nothing(*_: Any) -> None:

@@ -254,6 +254,12 @@ def test_a_time_limit_that_is_called_a_termination_is_remarked_on() -> None:
     assert remark not in str(check_env(over(Walk)(), steps=60))
 
 
+def test_a_reward_of_several_numbers_is_remarked_on() -> None:
+    report = check_env(faulty.PaysThrice(2), steps=20)
+    remark = "3 in each step, one for each player: if there is one player, sum them"
+    assert next(result.note for result in report.results if result.name == "rewards") == remark
+
+
 def test_an_instance_without_a_spec_is_told_what_to_pass() -> None:
     with pytest.raises(
         TypeError, match=r"cannot be copied: pass its class or a factory, check_env\(Walk, num_envs=3\)"

@@ -257,6 +257,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"step": lambda *given: moved(given)._replace(info=[1])},
         r"the infos that step of .* returned are a list of \['int'\], expected a dict of arrays: name them",
     ),
+    "an info in an info": (
+        {"step": lambda *given: moved(given)._replace(info={"cost": {"fuel": given[2]}})},
+        r"the info 'cost' that step of .* returned is a dict with the keys \['fuel'\], expected .*: give each array",
+    ),
+    "a word as info": (
+        {"step": lambda *given: moved(given)._replace(info={"cost": "high"})},
+        "the info 'cost' that step of .* returned is str, expected a",
+    ),
     "no reward": ({"step": lambda *given: moved(given)._replace(reward=None)}, "reward that step of .* is NoneType"),
     "no params": (
         {"reset": lambda self, key: (key, key)},
@@ -283,7 +291,7 @@ def test_mistakes_are_named(case: str) -> None:
         collected(type("Walk", (JaxWalk,), members)(2))
 
 
-@pytest.mark.parametrize("case", ["no params", "no key", "a list of infos"])
+@pytest.mark.parametrize("case", ["no params", "no key", "a list of infos", "an info in an info", "a word as info"])
 def test_mistakes_in_torch_are_named(case: str) -> None:
     members, message = WRONG[case]
     with pytest.raises((TypeError, fc.EnvError), match=message):

@@ -235,6 +235,11 @@ def test_a_number_of_logits_that_does_not_fit_is_refused(answer: Any) -> None:
         fc.heads.categorical.parse(TORCH, answer, ActionSpec(spaces.Discrete(6)))
 
 
+def test_outputs_in_a_tuple_are_told_to_have_names() -> None:
+    with pytest.raises(PolicyError, match=r"wants \[P, 2\].*; with other outputs beside it, return a dict such as"):
+        fc.heads.categorical.parse(TORCH, (torch.zeros(3, 2), torch.zeros(3, 1)), ActionSpec(spaces.Discrete(2)))
+
+
 @pytest.mark.parametrize("answer", [torch.zeros(4, 3), (torch.zeros(4, 2), torch.zeros(4, 3)), torch.zeros(4, 2, 2), 1])
 def test_a_location_that_does_not_fit_is_refused(answer: Any) -> None:
     with pytest.raises(PolicyError, match="the head normal wants a pair"):

@@ -80,6 +80,17 @@ def test_log_belongs_inside_the_loop(tmp_path):
         list(batches)
 
 
+def test_numbers_of_earlier_frames_are_logged_where_they_belong(tmp_path):
+    """Such as those of an evaluation that ends later, or after the loop."""
+    batches = track(FakeCollector(seven_frames_each(2)), log_dir=tmp_path, disable=True)
+    for _ in batches:
+        batches.log({"evaluation": 1.0}, frames=3)
+    batches.log({"evaluation": 2.0}, frames=7)
+    assert read(tmp_path)["evaluation"] == [(3, 1), (3, 1), (7, 2)]
+    with pytest.raises(ValueError, match="frames is -1, expected at least 0"):
+        batches.log({"evaluation": 2.0}, frames=-1)
+
+
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # nor is TensorBoard needed

@@ -23,6 +23,9 @@ from funcollect.specs import ActionSpec
 __all__ = ["boltzmann", "categorical", "epsilon_greedy", "greedy"]
 
 
+_BESIDE = "; with other outputs beside it, return a dict such as {'logits': …, 'value': …}"
+
+
 @dataclass(frozen=True)
 class _Discrete(HeadBase):
     """Base class of heads that read one number for each choice."""
@@ -40,7 +43,7 @@ class _Discrete(HeadBase):
         if len(shape) < 2 or shape[-1] != wanted:
             raise PolicyError(
                 f"the policy returned {form(answer)}, the head {self.name} wants [P, {wanted}]: "
-                f"one number for each choice of {spec.space}"
+                f"one number for each choice of {spec.space}{_BESIDE if isinstance(answer, tuple) else ''}"
             )
         return (answer if answer.dtype.itemsize >= 4 else in_32_bits(xp, answer),)
 

@@ -27,8 +27,8 @@ def population(policy: Policy, params: Any) -> TorchPopulation | JaxPopulation:
         policy: one member: made by `torch_policy`, `jax_policy`, or `normalized`. It stays as it is.
         params: the parameters of all members, each leaf with a leading axis N. For a policy in JAX a pytree like
             ``policy.params``; for one in Torch tensors by dotted name, such as `torch.func.stack_module_state` returns,
-            or a TensorDict. Buffers may be left out. Copies of them are the `params` of the population: rollouts and
-            collectors take others like them.
+            or a TensorDict. Buffers may be left out. The population has copies of them as its `params`; rollouts and
+            collectors take other parameters of the same form.
 
     In JAX the members are one call under `jax.vmap`; in Torch one under `torch.func.vmap` where the module allows it,
     else a call for each.

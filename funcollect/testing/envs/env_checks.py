@@ -94,12 +94,14 @@ def _bounds(space: Any, dtype: np.dtype[Any]) -> tuple[Any, Any]:
             return 0, 1
 
 
-def rewards(trial: Trial) -> None:
+def rewards(trial: Trial) -> str | None:
     """Rewards are finite float32 numbers."""
     reward = trial.batch["next", "reward"]
     if place := first_row(~reward.isfinite()):
         where, mend = spot(*place, ("next", "reward")), "look at the division, root or logarithm behind it"
         raise fail(where, expected="a finite number", got=shown(reward[place]), mend=mend)
+    players = reward.shape[-1]
+    return None if players == 1 else f"{players} in each step, one for each player: if there is one player, sum them"
 
 
 def flags(trial: Trial) -> str | None:

@@ -41,7 +41,7 @@ def another_seed(trial: Trial) -> None:
     """Another seed gives other episodes, if episodes differ at all."""
     one = _first_observations(trial, trial.seed)
     if all(not bits_differ(leaf, leaf[:1, :1].expand_as(leaf)).any() for leaf in one.values()):
-        raise NotApplicableError("every episode begins with the same observation")
+        raise NotApplicableError("every episode begins with the same observation, which may be meant")
     two = _first_observations(trial, trial.seed + 1)
     if all(not bits_differ(leaf, two[path]).any() for path, leaf in one.items()):
         expected = f"other observations with seed={trial.seed + 1} than with seed={trial.seed}"
@@ -113,7 +113,7 @@ def own_resets(trial: Trial) -> None:
         try:
             state, _ = apply(trial.env, state, _watch_resets)
         except TypeError:
-            raise NotApplicableError("its lanes are no objects of Gymnasium's") from None
+            raise NotApplicableError("only for environments of Gymnasium's classes") from None
         for step in range(trial.steps):
             state, row = trial.go_on(state, 1)
             state, found = apply(trial.env, state, _has_reset_itself)
@@ -175,7 +175,9 @@ def terminal(trial: Trial) -> None:
             raise fail(where, expected="the terminal observation", got=got, mend=mend)
     if not applies:
         few = _tells(first, other, 10 * int(trial.done.sum()))
-        raise NotApplicableError("too few ends: raise steps" if few else "first observations look like any other")
+        raise NotApplicableError(
+            "too few ends: raise steps" if few else "first observations look like any other, so ends cannot be told"
+        )
 
 
 def _ranges_of_first(trial: Trial) -> dict[Path, tuple[Tensor, Tensor]]:

@@ -336,6 +336,19 @@ class BranchesInJax(fc.envs.JaxEnvBase):
         return fc.envs.Transition(place, place, 1.0, False, False)
 
 
+class PaysThrice(fc.envs.JaxEnvBase):
+    observation_space = BOX
+    action_space = spaces.Discrete(3)
+    max_episode_steps = 12
+
+    def reset(self, key: Any, params: Any, /) -> Any:
+        place = jax.random.uniform(key, (2,))
+        return place, place
+
+    def step(self, key: Any, place: Any, action: Any, params: Any, /) -> Any:
+        return fc.envs.Transition(place, place, jax.numpy.ones(3), False, False)
+
+
 class MixesItsLanes(TorchWalk):
     def move(self, place: Any, action: Any) -> Any:
         return super().move(place, action + action.double().mean())
