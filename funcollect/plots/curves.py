@@ -37,7 +37,8 @@ def returns(
     Args:
         stats: a run's episodes, or a list of those of its batches in order; with several players each has a curve.
         window: the number of last episodes that the rolling mean covers.
-        title: the title, such as the environment's id; the number of episodes follows it, unless `ax` has other runs.
+        title: the title, such as the environment's id; the number of episodes follows it, unless the run has a `label`
+            or `ax` has other runs.
         label: the run's name in the legend, to tell several runs apart.
         ax: Matplotlib's axes to draw in, for several runs in one figure; None for a new figure.
         path: the file to save the figure in; its suffix names the format.
@@ -108,10 +109,10 @@ def _curves(
     for name, text in (("title", title), ("label", label)):
         check_kind(name, text, str, "pass for example 'CartPole-v1'")
     axes = new_axes(8, 4.5) if ax is None else checked_axes(ax)
-    if ax is None or title:
-        count = f"{len(stats):,} episode{'' if len(stats) == 1 else 's'}"
-        alone = not axes.lines  # the number of one run's episodes would mislead beside others
-        axes.set_title(f"{title}: {count}" if title and alone else title or count)
+    if not (label or axes.lines):  # the number of one run's episodes would mislead beside others
+        title = f"{title}{': ' if title else ''}{len(stats):,} episode{'' if len(stats) == 1 else 's'}"
+    if title:
+        axes.set_title(title)
     axes.set(xlabel="frames", ylabel=quantity)
     axes.xaxis.set_major_formatter(_readable)
     axes.yaxis.set_major_formatter(_readable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -248,10 +249,14 @@ def test_the_report_reads_as_a_table() -> None:
 
 
 def test_a_time_limit_that_is_called_a_termination_is_remarked_on() -> None:
-    remark = "all 9 terminations come after 6 steps: if that is a limit, return truncated"
-    report = check_env(over(faulty.TerminatesAtItsLimit)(), steps=20)
-    assert next(result.note for result in report.results if result.name == "flags") == remark
-    assert remark not in str(check_env(over(Walk)(), steps=60))
+    def remark(kind: type[Walk], steps: int) -> str:
+        report = check_env(over(kind)(), steps=steps)
+        return next(result.note for result in report.results if result.name == "flags")
+
+    said = "terminations come after 6 steps, none later: if that is a limit, return truncated"
+    assert remark(faulty.TerminatesAtItsLimit, 20) == f"9 of 9 {said}"
+    assert re.fullmatch(rf"\d+ of \d+ {said}", remark(faulty.TerminatesAtItsLimitOrBefore, 60))
+    assert not remark(Walk, 60)
 
 
 def test_a_reward_of_several_numbers_is_remarked_on() -> None:

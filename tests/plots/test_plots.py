@@ -100,7 +100,7 @@ def test_several_runs_share_axes() -> None:
     ]
     colors = [line.get_color() for line in axes.lines]
     assert colors[0] == colors[1] != colors[2] == colors[3]
-    assert axes.get_title() == "2 episodes"  # of the run that the axes were made for
+    assert axes.get_title() == ""
     assert axes.xaxis.get_major_formatter()(2_000) == "2,000"
     assert axes.yaxis.get_major_formatter()(0.1 + 0.2) == "0.3"
 
@@ -112,6 +112,9 @@ def test_the_title_names_the_environment_and_counts_the_episodes() -> None:
     assert axes.get_title() == "Pong: 1,234 episodes"
     plots.lengths(make_stats([1.0], [4], [0]), title="Pong, two runs", ax=axes)
     assert axes.get_title() == "Pong, two runs"
+    (axes,) = plots.returns(make_stats([1.0], [4], [0]), title="Pong", label="seed 0").axes
+    plots.returns(make_stats([1.0], [4], [0]), label="seed 1", ax=axes)
+    assert axes.get_title() == "Pong"
 
 
 def test_it_leaves_pyplot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

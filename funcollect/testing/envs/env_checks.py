@@ -26,7 +26,7 @@ from funcollect.tree import Path, flatten
 FLAGS = ("terminated", "truncated", "done")
 COUNTERS = ("traj_ids", "step", "lane", "policy_version")
 REPORT_IT = "the library writes this, or a wrapper around it: it has to have the keys and shapes of a batch"
-_ALIKE = 4  # the number of equally long episodes from which on a remark is made
+_ALIKE = 4  # the least number of terminations at the greatest length, which look like those of a time limit
 _SINGLE_STEPS = 8
 
 
@@ -107,10 +107,11 @@ def rewards(trial: Trial) -> str | None:
 def flags(trial: Trial) -> str | None:
     """`done` is terminated or truncated, and is False before every step."""
     expect_flags(trial.batch)
-    lengths = trial.batch["collector", "step"][trial.batch["next", "terminated"][..., 0]] + 1
-    if len(lengths) < _ALIKE or lengths.min() == 1 or lengths.min() != lengths.max():
+    counts = (trial.batch["collector", "step"][trial.batch["next", "terminated"][..., 0]] + 1).bincount()  # by length
+    if len(counts) <= 2 or counts[-1] < max(_ALIKE, 2 * int(counts[:-1].max()) + 1):
         return None
-    return f"all {len(lengths)} terminations come after {int(lengths[0])} steps: if that is a limit, return truncated"
+    how_many, longest = f"{int(counts[-1])} of {int(counts.sum())} terminations", len(counts) - 1
+    return f"{how_many} come after {longest} steps, none later: if that is a limit, return truncated"
 
 
 def counters(trial: Trial) -> None:

@@ -142,6 +142,12 @@ class TerminatesAtItsLimit(Walk):
         return seen, reward, self.time == 6, False, {}
 
 
+class TerminatesAtItsLimitOrBefore(Walk):
+    def step(self, action: Any) -> Any:
+        seen, reward, far, *_ = super().step(action)
+        return seen, reward, far or self.time == 6, False, {}
+
+
 class HidesItsEnds(Walk):
     def step(this, action: Any) -> Any:  # noqa: N805  any name will do
         seen, reward, *_ = super().step(action)
