@@ -342,15 +342,7 @@ class BranchesInJax(fc.envs.JaxEnvBase):
         return fc.envs.Transition(place, place, 1.0, False, False)
 
 
-class PaysThrice(fc.envs.JaxEnvBase):
-    observation_space = BOX
-    action_space = spaces.Discrete(3)
-    max_episode_steps = 12
-
-    def reset(self, key: Any, params: Any, /) -> Any:
-        place = jax.random.uniform(key, (2,))
-        return place, place
-
+class PaysThrice(BranchesInJax):
     def step(self, key: Any, place: Any, action: Any, params: Any, /) -> Any:
         return fc.envs.Transition(place, place, jax.numpy.ones(3), False, False)
 
