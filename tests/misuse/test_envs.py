@@ -28,6 +28,11 @@ def good() -> Any:
     return fc.make_env(CARTPOLE, num_envs=2)
 
 
+class Unbuilt(fc.envs.CartPole):
+    def __init__(self, num_envs: int | None = None) -> None:
+        self.scale = 2.0
+
+
 class Incomplete(InParts):
     observation_space = spaces.Box(-1, 1, (1,))
 
@@ -271,6 +276,13 @@ def count(value: Any) -> list[Misuse]:
         Incomplete,
         TypeError,
         ("Incomplete lacks ['action_space']", "expected as attributes of the class", "before super().__init__()"),
+        Complete,
+    ),
+    Misuse(
+        "a Torch environment whose constructor does not call that of the base class",
+        lambda: fc.make_env(Unbuilt, num_envs=2),
+        TypeError,
+        ("Unbuilt lacks what the constructor of its base class sets", "call super().__init__(**kwargs)"),
         Complete,
     ),
     Misuse(

@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import TimeLimit
 
 from funcollect.arguments import check_num_envs, check_positive
-from funcollect.envs.base import check_spaces
+from funcollect.envs.base import EnvBase, check_spaces
 from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, is_atari
 from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
 from funcollect.envs.host.host_env import SimulatedEnv
@@ -112,6 +112,12 @@ def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
     if callable(source):
         factory, kwargs = with_time_limit(source, kwargs)
         return partial(built, factory, kwargs)
+    wrong: Any = source
+    if isinstance(wrong, EnvBase):
+        raise TypeError(
+            f"{type(wrong).__name__} lacks what the constructor of its base class sets: call super().__init__(**kwargs) "
+            "in its own, after it has set the spaces"
+        )
     raise TypeError(
         f"env is {type(source).__name__}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env "
         "or a list: pass one of these (an environment of a JAX suite goes to its adapter, such as "
