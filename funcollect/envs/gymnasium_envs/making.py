@@ -112,16 +112,20 @@ def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
     if callable(source):
         factory, kwargs = with_time_limit(source, kwargs)
         return partial(built, factory, kwargs)
-    wrong: Any = source
-    if isinstance(wrong, EnvBase):
-        raise TypeError(
-            f"{type(wrong).__name__} lacks what the constructor of its base class sets: call super().__init__(**kwargs) "
-            "in its own, after it has set the spaces"
+    raise _no_source(source)
+
+
+def _no_source(given: Any) -> TypeError:
+    """The error for something from which no environment can be made."""
+    name = type(given).__name__
+    if isinstance(given, EnvBase):
+        return TypeError(
+            f"{name} lacks what the constructor of its base class sets: call super().__init__(**kwargs) in its own, "
+            "after it has set the spaces"
         )
-    raise TypeError(
-        f"env is {type(source).__name__}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env "
-        "or a list: pass one of these (an environment of a JAX suite goes to its adapter, such as "
-        "funcollect.envs.from_gymnax)"
+    return TypeError(
+        f"env is {name}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env or a list: pass one of these "
+        "(an environment of a JAX suite goes to its adapter, such as funcollect.envs.from_gymnax)"
     )
 
 
