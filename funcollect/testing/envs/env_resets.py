@@ -111,9 +111,11 @@ def own_resets(trial: Trial) -> None:
     """`step` calls no `reset` within an episode: the batch has the end of each."""
     with trial.started() as state:
         try:
-            state, _ = apply(trial.env, state, _watch_resets)
-        except TypeError:
-            raise NotApplicableError("only for environments of Gymnasium's classes") from None
+            state, watched = apply(trial.env, state, _watch_resets)
+        except TypeError:  # no objects
+            watched = [False]
+        if not all(watched):
+            raise NotApplicableError("only for environments of Gymnasium's classes")
         for step in range(trial.steps):
             state, row = trial.go_on(state, 1)
             state, found = apply(trial.env, state, _has_reset_itself)
@@ -123,10 +125,10 @@ def own_resets(trial: Trial) -> None:
                 raise fail(where, expected=expected, got="a call", mend=mend)
 
 
-def _watch_resets(env: Any) -> None:
-    """Notice calls of a Gymnasium environment's `reset` that come from `step`, its own or that of a wrapper."""
+def _watch_resets(env: Any) -> bool:
+    """Notice calls of `reset` that come from `step`, its own or that of a wrapper; False unless it is Gymnasium's."""
     if not isinstance(env, gymnasium.Env):
-        return
+        return False
     raw, wrappers = env.unwrapped, [env]
     while isinstance(wrappers[-1], gymnasium.Wrapper):
         wrappers.append(wrappers[-1].env)
@@ -144,11 +146,12 @@ def _watch_resets(env: Any) -> None:
         return inner(*args, **kwargs)
 
     raw.__dict__["reset"] = reset
+    return True
 
 
 def _has_reset_itself(env: Any) -> bool:
     """Whether there was such a call since this was asked last."""
-    return isinstance(env, gymnasium.Env) and env.unwrapped.__dict__.pop(_NOTICED, False)
+    return bool(env.unwrapped.__dict__.pop(_NOTICED, False))
 
 
 def terminal(trial: Trial) -> None:
