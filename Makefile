@@ -82,6 +82,7 @@ docs-serve: docs
 
 # The repository's address wherever it stands: make address URL=https://github.com/somebody/funcollect
 address:
+	test -n "$(URL)"
 	sed -i "s|$$(sed -n 's/^Repository = "\(.*\)"/\1/p' pyproject.toml)|$(URL)|g" pyproject.toml CITATION.cff docs/start/install.md
 
 test: $(VENV)/.test

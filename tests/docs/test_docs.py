@@ -182,6 +182,9 @@ def test_the_address_is_set_by_one_command(tmp_path):
     for each in files:
         (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / each, tmp_path / each)
+    without = subprocess.run(["make", "--silent", "address"], cwd=tmp_path, capture_output=True, check=False)
+    assert without.returncode
+    assert all((tmp_path / each).read_text() == (ROOT / each).read_text() for each in files)
     subprocess.run(["make", "--silent", "address", "URL=https://example.org/a/b"], cwd=tmp_path, check=True)
     for each in files[1:]:
         assert (tmp_path / each).read_text() == (ROOT / each).read_text().replace(repository, "https://example.org/a/b")
