@@ -8,6 +8,7 @@ import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 
@@ -78,12 +79,19 @@ class BufferFiller:
         """Whether the calling thread is the one that fills the buffer."""
         return threading.current_thread() is self._thread
 
-    def pause(self) -> None:
-        """Block until the batch under way is in the buffer; no other one is begun."""
+    def pause(self) -> contextlib.ExitStack:
+        """Block until the batch under way is in the buffer; no other one is begun.
+
+        The end of a block ``with`` what is returned resumes, unless the filler was paused before.
+        """
+        resuming = contextlib.ExitStack()
         with self._condition:
+            if not self._paused:
+                resuming.callback(self.resume)
             self._paused = True
             while not self._resting:
                 self._condition.wait()
+        return resuming
 
     def resume(self) -> None:
         """Continue after `pause`."""
@@ -146,16 +154,17 @@ class FillsBuffer(Iterator[Any]):
             raise RuntimeError("the collector fills a buffer already: shut it down before another start")
         self._filler = BufferFiller(self, buffer)
 
-    def pause(self) -> None:
+    def pause(self) -> AbstractContextManager[object]:
         """Block until the batch under way is in the buffer; no other one is added until `resume`.
 
-        Meanwhile every other method may be called.
+        Meanwhile every other method may be called. ``with collector.pause():`` resumes at the end of the block.
 
         Raises:
             RuntimeError: if `start` was not called.
         """
-        self._filling().pause()
+        resuming = self._filling().pause()
         self._check_open()
+        return resuming
 
     def resume(self) -> None:
         """Continue to fill the buffer after `pause`."""

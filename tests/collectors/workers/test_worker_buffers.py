@@ -1,5 +1,6 @@
 """A buffer that is filled from a thread, and what becomes of exceptions in it."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -64,6 +65,23 @@ def test_a_buffer_is_filled_paused_and_filled_on(kind, transport):
         with pytest.raises(RuntimeError, match="already"):
             collector.start(buffer)
     assert buffer.batches[-1]["collector", "policy_version"].max() == 19
+
+
+def test_a_block_of_a_pause_resumes_at_its_end_also_after_an_exception_and_after_the_collectors_end():
+    buffer = Buffer()
+    with made(fc.MultiSyncDataCollector, "serial") as collector:
+        collector.start(buffer)
+        for error in ((), (KeyError,)):
+            with contextlib.suppress(KeyError), collector.pause():
+                with collector.pause():  # which was not begun here
+                    count = len(buffer.batches)
+                next(collector)
+                assert len(buffer.batches) == count
+                for each in error:
+                    raise each
+            buffer.wait_for(count + 1)
+        with collector.pause():
+            collector.shutdown()
 
 
 @pytest.mark.parametrize("kind", COLLECTORS)
