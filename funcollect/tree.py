@@ -1,8 +1,9 @@
 """TensorDicts as optree nodes, and nested dicts by path.
 
 tensordict registers its own node in optree's namespace ``"torch"``, with keys in insertion order and without the lock.
-The node here is registered in the namespace `NAMESPACE`. It sorts the keys, keeps the lock, and stores only the number
-of batch dimensions, so a function mapped over the leaves may change the sizes of these dimensions, not their number.
+The node here is registered in the namespace `NAMESPACE`. It sorts the keys, keeps the lock and the names of dimensions,
+and stores only the number of batch dimensions, so a function mapped over the leaves may change the sizes of these
+dimensions, not their number.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ Path = tuple[str, ...]
 def _flatten(batch: TensorDictBase) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
     keys = tuple(sorted(batch.keys()))
     empty = None if keys else batch.batch_size  # the leaves of a batch without keys cannot show its size
-    return tuple(batch.get(key) for key in keys), (keys, batch.batch_dims, batch.is_locked, empty), keys
+    names = (*batch.names,) if batch._has_names() else None
+    return tuple(batch.get(key) for key in keys), (keys, batch.batch_dims, names, batch.is_locked, empty), keys
 
 
-def _unflatten(metadata: tuple[tuple[str, ...], int, bool, Any], children: Iterable[Any]) -> TensorDict:
-    keys, batch_dims, locked, empty = metadata
+def _unflatten(metadata: tuple[tuple[str, ...], int, Any, bool, Any], children: Iterable[Any]) -> TensorDict:
+    keys, batch_dims, names, locked, empty = metadata
     values = dict(zip(keys, children, strict=True))
     shape = next(
         (value.shape[:batch_dims] for value in values.values() if hasattr(value, "shape")), empty or torch.Size([])
     )
-    batch = TensorDict(values, batch_size=shape)
+    batch = TensorDict(values, batch_size=shape, names=names)
     return batch.lock_() if locked else batch
 
 
@@ -81,8 +83,28 @@ def to_tensordict(flat: Mapping[Path, torch.Tensor], batch_size: tuple[int, ...]
     return _build(nest(flat), torch.Size(batch_size))
 
 
+def to_batch(flat: Mapping[Path, torch.Tensor], batch_size: tuple[int, ...]) -> TensorDict:
+    """The same, with time as the last batch dimension, by its name in TorchRL."""
+    return _build(nest(flat), torch.Size(batch_size), time_last(len(batch_size)))
+
+
+def time_last(dims: int) -> list[Any]:
+    """The names of a batch's dimensions: that of the last one is ``"time"``, the others have none."""
+    return [*[None] * (dims - 1), "time"]
+
+
+def without_time(batch: TensorDictBase) -> TensorDict:
+    """The first step of a batch [*B, T], as [*B]; ``batch[..., 0]`` takes twice the time if dimensions have names."""
+    *lead, _ = batch.batch_size
+    leaves = {
+        name: without_time(value) if isinstance(value, TensorDictBase) else value.select(len(lead), 0)
+        for name, value in batch.items()
+    }
+    return TensorDict._new_unsafe(leaves, batch_size=torch.Size(lead))
+
+
 def aliased(nested: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
-    """A TensorDict of new tensors that share memory with the tensors of a nested dict.
+    """A batch, with time last, of new tensors that share memory with the tensors of a nested dict.
 
     Autograd does not treat the new tensors as views, so one may be modified in place although another is needed for a
     gradient.
@@ -90,12 +112,14 @@ def aliased(nested: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
     leaves = {
         name: aliased(value, batch_size) if isinstance(value, dict) else value.data for name, value in nested.items()
     }
-    return TensorDict._new_unsafe(leaves, batch_size=batch_size)
+    return TensorDict._new_unsafe(leaves, batch_size=batch_size, names=time_last(len(batch_size)))
 
 
-def _build(nested: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
-    leaves = {name: _build(value, batch_size) if isinstance(value, dict) else value for name, value in nested.items()}
-    return TensorDict._new_unsafe(leaves, batch_size=batch_size)
+def _build(nested: Mapping[str, Any], batch_size: torch.Size, names: Any = None) -> TensorDict:
+    leaves = {
+        name: _build(value, batch_size, names) if isinstance(value, dict) else value for name, value in nested.items()
+    }
+    return TensorDict._new_unsafe(leaves, batch_size=batch_size, names=names)
 
 
 def moved(tree: Any, device: torch.device) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from funcollect.arguments import check_key
 from funcollect.interop.jax_setup import import_jax
 from funcollect.trajectories.final_observations import attach, detach
-from funcollect.tree import Path, as_path
+from funcollect.tree import Path, as_path, time_last
 
 __all__ = ["split_trajectories"]
 
@@ -106,7 +106,10 @@ def split_trajectories(
         raise ValueError("the batch has no frames, expected at least one: nested tensors cannot be empty")
     place = partial(layout.nest, kind=torch.strided if as_nested is True else as_nested) if as_nested else layout.place
     shape = (layout.shape[0], -1) if as_nested else layout.shape
-    result = TensorDict(_map_leaves(place, batch, ()), shape[:1] if as_nested is torch.jagged else shape, batch.device)
+    ragged = as_nested is torch.jagged
+    result = TensorDict(_map_leaves(place, batch, ()), shape[:1] if ragged else shape, batch.device)
+    if not ragged:
+        result.names = time_last(2)
     if ids is None:
         result.set(ids_key, place(layout.run))
     if not as_nested:

@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from funcollect.trajectories.final_observations import FinalObservations, attach, detach
 from funcollect.trajectories.split import LANE, STEP, TRAJECTORY_IDS, check_batch, require
-from funcollect.tree import flatten, to_tensordict
+from funcollect.tree import flatten, to_batch
 
 __all__ = ["PendingTrajectories"]
 
@@ -117,7 +117,7 @@ class PendingTrajectories:
         stop = int(runs.start[count - 1] + runs.length[count - 1])
         taken, rest = self._table[:stop], self._table[stop:]
         frames = self._gather(taken)
-        attach(frames, self._ends(taken))
+        attach(frames.refine_names("time"), self._ends(taken))
         return frames, self._only(rest)
 
     def _gather(self, table: _Table) -> TensorDictBase:
@@ -165,7 +165,7 @@ class PendingTrajectories:
     def from_plain(cls, data: tuple[Any, ...]) -> PendingTrajectories:
         """The inverse of `plain`."""
         pieces, table, steps, final = data
-        batches: list[TensorDict] = [to_tensordict(leaves, shape) for leaves, shape in pieces]
+        batches: list[TensorDict] = [to_batch(leaves, shape) for leaves, shape in pieces]
         return cls(tuple(batches), table, steps, final and FinalObservations(*final))
 
 

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.processes.shared_memory import Memory
-from funcollect.tree import Path, aliased, flatten, nest, to_tensordict
+from funcollect.tree import Path, aliased, flatten, nest, to_batch
 
 Join = Literal["stack", 0, -1]
 
@@ -195,7 +195,7 @@ def joined(parts: Sequence[TensorDictBase], join: Join | None) -> Any:
     dims = parts[0].batch_dims
     if join == "stack":
         whole = {path: torch.stack([each[path] for each in leaves]) for path in leaves[0]}
-        return to_tensordict(whole, tuple(whole["next", "done"].shape[: dims + 1]))
+        return to_batch(whole, tuple(whole["next", "done"].shape[: dims + 1]))
     dim = 0 if join == 0 else dims - 1
     whole = {path: torch.cat([each[path] for each in leaves], dim) for path in leaves[0]}
-    return to_tensordict(whole, tuple(whole["next", "done"].shape[:dims]))
+    return to_batch(whole, tuple(whole["next", "done"].shape[:dims]))

@@ -22,7 +22,7 @@ from funcollect.keys import seed_of
 from funcollect.messages import shown
 from funcollect.policies.torch_modules.sending import dumps
 from funcollect.trajectories.final_observations import FinalObservations
-from funcollect.tree import flatten, to_tensordict
+from funcollect.tree import flatten, to_batch
 
 
 class WorkerRun:
@@ -230,7 +230,7 @@ class WorkerRun:
         self.pool.have_loaded(saved, new_envs=True)
         self._go_on_from(data, saved)
         for leaves, shape, version, workers, final in data["ready"]:
-            batch = to_tensordict(leaves, tuple(shape))
+            batch = to_batch(leaves, tuple(shape))
             ready = ReadyBatch(batch, version, workers, final and FinalObservations(*final))
             self.gathering.ready.append(ready)
         self.gathering.version, self.gathering.workers = data["gathered"]

@@ -23,7 +23,7 @@ from funcollect.envs.host.host_env import check_rewards
 from funcollect.interop.reads import complain_if
 from funcollect.policies.actors.checks import check_apart
 from funcollect.protocols import Env
-from funcollect.tree import Path, select, to_tensordict
+from funcollect.tree import Path, select, to_batch
 
 Array = npt.NDArray[Any]
 
@@ -215,6 +215,6 @@ def as_batch(
     *lead, length, num_lanes = columns[REWARD].shape[: time + 2]
     if single:
         leaves = {path: leaf.select(time + 1, 0) for path, leaf in columns.items()}
-        return to_tensordict(leaves | (counters or {}), (*lead, length)).lock_()
+        return to_batch(leaves | (counters or {}), (*lead, length)).lock_()
     leaves = {path: leaf.transpose(time, time + 1) for path, leaf in columns.items()}
-    return to_tensordict(leaves | (counters or {}), (*lead, num_lanes, length)).lock_()
+    return to_batch(leaves | (counters or {}), (*lead, num_lanes, length)).lock_()

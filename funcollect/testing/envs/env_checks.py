@@ -21,7 +21,7 @@ from funcollect.specs import ActionSpec, disassemble, observation_leaves, torch_
 from funcollect.testing.compare import bits_differ, first_row, shown, spot
 from funcollect.testing.report import fail
 from funcollect.testing.trial import Trial
-from funcollect.tree import Path, flatten
+from funcollect.tree import Path, flatten, time_last
 
 FLAGS = ("terminated", "truncated", "done")
 COUNTERS = ("traj_ids", "step", "lane", "policy_version")
@@ -135,6 +135,8 @@ def expect_layout(batch: TensorDictBase) -> None:
         ("next", "reward"): ((*size, players), torch.float32),
         **{("next", *path): (tuple(leaf.shape), leaf.dtype) for path, leaf in roots(leaves).items()},
     }
+    if batch.names != time_last(len(size)):
+        raise fail("the batch's names", expected=time_last(len(size)), got=batch.names, mend=REPORT_IT)
     if ("action",) not in leaves:
         raise fail("the batch", expected="the key 'action'", got=sorted(map(".".join, leaves)), mend=REPORT_IT)
     for path, kind in wanted.items():
