@@ -62,4 +62,4 @@ def apply(
     except TypeError:  # the function was called in all lanes, or in none
         handle.give_back()
         raise
-    return state.replace(env_state=simulation.release()), results
+    return state.changed(env_state=simulation.release()), results

@@ -88,7 +88,7 @@ def _restarted(env: Env, state: CollectorState, counts: Mapping[str, Any]) -> Co
             simulation.rekey(key, episode.tolist(), steps)
             episode = episode.to(state.episode.device)
         case JaxEnvState() as lanes:  # the next starts follow from the key
-            state = state.replace(env_state=lanes._replace(next_start_used=np.ones(state.num_lanes, bool)))
+            state = state.changed(env_state=lanes._replace(next_start_used=np.ones(state.num_lanes, bool)))
             episode, steps, version = episode.numpy().astype(np.int32), from_number(steps), np.int32(version)
         case _:
             episode = episode.to(state.episode.device)

@@ -172,7 +172,7 @@ def state_from(
             return resume(env, state, counts_in(data))
         whole = _with_fields(state, data)
         if env.backend != "host":
-            return whole.replace(env_state=restored("env_state", state.env_state, data["env_state"]))
+            return whole.changed(env_state=restored("env_state", state.env_state, data["env_state"]))
         record = SimulationRecord(**data["env_state"])
         if over is not None and over.env_state.simulation.calls:
             raise ReplayError(
@@ -180,7 +180,7 @@ def state_from(
                 "nothing undoes: restore into a new collector, with a new instance"
             )
         simulators = None if over is None else over.env_state.simulation.hand_over()
-        return whole.replace(env_state=rebuild(env, record, whole, saved=True, simulators=simulators))
+        return whole.changed(env_state=rebuild(env, record, whole, saved=True, simulators=simulators))
     except BaseException:
         close(state)
         raise

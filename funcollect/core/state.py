@@ -157,8 +157,18 @@ class CollectorState(Generic[Array]):
     def replace(self, **changes: Any) -> CollectorState[Array]:
         """Return a state with some fields changed.
 
-        Other `env_params` act at once, and are the same for all lanes; see also `set_env_params`.
+        Other `env_params` act at once, and are the same for all lanes; see also `set_env_params`. Another `env_state`
+        needs its own observation, on which the policy acts next: pass both.
         """
+        if "observation" not in changes and changes.get("env_state", self.env_state) is not self.env_state:
+            raise ValueError(
+                "state.replace got env_state without observation, expected both: the policy would act on the "
+                "observation of another state; pass observation=other.observation, too"
+            )
+        return self.changed(**changes)
+
+    def changed(self, **changes: Any) -> CollectorState[Array]:
+        """Do what `replace` does, for an `env_state` to which the observation belongs."""
         if "env_params" in changes and isinstance(self.env_state, JaxEnvState):
             changes = {"env_state": self.env_state.with_used_starts(), **changes}  # they were made with the old ones
         if unknown := changes.keys() - vars(self).keys():

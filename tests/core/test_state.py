@@ -233,3 +233,17 @@ def test_a_torch_environment_with_leaves_that_cannot_be_selected_by_lane(wrap: A
     env = WrappedWalk(wrap, lambda state: state)
     with pytest.raises(fc.EnvError, match=rf"env_state that reset of .* holds {got}.*, expected tensors \[2, ...\] in"):
         fc.init(env, fc.random_policy(env), seed=0)
+
+
+@pytest.mark.parametrize("name", ["torch/CartPole-v1", "gymnax/CartPole-v1"])
+def test_the_state_of_an_environment_is_replaced_with_its_observation(name: str) -> None:
+    env = fc.make_env(name, num_envs=2)
+    policy = fc.random_policy(env)
+    first, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    later, batch = fc.rollout(env, policy, first, 4)
+    with pytest.raises(ValueError, match=r"env_state without observation, expected both: .* pass observation"):
+        later.replace(env_state=first.env_state)
+    assert later.replace(env_state=later.env_state).env_state is later.env_state
+    back = later.replace(env_state=first.env_state, observation=first.observation)
+    _, again = fc.rollout(env, policy, back, 1)
+    assert torch.equal(again["observation"][:, 0], batch["observation"][:, 0])

@@ -229,9 +229,9 @@ def _block(
     def body(t: Any, carry: tuple[Traced, Packed]) -> tuple[Traced, Packed]:
         state, rows = carry
         lanes = SpareStarts(state.env_state, spares, since)  # `spares` and `since` stay outside of the carry
-        current = state.replace(env_state=lanes, steps=words.add(begun_at, t))
+        current = state.changed(env_state=lanes, steps=words.add(begun_at, t))
         after, row = recorded_step(config, bound, current, keys)
-        after = after.replace(env_state=after.env_state.current, steps=begun_at)
+        after = after.changed(env_state=after.env_state.current, steps=begun_at)
         kept = jax.tree.map(partial(jax.numpy.where, t < left), after, state)
         return kept, write_row(rows, layout.pack(row), t)
 
@@ -241,7 +241,7 @@ def _block(
         short = short | (begun > SPARES).any()
     lanes = after_block(config.env, before, state.env_state, begun > 0)
     made = words.add(begun_at, jax.numpy.clip(left, 0, steps))
-    moved, rest = _apart(state.replace(env_state=lanes, steps=made))
+    moved, rest = _apart(state.changed(env_state=lanes, steps=made))
     return moved, rows, rest, left - steps, short
 
 

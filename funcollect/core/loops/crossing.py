@@ -151,7 +151,7 @@ class _CrossingLoop:
         if self._config.branches:
             return self.state
         begun, current = self.state.episode != self._before.episode, self.state.env_state.current
-        return self.state.replace(env_state=after_block(self._config.env, self._before.env_state, current, begun))
+        return self.state.changed(env_state=after_block(self._config.env, self._before.env_state, current, begun))
 
     def restart(self, actor: Actor) -> None:
         """Report to the actor the lanes that began another episode."""
@@ -174,7 +174,7 @@ def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[Co
     del row["action",]  # the actor records the policy's outputs
     copied: CollectorState = jax.tree.map(jax.numpy.copy, state)
     if not config.branches:  # starts are made at each step
-        copied = copied.replace(env_state=SpareStarts(copied.env_state.current, (), jax.numpy.copy(state.episode)))
+        copied = copied.changed(env_state=SpareStarts(copied.env_state.current, (), jax.numpy.copy(state.episode)))
     return copied, empty_columns(row, capacity), constant_columns(state, capacity), run_keys(state.key, state.lane)
 
 

@@ -86,7 +86,7 @@ def fork(env: HostEnv, state: CollectorState) -> CollectorState:
     """Implement `funcollect.fork`: rebuild the simulators and bring them to the same state."""
     handle: SimulatorHandle = state.env_state
     handle.check()
-    return state.replace(env_state=fork_simulation(handle.simulation, state))
+    return state.changed(env_state=fork_simulation(handle.simulation, state))
 
 
 def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
