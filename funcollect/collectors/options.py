@@ -83,7 +83,8 @@ class RunOptions:
     """steps after which a trajectory is truncated; None or negative for no limit."""
     init_random_frames: int | None = None
     """frames at the start of the run with random actions, rounded up to whole batches. Their log-probabilities are
-    those of the uniform distribution that drew them. The policy runs all the same."""
+    those of the uniform distribution that drew them. The policy runs all the same. If it carries its own
+    action from step to step, that action was not executed; a warning says so if the policy may do that."""
     reset_at_each_iter: bool = False
     """begin every batch with new episodes."""
     split_trajs: bool = False

@@ -17,7 +17,7 @@ from funcollect.collectors.source import RunnerSpec
 from funcollect.core import api
 from funcollect.core.apply import apply
 from funcollect.core.env_params import set_env_params
-from funcollect.core.exploration import check_given
+from funcollect.core.exploration import check_given, own_action_warning
 from funcollect.core.loops import RunsRollouts
 from funcollect.core.loops.device import check_uncut
 from funcollect.core.request import NOWHERE, OwnColumns
@@ -90,6 +90,8 @@ class Runner(InUse):
             self.env, self.policy, seed=seed, first_lane=shard.index * lanes, total_lanes=self.lanes
         )
         self.seed = self.state.seed
+        self.warning = own_action_warning(self.policy, options.init_random_frames)
+        """for the user, about the policy with these options; empty if there is none."""
         self.length = math.ceil(options.frames_per_batch / lanes)
         self.loops: Mapping[str, RunsRollouts] = api.LOOPS
         """what runs the rollouts, by `Route.loop`."""

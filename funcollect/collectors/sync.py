@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +49,8 @@ class SyncDataCollector(Runner, CollectorBase, SourceOptions, RunnerOptions):
             policy_factory=self.policy_factory,
         )
         Runner.__init__(self, source, options, seed=self.seed)
+        if self.warning:
+            warnings.warn(self.warning, stacklevel=3)
         self._check_statistics()
         self._fill(**{name: getattr(options, name) for name in ("storing_device", "env_device", "policy_device")})
 

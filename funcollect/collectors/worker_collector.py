@@ -33,6 +33,7 @@ from funcollect.core.saving import Episodes
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed
 from funcollect.policies.jax_functions.jax_policy import as_given
+from funcollect.policies.torch_backed import has_lazy_layers
 from funcollect.processes.child import OnFailure
 from funcollect.protocols import is_policy
 
@@ -95,6 +96,11 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
                 "(a new worker replaces it): pass one of them"
             )
         self.options = options
+        if has_lazy_layers(self.policy):
+            raise ValueError(
+                "policy has lazy layers, whose parameters each worker would draw by itself, expected layers with "
+                "parameters: call the module once with an observation before"
+            )
         if is_policy(self.policy):
             check_given(self.policy, options.exploration)
         self._check_statistics()
@@ -108,6 +114,8 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
         self.run = WorkerRun(jobs, transport, failure_policy, self.policy, join, prefetch=prefetch)
         self._finalizer = weakref.finalize(self, self.run.close)
         info = self.run.info
+        if info.warning:
+            warnings.warn(info.warning, stacklevel=2)
         if is_policy(self.policy):
             remember_spaces(self.policy, info.space, info.leaves, info.action)
         if self.trajs_per_batch is not None:

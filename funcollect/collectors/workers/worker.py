@@ -143,6 +143,7 @@ class WorkerInfo(NamedTuple):
     frames: int  # of each of its batches
     limited: bool  # whether every trajectory ends after some number of steps
     param_shapes: list[tuple[int, ...]] | None  # of the environment's parameters, if it has some that can be set
+    warning: str  # for the user; empty if there is none
 
 
 class RolloutReport(NamedTuple):
@@ -316,6 +317,7 @@ class Worker(WorkerBase):
             frames,
             is_limited(env, self._job.options.max_frames_per_traj),
             param_shapes(env),
+            self._runner.warning,
         )
 
     @override

@@ -5,12 +5,12 @@ A module that carries a hidden state reads `key` and writes ``("next", key)``, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictModuleBase, TensorDictSequential
 from torch import Tensor, nn
 
 from funcollect.arguments import check_arrays
@@ -122,6 +122,16 @@ def reads_what_it_wrote(module: Any) -> bool:
         or any(base.__name__ in _KEEP_STATES for base in kind.__mro__)
         for kind in kinds
     )
+
+
+def carries_action(module: Any, written: Collection[Path]) -> bool:
+    """Whether a part that writes one of `written`, the next values of hidden states, also reads or writes the action."""
+    parts = module.modules() if isinstance(module, nn.Module) else [module]
+    for part in parts:
+        writes = set() if isinstance(part, TensorDictSequential) else set(paths_of(part, "out_keys"))
+        if not writes.isdisjoint(written) and ("action",) in writes.union(paths_of(part, "in_keys")):
+            return True
+    return False
 
 
 def initial_hidden_states(
