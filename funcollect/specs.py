@@ -90,6 +90,8 @@ def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tupl
     check_kind("space", space, spaces.Space, "pass a space of gymnasium.spaces, such as env.observation_space")
     root = () if isinstance(space, spaces.Dict) else ("observation",)
     leaves = tuple(_leaves(space, root, floating))
+    if not leaves:
+        raise ValueError(f"the observation space {space} has no arrays, expected at least one: add one, a constant say")
     for leaf in leaves:
         if leaf.path[0] in RESERVED:
             raise ValueError(

@@ -10,12 +10,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.arguments import check_kind, check_optional_positive
+from funcollect.arguments import check_call, check_kind, check_optional_positive
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.exploration import NO_VALUES, Value, exploration_values, with_values
 from funcollect.core.loops import Loop, RunsRollouts, captured, crossing, device, fused, host, tensor
 from funcollect.core.request import Request
-from funcollect.core.routes import enter_loop, leave_loop, of_lanes, route_of
+from funcollect.core.routes import complete, enter_loop, leave_loop, of_lanes, route_of
 from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import Array, CollectorState, all_lanes, check_origin
 from funcollect.core.traced_step.checks import check_live, check_one_run, check_untraced
@@ -27,10 +27,12 @@ from funcollect.policies.base import check_policy
 from funcollect.policies.normalized import Normalized, check_statistics
 from funcollect.policies.populations.population import Population
 from funcollect.policies.torch_backed import TorchBacked
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source
 from funcollect.protocols import Backend, Env, Policy, is_env
 from funcollect.specs import ExplorationType
+from funcollect.tree import without_time
 
+_CALL = "what funcollect.Policy has: (params, policy_state, observation, noise, spec, exploration)"
 # By `Route.loop` for rollouts, and by the environment's backend for functions that need no policy's route.
 LOOPS: dict[str, Loop] = {
     "host": host,
@@ -83,6 +85,9 @@ def check_pair(env: Any, policy: Any) -> None:
         swapped = " (the policy is one: env comes first)" if is_env(policy) else ""
         raise TypeError(f"env is {kind_of(env)}, expected an Env{swapped}: make one with funcollect.make_env")
     check_policy(policy)
+    check_call(f"{type(policy).__name__}.__call__", policy.__call__, _CALL, 6)
+    if isinstance(policy, Source):
+        complete(env, policy)
     if env.backend not in (backends := get_args(Backend)):
         raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
     check_optional_positive(f"max_episode_steps of {env}", getattr(env, "max_episode_steps", None))
@@ -198,7 +203,7 @@ def step(
     """
     request = Request(length=1, params=params, exploration_type=exploration_type, exploration=exploration)
     state, batch = run(env, policy, state, request, "step")
-    return state, batch[..., 0].lock_()
+    return state, without_time(batch).lock_()
 
 
 def reset(env: Env, state: CollectorState[Array], mask: Tensor | None = None) -> CollectorState[Array]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import optree
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from funcollect.arguments import check_kind
 from funcollect.core.loops.captured import check_capture
@@ -22,7 +23,7 @@ from funcollect.policies.jax_functions.traced_policy import is_traceable
 from funcollect.policies.populations.population import Population
 from funcollect.policies.populations.torch_population import TorchPopulation
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState
+from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState, has_lazy_layers, lanes_of
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, example
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
@@ -30,6 +31,7 @@ from funcollect.policies.torch_modules.settings import NO_SETTINGS
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy
 from funcollect.specs import ExplorationType, assemble
+from funcollect.tree import moved
 
 # A module whose attributes take more values than this is called back, since each value would compile again.
 _MOST_SETTINGS = 4
@@ -189,6 +191,28 @@ def _made(env: Env, source: Source, way: str, exploration_type: ExplorationType)
         return kind(source, given, exploration_type, single=single)
     except LoweringError as error:
         return error.with_traceback(None)
+
+
+def complete(env: Env, policy: Source) -> None:
+    """Make the parameters of lazy layers, such as `torch.nn.LazyLinear`, by one call of the user's module.
+
+    They are drawn from Torch's global generator, as by a call of the user's own. The module is in evaluation mode.
+    """
+    module = policy.module
+    if not isinstance(module, nn.Module) or not has_lazy_layers(module):
+        return
+    single = env.num_envs is None and isinstance(policy, TensorDictPolicy)
+    observation = moved(example(env.observation_space, env.observation_leaves, 1), policy.run_device or torch.device("cpu"))
+    recurrent = lanes_of(policy.initial_carry(observation), 1, policy.device)
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            policy.call_module(module, observation, recurrent, ExplorationType.DETERMINISTIC, single=single)
+    finally:
+        for part, training in modes.items():
+            part.training = training
+    policy.replace(module)
 
 
 def _check_place(source: TorchBacked, way: str) -> None:

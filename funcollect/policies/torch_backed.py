@@ -11,6 +11,7 @@ import optree
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from funcollect.arguments import check_call
@@ -72,6 +73,12 @@ def lanes_of(initial: Any, num_lanes: int, device: torch.device | None) -> Any:
         return tensor.expand(num_lanes, *tensor.shape).clone()
 
     return optree.tree_map(expand, initial)
+
+
+def has_lazy_layers(policy: Any) -> bool:
+    """Whether a policy, or a module, has layers whose first call will make their parameters (`torch.nn.LazyLinear`)."""
+    module = policy.module if isinstance(policy, TorchBacked) else policy
+    return isinstance(module, nn.Module) and any(map(is_lazy, (*module.parameters(), *module.buffers())))
 
 
 def replaced(policy: Any, subject: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.modules import LSTMModule, NormalParamExtractor, OneHotCategorical, ProbabilisticActor, TanhNormal
@@ -16,6 +18,7 @@ from torchrl.modules import LSTMModule, NormalParamExtractor, OneHotCategorical,
 import funcollect as fc
 from tests.policies.test_distributions import Logistic
 from tests.support import cases
+from tests.support.misuse import Acting
 from tests.support.running import SCALE, in_soak, scaled
 
 HEADS = {
@@ -484,3 +487,23 @@ class TestMisuse:
         start = fc.interop.to_jax(batch[:, :5].contiguous()) if kind == "jax" else batch[:, :5]
         now = fc.evaluate_actions(policy, None, start, policy_state=before)["action_log_prob"]
         assert_recorded(now, batch[:, :5])
+
+
+KINDS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+POLICIES = {
+    "torch": lambda choices: fc.torch_policy(cases.mlp(2, choices), head=fc.heads.categorical),
+    "jax": lambda choices: fc.jax_policy(
+        lambda params, x: x @ params, jnp.linspace(-1, 1, 2 * choices).reshape(2, choices), head=fc.heads.categorical
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", POLICIES)
+def test_discrete_actions_of_every_integer_dtype(backend: str, kind: str) -> None:
+    for space in (spaces.Discrete(3, start=1, dtype=kind), spaces.MultiDiscrete([3, 2], dtype=kind)):
+        env = fc.make_env(partial(Acting, space), num_envs=2)
+        policy = POLICIES[backend](env.action_spec.choices)
+        _, batch = collected(policy, env, 4)
+        given = batch if backend == "torch" else fc.interop.to_jax(batch)
+        assert_recorded(fc.evaluate_actions(policy, None, given)["action_log_prob"], batch)

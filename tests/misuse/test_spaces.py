@@ -79,6 +79,16 @@ def collides(name: str) -> Misuse:
             spaces.OneOf([spaces.Discrete(2)]),
         ),
     ),
+    *(
+        Misuse(
+            f"{space} for observations",
+            lambda space=space: observing(space),
+            ValueError,
+            ("the observation space", "has no arrays", "expected at least one", "add one"),
+            good,
+        )
+        for space in (spaces.Dict(), spaces.Tuple(()), spaces.Dict({"inner": spaces.Dict()}))
+    ),
     Misuse(
         "a Text space inside a Dict",
         lambda: observing(spaces.Dict({"position": spaces.Box(-1, 1), "label": spaces.Text(5)})),

@@ -199,6 +199,7 @@ def check_32_bits(observation: Columns) -> None:
 def _outside(action: Tensor, spec: ActionSpec) -> Tensor:
     """Whether numbers of discrete actions [..., *shape] are outside the space; per choice for one-hot rows."""
     low, high = spec.bounds
+    action = action.long()  # Torch compares no unsigned integers of more than 8 bits
     wrong = (action < low.to(action.device)) | (action > high.to(action.device))
     if spec.one_hot:
         hot = [part.sum(-1) != 1 for part in torch.split(action, list(spec.categories), -1)]

@@ -247,6 +247,11 @@ def unregistered(module: nn.Module) -> str:
     'mean'
     """
     for prefix, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise LoweringError(
+                f"{type(part).__name__} is a program of TorchScript, which torch.export does not take: pass the module "
+                "that it was made from"
+            )
         held = {name: value for name, value in vars(part).items() if not is_registry(part, name)}
         for name, value in {**held, "forward": type(part).forward}.items():
             if any(isinstance(each, (Tensor, nn.Module)) and each is not part for each in _held(value)):
