@@ -202,7 +202,8 @@ def complete(env: Env, policy: Source) -> None:
     if not isinstance(module, nn.Module) or not has_lazy_layers(module):
         return
     single = env.num_envs is None and isinstance(policy, TensorDictPolicy)
-    observation = moved(example(env.observation_space, env.observation_leaves, 1), policy.run_device or torch.device("cpu"))
+    observation = example(env.observation_space, env.observation_leaves, 1)
+    observation = moved(observation, policy.run_device or torch.device("cpu"))
     recurrent = lanes_of(policy.initial_carry(observation), 1, policy.device)
     modes = {part: part.training for part in module.modules()}
     module.eval()

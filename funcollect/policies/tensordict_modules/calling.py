@@ -125,7 +125,7 @@ def reads_what_it_wrote(module: Any) -> bool:
 
 
 def carries_action(module: Any, written: Collection[Path]) -> bool:
-    """Whether a part that writes one of `written`, the next values of hidden states, also reads or writes the action."""
+    """Whether a part that writes one of `written`, the next hidden states, also reads or writes the action."""
     parts = module.modules() if isinstance(module, nn.Module) else [module]
     for part in parts:
         writes = set() if isinstance(part, TensorDictSequential) else set(paths_of(part, "out_keys"))
