@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn, Self
 from tensordict import TensorDictBase
 
 from funcollect.arguments import check_kind
-from funcollect.collectors.keywords import collector
+from funcollect.collectors.keywords import ONLY_IN_TORCHRL, collector
 from funcollect.collectors.options import Options, RunOptions, Shard
 from funcollect.core.exploration import head_of
 from funcollect.core.saving import Episodes, check_episodes
@@ -92,7 +92,8 @@ class CollectorBase(RunOptions, ABC):
         "num_collectors": "MultiSyncDataCollector and MultiaSyncDataCollector have num_workers=, RayCollector has this "
         "one",
         "sync": "MultiSyncDataCollector is synchronous, MultiaSyncDataCollector is not; RayCollector has this argument",
-    }  # of TorchRL's `Collector`, which chooses another class by them
+        **ONLY_IN_TORCHRL,
+    }  # TorchRL's `Collector` chooses another class by the first three
 
     def _fill(self, **values: Any) -> None:
         """Set keywords to the values in use. After an assignment, editors would show that, without the meaning."""

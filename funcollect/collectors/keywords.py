@@ -15,6 +15,26 @@ from textwrap import fill
 from typing import Any, TypeVar, dataclass_transform, get_type_hints
 
 _Class = TypeVar("_Class", bound=Any)
+_SENT = "update_policy_weights_ sends weights in every collector"
+_FILLED = "extend the buffer with each batch; the collectors with workers also have start(buffer)"
+ONLY_IN_TORCHRL: Mapping[str, str] = {  # keywords that say how TorchRL's collectors work, and why there is none here
+    "use_buffers": "batches are recorded into their own memory wherever that is possible",
+    "return_same_td": "every batch has memory of its own, or is a view that is not written again while it is alive",
+    "trust_policy": "policies need no trust",
+    "no_cuda_sync": "queues of work are ordered by events",
+    "auto_register_policy_transforms": "hidden states are found without transforms",
+    "cudagraph_policy": "it is funcollect.torch_policy(module, compile='cudagraph') here",
+    "compile_policy": "it is funcollect.torch_policy(module, compile='inductor') here",
+    "track_policy_version": "every batch has ('collector', 'policy_version')",
+    "weight_updater": _SENT,
+    "weight_sync_schemes": _SENT,
+    "weight_recv_schemes": _SENT,
+    "replay_buffer": _FILLED,
+    "extend_buffer": _FILLED,
+    "local_init_rb": _FILLED,
+    "preemptive_threshold": "a slow worker is waited for, and MultiaSyncDataCollector waits for none",
+    "interruptor": "no worker is interrupted",
+}
 _SECTIONS = re.compile(r"^(?:Attributes:|Raises:|>>> )", re.M)  # what follows the prose of a docstring
 
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
 from funcollect.collectors.cluster.jobs import NOT_HERE, RayJob, actor_jobs, check_class, number_of_collectors
 from funcollect.collectors.collector import CollectorBase
-from funcollect.collectors.keywords import collector
+from funcollect.collectors.keywords import ONLY_IN_TORCHRL, collector
 from funcollect.collectors.multi import MultiaSyncDataCollector
 from funcollect.collectors.options import Device, Shard, options_of
 from funcollect.collectors.sync import SyncDataCollector
@@ -87,7 +87,11 @@ class RayCollector(WorkerCollector):
     prefetch: bool = False
     """with `sync`, collect the next batch while the reader works on one."""
 
-    _elsewhere: ClassVar[Mapping[str, str]] = {"backend": CollectorBase._elsewhere["backend"], **NOT_HERE}
+    _elsewhere: ClassVar[Mapping[str, str]] = {
+        "backend": CollectorBase._elsewhere["backend"],
+        **ONLY_IN_TORCHRL,
+        **NOT_HERE,
+    }
 
     def __post_init__(self) -> None:
         """Check the keywords and start the actors."""

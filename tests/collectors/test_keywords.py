@@ -4,12 +4,14 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import pathlib
 import re
 import textwrap
 
 import pytest
 
 import funcollect as fc
+from funcollect.collectors.keywords import ONLY_IN_TORCHRL
 
 COLLECTORS = (fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector, fc.RayCollector)
 
@@ -69,3 +71,12 @@ def test_keywords_are_attributes_with_the_values_in_use():
         assert str(collector.storing_device) == "cpu"
         assert isinstance(collector.seed, int)
         assert not collector.split_trajs
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_a_keyword_that_only_torchrl_has_is_explained_here_and_on_the_page(kind):
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "coming_from" / "from_torchrl.md").read_text()
+    for name, reason in ONLY_IN_TORCHRL.items():
+        with pytest.raises(TypeError, match=re.escape(f"no argument {name} ({reason}): leave it out")):
+            kind("CartPole-v1", frames_per_batch=8, **{name: None})
+        assert f"`{name}`" in page
