@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from funcollect.arguments import checked_device
+from funcollect.arguments import check_call, checked_device
 from funcollect.messages import shown
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.tensordict_modules.calling import initial_hidden_states
@@ -31,7 +31,7 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         device: the device on which the policy runs; None leaves it where it is.
 
     Raises:
-        TypeError: for a policy that cannot be called.
+        TypeError: for a policy that cannot be called, or takes other arguments.
         ValueError: for a device that does not exist, or a policy that cannot be copied to it.
     """
     place = checked_device(device, "policy_device")
@@ -53,7 +53,9 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         )
     if isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy):
         return _on_tensordict(policy, env, place)
-    return TorchPolicy(policy, None, None, place, keys=_keys_of_arguments(policy, env))
+    keys = _keys_of_arguments(policy, env)
+    _check_arguments(policy, env, keys)
+    return TorchPolicy(policy, None, None, place, keys=keys)
 
 
 def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorDictPolicy:
@@ -86,6 +88,14 @@ def _keys_of_arguments(policy: Any, env: Env) -> list[str]:
             )
         return named
     return keys if len(required) == len(keys) > 1 else []
+
+
+def _check_arguments(policy: Any, env: Env, keys: list[str]) -> None:
+    """Raise TypeError unless the policy takes the observation, or these keys of it."""
+    wanted = "one argument, the observation (a recurrent policy: funcollect.torch_policy with initial_state=)"
+    if isinstance(env.observation_space, spaces.Dict):
+        wanted += f", or one for each of some of its keys {[*env.observation_space.spaces]}, by their names"
+    check_call("policy", policy.forward if isinstance(policy, nn.Module) else policy, wanted, len(keys) or 1)
 
 
 def _parameters(policy: Any) -> list[inspect.Parameter]:

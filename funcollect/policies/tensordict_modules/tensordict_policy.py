@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from tensordict.nn import set_interaction_type
-from torch import Tensor
+from tensordict.nn import TensorDictModule, set_interaction_type
+from torch import Tensor, nn
 from typing_extensions import override
 
-from funcollect.arguments import checked_device
+from funcollect.arguments import check_call, checked_device
+from funcollect.messages import name_of
 from funcollect.policies.actors.actor import device_of
 from funcollect.policies.tensordict_modules.actor import TensorDictActor
 from funcollect.policies.tensordict_modules.calling import (
@@ -59,7 +60,7 @@ def tensordict_policy(
         device: where the policy runs; by default where its parameters are.
 
     Raises:
-        TypeError: for a module that cannot be called.
+        TypeError: for a module that cannot be called, or a network in it that takes other arguments than its in_keys.
         ValueError: for a hidden state whose initial value is not known.
 
     >>> import torch, funcollect as fc
@@ -85,6 +86,7 @@ class TensorDictPolicy(TorchBacked):
         hidden_states: Mapping[Path, Tensor] | None = None,
         compiler: Compiler | None = None,
     ) -> None:
+        _check_networks(module)
         super().__init__(module, device, hidden_states or None, compiler)
         self.hidden_states = dict(hidden_states or {})
         # By the path of each hidden state, the path of its next value.
@@ -147,3 +149,14 @@ class TensorDictPolicy(TorchBacked):
     @override
     def actor(self, inputs: ActorInputs, /) -> TensorDictActor:
         return TensorDictActor(self, inputs)
+
+
+def _check_networks(module: Any) -> None:
+    """Raise TypeError for a `TensorDictModule` whose network cannot take its in_keys as arguments."""
+    for part in module.modules() if isinstance(module, nn.Module) else ():
+        if isinstance(part, TensorDictModule) and type(part).forward is TensorDictModule.forward:
+            network, names = part.module, part._kwargs or ()
+            method = part.method or ("forward" if isinstance(network, nn.Module) else "__call__")
+            count = 0 if names else len(part.in_keys)
+            wanted = f"an argument for each of the in_keys {part.in_keys} of its {type(part).__name__}"
+            check_call(name_of(network), getattr(network, method), wanted, count, *names, *part.method_kwargs)
