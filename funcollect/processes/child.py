@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import multiprocessing
 import os
 import select
 import signal
@@ -41,13 +42,15 @@ class ChildSetup(NamedTuple):
     accelerators: bool  # whether JAX may see accelerators
     frameworks: FrameworkSettings
     place: int  # among the processes of a run
+    authkey: bytes  # by which proxies of `multiprocessing.Manager` connect
 
     @classmethod
     def like_this(cls, *, num_threads: int = 1, accelerators: bool = False, index: int = 0) -> Self:
         """The settings of the current process, but for threads and accelerators; `index` is that of the child."""
         frameworks = FrameworkSettings.current()
         here = sys.path.copy(), os.getcwd(), dict(os.environ)
-        return cls(*here, num_threads, accelerators, frameworks, place=place() + index)
+        authkey = bytes(multiprocessing.current_process().authkey)
+        return cls(*here, num_threads, accelerators, frameworks, place() + index, authkey)
 
     def apply(self) -> None:
         """Take over the settings; called in the child."""
@@ -58,6 +61,7 @@ class ChildSetup(NamedTuple):
         limit_threads(self.num_threads, accelerators=self.accelerators)
         self.frameworks.apply()
         take_place(self.place)
+        multiprocessing.current_process().authkey = self.authkey
         # All children would have the numbers of the server that has forked them.
         np.random.seed()
         torch.default_generator.seed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -42,6 +43,7 @@ class ActorSetup(NamedTuple):
     num_threads: int
     accelerators: bool  # whether JAX may see accelerators
     frameworks: FrameworkSettings
+    authkey: bytes  # by which proxies of `multiprocessing.Manager` connect
 
 
 class ClassWorker(Worker):
@@ -111,6 +113,7 @@ class RayWorker:
         sys.path.extend(path for path in setup.path if path not in sys.path)
         limit_threads(setup.num_threads, accelerators=setup.accelerators)
         setup.frameworks.apply()
+        multiprocessing.current_process().authkey = setup.authkey
         self._worker: WorkerBase | None = None
         self._single = False  # whether its environment has no batch dimension
         self._packer = Packer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import time
 from collections import deque
@@ -207,8 +208,9 @@ class RayTransport(Transport):
     def start(self, job: Job, packed: bytes) -> RayHandle:
         config = _config(job)
         kind = ray.remote(**config, max_restarts=0, max_task_retries=0, concurrency_groups=_GROUPS)(RayWorker)
+        authkey = bytes(multiprocessing.current_process().authkey)
         return RayHandle(
-            kind.remote(ActorSetup([*sys.path], *self._setup, FrameworkSettings.current())),
+            kind.remote(ActorSetup([*sys.path], *self._setup, FrameworkSettings.current(), authkey)),
             packed,
             config,
             eager=self._eager,
