@@ -263,7 +263,8 @@ class FinishedLanes:
             _, simulation.last_outcome = simulation.simulators.receive()
         elif live:
             reward, terminated, truncated, info = simulation.last_outcome
-            columns = [[*column] for column in (reward, terminated, truncated, *info)]
+            # copies, since simulators may write the next outcome into the same arrays
+            columns: list[Any] = [[*np.array(column)] for column in (reward, terminated, truncated, *info)]
             simulation.simulators.send(live, action[live])
             lanes, (reward, terminated, truncated, info) = simulation.simulators.receive()
             for column, values in zip(columns, (reward, terminated, truncated, *info), strict=True):

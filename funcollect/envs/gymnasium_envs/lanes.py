@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
+from copy import deepcopy
+from sys import getrefcount
 from typing import Any
 
 import gymnasium
 import numpy as np
-import optree
 from typing_extensions import override
 
 from funcollect.envs.host.host_env import ONWARD, Camera, SimulatedEnv, SimulatorsBase, call_of, decoder
@@ -19,7 +19,19 @@ from funcollect.protocols import Outcome
 
 GymEnv = gymnasium.Env[Any, Any]
 
+# The types of most numbers and flags: nobody can change such a value.
+_FIXED = frozenset({bool, int, float, *(np.dtype(code).type for code in "?bhilqBHILQefd")})
 _FIVE_VALUES = "expected the five values (observation, reward, terminated, truncated, info): use Gymnasium's step API"
+
+
+def _references() -> tuple[int, int]:
+    """What `getrefcount` returns for a step's answer, and for its observation, while only a step of lanes has them."""
+    answer = np.zeros(1), None
+    observation, _ = answer
+    return getrefcount(answer), getrefcount(observation)
+
+
+_TO_ANSWER, _TO_OBSERVATION = _references()
 
 
 class Lanes(SimulatorsBase):
@@ -31,7 +43,6 @@ class Lanes(SimulatorsBase):
         self._steps: list[Callable[[Any], Any]] = [lane.step for lane in lanes]
         self._resets: list[Callable[..., Any]] = [lane.reset for lane in lanes]
         self._alone = self._steps[0] if len(lanes) == 1 else None  # the `step` of the only lane
-        self._apart: bool | None = None  # whether lanes return arrays of their own; unknown before the first step
         self._decode = decoder(env.action_spec)
         self._space = env.action_space
         self._info_keys = env.info_keys
@@ -61,70 +72,86 @@ class Lanes(SimulatorsBase):
         if self._alone is None:
             return lanes, self.step(lanes, action)
         (only,) = self._decode(action)
-        answers: list[Any] = []
         try:
-            answers.append(self._alone(only))
-            observation, reward, terminated, truncated, info = answers[0]
+            answer = self._alone(only)
         except Exception as error:
-            raise self._located(error, lanes, answers, [only]) from error
+            raise self._raised(error, 0, only) from error
+        try:
+            observation, reward, terminated, truncated, info = answer
+        except (TypeError, ValueError) as error:
+            raise self._not_five(0, answer) from error
         self._rows.write_lane(0, observation)
-        picked = self._pick(lanes, (info,)) if self._info_keys else ()
+        picked = [(value,) for value in self._pick(0, info)] if self._info_keys else ()
         return lanes, ((reward,), (terminated,), (truncated,), picked)
 
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
-        actions = self._decode(action)
-        if not self._apart or len(lanes) < len(self._steps):
-            return self._step_by_step(lanes, actions)
-        answers: list[Any] = []
-        append = answers.append
-        try:
-            for step, lane_action in zip(self._steps, actions, strict=True):
-                append(step(lane_action))
-            observation, reward, terminated, truncated, info = zip(*answers, strict=True)
-        except Exception as error:
-            raise self._located(error, lanes, answers, actions) from error
-        self._rows.write(observation)
-        return reward, terminated, truncated, self._pick(lanes, info) if self._info_keys else ()
+        """Step lanes, and copy what each one returns before the next is stepped, which may write over it.
 
-    def _step_by_step(self, lanes: Sequence[int], actions: Sequence[Any]) -> Outcome:
-        """Step lanes, and copy each one's observation before the next lane is stepped, which may overwrite it."""
+        Only answers that no environment can change any more are copied together, after the last step.
+        """
+        steps, info_keys, array = self._steps, self._info_keys, np.ndarray
         answers: list[Any] = []
-        for lane, lane_action in zip(lanes, actions, strict=True):
+        picked: list[Any] = []
+        written: set[int] = set()  # the lanes whose observations were copied at once
+        for lane, lane_action in zip(lanes, self._decode(action), strict=True):
             try:
-                answers.append(self._steps[lane](lane_action))
-                observation, _, _, _, _ = answers[-1]
+                answer = steps[lane](lane_action)
             except Exception as error:
-                raise self._located(error, lanes, answers, actions) from error
-            self._rows.write_lane(lane, observation)
-        observations, reward, terminated, truncated, info = zip(*answers, strict=True)
-        if self._apart is None and len(lanes) == len(self._steps):
-            leaves: list[Any] = optree.tree_leaves(observations)  # type: ignore[arg-type]
-            memory = [leaf.ctypes.data for leaf in leaves if isinstance(leaf, np.ndarray)]
-            self._apart = len(set(memory)) == len(memory)
-        return reward, terminated, truncated, self._pick(lanes, info) if self._info_keys else ()
+                raise self._raised(error, lane, lane_action) from error
+            try:
+                observation, reward, terminated, truncated, info = answer
+            except (TypeError, ValueError) as error:
+                raise self._not_five(lane, answer) from error
+            if info_keys:
+                picked.append(self._pick(lane, info))
+            if (  # written here, since a call would add references, and take as long as all of this
+                reward.__class__ in _FIXED
+                and terminated.__class__ in _FIXED
+                and truncated.__class__ in _FIXED
+                and (
+                    observation.__class__ in _FIXED
+                    if observation.__class__ is not array
+                    else getrefcount(observation) == _TO_OBSERVATION
+                    and getrefcount(answer) == _TO_ANSWER
+                    and observation.flags.owndata
+                )
+            ):
+                answers.append(answer)
+            else:
+                self._rows.write_lane(lane, observation)
+                written.add(lane)
+                answers.append((None, _copied(reward), _copied(terminated), _copied(truncated), None))
+        observations, reward, terminated, truncated, _ = zip(*answers, strict=True)
+        if not written and len(lanes) == len(steps):
+            self._rows.write(observations)
+        else:
+            for lane, observation in zip(lanes, observations, strict=True):
+                if lane not in written:
+                    self._rows.write_lane(lane, observation)
+        return reward, terminated, truncated, [*zip(*picked, strict=True)]
 
-    def _pick(self, lanes: Sequence[int], infos: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """For each recorded info key, its values in the infos of these lanes; EnvError for one that lacks a key."""
+    def _pick(self, lane: int, info: Any) -> list[Any]:
+        """Copies of a lane's values for the recorded info keys; EnvError for an info that lacks one."""
         try:
-            return [tuple(info[key] for info in infos) for key in self._info_keys]
+            return [_copied(info[key]) for key in self._info_keys]
         except (KeyError, TypeError) as error:
-            for (lane, info), key in product(zip(lanes, infos, strict=True), self._info_keys):
+            for key in self._info_keys:
                 if not isinstance(info, Mapping) or key not in info:
                     raise no_info_key(self._first_lane + lane, key, info) from error
             raise
 
-    def _located(self, error: Exception, lanes: Sequence[int], answers: Sequence[Any], actions: Any) -> EnvError:
-        """The EnvError, which names the lane, for a step that raised after the first lanes had returned `answers`."""
-        lanes = [self._first_lane + lane for lane in lanes]
-        for lane, answer in zip(lanes, answers, strict=False):
-            if not isinstance(answer, (tuple, list)) or len(answer) != 5:
-                return EnvError(f"lane {lane}: step returned {shown(answer)}, {_FIVE_VALUES}")
-        lane, action = lanes[len(answers)], actions[len(answers)]
+    def _not_five(self, lane: int, answer: Any) -> EnvError:
+        """The EnvError for a step that returned anything but five values."""
+        return EnvError(f"lane {self._first_lane + lane}: step returned {shown(answer)}, {_FIVE_VALUES}")
+
+    def _raised(self, error: Exception, lane: int, action: Any) -> EnvError:
+        """The EnvError, which names the lane, for a step that raised."""
+        where = f"lane {self._first_lane + lane}"
         if "values to unpack (expected 5" in str(error):  # by a wrapper, such as that of `max_episode_steps`
-            return EnvError(f"lane {lane}: step, within a wrapper: {error}, {_FIVE_VALUES}")
+            return EnvError(f"{where}: step, within a wrapper: {error}, {_FIVE_VALUES}")
         outside = "" if self._space.contains(action) else f" (the action is not in {self._space}: look at the policy)"
-        return EnvError(f"lane {lane}: step({action!r}) raised {error!r}{outside}: {ONWARD}")
+        return EnvError(f"{where}: step({action!r}) raised {error!r}{outside}: {ONWARD}")
 
     def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
         """Call a function with the environments of these lanes."""
@@ -147,6 +174,16 @@ class Lanes(SimulatorsBase):
         for lane, reason in failed:
             where = f"lane {self._first_lane + lane}"
             raise EnvError(f"{where}: close raised {reason!r}: correct that; the others are closed") from reason
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a value that may change later; the value itself if that cannot be copied, and so is no number."""
+    if value.__class__ in _FIXED:
+        return value
+    try:
+        return deepcopy(value)
+    except Exception:
+        return value
 
 
 def bad_reset(where: str, answer: Any) -> EnvError:

@@ -1,4 +1,4 @@
-"""Lanes whose environments return one array, which each of them writes."""
+"""Lanes whose environments return objects that all of them write, from the first step or a later one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,35 @@ from gymnasium import spaces
 import funcollect as fc
 from tests.support.compare import assert_same
 
+NUMBERS = [0.0, 0.0]
+CONTAINERS = {
+    "array": lambda memory: memory,
+    "view": lambda memory: memory[:],
+    "tensor": torch.from_numpy,
+    "list": lambda memory: memory.tolist(),
+    "memoryview": memoryview,
+}
+
 
 class Shared(gymnasium.Env):
-    """Writes its step and a number of its own into an array of the class, or into a new one."""
+    """Returns its step and a number of its own, from `since` steps on in memory of the class, before in new arrays."""
 
-    action_space, out = spaces.Discrete(2), np.zeros(2, np.float32)
+    action_space = spaces.Discrete(2)
+    memory, rewarded, told = np.zeros(2, np.float32), np.zeros((), np.float32), np.zeros((), np.float32)
+    flag = np.zeros((), bool)
 
-    def __init__(self, *, shared: bool, nested: bool) -> None:
+    def __init__(self, *, kind: str, since: float, nested: bool) -> None:
         box = spaces.Box(0, 99, (2,))
         self.observation_space = spaces.Dict({"part": box}) if nested else box
-        self.shared, self.nested = shared, nested
+        self.kind, self.since, self.nested = kind, since, nested
 
     def seen(self) -> Any:
-        array = self.out if self.shared else np.zeros(2, np.float32)
-        array[:] = self.steps, self.number
-        return {"part": array} if self.nested else array
+        shared = self.steps >= self.since
+        memory = self.memory if shared else np.zeros(2, np.float32)
+        memory[:] = self.steps, self.number
+        NUMBERS[:] = memory.tolist()
+        seen = NUMBERS if shared and self.kind == "list" else CONTAINERS[self.kind](memory)
+        return {"part": seen} if self.nested else seen
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -36,18 +50,53 @@ class Shared(gymnasium.Env):
 
     def step(self, action: Any) -> Any:
         self.steps += 1
-        return self.seen(), 1.0, self.steps == 7 + action, False, {}
+        over = self.steps == 7 + action + 2 * (self.number > 0.5)
+        if self.steps < self.since:
+            return self.seen(), self.number, over, False, {"number": self.number}
+        self.rewarded[...] = self.told[...] = self.number
+        self.flag[...] = over
+        return self.seen(), self.rewarded, self.flag, self.flag & False, {"number": self.told}
+
+
+def collected(workers: int = 0, over: bool = True, **kwargs: Any) -> Any:
+    env = fc.make_env(lambda: Shared(**kwargs), num_envs=4, num_workers=workers, info_keys=["number"])
+    with fc.SyncDataCollector(env, frames_per_batch=100, reset_when_done=over, seed=0) as collector:
+        return next(collector).clone()
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_each_lane_has_its_own_observations(nested: bool) -> None:
-    batches = []
-    for shared, workers in ((False, 0), (True, 0), (True, 2)):
-        env = fc.make_env(lambda shared=shared: Shared(shared=shared, nested=nested), num_envs=4, num_workers=workers)
-        state, batch = fc.rollout(env, fc.random_policy(env), fc.init(env, fc.random_policy(env), seed=0), 20)
-        batches.append(batch)
-        fc.close(state)
-    for batch in batches[1:]:
-        assert_same(batches[0], batch)
-    numbers = batches[0]["part" if nested else "observation"][..., 1]
-    assert len(torch.unique(numbers[:, 1])) == 4
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_each_lane_has_what_it_returned(kind: str, nested: bool) -> None:
+    wanted = collected(kind="array", since=float("inf"), nested=nested)
+    assert len(torch.unique(wanted["next", "reward"][:, 0])) == 4
+    for since in (0, 3):
+        assert_same(collected(kind=kind, since=since, nested=nested), wanted)
+    finished = collected(over=False, kind="array", since=float("inf"), nested=nested)
+    assert_same(collected(over=False, kind=kind, since=0, nested=nested), finished)
+
+
+def test_the_same_in_worker_processes() -> None:
+    wanted = collected(kind="array", since=float("inf"), nested=False)
+    assert_same(collected(workers=2, kind="tensor", since=3, nested=False), wanted)
+
+
+class Returned(gymnasium.Env):
+    """Returns the same tuple from each step of each lane."""
+
+    observation_space, action_space = spaces.Box(0, 99, (1,)), spaces.Discrete(2)
+    answer = (np.zeros(1, np.float32), 0.0, False, False, {})
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.number = self.np_random.integers(99)
+        return np.array([self.number], np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.answer[0][:] = self.number
+        return self.answer
+
+
+def test_one_tuple_for_all_lanes() -> None:
+    env = fc.make_env(Returned, num_envs=3)
+    _, batch = fc.rollout(env, fc.random_policy(env), fc.init(env, fc.random_policy(env), seed=0), 4)
+    assert torch.equal(batch["next", "observation"], batch["observation"])
