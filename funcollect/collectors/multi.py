@@ -91,8 +91,8 @@ class MultiSyncDataCollector(ProcessCollector):
     Batches are ``[W, P, T]``, ``T = ceil(ceil(frames_per_batch / W) / P)``, and ``[W, T]`` for single environments.
     Rows follow the lanes: worker ``w`` of ``W`` with ``P`` environments owns the lanes ``w * P`` to ``w * P + P - 1``.
 
-    Workers are processes, which start when the collector is constructed. A worker that dies, raises, or does not answer
-    within `timeout` ends the run with `WorkerError`, or is replaced with ``on_failure="restart"``. Batches lie in
+    Workers are processes, which start when the collector is constructed. A worker that dies, raises, or is silent for
+    `timeout` seconds ends the run with `WorkerError`, or is replaced with ``on_failure="restart"``. Batches lie in
     shared memory, which is reused once no view of a batch is alive; a reader that keeps every batch gets copies after
     the first few.
 

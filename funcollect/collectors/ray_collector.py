@@ -44,7 +44,7 @@ class RayCollector(WorkerCollector):
     Collector ``i`` with K workers of P environments owns the lanes ``i * K * P`` to ``(i + 1) * K * P - 1``. The same
     lanes collect the same data, bit for bit, as in the workers of `MultiSyncDataCollector`.
 
-    A collector that dies, raises, or does not answer within `timeout` ends the run with `WorkerError`, or is replaced
+    A collector that dies, raises, or is silent for `timeout` seconds ends the run with `WorkerError`, or is replaced
     with ``on_failure="restart"``. Batches are copied once out of Ray's object store, into memory that is reused
     once no view of it is alive. Weights are put into the object store once per update.
 

@@ -44,7 +44,7 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
 
     Worker ``w`` of ``W`` with ``P`` environments owns the lanes ``w * P`` to ``w * P + P - 1``.
 
-    A worker that dies, raises, or does not answer within `timeout` ends the run: `WorkerError` names it and has its
+    A worker that dies, raises, or is silent for `timeout` seconds ends the run: `WorkerError` names it and has its
     traceback, and all workers are ended. With ``on_failure="restart"`` another worker replaces it, with the latest
     weights, on new episodes under ids not used before; the rollout that it was collecting is lost.
 
@@ -75,7 +75,8 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
     num_threads: int = 1
     """threads of each worker, for Torch and XLA."""
     timeout: float = 60.0
-    """seconds of waiting for a worker after which it counts as hung."""
+    """seconds of waiting for a worker without a sign of life after which it counts as hung. An answer is a sign, and so
+    is every step of an environment, but a compiled loop makes all steps of a rollout in one call."""
     start_timeout: float = 300.0
     """the same for its start and its first rollout, which may compile."""
     on_failure: OnFailure = "raise"

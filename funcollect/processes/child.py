@@ -1,4 +1,4 @@
-"""A child process: how it starts, how it ended, and its stack when it hangs."""
+"""A child process: how it starts, how it ended, whether it works, and its stack when it hangs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ import torch
 from funcollect.interop.settings import FrameworkSettings
 from funcollect.processes.channel import Channel, pair
 from funcollect.processes.fork_server import STATUS, die_with_parent, kill_group, launch
+from funcollect.processes.life import COUNT_BYTES, SIGNS
 from funcollect.processes.shared_memory import anonymous_file
 from funcollect.processes.system import PORTABLE, place, run_as_batch_work, take_place
 
@@ -88,6 +89,7 @@ def enter_child(fds: Sequence[int]) -> Channel:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter sends it to all processes
     run_as_batch_work(idle=False)  # woken by its parent, it does not take its core
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    SIGNS.show(stack)
     return Channel(socket.socket(fileno=channel))
 
 
@@ -124,8 +126,9 @@ class ChildProcess:
             alive, self._life = os.pipe()
             given.callback(os.close, alive)
             kept.callback(os.close, self._life)
-            self._stack = anonymous_file("stack")
+            self._stack = anonymous_file("stack")  # after the count of signs of life
             kept.callback(os.close, self._stack)
+            self._clear_stack()
             launch(module, [reports, theirs.fileno(), alive, self._stack])
             kept.pop_all()
 
@@ -191,24 +194,33 @@ class ChildProcess:
             return ""
         if _is_stopped(self._pid):
             return "(it is stopped, by SIGSTOP or a debugger, so it shows no Python stack)"
-        os.ftruncate(self._stack, 0)
-        os.lseek(self._stack, 0, os.SEEK_SET)  # both processes share the position: an earlier stack goes
+        self._clear_stack()
         try:
             os.kill(self._pid, signal.SIGUSR1)
         except ProcessLookupError:
             return ""
         return self._dumped()
 
+    def _clear_stack(self) -> None:
+        """Let the next stack lie after the count. Both processes share the position in the file."""
+        os.ftruncate(self._stack, COUNT_BYTES)
+        os.lseek(self._stack, COUNT_BYTES, os.SEEK_SET)
+
+    def signs(self) -> int:
+        """How many signs of life the process has shown (see `funcollect.processes.life`)."""
+        return int.from_bytes(os.pread(self._stack, COUNT_BYTES, 0), sys.byteorder) if self.open else 0
+
     def _dumped(self) -> str:
         """The stack that the process writes, once it has stopped growing."""
         until = time.monotonic() + _TO_REPORT
-        size = 0
+        size = COUNT_BYTES
         while time.monotonic() < until:
             self.ended_by(time.monotonic() + 0.02)
             before, size = size, os.fstat(self._stack).st_size
-            if before == size > 0:
+            if before == size > COUNT_BYTES:
                 break
-        return os.pread(self._stack, size, 0).decode(errors="replace") or "(it shows no Python stack)"
+        shown = os.pread(self._stack, size - COUNT_BYTES, COUNT_BYTES)
+        return shown.decode(errors="replace") or "(it shows no Python stack)"
 
     def kill(self) -> None:
         """End the process at once, whatever it does. Does nothing the second time."""

@@ -34,6 +34,7 @@ from funcollect.errors import WorkerError
 from funcollect.interop.settings import FrameworkSettings
 from funcollect.processes.child import limit_threads
 from funcollect.processes.failures import Failure
+from funcollect.processes.life import SIGNS
 
 
 class ActorSetup(NamedTuple):
@@ -177,6 +178,11 @@ class RayWorker:
         """The node on which it runs."""
         context = ray.get_runtime_context()
         return f"node {ray.util.get_node_ip_address()} ({context.get_node_id()[:12]}), process {os.getpid()}"
+
+    @staticmethod
+    def signs() -> int:
+        """How many signs of life it has shown."""
+        return SIGNS.count[0]
 
     def stack(self) -> str:
         """The Python stack of every thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import sys
 import time
@@ -53,6 +54,8 @@ class RayHandle(WorkerHandle):
         self.there: set[Any] = set()  # the references to answers that Ray reports as readable
         self._collects = 0  # rollouts that were asked for and have not arrived
         self._packed_layout: PackedLayout | None = None
+        self._signs: int = 0  # of life, as last reported
+        self._signs_ref: Any = None  # to the next report, if it was asked for
         self._node_ref = actor.node.options(concurrency_group="look").remote()
         self._gone = ""
 
@@ -118,6 +121,16 @@ class RayHandle(WorkerHandle):
             self._packed_layout = packed_batch.packed_layout or self._packed_layout
             value = (PackedBatch(self._packed_layout, packed_batch.memory), *value[1:])
         return Answer(number, value)
+
+    @override
+    def signs(self) -> int:
+        if self._signs_ref is not None and ray.wait([self._signs_ref], timeout=0)[0]:
+            with contextlib.suppress(ray.exceptions.RayError):  # its next answer shows that it was lost
+                self._signs = ray.get(self._signs_ref)
+            self._signs_ref = None
+        if self._signs_ref is None:
+            self._signs_ref = self.actor.signs.options(concurrency_group="look").remote()
+        return self._signs
 
     @override
     def where(self) -> str:

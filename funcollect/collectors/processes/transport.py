@@ -53,6 +53,10 @@ class ProcessHandle(WorkerHandle):
         return WorkerExited(child.how()) if child.ended_by(0) else None
 
     @override
+    def signs(self) -> int:
+        return self.child.signs()
+
+    @override
     def where(self) -> str:
         return self.child.where()
 

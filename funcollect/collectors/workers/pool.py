@@ -16,17 +16,19 @@ from funcollect.errors import EnvError, ReplayError, WorkerError
 from funcollect.interop.main_module import send_main_by_value
 from funcollect.processes.child import OnFailure
 from funcollect.processes.failures import Failure, UnsentResultError, warn_of_restart
+from funcollect.processes.life import SIGNS
 
 _SLICE = 0.05  # seconds of one wait at most: another thread may have read the answer meanwhile
+_LATE = 0.5  # seconds of waiting from which on signs of life are looked for
 _FAILURES_IN_A_ROW = 5  # of one worker, without a rollout in between
 _BACKOFF = 0.1  # seconds before the second restart in a row, doubled at each
 
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """How long a worker may take, and what happens if it takes longer or fails."""
+    """How long a worker may be silent, and what happens if it is so for longer or fails."""
 
-    timeout: float  # seconds of the reader's waiting within which a call has to be answered
+    timeout: float  # seconds of the reader's waiting within which a call is answered, or an environment steps
     start_timeout: float  # the same for a worker's start and its first rollout, which may compile
     on_failure: OnFailure = "raise"
 
@@ -42,7 +44,8 @@ class WorkerRecord:
     progress: Progress = START
     rollouts: int = 0  # of this process
     failures: int = 0  # in a row
-    waited: float = 0.0  # seconds since its last answer
+    waited: float = 0.0  # seconds since its last answer or sign of life
+    signs: int = 0  # of life, when they were last looked at
     newcomer: bool = False  # started beside workers that are at work, and not built yet
     retired: bool = False
     busy: float = 0.0  # seconds spent collecting
@@ -222,6 +225,7 @@ class WorkerPool:
     def _count(self, record: WorkerRecord, value: Any) -> None:
         """Add the figures of an answer to those of its worker."""
         record.waited = 0.0
+        SIGNS.count[0] += 1  # for a process that awaits this one
         if isinstance(value, tuple) and isinstance(value[-1], RolloutReport):
             report: RolloutReport = value[-1]
             record.progress, record.failures = report.progress, 0
@@ -232,7 +236,7 @@ class WorkerPool:
             self.lost += report.lost
 
     def _look_for_hangs(self) -> None:
-        """Fail each worker that has not answered in time."""
+        """Fail each worker that has neither answered nor made a step in time."""
         now = time.monotonic()
         if (since := now - self._checked) < _SLICE:
             return
@@ -242,9 +246,12 @@ class WorkerPool:
                 continue
             limit = self._failure_policy.timeout if record.rollouts else self._failure_policy.start_timeout
             record.waited += min(since, limit / 2)  # if this process was suspended, its workers may also have been
-            if record.waited > limit:
+            if record.waited > min(_LATE, limit / 2) and (signs := record.handle.signs()) != record.signs:
+                record.signs, record.waited = signs, 0.0
+                SIGNS.count[0] += 1
+            elif record.waited > limit:
                 where = record.handle.where()
-                doing = f"has not answered {record.calls[0].name!r} for {limit:g} seconds"
+                doing = f"has not answered {record.calls[0].name!r}, nor made a step, for {limit:g} seconds"
                 name = "timeout" if record.rollouts else "start_timeout"
                 self._fail(worker, f"{doing} ({name}={limit:g}); its Python stack is below", None, where)
 

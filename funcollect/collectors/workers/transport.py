@@ -78,6 +78,10 @@ class WorkerHandle(ABC):
     def receive(self) -> Answer | WorkerExited | None:
         """The worker's next answer; None if there is none yet."""
 
+    def signs(self) -> int:
+        """How many signs of life the worker has shown, as far as is known (see `funcollect.processes.life`)."""
+        return 0
+
     def where(self) -> str:
         """Where the worker hangs: its Python stack, if it can be had."""
         return ""

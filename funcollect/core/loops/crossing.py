@@ -36,6 +36,7 @@ from funcollect.interop.reads import reads_together
 from funcollect.keys import random_words
 from funcollect.policies.actors.checks import check_apart
 from funcollect.policies.random_policy import RandomPolicy
+from funcollect.processes.life import SIGNS
 from funcollect.protocols import Actor, JaxEnv, Policy
 from funcollect.specs import ActionSpec, assemble
 from funcollect.threefry import hashed_in_jax
@@ -50,10 +51,11 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     check_unchanged(env)
     loop = _CrossingLoop(env, state, request)
     actor = open_actor(env, policy, _on_host(state), request, loop.observation, partial(_draw_words, env))
-    remembers = policy.remembers(state.policy_state)
+    remembers, signs = policy.remembers(state.policy_state), SIGNS.count
     with nullcontext() if loop.on_cpu else reads_together():
         with actor.running():
             for t in range(request.length):
+                signs[0] += 1
                 loop.step(t, actor.act(t))
                 if remembers:
                     loop.restart(actor)

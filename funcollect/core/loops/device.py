@@ -19,6 +19,7 @@ from funcollect.errors import ReplayError
 from funcollect.interop.memory import fixed
 from funcollect.interop.reads import reads_together
 from funcollect.keys import Key, Purpose, fold
+from funcollect.processes.life import SIGNS
 from funcollect.protocols import DeviceEnv, Policy
 from funcollect.tree import Path, select
 
@@ -130,9 +131,11 @@ def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request)
         )
     simulation: Any = state.env_state.claim()  # not before: bad arguments have raised, and the state is unused
     lanes = _Lanes(env, state, request, root, columns)
+    signs = SIGNS.count
     with reads_together():
         with actor.running(), torch.no_grad():
             for t in range(request.length):
+                signs[0] += 1
                 lanes.keep_root(t)
                 done = lanes.step(t, simulation.simulators, as_tensor(actor.act(t), env.device))
                 if request.reset_when_done:

@@ -28,6 +28,7 @@ from funcollect.envs.host.host_env import NOT_RECORDED, bad_outcome, check_outco
 from funcollect.errors import LanesLostError, PolicyError
 from funcollect.keys import Key
 from funcollect.policies.actors.checks import check_32_bits
+from funcollect.processes.life import SIGNS
 from funcollect.protocols import (
     Actor,
     Columns,
@@ -249,12 +250,13 @@ class _Part:
         next_cut = _next_cut(limit, request)
         finished = None if request.reset_when_done else FinishedLanes(simulation, _over(state))
         live = simulation.simulators if finished is None else finished
-        send, receive = live.send, live.receive
+        send, receive, signs = live.send, live.receive, SIGNS.count
         for t in range(request.length):
             for store, row in recording.roots:
                 store[t] = row
             send(lanes, _on_host(act(t)))
             yield
+            signs[0] += 1
             try:
                 _, outcome = receive()
             except LanesLostError as loss:

@@ -22,6 +22,7 @@ from funcollect.interop.memory import fixed
 from funcollect.interop.reads import reads_together
 from funcollect.keys import Key, LaneKeys, Purpose
 from funcollect.messages import shown
+from funcollect.processes.life import SIGNS
 from funcollect.protocols import Actor, DeviceEnv, Policy, TorchEnv
 from funcollect.specs import assemble, disassemble, torch_dtype
 from funcollect.tree import NAMESPACE, Path, select
@@ -194,7 +195,9 @@ class TensorLoop:
 
     def run(self, actor: Actor) -> None:
         """Make all steps with a policy that reads `root`. Observations are recorded first: it may write into them."""
+        signs = SIGNS.count
         for t in range(self._request.length):
+            signs[0] += 1
             for column, root in zip(self._roots, self.root.values(), strict=True):
                 column[t] = root
             mask = self._step(t, as_tensor(actor.act(t), self._env.device))

@@ -66,7 +66,8 @@ def from_gymnasium(
             Factories and lambdas are sent by cloudpickle; instances cannot be sent.
         parallel: True means one worker for each lane.
         overlap: 2 lets one half of the lanes step while the policy acts for the other half.
-        timeout: seconds after which a worker that has not answered counts as hung; its start may take 300.
+        timeout: seconds after which a worker that has neither answered nor stepped a lane counts as hung; it may take
+            300 to make an environment.
         on_failure: when a worker dies, hangs or raises, ``"raise"`` ends the rollout; ``"restart"`` puts another worker
             in its place, whose lanes begin new episodes while the others continue.
         info_keys: keys of `info` that a batch records under ``next.info``. Every step has to return them

@@ -15,6 +15,7 @@ from funcollect.envs.host.host_env import ONWARD, Camera, SimulatedEnv, Simulato
 from funcollect.envs.host.rows import Rows
 from funcollect.errors import EnvError
 from funcollect.messages import shown
+from funcollect.processes.life import SIGNS
 from funcollect.protocols import Outcome
 
 GymEnv = gymnasium.Env[Any, Any]
@@ -52,7 +53,7 @@ class Lanes(SimulatorsBase):
 
     @override
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
-        resets, write = self._resets, self._rows.write_lane
+        resets, write, signs = self._resets, self._rows.write_lane, SIGNS.count
         for lane, seed in zip(lanes, seeds, strict=True):
             try:
                 answer = resets[lane](seed=seed)
@@ -64,6 +65,7 @@ class Lanes(SimulatorsBase):
             if not isinstance(answer, tuple) or len(answer) != 2:
                 raise bad_reset(f"lane {self._first_lane + lane}", answer)
             write(lane, answer[0])
+            signs[0] += 1
 
     @override
     def receive(self) -> tuple[Sequence[int], Outcome]:
@@ -95,6 +97,7 @@ class Lanes(SimulatorsBase):
         picked: list[Any] = []
         written: set[int] = set()  # the lanes whose observations were copied at once
         for lane, lane_action in zip(lanes, self._decode(action), strict=True):
+            SIGNS.count[0] += 1
             try:
                 answer = steps[lane](lane_action)
             except Exception as error:
@@ -171,6 +174,7 @@ class Lanes(SimulatorsBase):
                 env.close()
             except Exception as error:
                 failed.append((lane, error))
+            SIGNS.count[0] += 1
         for lane, reason in failed:
             where = f"lane {self._first_lane + lane}"
             raise EnvError(f"{where}: close raised {reason!r}: correct that; the others are closed") from reason

@@ -23,6 +23,7 @@ from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
 from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.envs.recognise import refuse_foreign
 from funcollect.errors import InUseError
+from funcollect.processes.life import SIGNS
 from funcollect.protocols import is_env
 
 EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
@@ -71,6 +72,7 @@ def _made(factories: Sequence[LaneFactory], atari: bool, env: SimulatedEnv) -> l
                     "each call"
                 )
             envs.append(taken(made))
+            SIGNS.count[0] += 1
     except BaseException:
         for factory, made in zip(factories, envs, strict=False):
             del _TAKEN[id(made)]

@@ -19,6 +19,7 @@ from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.errors import EnvError
 from funcollect.interop.memory import aligned
 from funcollect.messages import shown
+from funcollect.processes.life import SIGNS
 from funcollect.protocols import Column, Env, Forking, HostEnv, Outcome, Seeding, Simulators
 from funcollect.specs import ActionSpec
 from funcollect.tree import Path
@@ -160,6 +161,7 @@ def observation_rows(env: Env) -> dict[Path, npt.NDArray[Any]]:
 
 def call_of(lane: int, function: Callable[..., Any], env: Any, args: tuple[Any, ...]) -> Any:
     """Call a user's function with the environment of a lane; EnvError, which names the lane, if it raises."""
+    SIGNS.count[0] += 1
     try:
         return function(env, *args)
     except Exception as error:

@@ -916,7 +916,7 @@ def test_a_reset_of_some_lanes_begins_those_of_a_lost_worker_anew(known: bool) -
     state, before = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
     os.kill(pids_of(state)[1], signal.SIGKILL)
     wait_until(workers_of(state)[1].has_ended)
-    look = partial(state.env_state.simulation.simulators._processes._look, [], hung=False) if known else bool
+    look = partial(state.env_state.simulation.simulators._processes._look) if known else bool
     mask = torch.tensor([True, False, True, False])
     with pytest.warns(RuntimeWarning, match="lanes 2 to 3"):
         _, state = look(), fc.reset(env, state, mask)
@@ -936,7 +936,7 @@ def test_a_reset_of_games_is_one_of_all_lanes_where_a_worker_is_known_to_be_lost
     os.kill(pids[1], signal.SIGKILL)
     wait_until(workers_of(state)[1].has_ended)
     with pytest.warns(RuntimeWarning, match="lane 1"):
-        state.env_state.simulation.simulators._processes._look([], hung=False)
+        state.env_state.simulation.simulators._processes._look()
     with pytest.raises(EnvError, match=r"lane 1 \(worker 1\): its process was lost"):
         fc.fork(env, state)
     state, after = fc.rollout(env, policy, fc.reset(env, state), 1)

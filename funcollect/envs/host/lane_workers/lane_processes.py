@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, without_advice
 from funcollect.envs.host.lane_workers.bells import Bell
 from funcollect.envs.host.lane_workers.block import CALL, CLOSE, NO_RESTART, BlockLayout
-from funcollect.envs.host.lane_workers.lane_worker import LaneWorker
+from funcollect.envs.host.lane_workers.lane_worker import SLICE, LaneWorker
 from funcollect.envs.host.lane_workers.served import Applied
 from funcollect.envs.host.lane_workers.worker_process import LaneJob
 from funcollect.errors import ClosedError, EnvError, NotCalledError
@@ -24,7 +24,6 @@ from funcollect.processes.system import current_cpu, place, usable_cpus
 
 _TO_CLOSE = 1.0  # seconds until a worker that is at work is no longer asked to close: Ctrl-C should end a script soon
 _TO_COME_BACK = 1.0  # seconds to finish a call that was broken off
-_SLICE = 0.5  # seconds; if this process was suspended, its workers may also have been
 _PAUSE = 1e-3  # seconds between two looks at workers after one was lost
 _FAILURES_IN_A_ROW = 5  # of one worker, without a step in between
 _STARTED = itertools.count()  # workers of this process
@@ -115,29 +114,27 @@ class LaneProcesses:
                 f"the workers of {self._env} belong to the process that forked this one: make a state of your own here"
             )
 
-    def wait(self, groups: Sequence[int], counts: tuple[int, int], timeout: float | None = None) -> None:
+    def wait(self, groups: Sequence[int], counts: tuple[int, int]) -> None:
         """Wait until these groups, so many in each part, have answered.
 
         Raises what a group has raised, and EnvError if a worker is lost; with ``on_failure="restart"``, the groups of
-        that worker are in `lost` instead. A worker counts as hung after `timeout` seconds, by default the option's.
+        that worker are in `lost` instead. A worker counts as hung after `timeout` seconds without a sign of life.
         """
-        timeout = self._options.timeout if timeout is None else timeout
         if self.lost and not self.lost.keys().isdisjoint(groups):
-            self._wait_for_others(groups, counts, timeout)
+            self._wait_for_others(groups, counts)
             return
         heard, (first, second) = self._heard, counts
-        waited, last = 0.0, time.monotonic()
+        last = time.monotonic()
         while heard[0] < first or heard[1] < second:
-            rings = self._answers.wait(_SLICE)
+            rings = self._answers.wait(SLICE)
             if rings is not None:
                 heard[0] += rings[0]
                 heard[1] += rings[1]
                 continue
             now = time.monotonic()
-            waited += min(now - last, _SLICE)
-            last = now
-            if self._look(groups, hung=waited > timeout):
-                self._wait_for_others(groups, counts, timeout)
+            waited, last = min(now - last, SLICE), now
+            if self._look(groups, waited):
+                self._wait_for_others(groups, counts)
                 return
         heard[0] -= first
         heard[1] -= second
@@ -150,13 +147,11 @@ class LaneProcesses:
         """Note that the infos of the groups that were awaited last have been read."""
         self._unread = False
 
-    def _wait_for_others(self, groups: Sequence[int], counts: tuple[int, int], timeout: float) -> None:
+    def _wait_for_others(self, groups: Sequence[int], counts: tuple[int, int]) -> None:
         """Wait for the groups that are not lost. What a lost one may have counted in these parts is dropped."""
-        waited = 0.0
         while (others := [index for index in groups if index not in self.lost]) and self._unanswered(others):
             time.sleep(_PAUSE)
-            waited += _PAUSE
-            self._look(others, hung=waited > timeout)
+            self._look(others, _PAUSE)
         rings = self._answers.heard() or (0, 0)
         for part, count in enumerate(counts):
             self._heard[part] = 0 if count else self._heard[part] + rings[part]
@@ -168,18 +163,20 @@ class LaneProcesses:
         """Those of the groups that have an order, and have not rung after it."""
         return [index for index in groups if self.block.asked[index] != self.block.answered[index]]
 
-    def _look(self, groups: Sequence[int], *, hung: bool) -> bool:
-        """Lose workers that have ended, or that count as hung over an order to one of these groups; whether one was."""
+    def _look(self, groups: Sequence[int] = (), waited: float = 0.0) -> bool:
+        """Lose workers that have ended, or that hang over an order to one of these groups; whether one was lost.
+
+        `waited` is how many seconds were waited for the groups since the last look.
+        """
         found = False
         for worker in self._workers:
             if worker.has_ended() and not self.lost.keys() >= worker.groups.keys():
                 self._lose(worker, worker.ended())
                 found = True
-        if hung:
-            for index in self._unanswered(groups):
-                if index not in self.lost:
-                    self._lose(self.worker_of(index), self.worker_of(index).hung(self._options.timeout))
-                    found = True
+        for worker in dict.fromkeys(self.worker_of(index) for index in self._unanswered(groups)):
+            if worker.silent_for(waited) > self._options.timeout:
+                self._lose(worker, worker.hung(self._options.timeout))
+                found = True
         return found
 
     def _fail(self, groups: Sequence[int]) -> None:
@@ -210,7 +207,7 @@ class LaneProcesses:
 
     def begin_again(self, groups: Iterable[int]) -> None:
         """Replace the lost simulators of these groups by new ones, which have to be reset."""
-        self._look([], hung=False)
+        self._look()
         for worker in {self.groups[index].worker: self.worker_of(index) for index in groups}.values():
             while not worker.may_answer():
                 try:
@@ -233,7 +230,7 @@ class LaneProcesses:
         """
         groups = [*arguments]
         try:
-            self._look([], hung=False)
+            self._look()
             self._raise_if_lost(groups)
         except EnvError as error:
             raise NotCalledError(str(error)) from error
@@ -264,10 +261,10 @@ class LaneProcesses:
 
     def _end_call(self) -> None:
         """Let the workers finish a call that was broken off; lose those that hang in it."""
-        self._take_answers(self._options.timeout)
-        if self._calling:
-            self._look([*range(len(self.groups))], hung=True)
-            self._take_answers(0)
+        self._take_answers(SLICE)
+        while self._calling:
+            self._look(range(len(self.groups)), SLICE)
+            self._take_answers(SLICE)
 
     def _take_answers(self, patience: float) -> None:
         """Wait, at most so many seconds, until all living workers have finished; drop their answers."""
@@ -331,7 +328,10 @@ class LaneProcesses:
         ]
         if asked:
             self.order(CLOSE, asked)
-        self._wait_until_answered(asked, self._options.timeout)
+        while not self._wait_until_answered(asked, SLICE):
+            silence = [self.worker_of(index).silent_for(SLICE) for index in self._unanswered(asked)]
+            if min(silence, default=0.0) > self._options.timeout:
+                break
         for index in self._unanswered(asked):
             if not self.worker_of(index).has_ended():
                 warnings.warn(

@@ -15,8 +15,10 @@ from funcollect.envs.host.lane_workers.worker_process import LaneJob
 from funcollect.errors import EnvError
 from funcollect.processes.child import TO_DIE, ChildProcess, ChildSetup
 from funcollect.processes.failures import Failure
+from funcollect.processes.life import SIGNS
 
-_TO_START = 300.0  # seconds
+SLICE = 0.5  # seconds of one wait; if this process was suspended, its workers may also have been
+_TO_START = 300.0  # seconds without a sign of life
 
 
 class LaneWorker:
@@ -29,7 +31,7 @@ class LaneWorker:
         self.failures = 0  # in a row
         self._child: ChildProcess | None = None
         self._end: int | None = None  # readable once the process has ended
-        self._started = 0.0
+        self._silence, self._signs = 0.0, 0  # seconds without a sign of life, and how many there were
         self._inbox: dict[int, Any] = {}  # by group: a message that was read on the way to another group's
 
     def __str__(self) -> str:
@@ -39,25 +41,25 @@ class LaneWorker:
         """Start the process, or another one after it was lost; `join` waits for it."""
         self.kill(answers)
         self.bell.heard()
-        self._started = time.monotonic()
+        self._silence, self._signs = 0.0, 0
         self._child = ChildProcess("funcollect.envs.host.lane_workers.worker_process")
         self._child.send((ChildSetup.like_this(), job.pack(str(self))), [memory, *self.bell.fds, *answers.fds])
 
     def join(self, answers: Bell) -> None:
-        """Wait until it has opened its simulators; raise its exception, or EnvError if it ends or is too late."""
+        """Wait until it has opened its simulators; raise its exception, or EnvError if it ends or hangs."""
         assert self._child is not None
-        until = self._started + _TO_START
         readable = select.poll()
         for fd in self._child.filenos():
             readable.register(fd, select.POLLIN)
         while (message := self._received()) is None:
             if self._child.ended_by(0):
                 raise EnvError(f"{self}: its process {self.how()} as it made its environments: read its output")
-            if (left := until - time.monotonic()) <= 0:
-                error = EnvError(f"{self}: its process has made no environments in {_TO_START:g} s: look at these")
+            began = time.monotonic()
+            readable.poll(SLICE * 1000)
+            if self.silent_for(min(time.monotonic() - began, SLICE)) > _TO_START:
+                error = EnvError(f"{self}: its process has made no environment in {_TO_START:g} s: look at these")
                 error.add_note(f"The Python stack of that process:\n{self.where()}")
                 raise error
-            readable.poll(left * 1000)
         if message[0] is not None:
             raise self.raised(message[0])
         try:
@@ -129,6 +131,17 @@ class LaneWorker:
             answers.unwatch(self._end)
             os.close(self._end)
             self._end = None
+
+    def silent_for(self, seconds: float) -> float:
+        """Add so many seconds of waiting; return for how long there has been no sign of life."""
+        assert self._child is not None
+        before, self._signs = self._signs, self._child.signs()
+        if self._signs == before:
+            self._silence += seconds
+        else:
+            self._silence = 0.0
+            SIGNS.count[0] += 1  # for a process that awaits this one
+        return self._silence
 
     def raised(self, failure: Failure) -> Exception:
         """The exception that it has sent, its traceback a note; EnvError in place of one that ends a program."""

@@ -32,7 +32,7 @@ class LaneWorkers:
     Attributes:
         num_workers: their number.
         overlap: the number of parts of the lanes: some of them step while the policy acts for another.
-        timeout: the seconds after which a worker that has not answered counts as hung.
+        timeout: the seconds after which a worker that has neither answered nor stepped a lane counts as hung.
         on_failure: what happens to a run when a worker is lost.
     """
 

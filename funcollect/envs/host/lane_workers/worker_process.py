@@ -33,6 +33,7 @@ from funcollect.messages import shown
 from funcollect.processes.channel import Channel
 from funcollect.processes.child import enter_child
 from funcollect.processes.failures import Failure
+from funcollect.processes.life import SIGNS
 from funcollect.processes.shared_memory import mapped
 from funcollect.processes.system import PORTABLE, run_on
 from funcollect.protocols import Simulators
@@ -141,6 +142,7 @@ class ServedLanes:
                 self._channel.send((index, Failure.of(error)))
                 failed = True
             self._block.failed[index] = failed
+            SIGNS.count[0] += 1
             self._answers.ring(group.part)
             self._block.answered[index] = number
             if order == CLOSE:
