@@ -46,7 +46,8 @@ def from_envpool(
     """A host environment over EnvPool, seeded by run: the pool is built with one seed for each lane, once.
 
     Lanes that are done are reset in the same step, while EnvPool itself would reset them in the next one. EnvPool
-    reports an episode that terminates at its time limit as truncated, not as terminated.
+    reports an episode that terminates at its time limit as truncated, not as terminated. With ``episodic_life=True``,
+    an Atari game goes on after a lost life; a limit on frames and a reset within a life begin another game.
 
     Args:
         task_id: one of `envpool.list_all_envs`, such as ``"Pong-v5"``.
@@ -141,8 +142,8 @@ def _widened(space: Space) -> Space:
 class EnvPoolLanes(SimulatorsBase):
     """The lanes of a pool in synchronous mode, which returns results in the order of the indices that it is sent.
 
-    EnvPool would reset a lane at the step after its episode's end. That never happens here: a lane that is done is
-    reset by its index first, or is not stepped any more.
+    EnvPool resets a lane at the step after its episode's end, and goes on with the game if only a life was lost. So
+    lanes that are done are reset by such a step, whose action is ignored. A reset by index would begin another game.
     """
 
     def __init__(self, build: Callable[[Sequence[int]], Any], env: SimulatedEnv) -> None:
@@ -152,6 +153,8 @@ class EnvPoolLanes(SimulatorsBase):
         self._decode = batch_decoder(env.action_spec)
         self._info_keys = env.info_keys
         self._num_envs = env.num_envs or 1
+        self._ended = np.zeros(self._num_envs, bool)  # [P]: the lane's last step ended an episode
+        self._no_action = np.zeros((self._num_envs, *(env.action_space.shape or ())), env.action_space.dtype)
         self._rows = Rows.of(env)
         self.observation = self._rows.arrays
 
@@ -164,11 +167,17 @@ class EnvPoolLanes(SimulatorsBase):
             if given:  # all lanes get seeds together, in a new pool
                 self.close()
                 self._pool = self._build(given)
+                self._ended[:] = False
             index = np.array(lanes, np.int32)
-            observation, _ = self._pool.reset(index)
+            ended, others = index[self._ended[index]], index[~self._ended[index]]
+            first = self._pool.step(self._no_action[ended], ended)[0] if ended.size else None
+            begun = self._pool.reset(others)[0] if others.size else None
         except Exception as error:
             raise EnvError(f"lanes {list(lanes)}: EnvPool's reset raised {error!r}: {ONWARD}") from error
-        self._rows.write_batch(observation, index)
+        self._ended[index] = False
+        for some, observation in ((ended, first), (others, begun)):
+            if some.size:
+                self._rows.write_batch(observation, some)
 
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
@@ -178,6 +187,7 @@ class EnvPoolLanes(SimulatorsBase):
             observation, reward, terminated, truncated, info = self._pool.step(actions, index)
         except Exception as error:
             raise EnvError(f"EnvPool's step raised {error!r}: {ONWARD}") from error
+        self._ended[... if index is None else index] = terminated | truncated
         infos = [info[key] for key in self._info_keys]
         self._rows.write_batch(observation, index)
         return reward, terminated.tolist(), truncated.tolist(), infos

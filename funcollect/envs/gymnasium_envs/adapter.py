@@ -54,7 +54,8 @@ def from_gymnasium(
     """A host environment over Gymnasium's.
 
     Each episode is seeded. Atari games (ale-py's, under any wrappers) are seeded once per lane instead, since a seeded
-    reset reloads the game; `fork` takes a snapshot of them.
+    reset reloads the game; `fork` takes a snapshot of them. Under ``AtariPreprocessing(terminal_on_life_loss=True)``,
+    the episode after a lost life goes on with the next life (see `from_ale`), except in a `VectorEnv`.
 
     Args:
         env: a registered id, an `EnvSpec`, a factory, an instance, a list of these (one per lane), or a `VectorEnv`

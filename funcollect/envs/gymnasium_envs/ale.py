@@ -58,6 +58,8 @@ def from_ale(
         stack: the number of screens in an observation.
         grayscale: whether colours are left out.
         terminal_on_life_loss: whether an episode terminates when a life is lost, and not only when the game is over.
+            The next episode goes on with the next life, after a step without an action. A limit on frames and a reset
+            within a life begin another game.
         repeat_action_probability: the probability that a frame repeats the last action, in [0, 1].
         max_episode_steps: steps after which an episode is truncated; the game itself truncates after 108,000 frames.
         **kwargs: for the game: `mode`, `difficulty`, `full_action_space`, `max_num_frames_per_episode`, and

@@ -22,6 +22,7 @@ import gymnasium
 from typing_extensions import override
 
 from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
+from funcollect.envs.gymnasium_envs.lives import with_next_lives
 from funcollect.envs.host.host_env import SimulatedEnv, call_of
 from funcollect.errors import ReplayError
 from funcollect.interop.plain_data import from_data, to_data
@@ -243,7 +244,7 @@ class AtariLanes(Lanes):
     """One Atari game per lane."""
 
     def __init__(self, lanes: Sequence[GymEnv], env: SimulatedEnv) -> None:
-        self._games = [RememberedGame(lane) for lane in lanes]
+        self._games = [RememberedGame(with_next_lives(lane)) for lane in lanes]
         super().__init__(self._games, env)
 
     @override
@@ -261,8 +262,8 @@ class AtariLanes(Lanes):
 
     def restore(self, snapshot: list[_History]) -> None:
         """Bring each game, and its observation, to the point of its history."""
-        answers = [game.follow(history) for game, history in zip(self._games, snapshot, strict=True)]
-        self._rows.write([answer[0] for answer in answers])
+        for lane, (game, history) in enumerate(zip(self._games, snapshot, strict=True)):
+            self._rows.write_lane(lane, game.follow(history)[0])
 
     def snapshot_data(self, snapshot: list[_History]) -> list[dict[str, Any]]:
         """The histories as plain data; TypeError for wrappers that hold other objects."""

@@ -1,0 +1,118 @@
+"""Episodes of one life each: the next one goes on with the game, as under Stable-Baselines3's wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ale_py
+import envpool
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TimeLimit
+from stable_baselines3.common.atari_wrappers import EpisodicLifeEnv
+
+import funcollect as fc
+from funcollect.envs.gymnasium_envs import atari_lanes
+from funcollect.keys import Purpose, fold, key_from_seed
+from tests.support.compare import assert_same, collect
+from tests.support.copies import COPIES
+from tests.support.plain import plain_loop
+
+gymnasium.register_envs(ale_py)
+LIVES = ("next", "info", "lives")
+
+
+def build(theirs: bool = False) -> Any:
+    """Breakout without skipped frames, whose episodes end with a life by Gymnasium's wrapper or by `theirs`."""
+    game: Any = gymnasium.make("ALE/Breakout-v5", frameskip=1, disable_env_checker=True)
+    game = AtariPreprocessing(game, frame_skip=1, terminal_on_life_loss=not theirs)
+    return TimeLimit(FrameStackObservation(EpisodicLifeEnv(game) if theirs else game, 4), 5000)
+
+
+def fire(observation: torch.Tensor) -> torch.Tensor:
+    """Starts the ball, and loses it."""
+    return torch.ones(len(observation), dtype=torch.int64)
+
+
+POLICY = fc.torch_policy(fire)
+ENVS: dict[str, Any] = {
+    "id": lambda: fc.make_env(
+        "ale/Breakout",
+        num_envs=2,
+        frame_skip=1,
+        terminal_on_life_loss=True,
+        max_episode_steps=5000,
+        info_keys=["lives"],
+    ),
+    "factory": lambda: fc.make_env(build, num_envs=2, info_keys=["lives"]),
+    "instances": lambda: fc.make_env([build(), build()], info_keys=["lives"]),
+    "workers": lambda: fc.make_env(build, num_envs=2, num_workers=2, info_keys=["lives"]),
+}
+
+
+@pytest.mark.parametrize("source", ENVS)
+def test_the_game_goes_on_after_a_lost_life(source: str) -> None:
+    batch = collect(ENVS[source](), POLICY, 700, seed=0)
+    for lane, rows in enumerate(batch):
+        wanted = plain_loop(
+            build(theirs=True),
+            seed=0,
+            actions=rows["action"].tolist(),
+            lane=lane,
+            lanes=2,
+            info_keys=["lives"],
+            reseed=False,
+        )
+        ended = rows["next", "done"][:, 0]
+        assert rows[LIVES][ended].tolist()[:6] == [4, 3, 2, 1, 0, 4]
+        for path, column in wanted.items():
+            # Gymnasium's wrapper returns the screen before the loss of a life, theirs the one after it
+            rest = ~ended if path == ("next", "observation") else slice(None)
+            assert torch.equal(rows[path][rest], column[rest]), path
+
+
+def test_envpool_goes_on_after_a_lost_life() -> None:
+    env = fc.make_env("envpool/Breakout-v5", num_envs=2, episodic_life=True, info_keys=["lives"])
+    for lane, rows in enumerate(collect(env, POLICY, 200, seed=0)):
+        seed = fold(key_from_seed(0), Purpose.RESET, lane, 0)[0] % 2**31
+        pool = envpool.make_gymnasium("Breakout-v5", num_envs=1, seed=[seed], episodic_life=True)
+        observation, _ = pool.reset()
+        for row in rows:
+            assert np.array_equal(row["observation"].numpy(), observation[0])
+            observation, _, terminated, _, info = pool.step(row["action"].numpy()[None])
+            assert (row[LIVES].item(), row["next", "terminated"].item()) == (info["lives"][0], terminated[0])
+            if terminated[0]:
+                observation = pool.step(np.zeros(1, np.int64))[0]
+        pool.close()
+        assert rows[LIVES][rows["next", "done"][:, 0]].tolist()[:6] == [4, 3, 2, 1, 0, 4]
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("apart", [20, 500])
+def test_a_copy_is_in_the_same_life(monkeypatch: pytest.MonkeyPatch, copied: str, apart: int) -> None:
+    monkeypatch.setattr(atari_lanes, "_APART", apart)
+    env = fc.make_env("ale/Breakout", num_envs=2, terminal_on_life_loss=True, info_keys=["lives"])
+    with fc.SyncDataCollector(env, POLICY, frames_per_batch=70, reset_when_done=False, seed=1) as collector:
+        next(collector)
+        state = collector.state
+        assert state.terminated.all()
+        copy = COPIES[copied](env, POLICY, state)
+        one, two = (fc.rollout(env, POLICY, fc.reset(env, each), 100)[1] for each in (state, copy))
+        assert_same(one, two)
+        assert one[LIVES][:, 0].tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("name", ["ale/Breakout", "envpool/Breakout-v5"])
+def test_a_reset_within_a_life_begins_another_game(name: str) -> None:
+    option = {"terminal_on_life_loss": True} if name.startswith("ale") else {"episodic_life": True}
+    env = fc.make_env(name, num_envs=2, info_keys=["lives"], **option)
+    state, batch = fc.rollout(env, POLICY, fc.init(env, POLICY, seed=0), 36)
+    assert batch[LIVES][:, -1].tolist() == [4, 4]
+    state = fc.reset(env, state, torch.tensor([True, False]))
+    state, batch = fc.rollout(env, POLICY, state, 1)
+    assert batch[LIVES][:, 0].tolist() == [5, 4]
+    state, batch = fc.rollout(env, POLICY, fc.recover(env, state), 60, max_frames_per_traj=10)
+    assert batch[LIVES].unique().tolist() == [5]
+    fc.close(state)
