@@ -23,6 +23,7 @@ from funcollect.tree import Path, as_path, time_last
 __all__ = ["split_trajectories"]
 
 MASK = ("collector", "mask")
+IS_FIRST = ("collector", "is_first")  # True where a slice of a buffer begins
 TRAJECTORY_IDS = ("collector", "traj_ids")
 STEP = ("collector", "step")
 LANE = ("collector", "lane")
@@ -48,10 +49,11 @@ def split_trajectories(
 
     A trajectory consists of successive frames of a row with equal ids. It also ends after a frame with ``next.done``,
     unless the following frame has ``done`` at its root. Then the lane was not reset, and its repeated frames stay with
-    the trajectory. The last trajectory of a row is kept even if it has not ended.
+    the trajectory. The last trajectory of a row is kept even if it has not ended. Each slice of a buffer's sample is a
+    trajectory of its own, and padding, whose mask is False, is left out.
 
     Args:
-        batch: ``[*B, T]``, time last, with leaves ``[*B, T, ...]`` on any device.
+        batch: ``[*B, T]``, time last, with leaves ``[*B, T, ...]`` on any device. Slices of a buffer may be flat, [N].
         prefix: the key under which ``traj_ids`` is read and ``mask`` is written; by default ``"collector"``, where
             `gae` and `MultiStep` expect the mask.
         trajectory_key: the key of the ids ``[*B, T]``, integers; by default ``(prefix, "traj_ids")``. If the batch has
@@ -68,9 +70,8 @@ def split_trajectories(
     Raises:
         TypeError: if the batch is not a TensorDict, leaves are not tensors, ids are not integers, or arguments have
             other types.
-        ValueError: if the batch has no batch dimensions, frames out of order or is split already, if `trajectory_key`
-            is missing, if there are neither ids nor end flags, if ids have another shape, and for nested tensors
-            without frames.
+        ValueError: if the batch has no batch dimensions or frames out of order, if `trajectory_key` is missing, if
+            there are neither ids nor end flags, if ids have another shape, and for nested tensors without frames.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -94,24 +95,26 @@ def split_trajectories(
     done_path = ("next", *as_path(done_key))
     if not isinstance(as_nested, (bool, torch.layout)):
         raise TypeError(f"as_nested is {as_nested!r}, expected a bool or a torch.layout: pass True for nested tensors")
-    if batch.get(mask_key, None) is not None:
-        raise ValueError(f"the batch has {readable(mask_key)}, so it is split already: pass the one it was split from")
     batch = batch.clone(recurse=False).unlock_()
     final = detach(batch)
     check_order(batch)
     ids = _ids(batch, ids_key, None if trajectory_key else done_path)
-    begins = _begins(batch, ids, done_path)
-    layout = _PaddedLayout(begins)
-    if as_nested and not begins.numel():
+    begins, held = _begins(batch, ids, done_path), None
+    if (found := next((key for key in (mask_key, MASK) if batch.get(key, None) is not None), None)) is not None:
+        held = require(batch, found, tail=()).bool()
+        begins[..., 1:] |= ~held[..., :-1]
+        batch = batch.exclude(found)
+    layout = _PaddedLayout(begins, held)
+    if as_nested and not layout.shape[0]:
         raise ValueError("the batch has no frames, expected at least one: nested tensors cannot be empty")
     place = partial(layout.nest, kind=torch.strided if as_nested is True else as_nested) if as_nested else layout.place
-    shape = (layout.shape[0], -1) if as_nested else layout.shape
+    shape = (layout.shape[0], -1) if as_nested and layout.ragged else layout.shape
     ragged = as_nested is torch.jagged
     result = TensorDict(_map_leaves(place, batch, ()), shape[:1] if ragged else shape, batch.device)
     if not ragged:
         result.names = time_last(2)
     if ids is None:
-        result.set(ids_key, place(layout.run))
+        result.set(ids_key, place(layout.row))
     if not as_nested:
         result.set(mask_key, place(torch.ones_like(begins)))
     attach(result, final)
@@ -129,28 +132,42 @@ def _ids(batch: TensorDictBase, key: Path, instead: Path | None) -> Tensor | Non
 
 
 class _PaddedLayout:
-    """Moves frames to a table with one row per trajectory; trajectories begin where `begins` [*B, T] is True."""
+    """Moves frames to a table with one row per trajectory. Trajectories begin where `begins` [*B, T] is True.
 
-    def __init__(self, begins: Tensor) -> None:
+    Frames where `held` [*B, T] is False are left out.
+    """
+
+    def __init__(self, begins: Tensor, held: Tensor | None) -> None:
         """Compute the row and column of each frame in the table, and the table's shape."""
-        flat = begins.reshape(-1)
-        run = flat.cumsum(0) - 1
-        frame = torch.arange(flat.numel(), device=flat.device)
+        self.dims, self.held = begins.ndim, held
+        begins = begins if held is None else begins & held
+        self.row = (begins.reshape(-1).cumsum(0) - 1).view(begins.shape)  # [*B, T] int64
+        flat, self.run = self.frames(begins).reshape(-1), self.frames(self.row)
+        run, frame = self.run.reshape(-1), torch.arange(flat.numel(), device=flat.device)
         position = frame - frame[flat][run]
-        self.run, self.position = run.view(begins.shape), position.view(begins.shape)  # [*B, T] int64: row and column
+        self.position = position.view(self.run.shape)  # int64: the column of each frame that is held
         self.shape = (int(run[-1]) + 1, int(position.max()) + 1) if flat.numel() else (0, 0)  # N, Tmax
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the trajectories differ in length."""
+        return self.run.numel() < self.shape[0] * self.shape[1]
+
+    def frames(self, leaf: Tensor) -> Tensor:
+        """The frames of a leaf ``[*B, T, ...]`` that are held: the leaf itself if all are, else [N, ...]."""
+        return leaf if self.held is None else leaf[self.held]
 
     def place(self, leaf: Tensor) -> Tensor:
         """A leaf ``[*B, T, ...]`` as a table ``[N, Tmax, ...]``."""
-        table = torch.zeros(self.shape + leaf.shape[self.run.ndim :], dtype=leaf.dtype, device=leaf.device)
+        table = torch.zeros(self.shape + leaf.shape[self.dims :], dtype=leaf.dtype, device=leaf.device)
         dtype = ASSIGNABLE.get(leaf.dtype)
         target, source = (table, leaf) if dtype is None else (table.view(dtype), leaf.view(dtype))
-        target[self.run, self.position] = source
+        target[self.run, self.position] = self.frames(source)
         return table
 
     def nest(self, leaf: Tensor, kind: torch.layout) -> Tensor:
         """A leaf ``[*B, T, ...]`` as a nested tensor of N trajectories ``[length, ...]``."""
-        rows = leaf.reshape(-1, *leaf.shape[self.run.ndim :]).clone()
+        rows = self.frames(leaf).reshape(-1, *leaf.shape[self.dims :]).clone()
         if kind == torch.jagged:
             return torch.nested.nested_tensor_from_jagged(rows, self.offsets)
         return torch.nested.as_nested_tensor([*rows.tensor_split(self.offsets[1:-1].cpu())], layout=kind)
@@ -174,7 +191,8 @@ def _begins(batch: TensorDictBase, ids: Tensor | None, done_path: Path) -> Tenso
             begins[..., 1:] &= ~require(batch, done_path[1:], tail=(1,))[..., 1:, 0]
     if ids is not None:
         begins[..., 1:] |= (ids[..., 1:] != ids[..., :-1]) | steps_back(batch)
-    return begins
+    starts = batch.get(IS_FIRST, None)
+    return begins if starts is None else begins | require(batch, IS_FIRST, tail=())
 
 
 def ends_of(batch: TensorDictBase, done_path: Path = ("next", "done")) -> Tensor:
@@ -218,7 +236,7 @@ def check_order(batch: TensorDictBase) -> None:
     if batch.get(("next", "done"), None) is not None:
         wrong &= ~ends_of(batch)[..., :-1]
     if batch.get(MASK, None) is not None:
-        wrong &= require(batch, MASK, tail=())[..., 1:]
+        wrong &= require(batch, MASK, tail=())[..., 1:] & batch[MASK][..., :-1]
     if wrong.any():
         *row, time = wrong.nonzero()[0].tolist()
         before, after = (f"step {step[(*row, at)]} of trajectory {ids[(*row, at)]}" for at in (time, time + 1))

@@ -307,7 +307,6 @@ def test_nested_tensors_need_frames():
             TypeError,
             "names is NonTensorStack, expected a tensor",
         ),
-        (split_trajectories, ValueError, "has collector.mask, so it is split already"),
     ],
 )
 def test_bad_input(change, error, message):
