@@ -100,7 +100,13 @@ def _write_files(
     if generator is not None:
         arrays["generator"] = generator.get_state().numpy()
     frames = memory.storage.dump(directory, range(memory.written - len(memory), memory.written), earlier)
-    meta = {**_kind(memory, sampler), "name": name, "written": memory.written, "frames": frames}
+    meta = {
+        **_kind(memory, sampler),
+        "name": name,
+        "written": memory.written,
+        "lanes": [memory.lanes, memory.since],
+        "frames": frames,
+    }
     (directory / _META).write_text(json.dumps(meta, indent=1))
     np.savez(directory / _ARRAYS, allow_pickle=False, **arrays)
 
@@ -144,6 +150,8 @@ def load(
             )
     try:
         memory.written, memory.dumped = meta["written"], meta["name"]
+        lanes, memory.since = meta["lanes"]
+        memory.lanes = None if lanes is None else tuple(lanes)
         arrays = read_arrays(found / _ARRAYS)
         frames = range(memory.written - len(memory), memory.written)
         memory.storage.load(frames, Dumped(found, meta["frames"]), allow_pickle)

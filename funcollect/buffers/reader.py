@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -72,6 +73,9 @@ class ReplayReader:
                 f"the reader's sampler is {shown(sampler)}, expected a RandomSampler, or a SliceSampler over "
                 "trajectories: the others need to be notified of each extend"
             )
+        self._padded = copy.copy(self.sampler)  # short slices are drawn with padding, so that all are equally long
+        if isinstance(self._padded, SliceSampler):
+            self._padded.pad_output = not self._padded.strict_length
         self.directory, self.batch_size = Path(directory), batch_size
         self._file = attach(self.directory)
         self._layout = _layout(self._file.header)
@@ -92,10 +96,15 @@ class ReplayReader:
             other, others = self._draw(wanted)
             drawn, numbers = _redrawn(drawn, other, gone), np.where(gone[:, None], others, numbers)
             batch = self._read(drawn)
-        return drawn.finish(batch)
+        return self._shaped(drawn).finish(batch)
+
+    def _shaped(self, drawn: SampleIndices) -> SampleIndices:
+        """The drawn frames as the sampler returns them."""
+        return drawn if getattr(self.sampler, "pad_output", False) else drawn.shortened()
 
     def _read(self, drawn: SampleIndices) -> Any:
         """The drawn frames. Some may be overwritten while they are read."""
+        drawn = self._shaped(drawn)
         gathered = self._layout.gather(self._file.rows, drawn.slots)
         if drawn.mask is not None:
             gathered[torch.from_numpy(~drawn.mask)] = 0
@@ -104,7 +113,7 @@ class ReplayReader:
     def _draw(self, batch_size: int) -> tuple[SampleIndices, Ints]:
         """A sample, and the numbers of its frames [slices, slice_len]; single frames are slices of length 1."""
         self._view.follow()
-        drawn = self.sampler.draw(self._view, batch_size, self._random_source)
+        drawn = self._padded.draw(self._view, batch_size, self._random_source)
         slots, numbers = self._view.place(drawn.slots)
         length = self.sampler.spec(batch_size).slice_len if isinstance(self.sampler, SliceSampler) else 1
         return replace(drawn, slots=slots), numbers.reshape(-1, length)

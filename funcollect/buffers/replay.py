@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import optree
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensor_collection
 from torch import Tensor
 
 from funcollect.arguments import check_count, check_function, check_kind, check_optional_positive
@@ -32,6 +33,7 @@ __all__ = ["ReplayBuffer"]
 _Sample = tuple[Any, dict[str, Any]]  # the batch, and its info
 _OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[ReplayBuffer]] = weakref.WeakKeyDictionary()  # by storage, sampler
 _PARTS = ("storage", "sampler", "generator")  # which refer to each other
+_WRITTEN = "_funcollect_written"  # the attribute of slots that `ReplayBuffer._note` sets
 
 
 class ReplayBuffer:
@@ -41,7 +43,8 @@ class ReplayBuffer:
         storage: where frames are stored; by default a `ListStorage` of 1,000 items.
         sampler: chooses the frames of a sample; by default a `RandomSampler`.
         writer: only ``"round robin"`` or None, which mean the same: new frames replace the oldest.
-        transform: applied to data before it is stored.
+        transform: applied to the data of `add` and `extend` before it is stored. It gets a copy of tensors and arrays,
+            which it may change in place.
         batch_size: the number of frames in a sample.
         prefetch: the number of samples that threads prepare ahead. They are discarded if the buffer changes, so a
             sample is never out of date.
@@ -96,6 +99,8 @@ class ReplayBuffer:
                 raise ValueError(f"collate_fn is for a ListStorage, the storage is {self.storage}: leave it out")
             self.storage.collate = collate_fn
         self.state = ring.init(self.storage, trajectories=self.sampler.trajectories)
+        self._by_priority = isinstance(self.sampler, PrioritizedSampler)
+        self._before = 0  # frames written to rings before the present one
         self._random_source = GeneratorSource(generator)
         self._lock = threading.RLock()
         self._ahead: deque[_PrefetchedSample] = deque()
@@ -105,15 +110,19 @@ class ReplayBuffer:
 
     def add(self, data: Any) -> Tensor:
         """Add one frame, or with ``ndim > 1`` one step of all lanes, ``[*B]``; returns the slots."""
+        data = self._transformed(data)
         if isinstance(self.storage, ListStorage):
-            return self.extend([data])[0]
+            return self._extend([data])[0]
         axis = self.storage.ndim - 1
         if isinstance(data, TensorDictBase):
-            return self.extend(data.unsqueeze(axis))[..., 0]
-        return self.extend(_map(lambda leaf: torch.as_tensor(leaf).unsqueeze(axis), data))[..., 0]
+            return self._extend(data.unsqueeze(axis))[..., 0]
+        return self._extend(_map(lambda leaf: torch.as_tensor(leaf).unsqueeze(axis), data))[..., 0]
 
     def extend(self, data: Any) -> Tensor:
         """Add the frames of a batch ``[*B, T]``; they replace the oldest.
+
+        A list of items is stacked along a new first dimension, ``[{"x": …}, {"x": …}]`` to ``{"x": [2, …]}`` for
+        example; a `ListStorage` stores the items themselves.
 
         Returns:
             The slot of each frame, ``[*B, T]`` int64. If the batch is longer than the buffer, frames that were not
@@ -122,12 +131,19 @@ class ReplayBuffer:
         Raises:
             TypeError, ValueError: if the batch does not match the stored frames; the buffer is unchanged.
         """
-        if self.transform is not None:
-            data = self.transform(data)
+        return self._extend(self._transformed(data))
+
+    def _transformed(self, data: Any) -> Any:
+        """The data as `transform` returns it, which gets a copy: the caller's tensors are unchanged."""
+        return data if self.transform is None else self.transform(_map(_copied, data))
+
+    def _extend(self, data: Any) -> Tensor:
         with self._lock, Uninterrupted():
             self.state, slots = ring.extend(self.state, data)
             self._ahead.clear()
             self.sampler.extended(self.state.memory, slots.numpy())
+            if self._by_priority:
+                self._note(slots)
         return slots
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
@@ -135,7 +151,8 @@ class ReplayBuffer:
 
         Args:
             batch_size: the number of frames; by default that of the buffer.
-            return_info: also return a dict with ``"index"``, the slots [N], and the entries of the sampler.
+            return_info: also return a dict with ``"index"``, the slots [N], where padding has -1, and the entries of
+                the sampler; for a sampler with priorities also ``"written"``, see `update_priority`.
 
         Raises:
             ValueError: if there is no batch size, if the buffer is empty, or if no trajectory is as long as a slice.
@@ -148,12 +165,18 @@ class ReplayBuffer:
             made = self._take_prefetched(wanted, self._pool)
         return made if return_info else made[0]
 
-    def update_priority(self, index: Any, priority: Any) -> None:
+    def update_priority(self, index: Any, priority: Any, written: int | None = None) -> None:
         """Set the priorities of the frames in these slots, for a `PrioritizedSampler`.
+
+        Rows of -1 are ignored, and so are frames that have been overwritten since `index` was returned: the frames that
+        are now in their slots keep their priorities. The tensor that `extend`, `add` or `sample` returned records when
+        that was, and so do its views. A copy, such as ``index.cuda()`` or ``index[mask]``, does not, so it needs
+        `written`; without it, the priorities are those of the frames that are in the slots now.
 
         Args:
             index: ``[N]`` slots, as `extend` returned them or ``info["index"]`` has them.
             priority: ``[N]`` numbers, or one for all; finite, not negative.
+            written: ``info["written"]`` of the sample; by default that of `index`.
 
         Raises:
             TypeError: for another sampler.
@@ -161,14 +184,26 @@ class ReplayBuffer:
         """
         if not isinstance(self.sampler, PrioritizedSampler):
             raise TypeError(f"{self.sampler} has no priorities: build the buffer with sampler=PrioritizedSampler(…)")
+        if written is None and isinstance(index, Tensor):
+            written = getattr(_root(index), _WRITTEN, None)
         with self._lock, Uninterrupted():
-            self.sampler.update_priority(self.state.memory, index, priority)
+            since = None if written is None else written - self._before
+            self.sampler.update_priority(self.state.memory, index, priority, since)
             self._ahead.clear()
+
+    def _note(self, index: Tensor) -> int:
+        """Note at these slots how many frames the buffer has been given, and return it."""
+        written = self._before + self.state.memory.written
+        setattr(_root(index), _WRITTEN, written)
+        return written
 
     def _gather(self, drawn: SampleIndices) -> _Sample:
         """Read the drawn frames: the batch, and its info."""
         batch = drawn.finish(self.state.memory.read(drawn.slots, drawn.mask))
-        return batch, {"index": torch.from_numpy(drawn.index), **drawn.info}
+        info: dict[str, Any] = {"index": torch.from_numpy(drawn.index), **drawn.info}
+        if self._by_priority:
+            info["written"] = self._note(info["index"])
+        return batch, info
 
     def _take_prefetched(self, batch_size: int, pool: ThreadPoolExecutor) -> _Sample:
         """Wait for the oldest prepared sample that is still up to date; threads prepare others meanwhile."""
@@ -207,18 +242,32 @@ class ReplayBuffer:
             yield self.sample()
 
     def __len__(self) -> int:
-        return len(self.state)
+        return len(self.state.memory)  # not of the state, which is stale while another thread extends the buffer
 
     def __getitem__(self, index: Any) -> Any:
-        """The frames at these positions among the filled slots: an int, a slice, or an array of ints or bools."""
-        try:
-            slots = np.asarray(np.arange(len(self))[index.numpy(force=True) if isinstance(index, Tensor) else index])
-        except IndexError as error:
-            raise IndexError(f"index is {shown(index)}, expected slots of the {len(self)} that are filled") from error
-        if isinstance(self.storage, ListStorage) and not slots.ndim:
-            return self.storage.item(int(slots))
+        """The frames at an index, copied.
+
+        An array, tensor or list of ints or bools selects among the filled slots, as `extend` returned them; so do an
+        int and a slice with ``ndim=1``. With ``ndim > 1``, an int, a slice, ``...`` or a tuple of them is an index of
+        the view ``[*lanes, time]`` of the steps that are held for every lane, oldest first: ``buffer[:, -8:]`` has the
+        eight newest steps of each lane. A lane is a row of the batches; if asynchronous workers fill one buffer, their
+        batches follow each other in it.
+
+        Raises:
+            IndexError: for frames that are not there.
+            ValueError: for such a view, if batches had different dimensions before time.
+        """
+        whole = self.storage.ndim > 1 and isinstance(index, (int, np.integer, slice, EllipsisType, tuple))
         with self._lock:
-            batch = self.state.memory.read(slots.reshape(-1))
+            memory = self.state.memory
+            held = memory.grid() if whole else np.arange(len(memory))
+            try:
+                slots = np.asarray(held[index.numpy(force=True) if isinstance(index, Tensor) else index])
+            except IndexError as error:
+                raise IndexError(f"index is {shown(index)}, expected one into {list(held.shape)} frames") from error
+            if isinstance(self.storage, ListStorage) and not slots.ndim:
+                return self.storage.item(int(slots))
+            batch = memory.read(slots.reshape(-1))
         return batch if slots.ndim == 1 else _map(lambda leaf: leaf.reshape((*slots.shape, *leaf.shape[1:])), batch)
 
     def empty(self) -> None:
@@ -226,8 +275,14 @@ class ReplayBuffer:
         with self._lock:
             self.storage.empty()
             self.sampler.empty()
-            self.state = ring.init(self.storage, trajectories=self.sampler.trajectories)
+            self._replace(ring.init(self.storage, trajectories=self.sampler.trajectories))
             self._ahead.clear()
+
+    def _replace(self, state: ring.RingState) -> None:
+        """Go on with another ring, whose frames are none of those that this one has had."""
+        capacity = self.state.memory.capacity
+        self._before += -(-self.state.memory.written // capacity) * capacity
+        self.state = state
 
     def dumps(self, path: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None) -> None:
         """Write the frames and the states of the sampler and the generator to a directory.
@@ -268,7 +323,7 @@ class ReplayBuffer:
             self._ahead.clear()
             fresh = ring.init(self.storage, trajectories=self.sampler.trajectories)
             dumping.load(Path(path), fresh.memory, self.sampler, self.generator, allow_pickle)
-            self.state = fresh
+            self._replace(fresh)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _PARTS and name in self.__dict__:
@@ -295,6 +350,18 @@ class _PrefetchedSample(NamedTuple):
     batch_size: int
     drawn: SampleIndices
     future: Future[_Sample | None]
+
+
+def _copied(leaf: Any) -> Any:
+    """A copy of a TensorDict, a tensor or an array; other leaves themselves."""
+    if isinstance(leaf, Tensor) or is_tensor_collection(leaf):
+        return leaf.clone()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def _root(index: Tensor) -> Tensor:
+    """The tensor of which this one is a view, or itself."""
+    return index if index._base is None else index._base
 
 
 def _map(function: Callable[[Any], Any], data: Any) -> Any:

@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import optree
 import torch
+from tensordict import is_tensor_collection
 from torch import Tensor
 
 from funcollect.arguments import check_kind, check_positive
 from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.samplers.indices import Flat, SampleSpec, Slices
 from funcollect.buffers.samplers.randomness import KeySource
+from funcollect.buffers.storages.list_storage import ListStorage
 from funcollect.buffers.storages.storage import Incoming, Storage
 from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
 from funcollect.buffers.trajectory_index.trajectory_index import LazyIndex, TrajectoryIndex
@@ -49,6 +52,8 @@ class RingMemory:
         self.capacity = storage.max_size
         self._lazy_index = None if trajectories is None else LazyIndex(self.capacity)
         self.written = 0  # frames written since `init`; frame n is in slot n % capacity
+        self.lanes: tuple[int, ...] | None = None  # the batch dimensions before time of the newest batch
+        self.since = 0  # the number of the first frame since when all batches have had them
         self.version = 0
         self.dumped: str | None = (
             None  # the name of the last dump, or of the loaded one: the ring begins with its frames
@@ -78,6 +83,8 @@ class RingMemory:
         self.storage.announce(oldest, self.written)
         self._write(batch, skipped, count - skipped)
         self.written = numbers.stop
+        if self.lanes != batch.lead[:-1] and count:
+            self.lanes, self.since = batch.lead[:-1], numbers.start
         self.storage.announce(oldest, self.written)
         if self._lazy_index is not None and frames is not None:
             self._lazy_index.extend(frames, numbers)
@@ -99,6 +106,24 @@ class RingMemory:
         if not self.storage.compact_obs or self.index is None:
             return self.storage.read(slots, mask)
         return self.storage.read(slots, mask, self.index.following(slots))
+
+    def grid(self) -> Ints:
+        """The slots ``[*lanes, T]`` of the T steps that all lanes have, oldest first.
+
+        ValueError if the frames are from batches with different lanes.
+        """
+        if not len(self):
+            return np.zeros((0,) * self.storage.ndim, np.int64)
+        oldest = self.written - len(self)
+        if self.lanes is None or oldest < self.since:
+            raise ValueError(
+                "the frames are from batches with different dimensions before time, so they have no common lanes: "
+                "index them by a tensor of slots, as extend returns"
+            )
+        width = math.prod(self.lanes)
+        missing = (self.since - oldest) % width  # frames of the oldest step, which other lanes have lost
+        slots = np.arange(oldest + missing, self.written) % self.capacity
+        return np.moveaxis(slots.reshape(-1, *self.lanes), 0, -1)
 
     def _write(self, batch: Incoming, first: int, count: int) -> None:
         """Write `count` frames of a batch, from its frame `first` on; they may wrap around to slot 0."""
@@ -174,7 +199,7 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
     Args:
         state: the ring's current state.
         batch: a TensorDict or a tree of tensors ``[*B, T, ...]``. The storage's `ndim` is the number of its batch
-            dimensions.
+            dimensions. A list of them is stacked along a new first dimension, unless the storage is a `ListStorage`.
 
     Returns:
         The next state, and the slot of each frame, ``[*B, T]`` int64. If the batch is longer than the ring, frames that
@@ -193,10 +218,32 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
     tensor([3, 0, 1])
     """
     memory = check_current(state)
+    if isinstance(batch, list) and not isinstance(memory.storage, ListStorage):
+        batch = _stacked([_with_next(item) for item in batch])
     with Uninterrupted():  # an interrupted write would leave frames that are partly old and partly new
-        slots = torch.from_numpy(memory.extend(next_observations(batch) if is_compact(batch) else batch))
+        slots = torch.from_numpy(memory.extend(_with_next(batch)))
         memory.version += 1
     return RingState(memory, memory.version), slots.movedim(0, -1)
+
+
+def _with_next(batch: Any) -> Any:
+    """The batch with all next observations."""
+    return next_observations(batch) if is_compact(batch) else batch
+
+
+def _stacked(items: list[Any]) -> Any:
+    """The items of a list as one batch; ValueError if there are none, or their keys or shapes differ."""
+    if not items:
+        raise ValueError("the list has no items, expected at least one")
+    try:
+        if is_tensor_collection(items[0]):
+            return torch.stack(items)
+        return optree.tree_map(lambda *leaves: torch.stack([torch.as_tensor(leaf) for leaf in leaves]), *items)
+    except (ValueError, TypeError, RuntimeError, KeyError) as error:
+        raise ValueError(
+            f"the list has items that cannot be stacked ({error}), expected items with the same keys and shapes: store "
+            "others in a ListStorage"
+        ) from error
 
 
 def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:

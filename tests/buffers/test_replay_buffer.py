@@ -263,11 +263,12 @@ def test_a_temporary_file_has_no_name_that_a_killed_process_would_leave(tmp_path
 
 
 def test_padding_has_a_mask_in_a_buffer_too():
-    memory = fc.ReplayBuffer(
-        storage=fc.LazyTensorStorage(100), sampler=fc.SliceSampler(slice_len=6, strict_length=False), batch_size=60
-    )
+    sampler = fc.SliceSampler(slice_len=6, strict_length=False, pad_output=True)
+    memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100), sampler=sampler, batch_size=60)
     memory.extend(TensorDict({"x": torch.ones(7), "episode": torch.tensor([0.0, 0, 0, 1, 1, 1, 1])}, [7]))
-    sample = memory.sample().reshape(10, 6)
+    sample, info = memory.sample(return_info=True)
+    assert ((info["index"] == -1) == ~sample["collector", "mask"]).all()
+    sample = sample.reshape(10, 6)
     lengths = sample["collector", "mask"].sum(-1)
     assert set(lengths.tolist()) == {3, 4}
     assert (sample["x"].sum(-1) == lengths).all()
@@ -275,7 +276,8 @@ def test_padding_has_a_mask_in_a_buffer_too():
 
 
 def test_zeros_of_padding_do_not_need_the_mask_of_a_list():
-    memory = fc.ReplayBuffer(storage=fc.ListStorage(9), sampler=fc.SliceSampler(slice_len=3, strict_length=False))
+    sampler = fc.SliceSampler(slice_len=3, strict_length=False, pad_output=True)
+    memory = fc.ReplayBuffer(storage=fc.ListStorage(9), sampler=sampler)
     memory.extend(TensorDict({"x": torch.ones(2), "episode": torch.zeros(2)}, [2]))
     with pytest.raises(ValueError, match="a ListStorage cannot pad slices"):
         memory.sample(3)
@@ -324,10 +326,14 @@ BAD = {
         r"batch dimensions \[3\], the storage takes 2 \(ndim=2\).* build it with ndim=1"),
     "nothing": (
         lambda: fc.ReplayBuffer(storage=fc.LazyTensorStorage(9)).extend(TensorDict({}, [3])), ValueError, "no leaves"),
-    "list of tensors": (
-        lambda: tensors().extend([torch.ones(()), torch.ones(())]), ValueError, "stack single frames, or give them to"),
-    "list of TensorDicts": (
-        lambda: tensors().extend([numbers(1)[0]]), TypeError, r"0 is TensorDict, expected a tensor: .* torch\.stack"),
+    "single frame": (lambda: tensors().extend(numbers(1)[0]), ValueError, "stack single frames, or give them to add"),
+    "list of none": (lambda: tensors().extend([]), ValueError, "the list has no items"),
+    "list of different items": (
+        lambda: tensors().extend([torch.ones(2), torch.ones(3)]), ValueError, "items that cannot be stacked"),
+    "padded and strict": (
+        lambda: fc.SliceSampler(slice_len=2, pad_output=True), ValueError, "no slice is short: pass strict_"),
+    "tuple of TensorDicts": (
+        lambda: tensors().extend((numbers(1),)), TypeError, r"0 is TensorDict, expected a tensor: .* torch\.stack"),
     "arrays": (lambda: tensors().extend(np.ones(3)), TypeError, "the data is ndarray, expected a TensorDict, a tensor"),
     "tensorclass": (lambda: tensors().extend(Picture(torch.ones(3), batch_size=[3])), TypeError, r"to_tensordict\(\)"),
     "generator": (lambda: fc.ReplayBuffer(generator=5), TypeError, "generator is 5, expected Generator or NoneType"),

@@ -50,7 +50,7 @@ def torn(frames):
 def readers(directory):
     single = fc.ReplayReader(directory, batch_size=64)
     strict = fc.ReplayReader(directory, sampler=fc.SliceSampler(slice_len=SLICE), batch_size=10 * SLICE)
-    sampler = fc.SliceSampler(slice_len=30, strict_length=False)
+    sampler = fc.SliceSampler(slice_len=30, strict_length=False, pad_output=True)
     return single, strict, fc.ReplayReader(directory, sampler=sampler, batch_size=120)
 
 
@@ -129,14 +129,19 @@ def test_a_reader_keeps_up_however_far_it_falls_behind(tmp_path):
             frames = reader.sample()
             assert (frames["early"][:, 0].view(-1, SLICE).diff() == LANES).all()
             seen |= set(frames["collector", "traj_ids"].tolist())
-        ids, counts = buffer[:]["collector", "traj_ids"].unique(return_counts=True)
+        ids, counts = buffer[torch.arange(len(buffer))]["collector", "traj_ids"].unique(return_counts=True)
         assert seen == set(ids[counts >= SLICE].tolist())
         assert len(reader) == len(buffer)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_frames_retired_while_they_are_gathered_are_drawn_again(tmp_path, monkeypatch, stacked):
-    for sampler in (None, fc.SliceSampler(slice_len=SLICE), fc.SliceSampler(slice_len=30, strict_length=False)):
+    for sampler in (
+        None,
+        fc.SliceSampler(slice_len=SLICE),
+        fc.SliceSampler(slice_len=30, strict_length=False),
+        fc.SliceSampler(slice_len=30, strict_length=False, pad_output=True),
+    ):
         buffer, reader = buffer_and_reader(tmp_path, sampler, stacked, existsok=True)
         for first in range(STEPS, 20 * STEPS, STEPS):
             buffer.extend(batch_of(first, stacked))
@@ -153,7 +158,7 @@ def test_frames_retired_while_they_are_gathered_are_drawn_again(tmp_path, monkey
         frames = reader.sample()
         monkeypatch.undo()
         assert len(passes) > 1
-        held = frames[frames.get(("collector", "mask"), torch.ones(60, dtype=torch.bool))]
+        held = frames[frames.get(("collector", "mask"), torch.ones(len(frames), dtype=torch.bool))]
         assert not torn(held).any()
         assert early(held).min() >= LANES * 40 * STEPS - CAPACITY
 
@@ -196,7 +201,7 @@ def test_the_file_of_a_readers_planes_grows(tmp_path):
         batch["early"] = torch.randint(2**62, (LANES, STEPS, 4, 1)) + torch.arange(WIDTH // 4)
         buffer.extend(batch)
         sample = reader.sample(200)
-        frames, numbers = buffer[:], -sample["late"][:, 0]
+        frames, numbers = buffer[torch.arange(len(buffer))], -sample["late"][:, 0]
         order = (-frames["late"][:, 0]).argsort()
         place = order[torch.searchsorted(-frames["late"][order, 0], numbers)]
         assert torch.equal(sample["early"], frames["early"][place])

@@ -64,20 +64,26 @@ def test_the_newest_frames_are_held_and_linked(batches, capacity, flat, looks, m
 
 @settings(max_examples=scaled(100), deadline=None)
 @given(
-    streams(), st.integers(1, 80), st.integers(1, 6), st.booleans(), st.sampled_from(["trajectories", "windows"]),
-    st.integers(0, 99),
+    streams(), st.integers(1, 80), st.integers(1, 6), st.sampled_from(["strict", "shortened", "padded"]),
+    st.sampled_from(["trajectories", "windows"]), st.integers(0, 99),
 )  # fmt: skip
-def test_slices_are_contiguous(batches, capacity, slice_len, strict, over, seed):
+def test_slices_are_contiguous(batches, capacity, slice_len, lengths, over, seed):
     state, oracle = ring_of(batches, capacity)
-    spec = fc.ring.Slices(num_slices=5, slice_len=slice_len, strict_length=strict, over=over)
+    strict, padded = lengths == "strict", lengths == "padded"
+    spec = fc.ring.Slices(num_slices=5, slice_len=slice_len, strict_length=strict, pad_output=padded, over=over)
     trajectories = oracle.trajectories()
     if strict and max(map(len, trajectories.values())) < slice_len:
         with pytest.raises(ValueError, match=f"slices are {slice_len} frames long, the longest trajectory held has"):
             fc.ring.sample(state, key_from_seed(seed), spec)
         return
     batch = fc.ring.sample(state, key_from_seed(seed), spec)
-    mask = torch.ones(5 * slice_len, dtype=torch.bool) if strict else batch["collector", "mask"]
-    for piece, real in zip(batch.reshape(5, slice_len), mask.reshape(5, slice_len), strict=True):
+    first = batch["collector", "is_first"]
+    assert int(first.sum()) == 5
+    if lengths != "shortened":
+        assert first.view(5, slice_len)[:, 0].all()
+    mask = batch.get(("collector", "mask"), torch.ones(len(batch), dtype=torch.bool))
+    assert (("collector", "mask") in batch.keys(True)) == padded
+    for piece, real in zip(*(each.split((*_lengths(first),)) for each in (batch, mask)), strict=True):
         length = int(real.sum())
         assert real[:length].all()
         assert not any(leaf[length:].any() for leaf in piece.exclude(("collector", "mask")).values(True, True))
@@ -91,6 +97,11 @@ def test_slices_are_contiguous(batches, capacity, slice_len, strict, over, seed)
         assert (slice_["observation"][:, :2] == slice_["observation"][0, :2]).all()
         assert slice_["next", "truncated"][:, 0].tolist() == [False] * (length - 1) + [True]
     assert not held(state)["next", "truncated"].any()
+
+
+def _lengths(first):
+    """The number of rows from each True to the next [N]."""
+    return torch.cat([first.nonzero()[:, 0], torch.tensor([len(first)])]).diff().tolist()
 
 
 @settings(max_examples=scaled(50), deadline=None)

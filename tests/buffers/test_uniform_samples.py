@@ -29,7 +29,7 @@ def starts_of(state, over, strict, count):
     """The (lane, trajectory, step) at which `count` slices begin."""
     spec = fc.ring.Slices(num_slices=count, slice_len=SLICE, strict_length=strict, over=over)
     batch = fc.ring.sample(state, key_from_seed(0), spec)
-    return [tuple(start) for start in batch["observation"].reshape(count, SLICE, 3)[:, 0].int().tolist()]
+    return [tuple(start) for start in batch["observation"][batch["collector", "is_first"]].int().tolist()]
 
 
 def windows_of(state, strict):

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.arguments import check_choice, check_flags, check_positive
 from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.samplers.randomness import RandomSource
 from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
-from funcollect.trajectories.split import MASK
+from funcollect.trajectories.split import IS_FIRST, MASK
+from funcollect.tree import Path
 
 __all__ = ["Flat", "SampleIndices", "SampleSpec", "Slices"]
 
-_CUT = (("next", "truncated"), ("next", "done"))
+_CUT: tuple[Path, ...] = (("next", "truncated"), ("next", "done"))
+_INIT = "is_init"  # where TorchRL's recurrent modules begin with the recorded hidden state
 
 
 class BufferView(Protocol):
     """The part of a ring's memory that samplers read."""
+
+    capacity: int
+    written: int  # frames written; frame n is in slot n % capacity
 
     @property
     def index(self) -> TrajectoryIndex | None: ...
@@ -36,27 +42,61 @@ class SampleIndices:
 
     slots: Ints  # [N]
     mask: Bools | None = None  # [N]: False for padding; None if there is none
+    first: Ints | slice | None = None  # the rows that begin a slice; None for single frames
     last: Ints | slice | None = None  # the rows that end a slice
     info: Mapping[str, Tensor] = field(default_factory=dict)  # [N] by name, such as importance weights
 
     @property
     def index(self) -> Ints:
-        """The slots [N] by which the caller knows the rows of the finished sample."""
-        return self.slots
+        """The slots [N] by which the caller knows the rows of the finished sample; -1 for padding."""
+        return self.slots if self.mask is None else np.where(self.mask, self.slots, -1)
+
+    def shortened(self) -> SampleIndices:
+        """The same slices without their padding."""
+        if self.mask is None:
+            return self
+        row = self.mask.cumsum() - 1
+        info = {name: leaf[torch.from_numpy(self.mask)] for name, leaf in self.info.items()}
+        return replace(
+            self, slots=self.slots[self.mask], mask=None, first=row[self.first], last=row[self.last], info=info
+        )
 
     def finish(self, batch: Any) -> Any:
-        """Mark the ends of slices and the padding in a batch that was read."""
-        if self.last is not None:
-            rows = self.last if isinstance(self.last, slice) else torch.from_numpy(self.last)
-            for key in _CUT:
-                flags = batch.get(key, None)
-                if flags is None:
-                    flags = torch.zeros(*batch.batch_size, 1, dtype=torch.bool, device=batch.device)
-                    batch.set(key, flags)
-                flags[rows] = True
+        """Mark the beginnings and ends of slices and the padding in a batch that was read."""
+        if self.first is None or self.last is None:
+            return batch
+        if type(batch) is not TensorDict:
+            batch = batch.to_tensordict()
+        for path in _CUT:
+            _set(_flags(batch, path, (1,)), self.last)
+        _set(_flags(batch, IS_FIRST, (), fresh=True), self.first)
+        if isinstance(starts := batch._tensordict.get(_INIT), Tensor):
+            _set(starts, self.first)
         if self.mask is not None:
             batch.set(MASK, torch.from_numpy(self.mask).to(batch.device))
         return batch
+
+
+def _flags(batch: TensorDict, path: Path, tail: tuple[int, ...], fresh: bool = False) -> Tensor:
+    """The flags ``[N, *tail]`` of a batch at a path; new ones, all False, if there are none, or if `fresh`."""
+    node = batch._tensordict  # several times faster than `get` and `set`
+    for part in path[:-1]:
+        if part not in node:
+            node[part] = TensorDict({}, batch.batch_size, batch.device)
+        node = node[part]._tensordict
+    flags: Tensor | None = node.get(path[-1])
+    if flags is None or fresh:
+        zeros = torch.from_numpy(np.zeros((*batch.batch_size, *tail), np.bool_))
+        flags = node[path[-1]] = zeros if batch.device is None else zeros.to(batch.device)
+    return flags
+
+
+def _set(flags: Tensor, rows: Ints | slice) -> None:
+    """Set these rows to True."""
+    if flags.is_cpu:
+        flags.numpy()[rows] = True  # Torch takes twice as long
+    else:
+        flags[rows if isinstance(rows, slice) else torch.from_numpy(rows)] = True
 
 
 def check_filled(memory: BufferView) -> None:
@@ -90,14 +130,17 @@ class Flat:
 class Slices:
     """Slices of trajectories, concatenated to ``num_slices * slice_len`` frames.
 
-    A slice consists of successive frames of one trajectory. ``next.truncated`` and ``next.done`` are True in its last
-    row, in the sample only.
+    A slice consists of successive frames of one trajectory. In the sample only, ``next.truncated`` and ``next.done``
+    are True in its last row, and ``("collector", "is_first")`` ``[N]`` bool in its first row. So is ``is_init``, if
+    frames have it: TorchRL's recurrent modules begin each slice with the hidden state that was recorded there.
 
     Attributes:
         num_slices: the number of slices.
         slice_len: the number of frames in a slice.
         strict_length: whether to draw only from trajectories that are long enough. If False, shorter ones are returned
-            whole and padded with zeros; ``("collector", "mask")`` ``[N]`` bool is False for padding.
+            whole, and the sample has fewer frames then.
+        pad_output: pad them with zeros instead; ``("collector", "mask")`` ``[N]`` bool is False for padding. Only with
+            ``strict_length=False``.
         over: ``"trajectories"`` draws the trajectory uniformly, then the slice's first frame in it; ``"windows"`` draws
             uniformly from all possible slices.
 
@@ -115,12 +158,15 @@ class Slices:
     num_slices: int
     slice_len: int
     strict_length: bool = True
+    pad_output: bool = False
     over: Literal["trajectories", "windows"] = "trajectories"
 
     def __post_init__(self) -> None:
         check_positive("num_slices", self.num_slices)
         check_positive("slice_len", self.slice_len)
-        check_flags(strict_length=self.strict_length)
+        check_flags(strict_length=self.strict_length, pad_output=self.pad_output)
+        if self.pad_output and self.strict_length:
+            raise ValueError("pad_output is True, but no slice is short: pass strict_length=False too, or leave it out")
         check_choice("over", self.over, ("trajectories", "windows"))
 
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
@@ -134,7 +180,8 @@ class Slices:
             trajectory, begin = index.member.take(slots).astype(np.int64), index.position.take(slots)
         if not len(trajectory):
             raise ValueError(too_long(self, index))
-        return self.along(index, trajectory, begin)
+        drawn = self.along(index, trajectory, begin)
+        return drawn if self.pad_output else drawn.shortened()
 
     def _by_trajectory(self, index: TrajectoryIndex, random_source: RandomSource) -> tuple[Ints, Ints]:
         """The trajectories of random slices, and the positions at which the slices begin: [num_slices] both, or [0]."""
@@ -154,17 +201,18 @@ class Slices:
         return fits if self.strict_length else fits | (begin == index.first.take(trajectory))
 
     def along(self, index: TrajectoryIndex, trajectory: Ints, begin: Ints) -> SampleIndices:
-        """The slices that begin at position `begin` of `trajectory`, [num_slices] both."""
+        """The slices that begin at position `begin` of `trajectory`, [num_slices] both; short ones are padded."""
         steps = np.arange(self.slice_len)
-        position = begin[:, None] + steps
+        position, first = begin[:, None] + steps, slice(0, None, self.slice_len)
         if self.strict_length:
             slots = index.slot_lists.get(trajectory[:, None], position).reshape(-1)
-            return SampleIndices(slots=slots, last=slice(self.slice_len - 1, None, self.slice_len))
+            return SampleIndices(slots=slots, first=first, last=slice(self.slice_len - 1, None, self.slice_len))
         stop = index.stop.take(trajectory)[:, None]
         mask = (position < stop).reshape(-1)
         slots = index.slot_lists.get(trajectory[:, None], np.minimum(position, stop - 1)).reshape(-1)
         lengths = np.minimum(stop[:, 0] - begin, self.slice_len)
-        return SampleIndices(slots=slots, mask=mask, last=np.arange(len(trajectory)) * self.slice_len + lengths - 1)
+        last = np.arange(len(trajectory)) * self.slice_len + lengths - 1
+        return SampleIndices(slots=slots, mask=mask, first=first, last=last)
 
 
 SampleSpec = Flat | Slices  # a description of a sample
@@ -199,5 +247,5 @@ def too_long(slices: Slices, index: TrajectoryIndex) -> str:
     longest = int((index.stop - index.first).max(initial=0))
     return (
         f"slices are {slices.slice_len} frames long, the longest trajectory held has {longest}: ask for shorter ones, "
-        "collect more, or pass strict_length=False for padded ones"
+        "collect more, or pass strict_length=False for shorter ones, too"
     )

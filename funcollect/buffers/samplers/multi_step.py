@@ -70,7 +70,7 @@ class MultiStepSampler(RandomSampler):
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         check_filled(memory)
         index, slots = trajectory_index_of(memory), random_source.below(len(memory), batch_size)
-        spec = Slices(num_slices=batch_size, slice_len=self.returns.n_steps, strict_length=False)
+        spec = Slices(num_slices=batch_size, slice_len=self.returns.n_steps, strict_length=False, pad_output=True)
         drawn = spec.along(index, index.member.take(slots).astype(np.int64), index.position.take(slots))
         return _Lookahead(slots=drawn.slots, mask=drawn.mask, returns=self.returns)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,23 +27,23 @@ _MOST_AT_TOP = 1 << 14  # numbers whose running sums are made again after each c
 
 
 class PrioritizedSampler(RandomSampler):
-    """Single frames, with probabilities in proportion to ``(priority + eps) ** alpha``; 0 for a priority of 0.
+    """Single frames, with probabilities in proportion to ``(priority + eps) ** alpha``.
 
     A new frame gets the highest priority given so far, but at least 1. ``info["priority_weight"]`` ``[N]``
     float32 is the importance weight ``(probability / lowest probability in the buffer) ** -beta``, at most 1.
 
     Args:
         max_capacity: the capacity of the storage.
-        alpha: the exponent of priorities; 0 makes all frames of positive priority equally likely.
+        alpha: the exponent of priorities; 0 makes all frames equally likely.
         beta: the exponent of the importance weights; 1 corrects the sampling bias fully. It may be changed at any time.
-        eps: a small number added to every priority but 0, which stays 0: such frames are never drawn.
+        eps: a small number added to every priority. With ``eps=0``, frames of priority 0 are never drawn.
 
     Raises:
         TypeError, ValueError: for a capacity below 1, and for negative numbers.
 
     >>> import funcollect as fc
     >>> import torch
-    >>> sampler = PrioritizedSampler(max_capacity=10, alpha=0.6, beta=0.4)
+    >>> sampler = PrioritizedSampler(max_capacity=10, alpha=0.6, beta=0.4, eps=0)
     >>> buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), sampler=sampler, batch_size=4)
     >>> indices = buffer.extend(torch.arange(3))
     >>> buffer.update_priority(indices, torch.tensor([0.0, 2.0, 0.0]))
@@ -88,19 +89,28 @@ class PrioritizedSampler(RandomSampler):
         self._priorities.put(np.arange(len(weights)), weights)
         self._highest = float(state["highest"])
 
-    def update_priority(self, memory: BufferView, index: Any, priority: Any) -> None:
-        """See `ReplayBuffer.update_priority`; `memory` is the buffer's ring."""
+    def update_priority(self, memory: BufferView, index: Any, priority: Any, since: int | None = None) -> None:
+        """See `ReplayBuffer.update_priority`; `memory` is the buffer's ring.
+
+        `since` is the number of frames that the ring had been given when the index was made; None if that is unknown.
+        """
         slots = _numbers("index", index, "iu").astype(np.int64)
         given = _numbers("priority", priority, "fiub").astype(np.float64)
         if len(given) not in (1, len(slots)):
             raise ValueError(
                 f"{len(given)} priorities are given for {len(slots)} frames: give one for each, or one for all"
             )
-        if len(slots) and not 0 <= slots.min() <= slots.max() < len(memory):
-            raise ValueError(
-                f"index holds slots from {slots.min()} to {slots.max()}, the buffer has frames in 0 … "
-                f'{len(memory) - 1}: give slots that extend returned, or those in info["index"]'
-            )
+        after = 0 if since is None else memory.written - since  # frames written since then
+        if len(slots) and (after > 0 or slots.view(np.uint64).max() >= len(memory)):  # a negative one is huge there
+            present = slots != -1
+            if after > 0:  # the frame that a slot held then is still there
+                present &= ((memory.written - 1 - slots) % memory.capacity >= after) & (after < memory.written)
+            slots, given = slots[present], given if len(given) == 1 else given[present]
+            if len(slots) and slots.view(np.uint64).max() >= len(memory):
+                raise ValueError(
+                    f"index holds slots from {slots.min()} to {slots.max()}, the buffer has frames in 0 … "
+                    f'{len(memory) - 1}: give slots that extend returned, or those in info["index"]'
+                )
         lowest, highest = (float(given.min()), float(given.max())) if len(given) else (0.0, 0.0)
         if not (lowest >= 0 and highest < np.inf):
             raise ValueError(
@@ -113,13 +123,17 @@ class PrioritizedSampler(RandomSampler):
 
     def _weights(self, priority: Floats) -> Floats:
         """The weights [N], to which probabilities are proportional, of priorities [N]."""
-        return np.where(priority > 0, (priority + self.eps) ** self.alpha, 0.0)
+        weights: Floats = (priority + self.eps) ** self.alpha
+        return weights
 
     def _check(self, memory: BufferView) -> None:
-        """Raise ValueError if the buffer is empty, or every priority is 0."""
+        """Raise ValueError if the buffer is empty, or all weights are 0."""
         check_filled(memory)
         if self._priorities.total <= 0:
-            raise ValueError("every priority is 0, so nothing can be drawn: give some frame a positive one")
+            raise ValueError(
+                "every priority is 0, so nothing can be drawn: give some frame a positive one, or the sampler a "
+                "positive eps"
+            )
 
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
@@ -179,6 +193,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         trajectory_key: str | Path | None = None,
         end_key: str | Path | None = None,
         strict_length: bool = True,
+        pad_output: bool = False,
     ) -> None:
         super().__init__(max_capacity, alpha, beta, eps)
         self._slices = SliceSampler(
@@ -188,6 +203,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
             trajectory_key=trajectory_key,
             end_key=end_key,
             strict_length=strict_length,
+            pad_output=pad_output,
             over="windows",
         )
         self.trajectories = self._slices.trajectories
@@ -205,7 +221,8 @@ class PrioritizedSliceSampler(PrioritizedSampler):
             slots = np.concatenate([slots, self._among(begins, random_source.uniform(missing))])
         drawn = spec.along(index, index.member.take(slots).astype(np.int64), index.position.take(slots))
         weight = self._corrections(slots).repeat_interleave(spec.slice_len)
-        return SampleIndices(slots=drawn.slots, mask=drawn.mask, last=drawn.last, info={"priority_weight": weight})
+        drawn = replace(drawn, info={"priority_weight": weight})
+        return drawn if spec.pad_output else drawn.shortened()
 
     def _among(self, slots: Ints, places: Floats) -> Ints:
         """Do the same as `SumTree.find`, but over the weights of `slots` [M] alone; ValueError if all of them are 0."""

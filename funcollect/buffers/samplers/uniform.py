@@ -163,13 +163,15 @@ class SliceSampler(RandomSampler):
         traj_key: the key of the trajectory ids; by default ``("collector", "traj_ids")``, see `ring.Trajectories`.
         trajectory_key: another name for `traj_key`.
         end_key: the key of the end flags; by default ``("next", "done")``.
-        strict_length: whether to draw only from trajectories that are long enough, or to pad shorter ones.
+        strict_length: whether to draw only from trajectories that are long enough. If False, shorter ones are returned
+            whole, and the sample has fewer than ``batch_size`` frames then.
+        pad_output: pad them with zeros instead, see `ring.Slices`.
         over: whether all ``"trajectories"`` or all ``"windows"`` (possible slices) are equally likely.
         cache_values: accepted as by TorchRL, without effect: the trajectories are always known.
 
     Raises:
-        ValueError: unless exactly one of `num_slices` and `slice_len` is given, or if both `traj_key` and
-            `trajectory_key` are.
+        ValueError: unless exactly one of `num_slices` and `slice_len` is given, if both `traj_key` and `trajectory_key`
+            are, and for `pad_output` with `strict_length`.
 
     >>> import funcollect as fc
     >>> sampler = SliceSampler(slice_len=5)
@@ -193,6 +195,7 @@ class SliceSampler(RandomSampler):
         trajectory_key: str | Path | None = None,
         end_key: str | Path | None = None,
         strict_length: bool = True,
+        pad_output: bool = False,
         over: Literal["trajectories", "windows"] = "trajectories",
         cache_values: bool = False,
     ) -> None:
@@ -207,12 +210,13 @@ class SliceSampler(RandomSampler):
         check_flags(cache_values=cache_values)
         self.trajectories = Trajectories(traj_key=trajectory_key if traj_key is None else traj_key, end_key=end_key)
         self.num_slices, self.slice_len = num_slices, slice_len
-        self.strict_length, self.over = strict_length, over
+        self.strict_length, self.pad_output, self.over = strict_length, pad_output, over
         # This checks the arguments. The number that is not given follows from the batch size, so it is 1 here.
         Slices(
             num_slices=1 if num_slices is None else num_slices,
             slice_len=1 if slice_len is None else slice_len,
             strict_length=strict_length,
+            pad_output=pad_output,
             over=over,
         )
 
@@ -227,7 +231,13 @@ class SliceSampler(RandomSampler):
             )
         other = batch_size // given
         num_slices, slice_len = (other, given) if self.num_slices is None else (given, other)
-        return Slices(num_slices=num_slices, slice_len=slice_len, strict_length=self.strict_length, over=self.over)
+        return Slices(
+            num_slices=num_slices,
+            slice_len=slice_len,
+            strict_length=self.strict_length,
+            pad_output=self.pad_output,
+            over=self.over,
+        )
 
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
@@ -235,4 +245,5 @@ class SliceSampler(RandomSampler):
 
     def __repr__(self) -> str:
         size = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
-        return f"{type(self).__name__}({size}, strict_length={self.strict_length}, over={self.over!r})"
+        padded = ", pad_output=True" if self.pad_output else ""
+        return f"{type(self).__name__}({size}, strict_length={self.strict_length}{padded}, over={self.over!r})"

@@ -1,0 +1,100 @@
+"""Lists of items, as TorchRL's buffers take them, and transforms, which do not change the caller's data."""
+
+import numpy as np
+import pytest
+import torch
+import torchrl.data
+from tensordict import TensorDict
+
+import funcollect as fc
+from tests.support.compare import assert_same
+
+ITEMS = {
+    "dicts": [{"x": torch.full((3,), float(n)), "y": {"z": n}} for n in range(10)],
+    "TensorDicts": [TensorDict({"x": torch.full((3,), float(n)), "y": {"z": torch.tensor(n)}}) for n in range(10)],
+}
+
+
+@pytest.mark.parametrize("data", [fc, torchrl.data], ids=["ours", "TorchRL's"])
+@pytest.mark.parametrize("storage", ["LazyTensorStorage", "LazyMemmapStorage", "ListStorage"])
+@pytest.mark.parametrize("items", ITEMS)
+def test_a_list_is_stacked(data, storage, items):
+    if (data, items) == (torchrl.data, "dicts"):
+        pytest.skip("TorchRL's stores tensors only")
+    buffer = data.ReplayBuffer(storage=getattr(data, storage)(20), batch_size=4)
+    assert buffer.extend(list(ITEMS[items])).tolist() == list(range(10))
+    assert len(buffer) == 10
+    assert buffer[:]["x"][:, 0].tolist() == list(range(10))
+    assert buffer.sample()["y"]["z"].shape == (4,)
+
+
+def test_lists_in_items_are_trees():
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(20))
+    buffer.extend([{"pair": [torch.tensor(n), torch.tensor(-n)]} for n in range(4)])
+    assert buffer[:]["pair"][1].tolist() == [0, -1, -2, -3]
+    buffer.extend({"pair": [torch.ones(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)]})
+    assert len(buffer) == 6
+    with pytest.raises(ValueError, match=r"items that cannot be stacked .* with the same keys and shapes"):
+        buffer.extend([{"pair": [torch.tensor(1), torch.tensor(1)]}, {"other": torch.tensor(1)}])
+
+
+def test_a_list_of_lanes():
+    batch = TensorDict({"x": torch.arange(10).view(2, 5)}, [2, 5])
+    buffers = [fc.ReplayBuffer(storage=fc.LazyTensorStorage(20, ndim=2)) for _ in range(2)]
+    for buffer, data in zip(buffers, (batch, list(batch.unbind(0))), strict=True):
+        buffer.extend(data)
+    assert_same(buffers[0][:], buffers[1][:])
+    _, slots = fc.ring.extend(fc.ring.init(20), list(batch[0].unbind(0)))
+    assert slots.tolist() == list(range(5))
+
+
+def test_add_transforms_the_item():
+    def doubled(item):
+        seen.append(item)
+        return item * 2
+
+    for storage in (fc.ListStorage(9), fc.LazyTensorStorage(9)):
+        seen = []
+        buffer = fc.ReplayBuffer(storage=storage, transform=doubled)
+        buffer.add(TensorDict({"x": torch.tensor(3)}))
+        assert seen[0].batch_size == ()
+        assert int(buffer[0]["x"]) == 6
+
+
+CHANGES = {
+    "set_": lambda td: td.set_("x", torch.zeros(3, 2)),
+    "key": lambda td: td.set("x", torch.zeros(3, 2)),
+    "new key": lambda td: td.set("more", torch.zeros(3)),
+    "mul_": lambda td: td.apply_(lambda leaf: leaf.mul_(2)),
+    "nested": lambda td: td.set_(("next", "x"), td["next", "x"].add_(1)),
+    "removed": lambda td: td.exclude("x", inplace=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("storage", [fc.LazyTensorStorage, fc.ListStorage])
+def test_a_transform_in_place_leaves_the_callers_batch(change, storage):
+    batch = TensorDict({"x": torch.ones(3, 2), "next": {"x": torch.ones(3, 2)}}, [3])
+    before, leaf = batch.clone(), batch["x"]
+    buffer = fc.ReplayBuffer(storage=storage(9), transform=CHANGES[change])
+    buffer.extend(batch)
+    buffer.extend(batch.lock_())
+    if change not in ("key", "new key", "set_"):
+        buffer.add(batch[0])
+    assert_same(batch, before)
+    assert batch["x"] is leaf
+    assert_same(buffer[:3], CHANGES[change](before))
+
+
+def test_a_transform_in_place_of_trees_and_arrays():
+    def emptied(tree):
+        for leaf in (tree["a"], tree["b"][0]):
+            leaf[:] = 0
+        return {"a": torch.as_tensor(tree["a"]), "b": tree["b"]}
+
+    tree = {"a": np.ones(3), "b": (torch.ones(3, 2),)}
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), transform=emptied)
+    buffer.extend(tree)
+    assert tree["a"].all()
+    assert tree["b"][0].all()
+    assert not buffer[:]["a"].any()

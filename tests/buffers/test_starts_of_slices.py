@@ -1,0 +1,117 @@
+"""Slices mark where they begin, so that recurrent modules do not carry hidden states from one slice to the next."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torchrl.data
+from tensordict import TensorDict
+
+import funcollect as fc
+from funcollect.keys import key_from_seed
+from tests.support.frames.stacked_frames import STACK, stacked
+from tests.support.frames.streams_of_frames import batch_of, frames_of
+
+LENGTH, IS_FIRST = 5, ("collector", "is_first")
+STORAGES = {
+    "tensors": lambda: fc.LazyTensorStorage(100, ndim=2),
+    "file": lambda: fc.LazyMemmapStorage(100, ndim=2),
+    "compact_obs": lambda: fc.LazyTensorStorage(100, ndim=2, compact_obs=True),
+    "frame_stack": lambda: fc.LazyTensorStorage(100, ndim=2, frame_stack=STACK),
+    "list": lambda: fc.ListStorage(100),
+}
+SAMPLERS = {
+    "slices": lambda **options: fc.SliceSampler(slice_len=LENGTH, **options),
+    "windows": lambda **options: fc.SliceSampler(num_slices=8, over="windows", **options),
+    "by priority": lambda **options: fc.PrioritizedSliceSampler(100, 1.0, 1.0, slice_len=LENGTH, **options),
+}
+
+
+def episodes():
+    """Two lanes of episodes; ``is_init`` is True where they begin, as TorchRL's InitTracker sets it."""
+    batch = stacked([frames_of(lane, [7, 12, 6]) for lane in range(2)], torch.Generator().manual_seed(0))
+    batch["is_init"] = (batch["collector", "step"] == 0)[..., None]
+    return batch
+
+
+def check(sample, first):
+    """The marks at the rows `first`, and every other row as it was stored."""
+    wanted = torch.zeros(len(sample), dtype=torch.bool)
+    wanted[first] = True
+    assert sample[IS_FIRST].tolist() == wanted.tolist()
+    held = sample.get(("collector", "mask"), torch.ones(len(sample), dtype=torch.bool))
+    assert (sample["is_init"][:, 0] == wanted | held & (sample["collector", "step"] == 0)).all()
+    assert not sample["is_init"].all()
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samples(storage, sampler):
+    buffer = fc.ReplayBuffer(storage=STORAGES[storage](), sampler=SAMPLERS[sampler](), batch_size=8 * LENGTH)
+    batch = episodes()
+    buffer.extend(batch[0] if storage == "list" else batch)
+    for _ in range(3):
+        check(buffer.sample(), slice(0, None, LENGTH))
+    everything = buffer[torch.arange(len(buffer))]
+    assert (everything["is_init"][:, 0] == (everything["collector", "step"] == 0)).all()  # still as it was
+    assert IS_FIRST not in everything.keys(True)
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_short_slices(pad_output):
+    sampler = fc.SliceSampler(slice_len=10, strict_length=False, pad_output=pad_output)
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100, ndim=2), sampler=sampler, batch_size=80)
+    buffer.extend(episodes())
+    sample = buffer.sample()
+    ends = sample["next", "truncated"][:, 0].nonzero()[:, 0]
+    check(sample, slice(0, None, 10) if pad_output else torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1] + 1]))
+
+
+def test_a_ring_and_a_reader(tmp_path):
+    state = fc.ring.init(fc.LazyTensorStorage(100, ndim=2), trajectories=fc.ring.Trajectories())
+    state, _ = fc.ring.extend(state, episodes())
+    check(fc.ring.sample(state, key_from_seed(0), fc.ring.Slices(num_slices=8, slice_len=5)), slice(0, None, 5))
+    buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(100, ndim=2, scratch_dir=tmp_path))
+    buffer.extend(episodes())
+    reader = fc.ReplayReader(tmp_path, sampler=fc.SliceSampler(slice_len=5), batch_size=40)
+    check(reader.sample(), slice(0, None, 5))
+
+
+def test_frames_without_marks():
+    buffer = fc.ReplayBuffer(
+        storage=fc.LazyTensorStorage(9), sampler=fc.SliceSampler(slice_len=3, end_key="end"), batch_size=6
+    )
+    buffer.extend(TensorDict({"end": torch.zeros(9, dtype=torch.bool)}, [9]))
+    sample = buffer.sample()
+    assert sample[IS_FIRST].tolist() == [True, False, False] * 2
+    assert "is_init" not in sample
+    other = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), sampler=fc.SliceSampler(slice_len=2), batch_size=2)
+    other.extend(sample.exclude("collector"))
+    other.extend(sample.exclude("collector"))
+    assert other.sample()[IS_FIRST].tolist() == [True, False]
+
+
+def test_as_in_torchrl():
+    for data, kind in ((fc, "ReplayBuffer"), (torchrl.data, "TensorDictReplayBuffer")):
+        sampler = data.SliceSampler(slice_len=LENGTH, traj_key=("collector", "traj_ids"))
+        buffer = getattr(data, kind)(storage=data.LazyTensorStorage(100), sampler=sampler, batch_size=20)
+        buffer.extend(episodes()[0])
+        assert buffer.sample()["is_init"].view(4, LENGTH)[:, 0].all()
+
+
+def test_in_jax():
+    batch = batch_of([frames_of(lane, [7, 12, 6]) for lane in range(2)]).transpose(0, 1)
+    step = jnp.asarray(batch["collector", "step"].numpy())
+    arrays = {"collector": {"step": step}, "next": {"done": jnp.asarray(batch["next", "done"][..., 0].numpy())}}
+    arrays["is_init"] = (step == 0)[..., None]
+    ring = fc.jax_ring.extend(fc.jax_ring.init(arrays, steps=30), arrays)
+    sampled, found = fc.jax_ring.sample_slices(ring, jax.random.PRNGKey(0), num_slices=8, slice_len=LENGTH)
+    assert bool(found)
+    first = np.arange(LENGTH)[:, None] == np.zeros(8)
+    assert (np.asarray(sampled["collector"]["is_first"]) == first).all()
+    assert (np.asarray(sampled["is_init"])[..., 0] == first | (np.asarray(sampled["collector"]["step"]) == 0)).all()
+    plain = {"next": arrays["next"]}
+    ring = fc.jax_ring.extend(fc.jax_ring.init(plain, steps=30), plain)
+    sampled, _ = fc.jax_ring.sample_slices(ring, jax.random.PRNGKey(0), num_slices=8, slice_len=LENGTH)
+    assert set(sampled) == {"next", "collector"}
