@@ -281,8 +281,9 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     support it (ALE) are copied by a snapshot instead.
 
     Raises:
-        ReplayError: for an environment that supports neither (EnvPool, TorchRL's), and if the new
-            simulator does not return the same observation.
+        ReplayError: for an environment that supports neither (EnvPool, TorchRL's, ``replayable=False``), for an episode
+            with more than 128 MiB of actions of all lanes, and if the new simulator does not return the same
+            observation.
         EnvError: if an environment raises during the replay. Lanes of a vector environment are stepped together, also
             those whose episode has not begun, so one that refuses illegal actions may raise.
         StaleStateError: if the state has been superseded by a later one.

@@ -186,6 +186,8 @@ def _forking(env: Env) -> str:
         return "states are values: a fork is the state itself"
     if kept := statistics_of(env):
         return f"impossible: {kept}, which are no part of a state"
+    if env.forking == "none" and env.seeding == "episode":
+        return "impossible: no actions are kept to replay (replayable=False)"
     return _FORKING[env.forking]
 
 

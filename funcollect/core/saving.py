@@ -49,7 +49,8 @@ def save(path: str | os.PathLike[str], state: CollectorState, *, episodes: Episo
 
     Raises:
         ReplayError: if the simulators can neither be replayed nor give a snapshot (EnvPool, TorchRL's environments,
-            wrappers with running statistics), unless ``episodes="restart"``.
+            wrappers with running statistics, ``replayable=False``, an episode with more than 128 MiB of actions of all
+            lanes), unless ``episodes="restart"``.
         StaleStateError: if the state has been superseded by a later one.
         TypeError: for a state that holds other objects than arrays and numbers.
         ValueError: for the state of several runs, which `jax.vmap` has made.

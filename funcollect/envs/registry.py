@@ -106,7 +106,7 @@ _NAMESPACES: dict[str, Callable[..., Env]] = {
     "torch": _torch_env,
 }
 WORKER_ARGUMENTS = ("num_workers", "parallel", "overlap", "timeout", "on_failure")
-_ADAPTER_ARGUMENTS = ("num_envs", *WORKER_ARGUMENTS, "info_keys", "dtype", "one_hot")
+_ADAPTER_ARGUMENTS = ("num_envs", *WORKER_ARGUMENTS, "info_keys", "dtype", "one_hot", "replayable")
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -12,7 +13,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
-from funcollect.core.simulators.record import ActionLog
+from funcollect.core.simulators import simulation
+from funcollect.core.simulators.record import LARGEST_LOG, ActionLog
 from tests.support.compare import assert_same
 
 LIVE: list[Any] = []
@@ -235,6 +237,56 @@ def test_the_action_log_drops_what_no_episode_needs() -> None:
     log.extend(torch.arange(16, 20).reshape(2, 2), torch.tensor([0, 1]))
     assert log.since_reset().tolist() == [[18, 19]]
     assert sum(map(len, log._chunks)) == 1
+
+
+def test_the_action_log_is_bounded_by_its_bytes() -> None:
+    """An episode that never ends costs no more, and others can be replayed after it."""
+    log, actions = ActionLog(2, 80), torch.arange(24).reshape(12, 2)
+    for first in range(0, 12, 3):
+        log.extend(actions[first : first + 3], torch.tensor([first + 3, 1]))
+        assert log.since_reset() is None or first == 0
+        assert sum(chunk.nbytes for chunk in log._chunks) <= 80
+    log.ages = torch.tensor([0, 5])
+    assert torch.equal(log.since_reset(), actions[-5:])
+
+
+def test_episodes_of_ordinary_length_fit_into_the_log() -> None:
+    for steps, lanes, numbers in ((27_000, 1, 17), (1_000, 1_024, 17), (10_000, 64, 17)):
+        assert steps * lanes * numbers * 4 <= LARGEST_LOG
+
+
+@pytest.mark.parametrize(
+    ("limit", "kwargs", "words"),
+    [
+        (100, {}, "lane 1 is too long to be replayed .50 steps; .* funcollect.reset"),
+        (LARGEST_LOG, {"replayable": False}, "keeps no actions to replay.*without replayable=False"),
+    ],
+)
+def test_a_state_without_its_actions_is_saved_without_its_episodes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: int, kwargs: Any, words: str
+) -> None:
+    monkeypatch.setattr(simulation, "LARGEST_LOG", limit)
+    env = fc.make_env("Pendulum-v1", num_envs=2, **kwargs)
+    with fc.SyncDataCollector(env, frames_per_batch=100, seed=0) as collector:
+        next(collector)
+        collector.state = state = fc.reset(env, collector.state, torch.tensor([True, False]))
+        assert sum(chunk.nbytes for chunk in state.env_state.simulation.action_log._chunks) <= 100
+        with pytest.raises(fc.ReplayError, match=words):
+            fc.fork(env, state)
+        with pytest.raises(fc.ReplayError, match=words):
+            fc.save(tmp_path / "state", state)
+        with pytest.raises(fc.ReplayError, match=words):
+            collector.save(tmp_path / "run")
+        fc.save(tmp_path / "state", state, episodes="restart")
+        collector.save(tmp_path / "run", episodes="restart")
+        collector.load_state_dict(collector.state_dict())
+        assert next(collector)["collector", "step"].max() == 49
+    assert fc.load(tmp_path / "state", env, fc.random_policy(env)).steps == 50
+
+
+def test_atari_games_need_no_actions() -> None:
+    with pytest.raises(ValueError, match="replayable=False was given for Atari games, .* leave it out"):
+        fc.make_env("ale/Pong", replayable=False)
 
 
 @pytest.mark.parametrize("length", [1, 3, 64, 100])

@@ -40,6 +40,11 @@ def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
             "(funcollect.normalized; funcollect.scale_rewards for rewards)"
         )
     if env.forking == "none":
+        if env.seeding == "episode":
+            raise ReplayError(
+                f"{env} keeps no actions to replay (forking='none'), so it cannot be {aim}: make it without "
+                f"replayable=False, or {advice}"
+            )
         raise ReplayError(f"{env} is seeded by {env.seeding} and gives no snapshot, so it cannot be {aim}: {advice}")
     if source.changed_in_part:
         raise ReplayError(
@@ -48,9 +53,11 @@ def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
         )
     record = source.record()
     if env.forking == "replay" and record.actions is None:
+        lane = int(record.ages.argmax())
         raise ReplayError(
-            "the current episode is too long for its actions to be kept, expected at most 2**20 steps: begin another "
-            f"with funcollect.reset(env, state), after which the state can be {aim}"
+            f"the episode of lane {lane} is too long to be replayed ({int(record.ages[lane]):,} steps; a state keeps "
+            f"{source.action_log.limit >> 20} MiB of all lanes' actions), so {env} cannot be {aim}: begin another with "
+            "funcollect.reset(env, state, mask), or limit episodes by max_episode_steps"
         )
     return record
 

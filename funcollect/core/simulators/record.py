@@ -13,25 +13,28 @@ from torch import Tensor
 from funcollect.keys import Key
 from funcollect.protocols import Outcome
 
-LONGEST_LOG = 1 << 20  # steps; a longer episode cannot be forked
+LARGEST_LOG = 128 << 20  # bytes; almost twice what 1,000 steps of 1,024 lanes with 17 numbers each need
 _JOINED = 64  # steps of short rollouts in one chunk, since a tensor takes half a kilobyte besides its numbers
 
 
 class ActionLog:
-    """The actions of the last steps, at most `limit`, [steps, P, ...], in one chunk per rollout or some short ones."""
+    """The actions of the last steps, [steps, P, ...], in one chunk per rollout or some short ones.
 
-    def __init__(self, num_lanes: int, limit: int = LONGEST_LOG) -> None:
+    They have at most `limit` bytes, so the lanes of a longer episode cannot be replayed.
+    """
+
+    def __init__(self, num_lanes: int, limit: int = LARGEST_LOG) -> None:
         self._chunks: deque[Tensor] = deque()
         self._length = 0
-        self._limit = limit  # 0 if no replay will need the actions
+        self.limit = limit  # 0 if no replay will need the actions
         self.ages = torch.zeros(num_lanes, dtype=torch.int64)  # [P], steps of the loop since each lane's reset
 
     def extend(self, actions: Tensor, ages: Tensor) -> None:
         """Add a rollout's actions, and drop those that no lane's episode needs."""
         self.ages = ages
-        if not self._limit:
+        if not self.limit:
             return
-        needed = min(int(ages.max()), self._limit)
+        needed = min(int(ages.max()), self.limit * len(actions) // max(actions.nbytes, 1))
         newest = actions[max(len(actions) - needed, 0) :].clone()
         self._chunks.append(newest)
         self._length += len(newest)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcollect.core.simulators.record import LONGEST_LOG, ActionLog, AppliedCall, SimulationRecord
+from funcollect.core.simulators.record import LARGEST_LOG, ActionLog, AppliedCall, SimulationRecord
 from funcollect.errors import ClosedError, EnvError, LanesLostError, NotCalledError, StaleStateError
 from funcollect.keys import Key, Purpose, lane_keys
 from funcollect.processes.failures import UnsentResultError
@@ -57,7 +57,7 @@ class Simulation:
         self.calls: list[AppliedCall] = []
         self.changed_in_part = False  # whether a function raised, so that only some lanes' environments have changed
         self.rekey(key, [-1] * len(self.lanes), 0)
-        self.action_log = ActionLog(len(self.lanes), LONGEST_LOG if env.forking == "replay" else 0)
+        self.action_log = ActionLog(len(self.lanes), LARGEST_LOG if env.forking == "replay" else 0)
         self.last_outcome: Outcome = ((), (), (), ())  # read by `FinishedLanes`
 
     def __reduce__(self) -> Any:

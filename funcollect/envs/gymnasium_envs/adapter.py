@@ -49,6 +49,7 @@ def from_gymnasium(
     info_keys: Sequence[str] = (),
     dtype: npt.DTypeLike | None = None,
     one_hot: bool = False,
+    replayable: bool = True,
     **kwargs: Any,
 ) -> SimulatedEnv:
     """A host environment over Gymnasium's.
@@ -75,18 +76,21 @@ def from_gymnasium(
             (`RecordEpisodeStatistics` returns ``episode`` at ends only: use `funcollect.episode_stats`).
         dtype: the dtype of floating observations in a batch; float32 by default.
         one_hot: discrete actions as one-hot int64 rows, TorchRL's encoding, instead of integers.
+        replayable: False keeps no actions of the current episodes (at most 128 MiB for each state), from which `fork`
+            and `save` replay them. Both then raise `ReplayError`, except ``save(…, episodes="restart")``.
         **kwargs: for `gymnasium.make`, or for the factory.
 
     Raises:
         ValueError: for an unknown id, a count that does not fit, an instance given twice, spaces that differ between
-            lanes, a vector environment that resets itself, or keys that collide with a batch's own.
+            lanes, a vector environment that resets itself, keys that collide with a batch's own, or
+            ``replayable=False`` for an Atari game.
         TypeError: for anything else as `env`, and for spaces without arrays of fixed size.
 
     >>> from_gymnasium("CartPole-v1", num_envs=8)
     HostEnv('CartPole-v1', num_envs=8)
     """
     check_keys("info_keys", info_keys, "x_position")
-    check_flags(one_hot=one_hot)
+    check_flags(one_hot=one_hot, replayable=replayable)
     workers, open_group = None, None
     if isinstance(env, VectorEnv):
         options = {"overlap": overlap, "timeout": timeout, "on_failure": on_failure}
@@ -131,7 +135,9 @@ def from_gymnasium(
         raise ValueError("the observation key 'info' collides with info_keys: rename it, or leave info_keys out")
     statistics = running_statistics(first)
     atari = is_atari(first)
-    copying: Forking = "snapshot" if atari else "replay"
+    if atari and not replayable:
+        raise ValueError("replayable=False was given for Atari games, which are copied by snapshots: leave it out")
+    copying: Forking = "snapshot" if atari else "replay" if replayable else "none"
     return SimulatedEnv(
         label=f"{label} in {workers}" if workers else label,
         num_envs=num_envs,

@@ -70,7 +70,7 @@ def from_torchrl(
     >>> from_torchrl(lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")))
     HostEnv('SerialEnv', num_envs=2)
     """
-    if given := sorted(kwargs.keys() & {"info_keys", "one_hot"}):
+    if given := sorted(kwargs.keys() & {"info_keys", "one_hot", "replayable"}):
         raise TypeError(
             f"{', '.join(given)} cannot be given for an environment of TorchRL's, which has its own: build it that way"
         )
