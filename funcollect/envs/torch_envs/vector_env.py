@@ -263,8 +263,8 @@ class VectorSimulators:
             raise EnvError(
                 f"{self._env} resets its lanes and does not report the last observations of their episodes, expected "
                 f"them in the infos as {_FINAL[0]!r}, since the value of a truncated state depends on them: add them "
-                "where the simulators reset their lanes (in Isaac Lab by compute_final_obs = True in the configuration, in "
-                "releases without that by overriding _reset_idx)"
+                "where the simulators reset their lanes (in Isaac Lab by compute_final_obs=True in its configuration, "
+                "or in older releases by overriding _reset_idx)"
             )
 
     def close(self) -> None:
