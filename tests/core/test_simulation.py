@@ -285,7 +285,7 @@ def test_a_state_without_its_actions_is_saved_without_its_episodes(
 
 
 def test_atari_games_need_no_actions() -> None:
-    with pytest.raises(ValueError, match="replayable=False was given for Atari games, .* leave it out"):
+    with pytest.raises(ValueError, match=r"replayable=False was given for Atari games, .* leave it out"):
         fc.make_env("ale/Pong", replayable=False)
 
 
