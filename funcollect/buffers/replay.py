@@ -184,7 +184,9 @@ class ReplayBuffer:
         """
         if not isinstance(self.sampler, PrioritizedSampler):
             raise TypeError(f"{self.sampler} has no priorities: build the buffer with sampler=PrioritizedSampler(…)")
-        if written is None and isinstance(index, Tensor):
+        if written is not None:
+            check_count("written", written)
+        elif isinstance(index, Tensor):
             written = getattr(_root(index), _WRITTEN, None)
         with self._lock, Uninterrupted():
             since = None if written is None else written - self._before

@@ -28,11 +28,16 @@ def test_between_an_extend_of_the_ring_and_its_new_state(monkeypatch):
 
 
 def test_no_thread_comes_between_the_slots_of_an_index_and_their_frames():
+    def try_lock():
+        free.append(buffer._lock.acquire(blocking=False))
+        if free[-1]:
+            buffer._lock.release()
+
     class Index(list):
         """An index in whose evaluation another thread tries to change the buffer."""
 
         def __array__(self, dtype=None, copy=None):
-            thread = threading.Thread(target=lambda: free.append(buffer._lock.acquire(blocking=False)))
+            thread = threading.Thread(target=try_lock)
             thread.start()
             thread.join()
             return torch.tensor([1]).numpy()

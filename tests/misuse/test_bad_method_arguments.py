@@ -42,8 +42,9 @@ METHODS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "ReplayBuffer.update_priority": (
         buffer,
         {
-            "index": [None, 2.5, "x", True, [0.5], 99, -1, object()],
+            "index": [None, 2.5, "x", True, [0.5], 99, -2, object()],
             "priority": [None, "x", -1.0, float("nan"), float("inf"), [1.0, 2.0], object()],
+            "written": ["x", 2.5, -1, True],
         },
     ),
     "ReplayBuffer.dumps": (buffer, {"path": [0, None]}),
