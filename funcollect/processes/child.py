@@ -207,7 +207,7 @@ class ChildProcess:
         os.lseek(self._stack, COUNT_BYTES, os.SEEK_SET)
 
     def signs(self) -> int:
-        """How many signs of life the process has shown (see `funcollect.processes.life`)."""
+        """A number that has changed if the process has shown a sign of life (see `funcollect.processes.life`)."""
         return int.from_bytes(os.pread(self._stack, COUNT_BYTES, 0), sys.byteorder) if self.open else 0
 
     def _dumped(self) -> str:

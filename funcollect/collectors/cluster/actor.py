@@ -181,8 +181,8 @@ class RayWorker:
 
     @staticmethod
     def signs() -> int:
-        """How many signs of life it has shown."""
-        return SIGNS.count[0]
+        """A number that has changed if it has shown a sign of life."""
+        return SIGNS.shown
 
     def stack(self) -> str:
         """The Python stack of every thread."""

@@ -79,7 +79,7 @@ class WorkerHandle(ABC):
         """The worker's next answer; None if there is none yet."""
 
     def signs(self) -> int:
-        """How many signs of life the worker has shown, as far as is known (see `funcollect.processes.life`)."""
+        """A number that changes if the worker has shown a sign of life, as far as is known."""
         return 0
 
     def where(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from sys import getrefcount
 from typing import Any
 
 import gymnasium
@@ -23,16 +22,6 @@ GymEnv = gymnasium.Env[Any, Any]
 # The types of most numbers and flags: nobody can change such a value.
 _FIXED = frozenset({bool, int, float, *(np.dtype(code).type for code in "?bhilqBHILQefd")})
 _FIVE_VALUES = "expected the five values (observation, reward, terminated, truncated, info): use Gymnasium's step API"
-
-
-def _references() -> tuple[int, int]:
-    """What `getrefcount` returns for a step's answer, and for its observation, while only a step of lanes has them."""
-    answer = np.zeros(1), None
-    observation, _ = answer
-    return getrefcount(answer), getrefcount(observation)
-
-
-_TO_ANSWER, _TO_OBSERVATION = _references()
 
 
 class Lanes(SimulatorsBase):
@@ -88,51 +77,33 @@ class Lanes(SimulatorsBase):
 
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
-        """Step lanes, and copy what each one returns before the next is stepped, which may write over it.
-
-        Only answers that no environment can change any more are copied together, after the last step.
-        """
-        steps, info_keys, array = self._steps, self._info_keys, np.ndarray
-        answers: list[Any] = []
+        """Step lanes, and copy what each one returns before the next is stepped, which may write over it."""
+        info_keys, signs, array = self._info_keys, SIGNS.count, np.ndarray
+        views, dtypes, shape = self._rows.plain
+        outcomes: list[tuple[Any, ...]] = []
         picked: list[Any] = []
-        written: set[int] = set()  # the lanes whose observations were copied at once
         for lane, lane_action in zip(lanes, self._decode(action), strict=True):
-            SIGNS.count[0] += 1
+            signs[1] = lane
             try:
-                answer = steps[lane](lane_action)
+                answer = self._steps[lane](lane_action)
             except Exception as error:
                 raise self._raised(error, lane, lane_action) from error
             try:
                 observation, reward, terminated, truncated, info = answer
             except (TypeError, ValueError) as error:
                 raise self._not_five(lane, answer) from error
-            if info_keys:
-                picked.append(self._pick(lane, info))
-            if (  # written here, since a call would add references, and take as long as all of this
-                reward.__class__ in _FIXED
-                and terminated.__class__ in _FIXED
-                and truncated.__class__ in _FIXED
-                and (
-                    observation.__class__ in _FIXED
-                    if observation.__class__ is not array
-                    else getrefcount(observation) == _TO_OBSERVATION
-                    and getrefcount(answer) == _TO_ANSWER
-                    and observation.flags.owndata
-                )
-            ):
-                answers.append(answer)
+            if observation.__class__ is array and observation.dtype in dtypes and observation.shape == shape:
+                views[lane][...] = observation  # as `write_lane` does, without the call
             else:
                 self._rows.write_lane(lane, observation)
-                written.add(lane)
-                answers.append((None, _copied(reward), _copied(terminated), _copied(truncated), None))
-        observations, reward, terminated, truncated, _ = zip(*answers, strict=True)
-        if not written and len(lanes) == len(steps):
-            self._rows.write(observations)
-        else:
-            for lane, observation in zip(lanes, observations, strict=True):
-                if lane not in written:
-                    self._rows.write_lane(lane, observation)
-        return reward, terminated, truncated, [*zip(*picked, strict=True)]
+            if reward.__class__ in _FIXED and terminated.__class__ in _FIXED and truncated.__class__ in _FIXED:
+                outcomes.append((reward, terminated, truncated))
+            else:
+                outcomes.append((_copied(reward), _copied(terminated), _copied(truncated)))
+            if info_keys:
+                picked.append(self._pick(lane, info))
+        reward, terminated, truncated = zip(*outcomes, strict=True)
+        return reward, terminated, truncated, [*zip(*picked, strict=True)] if picked else ()
 
     def _pick(self, lane: int, info: Any) -> list[Any]:
         """Copies of a lane's values for the recorded info keys; EnvError for an info that lacks one."""

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
 from funcollect.arguments import check_num_envs, check_positive
 from funcollect.envs.base import EnvBase, check_spaces
@@ -148,7 +148,7 @@ def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
             raise _not_made(source, error) from error
         source = spec
     if isinstance(source, EnvSpec):
-        return partial(gymnasium.make, source, disable_env_checker=True, **kwargs)
+        return partial(_made_by_gymnasium, source, kwargs)
     factory_of(source, kwargs)  # raises an error if it is no factory
     factory, kwargs = with_time_limit(source, kwargs)
     return partial(built, factory, kwargs)
@@ -194,11 +194,19 @@ def _limited(factory: Callable[..., Any], steps: int, **kwargs: Any) -> GymEnv:
     return TimeLimit(made, steps)
 
 
+def _made_by_gymnasium(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
+    """What Gymnasium makes, without its checks at each step: outcomes are checked here, and the loop resets first."""
+    env = gymnasium.make(spec, disable_env_checker=True, **kwargs)
+    if isinstance(env, TimeLimit) and isinstance(env.env, OrderEnforcing):
+        env.env = env.env.env
+    return env.env if isinstance(env, OrderEnforcing) else env
+
+
 def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
     """`gymnasium.make` with errors that name the fix."""
     name = spec if isinstance(spec, str) else spec.id
     try:
-        return gymnasium.make(spec, disable_env_checker=True, **kwargs)
+        return _made_by_gymnasium(spec, kwargs)
     except TypeError as error:
         if not kwargs:
             raise

@@ -29,35 +29,15 @@ class LeafRows:
         self.leaf = leaf
         self.array = array
         self._first_lane = first_lane
-        num_envs = len(array)
-        self._casting: Literal["same_kind", "safe"] = "same_kind" if leaf.dtype.kind == "f" else "safe"
+        casting: Literal["same_kind", "safe"] = "same_kind" if leaf.dtype.kind == "f" else "safe"
         dtypes = [np.dtype(kind) for kind in "?bhilqBHILQefd"]
-        self._dtypes = {dtype for dtype in dtypes if np.can_cast(dtype, leaf.dtype, self._casting)}  # accepted as is
-        self._lengths = set(leaf.shape[:1])  # the length of one lane's value
-        self._flat = self.array.reshape(num_envs * leaf.shape[0], *leaf.shape[1:]) if leaf.shape else self.array
-        self.write = self._write_all if num_envs > 1 else lambda values: self.write_lane(0, values[0])
-
-    def _write_all(self, values: Sequence[Any]) -> None:
-        """Write one value [*shape] for each lane."""
-        try:
-            if not self.leaf.shape:
-                scalars = np.array(values)
-                if scalars.shape == self.array.shape and scalars.dtype in self._dtypes:
-                    self.array[:] = scalars
-                    return
-            elif set(map(len, values)) == self._lengths:  # concatenate compares the other dimensions
-                np.concatenate(values, out=self._flat, casting=self._casting)
-                return
-        except (AttributeError, TypeError, ValueError):
-            pass  # the loop below raises the error, which names the lane
-        for lane, value in enumerate(values):
-            self.write_lane(lane, value)
+        self.dtypes = {dtype for dtype in dtypes if np.can_cast(dtype, leaf.dtype, casting)}  # accepted as is
 
     def write_batch(self, values: Any, lanes: Array | None = None) -> None:
         """Write an array [P, *shape] or, if k lanes are given, [k, *shape] into their rows."""
         wanted = self.array.shape if lanes is None else (len(lanes), *self.leaf.shape)
         values = self._as_array("the vector environment", values, wanted)
-        if values.dtype in self._dtypes:
+        if values.dtype in self.dtypes:
             self.array[... if lanes is None else lanes] = values
         else:
             for lane, value in zip(range(len(values)) if lanes is None else lanes, values, strict=True):
@@ -70,13 +50,13 @@ class LeafRows:
 
     def write_lane(self, lane: int, value: Any) -> None:
         """Write one lane's row. Any number is cast to a floating dtype; integers have to keep their values."""
-        if getattr(value, "dtype", None) in self._dtypes and value.shape == self.leaf.shape:
+        if getattr(value, "dtype", None) in self.dtypes and value.shape == self.leaf.shape:
             self.array[lane] = value
             return
         given = self._as_array(f"lane {self._first_lane + lane}", value, self.leaf.shape)
         dtype = self.leaf.dtype
         integers = {given.dtype.kind, dtype.kind} <= set("iub")
-        if given.dtype not in self._dtypes and not (integers and (given.astype(dtype) == given).all()):
+        if given.dtype not in self.dtypes and not (integers and (given.astype(dtype) == given).all()):
             raise EnvError(
                 f"lane {self._first_lane + lane}: observation {self.leaf.name!r} has dtype {given.dtype}, "
                 f"its space wants {dtype}: correct the space's dtype or cast the observation"
@@ -119,8 +99,12 @@ class Rows:
         self.leaves = tuple(LeafRows(leaf, arrays[leaf.path], first_lane) for leaf in leaves)
         self.arrays = {rows.leaf.path: rows.array for rows in self.leaves}  # [P, ...] each: always the same memory
         plain = len(self.leaves) == 1 and leaves[0].path == ("observation",)  # no Dict or Tuple to take apart
-        self.write: Callable[[Sequence[Any]], None] = self.leaves[0].write if plain else self._write
         self.write_lane: Callable[[int, Any], None] = self.leaves[0].write_lane if plain else self._write_lane
+        # The rows, and the dtypes and the shape that go into them as they are; no dtypes for a Dict or a Tuple.
+        self.plain: tuple[list[Array], set[np.dtype[Any]], tuple[int, ...]] = ([], set(), ())
+        if plain:
+            (only,) = self.leaves
+            self.plain = [only.array[lane, ...] for lane in range(num_envs)], only.dtypes, only.leaf.shape
 
     @classmethod
     def of(cls, env: SimulatedEnv) -> Self:
@@ -129,12 +113,6 @@ class Rows:
         return cls(
             env.observation_space, env.observation_leaves, num_envs, first_lane=env.first_lane, memory=env.memory
         )
-
-    def _write(self, observations: Sequence[Any]) -> None:
-        """Write one observation for each lane."""
-        parts = zip(*(self._parts(lane, observation) for lane, observation in enumerate(observations)), strict=True)
-        for rows, values in zip(self.leaves, parts, strict=True):
-            rows.write(values)
 
     def _write_lane(self, lane: int, observation: Any) -> None:
         """Write the observation of one lane."""

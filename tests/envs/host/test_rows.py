@@ -20,6 +20,11 @@ def make_rows(space: spaces.Space[Any], num_envs: int, dtype: Any = None) -> Row
     return Rows(space, observation_leaves(space, dtype), num_envs)
 
 
+def write(rows: Rows, values: list[Any]) -> None:
+    for lane, value in enumerate(values):
+        rows.write_lane(lane, value)
+
+
 def only(rows: Rows) -> np.ndarray:
     (array,) = rows.arrays.values()
     return array
@@ -37,7 +42,7 @@ def test_memory_begins_at_a_multiple_of_64_bytes(shape: tuple[int, ...], dtype: 
 def test_every_leaf_is_aligned_and_stays_where_it_is() -> None:
     rows = make_rows(BOTH, 3)
     before = {path: array.ctypes.data for path, array in rows.arrays.items()}
-    rows.write([BOTH.sample() for _ in range(3)])
+    write(rows, [BOTH.sample() for _ in range(3)])
     rows.write_lane(1, BOTH.sample())
     assert {path: array.ctypes.data for path, array in rows.arrays.items()} == before
     assert all(address % 64 == 0 for address in before.values())
@@ -57,7 +62,7 @@ def test_the_policy_reads_the_same_memory_in_the_structure_of_the_space() -> Non
 @pytest.mark.parametrize("num_envs", [1, 2, 3])
 def test_write_puts_each_lane_in_its_row(num_envs: int) -> None:
     rows = make_rows(BOX, num_envs)
-    rows.write([np.arange(3, dtype=np.float32) + 10 * lane for lane in range(num_envs)])
+    write(rows, [np.arange(3, dtype=np.float32) + 10 * lane for lane in range(num_envs)])
     assert only(rows).tolist() == [[10 * lane + i for i in range(3)] for lane in range(num_envs)]
     rows.write_lane(num_envs - 1, np.zeros(3, np.float32))
     assert only(rows)[-1].tolist() == [0, 0, 0]
@@ -68,7 +73,7 @@ def test_write_puts_each_lane_in_its_row(num_envs: int) -> None:
 @pytest.mark.parametrize("value", [4, np.int64(4), np.int32(4), np.uint8(4), np.array(4)])
 def test_scalar_leaves_take_every_lossless_integer(value: Any, num_envs: int) -> None:
     rows = make_rows(spaces.Discrete(9), num_envs)
-    rows.write([value] * num_envs)
+    write(rows, [value] * num_envs)
     assert only(rows).tolist() == [4] * num_envs
 
 
@@ -76,14 +81,14 @@ def test_scalar_leaves_take_every_lossless_integer(value: Any, num_envs: int) ->
 def test_float64_observations_are_rounded_to_float32_once(num_envs: int) -> None:
     rows = make_rows(BOX, num_envs)
     exact = np.array([0.1, 1 / 3, 2.0**-30])
-    rows.write([exact] * num_envs)
+    write(rows, [exact] * num_envs)
     assert only(rows).dtype == np.float32
     assert (only(rows) == exact.astype(np.float32)).all()
 
 
 def test_dtype_float64_keeps_every_bit() -> None:
     rows = make_rows(spaces.Box(-9, 9, (3,), np.float64), 2, np.float64)
-    rows.write([np.array([0.1, 1 / 3, 2.0**-60])] * 2)
+    write(rows, [np.array([0.1, 1 / 3, 2.0**-60])] * 2)
     assert only(rows)[1].tolist() == [0.1, 1 / 3, 2.0**-60]
 
 
@@ -91,7 +96,7 @@ def test_dtype_float64_keeps_every_bit() -> None:
 @pytest.mark.parametrize("given", [np.array([3, 255]), np.array([3, 255], np.int16), [3, 255]])
 def test_integers_that_fit_are_cast(given: Any, num_envs: int) -> None:
     rows = make_rows(BYTES, num_envs)
-    rows.write([given] * num_envs)
+    write(rows, [given] * num_envs)
     assert only(rows).tolist() == [[3, 255]] * num_envs
 
 
@@ -118,29 +123,21 @@ def test_a_wrong_row_is_named_with_its_lane(
     rows = make_rows(space, lanes)
     wrong = lanes - 1
     with pytest.raises(EnvError, match=f"lane {wrong}: observation 'observation' has {message}"):
-        rows.write([*[good] * wrong, bad])
-    with pytest.raises(EnvError, match=f"lane {wrong}: observation 'observation' has {message}"):
-        rows.write_lane(wrong, bad)
+        write(rows, [*[good] * wrong, bad])
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (1,), (2,), (1, 3), ()])
 def test_a_shape_that_is_wrong_in_all_lanes_is_seen(shape: tuple[int, ...]) -> None:
     rows = make_rows(BOX, 3)
     with pytest.raises(EnvError, match="lane 0: observation 'observation' has shape"):
-        rows.write([np.zeros(shape, np.float32)] * 3)
-
-
-def test_rows_that_would_fill_the_memory_in_another_division_are_seen() -> None:
-    rows = make_rows(BOX, 3)
-    with pytest.raises(EnvError, match="lane 0"):
-        rows.write([np.zeros(2, np.float32), np.zeros(3, np.float32), np.zeros(4, np.float32)])
+        write(rows, [np.zeros(shape, np.float32)] * 3)
 
 
 @pytest.mark.parametrize("observation", [{"box": np.zeros(3)}, np.zeros(3), (np.zeros(3), 1), None])
 def test_a_wrong_structure_is_named(observation: Any) -> None:
     rows = make_rows(BOTH, 2)
     with pytest.raises(EnvError, match=r"lane 1: the observation .* lacks the structure of its space"):
-        rows.write([BOTH.sample(), observation])
+        write(rows, [BOTH.sample(), observation])
     with pytest.raises(EnvError, match=r"lane 0: the observation .* lacks the structure of its space"):
         rows.write_lane(0, observation)
 
