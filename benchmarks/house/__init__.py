@@ -1,0 +1,1 @@
+"""How large the library is, and how far its calls go: `python -m benchmarks.house.sizes`, `.walks`, `.breaks`."""
