@@ -27,6 +27,7 @@ from funcollect.buffers.samplers.uniform import RandomSampler, Sampler, SamplerW
 from funcollect.buffers.storages import ListStorage, Storage
 from funcollect.interrupts import Uninterrupted
 from funcollect.messages import kind_of, shown
+from funcollect.tree import time_last
 
 __all__ = ["ReplayBuffer"]
 
@@ -270,7 +271,11 @@ class ReplayBuffer:
             if isinstance(self.storage, ListStorage) and not slots.ndim:
                 return self.storage.item(int(slots))
             batch = memory.read(slots.reshape(-1))
-        return batch if slots.ndim == 1 else _map(lambda leaf: leaf.reshape((*slots.shape, *leaf.shape[1:])), batch)
+        if slots.ndim != 1:
+            batch = _map(lambda leaf: leaf.reshape((*slots.shape, *leaf.shape[1:])), batch)
+        if whole and isinstance(batch, TensorDictBase) and _keeps_time(index, held.ndim):
+            batch.names = time_last(slots.ndim)
+        return batch
 
     def empty(self) -> None:
         """Remove all frames; keys, shapes and dtypes are kept."""
@@ -364,6 +369,14 @@ def _copied(leaf: Any) -> Any:
 def _root(index: Tensor) -> Tensor:
     """The tensor of which this one is a view, or itself."""
     return index if index._base is None else index._base
+
+
+def _keeps_time(index: Any, ndim: int) -> bool:
+    """Whether time is the last dimension of a view ``[*lanes, time]`` with `ndim` dimensions under this index."""
+    parts = index if isinstance(index, tuple) else (index,)
+    numbers = [isinstance(each, (int, np.integer)) for each in parts]
+    plain = all(number or isinstance(each, (slice, EllipsisType)) for number, each in zip(numbers, parts, strict=True))
+    return plain and not (numbers[-1:] == [True] and (len(parts) == ndim or ... in parts))
 
 
 def _map(function: Callable[[Any], Any], data: Any) -> Any:

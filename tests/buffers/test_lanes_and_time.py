@@ -30,6 +30,9 @@ def test_views_of_lanes_and_time(data):
         found = buffer[index]
         assert found.shape == whole[index].shape
         assert torch.equal(found["x"], whole[index])
+    if data is fc:
+        assert [buffer[index].names[-1:] for index in (slice(None), ..., 0, (0, slice(1, 3)))] == [["time"]] * 4
+        assert [buffer[index].names for index in ((slice(None), -1), (..., -1))] == [[None]] * 2
 
 
 def made(capacity, starts, **options):
