@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from funcollect.messages import clipped, shown
 
@@ -108,15 +109,27 @@ def check_function(name: str, value: Any, what: str, arguments: int) -> None:
 
 
 def check_call(name: str, function: Any, what: str, arguments: int, *keywords: str) -> None:
-    """Raise TypeError if `function` has a signature that cannot take so many positional arguments, and `keywords`."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtin functions have none
-        return
-    try:
-        signature.bind(*range(arguments), **dict.fromkeys(keywords))
-    except TypeError:
-        raise TypeError(f"{name} takes {signature}, expected {what}: change its parameters") from None
+    """Raise TypeError if a function or module has a signature that cannot take these positional arguments and keywords.
+
+    A decorator's own signature counts, too, since it may supply arguments.
+    """
+    if isinstance(function, nn.Module):
+        function = getattr(function, "_orig_mod", function)  # the module that torch.compile was given
+        if type(function).__call__ is nn.Module.__call__:
+            function = function.forward
+    for follow_wrapped in (False, True):
+        try:
+            signature = inspect.signature(function, follow_wrapped=follow_wrapped)
+        except (TypeError, ValueError):  # some builtin functions have none
+            return
+        try:
+            signature.bind(*range(arguments), **dict.fromkeys(keywords))
+            return
+        except TypeError:
+            pass
+    raise TypeError(
+        f"{name} takes {signature}, expected {what}: change its parameters, or bind the others with functools.partial"
+    )
 
 
 def check_kind(name: str, value: Any, kind: type | tuple[type, ...], mend: str) -> None:

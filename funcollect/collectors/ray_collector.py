@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from tensordict import TensorDictBase
 from typing_extensions import override
@@ -128,7 +128,8 @@ class RayCollector(WorkerCollector):
             eager=not self.sync,
         )
         grace = _TO_REPORT if self._has_nested_workers else 0.0
-        self._launch(jobs, transport, "stack" if self.sync else None, prefetch=self.prefetch, grace=grace)
+        joined: Literal["stack"] | None = "stack" if self.sync else None
+        self._launch(jobs, transport, joined, prefetch=self.prefetch, grace=grace, stacklevel=5)
         self.num_collectors = count
 
     def _check_own(self) -> None:

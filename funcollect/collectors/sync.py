@@ -50,7 +50,7 @@ class SyncDataCollector(Runner, CollectorBase, SourceOptions, RunnerOptions):
         )
         Runner.__init__(self, source, options, seed=self.seed)
         if self.warning:
-            warnings.warn(self.warning, stacklevel=3)
+            warnings.warn(self.warning, stacklevel=4)
         self._check_statistics()
         self._fill(**{name: getattr(options, name) for name in ("storing_device", "env_device", "policy_device")})
 

@@ -107,16 +107,26 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
         self._check_statistics()
 
     def _launch(
-        self, jobs: Sequence[Job], transport: Transport, join: Join | None, *, prefetch: bool, grace: float = 0.0
+        self,
+        jobs: Sequence[Job],
+        transport: Transport,
+        join: Join | None,
+        *,
+        prefetch: bool,
+        grace: float = 0.0,
+        stacklevel: int = 6,
     ) -> None:
-        """Start the workers; `WorkerRun` describes `join`. `grace` is in seconds, added to the timeouts."""
+        """Start the workers; `WorkerRun` describes `join`. `grace` is in seconds, added to the timeouts.
+
+        The user's call of the constructor is `stacklevel` frames above, for warnings.
+        """
         self._batches, self._seconds, self._warned = 0, 0.0, False
         failure_policy = FailurePolicy(self.timeout + grace, self.start_timeout + grace, self.on_failure)
         self.run = WorkerRun(jobs, transport, failure_policy, self.policy, join, prefetch=prefetch)
         self._finalizer = weakref.finalize(self, self.run.close)
         info = self.run.info
         if info.warning:
-            warnings.warn(info.warning, stacklevel=2)
+            warnings.warn(info.warning, stacklevel=stacklevel)
         if is_policy(self.policy):
             remember_spaces(self.policy, info.space, info.leaves, info.action)
         if self.trajs_per_batch is not None:

@@ -109,13 +109,15 @@ def head_of(policy: Policy) -> Head | None:
 
 def own_action_warning(policy: Policy, random_frames: int | None) -> str:
     """Return a warning for random first frames of a policy that may carry its own action; empty for any other."""
+    if not random_frames or random_frames < 0:
+        return ""
     source = policy.source if isinstance(policy, EmbeddedPolicy) else policy
     if isinstance(source, TensorDictPolicy):
         carries = carries_action(source.module, [*source.written.values()])
     else:
         recurrent = source.initial_state if isinstance(source, TorchBacked | FunctionPolicy) else None
         carries = recurrent is not None and head_of(source) is None
-    if not carries or not random_frames or random_frames < 0:
+    if not carries:
         return ""
     return (
         f"init_random_frames is {random_frames} with a recurrent policy that chooses its action itself: if it carries "

@@ -95,7 +95,7 @@ def _check_arguments(policy: Any, env: Env, keys: list[str]) -> None:
     wanted = "one argument, the observation (a recurrent policy: funcollect.torch_policy with initial_state=)"
     if isinstance(env.observation_space, spaces.Dict):
         wanted += f", or one for each of some of its keys {[*env.observation_space.spaces]}, by their names"
-    check_call("policy", policy.forward if isinstance(policy, nn.Module) else policy, wanted, len(keys) or 1)
+    check_call("policy", policy, wanted, len(keys) or 1)
 
 
 def _parameters(policy: Any) -> list[inspect.Parameter]:

@@ -59,7 +59,7 @@ def check_callable(module: Any, expected: str, arguments: int) -> None:
     """Raise TypeError unless `module`, an instance, can be called so; `expected` describes what to pass."""
     if isinstance(module, type) or not callable(module):
         raise TypeError(f"module is {shown(module)}, expected {expected}: pass an instance")
-    check_call("module", module.forward if isinstance(module, nn.Module) else module, expected, arguments)
+    check_call("module", module, expected, arguments)
 
 
 def lanes_of(initial: Any, num_lanes: int, device: torch.device | None) -> Any:

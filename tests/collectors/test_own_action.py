@@ -46,6 +46,15 @@ CARRIES: dict[str, Callable[[], Any]] = {
         lambda params, x, h: (jnp.int32(x[:, 2] + h > 0), x[:, 0]), None, initial_state=jnp.zeros(())
     ),
     "tensordict": lambda: fc.tensordict_policy(on_tensordict(Chooses(), "action"), initial_state=HIDDEN),
+    "through a part": lambda: fc.tensordict_policy(
+        TensorDictSequential(
+            TensorDictModule(lambda x, hidden: x[..., :2] + hidden, ["observation", "hidden"], ["logits"]),
+            best(),
+            TensorDictModule(lambda action: torch.stack([action.float()] * 2, -1), ["action"], ["embedded"]),
+            TensorDictModule(lambda embedded: 2 * embedded, ["embedded"], [("next", "hidden")]),
+        ),
+        initial_state=HIDDEN,
+    ),
 }
 DOES_NOT: dict[str, Callable[[], Any]] = {
     "head": lambda: fc.torch_policy(Scores(), head=fc.heads.categorical, initial_state=torch.zeros(2)),
@@ -70,8 +79,11 @@ def collect(policy: Any, frames: int | None, workers: bool = False) -> None:
 @pytest.mark.parametrize("workers", [False, True])
 @pytest.mark.parametrize("name", CARRIES)
 def test_a_policy_that_may_carry_its_action_is_warned_of(name: str, workers: bool) -> None:
-    with pytest.warns(UserWarning, match="init_random_frames is 4 with a recurrent policy that chooses its action"):
+    with pytest.warns(
+        UserWarning, match="init_random_frames is 4 with a recurrent policy that chooses its action"
+    ) as seen:
         collect(CARRIES[name](), 4, workers)
+    assert seen[0].filename == __file__
     with warnings.catch_warnings(action="error"):
         collect(CARRIES[name](), None, workers)
 

@@ -12,6 +12,8 @@ from torch import nn
 import funcollect as fc
 from tests.support.envs.light_envs import Nested
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch.compile's imports
+
 
 class Takes(nn.Module):
     """A module whose forward pass is a function."""
@@ -70,6 +72,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: collect(TensorDictSequential(network(two, "observation"))),
         r"Takes takes .*other.*expected an argument for each of the in_keys \['observation'\] of its TensorDictModule",
     ),
+    "a function in a TensorDict": (
+        lambda: collect(TensorDictModule(two, ["observation"], ["action"])),
+        "takes .*other",
+    ),
+    "a compiled module": (lambda: collect(torch.compile(Takes(two))), r"policy takes .*other"),
     "too few": (lambda: fc.tensordict_policy(network(one, "observation", "done")), "in_keys"),
     "of a class of one's own": (
         lambda: fc.init(fc.make_env("CartPole-v1"), Own(), seed=0),
@@ -86,7 +93,25 @@ def test_a_wrong_number_of_arguments_is_found_before_any_step(kind: str) -> None
     assert "change its parameters" in str(raised.value)
 
 
-@pytest.mark.parametrize("policy", [one, many, Takes(many), network(many, "observation")])
+class Called(nn.Module):
+    """A module with a `__call__` of its own."""
+
+    def __call__(self, observation: Any) -> Any:
+        return one(observation)
+
+    def forward(self, observation: Any, other: Any, third: Any) -> Any: ...
+
+
+@functools.wraps(two)
+def supplied(*arguments: Any) -> Any:
+    return two(*arguments, None)
+
+
+PASSES = [one, many, supplied, functools.partial(two, other=0), Takes(many), Called(), network(many, "observation")]
+COMPILED = TensorDictModule(torch.compile(Takes(one), backend="eager"), ["observation"], ["action"])
+
+
+@pytest.mark.parametrize("policy", [*PASSES, COMPILED])
 def test_any_number_of_arguments_passes(policy: Any) -> None:
     with collect(policy, env=lambda: fc.make_env("CartPole-v1", num_envs=2)) as collector:
         assert next(collector)["action"].eq(0).all()

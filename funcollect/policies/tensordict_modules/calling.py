@@ -125,13 +125,18 @@ def reads_what_it_wrote(module: Any) -> bool:
 
 
 def carries_action(module: Any, written: Collection[Path]) -> bool:
-    """Whether a part that writes one of `written`, the next hidden states, also reads or writes the action."""
-    parts = module.modules() if isinstance(module, nn.Module) else [module]
-    for part in parts:
-        writes = set() if isinstance(part, TensorDictSequential) else set(paths_of(part, "out_keys"))
-        if not writes.isdisjoint(written) and ("action",) in writes.union(paths_of(part, "in_keys")):
-            return True
-    return False
+    """Whether one of `written`, the next hidden states, comes from the part that chooses the action, or follows it.
+
+    Where both come from a key between the parts, such as the output of a recurrent network, nobody can know.
+    """
+    derived: set[Path] = {("action",)}  # keys that follow from the action
+    for part in module.modules() if isinstance(module, nn.Module) else ():
+        if not isinstance(part, TensorDictModuleBase) or isinstance(part, TensorDictSequential):
+            continue
+        writes = paths_of(part, "out_keys")
+        if ("action",) in writes or not derived.isdisjoint(paths_of(part, "in_keys")):
+            derived.update(writes)
+    return not derived.isdisjoint(written)
 
 
 def initial_hidden_states(

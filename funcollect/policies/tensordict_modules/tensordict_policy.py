@@ -156,7 +156,7 @@ def _check_networks(module: Any) -> None:
     for part in module.modules() if isinstance(module, nn.Module) else ():
         if isinstance(part, TensorDictModule) and type(part).forward is TensorDictModule.forward:
             network, names = part.module, part._kwargs or ()
-            method = part.method or ("forward" if isinstance(network, nn.Module) else "__call__")
+            called = getattr(network, part.method) if part.method else network
             count = 0 if names else len(part.in_keys)
             wanted = f"an argument for each of the in_keys {part.in_keys} of its {type(part).__name__}"
-            check_call(name_of(network), getattr(network, method), wanted, count, *names, *part.method_kwargs)
+            check_call(name_of(network), called, wanted, count, *names, *part.method_kwargs)

@@ -110,7 +110,9 @@ class Skeleton:
                 known.taken[name], own[name] = value, moved
             if not (is_registry(part, name) or isinstance(part, FunctionModule)) and self._reaches(moved):
                 entangled = entangled or name
-        own["_modules"] = {name: child and self._copies[id(child)].copy for name, child in part._modules.items()}
+        own["_modules"] = {
+            name: None if child is None else self._copies[id(child)].copy for name, child in part._modules.items()
+        }
         for kind in ("_parameters", "_buffers"):
             own[kind] = dict(getattr(part, kind))
         if _is_compiled(part):
