@@ -187,6 +187,8 @@ class ActionSpec:
                 f"the action space is {type(self.space).__name__}, expected Box, Discrete, MultiDiscrete or "
                 "MultiBinary: flatten it with a Gymnasium wrapper"
             )
+        if isinstance(self.space, spaces.MultiDiscrete) and not self.space.nvec.size:
+            raise ValueError(f"the action space {self.space} has no components, expected at least one: add one")
         check_flags(one_hot=self.one_hot)
         if self.one_hot and not self.categories:
             raise ValueError(

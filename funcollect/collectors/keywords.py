@@ -34,6 +34,16 @@ ONLY_IN_TORCHRL: Mapping[str, str] = {  # keywords that say how TorchRL's collec
     "local_init_rb": _FILLED,
     "preemptive_threshold": "a slow worker is waited for, and MultiaSyncDataCollector waits for none",
     "interruptor": "no worker is interrupted",
+    "pre_collect_hook": "call the function before you take a batch",
+    "post_collect_hook": "call the function with each batch, or pass it as postproc=",
+    "trajs_per_write": "trajs_per_batch=1 delivers each trajectory by itself",
+    "track_traj_ids": "every batch has ('collector', 'traj_ids')",
+    "init_fn": "create_env_fn and policy_factory are called in each worker",
+    "num_sub_threads": "it is num_threads here, in the collectors with workers",
+    "backend_options": "the collectors have their own keywords for workers",
+    "worker_idx": "every batch has ('collector', 'lane')",
+    "collector_class": "RayCollector has it",
+    "cat_results": "MultiSyncDataCollector has it",
 }
 _SECTIONS = re.compile(r"^(?:Attributes:|Raises:|>>> )", re.M)  # what follows the prose of a docstring
 

@@ -158,7 +158,8 @@ class CollectorState(Generic[Array]):
         """Return a state with some fields changed.
 
         Other `env_params` act at once, and are the same for all lanes; see also `set_env_params`. Another `env_state`
-        needs its own observation, on which the policy acts next: pass both.
+        needs its own observation, on which the policy acts next: pass both. An observation alone is not compared with
+        the environment's state.
         """
         if "observation" not in changes and changes.get("env_state", self.env_state) is not self.env_state:
             raise ValueError(

@@ -97,6 +97,13 @@ def collides(name: str) -> Misuse:
         good,
     ),
     Misuse(
+        "no components of actions",
+        lambda: fc.make_env(Acting(spaces.MultiDiscrete([]))),
+        ValueError,
+        ("the action space MultiDiscrete([])", "has no components", "expected at least one", "add one"),
+        good,
+    ),
+    Misuse(
         "a Dict of actions",
         lambda: fc.make_env(Acting(spaces.Dict({"left": spaces.Discrete(2)}))),
         TypeError,

@@ -21,9 +21,9 @@ from funcollect.protocols import HostEnv, SavableSnapshots, Simulators, Simulato
 
 def fork_simulation(source: Simulation, state: CollectorState) -> SimulatorHandle:
     """Rebuild the simulators and bring them to the state of the source's. Raises as `funcollect.fork` does."""
-    advice = (
-        "begin a second run with funcollect.init, or take the same simulator through funcollect.envs.from_gymnasium"
-    )
+    advice = "begin a second run with funcollect.init"
+    if source.env.seeding != "episode":
+        advice += ", or take the same simulator through funcollect.envs.from_gymnasium"
     return rebuild(source.env, record_of(source, "forked", advice), state)
 
 
@@ -42,8 +42,8 @@ def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
     if env.forking == "none":
         if env.seeding == "episode":
             raise ReplayError(
-                f"{env} keeps no actions to replay (forking='none'), so it cannot be {aim}: make it without "
-                f"replayable=False, or {advice}"
+                f"{env} keeps no actions to replay, so it cannot be {aim}: make it without replayable=False (in "
+                f"a class of your own, without forking='none'), or {advice}"
             )
         raise ReplayError(f"{env} is seeded by {env.seeding} and gives no snapshot, so it cannot be {aim}: {advice}")
     if source.changed_in_part:

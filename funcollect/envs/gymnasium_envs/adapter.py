@@ -13,6 +13,7 @@ from gymnasium.vector import VectorEnv
 from funcollect.arguments import check_flags, check_keys
 from funcollect.envs.gymnasium_envs.atari_lanes import is_atari
 from funcollect.envs.gymnasium_envs.lanes import GymEnv
+from funcollect.envs.gymnasium_envs.lives import check_lives
 from funcollect.envs.gymnasium_envs.making import (
     EnvSource,
     Made,
@@ -56,7 +57,7 @@ def from_gymnasium(
 
     Each episode is seeded. Atari games (ale-py's, under any wrappers) are seeded once per lane instead, since a seeded
     reset reloads the game; `fork` takes a snapshot of them. Under ``AtariPreprocessing(terminal_on_life_loss=True)``,
-    the episode after a lost life goes on with the next life (see `from_ale`), except in a `VectorEnv`.
+    the episode after a lost life goes on with the next life (see `from_ale`), except in an `AsyncVectorEnv`.
 
     Args:
         env: a registered id, an `EnvSpec`, a factory, an instance, a list of these (one per lane), or a `VectorEnv`
@@ -188,6 +189,7 @@ def _open_in_workers(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[
 def _open_vector(vector: GymVectorEnv) -> Opener:
     """The opener over a vector environment: the first state gets it, and each later one a copy."""
     check_autoreset(vector)
+    check_lives(vector)
     build = partial(rebuild, vector)
     made = Made(vector, build)
     return lambda env: VectorLanes(taken(made()), env, build)

@@ -22,7 +22,7 @@ import gymnasium
 from typing_extensions import override
 
 from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
-from funcollect.envs.gymnasium_envs.lives import with_next_lives
+from funcollect.envs.gymnasium_envs.lives import remove_next_lives, with_next_lives
 from funcollect.envs.host.host_env import SimulatedEnv, call_of
 from funcollect.errors import ReplayError
 from funcollect.interop.plain_data import from_data, to_data
@@ -246,6 +246,12 @@ class AtariLanes(Lanes):
     def __init__(self, lanes: Sequence[GymEnv], env: SimulatedEnv) -> None:
         self._games = [RememberedGame(with_next_lives(lane)) for lane in lanes]
         super().__init__(self._games, env)
+
+    @override
+    def close(self) -> None:
+        super().close()
+        for game in self._games:
+            remove_next_lives(game)
 
     @override
     def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
@@ -51,12 +52,35 @@ def with_next_lives(env: GymEnv) -> GymEnv:
     """An Atari game whose next lives follow its lost ones: `NextLife` is put directly above its preprocessing."""
     if _ends_with_lives(env):
         return NextLife(env)
-    layer: Any = env
-    while isinstance(layer, gymnasium.Wrapper) and not isinstance(layer, NextLife):
-        if _ends_with_lives(layer.env):
+    for layer in _layers(env):
+        if not isinstance(layer, NextLife) and _ends_with_lives(layer.env):
             layer.env = NextLife(layer.env)
-        layer = layer.env
     return env
+
+
+def remove_next_lives(env: GymEnv) -> None:
+    """Give a user's own environment back as it was before `with_next_lives`."""
+    for layer in _layers(env):
+        if isinstance(layer.env, NextLife):
+            layer.env = layer.env.env
+
+
+def check_lives(vector: gymnasium.vector.VectorEnv[Any, Any, Any]) -> None:
+    """Raise ValueError for a vector of Atari games that end episodes with lives: it begins other games then."""
+    lanes = vector.unwrapped.envs if isinstance(vector.unwrapped, gymnasium.vector.SyncVectorEnv) else ()
+    if any(_ends_with_lives(layer) for lane in lanes for layer in _layers(lane)):
+        raise ValueError(
+            f"{type(vector).__name__} holds Atari games with terminal_on_life_loss=True and restarts them at each lost "
+            "life, expected games that go on: pass the list of its functions"
+        )
+
+
+def _layers(env: GymEnv) -> Iterator[Any]:
+    """The wrappers of an environment, from the outermost on."""
+    layer: Any = env
+    while isinstance(layer, gymnasium.Wrapper):
+        yield layer
+        layer = layer.env
 
 
 def _ends_with_lives(env: GymEnv) -> bool:

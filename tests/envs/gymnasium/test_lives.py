@@ -116,3 +116,22 @@ def test_a_reset_within_a_life_begins_another_game(name: str) -> None:
     state, batch = fc.rollout(env, POLICY, fc.recover(env, state), 60, max_frames_per_traj=10)
     assert batch[LIVES].unique().tolist() == [5]
     fc.close(state)
+
+
+def test_a_vector_of_such_games_is_refused() -> None:
+    vector = gymnasium.vector.SyncVectorEnv([build], autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED)
+    with pytest.raises(
+        ValueError, match=r"restarts them at each lost life, .* pass the list of its functions"
+    ):
+        fc.make_env(vector)
+    vector.close()
+
+
+def test_an_instance_is_given_back_as_it_was() -> None:
+    game = build()
+    before = str(game)
+    env = fc.make_env(game)
+    state = fc.init(env, POLICY, seed=0)
+    assert str(game) != before
+    fc.close(state)
+    assert str(game) == before
