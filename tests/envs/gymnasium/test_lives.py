@@ -120,9 +120,7 @@ def test_a_reset_within_a_life_begins_another_game(name: str) -> None:
 
 def test_a_vector_of_such_games_is_refused() -> None:
     vector = gymnasium.vector.SyncVectorEnv([build], autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED)
-    with pytest.raises(
-        ValueError, match=r"restarts them at each lost life, .* pass the list of its functions"
-    ):
+    with pytest.raises(ValueError, match=r"restarts them at each lost life, .* pass the list of its functions"):
         fc.make_env(vector)
     vector.close()
 
