@@ -182,8 +182,8 @@ def sample_slices(ring: JaxRing, key: Any, *, num_slices: int, slice_len: int) -
     """Slices of trajectories, drawn uniformly from all possible starts.
 
     ``next.truncated`` and ``next.done``, if the batches have them, are True in the last row of each slice.
-    ``collector.is_first`` ``[slice_len, num_slices]`` bool is True in its first row, and so is ``is_init``, if the
-    batches have it.
+    ``collector.is_first`` ``[slice_len, num_slices]`` bool is True in its first row, and so is ``is_init``, nested
+    ones included, if the batches have it.
 
     Args:
         ring: its batches must have ``next.done`` ``[T, L]`` bool. A ``collector.step`` of 0 also begins a trajectory.
@@ -220,9 +220,15 @@ def sample_slices(ring: JaxRing, key: Any, *, num_slices: int, slice_len: int) -
     cut = {name: slices["next"][name].at[-1].set(True) for name in ("truncated", "done") if name in slices["next"]}
     first = jax.numpy.zeros((slice_len, num_slices), bool).at[0].set(True)
     starts = {"collector": {**slices.get("collector", {}), "is_first": first}}
-    if "is_init" in slices:
-        starts["is_init"] = slices["is_init"].at[0].set(True)
-    return {**slices, **starts, "next": {**slices["next"], **cut}}, found
+    return {**_marked(slices), **starts, "next": {**slices["next"], **cut}}, found
+
+
+def _marked(node: Any) -> Any:
+    """A tree in which every ``is_init`` is True in the first row; ``next`` keeps its own, which are of later frames."""
+    if not isinstance(node, dict):
+        return node
+    marked = {name: value if name == "next" else _marked(value) for name, value in node.items()}
+    return marked | ({"is_init": node["is_init"].at[0].set(True)} if "is_init" in node else {})
 
 
 def _draw_ends(ring: JaxRing, key: Any, count: int, slice_len: int) -> tuple[Any, Any]:

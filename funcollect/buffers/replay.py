@@ -34,7 +34,7 @@ __all__ = ["ReplayBuffer"]
 _Sample = tuple[Any, dict[str, Any]]  # the batch, and its info
 _OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[ReplayBuffer]] = weakref.WeakKeyDictionary()  # by storage, sampler
 _PARTS = ("storage", "sampler", "generator")  # which refer to each other
-_WRITTEN = "_funcollect_written"  # the attribute of slots that `ReplayBuffer._note` sets
+_WRITTEN = "_funcollect_written"  # the attribute of the slots' storage that `ReplayBuffer._note` sets
 
 
 class ReplayBuffer:
@@ -115,9 +115,7 @@ class ReplayBuffer:
         if isinstance(self.storage, ListStorage):
             return self._extend([data])[0]
         axis = self.storage.ndim - 1
-        if isinstance(data, TensorDictBase):
-            return self._extend(data.unsqueeze(axis))[..., 0]
-        return self._extend(_map(lambda leaf: torch.as_tensor(leaf).unsqueeze(axis), data))[..., 0]
+        return self._extend(_map(lambda leaf: ring.as_leaf(leaf).unsqueeze(axis), data))[..., 0]
 
     def extend(self, data: Any) -> Tensor:
         """Add the frames of a batch ``[*B, T]``; they replace the oldest.
@@ -171,8 +169,10 @@ class ReplayBuffer:
 
         Rows of -1 are ignored, and so are frames that have been overwritten since `index` was returned: the frames that
         are now in their slots keep their priorities. The tensor that `extend`, `add` or `sample` returned records when
-        that was, and so do its views. A copy, such as ``index.cuda()`` or ``index[mask]``, does not, so it needs
-        `written`; without it, the priorities are those of the frames that are in the slots now.
+        that was, and so do the tensors that share its memory: slices, `view`, `detach`. A copy does not, so it needs
+        `written`; without it, the priorities are those of the frames that are in the slots now. Copies are
+        ``index[mask]``, ``index.flip(0)``, ``index.int()``, ``index.cuda()``, ``index.numpy()``, ``index.tolist()`` and
+        an unpickled index.
 
         Args:
             index: ``[N]`` slots, as `extend` returned them or ``info["index"]`` has them.
@@ -181,23 +181,29 @@ class ReplayBuffer:
 
         Raises:
             TypeError: for another sampler.
-            ValueError: for empty slots, and for priorities that are negative, infinite or NaN.
+            ValueError: for empty slots, for priorities that are negative, infinite or NaN, and for a `written` that the
+                buffer has not reached.
         """
         if not isinstance(self.sampler, PrioritizedSampler):
             raise TypeError(f"{self.sampler} has no priorities: build the buffer with sampler=PrioritizedSampler(…)")
         if written is not None:
             check_count("written", written)
+            if written > (most := self._before + self.state.memory.written):
+                raise ValueError(
+                    f'written is {written}, expected at most {most}, the number of frames so far: pass info["written"] '
+                    "of a sample of this buffer"
+                )
         elif isinstance(index, Tensor):
-            written = getattr(_root(index), _WRITTEN, None)
+            written = getattr(index.untyped_storage(), _WRITTEN, None)
         with self._lock, Uninterrupted():
             since = None if written is None else written - self._before
             self.sampler.update_priority(self.state.memory, index, priority, since)
             self._ahead.clear()
 
     def _note(self, index: Tensor) -> int:
-        """Note at these slots how many frames the buffer has been given, and return it."""
+        """Note at the memory of these slots, which views share, how many frames the buffer was given; return that."""
         written = self._before + self.state.memory.written
-        setattr(_root(index), _WRITTEN, written)
+        setattr(index.untyped_storage(), _WRITTEN, written)
         return written
 
     def _gather(self, drawn: SampleIndices) -> _Sample:
@@ -257,6 +263,7 @@ class ReplayBuffer:
         batches follow each other in it.
 
         Raises:
+            TypeError: for an index that consists of other things.
             IndexError: for frames that are not there.
             ValueError: for such a view, if batches had different dimensions before time.
         """
@@ -264,10 +271,7 @@ class ReplayBuffer:
         with self._lock:
             memory = self.state.memory
             held = memory.grid() if whole else np.arange(len(memory))
-            try:
-                slots = np.asarray(held[index.numpy(force=True) if isinstance(index, Tensor) else index])
-            except IndexError as error:
-                raise IndexError(f"index is {shown(index)}, expected one into {list(held.shape)} frames") from error
+            slots = ring.slots_at(held, index)
             if isinstance(self.storage, ListStorage) and not slots.ndim:
                 return self.storage.item(int(slots))
             batch = memory.read(slots.reshape(-1))
@@ -366,11 +370,6 @@ def _copied(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
-def _root(index: Tensor) -> Tensor:
-    """The tensor of which this one is a view, or itself."""
-    return index if index._base is None else index._base
-
-
 def _keeps_time(index: Any, ndim: int) -> bool:
     """Whether time is the last dimension of a view ``[*lanes, time]`` with `ndim` dimensions under this index."""
     parts = index if isinstance(index, tuple) else (index,)
@@ -381,7 +380,7 @@ def _keeps_time(index: Any, ndim: int) -> bool:
 
 def _map(function: Callable[[Any], Any], data: Any) -> Any:
     """Apply a function to a TensorDict or a tensor as a whole, or to each leaf of another tree."""
-    if isinstance(data, (TensorDictBase, Tensor)):
+    if isinstance(data, Tensor) or is_tensor_collection(data):
         return function(data)
     return optree.tree_map(function, data)
 

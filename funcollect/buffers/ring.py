@@ -14,12 +14,13 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from types import EllipsisType, NoneType
 from typing import Any, cast
 
 import numpy as np
 import optree
 import torch
-from tensordict import is_tensor_collection
+from tensordict import is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from funcollect.arguments import check_kind, check_positive
@@ -34,7 +35,7 @@ from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories, ch
 from funcollect.errors import StaleStateError
 from funcollect.interrupts import Uninterrupted
 from funcollect.keys import Key
-from funcollect.messages import shown
+from funcollect.messages import clipped, shown
 from funcollect.trajectories.final_observations import is_compact
 from funcollect.trajectories.next_observations import next_observations
 
@@ -234,15 +235,43 @@ def _with_next(batch: Any) -> Any:
 def _stacked(items: list[Any]) -> Any:
     """The items of a list as one batch; ValueError if there are none, or their keys or shapes differ."""
     if not items:
-        raise ValueError("the list has no items, expected at least one")
+        raise ValueError("the list has no items, expected at least one: skip the call if there are none")
+    if is_tensorclass(items[0]):
+        raise TypeError(
+            f"the list has items of {type(items[0]).__name__}, expected TensorDicts, tensors, or trees of tensors: "
+            "give [item.to_tensordict() for item in items]"
+        )
     try:
         if is_tensor_collection(items[0]):
             return torch.stack(items)
-        return optree.tree_map(lambda *leaves: torch.stack([torch.as_tensor(leaf) for leaf in leaves]), *items)
+        return optree.tree_map(lambda *leaves: torch.stack([as_leaf(leaf) for leaf in leaves]), *items)
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
         raise ValueError(
-            f"the list has items that cannot be stacked ({error}), expected items with the same keys and shapes: store "
-            "others in a ListStorage"
+            f"the list has items that cannot be stacked ({clipped(str(error))}), expected items with the same keys and "
+            "shapes: store others in a ListStorage, in a buffer with collate_fn="
+        ) from error
+
+
+def as_leaf(leaf: Any) -> Any:
+    """A number or an array as a tensor; a TensorDict or a tensorclass, which `as_tensor` would empty, as it is."""
+    return leaf if is_tensor_collection(leaf) else torch.as_tensor(leaf)
+
+
+def slots_at(held: Ints, index: Any) -> Ints:
+    """The slots of `held` at an index of it; TypeError or IndexError if there are none."""
+    try:
+        return np.asarray(held[index.numpy(force=True) if isinstance(index, Tensor) else index])
+    except IndexError as error:
+        for part in index if isinstance(index, tuple) else (index,):
+            if not isinstance(part, (slice, EllipsisType, NoneType)) and np.asarray(part).dtype.kind not in "iub":
+                raise TypeError(
+                    f"index is {shown(index)}, expected ints, slices or a mask: give slots, as extend returns them"
+                ) from error
+        if not held.size:
+            raise IndexError(f"index is {shown(index)}, the buffer is empty: extend it first") from error
+        raise IndexError(
+            f"index is {shown(index)}, expected one into {list(held.shape)} frames: give ints below these sizes, "
+            "slices, or a mask of this shape"
         ) from error
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torchrl.data
-from tensordict import TensorDict
+from tensordict import TensorDict, tensorclass
 
 import funcollect as fc
 from tests.support.compare import assert_same
@@ -36,6 +36,46 @@ def test_lists_in_items_are_trees():
     assert len(buffer) == 6
     with pytest.raises(ValueError, match=r"items that cannot be stacked .* with the same keys and shapes"):
         buffer.extend([{"pair": [torch.tensor(1), torch.tensor(1)]}, {"other": torch.tensor(1)}])
+
+
+@tensorclass
+class Pair:
+    x: torch.Tensor
+
+
+def test_tensorclasses_are_refused_in_every_way():
+    buffer, item = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9)), Pair(x=torch.ones(3), batch_size=[])
+    for call, fix in (
+        (lambda: buffer.add(item), "give its to_tensordict"),
+        (lambda: buffer.extend(item[None]), "give its to_tensordict"),
+        (lambda: buffer.extend([item, item]), r"give \[item.to_tensordict\(\) for item in items\]"),
+        (lambda: buffer.add({"a": item}), "a is Pair, expected a tensor"),
+        (lambda: buffer.extend([{"a": item}, {"a": item}]), "a is Pair, expected a tensor"),
+    ):
+        with pytest.raises(TypeError, match=fix):
+            call()
+    assert len(buffer) == 0
+
+
+def test_items_that_do_not_stack():
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9))
+    for items in (
+        [torch.ones(2), torch.ones(3)],
+        [TensorDict({f"a key {n}": torch.ones(3) for n in range(9)}), {"other": torch.ones(3)}],
+    ):
+        with pytest.raises(ValueError, match=r"cannot be stacked .* in a buffer with collate_fn=") as raised:
+            buffer.extend(items)
+        assert "\n" not in str(raised.value)
+        assert len(str(raised.value)) < 300
+    for items in ([torch.ones(2), torch.ones(3)], [{"a": 1}, {"b": 1}], [[1], [1, 2]], [np.ones(2), np.ones(3)],
+                  [TensorDict({"a": torch.ones(n)}) for n in (1, 2)], [TensorDict({n: 1}) for n in "ab"]):  # fmt: skip
+        buffer = fc.ReplayBuffer(storage=fc.ListStorage(9), batch_size=40)
+        buffer.extend(items)
+        with pytest.raises(ValueError, match=r"the items cannot be stacked .* build the buffer with a collate_fn="):
+            buffer.sample()
+        buffer = fc.ReplayBuffer(storage=fc.ListStorage(9), batch_size=40, collate_fn=list)
+        buffer.extend(items)
+        assert len(buffer.sample()) == 40
 
 
 def test_a_list_of_lanes():

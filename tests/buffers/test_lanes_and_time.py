@@ -52,8 +52,20 @@ def test_lanes_and_steps():
     assert buffer[torch.tensor(3)]["x"] == 101
     assert len(buffer[np.arange(10) % 2 == 0]) == 5
     for index in (2, (0, 5), (0, 0, 0)):
-        with pytest.raises(IndexError, match=r"expected one into \[2, 5\] frames"):
+        with pytest.raises(IndexError, match=r"expected one into \[2, 5\] frames: give ints below these sizes"):
             buffer[index]
+    for index in ("x", ("x",), 1.5, (0, 1.5), torch.tensor(0.5), {}):
+        with pytest.raises(TypeError, match=r"index is .*, expected ints, slices or a mask: give slots"):
+            buffer[index]
+
+
+@pytest.mark.parametrize("storage", [fc.LazyTensorStorage, fc.ListStorage])
+def test_an_empty_buffer(storage):
+    buffer = fc.ReplayBuffer(storage=storage(9))
+    with pytest.raises(IndexError, match="the buffer is empty: extend it first"):
+        buffer[0]
+    with pytest.raises(ValueError, match=r"extend .* first"):
+        buffer[:]
 
 
 @pytest.mark.parametrize("capacity", [16, 15, 20])

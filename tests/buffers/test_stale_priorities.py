@@ -56,12 +56,43 @@ def test_copies_of_the_index_and_what_info_notes(prefetch):
     kept = pickle.loads(pickle.dumps(info["index"]))
     copied = info["index"].clone()
     buffer.extend(torch.arange(SIZE))
-    for index, written in ((info["index"], None), (info["index"].view(2, 2), None), (kept, None),
+    for index, written in ((info["index"], None), (info["index"].view(2, 2), None), (kept, info["written"]),
                            (copied, info["written"]), (copied.numpy(), info["written"])):  # fmt: skip
         buffer.update_priority(index, 5.0, written=written)
         assert priorities(buffer) == [1.0] * SIZE
     buffer.update_priority(copied, 5.0)
     assert 5.0 in priorities(buffer)
+
+
+VIEWS = [lambda i: i, lambda i: i.detach(), lambda i: i.data, lambda i: i.view(2, 2)[0], lambda i: i.detach()[:2].data]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("ask", ["sample", "extend", "add"])
+def test_views_share_the_note(ask, view, inference):
+    sampler = fc.PrioritizedSampler(SIZE, alpha=1.0, beta=1.0, eps=0)
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(SIZE, ndim=2), sampler=sampler, batch_size=4)
+    lanes = TensorDict({"x": torch.arange(SIZE).view(4, 2)}, [4, 2])
+    buffer.extend(lanes)
+    with torch.inference_mode(inference):
+        if ask == "sample":
+            index = buffer.sample(return_info=True)[1]["index"]
+        else:
+            index = buffer.extend(lanes[:, :1]).squeeze(-1) if ask == "extend" else buffer.add(lanes[:, 0])
+        buffer.extend(lanes)
+        buffer.update_priority(view(index), 0.5)
+    assert priorities(buffer) == [1.0] * SIZE
+
+
+def test_an_index_of_something_else():
+    buffer, index = made(5)
+    buffer.update_priority(index, 2.0, written=5)
+    with pytest.raises(ValueError, match=r'written is 500, expected at most 5, .* pass info\["written"\]'):
+        buffer.update_priority(index, 3.0, written=500)
+    with pytest.raises(TypeError, match="index is TensorDict, expected integers"):
+        buffer.update_priority(frames(3), 3.0)
+    assert priorities(buffer) == [2.0] * 5
 
 
 @pytest.mark.parametrize("how", ["empty", "loads"])

@@ -14,6 +14,7 @@ from tests.support.frames.stacked_frames import STACK, stacked
 from tests.support.frames.streams_of_frames import batch_of, frames_of
 
 LENGTH, IS_FIRST = 5, ("collector", "is_first")
+NESTED = [("agents", "is_init"), ("agents", "one", "is_init"), ("next", "is_init")]
 STORAGES = {
     "tensors": lambda: fc.LazyTensorStorage(100, ndim=2),
     "file": lambda: fc.LazyMemmapStorage(100, ndim=2),
@@ -68,6 +69,38 @@ def test_short_slices(pad_output):
     check(sample, slice(0, None, 10) if pad_output else torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1] + 1]))
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_nested_flags(storage, sampler):
+    """Every ``is_init`` is marked, except those of next frames."""
+    batch = episodes()
+    flags = batch["is_init"]
+    for path in NESTED:
+        batch[path] = flags.clone()
+    for init_key, marked in (
+        ("is_init", {"is_init", *NESTED[:2]}), (("agents", "is_init"), {("agents", "is_init")}), (None, set()),
+    ):  # fmt: skip
+        buffer = fc.ReplayBuffer(
+            storage=STORAGES[storage](), sampler=SAMPLERS[sampler](init_key=init_key), batch_size=8 * LENGTH
+        )
+        buffer.extend(batch[0] if storage == "list" else batch)
+        sample = buffer.sample()
+        stored = (sample["collector", "step"] == 0)[:, None]
+        for path in ("is_init", *NESTED):
+            assert torch.equal(sample[path], stored | (sample[IS_FIRST][:, None] if path in marked else False))
+
+
+@pytest.mark.parametrize("init_key", ["is_inti", ("agents", "is_init")])
+def test_flags_that_are_not_there(init_key):
+    sampler = fc.SliceSampler(slice_len=LENGTH, init_key=init_key)
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100, ndim=2), sampler=sampler, batch_size=LENGTH)
+    buffer.extend(episodes())
+    with pytest.raises(ValueError, match=r"init_key is .*, but frames have no such tensor"):
+        buffer.sample()
+    with pytest.raises(TypeError, match="init_key is 3, expected a key"):
+        fc.SliceSampler(slice_len=LENGTH, init_key=3)
+
+
 def test_a_ring_and_a_reader(tmp_path):
     state = fc.ring.init(fc.LazyTensorStorage(100, ndim=2), trajectories=fc.ring.Trajectories())
     state, _ = fc.ring.extend(state, episodes())
@@ -105,12 +138,15 @@ def test_in_jax():
     step = jnp.asarray(batch["collector", "step"].numpy())
     arrays = {"collector": {"step": step}, "next": {"done": jnp.asarray(batch["next", "done"][..., 0].numpy())}}
     arrays["is_init"] = (step == 0)[..., None]
+    arrays["agents"], arrays["next"]["is_init"] = {"is_init": arrays["is_init"]}, arrays["is_init"]
     ring = fc.jax_ring.extend(fc.jax_ring.init(arrays, steps=30), arrays)
     sampled, found = fc.jax_ring.sample_slices(ring, jax.random.PRNGKey(0), num_slices=8, slice_len=LENGTH)
     assert bool(found)
     first = np.arange(LENGTH)[:, None] == np.zeros(8)
     assert (np.asarray(sampled["collector"]["is_first"]) == first).all()
     assert (np.asarray(sampled["is_init"])[..., 0] == first | (np.asarray(sampled["collector"]["step"]) == 0)).all()
+    assert (sampled["agents"]["is_init"] == sampled["is_init"]).all()
+    assert (sampled["next"]["is_init"][..., 0] == (sampled["collector"]["step"] == 0)).all()
     plain = {"next": arrays["next"]}
     ring = fc.jax_ring.extend(fc.jax_ring.init(plain, steps=30), plain)
     sampled, _ = fc.jax_ring.sample_slices(ring, jax.random.PRNGKey(0), num_slices=8, slice_len=LENGTH)

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.arguments import check_choice, check_flags, check_positive
+from funcollect.arguments import check_choice, check_flags, check_key, check_positive
 from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.samplers.randomness import RandomSource
 from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
@@ -22,6 +22,7 @@ __all__ = ["Flat", "SampleIndices", "SampleSpec", "Slices"]
 
 _CUT: tuple[Path, ...] = (("next", "truncated"), ("next", "done"))
 _INIT = "is_init"  # where TorchRL's recurrent modules begin with the recorded hidden state
+_NO_STARTS = ("next", "collector")  # nodes whose flags are those of other frames, or not the environment's
 
 
 class BufferView(Protocol):
@@ -44,6 +45,7 @@ class SampleIndices:
     mask: Bools | None = None  # [N]: False for padding; None if there is none
     first: Ints | slice | None = None  # the rows that begin a slice; None for single frames
     last: Ints | slice | None = None  # the rows that end a slice
+    init_key: str | Path | None = _INIT  # see `Slices`
     info: Mapping[str, Tensor] = field(default_factory=dict)  # [N] by name, such as importance weights
 
     @property
@@ -70,8 +72,13 @@ class SampleIndices:
         for path in _CUT:
             _set(_flags(batch, path, (1,)), self.last)
         _set(_flags(batch, IS_FIRST, (), fresh=True), self.first)
-        if isinstance(starts := batch._tensordict.get(_INIT), Tensor):
-            _set(starts, self.first)
+        if self.init_key is not None:
+            if isinstance(self.init_key, str):
+                found = _mark(batch._tensordict, self.init_key, self.first)
+            elif found := isinstance(starts := batch.get(self.init_key, None), Tensor):
+                _set(starts, self.first)
+            if not found and self.init_key != _INIT:
+                raise ValueError(f"init_key is {self.init_key!r}, but frames have no such tensor: check the spelling")
         if self.mask is not None:
             batch.set(MASK, torch.from_numpy(self.mask).to(batch.device))
         return batch
@@ -89,6 +96,17 @@ def _flags(batch: TensorDict, path: Path, tail: tuple[int, ...], fresh: bool = F
         zeros = torch.from_numpy(np.zeros((*batch.batch_size, *tail), np.bool_))
         flags = node[path[-1]] = zeros if batch.device is None else zeros.to(batch.device)
     return flags
+
+
+def _mark(node: dict[str, Any], name: str, rows: Ints | slice) -> bool:
+    """Set these rows to True in all leaves with a name, except those of next frames; whether there are any."""
+    leaf = node.get(name)
+    if found := isinstance(leaf, Tensor):
+        _set(leaf, rows)
+    for key, value in node.items():
+        if type(value) is TensorDict and key not in _NO_STARTS:
+            found |= _mark(value._tensordict, name, rows)
+    return found
 
 
 def _set(flags: Tensor, rows: Ints | slice) -> None:
@@ -132,7 +150,7 @@ class Slices:
 
     A slice consists of successive frames of one trajectory. In the sample only, ``next.truncated`` and ``next.done``
     are True in its last row, and ``("collector", "is_first")`` ``[N]`` bool in its first row. So is ``is_init``, if
-    frames have it: TorchRL's recurrent modules begin each slice with the hidden state that was recorded there.
+    frames have it, nested or not: TorchRL's recurrent modules begin each slice with the hidden state recorded there.
 
     Attributes:
         num_slices: the number of slices.
@@ -141,6 +159,8 @@ class Slices:
             whole, and the sample has fewer frames then.
         pad_output: pad them with zeros instead; ``("collector", "mask")`` ``[N]`` bool is False for padding. Only with
             ``strict_length=False``.
+        init_key: names the flags like ``is_init``: a string those of this name, in nested dicts too; a tuple one path.
+            None leaves them as stored.
         over: ``"trajectories"`` draws the trajectory uniformly, then the slice's first frame in it; ``"windows"`` draws
             uniformly from all possible slices.
 
@@ -159,6 +179,7 @@ class Slices:
     slice_len: int
     strict_length: bool = True
     pad_output: bool = False
+    init_key: str | Path | None = _INIT
     over: Literal["trajectories", "windows"] = "trajectories"
 
     def __post_init__(self) -> None:
@@ -167,6 +188,7 @@ class Slices:
         check_flags(strict_length=self.strict_length, pad_output=self.pad_output)
         if self.pad_output and self.strict_length:
             raise ValueError("pad_output is True, but no slice is short: pass strict_length=False too, or leave it out")
+        check_key("init_key", self.init_key)
         check_choice("over", self.over, ("trajectories", "windows"))
 
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
@@ -206,13 +228,14 @@ class Slices:
         position, first = begin[:, None] + steps, slice(0, None, self.slice_len)
         if self.strict_length:
             slots = index.slot_lists.get(trajectory[:, None], position).reshape(-1)
-            return SampleIndices(slots=slots, first=first, last=slice(self.slice_len - 1, None, self.slice_len))
+            last = slice(self.slice_len - 1, None, self.slice_len)
+            return SampleIndices(slots=slots, first=first, last=last, init_key=self.init_key)
         stop = index.stop.take(trajectory)[:, None]
         mask = (position < stop).reshape(-1)
         slots = index.slot_lists.get(trajectory[:, None], np.minimum(position, stop - 1)).reshape(-1)
         lengths = np.minimum(stop[:, 0] - begin, self.slice_len)
         last = np.arange(len(trajectory)) * self.slice_len + lengths - 1
-        return SampleIndices(slots=slots, mask=mask, first=first, last=last)
+        return SampleIndices(slots=slots, mask=mask, first=first, last=last, init_key=self.init_key)
 
 
 SampleSpec = Flat | Slices  # a description of a sample

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tensordict import is_tensor_collection
 from torch import Tensor
 from typing_extensions import override
 
@@ -158,8 +159,8 @@ def _numbers(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:
         numbers = (array.float() if array.dtype == torch.bfloat16 else array).numpy().reshape(-1)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} is {shown(values)}, expected {wanted}") from error
-    if numbers.size and numbers.dtype.kind not in kinds:
-        raise TypeError(f"{name} is {numbers.dtype}, expected {wanted}")
+    if numbers.dtype.kind not in kinds and (numbers.size or is_tensor_collection(values)):
+        raise TypeError(f"{name} is {numbers.dtype if numbers.size else type(values).__name__}, expected {wanted}")
     return numbers
 
 
@@ -194,6 +195,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         end_key: str | Path | None = None,
         strict_length: bool = True,
         pad_output: bool = False,
+        init_key: str | Path | None = "is_init",
     ) -> None:
         super().__init__(max_capacity, alpha, beta, eps)
         self._slices = SliceSampler(
@@ -204,6 +206,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
             end_key=end_key,
             strict_length=strict_length,
             pad_output=pad_output,
+            init_key=init_key,
             over="windows",
         )
         self.trajectories = self._slices.trajectories

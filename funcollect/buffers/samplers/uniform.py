@@ -166,6 +166,7 @@ class SliceSampler(RandomSampler):
         strict_length: whether to draw only from trajectories that are long enough. If False, shorter ones are returned
             whole, and the sample has fewer than ``batch_size`` frames then.
         pad_output: pad them with zeros instead, see `ring.Slices`.
+        init_key: the flags that are True where a slice begins, nested ones included; None leaves them as stored.
         over: whether all ``"trajectories"`` or all ``"windows"`` (possible slices) are equally likely.
         cache_values: accepted as by TorchRL, without effect: the trajectories are always known.
 
@@ -196,6 +197,7 @@ class SliceSampler(RandomSampler):
         end_key: str | Path | None = None,
         strict_length: bool = True,
         pad_output: bool = False,
+        init_key: str | Path | None = "is_init",
         over: Literal["trajectories", "windows"] = "trajectories",
         cache_values: bool = False,
     ) -> None:
@@ -210,13 +212,14 @@ class SliceSampler(RandomSampler):
         check_flags(cache_values=cache_values)
         self.trajectories = Trajectories(traj_key=trajectory_key if traj_key is None else traj_key, end_key=end_key)
         self.num_slices, self.slice_len = num_slices, slice_len
-        self.strict_length, self.pad_output, self.over = strict_length, pad_output, over
+        self.strict_length, self.pad_output, self.init_key, self.over = strict_length, pad_output, init_key, over
         # This checks the arguments. The number that is not given follows from the batch size, so it is 1 here.
         Slices(
             num_slices=1 if num_slices is None else num_slices,
             slice_len=1 if slice_len is None else slice_len,
             strict_length=strict_length,
             pad_output=pad_output,
+            init_key=init_key,
             over=over,
         )
 
@@ -236,6 +239,7 @@ class SliceSampler(RandomSampler):
             slice_len=slice_len,
             strict_length=self.strict_length,
             pad_output=self.pad_output,
+            init_key=self.init_key,
             over=self.over,
         )
 

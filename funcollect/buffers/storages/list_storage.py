@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size
-from funcollect.messages import shown
+from funcollect.messages import clipped, shown
 from funcollect.tree import Path as KeyPath
 from funcollect.tree import flatten, to_tensordict
 
@@ -66,7 +66,12 @@ class ListStorage(Storage):
     @override
     def read(self, slots: Ints, mask: Bools | None = None, following: Ints | None = None) -> Any:
         if mask is not None and not mask.all():
-            raise ValueError("a ListStorage cannot pad slices: use LazyTensorStorage, or strict_length=True")
+            raise ValueError(
+                "a ListStorage cannot pad slices, as pad_output=True and a MultiStepSampler do: leave pad_output out, "
+                "or use a LazyTensorStorage"
+            )
+        if not len(slots):
+            raise ValueError("no items are selected, expected at least one to collate: extend the buffer first")
         return self.collate([self._items[slot] for slot in slots])
 
     def item(self, slot: int) -> Any:
@@ -153,9 +158,12 @@ def _from_dict(item: Any) -> Any:
 
 def _collate(items: list[Any]) -> Any:
     """Stack tensors, numbers and trees of them into a batch; items of other types stay a list."""
-    if isinstance(items[0], TensorDictBase):
-        return torch.stack(items)
     try:
-        return default_collate(items)
+        return torch.stack(items) if isinstance(items[0], TensorDictBase) else default_collate(items)
+    except (RuntimeError, KeyError) as error:
+        raise ValueError(
+            f"the items cannot be stacked ({clipped(str(error))}), expected ones with the same keys and shapes: build "
+            "the buffer with a collate_fn=, such as list"
+        ) from error
     except TypeError:
         return items
