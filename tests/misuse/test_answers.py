@@ -195,7 +195,12 @@ def test_an_action_outside_its_space(space: Any, good: Any, bad: Any, one_hot: b
 
 @pytest.mark.parametrize("action", [5, -1])
 def test_an_environment_that_refuses_an_action_outside_its_space(action: int) -> None:
-    says = ("lane 1", f"step({action}) raised AssertionError", "the action is not in Discrete(2)", "look at the policy")
+    says = (
+        "lane 1",
+        f"step(np.int64({action})) raised AssertionError",
+        "the action is not in Discrete(2)",
+        "look at the policy",
+    )
     bad = torch.tensor([0, action, 0])
     fails_then_runs(cartpole, lambda env: fc.torch_policy(Once(ACTIONS, bad)), fc.EnvError, says)
 

@@ -56,7 +56,7 @@ CASES = {
     "a keyword of TorchRL's": (
         {"trust_policy": True},
         TypeError,
-        r"\['trust_policy'\] are unknown .*, expected some of collector_class, collector_kwargs, compact_obs",
+        r"no argument trust_policy \(policies need no trust\)",
     ),
     "in_process": ({"in_process": True}, TypeError, r"no argument in_process \(MultiSyncDataCollector has it\)"),
 }

@@ -48,8 +48,8 @@ class StepClock:
         steps: after so many the environment is no longer held.
 
     Attributes:
-        signs: returns how many signs of life the awaited process has shown, as far as the waiting one knows; the clock
-            goes on once there are more. Set by the test.
+        signs: returns a number that changes with each sign of life that the awaited process shows, as far as the
+            waiting one knows; the clock goes on once it has changed. Set by the test.
     """
 
     sleep = staticmethod(time.sleep)
@@ -62,7 +62,7 @@ class StepClock:
         arrived = size_of(self._folder / "arrived")
         if self._allowed < arrived < self._steps:
             self._allow(self._allowed + 1)
-            wait_until(lambda: self.signs() > self._seen)
+            wait_until(lambda: self.signs() != self._seen)
             self._seen = self.signs()
             self._now += self._seconds
         elif arrived >= self._steps:
