@@ -164,7 +164,7 @@ class ReplayBuffer:
             made = self._take_prefetched(wanted, self._pool)
         return made if return_info else made[0]
 
-    def update_priority(self, index: Any, priority: Any, written: int | None = None) -> None:
+    def update_priority(self, index: Any, priority: Any, written: Any = None) -> None:
         """Set the priorities of the frames in these slots, for a `PrioritizedSampler`.
 
         Rows of -1 are ignored, and so are frames that have been overwritten since `index` was returned: the frames that
@@ -177,27 +177,19 @@ class ReplayBuffer:
         Args:
             index: ``[N]`` slots, as `extend` returned them or ``info["index"]`` has them.
             priority: ``[N]`` numbers, or one for all; finite, not negative.
-            written: ``info["written"]`` of the sample; by default that of `index`.
+            written: ``info["written"]`` ``[N]`` of these rows, or one number for all; by default that of `index`.
 
         Raises:
             TypeError: for another sampler.
-            ValueError: for empty slots, for priorities that are negative, infinite or NaN, and for a `written` that the
-                buffer has not reached.
+            ValueError: for empty slots, for priorities that are negative, infinite or NaN, and for a `written` that is
+                negative, or that the buffer has not reached.
         """
         if not isinstance(self.sampler, PrioritizedSampler):
             raise TypeError(f"{self.sampler} has no priorities: build the buffer with sampler=PrioritizedSampler(…)")
-        if written is not None:
-            check_count("written", written)
-            if written > (most := self._before + self.state.memory.written):
-                raise ValueError(
-                    f'written is {written}, expected at most {most}, the number of frames so far: pass info["written"] '
-                    "of a sample of this buffer"
-                )
-        elif isinstance(index, Tensor):
+        if written is None and isinstance(index, Tensor):
             written = getattr(index.untyped_storage(), _WRITTEN, None)
         with self._lock, Uninterrupted():
-            since = None if written is None else written - self._before
-            self.sampler.update_priority(self.state.memory, index, priority, since)
+            self.sampler.update_priority(self.state.memory, index, priority, written, self._before)
             self._ahead.clear()
 
     def _note(self, index: Tensor) -> int:
@@ -211,7 +203,7 @@ class ReplayBuffer:
         batch = drawn.finish(self.state.memory.read(drawn.slots, drawn.mask))
         info: dict[str, Any] = {"index": torch.from_numpy(drawn.index), **drawn.info}
         if self._by_priority:
-            info["written"] = self._note(info["index"])
+            info["written"] = torch.from_numpy(np.full(drawn.index.shape, self._note(info["index"])))
         return batch, info
 
     def _take_prefetched(self, batch_size: int, pool: ThreadPoolExecutor) -> _Sample:

@@ -90,21 +90,21 @@ class PrioritizedSampler(RandomSampler):
         self._priorities.put(np.arange(len(weights)), weights)
         self._highest = float(state["highest"])
 
-    def update_priority(self, memory: BufferView, index: Any, priority: Any, since: int | None = None) -> None:
-        """See `ReplayBuffer.update_priority`; `memory` is the buffer's ring.
-
-        `since` is the number of frames that the ring had been given when the index was made; None if that is unknown.
-        """
+    def update_priority(
+        self, memory: BufferView, index: Any, priority: Any, written: Any = None, before: int = 0
+    ) -> None:
+        """See `ReplayBuffer.update_priority`; `memory` is the buffer's ring, which began after `before` frames."""
         slots = _numbers("index", index, "iu").astype(np.int64)
         given = _numbers("priority", priority, "fiub").astype(np.float64)
         if len(given) not in (1, len(slots)):
             raise ValueError(
                 f"{len(given)} priorities are given for {len(slots)} frames: give one for each, or one for all"
             )
-        after = 0 if since is None else memory.written - since  # frames written since then
-        if len(slots) and (after > 0 or slots.view(np.uint64).max() >= len(memory)):  # a negative one is huge there
+        after = 0 if written is None else _later(written, before + memory.written, len(slots))
+        late = bool(np.any(after > 0)) if isinstance(after, np.ndarray) else after > 0
+        if len(slots) and (late or slots.view(np.uint64).max() >= len(memory)):  # a negative one is huge there
             present = slots != -1
-            if after > 0:  # the frame that a slot held then is still there
+            if late:  # the frame that a slot held then is still there
                 present &= ((memory.written - 1 - slots) % memory.capacity >= after) & (after < memory.written)
             slots, given = slots[present], given if len(given) == 1 else given[present]
             if len(slots) and slots.view(np.uint64).max() >= len(memory):
@@ -149,6 +149,24 @@ class PrioritizedSampler(RandomSampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_capacity={self.max_capacity}, alpha={self.alpha}, beta={self.beta})"
+
+
+def _later(written: Any, now: int, count: int) -> Any:
+    """How many frames were written after these numbers of frames, one or [N]; ValueError for impossible ones."""
+    least = most = written
+    if type(written) is not int:
+        written = _numbers("written", written, "iu").astype(np.int64)
+        if len(written) not in (1, count):
+            raise ValueError(
+                f"written has {len(written)} numbers for {count} frames: give one for each, or one for all"
+            )
+        least, most = written.min(initial=now), written.max(initial=0)
+    if not 0 <= least <= most <= now:
+        raise ValueError(
+            f'written is {shown(written)}, expected 0 to {now}, the number of frames so far: pass info["written"] of a '
+            "sample of this buffer"
+        )
+    return now - written
 
 
 def _numbers(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:
