@@ -15,12 +15,10 @@ ITEMS = {
 }
 
 
-@pytest.mark.parametrize("data", [fc, torchrl.data], ids=["ours", "TorchRL's"])
+# TorchRL's buffers store tensors only.
+@pytest.mark.parametrize(("data", "items"), [*((fc, items) for items in ITEMS), (torchrl.data, "TensorDicts")])
 @pytest.mark.parametrize("storage", ["LazyTensorStorage", "LazyMemmapStorage", "ListStorage"])
-@pytest.mark.parametrize("items", ITEMS)
 def test_a_list_is_stacked(data, storage, items):
-    if (data, items) == (torchrl.data, "dicts"):
-        pytest.skip("TorchRL's stores tensors only")
     buffer = data.ReplayBuffer(storage=getattr(data, storage)(20), batch_size=4)
     assert buffer.extend(list(ITEMS[items])).tolist() == list(range(10))
     assert len(buffer) == 10
