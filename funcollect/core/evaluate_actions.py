@@ -169,8 +169,7 @@ def evaluate_actions(
 
     inputs = {leaf.path: rows[leaf.path] for leaf in leaves}
     lead = checked_lead(action, spec, {leaf: inputs[leaf.path].shape for leaf in leaves})
-    if in_torch and spec.categories:
-        action = action.long()  # as an index; Torch takes no other integers for one
+    action = action.long() if in_torch and spec.categories else action  # Torch takes no other integers for an index
     if policy.initial_state is None:
         parameters, outputs = _at_once(framework, call, inputs, lead)
     else:
