@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -250,7 +251,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         upto = self._priorities.get(slots).cumsum()
         if not upto[-1] > 0:
             raise ValueError("every frame at which a slice can begin has priority 0: give some frame a positive one")
-        places = np.minimum(places * upto[-1], np.nextafter(upto[-1], 0.0))
+        places = np.minimum(places * upto[-1], math.nextafter(upto[-1], 0.0))
         chosen: Ints = slots[np.searchsorted(upto, places, side="right")]
         return chosen
 
@@ -293,8 +294,9 @@ class SumTree:
         block = slots
         for (sums, least), (above, least_above) in pairwise(zip(self._sums, self._least, strict=True)):
             block = block // _WIDTH  # the same one may come several times
-            above[block] = sums.reshape(-1, _WIDTH).take(block, axis=0).sum(axis=1)
-            least_above[block] = least.reshape(-1, _WIDTH).take(block, axis=0).min(axis=1)
+            # `reduce` is what `sum` and `min` call, but sooner.
+            above[block] = np.add.reduce(sums.reshape(-1, _WIDTH).take(block, axis=0), axis=1)
+            least_above[block] = np.minimum.reduce(least.reshape(-1, _WIDTH).take(block, axis=0), axis=1)
 
     def get(self, slots: Ints) -> Floats:
         """The weights of slots."""
@@ -315,23 +317,24 @@ class SumTree:
     @property
     def least(self) -> float:
         """The least positive weight; infinite if there is none."""
-        return float(self._least[-1].min())
+        return float(np.minimum.reduce(self._least[-1]))
 
     def find(self, places: Floats) -> Ints:
         """The slots at the given places in ``[0, 1)``, if all weights are laid end to end on that interval."""
         upto = self._running
-        rest = np.minimum(places * upto[-1], np.nextafter(upto[-1], 0.0))
+        rest = np.minimum(places * upto[-1], math.nextafter(upto[-1], 0.0))
         order = rest.argsort()  # sorted places are found sooner, by more than it takes to sort them
         found = np.empty(len(rest), np.int64)
         found[order] = upto.searchsorted(rest[order], side="right") - 1
         rest -= upto.take(found)
-        rows = np.zeros((len(places), _WIDTH + 1))
+        rows, each = np.zeros((len(places), _WIDTH + 1)), np.arange(len(places))
+        ends = rows[:, 1:]
         for sums in self._sums[-2::-1]:
-            _running_sums(sums.reshape(-1, _WIDTH).take(found, axis=0), rows[:, 1:])
+            _running_sums(sums.reshape(-1, _WIDTH).take(found, axis=0), ends)
             # Rounding must not move a place past the end of its block, where the next slot may have the weight 0.
             rest = np.minimum(rest, np.nextafter(rows[:, -1], 0.0))
-            child = (rows[:, 1:] > rest[:, None]).argmax(axis=1)
-            rest -= rows[np.arange(len(rows)), child]
+            child = (ends > rest[:, None]).argmax(axis=1)
+            rest -= rows[each, child]
             found = found * _WIDTH + child
         return found
 
