@@ -141,9 +141,7 @@ class ReplayBuffer:
             self.state, slots = ring.extend(self.state, data)
             self._ahead.clear()
             self.sampler.extended(self.state.memory, slots.numpy())
-            if self._by_priority:
-                self._note(slots)
-        return slots
+            return self._note(slots)
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """A random batch of frames, copied.
@@ -151,7 +149,7 @@ class ReplayBuffer:
         Args:
             batch_size: the number of frames; by default that of the buffer.
             return_info: also return a dict with ``"index"``, the slots [N], where padding has -1, and the entries of
-                the sampler; for a sampler with priorities also ``"written"``, see `update_priority`.
+                the sampler.
 
         Raises:
             ValueError: if there is no batch size, if the buffer is empty, or if no trajectory is as long as a slice.
@@ -170,14 +168,14 @@ class ReplayBuffer:
         Rows of -1 are ignored, and so are frames that have been overwritten since `index` was returned: the frames that
         are now in their slots keep their priorities. The tensor that `extend`, `add` or `sample` returned records when
         that was, and so do the tensors that share its memory: slices, `view`, `detach`. A copy does not, so it needs
-        `written`; without it, the priorities are those of the frames that are in the slots now. Copies are
-        ``index[mask]``, ``index.flip(0)``, ``index.int()``, ``index.cuda()``, ``index.numpy()``, ``index.tolist()`` and
-        an unpickled index.
+        `written`, which `written_at` of the original returns; without it, the priorities are those of the frames that
+        are in the slots now. Copies are ``index[mask]``, ``index.flip(0)``, ``index.int()``, ``index.cuda()``,
+        ``index.numpy()``, ``index.tolist()`` and an unpickled index.
 
         Args:
             index: ``[N]`` slots, as `extend` returned them or ``info["index"]`` has them.
             priority: ``[N]`` numbers, or one for all; finite, not negative.
-            written: ``info["written"]`` ``[N]`` of these rows, or one number for all; by default that of `index`.
+            written: what `written_at` returned, or ``[N]`` such numbers; by default that of `index`.
 
         Raises:
             TypeError: for another sampler.
@@ -186,25 +184,26 @@ class ReplayBuffer:
         """
         if not isinstance(self.sampler, PrioritizedSampler):
             raise TypeError(f"{self.sampler} has no priorities: build the buffer with sampler=PrioritizedSampler(…)")
-        if written is None and isinstance(index, Tensor):
-            written = getattr(index.untyped_storage(), _WRITTEN, None)
+        if written is None:
+            written = self.written_at(index)
         with self._lock, Uninterrupted():
             self.sampler.update_priority(self.state.memory, index, priority, written, self._before)
             self._ahead.clear()
 
-    def _note(self, index: Tensor) -> int:
-        """Note at the memory of these slots, which views share, how many frames the buffer was given; return that."""
-        written = self._before + self.state.memory.written
-        setattr(index.untyped_storage(), _WRITTEN, written)
-        return written
+    def written_at(self, index: Any) -> int | None:
+        """How many frames a buffer had been given when it returned these slots; None if they do not record it."""
+        return getattr(index.untyped_storage(), _WRITTEN, None) if isinstance(index, Tensor) else None
+
+    def _note(self, index: Tensor) -> Tensor:
+        """Note at the memory of these slots, which views share, how many frames the buffer has been given."""
+        if self._by_priority:
+            setattr(index.untyped_storage(), _WRITTEN, self._before + self.state.memory.written)
+        return index
 
     def _gather(self, drawn: SampleIndices) -> _Sample:
         """Read the drawn frames: the batch, and its info."""
         batch = drawn.finish(self.state.memory.read(drawn.slots, drawn.mask))
-        info: dict[str, Any] = {"index": torch.from_numpy(drawn.index), **drawn.info}
-        if self._by_priority:
-            info["written"] = torch.from_numpy(np.full(drawn.index.shape, self._note(info["index"])))
-        return batch, info
+        return batch, {"index": self._note(torch.from_numpy(drawn.index)), **drawn.info}
 
     def _take_prefetched(self, batch_size: int, pool: ThreadPoolExecutor) -> _Sample:
         """Wait for the oldest prepared sample that is still up to date; threads prepare others meanwhile."""

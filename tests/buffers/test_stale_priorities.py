@@ -50,15 +50,16 @@ def test_what_extend_returned_is_new():
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_copies_of_the_index_and_what_info_notes(prefetch):
+def test_copies_of_the_index(prefetch):
     buffer, _ = made(prefetch=prefetch)
     _, info = buffer.sample(return_info=True)
     kept = pickle.loads(pickle.dumps(info["index"]))
-    copied = info["index"].clone()
+    copied, written = info["index"].clone(), buffer.written_at(info["index"])
+    assert buffer.written_at(copied) is None
     buffer.extend(torch.arange(SIZE))
-    for index, written in ((info["index"], None), (info["index"].view(2, 2), None), (kept, info["written"]),
-                           (copied, info["written"]), (copied.numpy(), info["written"])):  # fmt: skip
-        buffer.update_priority(index, 5.0, written=written)
+    for index, given in ((info["index"], None), (info["index"].view(2, 2), None), (kept, written), (copied, written),
+                         (copied.numpy(), written), (copied, torch.full((4,), written))):  # fmt: skip
+        buffer.update_priority(index, 5.0, written=given)
         assert priorities(buffer) == [1.0] * SIZE
     buffer.update_priority(copied, 5.0)
     assert 5.0 in priorities(buffer)
@@ -90,7 +91,7 @@ def test_an_index_of_something_else():
     buffer.update_priority(index, 2.0, written=5)
     _, info = buffer.sample(return_info=True)
     assert all(value.shape == (4,) for value in info.values())  # so that they can be set in the sample
-    with pytest.raises(ValueError, match=r'written is 500, expected 0 to 5, .* pass info\["written"\]'):
+    with pytest.raises(ValueError, match=r"written is 500, expected 0 to 5, .* pass what written_at"):
         buffer.update_priority(index, 3.0, written=500)
     with pytest.raises(TypeError, match="index is TensorDict, expected integers"):
         buffer.update_priority(frames(3), 3.0)

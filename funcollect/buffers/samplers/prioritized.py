@@ -164,8 +164,8 @@ def _later(written: Any, now: int, count: int) -> Any:
         least, most = written.min(initial=now), written.max(initial=0)
     if not 0 <= least <= most <= now:
         raise ValueError(
-            f'written is {shown(written)}, expected 0 to {now}, the number of frames so far: pass info["written"] of a '
-            "sample of this buffer"
+            f"written is {shown(written)}, expected 0 to {now}, the number of frames so far: pass what written_at of "
+            "this buffer returned"
         )
     return now - written
 
@@ -305,7 +305,8 @@ class SumTree:
     @property
     def _running(self) -> Floats:
         if self._top is None:
-            self._top = np.zeros(len(self._sums[-1]) + 1)
+            self._top = np.empty(len(self._sums[-1]) + 1)
+            self._top[0] = 0.0
             _running_sums(self._sums[-1], self._top[1:])
         return self._top
 
