@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from funcollect.core.env_params import of_one_lane
 from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
-from funcollect.core.traced_step.lane_params import of_one_lane
 from funcollect.envs.host.host_env import Camera
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax

@@ -20,12 +20,21 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from funcollect.core.loops.fused import fork, init, place_of, recover, reset, to_batch, waits_for_host
+from funcollect.core.batch import checked_batch
+from funcollect.core.lanes import RunKeys, run_keys
+from funcollect.core.loops.fused import fork, init, place_of, recover, reset, waits_for_host
 from funcollect.core.request import Request, open_actor, step_limit
 from funcollect.core.state import CollectorState
-from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
-from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_row, write_row
-from funcollect.core.traced_step.keys import RunKeys, run_keys
+from funcollect.core.traced_step.columns import (
+    bucket,
+    cast,
+    constant_columns,
+    dtypes_of,
+    empty_columns,
+    recorded_row,
+    recorded_step,
+    write_row,
+)
 from funcollect.core.traced_step.starts import SpareStarts, after_block, starts_are_cheap
 from funcollect.core.traced_step.step import Row, StepConfig
 from funcollect.envs.jax_envs.checks import check_unchanged
@@ -64,7 +73,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
         check_apart(outputs, state.observation)
         recorded = loop.columns | loop.constants
         columns = {path: torch_view(column)[: request.length] for path, column in recorded.items()}
-        return after, to_batch(env, cast(columns, dtypes_of(env)), outputs)
+        return after, checked_batch(env, cast(columns, dtypes_of(env)) | outputs)
 
 
 def _draw_words(env: JaxEnv, keys: Any, numbers: Any, width: int) -> Any:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from funcollect.core.checks import check_next_state, check_policy_state
+from funcollect.core.env_params import call_in_lanes, of_restarted, recorded_params
 from funcollect.core.exploration import head_of
-from funcollect.core.request import Request, step_limit
-from funcollect.core.traced_step.checks import check_next_state, check_policy_state
-from funcollect.core.traced_step.keys import RunKeys, dynamics_keys
-from funcollect.core.traced_step.lane_params import call_in_lanes, of_restarted, recorded_params
-from funcollect.core.traced_step.starts import Traced, restarted, varying, where_lanes
+from funcollect.core.lanes import RunKeys, dynamics_keys, varying, where_lanes
+from funcollect.core.request import StepOptions
+from funcollect.core.traced_step.starts import Traced, restarted
 from funcollect.envs.jax_envs.jax_env import step_lane
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax, without_weak_types
@@ -34,28 +34,28 @@ _MOST_STEPS = 2**31 - 1  # of one trajectory: step counters saturate here
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """The values that are fixed when a loop is compiled; see `Request`, whose `params` and `length` are not."""
+    """The values that are fixed when a loop is compiled; see `StepOptions`."""
 
     env: JaxEnv
     policy: Policy
     answer: TracedCall  # the policy's traced step, whose parameters are bound ones
-    limit: int | None  # steps after which an episode is truncated
+    limit: int | None
     random_steps: int
     reset_when_done: bool
     branches: bool = True  # whether branches are cheap; on a GPU or TPU each waits for the host
 
 
 def make_step_config(
-    env: JaxEnv, policy: Policy, num_lanes: int, request: Request, *, branches: bool = True
+    env: JaxEnv, policy: Policy, num_lanes: int, options: StepOptions, *, branches: bool = True
 ) -> StepConfig:
-    """Return the configuration for a request."""
+    """Return the configuration for the options of a request."""
     return StepConfig(
         env=env,
         policy=policy,
-        answer=traced_policy(policy, env.action_spec, num_lanes, request.exploration_type),
-        limit=step_limit(env, request),
-        random_steps=min(request.random_steps, 2**32 - 1),
-        reset_when_done=request.reset_when_done,
+        answer=traced_policy(policy, env.action_spec, num_lanes, options.exploration_type),
+        limit=options.limit,
+        random_steps=options.random_steps,
+        reset_when_done=options.reset_when_done,
         branches=branches,
     )
 
@@ -140,7 +140,7 @@ def _random_start(
 def _move(config: StepConfig, state: Traced, action: Any, keys: RunKeys) -> Transition:
     """Step the environment in all lanes, and truncate those that reach the limit."""
     own = dynamics_keys(keys, state.steps), state.env_state.current, action
-    moved: Transition = call_in_lanes(partial(step_lane, config.env), state.env_params, "current", *own)
+    moved: Transition = call_in_lanes(partial(step_lane, config.env), state.env_params, *own)
     truncated = moved.truncated
     if config.limit is not None:
         truncated = truncated | (state.step >= min(config.limit, _MOST_STEPS) - 1)
