@@ -115,16 +115,7 @@ def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at
     lane, except those that are the very objects in ``env.default_params`` (``env.default_params.replace(gravity=g)``
     leaves all but one as they are).
 
-    Args:
-        env: a JAX environment that has parameters.
-        state: the state to continue from.
-        params: a pytree like ``env.default_params``, which may be traced. Each leaf has the same shape as there, or a
-            first dimension P more: then each lane has its own.
-        at_once: also in the episodes that lanes are in, instead of from each lane's next episode on.
-
-    Raises:
-        TypeError: for an environment without parameters, or in another framework.
-        ValueError: for a pytree of another structure, or leaves of other shapes.
+    Arguments and errors are those of `funcollect.set_env_params`; `params` may be traced.
 
     >>> import jax, jax.numpy as jnp, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=4, param_keys=["gravity"])

@@ -100,7 +100,7 @@ class BlockLoop:
     ) -> None:
         env, each = config.env, options.made_each_step
         self._made_each_step = starts_are_cheap(env, state.env_params) if each is None else each
-        self.has_spares = env.starts == "fresh" and config.reset_when_done and not self._made_each_step
+        self.has_spares = env.starts == "fresh" and config.options.reset_when_done and not self._made_each_step
         self._config, self._options, self._place = config, options, place
         self._layout = PackedRows(recorded_row(config, bound, state))
         self._which = (which, options.key)

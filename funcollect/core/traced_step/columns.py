@@ -41,7 +41,7 @@ def recorded_step(config: StepConfig, bound: Any, state: Traced, keys: RunKeys) 
     """
     after, row = step(config, bound, state, keys)
     row = _widen(row, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
-    omitted = ROOT_FLAGS if config.reset_when_done else []
+    omitted = ROOT_FLAGS if config.options.reset_when_done else []
     return after, {path: value for path, value in row.items() if path not in omitted}
 
 
