@@ -1,7 +1,7 @@
 """Parameters of a JAX environment that change during a run: each leaf is shared, or has a row for each lane.
 
-A state holds the environment's own pytree or, once a leaf has rows, `LaneParams`. `set_env_params` is a function of
-values, `traced_set_env_params` one of structure: traced code cannot compare values.
+A state holds the environment's own pytree or, once a leaf has rows, `LaneParams`. `set_env_params` compares values to
+find the leaves that change. Traced code cannot do so: `traced_set_env_params` goes by the objects that it is given.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Varying(NamedTuple):
 
 
 class Unchanged(NamedTuple):
-    """Holds a shared leaf that is the environment's own, which traced code could not find out by its value."""
+    """Holds a shared leaf that is the environment's own: traced code cannot compare values, but sees this."""
 
     leaf: Any
 

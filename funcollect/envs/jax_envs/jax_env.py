@@ -149,7 +149,7 @@ def jax_env(
     )
 
 
-def default_params(env: JaxEnv) -> Any:
+def default_params(env: Any) -> Any:
     """The parameters of a JAX environment that `set_env_params` changes; None without any."""
     own = env.default_params if isinstance(env, FunctionsEnv | JaxEnvBase) else None
     return env.params if own is None else own
