@@ -27,8 +27,7 @@ from gymnasium import spaces
 from torch import nn
 
 import funcollect as fc
-from funcollect.core import explain
-from funcollect.envs.host.lane_workers import advice, lane_processes
+from funcollect.envs.host.lane_workers import lane_processes
 from funcollect.envs.host.lane_workers.block import STEP
 from funcollect.envs.host.lane_workers.lane_processes import LaneProcesses
 from funcollect.envs.host.lane_workers.options import LaneWorkers
@@ -648,26 +647,6 @@ def test_explain_says_where_it_runs() -> None:
     assert "snapshot" in plan.forking
 
 
-def test_explain_advises(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = fc.make_env("CartPole-v1", num_envs=8, num_workers=2)
-    policy = fc.random_policy(env)
-    for step, slower in ((5e-6, True), (1e-2, False)):
-        monkeypatch.setattr(advice, "_time_of_a_step", lambda *_, step=step: (step, 0.0))
-        assert ("one process would be about as fast, or faster" in fc.explain(env, policy).workers) == slower
-    monkeypatch.undo()
-    halves = fc.make_env("CartPole-v1", num_envs=8, num_workers=1, overlap=2)
-    for cores, saves in ((1, False), (2, True)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
-        monkeypatch.setattr(advice, "_time_of_a_step", lambda *_: (1e-3, 1.0))
-        monkeypatch.setattr(explain, "policy_seconds", lambda env, route, lanes: lanes * 1e-5)
-        told = fc.explain(halves, fc.random_policy(halves)).workers
-        assert re.search(r"µs for all, [\d,]+ µs for each half, so this saves about [\d,]+ µs of a step", told)
-        assert ("leave overlap out" not in told) == saves
-    monkeypatch.undo()
-    for each in (env, fc.make_env(transformed, num_envs=2, num_workers=2, overlap=2)):
-        assert re.search(r"a step of one lane takes [\d,]+ µs here", fc.explain(each, fc.random_policy(each)).workers)
-
-
 class Board(gymnasium.Env):
     """Nine fields, each of which may be chosen once in an episode."""
 
@@ -689,7 +668,7 @@ class Board(gymnasium.Env):
 @pytest.mark.parametrize("one_hot", [False, True])
 def test_steps_are_timed_with_actions_that_the_mask_allows(one_hot: bool) -> None:
     env = fc.make_env(Board, num_envs=2, num_workers=2, one_hot=one_hot)
-    assert "a step of one lane takes" in fc.explain(env, fc.random_policy(env)).workers
+    assert "hand-over" in fc.profile(env, frames=16, length=4).parts
 
 
 def test_ids_that_a_script_has_registered(monkeypatch: pytest.MonkeyPatch) -> None:
