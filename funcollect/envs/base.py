@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,26 @@ def autoreset_mode(env: Any) -> Any:
     if own is not None or not metadata or metadata is gymnasium.Env.metadata:
         return own
     return metadata.get("autoreset_mode")
+
+
+class FirstThenNew:
+    """A factory that returns what has been made already once, and from then on what `build` makes.
+
+    Attributes:
+        made: what has been made already; None once it has been taken.
+    """
+
+    def __init__(self, made: Any, build: Callable[[], Any]) -> None:
+        self.made, self._build = made, build
+
+    def taken(self) -> Any:
+        """Return what has been made already, once; then None."""
+        made, self.made = self.made, None
+        return made
+
+    def __call__(self) -> Any:
+        """An environment that nobody else uses."""
+        return self._build() if self.made is None else self.taken()
 
 
 def check_spaces(env: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from funcollect.arguments import check_optional_positive, check_positive
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Open, jax_env
-from funcollect.envs.jax_envs.renderers.mujoco_renderer import brax_renderer, playground_renderer
+from funcollect.envs.jax_envs.renderers import brax_renderer, playground_renderer
 from funcollect.envs.jax_envs.suite import Suite, first_observation
 from funcollect.envs.spaces import box, space_like
 from funcollect.protocols import Starts, Transition

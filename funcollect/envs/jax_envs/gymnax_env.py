@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
-from funcollect.envs.jax_envs.renderers.gymnax_renderer import gymnax_renderer
+from funcollect.envs.jax_envs.renderers import gymnax_renderer
 from funcollect.envs.jax_envs.suite import Suite, first_observation
 from funcollect.envs.spaces import box
 from funcollect.protocols import Starts, Transition

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from funcollect.arguments import check_keys
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
 from funcollect.envs.jax_envs.jumanji_params import NumberParams
-from funcollect.envs.jax_envs.renderers.jumanji_renderer import jumanji_renderer
+from funcollect.envs.jax_envs.renderers import jumanji_renderer
 from funcollect.envs.jax_envs.suite import Suite
 from funcollect.envs.spaces import box
 from funcollect.messages import shown

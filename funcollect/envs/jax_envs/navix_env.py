@@ -8,7 +8,7 @@ from typing import Any
 from gymnasium import spaces
 
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
-from funcollect.envs.jax_envs.renderers.navix_renderer import navix_renderer
+from funcollect.envs.jax_envs.renderers import navix_renderer
 from funcollect.envs.jax_envs.suite import Suite, first_observation
 from funcollect.envs.spaces import space_like
 from funcollect.protocols import Starts, Transition

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from funcollect.envs.extras import import_extra
+from funcollect.envs.recognise import import_extra
 from funcollect.interop.jax_setup import import_jax, own_generator
 
 
