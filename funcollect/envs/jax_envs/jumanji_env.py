@@ -10,10 +10,9 @@ import numpy as np
 from gymnasium import spaces
 
 from funcollect.arguments import check_keys
-from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Suite, jax_env
 from funcollect.envs.jax_envs.jumanji_params import NumberParams
 from funcollect.envs.jax_envs.renderers import jumanji_renderer
-from funcollect.envs.jax_envs.suite import Suite
 from funcollect.envs.spaces import box
 from funcollect.messages import shown
 from funcollect.protocols import Starts, Transition
