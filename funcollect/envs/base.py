@@ -13,7 +13,7 @@ from typing_extensions import override
 from funcollect.arguments import check_function, check_num_envs
 from funcollect.errors import EnvError
 from funcollect.messages import form
-from funcollect.protocols import Backend, Transition
+from funcollect.protocols import Backend, JaxEnv, TorchEnv, Transition
 from funcollect.specs import ActionSpec, Leaf, Space, observation_leaves
 
 if TYPE_CHECKING:  # a cached property does not fit a protocol's property for pyright
@@ -80,7 +80,7 @@ def checked_start(env: object, answer: Any) -> tuple[Any, Any]:
     return answer
 
 
-def checked_transition(env: object, answer: Any) -> Transition:
+def checked_transition(env: JaxEnv | TorchEnv, answer: Any) -> Transition:
     """Return what `step` of a JAX or Torch environment returned; EnvError unless it is a Transition."""
     if not isinstance(answer, Transition):
         raise EnvError(
@@ -91,7 +91,7 @@ def checked_transition(env: object, answer: Any) -> Transition:
         raise EnvError(
             f"the infos that step of {env!r} returned are {form(answer.info)}, expected a dict of arrays: name them"
         )
-    in_torch = getattr(env, "backend", None) == "torch"
+    in_torch = env.backend == "torch"
     for name, value in answer.info.items():
         known = isinstance(value, Tensor if in_torch else (bool, int, float))
         if not known and (in_torch or not hasattr(value, "dtype")):

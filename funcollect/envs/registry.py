@@ -90,8 +90,7 @@ def _torch_env(name: str, **kwargs: Any) -> Env:
             f"there is no Torch environment {name!r}, expected one of {sorted(TORCH_ENVS)}: leave 'torch/' out for "
             "Gymnasium's, or pass an instance of your own TorchEnvBase"
         )
-    made: Env = limited(TORCH_ENVS[name], kwargs)
-    return made
+    return TORCH_ENVS[name](**kwargs)
 
 
 _NAMESPACES: dict[str, Callable[..., Env]] = {
