@@ -224,27 +224,12 @@ def good() -> Any:
 
 @table(
     Misuse("an unknown game", lambda: fc.make_env("ale/Pung"), ValueError, ("no Atari game 'Pung'", "write"), good),
-    *[
-        Misuse(
-            f"{name}={value}", lambda n=name, v=value: ale(**{n: v}), error, (f"{name} is {value!r}", "expected"), good
-        )
-        for name, value, error in [
-            ("num_envs", 0, ValueError),
-            ("frame_skip", 0, ValueError),
-            ("stack", 0, ValueError),
-            ("stack", 1.5, TypeError),
-            ("noop_max", 1.5, TypeError),
-            ("screen_size", 0, ValueError),
-            ("max_episode_steps", 0, ValueError),
-            ("repeat_action_probability", 1.5, ValueError),
-        ]
-    ],
     Misuse(
-        "a negative noop_max",
-        lambda: ale(noop_max=-1),
+        "a probability above 1",
+        lambda: ale(repeat_action_probability=1.5),
         ValueError,
-        ("noop_max is -1", "expected at least 0", "noop_max=0"),
-        lambda: ale(noop_max=0),
+        ("repeat_action_probability is 1.5", "expected"),
+        good,
     ),
     *[
         Misuse(

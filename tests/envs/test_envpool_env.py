@@ -223,23 +223,6 @@ def good() -> Any:
         ("'CartPole-v99'", "expected one of envpool.list_all_envs()", "'CartPole-v1'"),
         good,
     ),
-    *[
-        Misuse(
-            f"num_envs={value}",
-            lambda value=value: fc.make_env("envpool/CartPole-v1", num_envs=value),
-            ValueError,
-            (f"num_envs is {value!r}", "expected a positive int, or None"),
-            good,
-        )
-        for value in (0, True, "8")
-    ],
-    Misuse(
-        "no threads",
-        lambda: fc.make_env("envpool/CartPole-v1", num_threads=0),
-        ValueError,
-        ("num_threads is 0", "expected at least 1"),
-        good,
-    ),
     Misuse(
         "no time",
         lambda: fc.make_env("envpool/CartPole-v1", max_episode_steps=0),
