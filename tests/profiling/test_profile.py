@@ -6,7 +6,7 @@ import torch
 import funcollect as fc
 from funcollect.core import api
 from funcollect.profiling import local_run
-from tests.envs.torch.test_torch_vector_env import LikeManiSkill
+from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.profiling.cases import Slow, check, largest, network, slow_env, slow_reader
 from tests.support.compare import assert_same
 from tests.support.running import in_soak
