@@ -55,12 +55,6 @@ def test_pong_equals_the_plain_loop(num_envs: int | None, seed: int) -> None:
         check_lane(rows, wanted, set())
 
 
-def test_how_a_run_is_cut_does_not_show() -> None:
-    env = ale()
-    policy = fc.random_policy(env)
-    assert_same(collect(env, policy, 1, 30, 7, 22, seed=4), collect(env, policy, 60, seed=4))
-
-
 @pytest.mark.parametrize(("kwargs", "shape"), [({"stack": 1, "grayscale": False, "screen_size": 42}, (1, 42, 42, 3))])
 def test_screens_of_other_kinds(kwargs: Any, shape: tuple[int, ...]) -> None:
     env = ale(num_envs=None, noop_max=0, frame_skip=2, **kwargs)
