@@ -9,8 +9,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.core.batch import OUTCOME_KEYS
 from funcollect.core.loops import device_delivery
-from funcollect.core.loops.delivery import OUTCOME_KEYS, new_columns, reset_counters
+from funcollect.core.loops.delivery import new_columns, reset_counters
 from funcollect.core.loops.tensor import as_read, as_tensor, by_path, check_step, check_tensors, keep_infos
 from funcollect.core.request import Request, open_actor
 from funcollect.core.simulators.simulation import SimulatorHandle
@@ -61,7 +62,8 @@ class DeviceSimulation:
     def release(self) -> SimulatorHandle:
         """Return the handle of the next state."""
         self.busy = False
-        return SimulatorHandle(self, self.version)  # type: ignore[arg-type]
+        simulation: Any = self  # as far as a handle uses it, a `Simulation`
+        return SimulatorHandle(simulation, self.version)
 
     def close(self) -> None:
         """Free the simulators, once."""
