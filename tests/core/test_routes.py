@@ -13,7 +13,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.core import routes
-from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from funcollect.envs.jax_envs.suites import from_gymnax
 from funcollect.interop.jax_setup import compiled
 from funcollect.policies.torch_in_jax import lowered_policy
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy

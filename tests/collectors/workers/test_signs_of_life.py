@@ -11,7 +11,7 @@ import funcollect as fc
 from funcollect.collectors.workers import pool
 from funcollect.envs.host.lane_workers import lane_processes
 from funcollect.processes.life import SIGNS
-from tests.envs.torch.test_torch_vector_env import LikeManiSkill
+from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.support.envs.counting import make_counting
 from tests.support.faulty.faulty_workers import Plain
 from tests.support.running import FORKS_OF_RAY

@@ -10,7 +10,7 @@ from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, set_recur
 
 import funcollect as fc
 from funcollect.core import routes
-from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from funcollect.envs.jax_envs.suites import from_gymnax
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from tests.support.cases import mlp

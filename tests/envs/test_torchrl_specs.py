@@ -16,7 +16,7 @@ from torchrl.data import (
     Unbounded,
 )
 
-from funcollect.envs.torchrl_envs.specs import action_spec, observation_space
+from funcollect.envs.torchrl_specs import action_spec, observation_space
 from funcollect.specs import ActionSpec, observation_leaves
 
 OBSERVATIONS = {

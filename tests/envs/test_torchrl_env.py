@@ -109,14 +109,6 @@ def test_every_key_is_that_of_torchrls_own_loop(name):
     check_against_own_loop(ENVS[name])
 
 
-@pytest.mark.parametrize("name", ["single", "transformed serial", "noop"])
-def test_how_a_run_is_cut_changes_nothing(name):
-    env = fc.make_env(ENVS[name])
-    whole = collect(env, fc.random_policy(env), LENGTH, seed=3)
-    env = fc.make_env(ENVS[name])
-    assert_same(collect(env, fc.random_policy(env), 1, 20, LENGTH - 21, seed=3), whole)
-
-
 def test_a_parallel_env_is_driven_loses_a_process_starts_anew_and_is_closed():
     parallel = ParallelEnv(2, cartpole, mp_start_method="spawn")
     env, serial = fc.make_env(parallel), fc.make_env(lambda: SerialEnv(2, cartpole))

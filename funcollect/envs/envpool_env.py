@@ -14,9 +14,9 @@ from gymnasium import spaces
 from typing_extensions import override
 
 from funcollect.arguments import check_keys, check_not_given, check_num_envs, check_positive
-from funcollect.envs.extras import import_extra
 from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, batch_decoder
 from funcollect.envs.host.rows import Rows
+from funcollect.envs.recognise import import_extra
 from funcollect.envs.spaces import box
 from funcollect.errors import EnvError
 from funcollect.protocols import Outcome
@@ -157,7 +157,7 @@ class EnvPoolLanes(SimulatorsBase):
         self._num_envs = env.num_envs or 1
         self._ended = np.zeros(self._num_envs, bool)  # [P]: with `lives`, the lane's last step ended an episode
         self._no_action = np.zeros((self._num_envs, *(env.action_space.shape or ())), env.action_space.dtype)
-        self._rows = Rows.of(env)
+        self._rows = Rows(env)
         self.observation = self._rows.arrays
 
     @override

@@ -84,13 +84,11 @@ def truncates(env: Any) -> bool:
     A `StepCounter` with `max_steps` does so, Gymnasium's `TimeLimit`, and a class with the attribute
     ``truncates = True``. A lane of a `SerialEnv` or a `ParallelEnv` is built here and closed again.
     """
-    from torchrl.envs import Compose, GymLikeEnv, ParallelEnv, SerialEnv, StepCounter
+    from torchrl.envs import GymLikeEnv, ParallelEnv, SerialEnv, StepCounter
 
-    while hasattr(type(env), "transform"):
-        transforms = env.transform if isinstance(env.transform, Compose) else [env.transform]
-        if any(isinstance(each, StepCounter) and each.max_steps is not None for each in transforms):
-            return True
-        env = env.base_env
+    env, transforms = _without_transforms(env)
+    if any(isinstance(each, StepCounter) and each.max_steps is not None for _, each in transforms):
+        return True
     if isinstance(env, (SerialEnv, ParallelEnv)):
         first, *others = env.create_env_fn
         if any(env.create_env_kwargs) or any(other is not first for other in others):
@@ -101,6 +99,17 @@ def truncates(env: Any) -> bool:
         finally:
             lane.close()
     return bool(getattr(type(env), "truncates", False)) or (isinstance(env, GymLikeEnv) and has_time_limit(env._env))
+
+
+def _without_transforms(env: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """The environment under all transforms, and these, from the outermost on, each after the environment it is in."""
+    from torchrl.envs import Compose
+
+    found: list[tuple[Any, Any]] = []
+    while hasattr(type(env), "transform"):
+        found += [(env, each) for each in (env.transform if isinstance(env.transform, Compose) else [env.transform])]
+        env = env.base_env
+    return env, found
 
 
 def _only(what: str, keys: Iterable[NestedKey], mend: str) -> NestedKey:
@@ -114,16 +123,13 @@ def _only(what: str, keys: Iterable[NestedKey], mend: str) -> NestedKey:
 def _observation_space(env: Any) -> tuple[Space, dict[Path, Tensor]]:
     """The space of an observation, and the initial recurrent states of one lane that `TensorDictPrimer`s declare."""
     from tensordict import TensorDict
-    from torchrl.envs import Compose, TensorDictPrimer
+    from torchrl.envs import TensorDictPrimer
 
     primers: dict[Path, Tensor] = {}
-    inner = env
-    while hasattr(type(inner), "transform"):
-        for primer in inner.transform if isinstance(inner.transform, Compose) else [inner.transform]:
-            if isinstance(primer, TensorDictPrimer):
-                values = flatten(primer(TensorDict({}, batch_size=primer.primers.shape)))
-                primers |= {path: value[0] if inner.batch_size else value for path, value in values.items()}
-        inner = inner.base_env
+    for around, primer in _without_transforms(env)[1]:
+        if isinstance(primer, TensorDictPrimer):
+            values = flatten(primer(TensorDict({}, batch_size=primer.primers.shape)))
+            primers |= {path: value[0] if around.batch_size else value for path, value in values.items()}
     space = observation_space(env.full_observation_spec_unbatched, without=primers)
     assert isinstance(space, spaces.Dict)
     if not len(space):

@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from funcollect.arguments import check_keys, checked_device
-from funcollect.envs.base import AdaptedEnv, autoreset_mode
+from funcollect.envs.base import AdaptedEnv, FirstThenNew, autoreset_mode
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.protocols import Transition
@@ -71,62 +71,54 @@ def from_torch_vector_env(
     tensor([6.])
     """
     check_keys("info_keys", info_keys, "success")
-    if hasattr(env, "step") and not isinstance(env, type):
-        return _adapted(env, _only_once, info_keys, device, one_hot=one_hot)
-    if not callable(env):
+    given = hasattr(env, "step") and not isinstance(env, type)
+    if not given and not callable(env):
         raise TypeError(f"env is {type(env).__name__}, expected a vector environment, or a function: pass one")
-    made = env()
+    simulators = FirstThenNew(env if given else env(), _only_once if given else env)
     try:
-        adapted = _adapted(made, env, info_keys, device, one_hot=one_hot)
+        adapted = _adapted(simulators, tuple(info_keys), one_hot, device)
     except BaseException:
-        _close(made)
+        if not given:
+            _close_unused(simulators)
         raise
+    if not given:
+        weakref.finalize(adapted, _close_unused, simulators)
     return adapted
 
 
 def _adapted(
-    made: Any,
-    build: Callable[[], Any],
-    info_keys: Sequence[str],
-    device: torch.device | str | None,
-    *,
-    one_hot: bool,
+    simulators: FirstThenNew, info_keys: tuple[str, ...], one_hot: bool, device: torch.device | str | None
 ) -> DeviceVectorEnv:
-    """The environment over simulators that are `made`; `build` makes others."""
+    """The environment over simulators, of which those that are made already have the facts about them."""
+    made = simulators.made
+    label = type(made).__name__
     facts = {name: _member(made, name) for name in _NEEDED}
     if missing := [name for name, value in facts.items() if value is None]:
-        raise TypeError(
-            f"{type(made).__name__} lacks {missing}, expected Gymnasium's vector interface: wrap it so that it has them"
-        )
+        raise TypeError(f"{label} lacks {missing}, expected Gymnasium's vector interface: wrap it so that it has them")
     mode = autoreset_mode(made)
     if mode not in (None, AutoresetMode.SAME_STEP):
-        raise ValueError(
-            f"{type(made).__name__} has autoreset_mode={getattr(mode, 'name', mode)}, expected SAME_STEP: build it so"
-        )
+        raise ValueError(f"{label} has autoreset_mode={getattr(mode, 'name', mode)}, expected SAME_STEP: build it so")
     place = checked_device(device if device is not None else _member(made, "device"))
     if place is None:
-        raise TypeError(f"{type(made).__name__} has no device, expected where its tensors are: pass device=")
-    space, spare = facts["single_observation_space"], [made]
-    adapted = DeviceVectorEnv(
-        label=type(made).__name__,
+        raise TypeError(f"{label} has no device, expected where its tensors are: pass device=")
+    space = facts["single_observation_space"]
+    return DeviceVectorEnv(
+        label=label,
         num_envs=facts["num_envs"],
         observation_space=space,
         action_spec=ActionSpec(facts["single_action_space"], one_hot),
         observation_leaves=observation_leaves(space),
-        info_keys=tuple(info_keys),
+        info_keys=info_keys,
         device=place,
-        build=lambda: spare.pop() if spare else build(),
+        build=simulators,
         truncates=True,  # no wrapper can: such simulators reset their lanes themselves
     )
-    if build is not _only_once:
-        weakref.finalize(adapted, _close_unused, spare)
-    return adapted
 
 
-def _close_unused(spare: list[Any]) -> None:
-    """Close simulators that were made for the facts about them, and that no state has used."""
-    while spare:  # a copy of the environment makes others
-        _close(spare.pop())
+def _close_unused(simulators: FirstThenNew) -> None:
+    """Close what was made for the facts about it and is used by no state; a copy of the environment makes others."""
+    if (made := simulators.taken()) is not None:
+        _close(made)
 
 
 def _only_once() -> Any:

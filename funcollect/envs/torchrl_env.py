@@ -17,12 +17,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_num_envs
+from funcollect.envs.base import FirstThenNew
 from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, call_of
 from funcollect.envs.host.lane_workers.options import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.envs.host.rows import Rows
 from funcollect.envs.recognise import is_torchrl, running_statistics
-from funcollect.envs.torchrl_envs.specs import TorchRLLayout, layout_of, truncates
+from funcollect.envs.torchrl_specs import TorchRLLayout, layout_of, truncates
 from funcollect.errors import EnvError, InUseError
 from funcollect.keys import generator_state, torch_generator
 from funcollect.protocols import Outcome, Simulators
@@ -93,8 +94,7 @@ def from_torchrl(
         first.close()
         opener = WorkerLanes
     else:
-        unopened = [first]
-        make = partial(_first_or_new, unopened, made)
+        make = FirstThenNew(first, made)
         lanes = TorchRLLanes if first.batch_size else SingleLane
         opener = partial(SeparateLanes, make) if apart else lambda adapted: lanes(make(), layout, adapted)
     name = type(first).__name__
@@ -133,11 +133,6 @@ def _make(env: Any, kwargs: dict[str, Any]) -> Any:
     return built
 
 
-def _first_or_new(unopened: list[Any], make: Callable[[], Any]) -> Any:
-    """The environment that has been made already, the first time, and later new ones."""
-    return unopened.pop() if unopened else make()
-
-
 _NOTHING = contextlib.nullcontext()
 
 
@@ -165,7 +160,7 @@ class TorchRLLanes(SimulatorsBase):
         self._broken_off = False  # whether the last call of the environment raised, so its processes may be unusable
         self._root: TensorDictBase | None = None  # the input of the next step, without the action
         self._restarted = [False] * self._num_envs  # whether a lane's next episode has begun in _root already
-        rows = Rows.of(adapted)
+        rows = Rows(adapted)
         self._reads = [(leaf_rows, key_of(leaf_rows.leaf.path)) for leaf_rows in rows.leaves]
         self.observation = rows.arrays
 
@@ -306,7 +301,7 @@ class SeparateLanes(SimulatorsBase):
 
     def __init__(self, make: Callable[[], Any], env: SimulatedEnv) -> None:
         """Make the environments that `env` describes; they are reset later."""
-        self.observation = Rows.of(env).arrays
+        self.observation = Rows(env).arrays
         self._first_lane = env.first_lane
         self._lanes: list[SingleLane] = []
         for lane in range(env.num_envs or 1):

@@ -1,4 +1,8 @@
-"""Lanes whose environments return objects that all of them write, from the first step or a later one."""
+"""What lanes get and what they return.
+
+Environments may return objects that all lanes write, from the first step or a later one. Discrete actions reach them as
+the space's `sample` returns them, and as Gymnasium's vectors pass them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from tests.support.compare import assert_same
+from tests.support.compare import assert_same, collect
 
 NUMBERS = [0.0, 0.0]
 CONTAINERS = {
@@ -100,3 +104,34 @@ def test_one_tuple_for_all_lanes() -> None:
     env = fc.make_env(Returned, num_envs=3)
     _, batch = fc.rollout(env, fc.random_policy(env), fc.init(env, fc.random_policy(env), seed=0), 4)
     assert torch.equal(batch["next", "observation"], batch["observation"])
+
+
+class Strict(gymnasium.Env):
+    """Returns the action that it got, and refuses other types than its space has."""
+
+    observation_space = spaces.Box(-99, 99, (), np.int64)
+
+    def __init__(self, start: int, dtype: Any) -> None:
+        self.action_space = spaces.Discrete(3, start=start, dtype=dtype)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.int64(0), {}
+
+    def step(self, action: Any) -> Any:
+        assert type(action) is type(self.action_space.sample())
+        assert (action.dtype, action.shape) == (self.action_space.dtype, ())
+        return np.int64(action.item()), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(("num_envs", "workers"), [(None, 0), (3, 0), (3, 2)])
+@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize(("start", "dtype"), [(0, np.int64), (-1, np.int64), (5, np.int32)])
+def test_a_discrete_action_is_a_number_of_numpy(
+    num_envs: int | None, workers: int, one_hot: bool, start: int, dtype: Any
+) -> None:
+    env = fc.make_env(lambda: Strict(start, dtype), num_envs=num_envs, num_workers=workers, one_hot=one_hot)
+    batch = collect(env, fc.random_policy(env), 10, seed=0)
+    action = batch["action"].argmax(-1) + start if one_hot else batch["action"]
+    assert batch["next", "observation"].tolist() == action.tolist()
+    assert len(action.unique()) > 1
