@@ -14,16 +14,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_function, check_positive
-from funcollect.collectors.buffer_filler import FillsBuffer
 from funcollect.collectors.collector import CollectorBase
-from funcollect.collectors.exclusive import InUse, exclusive
+from funcollect.collectors.in_use import FillsBuffer, InUse, exclusive
 from funcollect.collectors.keywords import collector
 from funcollect.collectors.options import Device, Options
 from funcollect.collectors.runner import given_weights
 from funcollect.collectors.workers.batch_layout import Join
-from funcollect.collectors.workers.pool import FailurePolicy
-from funcollect.collectors.workers.run import WorkerRun
-from funcollect.collectors.workers.transport import Transport
+from funcollect.collectors.workers.run import Means, WorkerRun
 from funcollect.collectors.workers.worker import Job, runners_of
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.exploration import check_given
@@ -35,6 +32,7 @@ from funcollect.keys import key_from_seed
 from funcollect.policies.jax_functions.jax_policy import as_given
 from funcollect.policies.torch_backed import has_lazy_layers
 from funcollect.processes.child import OnFailure
+from funcollect.processes.pool import FailurePolicy
 from funcollect.protocols import is_policy
 
 
@@ -109,7 +107,7 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
     def _launch(
         self,
         jobs: Sequence[Job],
-        transport: Transport,
+        means: Means,
         join: Join | None,
         *,
         prefetch: bool,
@@ -122,8 +120,8 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
         """
         self._batches, self._seconds, self._warned = 0, 0.0, False
         failure_policy = FailurePolicy(self.timeout + grace, self.start_timeout + grace, self.on_failure)
-        self.run = WorkerRun(jobs, transport, failure_policy, self.policy, join, prefetch=prefetch)
-        self._finalizer = weakref.finalize(self, self.run.close)
+        self.run = WorkerRun(jobs, means, failure_policy, self.policy, join, prefetch=prefetch)
+        self._finalizer = weakref.finalize(self, self.run.end)
         info = self.run.info
         if info.warning:
             warnings.warn(info.warning, stacklevel=stacklevel)
@@ -152,6 +150,13 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
                 f"the workers make {lengths} steps for a batch, which does not go together with trajs_per_batch, since "
                 "the fastest would wait for the others: give all the same frames_per_batch"
             )
+
+    @override
+    def _gather(self) -> TensorDictBase:
+        if self.options.update_at_each_batch and self._batches:
+            self._check_at_rest()
+            self.update_policy_weights_()
+        return self.rollout()
 
     @exclusive
     def rollout(self) -> TensorDictBase:
@@ -351,7 +356,7 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
 
     def _check_open(self) -> None:
         self._check_filler()
-        self._closed = self._closed or self.run.pool.closed
+        self._closed = self._closed or self.run.closed
         super()._check_open()
 
     def __repr__(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +9,15 @@ from typing import Any
 import cloudpickle
 from torch import Tensor
 
-from funcollect.collectors.options import Options
-from funcollect.collectors.source import RunnerSpec
+from funcollect.collectors.options import Options, RunnerSpec
 from funcollect.core.api import check_pair
 from funcollect.core.evaluate import evaluate
 from funcollect.keys import key_from_seed, seed_of
+from funcollect.messages import shown
 from funcollect.plots.recording import check_filmed, record
-from funcollect.processes.child import enter_child
+from funcollect.policies.torch_modules.sending import dumps
 from funcollect.processes.failures import Failure
+from funcollect.processes.serving import serve
 from funcollect.processes.system import run_as_batch_work
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats
@@ -34,39 +34,36 @@ class EvaluatorJob:
     exploration_type: ExplorationType
     film: str | None
 
+    @property
+    def place(self) -> int:
+        """0: it is the only one."""
+        return 0
 
-def main(fds: Sequence[int]) -> None:
-    """Serve the process that has started this one, until that ends or closes the connection."""
-    channel = enter_child(fds)
-    with contextlib.suppress(EOFError, OSError):  # that process has ended
-        message = channel.receive()
-        assert message is not None
-        setup, packed = message[0]
-        setup.apply()
+    def pack(self) -> bytes:
+        """The job as bytes, everything in it on the CPU; TypeError if it cannot be sent."""
         try:
-            served = _Served(cloudpickle.loads(packed))
-        except BaseException as error:
-            channel.send(Failure.of(error))
-            return
-        run_as_batch_work(idle=True)
-        channel.send(None)
-        while (message := channel.receive()) is not None:
-            step, weights, packed = message[0]
-            try:
-                channel.send((step, served.evaluate(step, weights, packed)))
-            except Exception as error:
-                channel.send((step, Failure.of(error)))
+            return dumps(self, on_cpu=True)
+        except Exception as error:
+            raise TypeError(
+                f"the environment or the policy cannot be sent to another process ({shown(error, 200)}): pass "
+                "functions that build them, create_env_fn and policy_factory"
+            ) from error
 
 
-class _Served:
-    """The environment and the policy."""
+class Evaluating:
+    """The environment and the policy, built from a packed job."""
 
-    def __init__(self, job: EvaluatorJob) -> None:
+    def __init__(self, packed: bytes) -> None:
+        job: EvaluatorJob = cloudpickle.loads(packed)
         self._job = job
         self._env, self._policy = job.source.build(Options(frames_per_batch=1, policy_device="cpu"))
         check_pair(self._env, self._policy)
         if job.film is not None:  # an error after the episodes would lose their statistics
             check_filmed(self._env, self._policy)
+
+    def describe(self) -> None:
+        """Nothing; from here on the process works only while a core has nothing else to do."""
+        run_as_batch_work(idle=True)
 
     def evaluate(
         self, step: int, weights: Mapping[str, Tensor], packed: bytes | None
@@ -83,3 +80,15 @@ class _Served:
         path = job.film.format(step=step)
         record(self._env, self._policy, path, **given)
         return stats, path
+
+    def failure(self, error: BaseException) -> Failure:
+        """The `Failure` to send."""
+        return Failure.of(error)
+
+    def close(self) -> None:
+        """Do nothing: the process is ended at once, see `Evaluator`."""
+
+
+def main(fds: Sequence[int]) -> None:
+    """Serve the process that has started this one."""
+    serve(fds, Evaluating)

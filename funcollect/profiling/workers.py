@@ -31,7 +31,7 @@ def profile_workers(collector: WorkerCollector, frames: int, reader: Reader | No
     try:
         done = read(collector, reader, frames=frames, batches=_BATCHES if together else _AHEAD * len(run.workers))
     except BaseException:
-        if not run.pool.closed:
+        if not run.closed:
             run.stop_timers()
         raise
     after = collector.stats()

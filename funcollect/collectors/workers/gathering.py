@@ -5,19 +5,72 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tensordict import TensorDict
 from typing_extensions import override
 
 from funcollect.collectors.workers.batch_layout import Join
-from funcollect.collectors.workers.pool import WorkerPool
-from funcollect.collectors.workers.transport import BatchAssembler, Call, PendingBatch
 from funcollect.collectors.workers.weights import Weights
 from funcollect.collectors.workers.worker import RolloutReport
+from funcollect.processes.pool import Call, WorkerPool
 from funcollect.trajectories.final_observations import FinalObservations, attach
 
 _AHEAD = 2  # batches that an asynchronous worker may have begun, or have ready, beyond the one the reader holds
+
+
+class WorkerGroup(NamedTuple):
+    """Workers whose rollouts make one batch."""
+
+    workers: Sequence[int]  # their indices
+    lengths: tuple[int, ...]  # T of each
+    join: Join | None  # how their rollouts make one batch; None for one worker alone
+    single: bool  # whether their environments have no batch dimension
+
+
+@dataclass(eq=False)
+class PendingBatch:
+    """A batch that is being collected: one call per worker, in the order of the workers, and the slot it goes into."""
+
+    calls: list[Call]
+    slot: int = 0
+
+
+class BatchAssembler(ABC):
+    """Decides where the workers of a group write their rollouts, and makes one batch of them.
+
+    `submit` sends a call to its worker.
+    """
+
+    def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
+        self._submit = submit
+        self._group = group
+        self.copies = 0  # batches that were delivered as copies, since the reader held views of every slot
+
+    def room(self) -> bool:
+        """Whether another batch may be begun."""
+        return True
+
+    def begin(self) -> PendingBatch:
+        """Make every worker of the group collect one rollout."""
+        return PendingBatch([self._submit(Call(worker, "collect")) for worker in self._group.workers])
+
+    def complete(self, pending: PendingBatch) -> bool:
+        """Whether a batch is complete once its calls are done; if not, `pending` has other calls afterwards."""
+        return True
+
+    @abstractmethod
+    def deliver(self, pending: PendingBatch) -> TensorDict:
+        """The batch, unlocked, for the caller to keep."""
+
+    def restarted(self, worker: int) -> Sequence[Call]:
+        """The calls that a new process of this worker needs before the unanswered ones."""
+        return ()
+
+    def close(self) -> None:  # noqa: B027 - most hold none
+        """Release the memory; batches that were delivered keep theirs."""
+
 
 OpenAssembler = Callable[[Sequence[int], Join | None], BatchAssembler]
 
@@ -81,7 +134,8 @@ class Gathering(ABC):
     def _hand_over(self, ready: ReadyBatch) -> TensorDict:
         """The batch, for the reader."""
         self.version, self.workers = ready.version, ready.workers
-        attach(ready.batch, ready.final)
+        if ready.final is not None:
+            attach(ready.batch, ready.final)
         return ready.batch
 
     def _complete(self, assembler: BatchAssembler, pending: PendingBatch) -> None:

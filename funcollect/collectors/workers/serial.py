@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import cloudpickle
 from tensordict import TensorDict
@@ -11,28 +11,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.collectors.workers.batch_layout import joined
-from funcollect.collectors.workers.transport import (
-    Answer,
-    BatchAssembler,
-    Call,
-    PendingBatch,
-    Transport,
-    WeightStore,
-    WorkerExited,
-    WorkerGroup,
-    WorkerHandle,
-)
-from funcollect.collectors.workers.worker import Job, Worker
-from funcollect.processes.failures import Failure
+from funcollect.collectors.workers.gathering import BatchAssembler, PendingBatch
+from funcollect.collectors.workers.run import Means
+from funcollect.collectors.workers.weights import WeightStore
+from funcollect.collectors.workers.worker import Worker
+from funcollect.processes.pool import Answer, Call, Transport, WorkerExited, WorkerHandle, WorkerJob
+from funcollect.processes.serving import Answering
 
 
 class SerialHandle(WorkerHandle):
     """A worker that runs a call when its answer is asked for."""
 
-    def __init__(self, job: bytes) -> None:
-        self._job = job
+    def __init__(self) -> None:
         self._calls: deque[Call] = deque()
-        self._worker: Worker | None = None
+        self._answering = Answering(lambda packed: Worker(cloudpickle.loads(packed)), catches=Exception)
 
     @override
     def send(self, call: Call) -> None:
@@ -43,18 +35,12 @@ class SerialHandle(WorkerHandle):
         if not self._calls:
             return None
         call = self._calls.popleft()
-        try:
-            if self._worker is None:
-                self._worker = Worker(cloudpickle.loads(self._job))
-            return Answer(call.number, getattr(self._worker, call.name)(*call.args))
-        except Exception as error:
-            return Answer(call.number, Failure.of(error) if self._worker is None else self._worker.failure(error))
+        return Answer(call.number, self._answering.answer(call.name, call.args))
 
     @override
     def kill(self) -> None:
         self._calls.clear()
-        if self._worker is not None:
-            self._worker.close()
+        self._answering.close()
 
 
 class SerialAssembler(BatchAssembler):
@@ -93,8 +79,8 @@ class SerialTransport(Transport):
     patient = False
 
     @override
-    def start(self, job: Job, packed: bytes) -> SerialHandle:
-        return SerialHandle(packed)
+    def start(self, job: WorkerJob) -> SerialHandle:
+        return SerialHandle()
 
     @override
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
@@ -105,10 +91,7 @@ class SerialTransport(Transport):
         for handle in handles:
             handle.kill()
 
-    @override
-    def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> SerialAssembler:
-        return SerialAssembler(submit, group)
 
-    @override
-    def weight_store(self, workers: int) -> SerialWeightStore:
-        return SerialWeightStore()
+def in_this_process() -> Means:
+    """Workers that run one after another, whenever an answer is asked for."""
+    return Means(SerialTransport(), SerialAssembler, SerialWeightStore())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcollect.collectors.workers.pool import WorkerPool
-from funcollect.collectors.workers.transport import Call, WeightStore
 from funcollect.policies.torch_backed import replaced
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
 from funcollect.policies.torch_modules.sending import PolicyChanges, unpack
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import Shapes, check_shapes, shapes_of
+from funcollect.processes.pool import Call, WorkerPool
 from funcollect.protocols import Policy, is_policy
+
+WITH_WEIGHTS = ("fetch", "adopt", "take_params")  # the calls that bring new weights
+
+
+class WeightStore(ABC):
+    """Holds weights until every worker has copied them."""
+
+    @abstractmethod
+    def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int | None:
+        """Write the weights into a slot that is not among `taken`; return the slot, or None if all are taken."""
+
+    @abstractmethod
+    def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
+        """The call that makes a worker copy the weights in `slot`, together with the packed `policy` if it changed."""
+
+    def encode_params(self, params: Any) -> Any:
+        """What a call holds in place of `params`, for parameters that are not named weights."""
+        return params
+
+    def restarted(self, worker: int) -> None:  # noqa: B027 - most remember none
+        """Forget which calls this worker was sent: another process has replaced it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the memory."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,10 +15,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.options import Options
+from funcollect.collectors.options import Options, RunnerSpec
 from funcollect.collectors.runner import Runner, check_saved
 from funcollect.collectors.runner_timer import RolloutTimes, RunnerTimer
-from funcollect.collectors.source import RunnerSpec
 from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.rollout_trajectories import is_limited
@@ -101,6 +100,11 @@ class Job:
     progress: Progress = START  # where the worker continues from
     applied: EnvCalls = ()  # those so far
 
+    @property
+    def place(self) -> int:
+        """The worker's place among those of the run."""
+        return self.options.shard.index
+
     def runner(self) -> Runner:
         """Build the runner."""
         return Runner(self.source, self.options, seed=self.seed)
@@ -161,12 +165,6 @@ class RolloutReport(NamedTuple):
         """As plain tuples, without `final`: a class by name costs the reader more to unpickle than all numbers."""
         return (tuple(self.progress), *self[1:-1])
 
-    @classmethod
-    def unpacked(cls, figures: Sequence[Any]) -> RolloutReport:
-        """The inverse of `packed`."""
-        progress, *others = figures
-        return cls(Progress(*progress), *others)
-
 
 class WorkerBase(ABC):
     """Collects in a worker, for the collector that holds it. Each public method answers one call.
@@ -191,7 +189,11 @@ class WorkerBase(ABC):
     def describe(self) -> WorkerInfo:
         """The worker's description."""
 
-    def collect(self, columns: OwnColumns = NOWHERE) -> tuple[TensorDictBase, RolloutReport]:
+    def collect(self) -> tuple[Any, Any]:
+        """One rollout, and its report, as the transport sends them."""
+        return self.roll_out(NOWHERE)
+
+    def roll_out(self, columns: OwnColumns) -> tuple[TensorDictBase, RolloutReport]:
         """One rollout, recorded into `columns` as far as they fit."""
         began = time.monotonic()
         idle = began - self._ended

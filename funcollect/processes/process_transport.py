@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from typing_extensions import override
 
-from funcollect.collectors.processes.slots import SharedWeightStore, SlotAssembler
-from funcollect.collectors.workers.transport import Answer, Call, Transport, WorkerExited, WorkerGroup, WorkerHandle
-from funcollect.collectors.workers.worker import Job, RolloutReport
 from funcollect.processes.child import TO_DIE, ChildProcess, ChildSetup
+from funcollect.processes.pool import Answer, Call, Transport, WorkerExited, WorkerHandle, WorkerJob
 from funcollect.processes.system import check_platform
 
 _TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C should end a script within two
 
 
 class ProcessHandle(WorkerHandle):
-    """The connection to one worker process."""
+    """The connection to one worker process, which a module's `main` runs (see `ChildProcess`)."""
 
-    def __init__(self, setup: ChildSetup, eager: bool, job: bytes) -> None:
-        self._job = job
-        self.child = ChildProcess("funcollect.collectors.processes.worker_process")
-        self.child.send((setup, eager))
+    def __init__(self, module: str, setup: ChildSetup, urgent: Collection[str]) -> None:
+        self.child = ChildProcess(module)
+        self.child.send((setup, urgent))
 
     @property
     def pid(self) -> int:
@@ -32,8 +29,7 @@ class ProcessHandle(WorkerHandle):
 
     @override
     def send(self, call: Call) -> None:
-        args = (self._job,) if call.name == "describe" else call.args
-        self.child.send((call.number, call.name, args), call.fds, plain=call.name == "collect")
+        self.child.send((call.number, call.name, call.args, call.plain), call.fds, plain=call.plain)
 
     @override
     def receive(self) -> Answer | WorkerExited | None:
@@ -48,8 +44,7 @@ class ProcessHandle(WorkerHandle):
             child.ended_by(time.monotonic() + TO_DIE)
             return WorkerExited(child.how())
         if message is not None:
-            number, value, *packed = message[0]
-            return Answer(number, (None, RolloutReport.unpacked(*packed)) if packed else value)
+            return Answer(*message[0])
         return WorkerExited(child.how()) if child.ended_by(0) else None
 
     @override
@@ -60,33 +55,39 @@ class ProcessHandle(WorkerHandle):
     def where(self) -> str:
         return self.child.where()
 
-    def say_close(self) -> None:
-        """Ask it to close its environment and end."""
-        if self.child.open and self.child.owned:
-            self.child.send((-1, "close", ()))
-
     @override
     def kill(self) -> None:
         self.child.kill()
 
 
 class ProcessTransport(Transport):
-    """Starts workers as processes, whose rollouts lie in shared memory.
+    """Starts workers as processes.
 
-    `ChildSetup` describes the first two arguments; with `eager`, calls with new weights go before earlier calls.
+    Args:
+        module: has a function ``main(fds)``, which calls `serve`. The server of forks imports it once for all.
+        num_threads: of each worker.
+        accelerators: whether JAX may see them.
+        urgent: the names of the calls that go before earlier ones.
+        instead: what to do where there are no such processes, for the error.
     """
 
-    def __init__(self, *, num_threads: int, accelerators: bool, eager: bool) -> None:
-        check_platform("use SyncDataCollector, or in_process=True")
-        self._eager = eager
+    def __init__(
+        self,
+        module: str,
+        *,
+        num_threads: int = 1,
+        accelerators: bool = False,
+        urgent: Collection[str] = (),
+        instead: str,
+    ) -> None:
+        check_platform(instead)
+        self._module, self._urgent = module, urgent
         self._num_threads, self._accelerators = num_threads, accelerators
 
     @override
-    def start(self, job: Job, packed: bytes) -> ProcessHandle:
-        setup = ChildSetup.like_this(
-            num_threads=self._num_threads, accelerators=self._accelerators, index=job.options.shard.index
-        )
-        return ProcessHandle(setup, self._eager, packed)
+    def start(self, job: WorkerJob) -> ProcessHandle:
+        setup = ChildSetup.like_this(num_threads=self._num_threads, accelerators=self._accelerators, index=job.place)
+        return ProcessHandle(self._module, setup, self._urgent)
 
     @override
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
@@ -101,19 +102,12 @@ class ProcessTransport(Transport):
 
     @override
     def close(self, handles: Sequence[WorkerHandle]) -> None:
-        own = [handle for handle in handles if isinstance(handle, ProcessHandle)]
-        for handle in own:
-            handle.say_close()
+        children = [handle.child for handle in handles if isinstance(handle, ProcessHandle)]
+        for child in children:
+            if child.open and child.owned:
+                child.send((-1, "close", (), False))
         until = time.monotonic() + _TO_CLOSE
-        for handle in own:
-            handle.child.ended_by(until)
-        for handle in own:
-            handle.kill()
-
-    @override
-    def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> SlotAssembler:
-        return SlotAssembler(submit, group)
-
-    @override
-    def weight_store(self, workers: int) -> SharedWeightStore:
-        return SharedWeightStore(workers)
+        for child in children:
+            child.ended_by(until)
+        for child in children:
+            child.kill()

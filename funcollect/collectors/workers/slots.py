@@ -1,22 +1,33 @@
-"""Slots of shared memory. Workers write whole rollouts into them, and read weights; batches are views of slots."""
+"""Workers in processes of this machine: they write whole rollouts into slots of shared memory, and read weights there.
+
+Batches are views of slots.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from sys import getrefcount
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import cloudpickle
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, PackedLayout
-from funcollect.collectors.workers.transport import BatchAssembler, Call, PendingBatch, WeightStore, WorkerGroup
+from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, PackedLayout, columns_of, store
+from funcollect.collectors.workers.gathering import BatchAssembler, PendingBatch, WorkerGroup
+from funcollect.collectors.workers.run import Means
+from funcollect.collectors.workers.weights import WITH_WEIGHTS, WeightStore
+from funcollect.collectors.workers.worker import Job, RolloutReport, Worker
+from funcollect.core.request import NOWHERE
 from funcollect.errors import WorkerError
-from funcollect.processes.shared_memory import Memory, shared_memory
-from funcollect.tree import aliased, nest
+from funcollect.processes.pool import Call
+from funcollect.processes.process_transport import ProcessTransport
+from funcollect.processes.serving import serve
+from funcollect.processes.shared_memory import Memory, mapped, shared_memory
+from funcollect.tree import Path, aliased, nest
 
 _SLOTS = 3  # one that the reader holds, one that is ready, one that is being written
 
@@ -95,7 +106,7 @@ class SlotAssembler(BatchAssembler):
         return PendingBatch([self._collect(worker, slot) for worker in self._group.workers], slot)
 
     def _collect(self, worker: int, slot: int) -> Call:
-        return self._submit(Call(worker, "collect", (slot,)))
+        return self._submit(Call(worker, "collect", (slot,), plain=True))
 
     @override
     def complete(self, pending: PendingBatch) -> bool:
@@ -233,3 +244,60 @@ def _fit(weights: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> bool:
     return weights.keys() == held.keys() and all(
         weight.dtype == held[name].dtype and weight.shape == held[name].shape for name, weight in weights.items()
     )
+
+
+def over_processes(workers: int, *, num_threads: int, accelerators: bool, eager: bool) -> Means:
+    """Workers in processes. If they are `eager`, they take new weights before the rollouts that were asked for earlier.
+
+    `ChildSetup` describes the other keywords.
+    """
+    transport = ProcessTransport(
+        __name__,
+        num_threads=num_threads,
+        accelerators=accelerators,
+        urgent=WITH_WEIGHTS if eager else (),
+        instead="use SyncDataCollector, or in_process=True",
+    )
+    return Means(transport, SlotAssembler, SharedWeightStore(workers))
+
+
+def main(fds: Sequence[int]) -> None:
+    """Serve the collector that has started this process."""
+    serve(fds, lambda packed: SlotWorker(cloudpickle.loads(packed)))
+
+
+class SlotWorker(Worker):
+    """A worker whose rollouts and weights lie in shared memory."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._single = self._runner.env.num_envs is None
+        self._slots: list[Mapping[Path, Tensor]] = []
+        self._held: tuple[TensorDictBase, RolloutReport, int] | None = None  # a rollout that waits for its slot
+        self._weights: Sequence[Mapping[str, Tensor]] = ()
+
+    @override
+    def collect(self, slot: int = 0) -> tuple[tuple[BatchColumn, ...] | None, Any]:
+        """Write a rollout into a slot; if there are none yet, keep it and return the columns that a slot needs."""
+        columns = self._slots[slot] if self._slots else NOWHERE
+        batch, report = self.roll_out(columns)
+        if not self._slots:
+            self._held = batch, report, slot
+            return columns_of(batch, self._single), report
+        store(batch, columns, self._single)
+        return None, report.packed() if report.final is None else report
+
+    def attach(self, layout: BatchLayout, part: int, count: int, fd: int) -> tuple[None, RolloutReport] | None:
+        """Attach the slots, and write the rollout that was kept for one; None if none was kept."""
+        self._slots = [layout.part(memory, part) for memory in mapped(fd, count, layout.size)]
+        if self._held is None:
+            return None
+        (batch, report, slot), self._held = self._held, None
+        store(batch, self._slots[slot], self._single)
+        return None, report._replace(seconds=0.0, idle=0.0, restarts=0, lost=0)  # those have been reported
+
+    def fetch(self, slot: int, version: int, policy: bytes | None, layout: PackedLayout, count: int, *fds: int) -> None:
+        """Copy weights. The first call, and the first one after a change of shapes, brings their memory."""
+        if fds:
+            self._weights = weights_in(mapped(fds[0], count, layout.size), layout)
+        self.adopt(self._weights[slot], version, policy)
