@@ -30,7 +30,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {  # the most lines, and the pat
         4_100,
         (
             "processes", "collectors/workers", "collectors/processes", "collectors/cluster", "envs/host/lane_workers",
-            "evaluation", "workers",
+            "evaluation.py", "workers",
         ),
     ),
     "collectors": (1_800, ("collectors",)),

@@ -24,8 +24,7 @@ from funcollect.collectors.workers.worker import Job, RolloutReport, Worker
 from funcollect.core.request import NOWHERE
 from funcollect.errors import WorkerError
 from funcollect.processes.pool import Call
-from funcollect.processes.process_transport import ProcessTransport
-from funcollect.processes.serving import serve
+from funcollect.processes.serving import ProcessTransport, serve
 from funcollect.processes.shared_memory import Memory, mapped, shared_memory
 from funcollect.tree import Path, aliased, nest
 

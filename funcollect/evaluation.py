@@ -9,22 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import cloudpickle
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_count, check_kind, check_positive
-from funcollect.collectors.options import RunnerSpec
+from funcollect.collectors.options import Options, RunnerSpec
+from funcollect.core.api import check_pair
+from funcollect.core.evaluate import evaluate
 from funcollect.core.request import check_exploration
 from funcollect.errors import ClosedError, EvaluationError
-from funcollect.evaluation.evaluator_process import EvaluatorJob
+from funcollect.keys import key_from_seed, seed_of
+from funcollect.messages import shown
 from funcollect.plots.figures import check_film
+from funcollect.plots.recording import check_filmed, record
 from funcollect.policies.torch_modules.sending import dumps
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.processes.child import ChildProcess
 from funcollect.processes.failures import Failure
 from funcollect.processes.pool import Call, FailurePolicy, Loss, WorkerHandle, WorkerPool, WorkerRecord
-from funcollect.processes.process_transport import ProcessHandle, ProcessTransport
+from funcollect.processes.serving import ProcessHandle, ProcessTransport, serve
 from funcollect.processes.system import run_as_batch_work
 from funcollect.protocols import Policy, is_policy
 from funcollect.specs import ExplorationType
@@ -117,7 +122,7 @@ class Evaluator:
             policy=policy,
             policy_factory=policy_factory,
         )
-        transport = _EndsAtOnce("funcollect.evaluation.evaluator_process", instead="call evaluate in the loop instead")
+        transport = _EndsAtOnce(__name__, instead="call evaluate in the loop instead")
         job = EvaluatorJob(
             source=source,
             episodes=episodes,
@@ -290,3 +295,74 @@ def _prioritize(child: ChildProcess, *, idle: bool) -> None:
     """Change the priority of a process that has not ended; once it has, its number may be another process's."""
     if child.open and child.owned and not child.ended_by(0):
         run_as_batch_work(idle=idle, pid=child.pid)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatorJob:
+    """What is evaluated, and how; see `Evaluator`."""
+
+    source: RunnerSpec
+    episodes: int
+    seed: int | None
+    max_frames: int
+    exploration_type: ExplorationType
+    film: str | None
+
+    @property
+    def place(self) -> int:
+        """0: it is the only one."""
+        return 0
+
+    def pack(self) -> bytes:
+        """The job as bytes, everything in it on the CPU; TypeError if it cannot be sent."""
+        try:
+            return dumps(self, on_cpu=True)
+        except Exception as error:
+            raise TypeError(
+                f"the environment or the policy cannot be sent to another process ({shown(error, 200)}): pass "
+                "functions that build them, create_env_fn and policy_factory"
+            ) from error
+
+
+class Evaluating:
+    """The environment and the policy, built from a packed job."""
+
+    def __init__(self, packed: bytes) -> None:
+        job: EvaluatorJob = cloudpickle.loads(packed)
+        self._job = job
+        self._env, self._policy = job.source.build(Options(frames_per_batch=1, policy_device="cpu"))
+        check_pair(self._env, self._policy)
+        if job.film is not None:  # an error after the episodes would lose their statistics
+            check_filmed(self._env, self._policy)
+
+    def describe(self) -> None:
+        """Nothing; from here on the process works only while a core has nothing else to do."""
+        run_as_batch_work(idle=True)
+
+    def evaluate(
+        self, step: int, weights: Mapping[str, Tensor], packed: bytes | None
+    ) -> tuple[EpisodeStats, str | None]:
+        """The statistics of the episodes, and the path of the film if there is one."""
+        job, params = self._job, None if packed is None else cloudpickle.loads(packed)
+        if weights:
+            self._policy.load(dict(weights))
+        seed = seed_of(key_from_seed(job.seed))  # one for the episodes and for the film
+        given: dict[str, Any] = {"seed": seed, "params": params, "exploration_type": job.exploration_type}
+        stats = evaluate(self._env, self._policy, episodes=job.episodes, max_frames=job.max_frames, **given)
+        if job.film is None:
+            return stats, None
+        path = job.film.format(step=step)
+        record(self._env, self._policy, path, **given)
+        return stats, path
+
+    def failure(self, error: BaseException) -> Failure:
+        """The `Failure` to send."""
+        return Failure.of(error)
+
+    def close(self) -> None:
+        """Do nothing: the process is ended at once, see `Evaluator`."""
+
+
+def main(fds: Sequence[int]) -> None:
+    """Serve the process that has started this one."""
+    serve(fds, Evaluating)
