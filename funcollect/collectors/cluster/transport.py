@@ -155,32 +155,21 @@ def reason_of(error: BaseException) -> str:
 class RayWeightStore(WeightStore):
     """Weights as objects of Ray's store, which each node fetches once."""
 
-    def __init__(self) -> None:
-        self._slots: dict[int, tuple[PackedLayout, Any]] = {}
-        self._next = 0
-
     @override
-    def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int:
-        self._slots = {slot: held for slot, held in self._slots.items() if slot in taken}
-        self._next += 1
+    def put(self, weights: Mapping[str, Tensor]) -> tuple[PackedLayout, Any]:
         leaves: dict[Path, Tensor] = {(name,): weight for name, weight in weights.items()}
         packed_layout = PackedLayout.packed(leaves)
         memory = private_memory(packed_layout.size)
         copy_into(packed_layout.leaves(memory), leaves)
-        self._slots[self._next] = packed_layout, ray.put(memory)
-        return self._next
+        return packed_layout, ray.put(memory)
 
     @override
-    def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
-        return Call(worker, "fetch", (version, policy, *self._slots[slot]))
+    def call(self, worker: int, held: tuple[PackedLayout, Any], version: int, policy: bytes | None) -> Call:
+        return Call(worker, "fetch", (version, policy, *held))
 
     @override
     def encode_params(self, params: Any) -> Any:
         return None if params is None else ray.put(params)
-
-    @override
-    def close(self) -> None:
-        self._slots.clear()
 
 
 class RayTransport(Transport):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from typing_extensions import override
 
 from funcollect.collectors.runner_timer import RolloutTimes
@@ -20,7 +18,7 @@ from funcollect.collectors.workers.gathering import (
     SyncGathering,
     WorkerGroup,
 )
-from funcollect.collectors.workers.jobs import check_alike, masks_of
+from funcollect.collectors.workers.jobs import check_alike
 from funcollect.collectors.workers.weights import Weights, WeightStore, share_weights
 from funcollect.collectors.workers.worker import (
     START,
@@ -33,13 +31,10 @@ from funcollect.collectors.workers.worker import (
     runners_of,
     saved_workers,
 )
-from funcollect.core.env_params import part_of_lanes
 from funcollect.core.saving import Episodes
 from funcollect.envs.host.host_env import without_advice
 from funcollect.errors import EnvError, ReplayError, WorkerError
 from funcollect.keys import seed_of
-from funcollect.messages import shown
-from funcollect.policies.torch_modules.sending import dumps
 from funcollect.processes.failures import Failure, UnsentResultError
 from funcollect.processes.pool import Call, FailurePolicy, Loss, Transport, WorkerPool, WorkerRecord
 from funcollect.trajectories.final_observations import FinalObservations
@@ -201,30 +196,6 @@ class WorkerRun(WorkerPool):
             )
         return self._means.assembler(self.submit, WorkerGroup(workers, lengths, join, self.info.num_envs is None))
 
-    def reset(self, mask: Tensor | None) -> None:
-        """Begin new episodes in the lanes of `mask` [L], or in all."""
-        self.call_each("reset", masks_of(mask, self.lanes))
-
-    def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        """Call a function with every lane's environment, after the rollouts that have been begun."""
-        try:
-            packed = dumps((function, args))
-        except Exception as error:
-            raise TypeError(
-                f"function or its arguments cannot be sent to the workers ({shown(error, 200)}): pass a function of a "
-                "module, and plain arguments"
-            ) from error
-        return [result for results in self.call_all("apply", packed) for result in results]
-
-    def set_env_params(self, params: Any, *, at_once: bool) -> None:
-        """Change the parameters of every lane's environment, after the rollouts that have been begun."""
-        shapes = self.info.param_shapes
-        if shapes is None:
-            raise TypeError(f"{self.info.label} has no parameters that can be set, expected an environment in JAX")
-        ends = [0, *itertools.accumulate(self.lanes)]
-        parts = [part_of_lanes(params, shapes, ends[-1], slice(*both)) for both in itertools.pairwise(ends)]
-        self.call_each("set_env_params", [dumps((part, at_once)) for part in parts])
-
     def set_seed(self, seed: int) -> None:
         """Begin new episodes, seeded by `seed`."""
         self.call_all("set_seed", seed)
@@ -373,17 +344,6 @@ class WorkerRun(WorkerPool):
     def stop_timers(self) -> list[RolloutTimes]:
         """Return the times of the workers since `start_timers`; one that was replaced meanwhile has none."""
         return [times for answer in self.call_all("stop_timer") for times in answer]
-
-    def stats(self) -> dict[str, float]:
-        """Counts over all workers."""
-        return {
-            "policy_version": self.weights.version,
-            "reader_waited": self.waited,
-            "workers_waited": self.idle,
-            "restarts": self.restarts,
-            "lost_frames": self.lost,
-            "copies": self.gathering.copies,
-        }
 
 
 def _note_applied(record: WorkerRecord, call: Call) -> None:

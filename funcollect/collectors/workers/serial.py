@@ -55,22 +55,13 @@ class SerialAssembler(BatchAssembler):
 class SerialWeightStore(WeightStore):
     """Passes weights on by reference."""
 
-    def __init__(self) -> None:
-        self._slots: dict[int, Mapping[str, Tensor]] = {}
+    @override
+    def put(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return weights
 
     @override
-    def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int:
-        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
-        self._slots[slot] = weights
-        return slot
-
-    @override
-    def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
-        return Call(worker, "adopt", (self._slots[slot], version, policy))
-
-    @override
-    def close(self) -> None:
-        self._slots.clear()
+    def call(self, worker: int, held: Mapping[str, Tensor], version: int, policy: bytes | None) -> Call:
+        return Call(worker, "adopt", (held, version, policy))
 
 
 class SerialTransport(Transport):

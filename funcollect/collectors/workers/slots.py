@@ -6,9 +6,11 @@ Batches are views of slots.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from sys import getrefcount
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import torch
@@ -168,18 +170,50 @@ class SlotAssembler(BatchAssembler):
             self._slots, self._lent = [], set()
 
 
-class _WeightSlots(NamedTuple):
-    """The slots of a store for weights of the same names, shapes and dtypes."""
-
-    first: int  # the number of the first slot
-    fd: int
-    layout: PackedLayout
-    weights: list[dict[str, Tensor]]  # by name, for each slot
-
-
 def weights_in(memories: Sequence[Memory], layout: PackedLayout) -> list[dict[str, Tensor]]:
     """The weights by name in each piece of memory, as views."""
     return [{path[0]: leaf for path, leaf in layout.leaves(memory).items()} for memory in memories]
+
+
+class _WeightSlots:
+    """Slots for weights of the same names, shapes and dtypes, like `weights`. They are freed with this object."""
+
+    def __init__(self, weights: Mapping[str, Tensor], count: int) -> None:
+        self.layout = PackedLayout.packed({(name,): weight for name, weight in weights.items()})
+        self.fd, memories = shared_memory(count, self.layout.size)
+        self._close = weakref.finalize(self, os.close, self.fd)
+        self._weights = weights_in(memories, self.layout)
+        self._held: weakref.WeakValueDictionary[int, _HeldWeights] = weakref.WeakValueDictionary()
+
+    def write(self, weights: Mapping[str, Tensor]) -> _HeldWeights | None:
+        """Copy weights into a slot that nobody holds; None if there is none."""
+        for slot, own in enumerate(self._weights):
+            if slot not in self._held:
+                for name, weight in own.items():
+                    weight.copy_(weights[name])
+                held = self._held[slot] = _HeldWeights(self, slot)
+                return held
+        return None
+
+    def close(self) -> None:
+        """Free the memory, whoever holds a slot."""
+        self._close()
+        self._weights = []
+
+    def fit(self, weights: Mapping[str, Tensor]) -> bool:
+        """Whether weights have the names, dtypes and shapes of those in the slots."""
+        own = self._weights[0]
+        return weights.keys() == own.keys() and all(
+            weight.dtype == own[name].dtype and weight.shape == own[name].shape for name, weight in weights.items()
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _HeldWeights:
+    """Weights in a slot, which is not written again before this object is gone."""
+
+    slots: _WeightSlots
+    slot: int
 
 
 class SharedWeightStore(WeightStore):
@@ -191,43 +225,22 @@ class SharedWeightStore(WeightStore):
 
     def __init__(self, workers: int) -> None:
         self._count = workers + 2
-        self._slots: list[_WeightSlots] = []  # the latest last, after earlier ones that a worker may still read
-        self._attached: dict[int, int] = {}  # by worker: the first of the slots that it has attached
+        self._latest: _WeightSlots | None = None
+        # The slots that each worker has attached, as long as any of them is held.
+        self._attached: weakref.WeakValueDictionary[int, _WeightSlots] = weakref.WeakValueDictionary()
 
     @override
-    def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int | None:
-        if not self._slots or not _fit(weights, self._slots[-1].weights[0]):
-            layout = PackedLayout.packed({(name,): weight for name, weight in weights.items()})
-            fd, memories = shared_memory(self._count, layout.size)
-            first = self._slots[-1].first + self._count if self._slots else 0
-            self._slots.append(_WeightSlots(first, fd, layout, weights_in(memories, layout)))
-        latest = self._slots[-1]
-        self._close_others({latest.first, *map(self._first_of, taken)})
-        for slot, held in enumerate(latest.weights, latest.first):
-            if slot not in taken:
-                for name, weight in held.items():
-                    weight.copy_(weights[name])
-                return slot
-        return None
-
-    def _first_of(self, slot: int) -> int:
-        """The first of the slots that were allocated together with this one."""
-        return slot - slot % self._count
-
-    def _close_others(self, kept: set[int]) -> None:
-        """Release all slots except those whose first one is in `kept`."""
-        for each in self._slots:
-            if each.first not in kept:
-                os.close(each.fd)
-        self._slots = [each for each in self._slots if each.first in kept]
+    def put(self, weights: Mapping[str, Tensor]) -> _HeldWeights | None:
+        if self._latest is None or not self._latest.fit(weights):
+            self._latest = _WeightSlots(weights, self._count)
+        return self._latest.write(weights)
 
     @override
-    def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
-        first = self._first_of(slot)
-        slots = next(each for each in self._slots if each.first == first)
-        fds = () if self._attached.get(worker) == first else (slots.fd,)
-        self._attached[worker] = first
-        return Call(worker, "fetch", (slot - first, version, policy, slots.layout, self._count), fds)
+    def call(self, worker: int, held: _HeldWeights, version: int, policy: bytes | None) -> Call:
+        slots = held.slots
+        fds = () if self._attached.get(worker) is slots else (slots.fd,)
+        self._attached[worker] = slots
+        return Call(worker, "fetch", (held.slot, version, policy, slots.layout, self._count), fds)
 
     @override
     def restarted(self, worker: int) -> None:
@@ -235,14 +248,8 @@ class SharedWeightStore(WeightStore):
 
     @override
     def close(self) -> None:
-        self._close_others(set())
-
-
-def _fit(weights: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> bool:
-    """Whether weights have the names, dtypes and shapes of those in a slot."""
-    return weights.keys() == held.keys() and all(
-        weight.dtype == held[name].dtype and weight.shape == held[name].shape for name, weight in weights.items()
-    )
+        for slots in {*self._attached.values(), *([] if self._latest is None else [self._latest])}:
+            slots.close()
 
 
 def over_processes(workers: int, *, num_threads: int, accelerators: bool, eager: bool) -> Means:

@@ -25,12 +25,12 @@ class WeightStore(ABC):
     """Holds weights until every worker has copied them."""
 
     @abstractmethod
-    def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int | None:
-        """Write the weights into a slot that is not among `taken`; return the slot, or None if all are taken."""
+    def put(self, weights: Mapping[str, Tensor]) -> Any:
+        """Hold weights for as long as the object lives that is returned; None if there is no room now."""
 
     @abstractmethod
-    def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
-        """The call that makes a worker copy the weights in `slot`, together with the packed `policy` if it changed."""
+    def call(self, worker: int, held: Any, version: int, policy: bytes | None) -> Call:
+        """The call that makes a worker copy what `put` returned, together with the packed `policy` if it changed."""
 
     def encode_params(self, params: Any) -> Any:
         """What a call holds in place of `params`, for parameters that are not named weights."""
@@ -39,17 +39,16 @@ class WeightStore(ABC):
     def restarted(self, worker: int) -> None:  # noqa: B027 - most remember none
         """Forget which calls this worker was sent: another process has replaced it."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most hold none
         """Release the memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class WeightsVersion:
-    """One update: weights in a slot of the weight store, or parameters that travel in the call itself."""
+    """One update: weights in the weight store, or parameters that travel in the call itself."""
 
-    number: int  # the policy's version
-    slot: int | None = None
+    number: int  # the policy's version, and of no other update
+    held: Any = None  # the weights, as the weight store returned them
     params: Any = None  # the parameters in the call; None for the policy's own
     own: bool = True  # whether they are the policy's own
     loaded: bool = False  # whether `params` come from a state dict and were the policy's own when they were saved
@@ -69,8 +68,9 @@ def share_weights(saved: Sequence[Any]) -> None:
 class Weights:
     """The weights that each worker acts with, and those that it will act with.
 
-    A worker copies weights before it acts with them, and gets later ones only after that. So a tight loop of updates
-    needs one slot per worker, one for the latest version and one to write, and no process waits.
+    A worker copies weights before it acts with them, and gets later ones only after that. So in a tight loop of updates
+    the store holds one version per worker, the latest one and one to write, and no process waits. A version is held as
+    long as a worker wants it or is about to copy it.
 
     `policy` owns the parameters: a `Policy`, a module or a function; None if the workers build their own.
     """
@@ -89,7 +89,8 @@ class Weights:
         count = len(pool.records)
         self._wanted: list[WeightsVersion | None] = [None] * count
         self._under_way: list[tuple[WeightsVersion, Call] | None] = [None] * count
-        self._taken: list[WeightsVersion | None] = [None] * count
+        self._copied: list[int | None] = [None] * count  # the number of each worker's version
+        self._earlier: dict[int, WeightsVersion | None] = {}  # those in place of an update that workers may refuse
 
     def update(self, params: Any, workers: Sequence[int]) -> None:
         """Make these workers act with a copy of `params`, or for None of the policy's own.
@@ -100,20 +101,23 @@ class Weights:
         """
         weights, policy = self._named(params), self._changes.packed()
         with self._pool.lock:
-            slot = None if weights is None else self._write(weights, workers)
+            held = None if weights is None else self._write(weights)
             self.version, own = self.version + 1, params is None
             if {*workers} >= {*self._pool.workers}:
                 self.own = own
-            sent = self._weight_store.encode_params(params) if slot is None else None
-            version = WeightsVersion(self.version, slot, sent, own, policy=policy)
+            sent = self._weight_store.encode_params(params) if held is None else None
+            version = WeightsVersion(self.version, held, sent, own, policy=policy)
             self._latest = version
+            may_be_refused = held is None and (params is not None or policy is not None)
+            self._earlier = {worker: self._wanted[worker] for worker in workers} if may_be_refused else {}
             for worker in workers:
                 self._wanted[worker] = version
         self.send()
-        if slot is None and (params is not None or policy is not None):  # only the workers can check whether it fits
+        if may_be_refused:  # only the workers can check whether it fits
             while any(self._under_way[worker] is not None for worker in workers):
                 self._pool.wait()
                 self.send()
+            self._earlier.clear()
             refusal, self._refusal = self._refusal, None
             if refusal is not None:
                 raise refusal
@@ -138,19 +142,12 @@ class Weights:
             return {}
         return shapes_of(policy.params, "jax")
 
-    def _write(self, weights: Mapping[str, Tensor], workers: Sequence[int]) -> int:
-        """Write weights for these workers into a free slot; return the slot."""
-        while (slot := self._weight_store.put(weights, self._slots_in_use(workers))) is None:
-            self._pool.wait()  # updates of single workers may need more slots than there are
-        return slot
-
-    def _slots_in_use(self, workers: Sequence[int]) -> set[int]:
-        """The slots that may still be read once these workers want another one."""
-        wanted = [version for worker, version in enumerate(self._wanted) if worker not in workers]
-        under_way = [each[0] for each in self._under_way if each is not None and not each[1].done]
-        some = len(workers) < len(self._pool.workers)
-        kept = [*wanted, *under_way, *((*self._wanted, self._latest) if some else ())]
-        return {version.slot for version in kept if version is not None and version.slot is not None}
+    def _write(self, weights: Mapping[str, Tensor]) -> Any:
+        """Put weights into the store, once there is room."""
+        while (held := self._weight_store.put(weights)) is None:
+            self._pool.wait()  # updates of single workers may need more room than there is
+            self.send()
+        return held
 
     def send(self) -> None:
         """Send the latest weights to every worker that has copied the ones before."""
@@ -160,30 +157,30 @@ class Weights:
                 if sent is not None and sent[1].done:
                     self._under_way[worker] = None
                     self._took(worker, *sent)
-                    sent = None
-                if sent is None and wanted is not None and wanted is not self._taken[worker]:
+                    sent, wanted = None, self._wanted[worker]
+                if sent is None and wanted is not None and wanted.number != self._copied[worker]:
                     self._under_way[worker] = (wanted, self._pool.submit(self._call(worker, wanted)))
 
     def _took(self, worker: int, version: WeightsVersion, call: Call) -> None:
         """Record the answer of a worker that was sent weights."""
         if call.error is None:
-            self._taken[worker] = version
+            self._copied[worker] = version.number
             return
         if self._wanted[worker] is version:
-            self._wanted[worker] = self._taken[worker]
+            self._wanted[worker] = self._earlier.get(worker)
         self._refusal = call.error
 
     def _call(self, worker: int, version: WeightsVersion) -> Call:
         """The call that brings a worker these weights."""
-        if version.slot is not None:
-            return self._weight_store.call(worker, version.slot, version.number, version.policy)
+        if version.held is not None:
+            return self._weight_store.call(worker, version.held, version.number, version.policy)
         name = "adopt" if version.loaded else "take_params"
         return Call(worker, name, (version.params, version.number, version.policy))
 
     def join(self, worker: int) -> None:
         """Make a worker that was added act with the latest weights."""
         with self._pool.lock:
-            for column in (self._wanted, self._under_way, self._taken):
+            for column in (self._wanted, self._under_way, self._copied):
                 column.extend([None] * (worker + 1 - len(column)))
             self._wanted[worker] = self._latest
         self.send()
@@ -191,7 +188,7 @@ class Weights:
     def leave(self, worker: int) -> None:
         """Forget a worker."""
         with self._pool.lock:
-            self._wanted[worker] = self._under_way[worker] = self._taken[worker] = None
+            self._wanted[worker] = self._under_way[worker] = self._copied[worker] = None
 
     def flush(self) -> None:
         """Block until the latest weights have been sent to every worker. Later calls run with them."""
@@ -236,7 +233,7 @@ class Weights:
         for (worker, state), its_own in zip(saved.items(), own_workers, strict=True):
             if weights := state["policy_state_dict"]:
                 self._wanted[worker] = self._saved_version(worker, state, weights, own=its_own)
-        self._taken = list(self._wanted)
+        self._copied = [None if wanted is None else wanted.number for wanted in self._wanted]
 
         def version_of(worker: int) -> int:
             return int(saved[worker]["policy_version"])
@@ -255,7 +252,7 @@ class Weights:
             if other is not None and other.number == number:
                 return other
         with self._pool.lock:
-            return WeightsVersion(number, self._write(weights, [worker]), own=own, policy=self._changes.sent)
+            return WeightsVersion(number, self._write(weights), own=own, policy=self._changes.sent)
 
     def publish(self, params: Any, version: int, policy: bytes | None = None) -> None:
         """`update` for all workers, under the larger run's version number."""
