@@ -95,7 +95,6 @@ class NestedWorker(PackingWorker):
 
     def __init__(self, progress: Progress, collector: WorkerCollector, applied: EnvCalls = ()) -> None:
         self._run = collector.run
-        self._counted = (0, 0)  # restarts and lost frames, as last reported
         super().__init__(progress, collector, applied)
 
     @override
@@ -107,11 +106,9 @@ class NestedWorker(PackingWorker):
         return next(self._collector)
 
     @override
-    def _report(self, seconds: float, idle: float) -> RolloutReport:
-        run, progress = self._run, self._run.progress(self._batches, self._frames)
-        before, self._counted = self._counted, (run.restarts, run.lost)
-        restarts, lost = (now - then for now, then in zip(self._counted, before, strict=True))
-        return RolloutReport(progress, run.gathering.version, seconds, idle, restarts, lost)
+    def _standing(self) -> tuple[Progress, int, tuple[int, int]]:
+        run = self._run
+        return run.progress(self._batches, self._frames), run.gathering.version, (run.restarts, run.lost)
 
     @override
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:

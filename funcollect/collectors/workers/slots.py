@@ -300,7 +300,7 @@ class SlotWorker(Worker):
             return None
         (batch, report, slot), self._held = self._held, None
         store(batch, self._slots[slot], self._single)
-        return None, report._replace(seconds=0.0, idle=0.0, restarts=0, lost=0)  # those have been reported
+        return None, report._replace(idle=0.0, restarts=0, lost=0)  # those have been reported
 
     def fetch(self, slot: int, version: int, policy: bytes | None, layout: PackedLayout, count: int, *fds: int) -> None:
         """Copy weights. The first call, and the first one after a change of shapes, brings their memory."""

@@ -155,7 +155,6 @@ class RolloutReport(NamedTuple):
 
     progress: Progress
     version: int  # of the weights that acted
-    seconds: float  # spent collecting
     idle: float  # seconds between the last rollout and this one
     restarts: int = 0  # by its own workers or its environment's, since then
     lost: int = 0  # frames with them
@@ -177,6 +176,7 @@ class WorkerBase(ABC):
 
     def __init__(self, progress: Progress, collector: Any, applied: EnvCalls = ()) -> None:
         self._collector = collector
+        self._counted = (0, 0)  # restarts and lost frames, as last reported
         for name, packed in applied:
             with contextlib.suppress(UnsentResultError):  # nobody asks for the results again
                 getattr(self, name)(packed)
@@ -195,22 +195,23 @@ class WorkerBase(ABC):
 
     def roll_out(self, columns: OwnColumns) -> tuple[TensorDictBase, RolloutReport]:
         """One rollout, recorded into `columns` as far as they fit."""
-        began = time.monotonic()
-        idle = began - self._ended
+        idle = time.monotonic() - self._ended
         batch = self._rollout(columns)
         self._ended = time.monotonic()
         self._batches += 1
         self._frames += batch.numel()
-        final = detach(batch)
-        return batch, self._report(self._ended - began, idle)._replace(final=final)
+        progress, version, losses = self._standing()
+        restarts, lost = (now - then for now, then in zip(losses, self._counted, strict=True))
+        self._counted = losses
+        return batch, RolloutReport(progress, version, idle, restarts, lost, detach(batch))
 
     @abstractmethod
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
         """One rollout."""
 
     @abstractmethod
-    def _report(self, seconds: float, idle: float) -> RolloutReport:
-        """The report on the last rollout."""
+    def _standing(self) -> tuple[Progress, int, tuple[int, int]]:
+        """The progress after the last rollout, the version that acted in it, and the restarts and lost frames so far."""
 
     @abstractmethod
     def go_on(self, progress: Progress) -> None:
@@ -299,7 +300,6 @@ class Worker(WorkerBase):
         self._job = job
         self._policy: bytes | None = None  # packed, if another one than the job's was sent
         self._runner = job.runner()
-        self._counted = (0, 0)  # restarts and lost frames, as last reported
         self._timer: RunnerTimer | None = None
         super().__init__(job.progress, self._runner, job.applied)
 
@@ -328,12 +328,10 @@ class Worker(WorkerBase):
         return self._runner.rollout_into(columns)
 
     @override
-    def _report(self, seconds: float, idle: float) -> RolloutReport:
+    def _standing(self) -> tuple[Progress, int, tuple[int, int]]:
         state = self._runner.state
         progress = Progress(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
-        before, self._counted = self._counted, self._runner.losses
-        restarts, lost = (now - then for now, then in zip(self._counted, before, strict=True))
-        return RolloutReport(progress, int(state.policy_version), seconds, idle, restarts, lost)
+        return progress, int(state.policy_version), self._runner.losses
 
     @override
     def go_on(self, progress: Progress) -> None:
