@@ -211,7 +211,7 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def _standing(self) -> tuple[Progress, int, tuple[int, int]]:
-        """The progress after the last rollout, the version that acted in it, and the restarts and lost frames so far."""
+        """The progress after the last rollout, the version that acted in it, and all restarts and lost frames."""
 
     @abstractmethod
     def go_on(self, progress: Progress) -> None:
