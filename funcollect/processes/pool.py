@@ -55,16 +55,10 @@ class Answer(NamedTuple):
     value: Any
 
 
-class WorkerExited(NamedTuple):
-    """The answer of a worker that has ended, and why it has."""
-
-    reason: str
-
-
 class Loss(NamedTuple):
-    """Why a worker is of no use any more."""
+    """Why a worker is of no use any more: it has ended, hangs, or has raised an exception that no call allows."""
 
-    what: str  # it has done
+    what: str  # in words that follow its name
     lane: int | None = None  # in which it has raised, counted over all workers
     traceback: str = ""  # its traceback, or its Python stack if it hangs
     cause: BaseException | None = None
@@ -94,8 +88,8 @@ class WorkerHandle(ABC):
         """Queue a call after those that were sent before. Never waits for the worker, never raises if it has died."""
 
     @abstractmethod
-    def receive(self) -> Answer | WorkerExited | None:
-        """The worker's next answer; None if there is none yet."""
+    def receive(self) -> Answer | Loss | None:
+        """The worker's next answer, or how it has ended; None if there is neither yet."""
 
     def signs(self) -> int:
         """A number that changes if the worker has shown a sign of life, as far as is known."""
@@ -314,8 +308,8 @@ class WorkerPool(ABC):
         record = self.records[worker]
         if not record.calls or (answer := record.handle.receive()) is None:
             return False
-        if isinstance(answer, WorkerExited):
-            self._lose(worker, Loss(answer.reason))
+        if isinstance(answer, Loss):
+            self._lose(worker, answer)
             return True
         call = next(call for call in record.calls if call.number == answer.number)
         if not isinstance(failure := answer.value, Failure):

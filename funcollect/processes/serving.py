@@ -16,7 +16,7 @@ from typing_extensions import override
 from funcollect.processes.channel import Channel
 from funcollect.processes.child import TO_DIE, ChildProcess, ChildSetup, enter_child
 from funcollect.processes.failures import Failure
-from funcollect.processes.pool import Answer, Call, Transport, WorkerExited, WorkerHandle, WorkerJob
+from funcollect.processes.pool import Answer, Call, Loss, Transport, WorkerHandle, WorkerJob
 from funcollect.processes.system import check_platform
 
 _TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C should end a script within two
@@ -140,20 +140,20 @@ class ProcessHandle(WorkerHandle):
         self.child.send((call.number, call.name, call.args, call.plain), call.fds, plain=call.plain)
 
     @override
-    def receive(self) -> Answer | WorkerExited | None:
+    def receive(self) -> Answer | Loss | None:
         child = self.child
         if not child.open:
-            return WorkerExited("was ended")
+            return Loss("was ended")
         try:
             message = child.channel.receive(wait=False)
             if message is None and child.ended_by(0):
                 message = child.channel.receive(wait=False)  # now the channel holds all that it will ever hold
         except (EOFError, OSError):
             child.ended_by(time.monotonic() + TO_DIE)
-            return WorkerExited(child.how())
+            return Loss(child.how())
         if message is not None:
             return Answer(*message[0])
-        return WorkerExited(child.how()) if child.ended_by(0) else None
+        return Loss(child.how()) if child.ended_by(0) else None
 
     @override
     def signs(self) -> int:

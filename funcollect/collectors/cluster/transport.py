@@ -22,7 +22,7 @@ from funcollect.collectors.workers.gathering import WorkerGroup
 from funcollect.collectors.workers.run import Means
 from funcollect.collectors.workers.weights import WITH_WEIGHTS, WeightStore
 from funcollect.interop.settings import FrameworkSettings
-from funcollect.processes.pool import Answer, Call, Transport, WorkerExited, WorkerHandle
+from funcollect.processes.pool import Answer, Call, Loss, Transport, WorkerHandle
 from funcollect.tree import Path
 
 _GROUPS = {"hurry": 1, "look": 1}  # threads of an actor besides the one that works
@@ -88,9 +88,9 @@ class RayHandle(WorkerHandle):
         return [queue[0][0] for queue in (self._hurried, self._sent) if queue]
 
     @override
-    def receive(self) -> Answer | WorkerExited | None:
+    def receive(self) -> Answer | Loss | None:
         if self.gone:
-            return WorkerExited(self.gone)
+            return Loss(self.gone)
         for queue in (self._hurried, self._sent):
             if queue and queue[0][0] in self.there:
                 ref, number = queue.popleft()
@@ -98,13 +98,13 @@ class RayHandle(WorkerHandle):
                 return self._read(ref, number)
         return None
 
-    def _read(self, ref: Any, number: int) -> Answer | WorkerExited:
+    def _read(self, ref: Any, number: int) -> Answer | Loss:
         """Fetch an answer that Ray has reported as readable."""
         try:
             value = ray.get(ref, timeout=_TO_FETCH)
         except ray.exceptions.RayError as error:
             self._gone = reason_of(error)
-            return WorkerExited(self._gone)
+            return Loss(self._gone)
         if isinstance(value, tuple) and isinstance(packed_batch := value[0], PackedBatch):
             self._collects -= 1
             self._packed_layout = packed_batch.packed_layout or self._packed_layout

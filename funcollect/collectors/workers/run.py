@@ -199,33 +199,17 @@ class WorkerRun(WorkerPool):
     def set_seed(self, seed: int) -> None:
         """Begin new episodes, seeded by `seed`."""
         self.call_all("set_seed", seed)
-        self._replace_from(seed)
+        self.seed = seed
+        with self.lock:
+            for worker in self.workers:
+                self.records[worker].job = replace(self.records[worker].job, seed=seed)
 
     def go_on(self, progress: Progress) -> None:
         """Begin new episodes as if every worker had made this progress."""
         self.call_all("go_on", progress)
-        self._replace_from(self.seed, [progress] * len(self.workers))
-
-    def _replace_from(self, seed: int, all_progress: Sequence[Progress] | None = None) -> None:
-        """Set the seed of the run, and what replacements continue from: the progress of each worker."""
-        self.seed = seed
         with self.lock:
-            records = [self.records[worker] for worker in self.workers]
-            for record in records:
-                record.job = replace(record.job, seed=seed)
-            for record, progress in zip(records, all_progress or (), strict=all_progress is not None):
-                record.progress = progress
-
-    def _have_loaded(self, saved: Sequence[Mapping[str, Any]], *, new_envs: bool) -> None:
-        """Let replacements begin with the parameters of environments that the workers have loaded.
-
-        With `new_envs`, these have also loaded new environments, to which no function has been applied.
-        """
-        with self.lock:
-            for worker, loaded in zip(self.workers, saved, strict=True):
-                record = self.records[worker]
-                applied = () if new_envs else [call for call in record.job.applied if call[0] == "apply"]
-                record.job = replace(record.job, applied=(*applied, *env_calls_of(loaded)))
+            for worker in self.workers:
+                self.records[worker].progress = progress
 
     def chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         """The workers with these indices, all for None; ValueError for one that is not at work."""
@@ -280,8 +264,7 @@ class WorkerRun(WorkerPool):
         saved = saved_workers(state_dict, len(self.workers))
         self.gathering.discard()
         self.call_each("load_state_dict", saved)
-        self._have_loaded(saved, new_envs=False)
-        self._go_on_from(state_dict, saved)
+        self._go_on_from(state_dict, saved, new_envs=False)
 
     def saved_run(self, episodes: Episodes) -> dict[str, Any]:
         """Plain data for `continue_run`, including the batches that the workers have ready."""
@@ -312,8 +295,7 @@ class WorkerRun(WorkerPool):
                 )
         self.gathering.discard()
         self.call_each("continue_run", saved, episodes)
-        self._have_loaded(saved, new_envs=True)
-        self._go_on_from(data, saved)
+        self._go_on_from(data, saved, new_envs=True)
         for leaves, shape, version, workers, final in data["ready"]:
             batch = to_batch(leaves, tuple(shape))
             ready = ReadyBatch(batch, version, workers, final and FinalObservations(*final))
@@ -329,11 +311,19 @@ class WorkerRun(WorkerPool):
             "own_workers": self.weights.own_workers(),
         }
 
-    def _go_on_from(self, state_dict: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from states that the workers have loaded."""
+    def _go_on_from(self, state_dict: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], *, new_envs: bool) -> None:
+        """Continue from states that the workers have loaded: replacements begin with these environments' parameters.
+
+        With `new_envs`, the workers have also loaded new environments, to which no function has been applied.
+        """
+        self.seed = seed_of(runners_of(saved[0])[0]["key"].numpy())
+        with self.lock:
+            for worker, loaded in zip(self.workers, saved, strict=True):
+                record = self.records[worker]
+                applied = () if new_envs else [call for call in record.job.applied if call[0] == "apply"]
+                record.job = replace(record.job, seed=self.seed, applied=(*applied, *env_calls_of(loaded)))
+                record.progress = progress_of(loaded)
         runners = {worker: runners_of(each)[0] for worker, each in zip(self.workers, saved, strict=True)}
-        seed = seed_of(runners_of(saved[0])[0]["key"].numpy())
-        self._replace_from(seed, [progress_of(each) for each in saved])
         own, own_workers = state_dict["own_weights"], state_dict["own_workers"]
         self.weights.go_on_from(state_dict["policy_version"], runners, own=own, own_workers=own_workers)
 

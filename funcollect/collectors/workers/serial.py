@@ -15,7 +15,7 @@ from funcollect.collectors.workers.gathering import BatchAssembler, PendingBatch
 from funcollect.collectors.workers.run import Means
 from funcollect.collectors.workers.weights import WeightStore
 from funcollect.collectors.workers.worker import Worker
-from funcollect.processes.pool import Answer, Call, Transport, WorkerExited, WorkerHandle, WorkerJob
+from funcollect.processes.pool import Answer, Call, Loss, Transport, WorkerHandle, WorkerJob
 from funcollect.processes.serving import Answering
 
 
@@ -31,7 +31,7 @@ class SerialHandle(WorkerHandle):
         self._calls.append(call)
 
     @override
-    def receive(self) -> Answer | WorkerExited | None:
+    def receive(self) -> Answer | Loss | None:
         if not self._calls:
             return None
         call = self._calls.popleft()
