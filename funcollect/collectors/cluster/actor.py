@@ -95,6 +95,7 @@ class NestedWorker(PackingWorker):
 
     def __init__(self, progress: Progress, collector: WorkerCollector, applied: EnvCalls = ()) -> None:
         self._run = collector.run
+        self._counted = (0, 0)  # restarts and lost frames, as last reported
         super().__init__(progress, collector, applied)
 
     @override
@@ -106,9 +107,13 @@ class NestedWorker(PackingWorker):
         return next(self._collector)
 
     @override
-    def _standing(self) -> tuple[Progress, int, tuple[int, int]]:
-        run = self._run
-        return run.progress(self._batches, self._frames), run.gathering.version, (run.restarts, run.lost)
+    def _standing(self) -> tuple[Progress, int]:
+        return self._run.progress(self._batches, self._frames), self._run.gathering.version
+
+    @override
+    def _losses(self) -> tuple[int, int]:
+        (restarts, lost), self._counted = self._counted, (self._run.restarts, self._run.lost)
+        return self._run.restarts - restarts, self._run.lost - lost
 
     @override
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:

@@ -156,7 +156,7 @@ class RolloutReport(NamedTuple):
     progress: Progress
     version: int  # of the weights that acted
     idle: float  # seconds between the last rollout and this one
-    restarts: int = 0  # by its own workers or its environment's, since then
+    restarts: int = 0  # by its own workers, since then
     lost: int = 0  # frames with them
     final: FinalObservations | None = None  # of a compact batch, which is sent without them
 
@@ -176,7 +176,6 @@ class WorkerBase(ABC):
 
     def __init__(self, progress: Progress, collector: Any, applied: EnvCalls = ()) -> None:
         self._collector = collector
-        self._counted = (0, 0)  # restarts and lost frames, as last reported
         for name, packed in applied:
             with contextlib.suppress(UnsentResultError):  # nobody asks for the results again
                 getattr(self, name)(packed)
@@ -200,18 +199,19 @@ class WorkerBase(ABC):
         self._ended = time.monotonic()
         self._batches += 1
         self._frames += batch.numel()
-        progress, version, losses = self._standing()
-        restarts, lost = (now - then for now, then in zip(losses, self._counted, strict=True))
-        self._counted = losses
-        return batch, RolloutReport(progress, version, idle, restarts, lost, detach(batch))
+        return batch, RolloutReport(*self._standing(), idle, *self._losses(), detach(batch))
 
     @abstractmethod
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
         """One rollout."""
 
     @abstractmethod
-    def _standing(self) -> tuple[Progress, int, tuple[int, int]]:
-        """The progress after the last rollout, the version that acted in it, and all restarts and lost frames."""
+    def _standing(self) -> tuple[Progress, int]:
+        """The progress after the last rollout, and the version of the weights that acted in it."""
+
+    def _losses(self) -> tuple[int, int]:
+        """How many of its own workers were replaced since the last rollout, and the lost frames."""
+        return 0, 0
 
     @abstractmethod
     def go_on(self, progress: Progress) -> None:
@@ -328,10 +328,10 @@ class Worker(WorkerBase):
         return self._runner.rollout_into(columns)
 
     @override
-    def _standing(self) -> tuple[Progress, int, tuple[int, int]]:
+    def _standing(self) -> tuple[Progress, int]:
         state = self._runner.state
         progress = Progress(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
-        return progress, int(state.policy_version), self._runner.losses
+        return progress, int(state.policy_version)
 
     @override
     def go_on(self, progress: Progress) -> None:
