@@ -10,14 +10,7 @@ from typing_extensions import override
 
 from funcollect.collectors.runner_timer import RolloutTimes
 from funcollect.collectors.workers.batch_layout import Join
-from funcollect.collectors.workers.gathering import (
-    AsyncGathering,
-    BatchAssembler,
-    Gathering,
-    ReadyBatch,
-    SyncGathering,
-    WorkerGroup,
-)
+from funcollect.collectors.workers.gathering import BatchAssembler, Gathering, ReadyBatch, WorkerGroup
 from funcollect.collectors.workers.jobs import check_alike
 from funcollect.collectors.workers.weights import Weights, WeightStore, share_weights
 from funcollect.collectors.workers.worker import (
@@ -50,6 +43,7 @@ class Means(NamedTuple):
     weight_store: WeightStore
 
 
+_AHEAD = 2  # batches that an asynchronous worker may have begun, or have ready, beyond the one the reader holds
 _ROLLOUTS = ("collect", "attach")  # the calls whose answers are rollouts
 # The errors by which a worker refuses a call: it is as it was before, or begins new episodes by itself.
 _REFUSALS: dict[str, tuple[type[Exception], ...]] = {
@@ -92,17 +86,15 @@ class WorkerRun(WorkerPool):
     ) -> None:
         self.seed = jobs[0].seed
         self.lost, self.idle = 0, 0.0
-        self._means = means
+        self._means, self._join = means, join
         super().__init__(means.transport, jobs, failure_policy)
         try:
             self.infos: dict[int, WorkerInfo] = dict(enumerate(self.finish(self.built)))
             check_alike(self.infos)
             self.begin()
             self.weights = Weights(self, means.weight_store, policy)
-            parts = (self, self.weights, self._assembler)
-            self.gathering: Gathering = (
-                AsyncGathering(*parts) if join is None else SyncGathering(*parts, join=join, prefetch=prefetch)
-            )
+            ahead = _AHEAD if join is None else int(prefetch)
+            self.gathering = Gathering(self, self.weights, self._open_assembler, join=join, ahead=ahead)
             self.next = self.gathering.next
         except BaseException:
             self.close()
@@ -186,9 +178,9 @@ class WorkerRun(WorkerPool):
         """The frames in one rollout of each worker at work."""
         return [self.infos[worker].frames for worker in self.workers]
 
-    def _assembler(self, workers: Sequence[int], join: Join | None) -> BatchAssembler:
+    def _open_assembler(self, workers: Sequence[int]) -> BatchAssembler:
         """An assembler for batches of these workers' rollouts."""
-        lengths = tuple(self.infos[worker].length for worker in workers)
+        join, lengths = self._join, tuple(self.infos[worker].length for worker in workers)
         if len({*lengths}) > 1 and (join == "stack" or (join == 0 and self.info.num_envs)):
             raise ValueError(
                 f"the workers' rollouts have {[*lengths]} steps, which cat_results={join!r} cannot put together: pass "

@@ -68,11 +68,12 @@ def test_a_slot_is_not_written_while_any_view_of_it_lives(view):
         before = shown(kept)
         for _ in range(6):
             next(collector)
-        assert collector.run.gathering._assembler.lent == {0}
+        (group,) = collector.run.gathering.groups.values()
+        assert group.assembler.lent == {0}
         assert shown(kept) == before
         del kept
         next(collector)
-        assert collector.run.gathering._assembler.lent == set()
+        assert group.assembler.lent == set()
         assert collector.stats()["copies"] == 0
 
 
