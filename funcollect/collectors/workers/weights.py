@@ -55,6 +55,16 @@ class WeightsVersion:
     policy: bytes | None = None  # the packed module or function, if it has changed since the workers were built
 
 
+@dataclass
+class _OfWorker:
+    """The weights of one worker."""
+
+    wanted: WeightsVersion | None = None  # that it will act with; None for those of its job
+    sent: tuple[WeightsVersion, Call] | None = None  # the call is under way
+    copied: int | None = None  # the number of the version that it acts with
+    earlier: WeightsVersion | None = None  # wanted in place of an update that the worker may refuse
+
+
 def share_weights(saved: Sequence[Any]) -> None:
     """Make equal weights in the states of runners one object, which a file holds once."""
     firsts: dict[int, Mapping[str, Tensor]] = {}
@@ -86,11 +96,7 @@ class Weights:
         self.own = True  # whether the latest update of all workers had the policy's own weights
         self._refusal: BaseException | None = None  # the error of a worker that kept its previous weights
         self._latest: WeightsVersion | None = None
-        count = len(pool.records)
-        self._wanted: list[WeightsVersion | None] = [None] * count
-        self._under_way: list[tuple[WeightsVersion, Call] | None] = [None] * count
-        self._copied: list[int | None] = [None] * count  # the number of each worker's version
-        self._earlier: dict[int, WeightsVersion | None] = {}  # those in place of an update that workers may refuse
+        self._of = {worker: _OfWorker() for worker in pool.workers}
 
     def update(self, params: Any, workers: Sequence[int]) -> None:
         """Make these workers act with a copy of `params`, or for None of the policy's own.
@@ -109,15 +115,16 @@ class Weights:
             version = WeightsVersion(self.version, held, sent, own, policy=policy)
             self._latest = version
             may_be_refused = held is None and (params is not None or policy is not None)
-            self._earlier = {worker: self._wanted[worker] for worker in workers} if may_be_refused else {}
-            for worker in workers:
-                self._wanted[worker] = version
+            chosen = [self._of[worker] for worker in workers]
+            for each in chosen:
+                each.earlier, each.wanted = each.wanted if may_be_refused else None, version
         self.send()
         if may_be_refused:  # only the workers can check whether it fits
-            while any(self._under_way[worker] is not None for worker in workers):
+            while any(each.sent is not None for each in chosen):
                 self._pool.wait()
                 self.send()
-            self._earlier.clear()
+            for each in chosen:
+                each.earlier = None
             refusal, self._refusal = self._refusal, None
             if refusal is not None:
                 raise refusal
@@ -152,23 +159,17 @@ class Weights:
     def send(self) -> None:
         """Send the latest weights to every worker that has copied the ones before."""
         with self._pool.lock:
-            for worker, wanted in enumerate(self._wanted):
-                sent = self._under_way[worker]
-                if sent is not None and sent[1].done:
-                    self._under_way[worker] = None
-                    self._took(worker, *sent)
-                    sent, wanted = None, self._wanted[worker]
-                if sent is None and wanted is not None and wanted.number != self._copied[worker]:
-                    self._under_way[worker] = (wanted, self._pool.submit(self._call(worker, wanted)))
-
-    def _took(self, worker: int, version: WeightsVersion, call: Call) -> None:
-        """Record the answer of a worker that was sent weights."""
-        if call.error is None:
-            self._copied[worker] = version.number
-            return
-        if self._wanted[worker] is version:
-            self._wanted[worker] = self._earlier.get(worker)
-        self._refusal = call.error
+            for worker, each in self._of.items():
+                if each.sent is not None and each.sent[1].done:
+                    (version, call), each.sent = each.sent, None
+                    if call.error is None:
+                        each.copied = version.number
+                    else:
+                        self._refusal = call.error
+                        each.wanted = each.earlier if each.wanted is version else each.wanted
+                wanted = each.wanted
+                if each.sent is None and wanted is not None and wanted.number != each.copied:
+                    each.sent = wanted, self._pool.submit(self._call(worker, wanted))
 
     def _call(self, worker: int, version: WeightsVersion) -> Call:
         """The call that brings a worker these weights."""
@@ -180,35 +181,32 @@ class Weights:
     def join(self, worker: int) -> None:
         """Make a worker that was added act with the latest weights."""
         with self._pool.lock:
-            for column in (self._wanted, self._under_way, self._copied):
-                column.extend([None] * (worker + 1 - len(column)))
-            self._wanted[worker] = self._latest
+            self._of[worker] = _OfWorker(wanted=self._latest)
         self.send()
 
     def leave(self, worker: int) -> None:
         """Forget a worker."""
         with self._pool.lock:
-            self._wanted[worker] = self._under_way[worker] = self._copied[worker] = None
+            del self._of[worker]
 
     def flush(self) -> None:
         """Block until the latest weights have been sent to every worker. Later calls run with them."""
         self.send()
-        for worker, wanted in enumerate(self._wanted):
-            while (sent := self._under_way[worker]) is not None and sent[0] is not wanted:
-                self._pool.finish([sent[1]])
+        for each in self._of.values():
+            while each.sent is not None and each.sent[0] is not each.wanted:
+                self._pool.finish([each.sent[1]])
                 self.send()
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """The calls that the new process of a replaced worker needs first: those with the latest weights."""
         self._weight_store.restarted(worker)
-        if (sent := self._under_way[worker]) is not None:
-            sent[1].resolve()  # the worker that would have answered it has ended
-        wanted = self._wanted[worker]
-        if wanted is None:
+        each = self._of[worker]
+        if each.sent is not None:
+            each.sent[1].resolve()  # the worker that would have answered it has ended
+        if each.wanted is None:
             return ()
-        call = self._call(worker, wanted)
-        self._under_way[worker] = (wanted, call)
-        return (call,)
+        each.sent = each.wanted, self._call(worker, each.wanted)
+        return (each.sent[1],)
 
     def _replace(self, policy: bytes | None) -> None:
         """Continue with a packed policy from the larger run; None for the present one."""
@@ -218,7 +216,7 @@ class Weights:
 
     def own_workers(self) -> list[bool]:
         """Whether each worker at work acts with the policy's own weights, as they were at its latest update."""
-        return [(wanted := self._wanted[worker]) is None or wanted.own for worker in self._pool.workers]
+        return [each.wanted is None or each.wanted.own for each in self._of.values()]
 
     def go_on_from(
         self, version: int, saved: Mapping[int, Mapping[str, Any]], *, own: bool, own_workers: Sequence[bool]
@@ -228,29 +226,28 @@ class Weights:
         `own` and `own_workers` are what they were when the run was saved.
         """
         self.version, self.own = version, own
-        self._under_way = [None] * len(self._wanted)
-        self._wanted = [None] * len(self._wanted)
-        for (worker, state), its_own in zip(saved.items(), own_workers, strict=True):
+        self._of = {worker: _OfWorker() for worker in saved}
+        for each, state, its_own in zip(self._of.values(), saved.values(), own_workers, strict=True):
             if weights := state["policy_state_dict"]:
-                self._wanted[worker] = self._saved_version(worker, state, weights, own=its_own)
-        self._copied = [None if wanted is None else wanted.number for wanted in self._wanted]
+                each.wanted = self._saved_version(state, weights, own=its_own)
+                each.copied = each.wanted.number
 
         def version_of(worker: int) -> int:
             return int(saved[worker]["policy_version"])
 
-        self._latest = self._wanted[max(saved, key=version_of)]
+        self._latest = self._of[max(saved, key=version_of)].wanted
         with_own = [worker for worker, its_own in zip(saved, own_workers, strict=True) if its_own]
         weights = saved[max(with_own, key=version_of)]["policy_state_dict"] if with_own else None
         if own and self._policy is not None and weights:
             self._policy.load(weights)
 
-    def _saved_version(self, worker: int, state: Mapping[str, Any], weights: Any, *, own: bool) -> WeightsVersion:
+    def _saved_version(self, state: Mapping[str, Any], weights: Any, *, own: bool) -> WeightsVersion:
         number = state["policy_version"]
         if self._policy is None:
             return WeightsVersion(number, params=weights, loaded=state["own_weights"], policy=self._changes.sent)
-        for other in self._wanted[:worker]:
-            if other is not None and other.number == number:
-                return other
+        for other in self._of.values():
+            if other.wanted is not None and other.wanted.number == number:
+                return other.wanted
         with self._pool.lock:
             return WeightsVersion(number, self._write(weights), own=own, policy=self._changes.sent)
 
@@ -270,6 +267,6 @@ class Weights:
         self.version, self.own = version, True
         self._latest = WeightsVersion(version, params=weights, loaded=True, policy=self._changes.sent)
         with self._pool.lock:
-            for worker in self._pool.workers:
-                self._wanted[worker] = self._latest
+            for each in self._of.values():
+                each.wanted = self._latest
         self.send()
