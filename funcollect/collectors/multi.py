@@ -23,7 +23,7 @@ from funcollect.collectors.workers.jobs import (
     shares,
     want_accelerators,
 )
-from funcollect.collectors.workers.serial import in_this_process
+from funcollect.collectors.workers.run import in_this_process
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
 

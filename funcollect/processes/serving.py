@@ -1,4 +1,4 @@
-"""Answers calls to a worker, wherever it lives, and starts workers as processes."""
+"""Answers calls to a worker, wherever it lives, and starts workers in this process or as processes."""
 
 from __future__ import annotations
 
@@ -121,6 +121,52 @@ class _Calls:
                 waiting.remove(call)
                 return call
         return waiting.popleft()
+
+
+class InProcessHandle(WorkerHandle):
+    """A worker in this process, which runs a call when its answer is asked for."""
+
+    def __init__(self, build: Callable[[bytes], Served]) -> None:
+        self._calls: deque[Call] = deque()
+        self._answering = Answering(build, catches=Exception)
+
+    @override
+    def send(self, call: Call) -> None:
+        self._calls.append(call)
+
+    @override
+    def receive(self) -> Answer | Loss | None:
+        if not self._calls:
+            return None
+        call = self._calls.popleft()
+        return Answer(call.number, self._answering.answer(call.name, call.args))
+
+    @override
+    def kill(self) -> None:
+        self._calls.clear()
+        self._answering.close()
+
+
+class InProcessTransport(Transport):
+    """Workers in this process, one after another: for debuggers, and as a reference. `build` is as for `Answering`."""
+
+    patient = False
+
+    def __init__(self, build: Callable[[bytes], Served]) -> None:
+        self._build = build
+
+    @override
+    def start(self, job: WorkerJob) -> InProcessHandle:
+        return InProcessHandle(self._build)
+
+    @override
+    def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
+        return handles  # a worker answers as soon as it is asked
+
+    @override
+    def close(self, handles: Sequence[WorkerHandle]) -> None:
+        for handle in handles:
+            handle.kill()
 
 
 class ProcessHandle(WorkerHandle):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 from tensordict import TensorDict
 
-from funcollect.collectors.workers.batch_layout import Join
+from funcollect.collectors.workers.batch_layout import Join, joined
 from funcollect.collectors.workers.weights import Weights
 from funcollect.collectors.workers.worker import RolloutReport
 from funcollect.processes.pool import Call, WorkerPool
@@ -34,8 +33,8 @@ class PendingBatch:
     slot: int = 0
 
 
-class BatchAssembler(ABC):
-    """Decides where the workers of a group write their rollouts, and makes one batch of them.
+class BatchAssembler:
+    """Makes one batch of the rollouts of a group of workers: here as they come, over other transports in their memory.
 
     `submit` sends a call to its worker.
     """
@@ -57,15 +56,16 @@ class BatchAssembler(ABC):
         """Whether a batch is complete once its calls are done; if not, `pending` has other calls afterwards."""
         return True
 
-    @abstractmethod
     def deliver(self, pending: PendingBatch) -> TensorDict:
         """The batch, unlocked, for the caller to keep."""
+        batch: TensorDict = joined([call.value[0] for call in pending.calls], self._group.join)
+        return batch
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """The calls that a new process of this worker needs before the unanswered ones."""
         return ()
 
-    def close(self) -> None:  # noqa: B027 - most hold none
+    def close(self) -> None:
         """Release the memory; batches that were delivered keep theirs."""
 
 

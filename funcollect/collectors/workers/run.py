@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import cloudpickle
 from typing_extensions import override
 
 from funcollect.collectors.runner_timer import RolloutTimes
@@ -18,6 +19,7 @@ from funcollect.collectors.workers.worker import (
     Job,
     Progress,
     RolloutReport,
+    Worker,
     WorkerInfo,
     env_calls_of,
     progress_of,
@@ -30,6 +32,7 @@ from funcollect.errors import EnvError, ReplayError, WorkerError
 from funcollect.keys import seed_of
 from funcollect.processes.failures import Failure, UnsentResultError
 from funcollect.processes.pool import Call, FailurePolicy, Loss, Transport, WorkerPool, WorkerRecord
+from funcollect.processes.serving import InProcessTransport
 from funcollect.trajectories.final_observations import FinalObservations
 from funcollect.tree import flatten, to_batch
 
@@ -41,6 +44,11 @@ class Means(NamedTuple):
     assembler: Callable[[Callable[[Call], Call], WorkerGroup], BatchAssembler]
     """makes that of a group of workers; it sends calls by the function that it is given."""
     weight_store: WeightStore
+
+
+def in_this_process() -> Means:
+    """Workers that run one after another, whenever an answer is asked for, each with its own environment and policy."""
+    return Means(InProcessTransport(lambda packed: Worker(cloudpickle.loads(packed))), BatchAssembler, WeightStore())
 
 
 _AHEAD = 2  # batches that an asynchronous worker may have begun, or have ready, beyond the one the reader holds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,25 +20,25 @@ from funcollect.protocols import Policy, is_policy
 WITH_WEIGHTS = ("fetch", "adopt", "take_params")  # the calls that bring new weights
 
 
-class WeightStore(ABC):
-    """Holds weights until every worker has copied them."""
+class WeightStore:
+    """Holds weights until every worker has copied them: here the tensors themselves, over other transports copies."""
 
-    @abstractmethod
     def put(self, weights: Mapping[str, Tensor]) -> Any:
         """Hold weights for as long as the object lives that is returned; None if there is no room now."""
+        return weights
 
-    @abstractmethod
     def call(self, worker: int, held: Any, version: int, policy: bytes | None) -> Call:
         """The call that makes a worker copy what `put` returned, together with the packed `policy` if it changed."""
+        return Call(worker, "adopt", (held, version, policy))
 
     def encode_params(self, params: Any) -> Any:
         """What a call holds in place of `params`, for parameters that are not named weights."""
         return params
 
-    def restarted(self, worker: int) -> None:  # noqa: B027 - most remember none
+    def restarted(self, worker: int) -> None:
         """Forget which calls this worker was sent: another process has replaced it."""
 
-    def close(self) -> None:  # noqa: B027 - most hold none
+    def close(self) -> None:
         """Release the memory."""
 
 

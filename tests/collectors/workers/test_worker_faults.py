@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.collectors.workers.serial import SerialTransport
 from funcollect.processes import child, pool
+from funcollect.processes.serving import InProcessTransport
 from tests.support.faulty.faulty_workers import (
     BadInit,
     BadReset,
@@ -283,7 +283,7 @@ def children_of(pid):
 
 def test_jobs_that_cannot_be_sent_release_the_transport_and_leave_no_newcomer(monkeypatch):
     left, own = [], {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 4}
-    monkeypatch.setattr(SerialTransport, "leave", lambda self: left.append(1))
+    monkeypatch.setattr(InProcessTransport, "leave", lambda self: left.append(1))
     lock = threading.Lock()
 
     def make():
