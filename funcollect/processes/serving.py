@@ -62,9 +62,10 @@ class Answering:
             return Failure.of(error) if self.served is None else self.served.failure(error)
 
     def close(self) -> None:
-        """Close the object, if it was built."""
-        if self.served is not None:
-            self.served.close()
+        """Close the object, if it was built. Does nothing the second time."""
+        served, self.served = self.served, None
+        if served is not None:
+            served.close()
 
 
 def serve(fds: Sequence[int], build: Callable[[bytes], Served]) -> None:
