@@ -29,8 +29,8 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {  # the most lines, and the pat
     "workers: kernel, processes, lanes, Ray, evaluator": (
         4_100,
         (
-            "processes", "collectors/workers", "collectors/processes", "collectors/cluster", "envs/host/lane_workers",
-            "evaluation", "workers",
+            "processes", "collectors/workers", "collectors/cluster", "envs/host/lane_workers",
+            "evaluation.py", "workers",
         ),
     ),
     "collectors": (1_800, ("collectors",)),

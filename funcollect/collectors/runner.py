@@ -11,9 +11,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.collectors.exclusive import InUse, exclusive
-from funcollect.collectors.options import Options
-from funcollect.collectors.source import RunnerSpec
+from funcollect.collectors.in_use import InUse, exclusive
+from funcollect.collectors.options import Options, RunnerSpec
 from funcollect.core import api
 from funcollect.core.apply import apply
 from funcollect.core.env_params import set_env_params
