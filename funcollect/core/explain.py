@@ -28,8 +28,7 @@ from funcollect.interop.jax_setup import dispatch_note, import_jax
 from funcollect.keys import key_from_seed
 from funcollect.policies.random_policy import random_policy
 from funcollect.policies.torch_backed import TorchBacked
-from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
-from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import Actor, Env, HostEnv, Policy
 from funcollect.specs import assemble
 from funcollect.tree import Path
@@ -120,7 +119,7 @@ def explain(env: Env, policy: Policy) -> Plan:
     check_pair(env, policy)
     route = route_of(env, policy)
     noise = policy.noise(env.action_spec)
-    in_jax = route.policy.backend == "jax" and not isinstance(route.policy, CallbackPolicy)
+    in_jax = route.policy.backend == "jax"
     keyed = noise is not None and noise.kind in ("key", "keys")
     by_module = isinstance(policy, TorchBacked) and not in_jax
     kind: str = noise.kind if noise else "none" if in_jax else "unknown"
@@ -249,11 +248,6 @@ def _why(env: Env, route: Route) -> str:
                 f"{where}, and the policy's module is lowered to one (its torch.export graph in jax.numpy), so "
                 f"{one_loop}"
             )
-        case "fused", CallbackPolicy():
-            return (
-                f"{where}; {one_loop}, which calls the policy's module in Torch on its own buffers "
-                "(jax.experimental.buffer_callback)"
-            )
         case "fused", policy if policy.backend == "jax":
             return f"environment and policy are both JAX functions, so {one_loop}"
         case "fused", _:
@@ -273,8 +267,6 @@ def _copies(env: Env, route: Route) -> str:
     if isinstance(policy, LoweredPolicy):
         columns = _OWN_COLUMNS if route.loop == "fused" else "each observation once, into the batch"
         return f"parameters and buffers into JAX's layout, at every rollout; {columns}"
-    if isinstance(policy, CallbackPolicy):
-        return f"each observation to where the module reads it, and its answer into the loop; {_OWN_COLUMNS}"
     if route.loop == "fused":
         return f"nothing: {_OWN_COLUMNS}"
     if route.loop == "captured":

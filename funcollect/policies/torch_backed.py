@@ -27,7 +27,7 @@ from funcollect.protocols import ActorInputs, Exploration
 from funcollect.specs import ActionSpec
 from funcollect.tree import NAMESPACE, flatten, moved
 
-Compiler = Literal["xla", "callback", "eager", "inductor", "cudagraph"]
+Compiler = Literal["xla", "eager", "inductor", "cudagraph"]
 
 _Slots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # by name: the module's dict, the skeleton's, its key
 
@@ -50,6 +50,11 @@ class TorchPolicyState(NamedTuple):
 
 def check_compiler(compiler: str | None, without: Sequence[str] = ()) -> None:
     """Raise ValueError unless `compiler` is None, or names a way of running that is not among `without`."""
+    if compiler == "callback":
+        raise ValueError(
+            "compile='callback' was removed: leave compile out, and a module that cannot be lowered is called at each "
+            "step, or pass 'xla'"
+        )
     names = [name for name in get_args(Compiler) if name not in without]
     if compiler is not None and compiler not in names:
         raise ValueError(f"compile is {compiler!r}, expected one of {names}, or None: pass 'xla'")

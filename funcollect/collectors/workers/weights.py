@@ -12,7 +12,7 @@ from torch import Tensor
 from funcollect.collectors.workers.pool import WorkerPool
 from funcollect.collectors.workers.transport import Call, WeightStore
 from funcollect.policies.torch_backed import replaced
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.policies.torch_modules.sending import PolicyChanges, unpack
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import Shapes, check_shapes, shapes_of
@@ -109,7 +109,7 @@ class Weights:
         Empty for other policies: if these change their structure, workers get the new module or policy.
         """
         policy = self._policy
-        if policy is None or policy.backend == "torch" or isinstance(policy, EmbeddedPolicy):
+        if policy is None or policy.backend == "torch" or isinstance(policy, LoweredPolicy):
             return {}
         return shapes_of(policy.params, "jax")
 

@@ -30,7 +30,7 @@ from funcollect.interop.reads import reads_together
 from funcollect.keys import Key
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.torch_backed import TorchPolicyState
-from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.tree import Path
 

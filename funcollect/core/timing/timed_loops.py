@@ -23,7 +23,7 @@ from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.policies.populations.population import Population
 from funcollect.policies.torch_backed import TorchBacked
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import ActorInputs, Env, Policy
 
 COMPILED = ("fused", "captured")  # loops in which nothing can be timed, since one program does it all
@@ -179,7 +179,7 @@ class _TimedRollout:
 
 def _check_can_be_timed(env: Env, policy: Policy) -> None:
     """Raise PolicyError for a lowered population over halves of lanes, whose members the loop itself lowers."""
-    lowered = isinstance(policy, EmbeddedPolicy) and isinstance(policy.source, Population)
+    lowered = isinstance(policy, LoweredPolicy) and isinstance(policy.source, Population)
     if lowered and isinstance(env, SimulatedEnv) and env.workers is not None and env.workers.overlap > 1:
         raise PolicyError(
             "a population with compile='xla' acts for one half of the lanes at a time (overlap=2), which is not timed: "

@@ -35,7 +35,7 @@ def tensordict_policy(
     module: Callable[..., Any],
     *,
     initial_state: Mapping[Any, Any] | None = None,
-    compile: Literal["xla", "callback", "eager"] | None = None,  # noqa: A002  (as `torch_policy` has it)
+    compile: Literal["xla", "eager"] | None = None,  # noqa: A002  (as `torch_policy` has it)
     device: torch.device | str | None = None,
 ) -> TensorDictPolicy:
     """A policy from a module or function of a TensorDict [P]; a collector makes it by itself.

@@ -35,7 +35,7 @@ import funcollect as fc
 from funcollect.core.routes import route_of
 from funcollect.policies.as_policy import as_policy
 from funcollect.policies.tensordict_modules import parts
-from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.testing import POLICY_CHECKS, check_policy
 from tests.support.cases import LocScale, mlp
 from tests.support.compare import assert_close, assert_same, collect
@@ -186,7 +186,7 @@ def test_epsilon_is_read_live_and_follows_the_exploration_type():
 
 @pytest.mark.parametrize(
     ("name", "compiler"),
-    [("CartPole-v1", None), *(("gymnax/CartPole-v1", compiler) for compiler in ("xla", "callback", "eager"))],
+    [("CartPole-v1", None), *(("gymnax/CartPole-v1", compiler) for compiler in ("xla", "eager"))],
 )
 def test_of_equal_values_the_first_is_chosen(name, compiler):
     """TorchRL's value policies answer a tie with several ones."""
