@@ -142,8 +142,9 @@ def _lowered(env: Env, source: Source, exploration_type: ExplorationType) -> Low
     except LoweringError as error:
         return error
     if which not in known:
-        full = sum(each[:2] == which[:2] for each in known) >= _MOST_SETTINGS
-        known[which] = _TOO_MANY_SETTINGS if full else _made(env, source, exploration_type)
+        if sum(each[:2] == which[:2] for each in known) >= _MOST_SETTINGS:
+            return _TOO_MANY_SETTINGS
+        known[which] = _made(env, source, exploration_type)
     return known[which]
 
 

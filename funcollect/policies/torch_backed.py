@@ -20,7 +20,7 @@ from funcollect.messages import clipped, name_of, shown
 from funcollect.policies.base import PolicyBase
 from funcollect.policies.heads.head import Head
 from funcollect.policies.torch_modules.function_module import FunctionModule, as_module
-from funcollect.policies.torch_modules.settings import Settings, SettingsCache
+from funcollect.policies.torch_modules.settings import ModuleSettings
 from funcollect.policies.torch_modules.skeleton import Skeleton
 from funcollect.policies.weights import check_shapes
 from funcollect.protocols import ActorInputs, Exploration
@@ -131,7 +131,7 @@ class TorchBacked(PolicyBase):
         module = as_module(module)
         own = module if isinstance(module, nn.Module) else None
         self._module = module
-        self._settings_cache = SettingsCache(own)
+        self._settings = ModuleSettings(own)
         self._skeleton = Skeleton(own) if own is not None else None
         self._list_slots()
         if self.device is not None and any(tensor.device != self.device for tensor in self._own_tensors().values()):
@@ -187,9 +187,9 @@ class TorchBacked(PolicyBase):
         return next((parameter.device for parameter in self._module.parameters()), None)
 
     @property
-    def settings(self) -> Settings:
-        """The module's current settings; none of a function that refers to no module."""
-        return self._settings_cache.settings
+    def settings(self) -> int:
+        """The number of the module's current settings: the same one as when it was like this before."""
+        return self._settings.number
 
     @property
     def params(self) -> Any:

@@ -41,7 +41,7 @@ from funcollect.policies.tensordict_modules.calling import (
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_backed import TorchPolicyState, lanes_of
 from funcollect.policies.torch_modules.function_module import FunctionModule
-from funcollect.policies.torch_modules.settings import settings_of, unregistered
+from funcollect.policies.torch_modules.settings import Look, unregistered
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.specs import RESERVED, ExplorationType, Leaf, Space, assemble, disassemble
 from funcollect.tree import NAMESPACE, Path, flatten, moved, select
@@ -289,12 +289,12 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
     source: Any = policy.source
     module: Any = source.bound(None)
     given: Any = (observation, recurrent)
-    before = settings_of(module)
+    look = Look.at(module)
     with torch.no_grad():
         copied = optree.tree_map(torch.clone, _on(source.run_device, given))
         eager = source.call_module(module, *copied, policy.exploration_type, single=policy.single)
     _check_forgets(policy, module, *copied)
-    if before != settings_of(module):
+    if not (look.holds() or look.alike()):
         raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
     inputs: Any = optree.tree_map(argument, plain(given if recurrent is not None else given[:1]))
     params = policy.prepare(None)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, count, islice
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class FunctionModule(nn.Module):
         self.function = function
         for name, module in found.items():
             self.add_module(f"{name}_" if hasattr(self, name) else name, module)
-        self._referred = _Referred(found)
+        self._referred = MappingProxyType(dict(found))  # a skeleton copies modules in other containers
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_referred"}
@@ -52,24 +52,14 @@ class FunctionModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Find the modules again: in another process a function that is imported refers to modules made there."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._referred = _Referred(modules_of(self.function))
+        self._referred = MappingProxyType(modules_of(self.function))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        with _lent(chain.from_iterable(each.modules() for each in self.children()), self._referred.parts()):
+        owners, users = (
+            chain.from_iterable(each.modules() for each in part) for part in (self.children(), self._referred.values())
+        )
+        with _lent(owners, users):
             return self.function(*args, **kwargs)
-
-
-class _Referred:
-    """The modules that a function refers to. A skeleton copies modules in attributes, but not these."""
-
-    __slots__ = ("_modules",)
-
-    def __init__(self, found: Mapping[str, nn.Module]) -> None:
-        self._modules = list(found.values())
-
-    def parts(self) -> Iterator[nn.Module]:
-        """All of them with their submodules."""
-        return chain.from_iterable(each.modules() for each in self._modules)
 
 
 @contextlib.contextmanager
