@@ -26,8 +26,8 @@ from funcollect.messages import kind_of, shown
 from funcollect.policies.base import check_policy
 from funcollect.policies.normalized import Normalized, check_statistics
 from funcollect.policies.populations.population import Population
-from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax import LoweredPolicy, Source
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.protocols import Backend, Env, Policy, is_env
 from funcollect.specs import ExplorationType
 from funcollect.tree import without_time

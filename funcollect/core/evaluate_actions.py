@@ -36,8 +36,8 @@ from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.populations.population import Population
 from funcollect.policies.tensordict_modules.calling import paths_of
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.policies.torch_in_jax import LoweredPolicy
+from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy, is_env
 from funcollect.specs import ActionSpec, Leaf, Space, assemble

@@ -27,8 +27,8 @@ from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.jax_setup import dispatch_note, import_jax
 from funcollect.keys import key_from_seed
 from funcollect.policies.random_policy import random_policy
-from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax import LoweredPolicy
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.protocols import Actor, Env, HostEnv, Policy
 from funcollect.specs import assemble
 from funcollect.tree import Path

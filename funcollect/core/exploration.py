@@ -16,8 +16,8 @@ from funcollect.policies.heads.head import Head
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.tensordict_modules.calling import carries_action
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax import LoweredPolicy
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.protocols import Policy
 from funcollect.tree import Path
 

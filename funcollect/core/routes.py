@@ -23,8 +23,8 @@ from funcollect.policies.jax_functions.traced_policy import is_traceable
 from funcollect.policies.populations.population import Population
 from funcollect.policies.populations.torch_population import TorchPopulation
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState, has_lazy_layers, lanes_of
 from funcollect.policies.torch_in_jax import LoweredPolicy, Source, example
+from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState, has_lazy_layers, lanes_of
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy
 from funcollect.specs import ExplorationType, assemble

@@ -39,9 +39,9 @@ from funcollect.policies.tensordict_modules.calling import (
     run_module,
 )
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_backed import TorchPolicyState, lanes_of
 from funcollect.policies.torch_modules.function_module import FunctionModule
 from funcollect.policies.torch_modules.settings import Look, unregistered
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState, lanes_of
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.specs import RESERVED, ExplorationType, Leaf, Space, assemble, disassemble
 from funcollect.tree import NAMESPACE, Path, flatten, moved, select

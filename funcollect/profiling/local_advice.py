@@ -18,7 +18,7 @@ from funcollect.envs.host.lane_workers.advice import (
     with_policy,
 )
 from funcollect.envs.host.lane_workers.options import LaneWorkers
-from funcollect.policies.torch_backed import TorchBacked
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.profiling.advice import FEW_STEPS, Finding, nothing_to_gain
 from funcollect.profiling.local_run import LocalRun
 from funcollect.protocols import HostEnv, Policy

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from funcollect.collectors.workers.pool import WorkerPool
 from funcollect.collectors.workers.transport import Call, WeightStore
-from funcollect.policies.torch_backed import replaced
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.policies.torch_modules.sending import PolicyChanges, unpack
+from funcollect.policies.torch_modules.torch_backed import replaced
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import Shapes, check_shapes, shapes_of
 from funcollect.protocols import Policy, is_policy

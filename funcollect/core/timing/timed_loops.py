@@ -22,8 +22,8 @@ from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.policies.populations.population import Population
-from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax import LoweredPolicy
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.protocols import ActorInputs, Env, Policy
 
 COMPILED = ("fused", "captured")  # loops in which nothing can be timed, since one program does it all

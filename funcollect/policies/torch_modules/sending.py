@@ -12,9 +12,9 @@ from torch import nn
 
 from funcollect.errors import LoweringError
 from funcollect.messages import shown
-from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_modules.settings import ModuleSettings
 from funcollect.policies.torch_modules.skeleton import bare
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.policies.weights import weights_of
 from funcollect.protocols import Policy
 

@@ -39,7 +39,13 @@ from funcollect.policies.actors.checks import (
 )
 from funcollect.policies.heads.head import Head, check_head, chooses
 from funcollect.policies.numerics import TORCH
-from funcollect.policies.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_callable, check_compiler
+from funcollect.policies.torch_modules.torch_backed import (
+    Compiler,
+    TorchBacked,
+    TorchPolicyState,
+    check_callable,
+    check_compiler,
+)
 from funcollect.protocols import Actor, ActorInputs, Columns
 from funcollect.specs import ExplorationType
 from funcollect.tree import select

@@ -17,7 +17,7 @@ from funcollect.policies.actors.actor import split_answer
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.jax_functions.jax_policy import JaxPolicy
 from funcollect.policies.numerics import TORCH
-from funcollect.policies.torch_backed import TorchBacked
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.specs import ActionSpec, assemble
 from funcollect.testing.compare import first_row, shown, spot, to_tensor

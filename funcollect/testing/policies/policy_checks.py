@@ -16,7 +16,7 @@ from funcollect.keys import key_from_seed
 from funcollect.policies.actors.checks import check_action
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.torch_backed import TorchBacked
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.protocols import Policy
 from funcollect.specs import ExplorationType
 from funcollect.testing.compare import expect_bits, expect_equal, first_row, numbers_differ, shown, to_tensor

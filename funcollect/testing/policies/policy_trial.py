@@ -15,7 +15,7 @@ from torch import Tensor
 from funcollect.interop.memory import fixed
 from funcollect.keys import Key, draw_ahead, key_from_seed
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import ActorInputs, Exploration
 from funcollect.specs import ExplorationType, assemble
 from funcollect.testing.trial import Trial

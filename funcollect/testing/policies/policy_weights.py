@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcollect.policies.torch_backed import TorchBacked
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.policies.weights import state_dict_of
 from funcollect.protocols import Policy
 from funcollect.testing.compare import bits_differ, expect_bits, expect_equal

@@ -241,7 +241,7 @@ def test_without_a_tensordict_the_answers_are_the_same(distribution, mode, monke
     env = fc.make_env(name, num_envs=3, **kwargs)
     policy = as_policy(actor_of(distribution), env)
     fast = collect(env, policy, 50, exploration_type=mode)
-    monkeypatch.setattr("funcollect.policies.tensordict_modules.actor.plain_parts", lambda module: None)
+    monkeypatch.setattr("funcollect.policies.tensordict_modules.tensordict_policy.plain_parts", lambda module: None)
     assert_same(collect(env, policy, 50, exploration_type=mode), fast)
     dist = policy.module.get_dist(fast)
     torch.testing.assert_close(dist.log_prob(fast["action"]), fast["action_log_prob"])
@@ -317,7 +317,7 @@ def test_what_is_not_plain_is_run_as_it_is(kind, monkeypatch):
     env = fc.make_env("CartPole-v1", num_envs=3)
     policy = as_policy(NOT_PLAIN[kind](), env)
     batch = collect(env, policy, 40)
-    monkeypatch.setattr("funcollect.policies.tensordict_modules.actor.plain_parts", lambda module: None)
+    monkeypatch.setattr("funcollect.policies.tensordict_modules.tensordict_policy.plain_parts", lambda module: None)
     assert_same(collect(env, policy, 40), batch)
     if kind == "a view":
         assert torch.equal(batch["logits"], batch["observation"][..., :2])
