@@ -38,7 +38,9 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {  # the most lines, and the pat
     "trajectories, statistics": (1_600, ("trajectories", "running_statistics.py")),
     "tools: testing, plots, progress, profile, cli, checkpoint": (
         2_900,
-        ("testing", "plots", "progress", "profiling", "core/timing", "cli", "checkpoint.py", "__main__.py"),
+        (
+            "testing", "plots", "progress.py", "profiling.py", "core/timing.py", "cli", "checkpoint.py", "__main__.py",
+        ),
     ),
 }  # fmt: skip
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from funcollect.arguments import check_kind
 from funcollect.core.exploration import EXPLORATION
+from funcollect.core.lanes import where_lanes
 from funcollect.core.state import flatten_part
-from funcollect.core.traced_step.starts import where_lanes
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.keys import key_from_seed

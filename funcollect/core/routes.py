@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import optree
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from funcollect.arguments import check_kind
-from funcollect.core.loops.captured import check_capture
 from funcollect.core.request import check_state_kind
 from funcollect.core.state import CollectorState
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import torch_view
+from funcollect.interop.cuda_graph import can_capture
 from funcollect.interop.jax_setup import default_device_type
 from funcollect.interop.memo import memo_of
 from funcollect.policies.heads.distributions import FromDistribution
@@ -62,7 +63,7 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
     """
     asked = policy.compiler if isinstance(policy, TorchBacked) else None
     if asked == "cudagraph":
-        check_capture(env, policy)
+        _check_capture(env, policy)
         return Route("captured", policy)
     if env.backend != "jax":
         if asked != "xla":
@@ -77,6 +78,18 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
     if asked is not None:
         raise lowered
     return Route("crossing", policy, (f"not lowered: {lowered}",))
+
+
+def _check_capture(env: Env, policy: TorchBacked) -> None:
+    """Raise LoweringError unless a policy's steps in an environment can be captured."""
+    if env.backend != "torch" or not can_capture(env.device):
+        place = f"runs on {env.device}" if env.backend == "torch" else "is not written in Torch"
+        raise LoweringError(
+            f"compile='cudagraph' captures the steps of a Torch environment on a CUDA device, and {env!r} {place}: "
+            "make it there (device='cuda'), or leave compile out"
+        )
+    if (place := policy.run_device) not in (None, env.device):
+        raise LoweringError(f"the policy runs on {place}, the environment on {env.device}: move the module")
 
 
 def of_lanes(env: Env, policy: Policy, state: CollectorState) -> Policy:
@@ -206,17 +219,15 @@ def _check_place(source: TorchBacked) -> None:
         raise LoweringError(f"the policy runs on {run_device.type}, JAX on {place}: move the module there")
 
 
-def enter_loop(policy: LoweredPolicy, state: CollectorState) -> tuple[TorchPolicyState, CollectorState]:
-    """Return the Torch policy's state, and the state that a loop starts from."""
+def run_in_jax(
+    policy: LoweredPolicy, state: CollectorState, run: Callable[[CollectorState], tuple[CollectorState, TensorDict]]
+) -> tuple[CollectorState, TensorDict]:
+    """Run a rollout with a Torch policy's state as JAX takes it; return the state and the batch as Torch has them."""
     check_state_kind(state.policy_state, TorchPolicyState)
-    before = state.policy_state
-    return before, state.replace(policy_state=policy.enter(before, state.num_lanes))
-
-
-def leave_loop(policy: LoweredPolicy, after: CollectorState, before: TorchPolicyState) -> CollectorState:
-    """Return the state after a loop, with the Torch policy's state, which was `before` at the beginning."""
-    if before.recurrent is None:
-        return after.replace(policy_state=before)
-    step: Any = after.step
-    fresh = (step if isinstance(step, Tensor) else torch_view(step)) == 0
-    return after.replace(policy_state=policy.leave(after.policy_state, before, fresh))
+    policy_state = state.policy_state
+    after, batch = run(state.replace(policy_state=policy.enter(policy_state, state.num_lanes)))
+    if policy_state.recurrent is not None:
+        step: Any = after.step
+        fresh = (step if isinstance(step, Tensor) else torch_view(step)) == 0
+        policy_state = policy.leave(after.policy_state, policy_state, fresh)
+    return after.replace(policy_state=policy_state), policy.as_torch(batch)

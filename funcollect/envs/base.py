@@ -45,6 +45,11 @@ def check_spaces(env: Any) -> None:
         )
 
 
+def ends_episodes(env: object) -> bool:
+    """Whether every episode of an environment ends after some number of steps, by itself or by the loop's limit."""
+    return bool(getattr(env, "truncates", False) or getattr(env, "max_episode_steps", None))
+
+
 def check_pure_functions(owner: str, reset: Any, step: Any) -> None:
     """Raise TypeError unless the functions of a JAX or Torch environment take what the loops pass."""
     check_function(f"{owner}reset", reset, "a function of a key and the parameters", 2)

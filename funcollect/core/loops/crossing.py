@@ -20,12 +20,21 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from funcollect.core.loops.fused import fork, init, place_of, recover, reset, to_batch, waits_for_host
-from funcollect.core.request import Request, open_actor, step_limit
+from funcollect.core.batch import checked_batch
+from funcollect.core.lanes import RunKeys, run_keys
+from funcollect.core.loops.fused import fork, init, place_of, recover, reset, waits_for_host
+from funcollect.core.request import Request, open_actor, step_options
 from funcollect.core.state import CollectorState
-from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
-from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_row, write_row
-from funcollect.core.traced_step.keys import RunKeys, run_keys
+from funcollect.core.traced_step.columns import (
+    bucket,
+    cast,
+    constant_columns,
+    dtypes_of,
+    empty_columns,
+    recorded_row,
+    recorded_step,
+    write_row,
+)
 from funcollect.core.traced_step.starts import SpareStarts, after_block, starts_are_cheap
 from funcollect.core.traced_step.step import Row, StepConfig
 from funcollect.envs.jax_envs.checks import check_unchanged
@@ -38,7 +47,7 @@ from funcollect.policies.actors.checks import check_apart
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.processes.life import SIGNS
 from funcollect.protocols import Actor, JaxEnv, Policy
-from funcollect.specs import ActionSpec, assemble
+from funcollect.specs import ActionSpec, ExplorationType, assemble
 from funcollect.threefry import hashed_in_jax
 
 _MANY = 1024  # hashes, from which on a call of a program costs less than NumPy
@@ -64,7 +73,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
         check_apart(outputs, state.observation)
         recorded = loop.columns | loop.constants
         columns = {path: torch_view(column)[: request.length] for path, column in recorded.items()}
-        return after, to_batch(env, cast(columns, dtypes_of(env)), outputs)
+        return after, checked_batch(env, cast(columns, dtypes_of(env)) | outputs)
 
 
 def _draw_words(env: JaxEnv, keys: Any, numbers: Any, width: int) -> Any:
@@ -111,17 +120,17 @@ class _CrossingLoop:
 
     def __init__(self, env: JaxEnv, state: CollectorState, request: Request) -> None:
         place = place_of(state)
+        # The actor explores and makes the random steps.
+        options = step_options(env, request)._replace(exploration_type=ExplorationType.RANDOM, random_steps=0)
         config = StepConfig(
             env=env,
             policy=RandomPolicy(env.action_spec),  # any policy without a state
             answer=_given_action,
-            limit=step_limit(env, request),
-            random_steps=0,  # the actor handles these
-            reset_when_done=request.reset_when_done,
+            options=options,
             branches=not (waits_for_host(place) and starts_are_cheap(env, state.env_params)),
         )
         self._config, self._before = config, state
-        which = (state.num_lanes, config.limit, request.reset_when_done, config.branches)
+        which = (state.num_lanes, options, config.branches)
         capacity = bucket(request.length)
         begin = compiled(env, ("crossing", capacity, *which), partial(_begin, config, capacity), place=place)
         follow_torch(*place.device_set)
@@ -183,7 +192,7 @@ def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[Co
 def _advance(config: StepConfig, state: CollectorState, columns: Row, keys: RunKeys, t: Any, action: Any) -> Any:
     """Return the next state, the columns with row `t`, the next observation, and which lanes begin an episode."""
     after, row = recorded_step(config, action.astype(_jax_dtype(config.env.action_spec)), state, keys)
-    fresh = row["next", "done"] if config.reset_when_done else import_jax().numpy.zeros_like(after.terminated)
+    fresh = row["next", "done"] if config.options.reset_when_done else import_jax().numpy.zeros_like(after.terminated)
     return after, write_row(columns, row, t), after.observation, fresh
 
 

@@ -9,8 +9,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.core.batch import OUTCOME_KEYS
 from funcollect.core.loops import device_delivery
-from funcollect.core.loops.delivery import OUTCOME_KEYS, new_columns, reset_counters
+from funcollect.core.loops.delivery import new_columns, reset_counters
 from funcollect.core.loops.tensor import as_read, as_tensor, by_path, check_step, check_tensors, keep_infos
 from funcollect.core.request import Request, open_actor
 from funcollect.core.simulators.simulation import SimulatorHandle
@@ -29,7 +30,7 @@ _SEEDS = 1 << 31  # simulators take seeds of 31 bits
 class DeviceSimulation:
     """Simulators and the version of the state that may use them; see `Simulation`, which has lanes on the host."""
 
-    replaced = None  # they are in this process
+    renewed = None  # they are in this process
 
     def __init__(self, env: DeviceEnv, key: Key, first_lane: int) -> None:
         self.env = env
@@ -61,7 +62,8 @@ class DeviceSimulation:
     def release(self) -> SimulatorHandle:
         """Return the handle of the next state."""
         self.busy = False
-        return SimulatorHandle(self, self.version)  # type: ignore[arg-type]
+        simulation: Any = self  # as far as a handle uses it, a `Simulation`
+        return SimulatorHandle(simulation, self.version)
 
     def close(self) -> None:
         """Free the simulators, once."""

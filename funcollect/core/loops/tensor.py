@@ -12,8 +12,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.core.batch import OUTCOME_KEYS
 from funcollect.core.loops import device_delivery
-from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit, deliver, new_columns, reset_counters
+from funcollect.core.loops.delivery import TrajectoryLimit, deliver, new_columns, reset_counters
 from funcollect.core.request import Request, open_actor, step_limit
 from funcollect.core.state import CollectorState, all_lanes, first_state
 from funcollect.envs.base import checked_start, checked_transition

@@ -51,6 +51,8 @@ class JaxEnvBase(EnvBase, ABC):
     max_episode_steps: int | None = None
     starts: Starts = "fresh"
     params: Any = None
+    default_params: Any = None
+    param_keys: Sequence[str] = ()
 
     def __init__(self, num_envs: int | None = None) -> None:
         """Check and set `num_envs`; TypeError if the subclass lacks a space, or a function takes other arguments."""
@@ -149,8 +151,13 @@ def jax_env(
 
 def default_params(env: Any) -> Any:
     """The parameters of a JAX environment that `set_env_params` changes; None without any."""
-    own = getattr(env, "default_params", None)
+    own = env.default_params if isinstance(env, FunctionsEnv | JaxEnvBase) else None
     return env.params if own is None else own
+
+
+def param_keys(env: JaxEnv) -> Sequence[str]:
+    """The names of the parameters that batches record."""
+    return env.param_keys if isinstance(env, FunctionsEnv | JaxEnvBase) else ()
 
 
 def param_of(params: Any, name: str) -> Any:

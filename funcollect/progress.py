@@ -1,29 +1,36 @@
-"""`track`: a progress bar for batches, and optionally a logger of numbers."""
+"""Progress of a run: `track` shows a bar for its batches, and gives its numbers to loggers such as TensorBoard."""
 
 from __future__ import annotations
 
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from os import PathLike
+from os import PathLike, fspath, makedirs
 from typing import Any, TextIO
 
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 from tqdm import TqdmWarning
 
-from funcollect.arguments import check_count, check_function, check_kind
+from funcollect.arguments import check_count, check_function, check_kind, check_positive
 from funcollect.messages import shown
-from funcollect.progress.loggers import Logger, TensorBoard, numbers
-from funcollect.progress.window import EpisodeWindow
-from funcollect.trajectories.stats import EpisodeStats
+from funcollect.trajectories.split import MASK
+from funcollect.trajectories.stats import EpisodeStats, stats_and_missing
 
 with warnings.catch_warnings():  # without ipywidgets a notebook shows a plain bar, and tqdm warns
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
+
+__all__ = ["EpisodeWindow", "Logger", "TensorBoard", "Tracked", "track"]
+
+# Called with the frames so far, and numbers by name. If it has methods `begin(frames)` and `close()`, they are called
+# when a loop over the batches begins and when it ends.
+Logger = Callable[[int, Mapping[str, float]], Any]
 
 
 def track(
@@ -184,7 +191,7 @@ class Tracked:
             )
         if self._loggers:
             with nullcontext() if self._looping else self._opened():
-                self._write(numbers(values), self._frames if frames is None else frames)
+                self._write(_numbers(values), self._frames if frames is None else frames)
 
 
 def _nothing(*_: Any) -> None:
@@ -224,3 +231,122 @@ class WorkersSummary:
                 entries[name] = f"{share:.0%}"
         counts = {"lag": "policy_lag", "restarts": "restarts", "copies": "copies"}
         return entries | {name: str(stats[key]) for name, key in counts.items() if stats.get(key)}
+
+
+class TensorBoard:
+    """A logger that writes TensorBoard's event files.
+
+    Args:
+        log_dir: the folder for the files, which is created at once.
+
+    Raises:
+        ImportError: if TensorBoard is not installed.
+        TypeError: if `log_dir` is no path.
+        OSError: if the folder cannot be created.
+    """
+
+    def __init__(self, log_dir: str | PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "log_dir needs TensorBoard, which is not installed: pip install 'funcollect[viz]'"
+            ) from error
+        if not isinstance(log_dir, (str, PathLike)):
+            raise TypeError(f"log_dir is {log_dir!r}, expected a path: pass for example log_dir='runs/first'")
+        self._make: Any = SummaryWriter
+        self._folder = fspath(log_dir)
+        self._writer: Any = None
+        if "://" in self._folder:  # for example a bucket, which TensorBoard writes to itself
+            return
+        try:
+            makedirs(log_dir, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"log_dir is {self._folder!r}, which cannot be made ({error}): name another folder"
+            ) from error
+
+    def begin(self, frames: int) -> None:
+        """Open another file, after so many frames of the run; TensorBoard hides what was written for later ones."""
+        self._writer = self._make(self._folder, purge_step=frames + 1 if frames else None)
+
+    def __call__(self, frames: int, values: Mapping[str, float]) -> None:
+        """Write numbers by name."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, frames)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """The values as floats; TypeError for anything but numbers by name, ValueError for one that is not a single one."""
+    check_kind("values", values, Mapping, 'pass numbers by name, such as {"loss": 0.1}')
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = float(value.detach() if isinstance(value, Tensor) else value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{name} is {shown(value)}, expected one number: give its mean, say") from error
+    return found
+
+
+class EpisodeWindow:
+    """The last episodes of a stream of batches, and counts since its start.
+
+    Args:
+        size: the number of last episodes in the means.
+
+    Attributes:
+        frames: the number of frames so far, without the padding of split trajectories.
+        episodes: the number of finished episodes so far.
+        last: the statistics of the last batch; None if it lacks the keys for them, for example after a `postproc`.
+
+    Raises:
+        ValueError: if `size` is below 1.
+    """
+
+    def __init__(self, size: int = 100) -> None:
+        check_positive("window", size, 100)
+        self.frames = 0
+        self.episodes = 0
+        self.last: EpisodeStats | None = None
+        self._returns: deque[list[float]] = deque(maxlen=size)  # [players] each
+        self._lengths: deque[int] = deque(maxlen=size)
+
+    def add(self, batch: TensorDict) -> int:
+        """Add a batch and return the number of its frames; TypeError unless it is a TensorDict."""
+        mend = "track batches of a collector or of rollout, and funcollect.deliver(batch, env) of funcollect.traced's"
+        check_kind("batch", batch, TensorDictBase, mend)
+        mask = batch.get(MASK, None)
+        frames = batch.numel() if mask is None else int(mask.sum())
+        self.frames += frames
+        try:
+            self.last, _ = stats_and_missing(batch, self.last)
+        except ValueError:  # a postproc may leave any keys and shapes
+            self.last = None
+        else:
+            self.episodes += len(self.last)
+            returns = self.last.returns
+            self._returns.extend((returns[:, None] if returns.ndim == 1 else returns).tolist())
+            self._lengths.extend(self.last.lengths.tolist())
+        return frames
+
+    @property
+    def mean_returns(self) -> list[float]:
+        """The mean return of the last episodes, [players]; empty before the first episode."""
+        return [sum(one) / len(one) for one in zip(*self._returns, strict=True)]
+
+    @property
+    def mean_length(self) -> float:
+        """The mean length of the last episodes in frames; nan before the first."""
+        return sum(self._lengths) / len(self._lengths) if self._lengths else float("nan")
+
+    def summary(self) -> dict[str, str]:
+        """The entries of a progress bar; empty before the first episode."""
+        if not self.episodes:
+            return {}
+        returns = "/".join(f"{value:.4g}" for value in self.mean_returns)
+        return {"episodes": str(self.episodes), "return": returns, "length": f"{self.mean_length:.4g}"}

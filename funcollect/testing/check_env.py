@@ -1,30 +1,36 @@
-"""Checks of an environment's description, and of rows against the data contract.
-
-The functions that take a trial are checks of `check_env`. Those that take a batch raise `FailedError` if it breaks the
-contract: in its layout, flags or counters, or in the order of its observations.
-"""
+"""`check_env`, and its checks of an environment's description, and of rows against the data contract."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, get_args
 
+import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.protocols import Backend, Forking, Seeding, Starts
+from funcollect.arguments import check_kind
+from funcollect.envs.base import EnvBase
+from funcollect.envs.registry import WORKER_ARGUMENTS, make_env
+from funcollect.messages import shown
+from funcollect.policies.random_policy import RandomPolicy
+from funcollect.protocols import Backend, Env, Forking, Seeding, Starts
 from funcollect.specs import ActionSpec, disassemble, observation_leaves, torch_dtype
-from funcollect.testing.compare import bits_differ, first_row, shown, spot
-from funcollect.testing.report import fail
-from funcollect.testing.trial import Trial
+from funcollect.testing import env_runs, pair_checks
+from funcollect.testing.report import Check, Report, bits_differ, digits, expect_rows, fail, first_row, run_checks, spot
+from funcollect.testing.trial import Trial, check_run
+from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
 from funcollect.tree import Path, flatten, time_last
 
 FLAGS = ("terminated", "truncated", "done")
 COUNTERS = ("traj_ids", "step", "lane", "policy_version")
+DIVISION = "look at the division, root or logarithm behind it"
 REPORT_IT = "the library writes this, or a wrapper around it: it has to have the keys and shapes of a batch"
 _ALIKE = 4  # the least number of terminations at the greatest length, which look like those of a time limit
 _SINGLE_STEPS = 8
@@ -69,16 +75,13 @@ def observations(trial: Trial) -> None:
     space = trial.env.observation_space
     parts = disassemble(space, space)  # a Dict or Tuple space is indexed like its observations
     for leaf, part in zip(trial.env.observation_leaves, parts, strict=True):
+        low, high = (torch.as_tensor(bound) for bound in _bounds(part, leaf.dtype))
         for path in (("next", *leaf.path), leaf.path):
-            value = trial.batch[path]
-            low, high = (torch.as_tensor(bound) for bound in _bounds(part, leaf.dtype))
-            numbers = value.cpu()
-            if place := first_row(~((numbers >= low) & (numbers <= high))):  # NaN is also outside
-                if numbers[place].isnan().any():
-                    mend = "look at the division, root or logarithm behind it"
-                else:
-                    mend = "widen the space, or clip the observation"
-                raise fail(spot(*place, path), expected=f"a value in {part}", got=shown(value[place]), mend=mend)
+            numbers = trial.batch[path].cpu()
+            expected = f"a value in {part}"
+            expect_rows(numbers.isnan(), path, numbers, expected, DIVISION)
+            outside = ~((numbers >= low) & (numbers <= high))
+            expect_rows(outside, path, numbers, expected, "widen the space, or clip the observation")
 
 
 def _bounds(space: Any, dtype: np.dtype[Any]) -> tuple[Any, Any]:
@@ -97,9 +100,7 @@ def _bounds(space: Any, dtype: np.dtype[Any]) -> tuple[Any, Any]:
 def rewards(trial: Trial) -> str | None:
     """Rewards are finite float32 numbers."""
     reward = trial.batch["next", "reward"]
-    if place := first_row(~reward.isfinite()):
-        where, mend = spot(*place, ("next", "reward")), "look at the division, root or logarithm behind it"
-        raise fail(where, expected="a finite number", got=shown(reward[place]), mend=mend)
+    expect_rows(~reward.isfinite(), ("next", "reward"), reward, "a finite number", DIVISION)
     players = reward.shape[-1]
     return None if players == 1 else f"{players} in each step, one for each player: if there is one player, sum them"
 
@@ -162,12 +163,11 @@ def expect_flags(batch: TensorDictBase) -> None:
     for prefix in ((), ("next",)):
         terminated, truncated, done = (batch[(*prefix, name)] for name in FLAGS)
         if place := first_row(done != (terminated | truncated)):
-            flags = f"terminated={shown(terminated[place])}, truncated={shown(truncated[place])}"
-            where, got = spot(*place, (*prefix, "done")), f"{shown(done[place])} with {flags}"
+            flags = f"terminated={digits(terminated[place])}, truncated={digits(truncated[place])}"
+            where, got = spot(*place, (*prefix, "done")), f"{digits(done[place])} with {flags}"
             mend = "set these two flags, and never done itself"
             raise fail(where, expected="terminated or truncated", got=got, mend=mend)
-    if place := first_row(batch["done"]):
-        raise fail(spot(*place, ("done",)), expected="False: a done lane is reset", got=True, mend=REPORT_IT)
+    expect_rows(batch["done"], ("done",), batch["done"], "False: a done lane is reset", REPORT_IT)
 
 
 def expect_counters(rows: TensorDictBase, *, cut: bool = False) -> None:
@@ -175,18 +175,15 @@ def expect_counters(rows: TensorDictBase, *, cut: bool = False) -> None:
 
     With `cut`, trajectories may also end without a done flag, as they do when the user resets a lane.
     """
-    ids, step = rows["collector", "traj_ids"], rows["collector", "step"]
+    ids, step = rows[TRAJECTORY_IDS], rows[STEP]
     over = rows["next", "done"][:, :-1, 0]
     begins = over | (cut & (step[:, 1:] == 0))
     wanted = torch.where(begins, 0, step[:, :-1] + 1)
-    if place := first_row(step[:, 1:] != wanted):
-        where = spot(place[0], place[1] + 1, ("collector", "step"))
-        expected = f"{shown(wanted[place])}, as the row before is {'done' if over[place] else 'not done'}"
-        raise fail(where, expected=expected, got=shown(step[:, 1:][place]), mend=REPORT_IT)
-    if place := first_row((ids[:, 1:] != ids[:, :-1]) != begins):
-        where = spot(place[0], place[1] + 1, ("collector", "traj_ids"))
-        got = f"{shown(ids[:, 1:][place])} after {shown(ids[:, :-1][place])}"
-        raise fail(where, expected="another id after a done row, and only there", got=got, mend=REPORT_IT)
+    for before, wrong in (("done", over), ("not done", ~over)):
+        note = f", as the row before is {before}"
+        expect_rows((step[:, 1:] != wanted) & wrong, STEP, step[:, 1:], wanted, REPORT_IT, note=note, first=1)
+    wrong = (ids[:, 1:] != ids[:, :-1]) != begins
+    expect_rows(wrong, TRAJECTORY_IDS, ids[:, 1:], "another id after a done row, and only there", REPORT_IT, first=1)
     expect_used_once([segment for lane in ids for segment in lane.unique_consecutive().tolist()])
 
 
@@ -199,11 +196,86 @@ def expect_used_once(ids: list[int]) -> None:
 def expect_chained(rows: TensorDictBase) -> None:
     """Fail unless each observation in consecutive rows [P, T] is the next one of the row before in its trajectory."""
     leaves = flatten(rows)
-    within = rows["collector", "traj_ids"][:, 1:] == rows["collector", "traj_ids"][:, :-1]
+    within = rows[TRAJECTORY_IDS][:, 1:] == rows[TRAJECTORY_IDS][:, :-1]
     for path, root in roots(leaves).items():
         produced = leaves["next", *path][:, :-1]
-        if place := first_row(bits_differ(root[:, 1:], produced) & within):
-            where, got = spot(place[0], place[1] + 1, path), shown(root[:, 1:][place])
-            expected = f"{shown(produced[place])}, the next observation of the row before"
-            mend = "write observations in reset and step only, and only for the lanes that these are called with"
-            raise fail(where, expected=expected, got=got, mend=mend)
+        note = ", the next observation of the row before"
+        mend = "write observations in reset and step only, and only for the lanes that these are called with"
+        wrong = bits_differ(root[:, 1:], produced) & within
+        expect_rows(wrong, path, root[:, 1:], produced, mend, note=note, first=1)
+
+
+CHECKS: tuple[Check[Trial], ...] = (
+    describes,
+    runs,
+    layout,
+    observations,
+    rewards,
+    flags,
+    counters,
+    chained,
+    pair_checks.generators,
+    pair_checks.same_seed,
+    env_runs.another_seed,
+    pair_checks.cuts,
+    env_runs.resets,
+    env_runs.own_resets,
+    env_runs.terminal,
+    env_runs.reset_mask,
+    env_runs.lanes_alone,
+    env_runs.action_memory,
+    env_runs.observation_memory,
+    pair_checks.batch_memory,
+    env_runs.old_states,
+    pair_checks.fork,
+    pair_checks.save,
+    env_runs.close,
+)
+
+
+def check_env(env: Any, *, steps: int = 100, seed: int = 0, single: Env | None = None, **kwargs: Any) -> Report:
+    """Check that an environment keeps the contract, under random actions.
+
+    Args:
+        env: an `Env`, or anything that `make_env` accepts. An instance needs a spec, from which copies are made.
+        steps: T, the number of steps of a run; ends of episodes are checked only if some episodes end within it.
+        seed: the seed of the runs.
+        single: the same environment with ``num_envs=1``, which the lanes of a batch are compared with. By default it is
+            made, if `env` is an id, a factory or an instance of one of the base classes.
+        **kwargs: arguments of `make_env`, such as ``num_envs=3``: some checks need two lanes.
+
+    Returns:
+        The report; `print` shows one line for each check.
+
+    Raises:
+        CheckError: at the first check that fails, with the place, the expectation, the value and the fix.
+        TypeError, ValueError: if no environment can be made of the arguments.
+
+    >>> report = check_env("CartPole-v1", num_envs=3, steps=40)
+    >>> "same_seed" in report.passed
+    True
+    """
+    check_run(steps, seed)
+    check_kind("single", single, (*get_args(Env), type(None)), "make it with funcollect.make_env(…, num_envs=1)")
+    if isinstance(env, gymnasium.Env) and env.spec is None:
+        raise TypeError(
+            f"env is {shown(env)}, an instance without a spec, which cannot be copied: pass its class or a "
+            f"factory, check_env({type(env).__name__}, num_envs=3)"
+        )
+    made = make_env(env, **kwargs)
+    if single is None:
+        single = _single(env, made, kwargs)
+    trial = Trial(env=made, policy=RandomPolicy(made.action_spec), steps=steps, seed=seed, single=single)
+    return run_checks(repr(made), CHECKS, trial)
+
+
+def _single(env: Any, made: Env, kwargs: dict[str, Any]) -> Env | None:
+    """The environment with one lane, or None if it cannot be made from the arguments."""
+    if isinstance(made, EnvBase):
+        alone = copy.copy(made)
+        alone.num_envs = 1
+        return alone
+    if isinstance(env, (str, EnvSpec)) or (callable(env) and "num_envs" in kwargs):
+        of_one_lane = {name: value for name, value in kwargs.items() if name not in WORKER_ARGUMENTS}
+        return make_env(env, **of_one_lane | {"num_envs": 1})
+    return None

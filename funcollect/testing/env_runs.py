@@ -1,25 +1,42 @@
-"""Checks of `check_env`: how episodes begin and end, and in which lanes."""
+"""Checks of `check_env` that need runs of their own: how episodes begin and end, lanes, memory, old states."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import gymnasium
+import optree
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, kl_divergence
+from typing_extensions import override
 
 from funcollect.core import api
 from funcollect.core.apply import apply
 from funcollect.core.restore import go_on
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import seeding_of
-from funcollect.testing.compare import bits_differ, expect_equal, first_row, shown, spot, to_tensor
-from funcollect.testing.report import NotApplicableError, fail
-from funcollect.testing.trial import Trial, root_of
-from funcollect.tree import Path
+from funcollect.errors import StaleStateError
+from funcollect.keys import Noise
+from funcollect.policies.base import PolicyBase
+from funcollect.policies.random_policy import RandomPolicy
+from funcollect.specs import ActionSpec
+from funcollect.testing.report import (
+    NotApplicableError,
+    bits_differ,
+    digits,
+    expect_equal,
+    expect_rows,
+    fail,
+    first_row,
+    numbers_differ,
+    to_tensor,
+)
+from funcollect.testing.trial import Trial, by_lane, freed, root_of
+from funcollect.tree import NAMESPACE, Path
 
 _CHANCE = 1e-3  # the probability of a false alarm that `terminal` accepts
 _AS_FIRST = 0.8  # the share of ends that look like first observations, of the share of those themselves
@@ -91,20 +108,20 @@ def _expect_left_terminal(trial: Trial, batch: Any) -> None:
 def _expect_seeded(trial: Trial, batch: Any) -> None:
     """Fail if the first observation of an episode in the batch [P, T] depends on anything but the episode's seed."""
     number = (batch["collector", "step"] == 0).cumsum(1) - 1
+    mend = (
+        "let reset(seed=...) alone decide how an episode begins, or say seeding='lane' or 'run'; if a wrapper "
+        "normalises by running statistics, do that in the network"
+    )
     with trial.started() as state:
         for episode in range(min(int(number.max()) + 1, _RESETS)):
             state = _begin(trial, state, episode)
             starts = (number == episode) & (batch["collector", "step"] == 0)
             for path, first in root_of(state).items():
                 wanted = first.to(batch[path].dtype).unsqueeze(1).expand_as(batch[path])  # JAX may lack 64 bits
-                if place := first_row(bits_differ(batch[path], wanted) & starts):
-                    raise fail(
-                        f"{spot(*place, path)}, where episode {episode} begins",
-                        expected=f"{shown(first[place[0]])}, as its seed gives when it is begun directly",
-                        got=shown(batch[path][place]),
-                        mend="let reset(seed=...) alone decide how an episode begins, or say seeding='lane' or 'run'; "
-                        "if a wrapper normalises by running statistics, do that in the network",
-                    )
+                wrong = bits_differ(batch[path], wanted) & starts
+                where = (*path[:-1], f"{path[-1]}, where episode {episode} begins")
+                note = ", as its seed gives when it is begun directly"
+                expect_rows(wrong, where, batch[path], wanted, mend, note=note)
 
 
 def own_resets(trial: Trial) -> None:
@@ -119,10 +136,10 @@ def own_resets(trial: Trial) -> None:
         for step in range(trial.steps):
             state, row = trial.go_on(state, 1)
             state, found = apply(trial.env, state, _has_reset_itself)
-            if place := first_row(torch.tensor(found)[:, None] & ~row["next", "done"][..., 0]):
-                where, expected = f"lane {place[0]}, step {step}", "no call of reset by step within an episode"
-                mend = "return terminated or truncated as True instead; max_episode_steps sets a time limit"
-                raise fail(where, expected=expected, got="a call", mend=mend)
+            wrong = torch.tensor(found)[:, None] & ~row["next", "done"][..., 0]
+            expected = "no call of reset by step within an episode"
+            mend = "return terminated or truncated as True instead; max_episode_steps sets a time limit"
+            expect_rows(wrong, ("reset",), "a call", expected, mend, first=step)
 
 
 def _watch_resets(env: Any) -> bool:
@@ -243,9 +260,103 @@ def _expect_masked(before: CollectorState, after: CollectorState, mask: Tensor) 
         touched = bits_differ(leaf.unsqueeze(1), shown_before[path].unsqueeze(1))[:, 0]
         if place := first_row((touched & ~mask).unsqueeze(1)):
             where = f"lane {place[0]}, {'.'.join(path)} after a reset of lanes {mask.nonzero()[:, 0].tolist()}"
-            expected, got = f"{shown(shown_before[path][place[0]])} as before", shown(leaf[place[0]])
+            expected, got = f"{digits(shown_before[path][place[0]])} as before", digits(leaf[place[0]])
             mend = "reset the lanes that reset is called with, and write only their observations"
             raise fail(where, expected=expected, got=got, mend=mend)
     step = to_tensor(after.step)
     if place := first_row(((step != 0) & mask).unsqueeze(1)):
         raise fail(f"lane {place[0]}, step after its reset", expected=0, got=int(step[place[0]]), mend="set it to 0")
+
+
+_FEW = 20  # steps that are compared outside simulators; after more, rounding errors may have grown
+
+
+class OverwritingPolicy(PolicyBase):
+    """Acts at random, keeps a copy of each action in `actions`, and overwrites each observation with zeros."""
+
+    backend: Literal["torch"] = "torch"
+    params = None
+
+    def __init__(self, spec: ActionSpec) -> None:
+        self._random = RandomPolicy(spec)
+        self.actions: list[Tensor] = []  # each [P, ...]
+
+    @override
+    def noise(self, spec: ActionSpec, /) -> Noise | None:
+        return self._random.noise(spec)
+
+    @override
+    def __call__(self, *inputs: Any) -> tuple[None, Mapping[str, Any]]:
+        _, outputs = self._random(*inputs)
+        self.actions.append(outputs["action"].clone())
+        _, _, observation, *_ = inputs
+        for leaf in optree.tree_leaves(observation, namespace=NAMESPACE):
+            leaf.zero_()
+        return None, outputs
+
+
+def lanes_alone(trial: Trial) -> None:
+    """Each lane of a batch gives the same data as the same lane alone."""
+    if trial.lanes < 2 or seeding_of(trial.env) != "episode":
+        raise NotApplicableError("there is one lane" if trial.lanes < 2 else f"seeding is {seeding_of(trial.env)!r}")
+    if trial.single is None:
+        raise NotApplicableError("pass an id, or single=: the same environment with num_envs=1")
+    host, policy = trial.env.backend == "host", RandomPolicy(trial.single.action_spec)
+    length = trial.steps if host else min(trial.steps, _FEW)
+    for lane in range(trial.lanes):
+        first = api.init_lanes(trial.single, policy, seed=trial.seed, first_lane=lane, total_lanes=trial.lanes)
+        with freed(first) as state:
+            alone = by_lane(trial.single, api.rollout(trial.single, policy, state, length)[1])
+        got, differs = trial.batch[lane : lane + 1, :length], bits_differ if host else numbers_differ
+        what, source = f"lane {lane} of the batch (here called lane 0)", "the same lane by itself"
+        mend = "let a lane's step and reset depend on that lane only"
+        expect_equal(got, alone, what=what, source=source, mend=mend, differs=differs)
+
+
+def _require_eager_loop(trial: Trial) -> None:
+    """Raise NotApplicableError for a JAX environment, whose loop cannot call the Python policies of this module."""
+    if trial.env.backend == "jax":
+        raise NotApplicableError("its loop is traced, so the policies of this check cannot look into it")
+
+
+def action_memory(trial: Trial) -> None:
+    """The environment does not modify the action that it is given."""
+    _require_eager_loop(trial)
+    policy = OverwritingPolicy(trial.env.action_spec)
+    batch = trial.run(trial.steps, policy=policy)
+    given, mend = torch.stack(policy.actions, 1), "copy the action before writing into it"
+    wrong = bits_differ(batch["action"], given)
+    expect_rows(wrong, ("action",), batch["action"], given, mend, note=", as the policy returned it")
+
+
+def observation_memory(trial: Trial) -> None:
+    """A policy that overwrites its observation does not affect the environment."""
+    _require_eager_loop(trial)
+    got = trial.run(trial.steps, policy=OverwritingPolicy(trial.env.action_spec))
+    what, source = "the run of a policy that writes zeros over each observation", "the run of one that does not"
+    mend = "copy into the rows: what the policy reads must not be the simulator's own memory"
+    expect_equal(got, trial.batch, what=what, source=source, mend=mend)
+
+
+def old_states(trial: Trial) -> None:
+    """An old state gives the same batch again, or StaleStateError over simulators."""
+    length = trial.third
+    with trial.started() as state:
+        _, first = trial.go_on(state, length)
+        try:
+            _, again = trial.go_on(state, length)
+        except StaleStateError:
+            if trial.env.backend == "host":
+                return
+            raise
+    if trial.env.backend == "host":
+        raise fail("a state used twice", expected="StaleStateError", got="another batch", mend="keep states linear")
+    mend = "write nothing in place, and keep nothing in self: a step's result follows from its arguments"
+    expect_equal(again, first, what="the second rollout from one state", source="the first one", mend=mend)
+
+
+def close(trial: Trial) -> None:
+    """A state can be closed, and closed again."""
+    state = api.init(trial.env, trial.policy, seed=trial.seed)
+    api.close(state)
+    api.close(state)

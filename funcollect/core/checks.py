@@ -1,4 +1,4 @@
-"""Checks of the state that a traced loop starts from, and of the shapes that a step keeps."""
+"""Checks of the states that functions are given, and in traced code of what a step keeps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,25 @@ from funcollect.arguments import check_kind
 from funcollect.core.request import ANOTHER_POLICY
 from funcollect.core.state import CollectorState, check_origin
 from funcollect.envs.jax_envs.checks import differing
+from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
-from funcollect.messages import shown
-from funcollect.protocols import JaxEnv
+from funcollect.messages import kind_of, shown
+from funcollect.protocols import Env, JaxEnv, is_env
+
+
+def check_state(env: Env, state: CollectorState, function: str, *, live: bool = True) -> None:
+    """Raise unless `state` is a state of `env`, and live if that is asked for."""
+    check_kind("state", state, CollectorState, "pass the state that init or rollout returned (after env and policy)")
+    if not is_env(env):
+        raise TypeError(f"env is {kind_of(env)}, expected an Env: pass the env that the state was made with")
+    check_untraced(function, state.lane)
+    check_one_run(state)
+    if live and isinstance(state.env_state, JaxEnvState):
+        check_live(state)
+    if state.num_lanes != (env.num_envs or 1):
+        raise ValueError(f"the state has {state.num_lanes} lanes, {env!r} has {env.num_envs or 1}: pass its own env")
+    check_origin(env, state)
 
 
 def check_untraced(function: str, values: Any) -> None:

@@ -1,4 +1,7 @@
-"""Randomness in traced code: each key follows from the run's key, its purpose, the lane, and the episode or step."""
+"""Lanes in traced code: their keys, and choices between them.
+
+Each key follows from the run's key, its purpose, the lane, and the episode or step.
+"""
 
 from __future__ import annotations
 
@@ -39,3 +42,21 @@ def dynamics_keys(keys: RunKeys, steps: Any) -> Any:
 def start_keys(keys: RunKeys, episode: Any) -> Any:
     """Return the lanes' keys [P, 2] for the starts of their episodes [P]."""
     return import_jax().numpy.stack(hashed_in_jax(keys.of(Purpose.RESET), np.uint32(0), episode.astype(np.uint32)), -1)
+
+
+def where_lanes(mask: Any, chosen: Any, other: Any) -> Any:
+    """Return a pytree with the lanes of `mask` [P] taken from `chosen` and the others from `other`."""
+    jax = import_jax()
+
+    def pick(one: Any, two: Any) -> Any:
+        return jax.numpy.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
+
+    return jax.tree.map(pick, chosen, other)
+
+
+def varying(lane: Any, tree: Any) -> Any:
+    """Return the pytree with leaves that depend on `lane`: in a `shard_map`, a loop rejects constants.
+
+    XLA removes the choice between equals. JAX's own function for this has a different name in each version.
+    """
+    return where_lanes(lane == lane, tree, tree)
