@@ -165,7 +165,7 @@ class ModuleSettings:
 
     def __init__(self, module: Any) -> None:
         self._module = module  # None has one setting
-        self._looks: dict[int, Look] = {}  # by number, that of the last call first
+        self._looks: list[tuple[int, Look]] = []  # with their numbers, that of the last call first; never written
         self._count = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -179,17 +179,18 @@ class ModuleSettings:
         """
         if self._module is None:
             return 0
-        number = next((each for each, look in self._looks.items() if look.holds()), None)
-        if number is None:
-            number = next((each for each, look in self._looks.items() if look.alike()), None)
+        known = self._looks
+        found = next((each for each in known if each[1].holds()), None)
+        if found is None:
+            number = next((number for number, look in known if look.alike()), None)
             if number is None:
                 number = self._count = self._count + 1
-            self._looks[number] = Look.at(self._module)
-        if number != next(iter(self._looks)):
-            latest = {number: self._looks[number], **self._looks}
-            self._looks = dict([*latest.items()][:_MOST_LOOKS])
-        if error := self._looks[number].error:
-            raise error
+            found = number, Look.at(self._module)
+        if not known or found is not known[0]:
+            self._looks = [found, *(each for each in known if each[0] != found[0])][:_MOST_LOOKS]
+        number, look = found
+        if look.error:
+            raise look.error
         return number
 
 

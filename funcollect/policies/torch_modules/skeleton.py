@@ -78,9 +78,9 @@ class Skeleton:
         if type(made) is not type(part):
             made.__class__ = type(part)
         rebuilt = (*REGISTERED, "forward") if _is_compiled(part) else REGISTERED
-        now: dict[str, Any] = {name: self._moved(value) for name, value in vars(part).items() if name not in rebuilt}
-        now["_modules"] = {name: child if child is None else self._copy(child) for name, child in part._modules.items()}
-        now |= {kind: dict(getattr(part, kind)) for kind in ("_parameters", "_buffers")}
+        now: dict[str, Any] = {kind: dict(getattr(part, kind)) for kind in ("_parameters", "_buffers")}
+        now["_modules"] = {name: None if child is None else self._copy(child) for name, child in part._modules.items()}
+        now |= {name: self._moved(value) for name, value in vars(part).items() if name not in rebuilt}
         own = vars(made)
         own |= now  # another thread may run it, so nothing is missing meanwhile
         for name in own.keys() - now.keys():
