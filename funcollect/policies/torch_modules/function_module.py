@@ -8,14 +8,13 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain, count, islice
-from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from funcollect.policies.torch_modules.settings import PLAIN, content_of
+from funcollect.policies.torch_modules.settings import PLAIN, content_of, referents
 
 _MOST_OBJECTS = 1_000  # that are looked through for one function
 _TENSORS = ("_parameters", "_buffers")
@@ -103,10 +102,8 @@ def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
             if str(value.__module__).partition(".")[0] not in _LIBRARIES:
                 names.update(*(code.co_names for code in _codes(value.__code__)))
                 queue += _referents(value)
-        elif isinstance(value, MethodType):
-            queue += [(name, value.__func__), (name, value.__self__)]
-        elif isinstance(value, partial):
-            queue += [(name, part) for part in (value.func, value.args, value.keywords)]
+        elif (parts := referents(value)) is not None:
+            queue += [(name, part) for part in parts]
         elif isinstance(value, _CONTAINERS):
             items = islice(value.items() if isinstance(value, dict) else enumerate(value), _MOST_OBJECTS)
             queue += [(f"{name}_{key}", each) for key, each in items]

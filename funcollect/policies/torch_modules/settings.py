@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ REGISTERED = ("_parameters", "_buffers", "_modules")
 
 _MAPPINGS = (dict, MappingProxyType)
 _SEQUENCES = (list, set, deque)
-_LEAVES = (*PLAIN, Enum, type, BuiltinFunctionType, CodeType, ModuleType)  # nothing in them can change
+LEAVES = (*PLAIN, Enum, type, BuiltinFunctionType, CodeType, ModuleType)  # into which nobody looks
 _MOST_OBJECTS = 2_000
 _MOST_LOOKS = 8  # at one module; a program is made for half as many
 
@@ -67,7 +67,7 @@ class Look:
         queue = deque([module])
         while queue:
             value = queue.popleft()
-            if isinstance(value, _LEAVES) or id(value) in seen:
+            if isinstance(value, LEAVES) or id(value) in seen:
                 continue
             if len(seen) == _MOST_OBJECTS:
                 look.error = LoweringError(
@@ -83,24 +83,18 @@ class Look:
         """Note what of a value can change without its being replaced, and return its parts."""
         if isinstance(value, Tensor):
             self.tensors += () if id(value) in self._weights else (value,)
-        elif isinstance(value, np.ndarray | np.generic):
+            return ()
+        if isinstance(value, weakref.ref):
+            return (value(),)
+        if isinstance(value, np.ndarray | np.generic):
             self.arrays.append(value)
-        elif isinstance(value, TensorDictBase):  # whose own attributes change as it is read
-            return flatten(value).values()
         elif isinstance(value, (*_MAPPINGS, *_SEQUENCES)):
             self.containers.append(value)
-            return chain(value, value.values()) if isinstance(value, _MAPPINGS) else value
-        elif isinstance(value, tuple | frozenset):
-            return value
-        elif isinstance(value, weakref.ref):
-            return (value(),)
-        elif (parts := referents(value)) is not None:
-            self.cells += getattr(value, "__closure__", None) or ()
-            return parts
-        elif isinstance(attributes := getattr(value, "__dict__", None), dict):
+        elif isinstance(value, FunctionType):
+            self.cells += value.__closure__ or ()
+        elif hasattr(value, "__dict__"):
             self.owners.append(value)
-            return (attributes,)
-        return ()
+        return parts_of(value)
 
     def take(self) -> Self:
         """Record the current state."""
@@ -215,6 +209,20 @@ def _code(value: Any) -> Any:
     return getattr(value, "__code__", None)
 
 
+def parts_of(value: Any) -> Iterable[Any]:
+    """What a value leads to: what a container holds, what a function refers to, or an object's attributes, a dict."""
+    if isinstance(value, TensorDictBase):  # whose own attributes change as it is read
+        return flatten(value).values()
+    if isinstance(value, _MAPPINGS):
+        return chain(value, value.values())
+    if isinstance(value, (*_SEQUENCES, tuple, frozenset)):
+        return value  # type: ignore[no-any-return]
+    if (parts := referents(value)) is not None:
+        return parts
+    attributes = getattr(value, "__dict__", None)
+    return (attributes,) if isinstance(attributes, dict) else ()
+
+
 def referents(value: Any) -> tuple[Any, ...] | None:
     """The objects that a method, a partial or a function with a closure refers to; None for anything else."""
     if isinstance(value, MethodType):
@@ -253,16 +261,13 @@ def is_registry(part: nn.Module, name: str) -> bool:
 
 
 def _held(value: Any) -> Iterator[Any]:
-    """The contents of a container, the object of a method, the closure and globals of a function, or the value."""
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, MethodType):
-        yield value.__self__
-    elif isinstance(value, FunctionType):
-        yield from map(content_of, value.__closure__ or ())
+    """The contents of a container, what a method or a function refers to, the latter's globals, or the value."""
+    if isinstance(value, FunctionType):
         yield from map(value.__globals__.get, value.__code__.co_names)
-    elif isinstance(value, (tuple, list, set)):
-        for each in value:
+    if isinstance(value, FunctionType | MethodType):
+        yield from referents(value) or ()
+    elif isinstance(value, (*_MAPPINGS, *_SEQUENCES, tuple)):
+        for each in parts_of(value):
             yield from _held(each)
     else:
         yield value

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from operator import is_
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 
 from funcollect.policies.torch_modules.function_module import FunctionModule
-from funcollect.policies.torch_modules.settings import PLAIN, REGISTERED, Look, is_registry, referents
+from funcollect.policies.torch_modules.settings import LEAVES, REGISTERED, Look, is_registry, parts_of
 
 _MOST_OBJECTS = 2_000  # that are looked through behind the attributes of a submodule
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -141,10 +141,10 @@ class Skeleton:
                 return id(value) in self._copies
             if isinstance(value, Tensor):
                 return id(value) in weights
-            if isinstance(value, PLAIN) or id(value) in seen or len(seen) == _MOST_OBJECTS:
+            if isinstance(value, LEAVES) or id(value) in seen or len(seen) == _MOST_OBJECTS:
                 return False
             seen[id(value)] = value
-            return any(map(reaches, _inside(value)))
+            return any(map(reaches, parts_of(value)))
 
         own = {name: value for name, value in vars(part).items() if not is_registry(part, name)}
         return next((name for name, value in own.items() if reaches(self._moved(value))), "")
@@ -154,18 +154,6 @@ def bare(kind: type[nn.Module]) -> nn.Module:
     """A module without attributes. `copy.copy` would refuse modules with parametrizations."""
     made: nn.Module = object.__new__(kind)
     return made
-
-
-def _inside(value: Any) -> Any:
-    """The contents of a container, the referents of a function or method, or an object's attributes."""
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, _CONTAINERS):
-        return list(value)
-    if (parts := referents(value)) is not None:
-        return parts
-    attributes = None if isinstance(value, type | ModuleType) else getattr(value, "__dict__", None)
-    return list(attributes.values()) if isinstance(attributes, dict) else []
 
 
 def _is_compiled(part: nn.Module) -> bool:

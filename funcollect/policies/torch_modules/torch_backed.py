@@ -157,7 +157,7 @@ class TorchBacked(PolicyBase):
                     if tensor is not None:
                         slots[f"{prefix}.{key}" if prefix else key] = (own, copied, key)
 
-    def _follow(self) -> None:
+    def _update_skeleton(self) -> None:
         """Apply the changes of the module since the last call to the skeleton."""
         if self._skeleton and self._skeleton.follow():
             self._list_slots()
@@ -222,7 +222,7 @@ class TorchBacked(PolicyBase):
                 f"params is {type(params).__name__}, expected a TensorDict or a state dict of the module: pass "
                 "policy.params or module.state_dict()"
             )
-        self._follow()
+        self._update_skeleton()
         own = self._own_tensors()
         given = {".".join(path): value for path, value in flatten(params).items()}
         wanted = own.keys() & (self._parameters.keys() | given.keys())  # buffers may be left out
@@ -292,7 +292,7 @@ class TorchBacked(PolicyBase):
         """
         if self._skeleton is None:
             return self._module
-        self._follow()
+        self._update_skeleton()
         self._warn_of_written_buffers()
         for name, (source, target, key) in self._parameters.items():
             tensor = source[key] if prepared is None else prepared[name]
@@ -323,7 +323,7 @@ class TorchBacked(PolicyBase):
 
     def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """The module's current parameters and buffers by name, replaced by those in `prepared`; none for a function."""
-        self._follow()
+        self._update_skeleton()
         return self._own_tensors() | (prepared or {})
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
