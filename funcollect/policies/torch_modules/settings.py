@@ -23,11 +23,11 @@ from funcollect.policies.weights import weights_of
 from funcollect.tree import flatten
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+LEAVES = (*PLAIN, Enum, type, BuiltinFunctionType, CodeType, ModuleType)  # into which nobody looks
 REGISTERED = ("_parameters", "_buffers", "_modules")
 
 _MAPPINGS = (dict, MappingProxyType)
 _SEQUENCES = (list, set, deque)
-LEAVES = (*PLAIN, Enum, type, BuiltinFunctionType, CodeType, ModuleType)  # into which nobody looks
 _MOST_OBJECTS = 2_000
 _MOST_LOOKS = 8  # at one module; a program is made for half as many
 
