@@ -77,10 +77,9 @@ class Skeleton:
         _, made = self._copies[id(part)] = self._before.get(id(part)) or (part, bare(type(part)))
         if type(made) is not type(part):
             made.__class__ = type(part)
-        rebuilt = (*REGISTERED, "forward") if _is_compiled(part) else REGISTERED
         now: dict[str, Any] = {kind: dict(getattr(part, kind)) for kind in ("_parameters", "_buffers")}
         now["_modules"] = {name: None if child is None else self._copy(child) for name, child in part._modules.items()}
-        now |= {name: self._moved(value) for name, value in vars(part).items() if name not in rebuilt}
+        now |= {name: self._moved(value) for name, value in _shared(part).items()}
         own = vars(made)
         own |= now  # another thread may run it, so nothing is missing meanwhile
         for name in own.keys() - now.keys():
@@ -146,7 +145,7 @@ class Skeleton:
             seen[id(value)] = value
             return any(map(reaches, parts_of(value)))
 
-        own = {name: value for name, value in vars(part).items() if not is_registry(part, name)}
+        own = {name: value for name, value in _shared(part).items() if not is_registry(part, name)}
         return next((name for name, value in own.items() if reaches(self._moved(value))), "")
 
 
@@ -154,6 +153,12 @@ def bare(kind: type[nn.Module]) -> nn.Module:
     """A module without attributes. `copy.copy` would refuse modules with parametrizations."""
     made: nn.Module = object.__new__(kind)
     return made
+
+
+def _shared(part: nn.Module) -> dict[str, Any]:
+    """The attributes that a copy has from the module, except those that are made for it."""
+    made = (*REGISTERED, "forward") if _is_compiled(part) else REGISTERED
+    return {name: value for name, value in vars(part).items() if name not in made}
 
 
 def _is_compiled(part: nn.Module) -> bool:
