@@ -22,7 +22,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {  # the most lines, and the pat
             *(f"interop/{name}.py" for name in _PLAIN),
         ),
     ),
-    "bridge: DLPack, lowering, Torch in JAX": (3_100, ("interop", "policies/torch_in_jax")),
+    "bridge: DLPack, lowering, Torch in JAX": (3_100, ("interop", "policies/torch_in_jax.py")),
     "policies": (3_800, ("policies",)),
     "envs, without lane workers": (3_900, ("envs",)),
     "core": (4_800, ("core",)),

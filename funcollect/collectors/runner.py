@@ -27,7 +27,7 @@ from funcollect.core.state import CollectorState
 from funcollect.errors import ClosedError, InUseError
 from funcollect.interop.plain_data import from_data, to_data
 from funcollect.policies.jax_functions.jax_policy import as_given
-from funcollect.policies.torch_backed import TorchBacked, replaced
+from funcollect.policies.torch_modules.torch_backed import TorchBacked, replaced
 from funcollect.policies.weights import check_dtypes
 from funcollect.protocols import DeviceEnv
 from funcollect.trajectories.final_observations import attach, is_compact

@@ -34,8 +34,8 @@ from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed
 from funcollect.messages import shown
 from funcollect.policies.jax_functions.jax_policy import as_given
-from funcollect.policies.torch_backed import has_lazy_layers
 from funcollect.policies.torch_modules.sending import dumps
+from funcollect.policies.torch_modules.torch_backed import has_lazy_layers
 from funcollect.processes.child import OnFailure
 from funcollect.processes.pool import FailurePolicy
 from funcollect.protocols import is_policy

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcollect.policies.torch_backed import replaced
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.policies.torch_modules.sending import PolicyChanges, unpack
+from funcollect.policies.torch_modules.torch_backed import replaced
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import Shapes, check_shapes, shapes_of
 from funcollect.processes.pool import Call, WorkerPool
@@ -144,7 +144,7 @@ class Weights:
         Empty for other policies: if these change their structure, workers get the new module or policy.
         """
         policy = self._policy
-        if policy is None or policy.backend == "torch" or isinstance(policy, EmbeddedPolicy):
+        if policy is None or policy.backend == "torch" or isinstance(policy, LoweredPolicy):
             return {}
         return shapes_of(policy.params, "jax")
 
