@@ -21,7 +21,7 @@ from funcollect.core.timing.stopwatch import Delegate, Stopwatch, overhead
 from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
-from funcollect.policies.populations.population import Population
+from funcollect.policies.population import Population
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
 from funcollect.protocols import ActorInputs, Env, Policy

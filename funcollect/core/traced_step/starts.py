@@ -12,6 +12,7 @@ from funcollect.core.traced_step.lane_params import call_in_lanes, of_one_lane
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, reset_lane
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.interop.memo import memo_of
+from funcollect.policies.numerics import jax_numerics
 from funcollect.protocols import JaxEnv
 
 Traced = Any  # a CollectorState of JAX arrays
@@ -125,9 +126,4 @@ def varying(lane: Any, tree: Any) -> Any:
 
 def where_lanes(mask: Any, chosen: Any, other: Any) -> Any:
     """Return a pytree with the lanes of `mask` [P] taken from `chosen` and the others from `other`."""
-    jax = import_jax()
-
-    def pick(one: Any, two: Any) -> Any:
-        return jax.numpy.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
-
-    return jax.tree.map(pick, chosen, other)
+    return jax_numerics().select(mask, chosen, other)

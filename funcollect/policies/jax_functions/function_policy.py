@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
+import optree
 from torch import Tensor
 from typing_extensions import override
 
@@ -16,12 +17,20 @@ from funcollect.interop.jax_setup import compiled, import_jax, tracing
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Noise
 from funcollect.messages import name_of, note_arguments
-from funcollect.policies.actors.actor import array_over, lane_mask, recurrent_names, select_program, split_answer
-from funcollect.policies.actors.checks import check_action, check_parameters, check_recurrent, finish_columns
-from funcollect.policies.base import PolicyBase, ProtocolActor
+from funcollect.policies.actors.actor import (
+    array_over,
+    lane_mask,
+    read_answer,
+    recurrent_names,
+    select_program,
+    split_answer,
+    split_recurrent,
+)
+from funcollect.policies.actors.checks import check_action, finish_columns
+from funcollect.policies.base import HeadedPolicy, ProtocolActor
 from funcollect.policies.heads.head import Head, chooses
 from funcollect.policies.jax_functions.noise import draw_noise, split_key
-from funcollect.policies.jax_functions.program import PROBE, StepProgram
+from funcollect.policies.jax_functions.program import PROBE, PackedInputs, StepProgram
 from funcollect.policies.numerics import jax_numerics
 from funcollect.protocols import Actor, ActorInputs, BoundParams, Columns, Exploration
 from funcollect.specs import ActionSpec, ExplorationType
@@ -33,7 +42,7 @@ def random_parameter(apply: Callable[..., Any]) -> Literal["key", "keys"] | None
     return "key" if "key" in names else "keys" if "keys" in names else None
 
 
-class FunctionPolicy(PolicyBase):
+class FunctionPolicy(HeadedPolicy):
     """Base class of policies over a traced function, with the arguments of `jax_policy`. Subclasses add `params`."""
 
     backend: Literal["jax"] = "jax"
@@ -51,21 +60,9 @@ class FunctionPolicy(PolicyBase):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self.apply)})"
 
-    @property
-    @override
-    def exploration(self) -> Mapping[str, float]:  # type: ignore[override]
-        return self.head.values if self.head else {}
-
-    @override
-    def check(self, spec: ActionSpec, /) -> None:
-        if self.head is not None:
-            self.head.check(spec)
-
     @override
     def noise(self, spec: ActionSpec, /) -> Noise | None:
-        if self.takes_key:
-            return Noise(kind=self.takes_key)
-        return self.head.noise(spec) if self.head else None
+        return Noise(kind=self.takes_key) if self.takes_key else super().noise(spec)
 
     @override
     def init(self, key: Key, num_envs: int, /) -> Any:
@@ -89,38 +86,39 @@ class FunctionPolicy(PolicyBase):
         self, spec: ActionSpec, stochastic: bool, bound: BoundParams, policy_state: Any, observation: Any, noise: Any
     ) -> tuple[Any, dict[str, Any]]:
         """One traced step: the next policy state and the outputs."""
-        (params, values), extra = bound, {}
+        (params, values), keys = bound, {}
         num_envs = len(import_jax().tree.leaves(observation)[0])
         if self.takes_key:
-            extra[self.takes_key], draw = split_key(noise, num_envs)
-        inputs = (observation,) if policy_state is None else (observation, policy_state)
+            keys[self.takes_key], draw = split_key(noise, num_envs)
         before = import_jax().tree.leaves(policy_state) if self.record_state else []
-        try:
-            with tracing("the policy's function"):
-                answer = self.apply(params, *inputs, **extra)
-        except Exception as error:
-            note_arguments(error, "the policy's function", (params, *inputs, *extra.values()), policy_state)
-            raise
-        if policy_state is not None:
-            check_recurrent(answer, policy_state)
-            answer, policy_state = answer
-        inner, extras = split_answer(answer, self.head)
-        extras = {**extras, **dict(zip(recurrent_names(before), before, strict=True))}
+        answer, policy_state = self.called(params, observation, policy_state, **keys)
+        recorded = dict(zip(recurrent_names(before), before, strict=True))
         if self.head is None:
-            return policy_state, {"action": inner, **extras}
+            action, extras = split_answer(answer, None)
+            return policy_state, {"action": action, **extras, **recorded}
         xp, head = jax_numerics(), self.head.at(values)
-        parameters = head.parse(xp, inner, spec)
-        check_parameters(head.names, parameters, num_envs)
+        parameters, extras = read_answer(xp, head, answer, spec, num_envs)
         if self.takes_key:
             wanted = head.noise(spec)
             noise = None if wanted is None else draw_noise(wanted, draw)
-        outputs = {**extras, **head.sample(xp, parameters, noise if stochastic else None, spec)}
+        outputs = {**extras, **recorded, **head.sample(xp, parameters, noise if stochastic else None, spec)}
         log_prob = head.log_prob(xp, parameters, outputs, spec)
         if log_prob is None:
             outputs[PROBE] = sum(xp.where(each == each, 0.0, each).sum(-1) for each in parameters)
         else:
             outputs["action_log_prob"] = log_prob
         return policy_state, outputs
+
+    def called(self, params: Any, observation: Any, recurrent: Any, **keys: Any) -> tuple[Any, Any]:
+        """The function's answer, and the next recurrent state, or None if it has none."""
+        inputs = (observation,) if recurrent is None else (observation, recurrent)
+        try:
+            with tracing("the policy's function"):
+                answer = self.apply(params, *inputs, **keys)
+        except Exception as error:
+            note_arguments(error, "the policy's function", (params, *inputs, *keys.values()), recurrent)
+            raise
+        return split_recurrent(answer, recurrent)
 
     def program(self, inputs: ActorInputs) -> StepProgram:
         """The jitted step for this action space and number of lanes; made once."""
@@ -153,7 +151,7 @@ class JaxActor(Actor):
         self._finish = policy.finish
         self._params = program.params(inputs)
         self._recurrent = inputs.policy_state
-        self._inputs, self._others, _ = program.inputs(inputs)
+        self._inputs = PackedInputs(inputs)
         # A call that returns a state would commit it to the buffer's device, and JAX would compile again for that.
         self._buffer = self._inputs.argument(self._params) if self._plain else self._inputs.buffer
         self._noise: Any = [None] * inputs.length if inputs.noise is None else inputs.noise.numpy()
@@ -168,7 +166,7 @@ class JaxActor(Actor):
         if self._plain:
             packed = self._step(self._params, self._buffer)
         else:
-            self._recurrent, packed = self._step(self._params, self._buffer, self._recurrent, self._others)
+            self._recurrent, packed = self._step(self._params, self._buffer, self._recurrent, self._inputs.others)
         self._words[t] = words = np.asarray(packed)
         return words[:, 0] if self._scalar else self._fields[0].unpack(words)
 
@@ -203,22 +201,17 @@ class DeviceActor(ProtocolActor):
             return policy.answer(spec, stochastic, bound, policy_state, observation, drawn)
 
         self._step, self._bound = compiled(policy, ("device step", id(spec), stochastic), step), inputs.bound
-        self._sources, self._structure = import_jax().tree.flatten(inputs.observation)
-        device = next(iter(self._observation()[0].devices()))
+        device = next(iter(array_over(optree.tree_leaves(inputs.observation)[0]).devices()))
         self._noise = None if inputs.noise is None else import_jax().device_put(inputs.noise.numpy(), device)
-
-    def _observation(self) -> list[Any]:
-        return list(map(array_over, self._sources))
 
     @override
     def act(self, t: int) -> Tensor:
-        leaves = self._observation()
-        observation = import_jax().tree.unflatten(self._structure, leaves)
+        observation = optree.tree_map(array_over, self._inputs.observation)
         self._state, outputs = self._step(self._bound, self._state, observation, self._noise, t)
         if t == 0:
             check_action(outputs["action"], self._inputs.spec, self._inputs.num_envs)
             self._names = sorted(outputs)
         tensors = {name: torch_view(outputs[name]) for name in self._names}
         self._recorder.append(tuple(tensors.values()))
-        self._held = (leaves, outputs)  # until the next call is under way
+        self._held = (observation, outputs)  # until the next call is under way
         return tensors["action"]

@@ -92,6 +92,11 @@ class JaxPolicy(FunctionPolicy):
         self._prepared: tuple[list[Any], Any] | None = None
         self._variables = variables_of(apply)
 
+    def take_over(self, policy: JaxPolicy, apply: Callable[..., Any], params: Any) -> None:
+        """Begin as `policy`, over another function that calls its own: for policies that are made of it."""
+        JaxPolicy.__init__(self, apply, params, policy.head, policy.initial_state, record_state=policy.record_state)
+        self._variables = policy._variables
+
     @override
     def prepare(self, params: Any, /) -> Any:
         """Parameters on the device, once per version; None stands for the policy's own, read at each rollout.
