@@ -28,7 +28,7 @@ from funcollect.keys import key_from_seed
 from funcollect.messages import kind_of, shown
 from funcollect.policies.actors.actor import read_answer, recurrent_names, split_recurrent
 from funcollect.policies.actors.checks import checked_lead
-from funcollect.policies.jax_functions.function_policy import FunctionPolicy
+from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
 from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.population import Population
 from funcollect.policies.tensordict_modules.calling import paths_of

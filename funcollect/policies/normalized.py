@@ -77,13 +77,16 @@ class Normalized(ABC):
     @property
     def statistics(self) -> RunningStatistics:
         """The statistics that the policy acts with; in Torch a copy."""
-        stats: RunningStatistics = self.params[1]
-        return stats
+        return self._acting()
 
     @statistics.setter
     def statistics(self, stats: RunningStatistics) -> None:
         check_alike(self.statistics, stats)
         self._act_with(stats)
+
+    @abstractmethod
+    def _acting(self) -> RunningStatistics:
+        """The statistics that the policy acts with."""
 
     @abstractmethod
     def _act_with(self, stats: RunningStatistics) -> None:
@@ -107,6 +110,11 @@ class NormalizedJax(Normalized, JaxPolicy):
 
         self.take_over(policy, apply, (policy.params, stats))
         self.clip = clip
+
+    @override
+    def _acting(self) -> RunningStatistics:
+        stats: RunningStatistics = self.params[1]
+        return stats
 
     @override
     def _act_with(self, stats: RunningStatistics) -> None:
@@ -186,8 +194,11 @@ class NormalizedTorch(Normalized, TorchPolicy):
     @override
     def params(self) -> tuple[TensorDict | None, RunningStatistics]:
         module = self._module.policy
-        trainable = TensorDict.from_module(module) if isinstance(module, nn.Module) else None
-        return trainable, self._statistics_in(dict(self._module.statistics.named_buffers()))
+        return TensorDict.from_module(module) if isinstance(module, nn.Module) else None, self.statistics
+
+    @override
+    def _acting(self) -> RunningStatistics:
+        return self._statistics_in(dict(self._module.statistics.named_buffers()))
 
     @override
     def _act_with(self, stats: RunningStatistics) -> None:

@@ -14,8 +14,7 @@ from funcollect.interop.bridge import to_jax
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import key_from_seed
 from funcollect.policies.actors.actor import split_answer
-from funcollect.policies.jax_functions.function_policy import FunctionPolicy
-from funcollect.policies.jax_functions.jax_policy import JaxPolicy
+from funcollect.policies.jax_functions.jax_policy import FunctionPolicy, JaxPolicy
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy

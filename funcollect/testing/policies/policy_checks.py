@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from funcollect.core.api import check_pair
 from funcollect.keys import key_from_seed
 from funcollect.policies.actors.checks import check_action
-from funcollect.policies.jax_functions.function_policy import FunctionPolicy
+from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.protocols import Policy
