@@ -186,7 +186,6 @@ def cells() -> Iterator[Cell]:
     for name, work in (WORK | (WORK_BESIDE_A_GPU if torch.cuda.is_available() else {})).items():
         contestants: dict[str, Callable[[], Any]] = {
             f"{work.workers} workers": partial(ours, work, num_workers=work.workers),
-            f"{work.workers} workers, overlap": partial(ours, work, num_workers=work.workers, overlap=2),
             "one process": partial(ours, work),
         }
         for count in {1, 2, 4} - {work.workers}:

@@ -4,8 +4,6 @@ Bad arguments raise `ValueError` or `TypeError`. The classes here are for faults
 the built-in class that a caller would expect.
 """
 
-from typing import Any
-
 
 class FuncollectError(Exception):
     """Base class of the library's errors. The first argument is the message, others are attributes of a subclass."""
@@ -36,22 +34,6 @@ class InUseError(EnvError, ValueError):
 
 class NotCalledError(EnvError):
     """The process of some lanes had ended before a function was called, so it was called in none."""
-
-
-class LanesLostError(EnvError):
-    """The simulators of some lanes are gone, and others can take their place.
-
-    Attributes:
-        lanes: the lost lanes, in ranges whose lanes are stepped together.
-        others: the other lanes that were to step.
-        outcome: their outcome; see `funcollect.protocols.Outcome`.
-    """
-
-    def __init__(self, message: str, lanes: object = (), others: object = (), outcome: object = ()) -> None:
-        super().__init__(message, lanes, others, outcome)
-        self.lanes: Any = lanes
-        self.others: Any = others
-        self.outcome: Any = outcome
 
 
 class PolicyError(FuncollectError, ValueError):

@@ -24,14 +24,13 @@ from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.restore import SAVED, counts_of, go_on, next_seed, reseed, resume, saved_state
 from funcollect.core.rollout_trajectories import check_limited, is_limited
 from funcollect.core.saving import Episodes, state_data, state_from
-from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.errors import ClosedError, InUseError
 from funcollect.interop.plain_data import from_data, to_data
 from funcollect.policies.jax_functions.jax_policy import as_given
 from funcollect.policies.torch_backed import TorchBacked, replaced
 from funcollect.policies.weights import check_dtypes
-from funcollect.protocols import DeviceEnv, ReplacedSimulators
+from funcollect.protocols import DeviceEnv
 from funcollect.trajectories.final_observations import attach, is_compact
 from funcollect.trajectories.next_observations import compact
 from funcollect.trajectories.split import CUT
@@ -100,7 +99,6 @@ class Runner(InUse):
         self._seconds = 0.0
         self._interrupted = False
         self._closed = False
-        self._earlier = (0, 0)  # losses of simulators that a restored run has replaced
 
     def begin_batch(self) -> None:
         """Reset, or count new weights, if the keywords ask for that before each batch."""
@@ -305,10 +303,7 @@ class Runner(InUse):
         weights = saved["policy_state_dict"] or None
         if weights is not None:
             self.policy.prepare(weights)
-        losses = self.losses
         self.state = make_state()
-        (restarts, lost), (now, lost_now) = losses, _losses_of(self.state)
-        self._earlier = restarts - now, lost - lost_now
         self.seed = self.state.seed
         self.params = None if saved["own_weights"] else as_given(self.policy, weights)
         if weights is not None and self.params is None:
@@ -325,25 +320,15 @@ class Runner(InUse):
 
             - ``frames`` and ``batches`` delivered;
             - ``seconds`` spent in this collector, and the ``frames_per_second`` of that time alone;
-            - ``policy_version``, that of the latest weights;
-            - ``restarts`` of the environment's workers, and ``lost_frames`` with them, since the collector was built.
+            - ``policy_version``, that of the latest weights.
         """
-        restarts, lost = self.losses
         return {
             "frames": self.frames,
             "batches": self._batches,
             "seconds": self._seconds,
             "frames_per_second": self.frames / self._seconds if self._seconds else 0.0,
             "policy_version": int(self.state.policy_version),
-            "restarts": restarts,
-            "lost_frames": lost,
         }
-
-    @property
-    def losses(self) -> tuple[int, int]:
-        """How many workers of the environment's lanes were replaced since it was built, and the lost frames."""
-        restarts, lost = _losses_of(self.state)
-        return self._earlier[0] + restarts, self._earlier[1] + lost
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Free the simulators. Does nothing the second time."""
@@ -353,10 +338,3 @@ class Runner(InUse):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"{self!r} was shut down: build another collector")
-
-
-def _losses_of(state: CollectorState) -> tuple[int, int]:
-    """The restarts of a state's simulators, and the frames that were lost with them."""
-    handle = state.env_state
-    simulators = handle.simulation.simulators if isinstance(handle, SimulatorHandle) else None
-    return (simulators.restarts, simulators.lost_frames) if isinstance(simulators, ReplacedSimulators) else (0, 0)

@@ -12,7 +12,7 @@ import torch
 from funcollect.arguments import check_positive
 from funcollect.core.api import close, init, rollout
 from funcollect.core.state import CollectorState
-from funcollect.envs.host.host_env import keeping_losses, statistics_of
+from funcollect.envs.host.host_env import statistics_of
 from funcollect.errors import EnvError, EvaluationError
 from funcollect.protocols import Env, Policy
 from funcollect.specs import ExplorationType
@@ -52,7 +52,7 @@ def evaluate(
     Raises:
         EvaluationError: if `max_frames` is not enough, and for an environment whose wrappers normalise by running
             statistics (Gymnasium's `NormalizeObservation`, TorchRL's `VecNorm`), which new simulators lack.
-        EnvError: if a simulator is lost, with ``on_failure="restart"`` too: its episode would not be whole.
+        EnvError: if an environment raises, or a process of its lanes is lost.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=4)
@@ -67,7 +67,6 @@ def evaluate(
             "(funcollect.normalized; funcollect.scale_rewards for rewards), or evaluate over wrappers that hold a copy "
             "of the trained statistics and are frozen (update_running_mean=False)"
         )
-    env = keeping_losses(env)
     state = init(env, policy, seed=seed)
     first = dict(state.observation)
     lanes = torch.arange(state.num_lanes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Generic, NoReturn
@@ -256,60 +256,6 @@ def policy_start(policy: Policy, key: Key, num_envs: int, first_lane: int, steps
     if not isinstance(policy_state, TorchPolicyState) or first_lane == steps == 0:
         return policy_state
     return policy_state._replace(generator=generator_state(seed_of(fold(key, Purpose.GENERATOR, first_lane, steps))))
-
-
-def lanes_of_state(state: CollectorState, lanes: slice) -> CollectorState:
-    """Return the state of some lanes over simulators, as far as a policy depends on it."""
-    return state.replace(
-        lane=state.lane[lanes],
-        step=state.step[lanes],
-        policy_state=_over_lanes(lambda leaf: _rows_of(leaf, lanes, state.num_lanes), state.policy_state),
-    )
-
-
-def _rows_of(leaf: Any, lanes: slice, num_lanes: int) -> Any:
-    shape = tuple(getattr(leaf, "shape", ()))
-    if shape[:1] != (num_lanes,):
-        raise ValueError(
-            f"the policy's state has a leaf of shape {list(shape)}, expected [{num_lanes}, ...], since some "
-            "lanes act apart (overlap=2, on_failure='restart'): give it a row for each lane, or leave these out"
-        )
-    return leaf[lanes]
-
-
-def joined_policy_states(parts: Sequence[Any]) -> Any:
-    """Return the policy's state of all lanes from those of parts; the last one has used the generator last."""
-    return parts[0] if len(parts) == 1 else _over_lanes(_concatenated, parts[-1], *parts[:-1])
-
-
-def with_lanes_of(policy_state: Any, lanes: slice, other: Any) -> Any:
-    """Return the policy's state with the rows of these lanes taken from `other`."""
-
-    def put(leaf: Any, rows: Any) -> Any:
-        if isinstance(leaf, Tensor | np.ndarray):
-            leaf = leaf.clone() if isinstance(leaf, Tensor) else leaf.copy()
-            leaf[lanes] = rows
-            return leaf
-        return leaf.at[lanes].set(rows)
-
-    return _over_lanes(put, policy_state, other)
-
-
-def _concatenated(last: Any, *others: Any) -> Any:
-    if isinstance(last, Tensor):
-        return torch.cat([*others, last])
-    return (np if isinstance(last, np.ndarray) else import_jax().numpy).concatenate([*others, last])
-
-
-def _over_lanes(function: Callable[..., Any], policy_state: Any, *others: Any) -> Any:
-    """Apply a function to the leaves of policy states that have a row for each lane."""
-    if isinstance(policy_state, TorchPolicyState):
-        own, *rest = ((each.recurrent, each.carried) for each in (policy_state, *others))
-        recurrent, carried = _over_lanes(function, own, *rest)
-        return policy_state._replace(recurrent=recurrent, carried=carried)  # an actor keeps its own generator
-    leaves, treedef = flatten_part(policy_state)
-    columns = zip(leaves, *(flatten_part(other)[0] for other in others), strict=True)
-    return treedef.unflatten([function(*column) for column in columns])
 
 
 LEAVES = tuple(field.name for field in fields(CollectorState) if field.name not in _STATIC)

@@ -17,6 +17,7 @@ from funcollect import envs
 from funcollect.arguments import check_positive
 from funcollect.envs.base import EnvBase
 from funcollect.envs.gymnasium_envs.making import built, with_time_limit
+from funcollect.envs.host.lane_workers.options import REMOVED
 from funcollect.envs.recognise import is_envpool, is_torchrl, refuse_foreign
 from funcollect.envs.torch_envs.classic_control import TORCH_ENVS
 from funcollect.protocols import Env, is_env, is_policy
@@ -105,7 +106,7 @@ _NAMESPACES: dict[str, Callable[..., Env]] = {
     "playground": envs.from_playground,
     "torch": _torch_env,
 }
-WORKER_ARGUMENTS = ("num_workers", "parallel", "overlap", "timeout", "on_failure")
+WORKER_ARGUMENTS = ("num_workers", "parallel", "timeout", *REMOVED)
 _ADAPTER_ARGUMENTS = ("num_envs", *WORKER_ARGUMENTS, "info_keys", "dtype", "one_hot", "replayable")
 
 

@@ -10,12 +10,11 @@ from funcollect.protocols.environments import JaxEnv as JaxEnv
 from funcollect.protocols.environments import Outcome as Outcome
 from funcollect.protocols.environments import RenderedEnv as RenderedEnv
 from funcollect.protocols.environments import Renderer as Renderer
-from funcollect.protocols.environments import ReplacedSimulators as ReplacedSimulators
+from funcollect.protocols.environments import RenewedSimulators as RenewedSimulators
 from funcollect.protocols.environments import RestartingSimulators as RestartingSimulators
 from funcollect.protocols.environments import SavableSnapshots as SavableSnapshots
 from funcollect.protocols.environments import Seeding as Seeding
 from funcollect.protocols.environments import Simulators as Simulators
-from funcollect.protocols.environments import SimulatorsInParts as SimulatorsInParts
 from funcollect.protocols.environments import SimulatorsOfLanes as SimulatorsOfLanes
 from funcollect.protocols.environments import SnapshotSimulators as SnapshotSimulators
 from funcollect.protocols.environments import Starts as Starts

@@ -130,15 +130,6 @@ class Simulators(Protocol):
 
 
 @runtime_checkable
-class SimulatorsInParts(Simulators, Protocol):
-    """Simulators that step some lanes while a policy acts for others: `send` and `receive` for each part in turn."""
-
-    @property
-    def parts(self) -> Sequence[range]:
-        """The lanes of each part, in order."""
-
-
-@runtime_checkable
 class RestartingSimulators(Simulators, Protocol):
     """Simulators that begin a lane's next episode as soon as one ends, which saves waiting for it in `reset`."""
 
@@ -150,36 +141,14 @@ class RestartingSimulators(Simulators, Protocol):
 
 
 @runtime_checkable
-class ReplacedSimulators(Simulators, Protocol):
-    """Simulators that may be lost: `receive` raises `LanesLostError`, and `reset` starts new ones.
-
-    If these need seeds and get none, `reset` raises `LanesLostError`, too.
-    """
-
-    @property
-    def replaces(self) -> bool:
-        """Whether others take the place of lost ones during a rollout."""
-
-    @property
-    def lost_lanes(self) -> Sequence[range]:
-        """The lanes without simulators, in ranges that are reset together."""
+class RenewedSimulators(Simulators, Protocol):
+    """Simulators that live in other processes, which may be lost: then `receive` and `reset` raise `EnvError`."""
 
     def check_owner(self) -> None:
         """Raise ClosedError in a process that was forked from the one that may use them."""
 
     def renew(self) -> bool:
         """Get ready for a reset of all lanes, also after a call that did not end; whether all lanes then need seeds."""
-
-    @property
-    def restarts(self) -> int:
-        """How often some were lost."""
-
-    @property
-    def lost_frames(self) -> int:
-        """The number of lanes' steps that were lost."""
-
-    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
-        """Step these lanes at once, before what was sent is received; raises as `receive` does."""
 
 
 @runtime_checkable

@@ -4,7 +4,6 @@ import itertools
 import os
 import signal
 import time
-import warnings
 
 import gymnasium
 import numpy as np
@@ -58,7 +57,6 @@ ENVS = {
     "one": lambda: fc.make_env(make),
     "several": lambda: fc.make_env(make, num_envs=3),
     "workers": lambda: fc.make_env(make, num_envs=4, num_workers=2),
-    "overlapping": lambda: fc.make_env(make, num_envs=4, num_workers=2, overlap=2),
 }
 
 
@@ -231,18 +229,16 @@ def test_files_refuse_it_unless_episodes_begin_anew(tmp_path):
     fc.close(state)
 
 
-@pytest.mark.parametrize("overlap", [1, 2])
-def test_lanes_of_a_lost_worker_are_called_again(overlap):
-    env = fc.make_env(make, num_envs=4, num_workers=2, overlap=overlap, on_failure="restart")
+def test_lanes_of_a_lost_worker_are_called_again():
+    env = fc.make_env(make, num_envs=4, num_workers=2)
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)
     state, _ = fc.apply(env, state, set_force, 20.0)
     state, _ = fc.apply(env, state, set_force, 30.0)
     os.kill(pids_of(state)[1], signal.SIGKILL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state, _ = fc.rollout(env, policy, state, 10)
-    state, forces = fc.apply(env, state, force_of)
+    with pytest.raises(fc.EnvError, match="was killed by SIGKILL"):
+        fc.rollout(env, policy, state, 10)
+    state, forces = fc.apply(env, fc.recover(env, state), force_of)
     assert forces == [30.0] * 4
     assert fc.apply(env, state, set_force, 10.0)[1] == [3] * 4
     fc.close(state)
@@ -334,23 +330,8 @@ def move(lane, by):
     lane.position += by
 
 
-def test_an_episode_that_a_lost_worker_begins_again_had_the_call_before_it():
-    env = fc.make_env(Moved, num_envs=2, num_workers=2, on_failure="restart")
-    policy = fc.random_policy(env)
-    state, _ = fc.apply(env, fc.init(env, policy, seed=0), move, 1.0)
-    os.kill(pids_of(state)[1], signal.SIGKILL)
-    with pytest.warns(RuntimeWarning, match="another takes its place"):
-        state, batch = fc.rollout(env, policy, state, 3)
-    assert batch["next", "observation"][:, -1, 0].tolist() == [1, 0]
-    fork = fc.fork(env, state)
-    assert_same(fc.rollout(env, policy, fork, 2)[1], fc.rollout(env, policy, state, 2)[1])
-    for each in (fork, state):
-        fc.close(each)
-
-
-@pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_nothing_is_called_where_a_process_has_ended(on_failure):
-    env = fc.make_env(Moved, num_envs=4, num_workers=2, on_failure=on_failure)
+def test_nothing_is_called_where_a_process_has_ended():
+    env = fc.make_env(Moved, num_envs=4, num_workers=2)
     policy = fc.random_policy(env)
     with fc.SyncDataCollector(env, policy, frames_per_batch=8, seed=0) as collector:
         next(collector)
@@ -358,10 +339,8 @@ def test_nothing_is_called_where_a_process_has_ended(on_failure):
         os.kill(worker._child.pid, signal.SIGKILL)
         while not worker.has_ended():
             time.sleep(0.01)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with pytest.raises(fc.EnvError, match=r"lanes 2 to 3 \(worker 1\): its process was"):
-                collector.apply(move, 1.0)
+        with pytest.raises(fc.EnvError, match=r"lanes 2 to 3 \(worker 1\): its process was"):
+            collector.apply(move, 1.0)
         assert next(collector)["next", "observation"].eq(0).all()
         collector.apply(move, 1.0)
         assert next(collector)["next", "observation"].eq(1).all()

@@ -165,14 +165,6 @@ def test_members_do_what_they_do_alone(name: str, kind: str) -> None:
     assert_members(collected(env, policy), [collected(env, member) for member in members])
 
 
-@pytest.mark.parametrize("kind", ["torch", "lowered", *in_soak(["recurrent", "jax"])])
-def test_halves_of_lanes(kind: str) -> None:
-    """The policy acts for one half of the lanes at a time: in the first, for another part of the members."""
-    policy, members = POPULATIONS[kind]()
-    env = environment(HOST, num_workers=2, overlap=2)
-    assert_members(collected(env, policy), [collected(environment(HOST), member) for member in members])
-
-
 @pytest.mark.parametrize("lanes", [1, 2, *in_soak([4])])
 def test_workers_hold_parts_of_the_population(lanes: int) -> None:
     """Members are counted over the lanes of all workers: with one lane each, one of two or four does."""
@@ -347,16 +339,6 @@ def test_traced_parts_of_a_run_are_refused() -> None:
     state = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0), total_lanes=2 * LANES)
     with pytest.raises(PolicyError, match="acts in 4 of 8 lanes, expected all of them in traced code"):
         fc.traced.rollout(env, policy, policy.params, state, 2)
-
-
-def test_halves_are_explained_and_profiled() -> None:
-    policy, _ = POPULATIONS["torch"]()
-    env = fc.make_env(HOST, num_envs=2, num_workers=2, overlap=2)
-    assert "one half of the lanes steps while" in fc.explain(env, policy).workers
-    assert fc.profile(env, policy, frames=100, length=10).share("policy") > 0
-    lowered, _ = POPULATIONS["lowered"]()
-    with pytest.raises(PolicyError, match="profile it with overlap=1"):
-        fc.profile(env, lowered, frames=100, length=10)
 
 
 def test_lanes_that_do_not_divide() -> None:

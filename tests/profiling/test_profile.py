@@ -22,7 +22,7 @@ LOOPS = {
 }
 RUNS = [*((loop, {}) for loop in LOOPS), *in_soak([("host", {"compile": "xla"})])]
 KEYWORDS = [{"init_random_frames": 60}, {"max_frames_per_traj": 7, "compact_obs": True}]
-LANES = [{"num_workers": 2}, *in_soak([{"num_workers": 2, "overlap": 2}])]
+LANES = [{"num_workers": 2}]
 
 
 @pytest.mark.parametrize(("loop", "kwargs"), RUNS, ids=str)

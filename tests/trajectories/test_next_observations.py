@@ -42,7 +42,6 @@ class Wide(gymnasium.Env):
 ENVS = {
     "one": lambda: fc.make_env("CartPole-v1"),
     "several": lambda: fc.make_env("CartPole-v1", num_envs=3),
-    "overlapping": lambda: fc.make_env("CartPole-v1", num_envs=4, num_workers=2, overlap=2),
     "dict": lambda: fc.make_env(Nested, num_envs=2),
     "wide": lambda: fc.make_env(Wide, num_envs=2),
     "torch": lambda: fc.make_env("torch/CartPole-v1", num_envs=3),

@@ -153,7 +153,7 @@ class RolloutReport(NamedTuple):
     version: int  # of the weights that acted
     seconds: float  # spent collecting
     idle: float  # seconds between the last rollout and this one
-    restarts: int = 0  # by its own workers or its environment's, since then
+    restarts: int = 0  # by its own workers, since then
     lost: int = 0  # frames with them
     final: FinalObservations | None = None  # of a compact batch, which is sent without them
 
@@ -297,7 +297,6 @@ class Worker(WorkerBase):
         self._job = job
         self._policy: bytes | None = None  # packed, if another one than the job's was sent
         self._runner = job.runner()
-        self._counted = (0, 0)  # restarts and lost frames, as last reported
         self._timer: RunnerTimer | None = None
         super().__init__(job.progress, self._runner, job.applied)
 
@@ -329,9 +328,7 @@ class Worker(WorkerBase):
     def _report(self, seconds: float, idle: float) -> RolloutReport:
         state = self._runner.state
         progress = Progress(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
-        before, self._counted = self._counted, self._runner.losses
-        restarts, lost = (now - then for now, then in zip(self._counted, before, strict=True))
-        return RolloutReport(progress, int(state.policy_version), seconds, idle, restarts, lost)
+        return RolloutReport(progress, int(state.policy_version), seconds, idle)
 
     @override
     def go_on(self, progress: Progress) -> None:

@@ -29,7 +29,7 @@ _SEEDS = 1 << 31  # simulators take seeds of 31 bits
 class DeviceSimulation:
     """Simulators and the version of the state that may use them; see `Simulation`, which has lanes on the host."""
 
-    replaced = None  # they are in this process
+    renewed = None  # they are in this process
 
     def __init__(self, env: DeviceEnv, key: Key, first_lane: int) -> None:
         self.env = env

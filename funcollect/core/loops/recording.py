@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit
 from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome
-from funcollect.protocols import Column, Columns, Outcome
+from funcollect.protocols import Column, Outcome
 from funcollect.trajectories.final_observations import FinalObservations
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
 from funcollect.tree import Path
@@ -33,33 +33,21 @@ class Recording:
         final: if there are no `nexts`, those that no root has: the step, the lanes, and a row of each for each path.
     """
 
-    def __init__(
-        self, rows: Mapping[Path, Array], columns: Mapping[Path, Tensor], info_keys: Sequence[str], first_lane: int
-    ) -> None:
+    def __init__(self, rows: Mapping[Path, Array], columns: Mapping[Path, Tensor], info_keys: Sequence[str]) -> None:
         self.roots = [(columns[path].numpy(), row) for path, row in rows.items()]
         self._compact = ("next", *next(iter(rows))) not in columns
         self.nexts = [] if self._compact else [(columns["next", *path].numpy(), row) for path, row in rows.items()]
         self.final: list[tuple[int, Array, list[Array]]] = []
-        self._first_lane = first_lane
         self.reward, self._terminated, self._truncated = (columns[path].numpy() for path in OUTCOME_KEYS)
         self._lanes = range(self.reward.shape[1])
         self.info: dict[str, list[Any]] = {key: [] for key in info_keys}
 
-    def cut(self, t: int, lanes: slice) -> list[bool]:
-        """Truncate the trajectories of these lanes with step `t`; return which of them had ended anyway."""
-        ended = self._terminated[t, lanes] | self._truncated[t, lanes]
-        if self._compact and t + 1 < len(self.reward):
-            self._keep(t, np.arange(len(self._lanes))[lanes][~ended], [store[t + 1] for store, _ in self.roots])
-        self._truncated[t, lanes] |= ~ended
-        over: list[bool] = ended.tolist()
-        return over
-
     def _keep(self, t: int, lanes: Any, rows: Sequence[Array]) -> None:
         """Keep the next observations of step `t` in these lanes of `rows`."""
-        self.final.append((t, np.asarray(lanes, np.int64) + self._first_lane, [row[lanes] for row in rows]))
+        self.final.append((t, np.asarray(lanes, np.int64), [row[lanes] for row in rows]))
 
     def finish(self) -> None:
-        """Keep the next observations of the last step, before lost lanes are replaced."""
+        """Keep the next observations of the last step."""
         if self._compact:
             lanes = (~(self._terminated[-1] | self._truncated[-1])).nonzero()[0]
             self._keep(len(self.reward) - 1, lanes, [row for _, row in self.roots])
@@ -72,8 +60,8 @@ class Recording:
             except (TypeError, ValueError) as error:
                 raise bad_info(key, value, error) from error
 
-    def end(self, t: int, outcome: Outcome, limit: TrajectoryLimit | None, lanes: Sequence[int]) -> list[int]:
-        """Record the flags of a step of `lanes` in which some are done; return which, counted from the first."""
+    def end(self, t: int, outcome: Outcome, limit: TrajectoryLimit | None) -> list[int]:
+        """Record the flags of a step in which some lanes are done; return which."""
         _, terminated, truncated, _ = outcome
         try:
             if limit is not None:
@@ -83,28 +71,22 @@ class Recording:
                 self._terminated[t, lane] = terminated[lane]
                 self._truncated[t, lane] = truncated[lane]
         except NOT_RECORDED as error:
-            raise bad_outcome(outcome, lanes) from error
+            raise bad_outcome(outcome, self._lanes) from error
         if self._compact:
             self._keep(t, ended, [row for _, row in self.roots])
         return ended
 
+    def final_observations(self, batch: TensorDict, paths: Iterable[Path]) -> FinalObservations:
+        """Return the next observations that no frame of a batch has at its root."""
+        time = np.concatenate([np.full(len(lanes), t) for t, lanes, _ in self.final])
+        at = (np.concatenate([lanes for _, lanes, _ in self.final]), time)[2 - batch.batch_dims :]
+        columns = zip(*(rows for _, _, rows in self.final), strict=True)
+        leaves = {path: torch.from_numpy(np.concatenate(column)) for path, column in zip(paths, columns, strict=True)}
+        return FinalObservations(batch[TRAJECTORY_IDS][at], batch[STEP][at], leaves)
 
-def final_observations(batch: TensorDict, paths: Iterable[Path], recordings: Sequence[Recording]) -> FinalObservations:
-    """Return the next observations that no frame of a batch has at its root."""
-    final = [each for recording in recordings for each in recording.final]
-    time = np.concatenate([np.full(len(lanes), t) for t, lanes, _ in final])
-    at = (np.concatenate([lanes for _, lanes, _ in final]), time)[2 - batch.batch_dims :]
-    columns = zip(*(rows for _, _, rows in final), strict=True)
-    leaves = {path: torch.from_numpy(np.concatenate(column)) for path, column in zip(paths, columns, strict=True)}
-    return FinalObservations(batch[TRAJECTORY_IDS][at], batch[STEP][at], leaves)
-
-
-def joined_infos(recordings: Sequence[Recording]) -> dict[Path, Tensor]:
-    """Return the columns of the infos of all parts."""
-    infos: list[Columns] = [
-        {("next", "info", key): _info_column(key, values) for key, values in each.info.items()} for each in recordings
-    ]
-    return side_by_side(infos)
+    def infos(self) -> dict[Path, Tensor]:
+        """Return the columns of the infos."""
+        return {("next", "info", key): _info_column(key, values) for key, values in self.info.items()}
 
 
 def _info_column(key: str, values: list[Any]) -> Tensor:
@@ -113,8 +95,3 @@ def _info_column(key: str, values: list[Any]) -> Tensor:
         return torch.from_numpy(column.astype(np.float32) if column.dtype == np.float64 else column)
     except (TypeError, ValueError) as error:
         raise bad_info(key, values[0], error) from error
-
-
-def side_by_side(parts: Sequence[Columns]) -> Columns:
-    """Return the columns of all lanes from those of each part."""
-    return parts[0] if len(parts) == 1 else {path: torch.cat([part[path] for part in parts], 1) for path in parts[0]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -70,11 +70,6 @@ class AppliedCall(NamedTuple):
     args: tuple[Any, ...]
     steps: int  # of every lane before the call
     episodes: list[int]  # [P], the episode that each lane was in; -1 for none that can come again
-
-    def moved_before(self, episodes: Mapping[int, int]) -> AppliedCall:
-        """The call as if it had been made before these episodes, by lane, in which it was made."""
-        own = [-1 if episodes.get(lane) == episode else episode for lane, episode in enumerate(self.episodes)]
-        return self._replace(episodes=own) if episodes else self
 
     def lanes(self, episodes: Sequence[int], *, during: bool) -> list[int]:
         """The lanes in which the call was made during these episodes [P], or those in which it was made before."""

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from funcollect.core.simulators.record import LARGEST_LOG, ActionLog, AppliedCall, SimulationRecord
-from funcollect.errors import ClosedError, EnvError, LanesLostError, NotCalledError, StaleStateError
+from funcollect.errors import ClosedError, EnvError, NotCalledError, StaleStateError
 from funcollect.keys import Key, Purpose, lane_keys
 from funcollect.processes.failures import UnsentResultError
 from funcollect.protocols import (
     HostEnv,
     Outcome,
-    ReplacedSimulators,
+    RenewedSimulators,
     RestartingSimulators,
     Simulators,
-    SimulatorsInParts,
     SimulatorsOfLanes,
     SnapshotSimulators,
 )
@@ -46,9 +45,7 @@ class Simulation:
         simulators = env.open() if simulators is None else simulators
         self._finalizer = weakref.finalize(self, simulators.close)  # first of all: Ctrl-C may come at any moment
         self.simulators: Simulators = simulators
-        whole = [range(len(self.lanes))]
-        self.parts: Sequence[range] = simulators.parts if isinstance(simulators, SimulatorsInParts) else whole
-        self.replaced = simulators if isinstance(simulators, ReplacedSimulators) else None
+        self.renewed = simulators if isinstance(simulators, RenewedSimulators) else None
         self._restarting = simulators if isinstance(simulators, RestartingSimulators) else None
         self._announced = False  # whether those know the seeds of the next episodes
         self.version = 0
@@ -96,22 +93,10 @@ class Simulation:
         first, seeds = self._seeds[lane]
         return seeds[episode - first]
 
-    def _reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
-        """Reset lanes; those whose simulators are new get the seeds of their episodes in any case."""
-        try:
-            self.simulators.reset(lanes, seeds)
-        except LanesLostError as loss:
-            for lost in loss.lanes:
-                self._reset(lost, [self._seed(lane, self.episodes[lane]) for lane in lost])
-
     def renew(self) -> None:
         """Get ready for a reset of all lanes, also after a call that did not end."""
-        if self.replaced is not None and self.replaced.renew():
+        if self.renewed is not None and self.renewed.renew():
             self.seed_again()
-
-    def lost_in(self, lanes: range) -> list[range]:
-        """Those of the lanes that have no simulators, in ranges that are reset together."""
-        return [lost for lost in self.replaced.lost_lanes if lost.start in lanes] if self.replaced is not None else []
 
     def _next_seeds(self, lanes: Sequence[int]) -> list[int | None]:
         """The seeds of the next episodes of some lanes, None where the generator of an earlier episode continues."""
@@ -139,32 +124,11 @@ class Simulation:
         seeds = self._next_seeds(lanes)
         for lane in lanes:
             self.episodes[lane] += 1
-        self._reset(lanes, seeds)
+        self.simulators.reset(lanes, seeds)
         if self._unseeded:
             self._unseeded.difference_update(lanes)
         if self._announced and self._restarting is not None:
             self._restarting.announce(lanes, self._next_seeds(lanes))
-
-    def begin_again(self, lanes: Sequence[int], begun: Sequence[bool]) -> None:
-        """Begin another episode in lanes whose simulators were lost; where one has just `begun`, that one again.
-
-        New simulators repeat the calls of functions before that, also those that were made in an episode begun again.
-        """
-        again = {lane: self.episodes[lane] for lane, repeated in zip(lanes, begun, strict=True) if repeated}
-        self.calls = [call.moved_before(again) for call in self.calls]
-        for lane in again:
-            self.episodes[lane] -= 1
-        self._unseeded.update(lanes)
-        self.restart(lanes)
-
-    def restart_with_lost(self, mask: Tensor) -> Tensor:
-        """Begin the next episodes in the lanes of a mask [P], and in those of lost simulators; return which lanes."""
-        self.restart(mask.nonzero()[:, 0].tolist())
-        mask = mask.clone()
-        for lost in self.lost_in(range(len(self.lanes))):
-            self.begin_again(lost, mask[lost.start : lost.stop].tolist())
-            mask[lost.start : lost.stop] = True
-        return mask
 
     def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Call a function with the environment of each lane, and note that for copies."""
@@ -305,8 +269,8 @@ class SimulatorHandle:
             raise ClosedError(
                 f"the simulators of {self.simulation.env} were closed: make a new state with funcollect.init"
             )
-        if self.simulation.replaced is not None:
-            self.simulation.replaced.check_owner()
+        if self.simulation.renewed is not None:
+            self.simulation.renewed.check_owner()
         if self.version != self.simulation.version and not stale:
             interrupted = "the call that used it did not end (an exception, or Ctrl-C)"
             reason = interrupted if self.simulation.busy else "a later state has taken its place"

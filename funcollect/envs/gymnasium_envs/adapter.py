@@ -28,10 +28,9 @@ from funcollect.envs.gymnasium_envs.making import (
 )
 from funcollect.envs.gymnasium_envs.vector_lanes import GymVectorEnv, VectorLanes, check_autoreset
 from funcollect.envs.host.host_env import OpenerOf, SimulatedEnv
-from funcollect.envs.host.lane_workers.options import LaneWorkers
+from funcollect.envs.host.lane_workers.options import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.envs.recognise import has_time_limit, running_statistics
-from funcollect.processes.child import OnFailure
 from funcollect.protocols import Forking, Simulators
 from funcollect.specs import ActionSpec, observation_leaves
 
@@ -44,9 +43,7 @@ def from_gymnasium(
     num_envs: int | None = None,
     num_workers: int = 0,
     parallel: bool = False,
-    overlap: int = 1,
     timeout: float = 60.0,
-    on_failure: OnFailure = "raise",
     info_keys: Sequence[str] = (),
     dtype: npt.DTypeLike | None = None,
     one_hot: bool = False,
@@ -68,11 +65,9 @@ def from_gymnasium(
             same. Workers pay where a simulator's step takes long (`funcollect.explain` shows whether they do).
             Factories and lambdas are sent by cloudpickle; instances cannot be sent.
         parallel: True means one worker for each lane.
-        overlap: 2 lets one half of the lanes step while the policy acts for the other half.
         timeout: seconds after which a worker that has neither answered nor stepped a lane counts as hung; it may take
-            300 to make an environment.
-        on_failure: when a worker dies, hangs or raises, ``"raise"`` ends the rollout; ``"restart"`` puts another worker
-            in its place, whose lanes begin new episodes while the others continue.
+            300 to make an environment. A worker that dies, hangs or raises ends the rollout; `recover`, or a
+            collector's next batch, starts another in its place.
         info_keys: keys of `info` that a batch records under ``next.info``. Every step has to return them
             (`RecordEpisodeStatistics` returns ``episode`` at ends only: use `funcollect.episode_stats`).
         dtype: the dtype of floating observations in a batch; float32 by default.
@@ -90,18 +85,17 @@ def from_gymnasium(
     >>> from_gymnasium("CartPole-v1", num_envs=8)
     HostEnv('CartPole-v1', num_envs=8)
     """
+    refuse_removed(kwargs)
     check_keys("info_keys", info_keys, "x_position")
     check_flags(one_hot=one_hot, replayable=replayable)
     workers, open_group = None, None
     if isinstance(env, VectorEnv):
-        options = {"overlap": overlap, "timeout": timeout, "on_failure": on_failure}
-        spread = {name: value for name, value in options.items() if value != getattr(LaneWorkers, name)}
         refuse(
             "a VectorEnv",
             num_envs=num_envs,
             parallel=parallel or None,
             num_workers=num_workers or None,
-            **spread,
+            timeout=None if timeout == LaneWorkers.timeout else timeout,
             **kwargs,
         )
         first: Any = env
@@ -112,14 +106,7 @@ def from_gymnasium(
         sources = sources_of(env, num_envs)
         if num_envs is not None or (isinstance(env, Sequence) and not isinstance(env, str)):
             num_envs = len(sources)
-        workers = LaneWorkers.checked(
-            len(sources),
-            parallel=parallel,
-            num_workers=num_workers,
-            overlap=overlap,
-            timeout=timeout,
-            on_failure=on_failure,
-        )
+        workers = LaneWorkers.checked(len(sources), parallel=parallel, num_workers=num_workers, timeout=timeout)
         if workers:
             opener = WorkerLanes
             first, open_group = _open_in_workers(sources, kwargs)

@@ -13,7 +13,6 @@ from funcollect.arguments import check_count, check_flags, check_not_given, chec
 from funcollect.envs.extras import import_extra
 from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
 from funcollect.envs.host.host_env import SimulatedEnv
-from funcollect.processes.child import OnFailure
 
 _OURS = {
     "frameskip": "its name here is frame_skip",
@@ -39,9 +38,7 @@ def from_ale(
     one_hot: bool = False,
     num_workers: int = 0,
     parallel: bool = False,
-    overlap: int = 1,
     timeout: float = 60.0,
-    on_failure: OnFailure = "raise",
     **kwargs: Any,
 ) -> SimulatedEnv:
     """A host environment over an Atari game, seeded by lane: a seeded reset reloads the game, which takes 90 ms.
@@ -64,7 +61,7 @@ def from_ale(
         max_episode_steps: steps after which an episode is truncated; the game itself truncates after 108,000 frames.
         **kwargs: for the game: `mode`, `difficulty`, `full_action_space`, `max_num_frames_per_episode`, and
             `render_mode`, ``"rgb_array"`` for `funcollect.record`.
-        num_envs, info_keys, one_hot, num_workers, parallel, overlap, timeout, on_failure: see `from_gymnasium`.
+        num_envs, info_keys, one_hot, num_workers, parallel, timeout: see `from_gymnasium`.
 
     Raises:
         ImportError: if ale-py or OpenCV is not installed.
@@ -109,9 +106,7 @@ def from_ale(
         num_envs=num_envs,
         num_workers=num_workers,
         parallel=parallel,
-        overlap=overlap,
         timeout=timeout,
-        on_failure=on_failure,
         info_keys=info_keys,
         one_hot=one_hot,
         **kwargs,

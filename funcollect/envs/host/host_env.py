@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -228,13 +228,6 @@ class SimulatedEnv(AdaptedEnv):
 def seeding_of(env: Env) -> Seeding:
     """Whether each episode can be seeded, each lane once, or only the whole run."""
     return env.seeding if env.backend in ("host", "device") else "episode"
-
-
-def keeping_losses(env: Env) -> Env:
-    """The environment; if it would replace lost workers, one in which a loss is an error."""
-    if isinstance(env, SimulatedEnv) and env.workers is not None and env.workers.on_failure != "raise":
-        return replace(env, workers=replace(env.workers, on_failure="raise"))
-    return env
 
 
 def statistics_of(env: Env) -> str:

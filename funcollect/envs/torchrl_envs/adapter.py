@@ -18,14 +18,13 @@ from typing_extensions import override
 
 from funcollect.arguments import check_num_envs
 from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, call_of
-from funcollect.envs.host.lane_workers.options import LaneWorkers
+from funcollect.envs.host.lane_workers.options import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.envs.host.rows import Rows
 from funcollect.envs.recognise import is_torchrl, running_statistics
 from funcollect.envs.torchrl_envs.specs import TorchRLLayout, layout_of, truncates
 from funcollect.errors import EnvError, InUseError
 from funcollect.keys import generator_state, torch_generator
-from funcollect.processes.child import OnFailure
 from funcollect.protocols import Outcome, Simulators
 from funcollect.specs import observation_leaves
 from funcollect.tree import as_path, key_of, to_tensordict
@@ -37,9 +36,7 @@ def from_torchrl(
     num_envs: int | None = None,
     num_workers: int = 0,
     parallel: bool = False,
-    overlap: int = 1,
     timeout: float = 60.0,
-    on_failure: OnFailure = "raise",
     dtype: npt.DTypeLike | None = None,
     **kwargs: Any,
 ) -> SimulatedEnv:
@@ -58,7 +55,7 @@ def from_torchrl(
             evaluate on another.
         num_envs: P lanes from one factory of single environments, which may then live in workers; None for the batch
             that `env` is itself.
-        num_workers, parallel, overlap, timeout, on_failure, dtype: see `from_gymnasium`.
+        num_workers, parallel, timeout, dtype: see `from_gymnasium`.
         **kwargs: for the factory.
 
     Raises:
@@ -70,6 +67,7 @@ def from_torchrl(
     >>> from_torchrl(lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")))
     HostEnv('SerialEnv', num_envs=2)
     """
+    refuse_removed(kwargs)
     if given := sorted(kwargs.keys() & {"info_keys", "one_hot", "replayable"}):
         raise TypeError(
             f"{', '.join(given)} cannot be given for an environment of TorchRL's, which has its own: build it that way"
@@ -79,14 +77,7 @@ def from_torchrl(
     if is_torchrl(env) and (apart or kwargs):
         names = [*kwargs, *(["num_envs, or workers,"] if apart else [])]
         raise TypeError(f"{', '.join(names)} cannot be given with an environment that is built: pass a factory")
-    workers = LaneWorkers.checked(
-        num_envs or 1,
-        parallel=parallel,
-        num_workers=num_workers,
-        overlap=overlap,
-        timeout=timeout,
-        on_failure=on_failure,
-    )
+    workers = LaneWorkers.checked(num_envs or 1, parallel=parallel, num_workers=num_workers, timeout=timeout)
     first = env if is_torchrl(env) else _make(env, kwargs)
     if apart and first.batch_size:
         raise ValueError(

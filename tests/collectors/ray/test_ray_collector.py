@@ -342,7 +342,7 @@ def test_an_asynchronous_saved_run_loses_no_frame(tmp_path):
 
 def test_actors_have_lanes_in_workers_of_their_own():
     batches = []
-    for spread in ({}, {"num_workers": 2, "overlap": 2}):
+    for spread in ({}, {"num_workers": 2}):
         kwargs = {"create_env_kwargs": {"num_envs": 4, **spread}, "frames_per_batch": 40, "total_frames": 80}
         with ray_collector("CartPole-v1", num_collectors=1, sync=True, seed=3, **kwargs) as collector:
             batches.append(torch.cat([batch.clone() for batch in collector], -1))

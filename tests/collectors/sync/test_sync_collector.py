@@ -236,8 +236,7 @@ def test_a_seed_that_was_drawn_can_be_read_and_used_again() -> None:
 def test_stats_count_frames_batches_and_time() -> None:
     collector = make()
     assert collector.stats() == {
-        "frames": 0, "batches": 0, "seconds": 0.0, "frames_per_second": 0.0, "policy_version": 0, "restarts": 0,
-        "lost_frames": 0
+        "frames": 0, "batches": 0, "seconds": 0.0, "frames_per_second": 0.0, "policy_version": 0
     }  # fmt: skip
     next(collector)
     collector.rollout()

@@ -1,8 +1,5 @@
 """Simulators on the host whose policy is on a GPU: they read its actions, and batches are on the host."""
 
-import os
-from functools import partial
-
 import gymnasium
 import numpy as np
 import pytest
@@ -22,7 +19,7 @@ from tests.support.devices import each_device
 
 LANES, LENGTH = 4, 12
 DISABLED = gymnasium.vector.AutoresetMode.DISABLED
-SPREADS = {"one process": {}, "workers": {"num_workers": 2}, "halves": {"num_workers": 2, "overlap": 2}}
+SPREADS = {"one process": {}, "workers": {"num_workers": 2}}
 
 
 class Many(gymnasium.Env):
@@ -209,31 +206,6 @@ def test_a_copy_of_the_run_goes_on_by_itself(device):
     _, two = fc.rollout(env, policy, copy, LENGTH)
     torch.testing.assert_close(one["action"], two["action"])
     assert fc.evaluate(env, policy, episodes=2, seed=0).returns.device.type == "cpu"
-
-
-class Dies(gymnasium.Wrapper):
-    """An environment whose process dies at the fifth step of its life."""
-
-    def __init__(self, marker):
-        super().__init__(gymnasium.make("CartPole-v1"))
-        self._marker, self._steps = marker, 0
-
-    def step(self, action):
-        self._steps += 1
-        if self._steps == 5 and not self._marker.exists():
-            self._marker.touch()
-            os._exit(1)
-        return super().step(action)
-
-
-@each_device
-def test_lanes_that_are_lost_begin_again(device, tmp_path):
-    env = fc.make_env(partial(Dies, tmp_path / "died"), num_envs=LANES, num_workers=2, on_failure="restart")
-    policy = recurrent(device)
-    with pytest.warns(RuntimeWarning), fc.SyncDataCollector(env, policy, frames_per_batch=LANES * LENGTH) as collector:
-        batch = next(collector)
-    assert batch["action"].device.type == "cpu"
-    assert batch.shape == (LANES, LENGTH)
 
 
 def make_cartpole():

@@ -27,16 +27,14 @@ from gymnasium import spaces
 from torch import nn
 
 import funcollect as fc
-from funcollect.core import explain
-from funcollect.envs.host.lane_workers import advice, lane_processes
+from funcollect.envs.host.lane_workers import lane_processes
 from funcollect.envs.host.lane_workers.block import STEP
 from funcollect.envs.host.lane_workers.lane_processes import LaneProcesses
-from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.errors import EnvError, ReplayError
 from funcollect.processes.child import ChildSetup
 from funcollect.processes.system import PORTABLE
-from tests.support.compare import assert_close, assert_same, collect
+from tests.support.compare import assert_same, collect
 from tests.support.envs.lane_workers import Doomed, check_lanes, pids_of, workers_of
 from tests.support.envs.light_envs import Nested
 from tests.support.misuse import Misuse, refused_then_mended, runs, table
@@ -61,7 +59,7 @@ SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
     "TorchRL's": (transformed, {}),
 }
 FEW = ("a factory", "a list of lambdas")
-SPREAD: list[dict[str, Any]] = [{"num_workers": 2}, {"num_workers": 3, "overlap": 2}, {"parallel": True}]
+SPREAD: list[dict[str, Any]] = [{"num_workers": 2}, {"num_workers": 3}, {"parallel": True}]
 
 
 DATA = [*((name, SPREAD[1]) for name in SOURCES), *((name, SPREAD[place]) for name in FEW for place in (0, 2))]
@@ -111,21 +109,19 @@ POLICIES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("name", POLICIES)
-def test_policies_act_as_in_one_process(name: str, overlap: int) -> None:
+def test_policies_act_as_in_one_process(name: str) -> None:
     policy = POLICIES[name]()
     batches = [
         collect(fc.make_env("CartPole-v1", num_envs=6, **spread), policy, 40, 25, seed=1)
-        for spread in ({}, {"num_workers": 2, "overlap": overlap})
+        for spread in ({}, {"num_workers": 2})
     ]
-    (assert_same if overlap == 1 else assert_close)(*batches)
+    assert_same(*batches)
 
 
-@pytest.mark.parametrize("overlap", [1, 2])
-def test_limits_and_finished_lanes(overlap: int) -> None:
+def test_limits_and_finished_lanes() -> None:
     batches, evaluations = [], []
-    for spread in ({}, {"num_workers": 2, "overlap": overlap}):
+    for spread in ({}, {"num_workers": 2}):
         env = fc.make_env("CartPole-v1", num_envs=4, **spread)
         policy = fc.random_policy(env)
         state = fc.init(env, policy, seed=2)
@@ -139,24 +135,10 @@ def test_limits_and_finished_lanes(overlap: int) -> None:
     assert evaluations[0].returns.tolist() == evaluations[1].returns.tolist()
 
 
-def test_a_policy_that_draws_from_torchs_generator_draws_other_numbers_in_each_half() -> None:
-    class Drawing(nn.Module):
-        def forward(self, observation: Any) -> Any:
-            return torch.rand(len(observation)).lt(0.5).long()
-
-    env = fc.make_env("CartPole-v1", num_envs=8, num_workers=2, overlap=2)
-    policy = fc.torch_policy(Drawing())
-    batch = collect(env, policy, 30, 30, seed=0)
-    assert_same(batch, collect(env, policy, 30, 30, seed=0))
-    assert len({tuple(row) for row in batch["action"].tolist()}) == 8
-    assert batch["action"][:, :30].tolist() != batch["action"][:, 30:].tolist()
-
-
-@pytest.mark.parametrize("overlap", [1, 2])
-def test_forks_and_files_continue_as_the_run_does(overlap: int, tmp_path: Path) -> None:
+def test_forks_and_files_continue_as_the_run_does(tmp_path: Path) -> None:
     for name in ("a factory", "an Atari game"):
         source, kwargs = SOURCES[name]
-        env = fc.make_env(source, num_envs=4, num_workers=2, overlap=overlap, **kwargs)
+        env = fc.make_env(source, num_envs=4, num_workers=2, **kwargs)
         policy = fc.random_policy(env)
         state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=5), 20)
         fc.save(tmp_path / "state", state)
@@ -239,154 +221,19 @@ def test_a_lost_worker_is_reported_with_its_lanes_and_a_recovery_goes_on(deed: s
         fc.close(each)
 
 
-LOST = [("die", 1), ("die", 2), ("raise", 2), ("hang", 1)]
-LOST += in_soak((deed, overlap) for deed in DEEDS for overlap in (1, 2) if (deed, overlap) not in LOST)
-
-
-@pytest.mark.parametrize(("deed", "overlap"), LOST)
-def test_lanes_of_a_lost_worker_begin_again_while_others_go_on(deed: str, overlap: int, tmp_path: Path) -> None:
-    env, calm = doomed(tmp_path, on_failure="restart", overlap=overlap), doomed(tmp_path / "none", overlap=overlap)
-    policy = fc.random_policy(env)
-    arranged(tmp_path, deed, 3, 4)  # in the middle of the first batch
-    arranged(tmp_path, deed, 0, 21)  # at the first step of the last one
-    state = fc.init(env, policy, seed=0)
-    batches = []
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            state, batch = fc.rollout(env, policy, state, 10)
-            batches.append(batch)
-    reason = "SystemExit" if deed == "leave" else DEEDS[deed]
-    assert [each.category for each in warned] == [RuntimeWarning] * 2
-    assert all(
-        re.search(f"{reason}.*another takes its place, and its lanes begin", str(each.message)) for each in warned
-    )
-    stack = {"hang": "in _do", "raise": "in _do"}.get(deed, "")
-    assert all(stack in str(each.message) for each in warned)
-    whole = torch.cat(batches, 1)
-    check_lanes(whole, cut={20})
-    simulators = state.env_state.simulation.simulators
-    assert simulators.restarts == 2
-    expected = collect(calm, policy, 20, 10, seed=0)
-    lost = [lanes for lanes in map(lanes_of, workers_of(state)) if 0 in lanes or 3 in lanes]
-    others = [lane for lane in range(6) if not any(lane in lanes for lanes in lost)]
-    assert_same(whole[others], expected[others])
-    assert 2 <= simulators.lost_frames <= 6 - len(others)
-    assert state.env_state.simulation.episodes == state.episode.tolist()
-    fork = fc.fork(env, state)
-    assert_same(fc.rollout(env, policy, fork, 9)[1], fc.rollout(env, policy, state, 9)[1])
-    for each in (fork, state):
-        fc.close(each)
-
-
-def lanes_of(worker: Any) -> list[int]:
-    return [lane for group in worker.groups.values() for lane in range(group.first, group.end)]
-
-
-def test_a_worker_that_fails_again_and_again_ends_the_rollout(tmp_path: Path) -> None:
-    env = fc.make_env([Nested, partial(Broken)], num_workers=2, on_failure="restart")
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("default")  # which shows each text once
-        with pytest.raises(EnvError, match=r"lane 1: step.*no road") as caught:
-            fc.rollout(env, policy, state, 9)
-    assert len(warned) == 5
-    assert all("another takes its place" in str(each.message) for each in warned)
-    assert all("in step" in str(each.message) for each in warned)  # the traceback
-    assert caught.value.__notes__[-1] == "This happened 6 times in a row."
-    fc.close(state)
-
-
-class Broken(Nested):
-    def step(self, action: Any) -> Any:
-        raise RuntimeError("no road")
-
-
-def test_random_numbers_of_a_policy_go_on_after_a_loss() -> None:
-    env = fc.make_env(["CartPole-v1"] * 4, num_workers=2, on_failure="restart")
-    policy = fc.torch_policy(lambda observation: (torch.rand(len(observation)) < 0.5).long())
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
-    os.kill(pids_of(state)[1], signal.SIGKILL)
-    before = state.policy_state.generator.clone()
-    with pytest.warns(RuntimeWarning, match="lanes 2 to 3"):
-        state, first = fc.rollout(env, policy, state, 20)
-    assert not torch.equal(state.policy_state.generator, before)
-    state, second = fc.rollout(env, policy, state, 20)
-    assert not torch.equal(first["action"][0], second["action"][0])
-    fc.close(state)
-
-
-def test_recurrent_policies_begin_anew_with_replaced_lanes(tmp_path: Path) -> None:
-    env = fc.make_env(["CartPole-v1"] * 4, num_workers=2, on_failure="restart")
-    policy = recurrent()
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
-    os.kill(pids_of(state)[1], signal.SIGKILL)
-    with pytest.warns(RuntimeWarning, match="lanes 2 to 3"):
-        state, batch = fc.rollout(env, policy, state, 12)
-    hidden = torch.ones(4, 8)
-    hidden[:2] = 0  # other lanes went on; see the lost ones
-    cell = policy.module
-    for t in range(12):
-        scores, hidden = cell(batch["observation"][:, t], hidden)
-        hidden = torch.where(batch["next", "done"][:, t], torch.ones_like(hidden), hidden)
-        log_prob = torch.distributions.Categorical(logits=scores).log_prob(batch["action"][:, t])
-        torch.testing.assert_close(batch["action_log_prob"][2:, t], log_prob[2:].detach(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(state.policy_state.recurrent[2:], hidden[2:].detach(), atol=1e-5, rtol=1e-5)
-    fc.close(state)
-
-
-def test_collectors_count_what_was_lost(tmp_path: Path) -> None:
-    make = partial(doomed, tmp_path, on_failure="restart")
-    for kind in ("sync", "workers"):
-        arranged(tmp_path, "die", 3, 4)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with COLLECTORS[kind](make, policy=None, frames_per_batch=60, total_frames=120) as collector:
-                batches = [next(collector).clone()]
-                collector.save(tmp_path / kind)
-                collector.restore(tmp_path / kind)  # counts stay
-                batches += [batch.clone() for batch in collector]
-                stats = collector.stats()
-        assert (stats["restarts"], stats["lost_frames"]) == (1, 2)
-        assert sum(batch.numel() for batch in batches) == 120
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_worker_with_lanes_in_both_halves_is_replaced_in_both(
-    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))  # then each worker has lanes in both
-    factories = [partial(Doomed, str(tmp_path), lane) for lane in range(6)]
-    env = fc.make_env(factories, num_workers=workers, info_keys=INFOS, on_failure="restart", overlap=2)
-    policy = fc.random_policy(env)
-    arranged(tmp_path, "die", 5, 4)  # in the second half, in the last step
-    state = fc.init(env, policy, seed=0)
-    with pytest.warns(RuntimeWarning, match="another takes its place"):
-        state, batch = fc.rollout(env, policy, state, 4)
-    assert state.env_state.simulation.simulators.lost_lanes == []
-    check_lanes(batch, cut={3})
-    fork = fc.fork(env, state)
-    assert_same(fc.rollout(env, policy, fork, 9)[1], fc.rollout(env, policy, state, 9)[1])
-    for each in (fork, state):
-        fc.close(each)
-
-
-@pytest.mark.parametrize("overlap", [1, 2])
-def test_compact_batches_keep_the_last_observations_of_lost_lanes(overlap: int, tmp_path: Path) -> None:
-    made = []
-    for compact in (False, True):
-        arranged(tmp_path, "die", 3, 4)  # in the middle of a batch
-        arranged(tmp_path, "die", 0, 21)  # at the first step of one
-        arranged(tmp_path, "die", 5, 40)  # at the last step of one
-        env = doomed(tmp_path, on_failure="restart", overlap=overlap)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with COLLECTORS["sync"](env, policy=None, frames_per_batch=60, seed=0, compact_obs=compact) as collector:
-                made.append([next(collector) for _ in range(5)])
-                assert collector.stats()["restarts"] == 3
-    for whole, compacted in zip(*made, strict=True):
-        assert_same(fc.next_observations(compacted), whole)
+def test_a_collector_goes_on_with_another_worker(tmp_path: Path) -> None:
+    arranged(tmp_path, "die", 3, 14)
+    env = doomed(tmp_path)
+    with fc.SyncDataCollector(env, None, frames_per_batch=60, total_frames=180, seed=0) as collector:
+        first = next(collector).clone()
+        pids = pids_of(collector.state)
+        with pytest.raises(EnvError, match="was killed by SIGKILL"):
+            next(collector)
+        batch = next(collector).clone()
+        assert [one == other for one, other in zip(pids, pids_of(collector.state), strict=True)] == [True, False, True]
+    check_lanes(batch)
+    ids = [set(each["collector", "traj_ids"].flatten().tolist()) for each in (first, batch)]
+    assert not ids[0] & ids[1]
 
 
 def held() -> tuple[int, int]:
@@ -494,9 +341,8 @@ class Interrupted(fc.PolicyBase):
         return None, {"action": torch.zeros(len(observation["mode"]), 2)}
 
 
-@pytest.mark.parametrize("overlap", [1, 2])
-def test_an_interrupted_rollout_is_followed_by_new_episodes(overlap: int) -> None:
-    env = fc.make_env(Nested, num_envs=4, num_workers=2, overlap=overlap)
+def test_an_interrupted_rollout_is_followed_by_new_episodes() -> None:
+    env = fc.make_env(Nested, num_envs=4, num_workers=2)
     policy = Interrupted()
     state = fc.init(env, policy, seed=0)
     pids = pids_of(state)
@@ -509,12 +355,11 @@ def test_an_interrupted_rollout_is_followed_by_new_episodes(overlap: int) -> Non
     fc.close(state)
 
 
-@pytest.mark.parametrize("overlap", [1, 2])
-def test_rollouts_that_are_interrupted_at_any_moment_are_followed_by_new_episodes(overlap: int) -> None:
-    env = fc.make_env(Nested, num_envs=4, num_workers=2, overlap=overlap)
+def test_rollouts_that_are_interrupted_at_any_moment_are_followed_by_new_episodes() -> None:
+    env = fc.make_env(Nested, num_envs=4, num_workers=2)
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)
-    moments = random.Random(overlap)
+    moments = random.Random(1)
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for _ in range(scaled(15)):
@@ -624,20 +469,6 @@ def test_workers_do_not_share_the_states_of_global_generators() -> None:
     fc.close(state)
 
 
-@pytest.mark.parametrize("num_envs", range(1, 14))
-@pytest.mark.parametrize("overlap", [1, 2])
-def test_groups_cover_the_lanes_in_order_and_spread_them_evenly(num_envs: int, overlap: int) -> None:
-    for num_workers in range(1, num_envs + 1):
-        if overlap > num_envs:
-            continue
-        options = LaneWorkers(num_workers=num_workers, overlap=overlap)
-        groups = options.groups(num_envs)
-        assert [lane for group in groups for lane in range(group.first, group.end)] == list(range(num_envs))
-        assert [group.part for group in groups] == sorted(group.part for group in groups)
-        assert {group.part for group in groups} == {*range(overlap)}
-        assert len({(group.worker, group.part) for group in groups}) == len(groups)
-
-
 def test_explain_says_where_it_runs() -> None:
     env = fc.make_env("CartPole-v1", num_envs=2, parallel=True)
     assert "CartPole-v1 in 2 worker processes" in fc.explain(env, fc.random_policy(env)).env
@@ -646,50 +477,6 @@ def test_explain_says_where_it_runs() -> None:
     assert "Pong-v5 in 1 worker process" in plan.env
     assert plan.seeding.startswith("lane")
     assert "snapshot" in plan.forking
-
-
-def test_explain_advises(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = fc.make_env("CartPole-v1", num_envs=8, num_workers=2)
-    policy = fc.random_policy(env)
-    for step, slower in ((5e-6, True), (1e-2, False)):
-        monkeypatch.setattr(advice, "_time_of_a_step", lambda *_, step=step: (step, 0.0))
-        assert ("one process would be about as fast, or faster" in fc.explain(env, policy).workers) == slower
-    monkeypatch.undo()
-    halves = fc.make_env("CartPole-v1", num_envs=8, num_workers=1, overlap=2)
-    for cores, saves in ((1, False), (2, True)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
-        monkeypatch.setattr(advice, "_time_of_a_step", lambda *_: (1e-3, 1.0))
-        monkeypatch.setattr(explain, "policy_seconds", lambda env, route, lanes: lanes * 1e-5)
-        told = fc.explain(halves, fc.random_policy(halves)).workers
-        assert re.search(r"µs for all, [\d,]+ µs for each half, so this saves about [\d,]+ µs of a step", told)
-        assert ("leave overlap out" not in told) == saves
-    monkeypatch.undo()
-    for each in (env, fc.make_env(transformed, num_envs=2, num_workers=2, overlap=2)):
-        assert re.search(r"a step of one lane takes [\d,]+ µs here", fc.explain(each, fc.random_policy(each)).workers)
-
-
-class Board(gymnasium.Env):
-    """Nine fields, each of which may be chosen once in an episode."""
-
-    observation_space = spaces.Dict({"board": spaces.Box(0, 1, (9,)), "action_mask": spaces.MultiBinary(9)})
-    action_space = spaces.Discrete(9)
-
-    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-        self.free = np.ones(9, np.int8)
-        return {"board": 1 - self.free.astype(np.float32), "action_mask": self.free.copy()}, {}
-
-    def step(self, action: Any) -> Any:
-        if not self.free[action]:
-            raise ValueError("an illegal move")
-        self.free[action] = 0
-        observation = {"board": 1 - self.free.astype(np.float32), "action_mask": self.free.copy()}
-        return observation, 1.0, not self.free.any(), False, {}
-
-
-@pytest.mark.parametrize("one_hot", [False, True])
-def test_steps_are_timed_with_actions_that_the_mask_allows(one_hot: bool) -> None:
-    env = fc.make_env(Board, num_envs=2, num_workers=2, one_hot=one_hot)
-    assert "a step of one lane takes" in fc.explain(env, fc.random_policy(env)).workers
 
 
 def test_ids_that_a_script_has_registered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -710,7 +497,7 @@ def test_ids_that_a_script_has_registered(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def good() -> Any:
-    return fc.make_env("CartPole-v1", num_envs=2, num_workers=2, overlap=2)
+    return fc.make_env("CartPole-v1", num_envs=2, num_workers=2)
 
 
 @table(
@@ -754,11 +541,9 @@ def good() -> Any:
     ),
     Misuse(
         "a failure of a vector environment",
-        lambda: fc.make_env(
-            gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync"), on_failure="restart", timeout=-3
-        ),
+        lambda: fc.make_env(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync"), num_workers=2, timeout=-3),
         ValueError,
-        ("timeout, on_failure cannot be given with a VectorEnv", "leave"),
+        ("num_workers, timeout cannot be given with a VectorEnv", "leave"),
         good,
     ),
     Misuse(
@@ -766,13 +551,6 @@ def good() -> Any:
         lambda: fc.make_env("CartPole-v1", num_envs=4, timeout=5),
         ValueError,
         ("timeout=5 was given without workers", "pass num_workers"),
-        good,
-    ),
-    Misuse(
-        "two parts and a half",
-        lambda: fc.make_env("CartPole-v1", num_envs=4, num_workers=2, overlap=2.0),
-        ValueError,
-        ("overlap is 2.0, expected 1, or 2", "pass one of them"),
         good,
     ),
     Misuse(
@@ -790,32 +568,22 @@ def good() -> Any:
         good,
     ),
     Misuse(
-        "no workers to overlap",
-        lambda: fc.make_env("CartPole-v1", num_envs=4, overlap=2),
-        ValueError,
-        ("overlap=2 was given with num_workers=0", "pass num_workers, or leave overlap out"),
-        good,
-    ),
-    Misuse(
-        "three parts",
-        lambda: fc.make_env("CartPole-v1", num_envs=4, num_workers=2, overlap=3),
-        ValueError,
-        ("overlap is 3, expected 1, or 2", "pass one of them"),
-        good,
-    ),
-    Misuse(
         "no time",
         lambda: fc.make_env("CartPole-v1", num_envs=4, num_workers=2, timeout=0),
         ValueError,
         ("timeout is 0, expected a positive number", "pass for example timeout=60"),
         good,
     ),
-    Misuse(
-        "another way to fail",
-        lambda: fc.make_env("CartPole-v1", num_envs=4, num_workers=2, on_failure="ignore"),
-        ValueError,
-        ("on_failure is 'ignore', expected 'raise'", "pass one of them"),
-        good,
+    *(
+        Misuse(
+            f"{name} of earlier versions",
+            lambda env=env, given={name: value}: fc.make_env(env, num_envs=4, num_workers=2, **given),
+            TypeError,
+            (f"{name} is no keyword of environments any more", "leave it out"),
+            good,
+        )
+        for name, value in {"overlap": 2, "on_failure": "restart"}.items()
+        for env in ("CartPole-v1", "ale/Pong", Nested, transformed)
     ),
     Misuse(
         "a batch of TorchRL's",
@@ -851,10 +619,9 @@ class Late(Nested):
         return observation, reward, self.time % 3 == 0, False, {**info, "vector": np.full(9_000, info["draw"])}
 
 
-@pytest.mark.parametrize("overlap", [1, 2])
-def test_infos_that_are_too_large_for_the_memory(overlap: int) -> None:
+def test_infos_that_are_too_large_for_the_memory() -> None:
     batches = []
-    for spread in ({}, {"num_workers": 2, "overlap": overlap}):
+    for spread in ({}, {"num_workers": 2}):
         env = fc.make_env(Late, num_envs=4, info_keys=INFOS, **spread)
         batches.append(collect(env, fc.random_policy(env), 12, 12, seed=0))
     assert_same(*batches)
@@ -878,10 +645,9 @@ def test_a_reset_ahead_that_fails_is_reported_beside_large_infos() -> None:
     fc.close(state)
 
 
-@pytest.mark.parametrize("overlap", [1, 2])
-def test_lanes_that_end_together_for_different_reasons_are_reset_once(overlap: int) -> None:
+def test_lanes_that_end_together_for_different_reasons_are_reset_once() -> None:
     batches = []
-    for spread in ({}, {"num_workers": 2, "overlap": overlap}):
+    for spread in ({}, {"num_workers": 2}):
         env = fc.make_env("ale/Pong", num_envs=2, max_episode_steps=4, **spread)
         policy = fc.random_policy(env)
         state = fc.init(env, policy, seed=0)
@@ -894,58 +660,19 @@ def test_lanes_that_end_together_for_different_reasons_are_reset_once(overlap: i
 
 
 def test_new_workers_of_games_get_seeds() -> None:
-    env = fc.make_env("ale/Pong", num_envs=2, num_workers=2, on_failure="restart", max_episode_steps=6)
+    env = fc.make_env("ale/Pong", num_envs=2, num_workers=2, max_episode_steps=6)
     policy = fc.random_policy(env)
     batches = []
     for _ in range(2):
         state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
         os.kill(pids_of(state)[1], signal.SIGKILL)
         wait_until(workers_of(state)[1].has_ended)
-        with pytest.warns(RuntimeWarning, match="lane 1"):
-            state = fc.reset(env, state)
-        state, batch = fc.rollout(env, policy, state, 9)
+        with pytest.raises(EnvError, match=r"lane 1 \(worker 1\)"):
+            fc.fork(env, state)
+        state, batch = fc.rollout(env, policy, fc.recover(env, state), 9)
         batches.append(batch)
         fc.close(state)
     assert_same(*batches)
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_a_reset_of_some_lanes_begins_those_of_a_lost_worker_anew(known: bool) -> None:
-    env = fc.make_env(Nested, num_envs=4, num_workers=2, on_failure="restart")
-    policy = fc.random_policy(env)
-    state, before = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
-    os.kill(pids_of(state)[1], signal.SIGKILL)
-    wait_until(workers_of(state)[1].has_ended)
-    look = partial(state.env_state.simulation.simulators._processes._look) if known else bool
-    mask = torch.tensor([True, False, True, False])
-    with pytest.warns(RuntimeWarning, match="lanes 2 to 3"):
-        _, state = look(), fc.reset(env, state, mask)
-    state, after = fc.rollout(env, policy, state, 5)
-    begun = after["collector", "traj_ids"][:, 0] != before["collector", "traj_ids"][:, -1]
-    ended = before["next", "done"][:, -1, 0]
-    assert (begun | ended).tolist() == [True, bool(ended[1]), True, True]
-    check_lanes(after)
-    fc.close(state)
-
-
-def test_a_reset_of_games_is_one_of_all_lanes_where_a_worker_is_known_to_be_lost() -> None:
-    env = fc.make_env("ale/Pong", num_envs=2, num_workers=2, on_failure="restart")
-    policy = fc.random_policy(env)
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
-    pids = pids_of(state)
-    os.kill(pids[1], signal.SIGKILL)
-    wait_until(workers_of(state)[1].has_ended)
-    with pytest.warns(RuntimeWarning, match="lane 1"):
-        state.env_state.simulation.simulators._processes._look()
-    with pytest.raises(EnvError, match=r"lane 1 \(worker 1\): its process was lost"):
-        fc.fork(env, state)
-    state, after = fc.rollout(env, policy, fc.reset(env, state), 1)
-    assert torch.equal(after["observation"], batch["observation"][:, :1])
-    assert pids_of(state)[0] == pids[0]
-    if not PORTABLE:
-        assert [os.sched_getaffinity(pid) for pid in pids_of(state)] == cpus_of(state)
-        assert {os.sched_getscheduler(pid) for pid in pids_of(state)} == {os.SCHED_OTHER}  # woken at once
-    fc.close(state)
 
 
 def cpus_of(state: Any) -> list[set[int]]:
@@ -964,22 +691,19 @@ def test_workers_on_other_processors_are_woken_first(monkeypatch: pytest.MonkeyP
     for number, worker in enumerate(workers_of(state)):
         ring = worker.bell.ring
         monkeypatch.setattr(worker, "cpu", number)
-        monkeypatch.setattr(
-            worker.bell, "ring", lambda part, number=number, ring=ring: (rung.append(number), ring(part))
-        )
+        monkeypatch.setattr(worker.bell, "ring", lambda number=number, ring=ring: (rung.append(number), ring()))
     for here in range(4):
         monkeypatch.setattr(lane_processes, "current_cpu", lambda here=here: here)
         rung.clear()
         processes.order(STEP, [0, 1, 2, 3])
-        processes.wait([0, 1, 2, 3], (4, 0))
+        processes.wait([0, 1, 2, 3])
         assert rung == [*({0, 1, 2, 3} - {here}), here]
     fc.close(state)
 
 
-@pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_a_loss_ends_an_evaluation(on_failure: Any, tmp_path: Path) -> None:
+def test_a_loss_ends_an_evaluation(tmp_path: Path) -> None:
     """An episode that was cut would count as a whole one."""
-    env = doomed(tmp_path, on_failure=on_failure)
+    env = doomed(tmp_path)
     policy = fc.random_policy(env)
     arranged(tmp_path, "die", 3, 4)
     with pytest.raises(EnvError, match=r"lanes 2 to 3 \(worker 1\)"):
@@ -1034,7 +758,6 @@ def test_games_that_cannot_be_saved_can_be_forked_and_errors_leave_workers_alive
         lambda: Holds(gymnasium.make("ale_py:ALE/Pong-v5", render_mode="rgb_array")),
         num_envs=2,
         num_workers=2,
-        on_failure="restart",
     )
     policy = fc.random_policy(env)
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 140)  # from 128 on, there is a snapshot
@@ -1155,40 +878,6 @@ def test_a_reward_that_is_too_large_names_its_lane_where_the_other_is_finished(h
         next(collector)
 
 
-def test_a_worker_that_is_lost_in_a_reset_is_replaced_before_the_rollout_ends(tmp_path: Path) -> None:
-    (tmp_path / "go").touch()
-    env = fc.make_env([partial(DiesInReset, str(tmp_path)), Nested], num_workers=2, on_failure="restart")
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
-    with pytest.warns(RuntimeWarning, match="lane 0"):
-        state, batch = fc.rollout(env, policy, state, 3, max_frames_per_traj=3)
-    assert not state.env_state.simulation.simulators.lost_lanes
-    fork = fc.fork(env, state)
-    state, after = fc.rollout(env, policy, state, 9)
-    assert_same(fc.rollout(env, policy, fork, 9)[1], after)
-    check_lanes(torch.cat([batch, after], 1))
-    for each in (fork, state):
-        fc.close(each)
-
-
-class DiesInReset(Nested):
-    """Dies in its second reset, once."""
-
-    def __init__(self, folder: str) -> None:
-        self.file, self.resets = f"{folder}/go", 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.resets += 1
-        if self.resets == 2 and os.path.exists(self.file):
-            os.remove(self.file)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().reset(seed=seed)
-
-    def step(self, action: Any) -> Any:
-        observation, reward, _, _, info = super().step(action)
-        return observation, reward, False, False, info
-
-
 @pytest.mark.parametrize("deed", ["die", "exit"])
 def test_a_worker_that_ends_as_it_makes_its_environments_is_named(deed: str) -> None:
     env = fc.make_env([Nested, partial(Dead, deed, os.getpid())], num_workers=2)
@@ -1204,9 +893,8 @@ class Dead(Nested):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("overlap", [1, 2])
-def test_a_hang_in_the_last_step_is_recovered_from_at_once(overlap: int, tmp_path: Path) -> None:
-    env = doomed(tmp_path, overlap=overlap)
+def test_a_hang_in_the_last_step_is_recovered_from_at_once(tmp_path: Path) -> None:
+    env = doomed(tmp_path)
     policy = fc.random_policy(env)
     arranged(tmp_path, "hang", 5, 4)
     state = fc.init(env, policy, seed=0)
@@ -1214,23 +902,6 @@ def test_a_hang_in_the_last_step_is_recovered_from_at_once(overlap: int, tmp_pat
         fc.rollout(env, policy, state, 4)
     state, batch = fc.rollout(env, policy, fc.recover(env, state), 20)
     check_lanes(batch)
-    fc.close(state)
-
-
-def test_a_policy_whose_state_has_no_rows_is_refused_before_a_loss() -> None:
-    class Summing(fc.PolicyBase):
-        backend, params = "torch", None
-
-        def init(self, key: Any, num_envs: int) -> Any:
-            return torch.zeros(())
-
-        def __call__(self, params: Any, state: Any, observation: Any, *_: Any) -> Any:
-            return state + 1, {"action": torch.zeros(len(observation["mode"]), 2)}
-
-    env = fc.make_env(Nested, num_envs=2, num_workers=2, on_failure="restart")
-    state = fc.init(env, Summing(), seed=0)
-    with pytest.raises(ValueError, match=r"the policy's state has a leaf of shape \[\], expected \[2, ...\]"):
-        fc.rollout(env, Summing(), state, 3)
     fc.close(state)
 
 

@@ -16,12 +16,8 @@ _MOST_RINGS = 1 << 12  # that are read from a pipe at once
 class Bell:
     """A counter that one process waits for. What others add arrives as a sum; all they wrote before is visible then.
 
-    It counts the rings of two parts separately: an eventfd, each part in half of its bits. Where the system has none, a
-    pipe takes a byte for each ring.
+    It is an eventfd. Where the system has none, a pipe takes a byte for each ring.
     """
-
-    _HALF = 32
-    _BYTES = (b"\0", b"\1")  # of a ring, by part
 
     def __init__(self, fds: Sequence[int] = ()) -> None:
         """Make a counter, or use the descriptors `fds` of one."""
@@ -29,12 +25,12 @@ class Bell:
         self._poll = select.poll()
         self._poll.register(self.fds[0], select.POLLIN)
 
-    def ring(self, part: int) -> None:
-        """Count one ring of a part."""
+    def ring(self) -> None:
+        """Count one ring."""
         if PORTABLE:
-            os.write(self.fds[1], self._BYTES[part])
+            os.write(self.fds[1], b"\0")
         else:
-            os.eventfd_write(self.fds[0], 1 << (part * self._HALF))
+            os.eventfd_write(self.fds[0], 1)
 
     def watch(self, fd: int) -> None:
         """Let `wait` also end when this descriptor becomes readable."""
@@ -44,23 +40,19 @@ class Bell:
         """Undo `watch`."""
         self._poll.unregister(fd)
 
-    def heard(self) -> tuple[int, int] | None:
-        """The rings of both parts since the last call, or None without any."""
+    def heard(self) -> int:
+        """The rings since the last call."""
         try:
-            if PORTABLE:
-                rung = os.read(self.fds[0], _MOST_RINGS)
-                return rung.count(0), rung.count(1)
-            count = os.eventfd_read(self.fds[0])
+            return len(os.read(self.fds[0], _MOST_RINGS)) if PORTABLE else os.eventfd_read(self.fds[0])
         except BlockingIOError:
-            return None
-        return count & ((1 << self._HALF) - 1), count >> self._HALF
+            return 0
 
-    def wait(self, timeout: float | None = None) -> tuple[int, int] | None:
-        """Wait for rings; None if `timeout` seconds have passed, or another watched descriptor is readable."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for rings; 0 if `timeout` seconds have passed, or another watched descriptor is readable."""
         until = time.perf_counter() + _SPIN
-        while (rings := self.heard()) is None and time.perf_counter() < until:
+        while not (rings := self.heard()) and time.perf_counter() < until:
             os.sched_yield()
-        if rings is None:
+        if not rings:
             self._poll.poll(None if timeout is None else timeout * 1000)
             rings = self.heard()
         return rings

@@ -16,11 +16,11 @@ Array = npt.NDArray[Any]
 
 _ALIGNMENT = 64  # bytes
 NO_SEED, NO_RESTART = -1, -2
-INFO_BYTES = 1 << 15  # of a group's pickled infos; larger ones are sent as a message
+INFO_BYTES = 1 << 15  # of a worker's pickled infos; larger ones are sent as a message
 
 
-# Orders to a group's worker; plain numbers, since enumerations are slow to read.
-STEP = 0  # all lanes of the group
+# Orders to a worker; plain numbers, since enumerations are slow to read.
+STEP = 0  # all its lanes
 STEP_CHOSEN = 1  # those that are marked
 RESET = 2  # marked lanes
 CALL = 3  # a function, which a message brings
@@ -28,22 +28,22 @@ CLOSE = 4  # everything, and end
 
 
 class LaneBlock:
-    """Arrays over one piece of shared memory, for P lanes in G groups. Each begins at a multiple of 64 bytes.
+    """Arrays over one piece of shared memory, for P lanes of W workers. Each begins at a multiple of 64 bytes.
 
     Attributes:
         observation: [P, ...] by path.
         action: [P, ...], as in a batch.
         reward: [P] float64.
         terminated, truncated: [P] bool.
-        chosen: [P] bool, the lanes of an order that is not for all lanes of a group.
+        chosen: [P] bool, the lanes of an order that is not for all lanes of a worker.
         seeds: [P] int64, for resets; `NO_SEED` for none.
         next_seeds: [P] int64, for the restart after an episode's end; `NO_RESTART` if there is none.
         ends: [P, ...] by path, the last observations of episodes whose lanes were restarted.
-        order: [G] int8, see above.
-        asked, answered: [G] int64, the number of the last order, and of the last one after whose answer the bell rang.
-        failed: [G] bool, whether the last order has failed; a message tells how.
-        info: [G, INFO_BYTES] uint8, pickled.
-        info_size: [G] int64, in bytes; -1 if a message holds the infos.
+        order: [W] int8, see above.
+        asked, answered: [W] int64, the number of the last order, and of the last one after whose answer the bell rang.
+        failed: [W] bool, whether the last order has failed; a message tells how.
+        info: [W, INFO_BYTES] uint8, pickled.
+        info_size: [W] int64, in bytes; -1 if a message holds the infos.
     """
 
     def __init__(self, memory: Memory, layout: BlockLayout) -> None:
@@ -71,7 +71,7 @@ class BlockLayout:
     """
 
     def __init__(
-        self, leaves: tuple[Leaf, ...], action: ActionSpec, num_envs: int, num_groups: int, infos: bool
+        self, leaves: tuple[Leaf, ...], action: ActionSpec, num_envs: int, num_workers: int, infos: bool
     ) -> None:
         self.size = 0
         self.places: dict[Any, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
@@ -86,11 +86,11 @@ class BlockLayout:
         for name in ("seeds", "next_seeds"):
             self._add(name, (num_envs,), np.int64)
         for name in ("asked", "answered"):
-            self._add(name, (num_groups,), np.int64)
-        self._add("order", (num_groups,), np.int8)
-        self._add("failed", (num_groups,), bool)
-        self._add("info", (num_groups, INFO_BYTES if infos else 0), np.uint8)
-        self._add("info_size", (num_groups,), np.int64)
+            self._add(name, (num_workers,), np.int64)
+        self._add("order", (num_workers,), np.int8)
+        self._add("failed", (num_workers,), bool)
+        self._add("info", (num_workers, INFO_BYTES if infos else 0), np.uint8)
+        self._add("info_size", (num_workers,), np.int64)
 
     def _add(self, name: Any, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         kind = np.dtype(dtype)

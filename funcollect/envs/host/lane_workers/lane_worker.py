@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from funcollect.envs.host.host_env import ONWARD
 from funcollect.envs.host.lane_workers.bells import Bell
-from funcollect.envs.host.lane_workers.options import Group, lanes_in_words
 from funcollect.envs.host.lane_workers.worker_process import LaneJob
 from funcollect.errors import EnvError
 from funcollect.processes.child import TO_DIE, ChildProcess, ChildSetup
@@ -24,18 +22,17 @@ _TO_START = 300.0  # seconds without a sign of life
 class LaneWorker:
     """The handle on one worker process."""
 
-    def __init__(self, index: int, groups: Sequence[Group], cpu: int) -> None:
-        self.index, self.cpu = index, cpu
-        self.groups = {place: group for place, group in enumerate(groups) if group.worker == index}
+    def __init__(self, index: int, lanes: range, cpu: int) -> None:
+        self.index, self.lanes, self.cpu = index, lanes, cpu
         self.bell = Bell()
-        self.failures = 0  # in a row
         self._child: ChildProcess | None = None
         self._end: int | None = None  # readable once the process has ended
         self._silence, self._signs = 0.0, 0  # seconds without a sign of life, and how many there were
-        self._inbox: dict[int, Any] = {}  # by group: a message that was read on the way to another group's
 
     def __str__(self) -> str:
-        return f"{lanes_in_words([*self.groups.values()])} (worker {self.index})"
+        first, last = self.lanes[0], self.lanes[-1]
+        lanes = f"lane {first}" if first == last else f"lanes {first} to {last}"
+        return f"{lanes} (worker {self.index})"
 
     def start(self, job: LaneJob, memory: int, answers: Bell) -> None:
         """Start the process, or another one after it was lost; `join` waits for it."""
@@ -82,19 +79,15 @@ class LaneWorker:
         if self._child is not None:
             self._child.send(message)
 
-    def message(self, group: int) -> Any:
-        """The message that the process has sent for a group."""
+    def message(self) -> Any:
+        """The next message of the process."""
         assert self._child is not None
-        while group not in self._inbox:
-            message = self._child.channel.receive()
-            assert message is not None
-            sender, content = message[0]
-            self._inbox[sender] = content
-        return self._inbox.pop(group)
+        message = self._child.channel.receive()
+        assert message is not None
+        return message[0]
 
     def forget_messages(self) -> None:
         """Drop unread messages."""
-        self._inbox.clear()
         while self._child is not None and self._received() is not None:
             pass
 
@@ -123,7 +116,6 @@ class LaneWorker:
 
     def kill(self, answers: Bell) -> None:
         """End the process at once."""
-        self._inbox.clear()
         if self._child is not None:
             self._child.kill()
             self._child = None

@@ -9,11 +9,11 @@ import cloudpickle
 from funcollect.processes.failures import check_sendable
 from funcollect.protocols import SavableSnapshots, SimulatorsOfLanes
 
-Applied = tuple[list[int], bytes]  # lanes, counted from the group's first, and a function with its arguments, packed
+Applied = tuple[list[int], bytes]  # lanes, counted from the worker's first, and a function with its arguments, packed
 
 
 class Snapshot(NamedTuple):
-    """The snapshots of a group's lanes.
+    """The snapshots of a worker's lanes.
 
     Attributes:
         lanes: an entry for each, as plain data where that is possible.

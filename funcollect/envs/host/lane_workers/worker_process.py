@@ -27,7 +27,6 @@ from funcollect.envs.host.lane_workers.block import (
     BlockLayout,
     LaneBlock,
 )
-from funcollect.envs.host.lane_workers.options import Group
 from funcollect.envs.host.lane_workers.served import Applied, apply
 from funcollect.messages import shown
 from funcollect.processes.channel import Channel
@@ -48,16 +47,20 @@ class LaneJob:
     Attributes:
         env: the whole environment, but for what opens its simulators.
         layout: where the arrays lie in the shared memory.
-        groups: the worker's own groups by index, with what opens their simulators.
+        index: the worker's.
+        lanes: its own.
+        opener: opens their simulators.
         cpu: the processor to run on.
-        applied: by group, the functions that lost simulators were called with, and these have to be.
+        applied: the functions that lost simulators were called with, and these have to be.
     """
 
     env: SimulatedEnv
     layout: BlockLayout
-    groups: dict[int, tuple[Group, Opener]]
+    index: int
+    lanes: range
+    opener: Opener
     cpu: int
-    applied: dict[int, list[Applied]]
+    applied: list[Applied]
 
     def pack(self, worker: str) -> bytes:
         """The job as bytes, functions of a script or a notebook by value; TypeError if it cannot be sent."""
@@ -92,103 +95,101 @@ def main(fds: Sequence[int]) -> None:
             bell = Bell(bells[: len(bells) // 2])
             if PORTABLE:  # nothing else ends a worker whose server was killed together with its parent
                 bell.watch(fds[1])
-            while (rings := bell.wait()) is not None and served.serve(rings):
+            while bell.wait() and served.serve():
                 pass
     sys.stdout.flush()
     sys.stderr.flush()
 
 
 class ServedLanes:
-    """The simulators of a worker's groups, and the memory and messages by which they are used."""
+    """The simulators of a worker's lanes, and the memory and messages by which they are used."""
 
     def __init__(self, job: LaneJob, channel: Channel, block: LaneBlock, answers: Bell) -> None:
         self._channel = channel
         self._block = block
         self._answers = answers
         self._info_keys = job.env.info_keys
-        self._served: list[tuple[int, Group, Simulators]] = []  # by part
+        self._index, self._lanes, self._rows = job.index, job.lanes, slice(job.lanes.start, job.lanes.stop)
+        memory = {path: array[self._rows] for path, array in block.observation.items()}
+        env = replace(job.env, num_envs=len(job.lanes), first_lane=job.lanes.start, memory=memory)
+        self._simulators = job.opener(env)
+        if not job.applied:
+            return
         try:
-            for index, (group, opener) in sorted(job.groups.items()):
-                memory = {path: array[group.first : group.end] for path, array in block.observation.items()}
-                lanes = group.end - group.first
-                env = replace(job.env, num_envs=lanes, first_lane=group.first, memory=memory)
-                simulators = opener(env)
-                self._served.append((index, group, simulators))
-                if job.applied[index]:
-                    simulators.reset(range(lanes), [0] * lanes)  # as they were when the functions were called
-                    for order in job.applied[index]:
-                        apply(simulators, *order)
+            self._simulators.reset(range(len(job.lanes)), [0] * len(job.lanes))  # as they were at the calls
+            for order in job.applied:
+                apply(self._simulators, *order)
         except BaseException:
             with contextlib.suppress(Exception):
-                self.close()
+                self._simulators.close()
             raise
 
-    def serve(self, rings: tuple[int, int]) -> bool:
-        """Serve the parts whose bell rang; False once the worker was asked to close."""
-        for index, group, simulators in self._served:
-            if not rings[group.part]:
-                continue
-            number, order, failed = self._block.asked[index], self._block.order[index], False
-            try:
-                if order == CALL:
-                    self._call(index, number, simulators)
-                elif order == CLOSE:
-                    self.close()
-                    sys.stdout.flush()  # after the answer this process may be killed
-                    sys.stderr.flush()
-                else:
-                    self._do(order, index, group, simulators)
-            except BaseException as error:
-                self._channel.send((index, Failure.of(error)))
-                failed = True
-            self._block.failed[index] = failed
-            SIGNS.count[0] += 1
-            self._answers.ring(group.part)
-            self._block.answered[index] = number
-            if order == CLOSE:
-                return False
-        return True
+    def serve(self) -> bool:
+        """Carry out the order in the block, and answer it; False once the worker was asked to close."""
+        number, order, failed = self._block.asked[self._index], self._block.order[self._index], False
+        try:
+            if order == CALL:
+                self._call(number)
+            elif order == CLOSE:
+                self._simulators.close()
+                sys.stdout.flush()  # after the answer this process may be killed
+                sys.stderr.flush()
+            elif order == STEP:
+                self._step()
+            else:
+                self._act_in_chosen(order)
+        except BaseException as error:
+            self._channel.send(Failure.of(error))
+            failed = True
+        self._block.failed[self._index] = failed
+        SIGNS.count[0] += 1
+        self._answers.ring()
+        self._block.answered[self._index] = number
+        return bool(order != CLOSE)
 
-    def _do(self, order: int, index: int, group: Group, simulators: Simulators) -> None:
-        """Step or reset lanes of a group."""
-        block, lanes = self._block, slice(group.first, group.end)
-        if order == STEP:
-            simulators.send(range(group.end - group.first), block.action[lanes])
-            _, outcome = simulators.receive()
-            check_outcome(outcome, range(group.first, group.end))
-            try:
-                block.reward[lanes], block.terminated[lanes], block.truncated[lanes], infos = outcome
-            except NOT_RECORDED as error:
-                raise bad_outcome(outcome, range(group.first, group.end)) from error
-            packed = self._packed(infos)  # before a restart, which may write over them
-            over = block.terminated[lanes] | block.truncated[lanes]
-            if over.any():
-                self._restart(group, simulators, over)
-            self._inform(index, packed)
-            return
-        chosen = block.chosen[lanes].nonzero()[0]
+    def _step(self) -> None:
+        """Step all lanes, and begin the next episodes where that was announced."""
+        block, rows = self._block, self._rows
+        self._simulators.send(range(len(self._lanes)), block.action[rows])
+        _, outcome = self._simulators.receive()
+        check_outcome(outcome, self._lanes)
+        try:
+            block.reward[rows], block.terminated[rows], block.truncated[rows], infos = outcome
+        except NOT_RECORDED as error:
+            raise bad_outcome(outcome, self._lanes) from error
+        packed = self._packed(infos)  # before a restart, which may write over them
+        over = block.terminated[rows] | block.truncated[rows]
+        if over.any():
+            self._restart(over)
+        self._inform(packed)
+
+    def _act_in_chosen(self, order: int) -> None:
+        """Reset or step the lanes that are marked."""
+        block, rows = self._block, self._rows
+        chosen = block.chosen[rows].nonzero()[0]
         own = chosen.tolist()
         if order == RESET:
-            simulators.reset(own, _seeds(block.seeds[lanes][chosen]))
+            self._simulators.reset(own, _seeds(block.seeds[rows][chosen]))
             return
-        simulators.send(own, block.action[lanes][chosen])
-        _, outcome = simulators.receive()
-        check_outcome(outcome, [group.first + lane for lane in own])
+        self._simulators.send(own, block.action[rows][chosen])
+        _, outcome = self._simulators.receive()
+        lanes = [self._lanes[lane] for lane in own]
+        check_outcome(outcome, lanes)
         try:
             for column, values in zip((block.reward, block.terminated, block.truncated), outcome, strict=False):
-                column[lanes][chosen] = values
+                column[rows][chosen] = values
         except NOT_RECORDED as error:
-            raise bad_outcome(outcome, [group.first + lane for lane in own]) from error
-        self._inform(index, self._packed(outcome[3]))
+            raise bad_outcome(outcome, lanes) from error
+        self._inform(self._packed(outcome[3]))
 
-    def _restart(self, group: Group, simulators: Simulators, over: npt.NDArray[np.bool_]) -> None:
+    def _restart(self, over: npt.NDArray[np.bool_]) -> None:
         """Begin the next episodes of lanes that are over, [k] bool, if that was announced."""
-        block, lanes = self._block, slice(group.first, group.end)
-        seeds = block.next_seeds[lanes]
+        block, rows = self._block, self._rows
+        seeds = block.next_seeds[rows]
         own = (over & (seeds != NO_RESTART)).nonzero()[0]
         for path, ends in block.ends.items():
-            ends[lanes][own] = block.observation[path][lanes][own]
-        simulators.reset(own.tolist(), _seeds(seeds[own]))
+            ends[rows][own] = block.observation[path][rows][own]
+        self._simulators.reset(own.tolist(), _seeds(seeds[own]))
 
     def _packed(self, infos: Sequence[Any]) -> bytes:
         """A step's infos, an array for each key; nothing without any."""
@@ -196,18 +197,18 @@ class ServedLanes:
             return b""
         return pickle.dumps([_regular(key, values) for key, values in zip(self._info_keys, infos, strict=True)], -1)
 
-    def _inform(self, index: int, packed: bytes) -> None:
+    def _inform(self, packed: bytes) -> None:
         """Pass on what `_packed` returned."""
         if not packed:
             return
         small = len(packed) <= INFO_BYTES
         if small:
-            self._block.info[index, : len(packed)] = np.frombuffer(packed, np.uint8)
+            self._block.info[self._index, : len(packed)] = np.frombuffer(packed, np.uint8)
         else:
-            self._channel.send((index, packed))
-        self._block.info_size[index] = len(packed) if small else -1
+            self._channel.send(packed)
+        self._block.info_size[self._index] = len(packed) if small else -1
 
-    def _call(self, index: int, number: int, simulators: Simulators) -> None:
+    def _call(self, number: int) -> None:
         """Carry out the message of this order, and answer it; orders before it may have been broken off."""
         sent = 0
         while sent != number:
@@ -215,20 +216,9 @@ class ServedLanes:
             assert message is not None
             sent, function, args = message[0]
         try:
-            self._channel.send((index, function(simulators, *args)))
+            self._channel.send(function(self._simulators, *args))
         except Exception as error:
-            self._channel.send((index, Failure.of(error)))
-
-    def close(self) -> None:
-        """Close all simulators; raise the first error at the end."""
-        errors = []
-        for _, _, simulators in self._served:
-            try:
-                simulators.close()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+            self._channel.send(Failure.of(error))
 
 
 def _seeds(seeds: npt.NDArray[np.int64]) -> list[int | None]:
