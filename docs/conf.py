@@ -91,7 +91,7 @@ _WITHOUT_ENTRY = """
     envs.host.host_env.SimulatedEnv envs.jax_envs.jax_env.FunctionsEnv
     policies.heads.distributions.FromDistribution policies.jax_functions.jax_policy.JaxPolicy
     policies.normalized.NormalizedJax policies.normalized.NormalizedTorch
-    policies.populations.jax_population.JaxPopulation policies.populations.torch_population.TorchPopulation
+    policies.population.JaxPopulation policies.population.TorchPopulation
     policies.random_policy.RandomPolicy policies.tensordict_modules.tensordict_policy.TensorDictPolicy
     policies.torch_in_jax.LoweredPolicy policies.torch_modules.torch_policy.TorchPolicy
 """

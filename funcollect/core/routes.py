@@ -21,8 +21,7 @@ from funcollect.interop.jax_setup import default_device_type
 from funcollect.interop.memo import memo_of
 from funcollect.policies.heads.distributions import FromDistribution
 from funcollect.policies.jax_functions.traced_policy import is_traceable
-from funcollect.policies.populations.population import Population
-from funcollect.policies.populations.torch_population import TorchPopulation
+from funcollect.policies.population import Population, TorchPopulation
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_in_jax import LoweredPolicy, Source, example
 from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState, has_lazy_layers, lanes_of

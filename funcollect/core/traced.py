@@ -39,7 +39,7 @@ from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.policies.jax_functions.program import PROBE
 from funcollect.policies.jax_functions.traced_policy import check_traceable
-from funcollect.policies.populations.population import Population
+from funcollect.policies.population import Population
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.specs import ExplorationType

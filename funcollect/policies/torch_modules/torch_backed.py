@@ -15,10 +15,9 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from funcollect.arguments import check_call
-from funcollect.keys import Key, Noise, Purpose, fold, generator_state, seed_of
+from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.messages import clipped, name_of, shown
-from funcollect.policies.base import PolicyBase
-from funcollect.policies.heads.head import Head
+from funcollect.policies.base import HeadedPolicy
 from funcollect.policies.torch_modules.function_module import FunctionModule, as_module
 from funcollect.policies.torch_modules.settings import ModuleSettings
 from funcollect.policies.torch_modules.skeleton import Skeleton
@@ -99,7 +98,7 @@ def _is_changed(copied: Tensor) -> bool:
     return not copied.is_inference() and copied._version > 0
 
 
-class TorchBacked(PolicyBase):
+class TorchBacked(HeadedPolicy):
     """Base class of policies over a Torch module, or over a function, with the parameters of modules it refers to.
 
     A rollout calls the module's skeleton, a shallow copy whose tensors are those that were bound last. The user's
@@ -107,7 +106,6 @@ class TorchBacked(PolicyBase):
     """
 
     backend: Literal["torch"] = "torch"
-    head: Head | None = None
 
     def __init__(
         self,
@@ -231,20 +229,6 @@ class TorchBacked(PolicyBase):
         }
         check_shapes({name: tuple(own[name].shape) for name in wanted}, kinds)
         return {name: given[name] for name in own if name in given}
-
-    @property
-    @override
-    def exploration(self) -> Mapping[str, float]:  # type: ignore[override]
-        return self.head.values if self.head else {}
-
-    @override
-    def check(self, spec: ActionSpec, /) -> None:
-        if self.head is not None:
-            self.head.check(spec)
-
-    @override
-    def noise(self, spec: ActionSpec, /) -> Noise | None:
-        return self.head.noise(spec) if self.head else None
 
     @override
     def init(self, key: Key, num_envs: int, /) -> TorchPolicyState:
