@@ -13,7 +13,7 @@ from funcollect.collectors.workers.transport import Call, Transport, WorkerExite
 from funcollect.collectors.workers.worker import START, Job, Progress, RolloutReport, env_calls_of
 from funcollect.envs.host.host_env import without_advice
 from funcollect.errors import EnvError, ReplayError, WorkerError
-from funcollect.interop.main_module import send_main_by_value
+from funcollect.interop.settings import send_main_by_value
 from funcollect.processes.child import OnFailure
 from funcollect.processes.failures import Failure, UnsentResultError, warn_of_restart
 from funcollect.processes.life import SIGNS

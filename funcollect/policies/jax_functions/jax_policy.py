@@ -11,7 +11,7 @@ from typing_extensions import override
 from funcollect.arguments import check_arrays, check_call, check_flags
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.variables import set_since_use, variables_of
+from funcollect.interop.memo import set_since_use, variables_of
 from funcollect.messages import shown
 from funcollect.policies.heads.head import Head, check_head
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy, random_parameter
