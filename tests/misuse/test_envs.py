@@ -91,20 +91,6 @@ def keyed(*names: str, space: Any = None) -> Rigged:
     return Rigged(space=spaces.Dict(dict.fromkeys(names, box)), good=dict.fromkeys(names, Rigged().good))
 
 
-def observing(space: Any) -> Any:
-    return fc.make_env(Rigged(space=space))
-
-
-def collides(name: str) -> Misuse:
-    return Misuse(
-        f"the observation key {name}",
-        lambda: fc.make_env(keyed("position", name)),
-        ValueError,
-        (f"the observation key {name!r} collides", "rename it", "taken are"),
-        lambda: fc.make_env(keyed("position", f"my_{name}")),
-    )
-
-
 @table(
     Misuse(
         "an unknown id",
@@ -288,51 +274,12 @@ def collides(name: str) -> Misuse:
         ("lane 1 has the action_space Discrete(5)", "lane 0 has Discrete(3)", "use equal spaces"),
         lambda: fc.make_env([Rigged, Rigged]),
     ),
-    *map(collides, ("next", "truncated")),
     Misuse(
-        "an observation key with a dot",
-        lambda: fc.make_env(keyed("arm.left")),
+        "an observation key of a batch",
+        lambda: fc.make_env(keyed("position", "next")),
         ValueError,
-        ("the observation key ('arm.left',)", "holds a dot", "rename it"),
-        lambda: fc.make_env(keyed("arm_left")),
-    ),
-    *(
-        Misuse(
-            f"{space} for observations",
-            lambda space=space: observing(space),
-            ValueError,
-            ("the observation space", "has no arrays", "expected at least one", "add one"),
-            good,
-        )
-        for space in (spaces.Tuple(()), spaces.Dict({"inner": spaces.Dict()}))
-    ),
-    Misuse(
-        "a Text space inside a Dict",
-        lambda: observing(spaces.Dict({"position": spaces.Box(-1, 1), "label": spaces.Text(5)})),
-        TypeError,
-        ("the observation space at label is Text", "expected Box", "flatten it"),
-        good,
-    ),
-    Misuse(
-        "no components of actions",
-        lambda: fc.make_env(Acting(spaces.MultiDiscrete([]))),
-        ValueError,
-        ("the action space MultiDiscrete([])", "has no components", "expected at least one", "add one"),
-        good,
-    ),
-    Misuse(
-        "a Dict of actions",
-        lambda: fc.make_env(Acting(spaces.Dict({"left": spaces.Discrete(2)}))),
-        TypeError,
-        ("the action space is Dict", "expected Box", "flatten it"),
-        good,
-    ),
-    Misuse(
-        "one_hot on a Box",
-        lambda: fc.make_env("Pendulum-v1", one_hot=True),
-        ValueError,
-        ("one_hot=True needs a Discrete", "got Box"),
-        lambda: fc.make_env(CARTPOLE, one_hot=True),
+        ("the observation key 'next' collides", "rename it", "taken are"),
+        lambda: fc.make_env(keyed("position", "my_next")),
     ),
     Misuse(
         "an info key twice",
