@@ -155,8 +155,7 @@ def test_one_hot_needs_choices(space: spaces.Space[Any]) -> None:
         ActionSpec(space, one_hot=True)
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "torch/Pendulum-v1"])
-@pytest.mark.parametrize("num_envs", [None, 2])
+@pytest.mark.parametrize(("name", "num_envs"), [("CartPole-v1", None), ("CartPole-v1", 2), ("torch/Pendulum-v1", 2)])
 def test_environments_follow_the_protocol(name: str, num_envs: int | None) -> None:
     env = fc.make_env(name, num_envs=num_envs)
     assert isinstance(env, fc.Env)
