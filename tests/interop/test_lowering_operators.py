@@ -11,7 +11,7 @@ from torch import nn
 
 from funcollect.interop.bridge import to_jax, to_torch
 from funcollect.interop.lowering import lower_module
-from funcollect.interop.lowering.registry import rules
+from funcollect.interop.lowering.operators import rules
 from tests.support.lowering.lowered_modules import POLICIES
 from tests.support.lowering.lowered_numerics import TORCH
 from tests.support.lowering.lowered_operators import FAMILIES, Expressions, inputs

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from funcollect.errors import LoweringError
-from funcollect.interop.lowering.registry import rules
+from funcollect.interop.lowering.operators import rules
 from funcollect.interop.lowering.structure import jax_dtype, leaves_of, plain, unlocked
 from funcollect.messages import clipped
 
