@@ -111,8 +111,9 @@ def test_threads_do_not_read_the_weights_of_others(device):
 
 @each_device
 @pytest.mark.usefixtures("joining")
-@pytest.mark.parametrize("env_id", [CARTPOLE, "CartPole-v1"])
-@pytest.mark.parametrize("head", [fc.heads.categorical, fc.heads.epsilon_greedy(0.5)], ids=lambda head: head.name)
+@pytest.mark.parametrize(
+    ("env_id", "head"), [(CARTPOLE, fc.heads.categorical), ("CartPole-v1", fc.heads.epsilon_greedy(0.5))]
+)
 def test_weights_act_alike_in_each_form(device, head, env_id):
     env, module = fc.make_env(env_id, num_envs=4), network(device)
     policy = fc.torch_policy(module, head=head, compile="xla")
