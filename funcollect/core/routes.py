@@ -61,7 +61,7 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
         LoweringError: for a policy that demands a route (``compile=``) which is impossible.
     """
     asked = policy.compiler if isinstance(policy, TorchBacked) else None
-    if asked == "cudagraph":
+    if isinstance(policy, TorchBacked) and asked == "cudagraph":
         _check_capture(env, policy)
         return Route("captured", policy)
     if env.backend != "jax":
@@ -82,9 +82,9 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
 def _check_capture(env: Env, policy: TorchBacked) -> None:
     """Raise LoweringError unless a policy's steps in an environment can be captured."""
     if env.backend != "torch" or not can_capture(env.device):
-        place = f"runs on {env.device}" if env.backend == "torch" else "is not written in Torch"
+        where = f"runs on {env.device}" if env.backend == "torch" else "is not written in Torch"
         raise LoweringError(
-            f"compile='cudagraph' captures the steps of a Torch environment on a CUDA device, and {env!r} {place}: "
+            f"compile='cudagraph' captures the steps of a Torch environment on a CUDA device, and {env!r} {where}: "
             "make it there (device='cuda'), or leave compile out"
         )
     if (place := policy.run_device) not in (None, env.device):

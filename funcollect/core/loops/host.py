@@ -111,9 +111,6 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
 class HostStepper:
     """Steps simulators, and restarts lanes whose episode ends unless they stay finished."""
 
-    __slots__ = ("_finished", "_lanes", "_limit", "_next_cut", "_receive", "_recording", "_request", "_send")
-    __slots__ += ("_nexts", "_outcome", "_reward", "_roots", "_simulation")
-
     def __init__(self, simulation: Simulation, recording: Recording, state: CollectorState, request: Request) -> None:
         self._simulation, self._recording, self._request = simulation, recording, request
         self._lanes, self._reward = range(state.num_lanes), recording.reward
