@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 import funcollect as fc
 from funcollect.core import api
-from tests.envs.torch.test_torch_vector_env import LikeManiSkill
+from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.support.compare import assert_same
 from tests.support.running import FORKS_OF_RAY, in_soak
 from tests.support.workers import multi, ray_collector

@@ -12,9 +12,8 @@ from gymnasium import spaces
 
 from funcollect.arguments import check_keys
 from funcollect.envs.jax_envs.checks import differing
-from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
-from funcollect.envs.jax_envs.renderers.jumanji_renderer import jumanji_renderer
-from funcollect.envs.jax_envs.suite import Suite
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Suite, jax_env
+from funcollect.envs.jax_envs.renderers import jumanji_renderer
 from funcollect.envs.spaces import box
 from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.messages import shown
