@@ -202,11 +202,11 @@ def profile(
 def _profiled(collector: CollectorBase, frames: int, reader: Callable[[Any], Any] | None, subject: str) -> Profile:
     """Do what `profile` does for a collector, with checked arguments."""
     run = collector.run if isinstance(collector, WorkerCollector) else None
-    together = run is None or run.gathering.together
-    first = _read(collector, reader, batches=1 if together else len(run.workers))
+    apart = 0 if run is None or run.gathering.together else len(run.workers)  # workers whose batches are their own
+    first = _read(collector, reader, batches=max(apart, 1))
     waited = collector.stats().get("reader_waited", 0.0)
     with _timed(collector) as times:
-        batches = 1 if run is None else _BATCHES if together else _AHEAD * len(run.workers)
+        batches = _AHEAD * apart or (1 if run is None else _BATCHES)
         done = _read(collector, reader, frames=frames, batches=batches)
     waited = collector.stats().get("reader_waited", 0.0) - waited
     if not done.batches:

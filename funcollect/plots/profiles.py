@@ -21,7 +21,9 @@ _WIDE = 0.06  # the share of the bar from which on a part is labelled inside
 def profile(
     profile: Profile, *, title: str = "", ax: Axes | None = None, path: str | PathLike[str] | None = None
 ) -> Figure:
-    """Draw the parts of a frame's time as a bar, one for each timeline, and the limits as dashed lines.
+    """Draw the parts of a frame's time as a bar, one for each timeline.
+
+    A dashed line shows the time with the bare environment and the bare policy and nothing else.
 
     Args:
         profile: the result of `funcollect.profile`.
@@ -45,11 +47,10 @@ def profile(
     check_kind("profile", profile, Profile, "pass the result of funcollect.profile")
     check_kind("title", title, str, "pass for example 'CartPole-v1'")
     bars = len(profile.timelines)
-    axes = axes_of(ax, 9, 2.2 + 0.8 * bars)
+    axes = axes_of(ax, 9, 1.6 + 0.8 * bars)
     for row, timeline in enumerate(profile.timelines):
         _draw_bar(axes, row, timeline.parts, profile.microseconds)
-    for row, limit in enumerate(profile.limits):
-        _draw_limit(axes, row, limit, profile.microseconds)
+    _draw_limit(axes, profile.limits[-1], profile.microseconds)
     axes.set_yticks(range(bars), [timeline.where.replace(", ", ",\n") for timeline in profile.timelines])
     axes.set_ylim(bars - 0.4, -0.9)
     axes.set_xlim(0, 1.02 * profile.microseconds)
@@ -72,7 +73,7 @@ def _draw_bar(axes: Axes, row: int, parts: Mapping[str, float], whole: float) ->
         left += value
 
 
-def _draw_limit(axes: Axes, row: int, limit: Limit, whole: float) -> None:
+def _draw_limit(axes: Axes, limit: Limit, whole: float) -> None:
     """Draw a limit as a line behind the bars, named above them."""
     place = 1e6 / limit.frames_per_second
     axes.axvline(place, color="black", linestyle="--", linewidth=1, zorder=0)
@@ -81,7 +82,7 @@ def _draw_limit(axes: Axes, row: int, limit: Limit, whole: float) -> None:
         f"{limit.what}: {limit.frames_per_second:,.0f} frames/s",
         (place, 1.0),
         xycoords=("data", "axes fraction"),
-        xytext=(-4 if left else 4, -4 - 11 * row),
+        xytext=(-4 if left else 4, -4),
         textcoords="offset points",
         ha="right" if left else "left",
         va="top",

@@ -140,17 +140,20 @@ def _opened_camera(
         if isinstance(env, RenderedEnv):
             with _rendering():
                 fps, draw = stack.enter_context(env.renderer())
+
+            def drawn(state: CollectorState) -> Any:
+                env_state = import_jax().tree.map(lambda leaf: leaf[0], state.env_state.current)
+                return draw(env_state, of_one_lane(state.env_params))
         else:
             camera = _simulators_camera(env, state)
-            fps, draw = camera.fps, camera.shoot
+            fps = camera.fps
+
+            def drawn(state: CollectorState) -> Any:
+                return camera.shoot()
 
         def shoot(state: CollectorState) -> Picture:
             with _rendering():
-                if isinstance(env, RenderedEnv):
-                    env_state = import_jax().tree.map(lambda leaf: leaf[0], state.env_state.current)
-                    array = np.asarray(draw(env_state, of_one_lane(state.env_params)))
-                else:
-                    array = np.asarray(draw())
+                array = np.asarray(drawn(state))
             if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3:
                 raise EnvError(
                     f"render() gave {array.dtype} {list(array.shape)}, expected uint8 [H, W, 3]: return RGB pictures"

@@ -192,10 +192,23 @@ def recurrent(trial: PolicyTrial) -> None:
 
 
 def log_probs(trial: PolicyTrial) -> None:
-    """Log-probabilities are those of a distribution: the probabilities of all discrete actions add up to one."""
+    """Log-probabilities are those of `evaluate_actions`; over all discrete actions, probabilities add up to one."""
+    wanted = _scores(trial, trial.batch)
+    got = trial.batch["action_log_prob"].double().cpu().reshape(wanted.shape)
+    mend = (
+        "score the recorded action under the weights and the observation that chose it (call module.eval() if there is "
+        "dropout or batch norm), let log_prob of the head depend on its arguments only, and let record return the keys "
+        "that sample returns"
+    )
+    wrong = ~torch.isclose(got, wanted, rtol=_CLOSE, atol=_CLOSE)
+    expect_rows(wrong, ("action_log_prob",), got, wanted, mend, note=", by evaluate_actions")
+    if 1 <= math.prod(trial.env.action_spec.categories or (0,)) <= _MOST_ACTIONS:
+        _expect_normalised(trial)
+
+
+def _expect_normalised(trial: PolicyTrial) -> None:
+    """Fail unless the probabilities of all actions, in the run's first rows, add up to one."""
     spec = trial.env.action_spec
-    if not 1 <= math.prod(spec.categories or (0,)) <= _MOST_ACTIONS:
-        raise NotApplicableError(f"actions are not discrete, or there are more than {_MOST_ACTIONS}")
     first = trial.batch[:, :1].clone()
     total = torch.zeros(first.shape, dtype=torch.float64)
     for chosen in itertools.product(*map(range, spec.categories)):
@@ -207,19 +220,6 @@ def log_probs(trial: PolicyTrial) -> None:
         total += _scores(trial, first).exp()
     mend = "let log_prob of the head return the log of a probability, normalised over all actions"
     expect_rows((total - 1).abs() > _CLOSE, ("the sum of all actions' probabilities",), total, "1.0", mend)
-
-
-def evaluation(trial: PolicyTrial) -> None:
-    """`evaluate_actions` returns the recorded log-probabilities."""
-    wanted = _scores(trial, trial.batch)
-    got = trial.batch["action_log_prob"].double().cpu().reshape(wanted.shape)
-    mend = (
-        "score the recorded action under the weights and the observation that chose it (call module.eval() if there is "
-        "dropout or batch norm), let log_prob of the head depend on its arguments only, and let record return the keys "
-        "that sample returns"
-    )
-    wrong = ~torch.isclose(got, wanted, rtol=_CLOSE, atol=_CLOSE)
-    expect_rows(wrong, ("action_log_prob",), got, wanted, mend, note=", by evaluate_actions")
 
 
 def _scores(trial: PolicyTrial, batch: TensorDict) -> Tensor:
@@ -328,7 +328,6 @@ CHECKS: tuple[Check[PolicyTrial], ...] = (
     rows_apart,
     recurrent,
     log_probs,
-    evaluation,
     params_argument,
     state_dict,
 )

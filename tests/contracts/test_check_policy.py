@@ -19,7 +19,7 @@ from tests.support.running import SCALE, scaled
 
 NAMES = [check.__name__ for check in POLICY_CHECKS]
 DRAWS = {"deterministic", "rows_apart"}
-UNSCORED = {"log_probs", "evaluation"}
+UNSCORED = {"log_probs"}
 STATELESS = {"recurrent"}
 WEIGHTLESS = {"params_argument", "state_dict"}
 
@@ -131,7 +131,7 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("deterministic", faulty.DrawsRegardless, r"row \d, action, with exploration_type=DETERMINISTIC.*for every seed"),
     ("deterministic", faulty.choosing(nn.Linear(2, 3), nn.Dropout()), r"call module.eval\(\) if there is dropout"),
     ("log_probs", faulty.unnormalised, r"lane 0, step 0, the sum of all actions' probabilities: expected 1.0, got \d"),
-    ("evaluation", faulty.forgetful, r"lane 0, step 0, action_log_prob: expected -\d\.\d+, by evaluate_actions"),
+    ("log_probs", faulty.forgetful, r"lane 0, step 0, action_log_prob: expected -\d\.\d+, by evaluate_actions"),
     ("rows_apart", faulty.ComparesItsRows, r"the output beside other rows, lane 0"),
     ("rows_apart", faulty.CountsItsRows, r"the outputs for the rows in reverse order, lane 0"),
     ("recurrent", lambda: faulty.recurrent(faulty.Forgets), r"lane 1, leaf 0 of the recurrent state.*going on"),

@@ -32,7 +32,7 @@ def test_bars_are_the_parts_in_order(tmp_path: Path) -> None:
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["environment", "policy", "waiting", "reader"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["in each of 2 workers", "in this process"]
-    assert [line.get_xdata() for line in axes.lines] == [pytest.approx([place] * 2) for place in (3, 5, 8)]
+    assert axes.lines[0].get_xdata() == [8, 8]
     assert axes.get_title() == "a run: 100,000 frames/s"
     assert "<svg" in (tmp_path / "profile.svg").read_text()
 

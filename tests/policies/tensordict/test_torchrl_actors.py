@@ -396,9 +396,9 @@ FORMS = {
     "gru": (lambda: fc.tensordict_policy(recurrent_actor(gru())), set()),
     "q-values": (
         lambda: QValueActor(mlp(4, 2), spec=Categorical(2), in_keys=["observation"], action_space="categorical"),
-        {"log_probs", "evaluation", "recurrent"},
+        {"log_probs", "recurrent"},
     ),
-    "exploring": (exploring, {"log_probs", "evaluation", "recurrent"}),
+    "exploring": (exploring, {"log_probs", "recurrent"}),
     "actor": (lambda: actor_of(torch.distributions.Categorical), {"recurrent"}),
 }
 
