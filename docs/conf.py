@@ -91,9 +91,9 @@ _WITHOUT_ENTRY = """
     envs.host.host_env.SimulatedEnv envs.jax_envs.jax_env.FunctionsEnv
     policies.heads.distributions.FromDistribution policies.jax_functions.jax_policy.JaxPolicy
     policies.normalized.NormalizedJax policies.normalized.NormalizedTorch
-    policies.populations.jax_population.JaxPopulation policies.populations.torch_population.TorchPopulation
+    policies.population.JaxPopulation policies.population.TorchPopulation
     policies.random_policy.RandomPolicy policies.tensordict_modules.tensordict_policy.TensorDictPolicy
-    policies.torch_in_jax.lowered_policy.LoweredPolicy policies.torch_modules.torch_policy.TorchPolicy
+    policies.torch_in_jax.LoweredPolicy policies.torch_modules.torch_policy.TorchPolicy
 """
 nitpick_ignore = [("py:class", f"funcollect.{name}") for name in _WITHOUT_ENTRY.split()]
 suppress_warnings = ["ref.python"]  # a protocol and its base classes have members of the same names

@@ -87,7 +87,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.policies.jax_functions.jax_policy import jax_policy as jax_policy
     from funcollect.policies.normalized import normalized as normalized
     from funcollect.policies.plugins import make_policy as make_policy
-    from funcollect.policies.populations.population import population as population
+    from funcollect.policies.population import population as population
     from funcollect.policies.random_policy import random_policy as random_policy
     from funcollect.policies.tensordict_modules.tensordict_policy import tensordict_policy as tensordict_policy
     from funcollect.policies.torch_modules.torch_policy import torch_policy as torch_policy

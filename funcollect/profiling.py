@@ -19,7 +19,6 @@ from funcollect.collectors.multi import ProcessCollector
 from funcollect.collectors.runner_timer import RolloutTimes, RunnerTimer
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.gathering import SyncGathering
 from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.messages import shown, table
 from funcollect.protocols import Env, is_env
@@ -203,7 +202,7 @@ def profile(
 def _profiled(collector: CollectorBase, frames: int, reader: Callable[[Any], Any] | None, subject: str) -> Profile:
     """Do what `profile` does for a collector, with checked arguments."""
     run = collector.run if isinstance(collector, WorkerCollector) else None
-    together = run is None or isinstance(run.gathering, SyncGathering)
+    together = run is None or run.gathering.together
     first = _read(collector, reader, batches=1 if together else len(run.workers))
     waited = collector.stats().get("reader_waited", 0.0)
     with _timed(collector) as times:
@@ -295,7 +294,7 @@ def _timed(collector: CollectorBase) -> Iterator[list[RolloutTimes]]:
     finally:
         if timer is not None:
             times.append(timer.stop())
-        elif run is not None and not run.pool.closed:
+        elif run is not None and not run.closed:
             times += [each for each in run.stop_timers() if each.frames]
 
 

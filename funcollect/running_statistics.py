@@ -18,10 +18,11 @@ torch.Size([4, 100, 4])
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_choice, check_kind, check_number
+from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
 from funcollect.specs import FINAL, Space, map_leaves, observation_leaves
@@ -83,20 +85,15 @@ def init(space: Space, *, backend: Literal["torch", "jax"] = "torch") -> Running
 
 def start(shapes: Mapping[str, tuple[int, ...]], backend: str) -> RunningStatistics:
     """Statistics of nothing, for leaves of these shapes, with sorted names, as pytrees of JAX have them."""
-    if backend == "torch":
-        zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in sorted(shapes.items())}
-        return RunningStatistics(
-            torch.zeros((), dtype=torch.int64), zeros, {name: torch.ones_like(zero) for name, zero in zeros.items()}
-        )
-    jnp = import_jax().numpy
-    mean, variance = ({name: make(shape) for name, shape in sorted(shapes.items())} for make in (jnp.zeros, jnp.ones))
-    return RunningStatistics(jnp.zeros(2, jnp.uint32), mean, variance)
+    xp = _TORCH if backend == "torch" else _jax()
+    makers = (xp.library.zeros, xp.library.ones)
+    mean, variance = ({name: make(shapes[name], dtype=xp.dtype) for name in sorted(shapes)} for make in makers)
+    return RunningStatistics(xp.count(0), mean, variance)
 
 
 def none_like(stats: RunningStatistics) -> RunningStatistics:
     """Statistics of no observation, with the leaves of these."""
-    backend = "torch" if isinstance(stats.count, Tensor) else "jax"
-    return start({name: tuple(mean.shape) for name, mean in stats.mean.items()}, backend)
+    return start({name: tuple(mean.shape) for name, mean in stats.mean.items()}, _arrays_of(stats).name.lower())
 
 
 def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> RunningStatistics:
@@ -125,7 +122,6 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
     lead = tuple(values[names[0]].shape)[: values[names[0]].ndim - stats.mean[names[0]].ndim]
     if weights is None and isinstance(batch, (TensorDictBase, Mapping)):
         weights = _counting(batch, len(lead))
-    in_jax = not isinstance(stats.count, Tensor)
     for name in names:
         wanted = (*lead, *stats.mean[name].shape)
         if tuple(values[name].shape) != wanted:
@@ -134,10 +130,9 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
             )
     if weights is not None and np.shape(weights) != lead:
         raise ValueError(f"weights is {list(np.shape(weights))}, expected {list(lead)}: pass one for each observation")
-    made = (_moments_in_jax if in_jax else _moments_in_torch)(stats, values, weights, math.prod(lead))
+    made = _moments(stats, values, weights, math.prod(lead))
     for name, variance in made.variance.items():
-        traced = in_jax and isinstance(variance, import_jax().core.Tracer)
-        if not traced and not bool((variance < math.inf).all()):  # NaN is not smaller
+        if not _hold(variance < math.inf):  # NaN is not smaller
             raise ValueError(
                 f"{name!r} has NaN or infinite numbers, which would stay in the statistics, expected finite ones: "
                 "correct the environment, or exclude these frames with weights="
@@ -155,22 +150,17 @@ def _counting(batch: Any, dims: int) -> Any:
     In a dict of JAX arrays, flags have no last dimension of size 1.
     """
     flat = flatten(batch)
-    flags = []
-    if (done := flat.get(("done",))) is not None:
-        flags.append(~(done if done.ndim == dims else done[..., 0]))
-    if (mask := flat.get(("collector", "mask"))) is not None:
-        flags.append(mask)
-    return functools.reduce(operator.and_, flags) if flags else None
+    done, mask = flat.get(("done",)), flat.get(("collector", "mask"))
+    if done is None:
+        return mask
+    live = ~(done if done.ndim == dims else done[..., 0])
+    return live if mask is None else live & mask
 
 
 def _observations(stats: RunningStatistics, batch: Any) -> dict[str, Any]:
     """The observations of a batch, by name."""
     if isinstance(batch, (TensorDictBase, Mapping, tuple)):
-        flat = (
-            {".".join(path): leaf for path, leaf in flatten(batch).items()}
-            if isinstance(batch, TensorDictBase)
-            else _by_name(batch)
-        )
+        flat = _by_name(batch)
         if missing := [name for name in stats.mean if name not in flat]:
             raise KeyError(f"the batch lacks {missing}, expected the observations of the statistics: pass all of them")
         return {name: flat[name] for name in stats.mean}
@@ -178,60 +168,94 @@ def _observations(stats: RunningStatistics, batch: Any) -> dict[str, Any]:
 
 
 def _by_name(observation: Any) -> dict[str, Any]:
-    """The leaves of a dict or tuple by name."""
+    """The leaves of a batch, a dict or a tuple by name."""
     flat: dict[str, Any] = {}
     map_leaves(flat.__setitem__, observation)
     return flat
 
 
-def _moments_in_torch(
-    stats: RunningStatistics, values: Mapping[str, Any], weights: Any, size: int
-) -> RunningStatistics:
+def _moments(stats: RunningStatistics, values: Mapping[str, Any], weights: Any, size: int) -> RunningStatistics:
     """The statistics of one batch of `size` observations."""
-    device = stats.count.device
-    chosen = None if weights is None else torch.as_tensor(weights, device=device).reshape(-1)
-    if chosen is not None and chosen.dtype != torch.bool:
-        if bool(((chosen != 0) & (chosen != 1)).any()):
+    xp, chosen = _arrays_of(stats), None
+    if weights is not None:
+        chosen = xp.array(weights, stats.count).reshape(-1)
+        if chosen.dtype != xp.library.bool and not _hold((chosen == 0) | (chosen == 1)):
             raise ValueError(
                 f"weights is {shown(weights)}, expected bools, or zeros and ones: pass a mask of the rows that count"
             )
         chosen = chosen != 0
-    mean, variance = {}, {}
+    count, mean, variance = xp.count(size if chosen is None else chosen.sum()), {}, {}
     for name, value in values.items():
-        rows = torch.as_tensor(value, device=device).detach().reshape(size, *stats.mean[name].shape).double()
-        rows = rows if chosen is None else rows[chosen]
-        filled = rows if len(rows) else rows.new_zeros(1, *rows.shape[1:])
-        mean[name] = filled.mean(0)
-        variance[name] = (filled - mean[name]).square().mean(0)
-    count = size if chosen is None else int(chosen.sum())
-    return RunningStatistics(torch.tensor(count, device=device), mean, variance)
+        before = stats.mean[name]
+        rows = xp.array(value, before, before.dtype).reshape(size, *before.shape)
+        mean[name], variance[name] = xp.moments(rows, chosen, count)
+    return RunningStatistics(count, mean, variance)
 
 
-def _moments_in_jax(stats: RunningStatistics, values: Mapping[str, Any], weights: Any, size: int) -> RunningStatistics:
-    """The statistics of one batch of `size` observations."""
+def _hold(flags: Any) -> bool:
+    """Whether all flags are True; in traced code it is taken for granted."""
+    return (not isinstance(flags, Tensor) and isinstance(flags, import_jax().core.Tracer)) or bool(flags.all())
+
+
+def _moments_of_kept(rows: Tensor, chosen: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean and the variance [*shape] of the rows [size, *shape] that are `chosen` [size]; zeros if none is."""
+    kept = rows if chosen is None else rows[chosen]
+    kept = kept if len(kept) else kept.new_zeros(1, *kept.shape[1:])
+    mean = kept.mean(0)
+    return mean, (kept - mean).square().mean(0)
+
+
+_TORCH = SimpleNamespace(
+    name="Torch",
+    library=torch,
+    dtype=torch.float64,  # of moments; counts are int64
+    array=lambda value, like, dtype=None: torch.as_tensor(value, dtype=dtype, device=like.device).detach(),
+    count=torch.as_tensor,
+    moments=_moments_of_kept,
+    total=operator.add,
+    share=lambda part, total: part.double() / total.clamp(min=1),
+)
+
+
+@cache
+def _jax() -> Any:
+    """The same in JAX: in its default precision, with counts in two words of 32 bits."""
     jnp = import_jax().numpy
-    weights = weights.numpy(force=True) if isinstance(weights, Tensor) else weights
-    if weights is not None and not isinstance(weights, import_jax().core.Tracer):
-        given = np.asarray(weights)
-        if given.dtype != bool and ((given != 0) & (given != 1)).any():
-            raise ValueError(
-                f"weights is {shown(weights)}, expected bools, or zeros and ones: pass a mask of the rows that count"
-            )
-    chosen = jnp.ones(size, bool) if weights is None else jnp.asarray(weights).reshape(-1).astype(bool)
-    count = chosen.sum(dtype=jnp.uint32)
-    total = jnp.maximum(count, 1)
-    mean, variance = {}, {}
-    for name, value in values.items():
-        given = jnp.asarray(value.numpy(force=True) if isinstance(value, Tensor) else value)
-        rows = given.astype(stats.mean[name].dtype).reshape(size, *stats.mean[name].shape)
-        kept = chosen.reshape(size, *[1] * (rows.ndim - 1))
-        number = total.astype(rows.dtype)
+
+    def array(value: Any, like: Any, dtype: Any = None) -> Any:
+        return jnp.asarray(value.numpy(force=True) if isinstance(value, Tensor) else value, dtype)
+
+    def moments(rows: Any, chosen: Any, count: Any) -> tuple[Any, Any]:
+        """Of all rows under a mask, since shapes do not depend on data."""
+        kept = (jnp.ones(len(rows), bool) if chosen is None else chosen).reshape(-1, *[1] * (rows.ndim - 1))
+        number = jnp.maximum(count[0], 1).astype(rows.dtype)
         rough = jnp.where(kept, rows, 0).sum(0) / number  # the sum of many rows is rounded, so the mean is corrected
         apart = jnp.where(kept, rows - ranked(rough, rows), 0)
         missing = apart.sum(0) / number
-        mean[name] = rough + missing
-        variance[name] = jnp.maximum((apart**2).sum(0) / number - missing**2, 0)
-    return RunningStatistics(jnp.stack([count, jnp.zeros_like(count)]), mean, variance)
+        return rough + missing, jnp.maximum((apart**2).sum(0) / number - missing**2, 0)
+
+    def total(one: Any, other: Any) -> Any:
+        low = one[0] + other[0]
+        return jnp.stack([low, one[1] + other[1] + (low < one[0]).astype(np.uint32)])
+
+    def number(count: Any) -> Any:
+        return count[0].astype(np.float32) + count[1].astype(np.float32) * np.float32(2.0**32)
+
+    return SimpleNamespace(
+        name="JAX",
+        library=jnp,
+        dtype=None,
+        array=array,
+        count=partial(words.add, np.zeros(2, np.uint32)),
+        moments=moments,
+        total=total,
+        share=lambda part, total: number(part) / jnp.maximum(number(total), 1),
+    )
+
+
+def _arrays_of(stats: RunningStatistics) -> Any:
+    """The functions of the framework that statistics are of."""
+    return _TORCH if isinstance(stats.count, Tensor) else _jax()
 
 
 def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics:
@@ -249,17 +273,12 @@ def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics
     """
     _check("one", one)
     _check("other", other)
-    names, in_torch = sorted(one.mean), isinstance(one.count, Tensor)
     check_alike(one, other)
-    if in_torch:
-        other = moved(other, one.count.device)
-        count = one.count + other.count
-        share = other.count.double() / count.clamp(min=1)
-    else:
-        count = _sum_of_words(one.count, other.count)
-        share = _float_of(other.count) / import_jax().numpy.maximum(_float_of(count), 1)
-    mean, variance = {}, {}
-    for name in names:
+    xp = _arrays_of(one)
+    other = moved(other, one.count.device) if xp is _TORCH else other
+    count = xp.total(one.count, other.count)
+    share, mean, variance = xp.share(other.count, count), {}, {}
+    for name in sorted(one.mean):
         apart = other.mean[name] - one.mean[name]
         mean[name] = one.mean[name] + apart * share
         variance[name] = (
@@ -271,9 +290,8 @@ def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics
 def check_alike(one: RunningStatistics, other: Any) -> None:
     """Raise TypeError for other statistics in another framework, and ValueError for other keys or shapes."""
     _check("the other", other)
-    in_torch = isinstance(one.count, Tensor)
-    if in_torch is not isinstance(other.count, Tensor):
-        first, second = ("Torch", "JAX") if in_torch else ("JAX", "Torch")
+    first, second = (_arrays_of(stats).name for stats in (one, other))
+    if first != second:
         raise TypeError(
             f"the statistics are of {first} and of {second}, expected one framework: start both with the same backend, "
             f"running_statistics.init(space, backend={first.lower()!r})"
@@ -283,16 +301,6 @@ def check_alike(one: RunningStatistics, other: Any) -> None:
         raise ValueError(
             f"the statistics have the keys and shapes {shapes[0]} and {shapes[1]}, expected the same: pass those"
         )
-
-
-def _sum_of_words(one: Any, other: Any) -> Any:
-    """The sum of two counts of 64 bits, each uint32 [2]."""
-    low = one[0] + other[0]
-    return import_jax().numpy.stack([low, one[1] + other[1] + (low < one[0]).astype(np.uint32)])
-
-
-def _float_of(words: Any) -> Any:
-    return words[0].astype(np.float32) + words[1].astype(np.float32) * np.float32(2.0**32)
 
 
 def normalize(stats: RunningStatistics, observation: Any, *, clip: float | None = None) -> Any:
@@ -368,30 +376,25 @@ def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any
         deviation = (stats.variance[name] + EPSILON) ** 0.5
         return function(value, *(ranked(_like(each, value), value) for each in (stats.mean[name], deviation)))
 
-    if isinstance(observation, TensorDictBase):
-        return _applied_to_batch(stats, observation, leaf)
-    if isinstance(observation, (Mapping, tuple)):
+    if isinstance(observation, (TensorDictBase, Mapping, tuple)):
         names = {name.removeprefix("next.") for name in _by_name(observation)}
         if missing := sorted(stats.mean.keys() - names):
             raise KeyError(f"the observation lacks {missing}, which the statistics have: pass all keys")
-        return map_leaves(leaf, observation)
+        in_batch = isinstance(observation, TensorDictBase)
+        return _changed(stats, observation, leaf) if in_batch else map_leaves(leaf, observation)
     if len(stats.mean) > 1:
         raise ValueError(f"there are statistics of {sorted(stats.mean)}, but one array is given: pass a dict of these")
     return leaf(next(iter(stats.mean)), observation)
 
 
-def _applied_to_batch(
-    stats: RunningStatistics, batch: TensorDictBase, function: Callable[[str, Any], Any]
-) -> TensorDictBase:
+def _changed(stats: RunningStatistics, batch: TensorDictBase, function: Callable[[str, Any], Any]) -> TensorDictBase:
     """A batch whose observations before and after each step are the results of ``function(name, leaf)``."""
     if batch.get(FINAL, None) is not None:
         raise ValueError(
             "the batch lacks next observations (compact_obs=True): pass funcollect.next_observations(batch)"
         )
-    result, known = batch.copy(), set(flatten(batch))
-    for name in stats.mean:
-        path = tuple(name.split("."))
-        result.set(key_of(path), function(name, batch[key_of(path)]))
-        if ("next", *path) in known:
-            result.set(("next", *path), function(name, batch["next", *path]))
+    result = batch.copy()
+    for path, value in flatten(batch).items():
+        if (name := ".".join(path)).removeprefix("next.") in stats.mean:
+            result.set(key_of(path), function(name, value))
     return result

@@ -24,9 +24,9 @@ from funcollect.keys import key_from_seed
 from funcollect.messages import kind_of, shown
 from funcollect.policies.base import check_policy
 from funcollect.policies.normalized import Normalized, check_statistics
-from funcollect.policies.populations.population import Population
-from funcollect.policies.torch_backed import TorchBacked
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source
+from funcollect.policies.population import Population
+from funcollect.policies.torch_in_jax import LoweredPolicy, Source
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.protocols import Backend, Env, Policy, is_env
 from funcollect.specs import ExplorationType
 from funcollect.tree import without_time
@@ -173,7 +173,7 @@ def run(
     route = route_of(env, policy, request.exploration_type)
     run_loop, inner = loops[route.loop].run, route.policy
     with memory_for(lambda: f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
-        if inner is policy or not isinstance(inner, EmbeddedPolicy):
+        if inner is policy or not isinstance(inner, LoweredPolicy):
             after, batch = run_loop(env, inner, state, request)
         else:
             after, batch = run_in_jax(inner, state, lambda entered: run_loop(env, inner, entered, request))

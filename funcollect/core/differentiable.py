@@ -32,7 +32,7 @@ from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memo import memo_of
-from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import JaxEnv, Policy, Transition, traced_values
 from funcollect.specs import ExplorationType
 from funcollect.tree import Path

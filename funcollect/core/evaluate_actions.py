@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import optree
-import torch
 from tensordict import TensorDictBase
 from tensordict.nn import (
     InteractionType,
@@ -23,26 +21,25 @@ from torch import Tensor
 
 from funcollect.arguments import check_kind
 from funcollect.core.exploration import EXPLORATION
-from funcollect.core.lanes import where_lanes
 from funcollect.core.state import flatten_part
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.keys import key_from_seed
 from funcollect.messages import kind_of, shown
-from funcollect.policies.actors.actor import recurrent_names, split_answer
-from funcollect.policies.actors.checks import check_parameters, check_recurrent, checked_lead
-from funcollect.policies.jax_functions.function_policy import FunctionPolicy
+from funcollect.policies.actors.actor import read_answer, recurrent_names, split_recurrent
+from funcollect.policies.actors.checks import checked_lead
+from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
 from funcollect.policies.numerics import TORCH, jax_numerics
-from funcollect.policies.populations.population import Population
+from funcollect.policies.population import Population
 from funcollect.policies.tensordict_modules.calling import paths_of
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
+from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy, is_env
 from funcollect.specs import ActionSpec, Leaf, Space, assemble
 from funcollect.trajectories.split import LANE, STEP, TRAJECTORY_IDS
-from funcollect.tree import NAMESPACE, Path, flatten, select, to_tensordict
+from funcollect.tree import Path, flatten, to_tensordict
 
 _ACTION: Path = ("action",)
 _LOG_PROB: Path = ("action_log_prob",)
@@ -50,39 +47,9 @@ _TIME_MAJOR = ("collector", "episode")  # a key that only batches of `funcollect
 _ANY = key_from_seed(0)  # initial states do not depend on keys
 
 _Leaves = Mapping[Path, Any]  # the leaves of a batch, each [..., *shape]
-_Forward = Callable[
-    [_Leaves, Any], tuple[Any, Any]
-]  # from inputs and the recurrent state to outputs and the next state
+_Forward = Callable[[_Leaves, Any], tuple[Any, Any]]  # from inputs and recurrent state to outputs and the next state
 
 _Spaces = tuple[Space, Sequence[Leaf], ActionSpec]
-
-
-@dataclass(frozen=True)
-class _Framework:
-    """What Torch and JAX do differently."""
-
-    xp: Any  # the functions that heads need
-    map: Callable[..., Any]  # over the leaves of pytrees
-    cast: Callable[[Any, Any], Any]  # of an array to a dtype
-    select: Callable[[Any, Any, Any], Any]  # the lanes of a mask [P] from one pytree, the rest from another
-    scan: Callable[[Any, Any, Any], tuple[Any, Any]]  # `jax.lax.scan`
-
-
-def _scan(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Any) -> tuple[Any, Any]:
-    """Do what `jax.lax.scan` does, in Torch."""
-    outputs = []
-    for row in zip(*map(torch.unbind, optree.tree_leaves(rows, namespace=NAMESPACE)), strict=True):
-        carry, output = step(carry, optree.tree_unflatten(optree.tree_structure(rows, namespace=NAMESPACE), row))
-        outputs.append(output)
-    return carry, optree.tree_map(lambda *leaves: torch.stack(leaves), *outputs, namespace=NAMESPACE)
-
-
-_TORCH = _Framework(TORCH, partial(optree.tree_map, namespace=NAMESPACE), Tensor.to, select, _scan)
-
-
-def _in_jax() -> _Framework:
-    jax = import_jax()
-    return _Framework(jax_numerics(), jax.tree.map, jax.numpy.astype, where_lanes, jax.lax.scan)
 
 
 def remember_spaces(policy: Policy, space: Space, leaves: Sequence[Leaf], spec: ActionSpec) -> None:
@@ -136,7 +103,7 @@ def evaluate_actions(
     if env is not None and not is_env(env):
         raise TypeError(f"env is {kind_of(env)}, expected an Env or None: pass the environment of the batch")
     rows = flatten(batch)
-    if isinstance(policy.source if isinstance(policy, EmbeddedPolicy) else policy, Population):
+    if isinstance(policy.source if isinstance(policy, LoweredPolicy) else policy, Population):
         raise TypeError(
             "policy is a population, expected one member: pass that with its own parameters and lanes of the batch, "
             "for all members under jax.vmap or torch.func.vmap"
@@ -154,42 +121,31 @@ def evaluate_actions(
     space, leaves, spec = _spaces_of(policy, env)
     in_torch = isinstance(policy, TorchPolicy)
     exploration: list[Path] = [(*EXPLORATION, name) for name in policy.head.values]
-    _check_rows(rows, [_ACTION, *(leaf.path for leaf in leaves), *exploration], Tensor if in_torch else None)
-    framework = _TORCH if in_torch else _in_jax()
+    _check_rows(rows, [_ACTION, *(leaf.path for leaf in leaves), *exploration], in_torch=in_torch)
     rows = _beside(policy, rows)
-    xp, network, action = framework.xp, _network(policy, params), rows[_ACTION]
+    xp, network, action = TORCH if in_torch else jax_numerics(), _network(policy, params), rows[_ACTION]
     head = policy.head.at({path[-1]: rows[path] for path in exploration})
 
     def call(inputs: _Leaves, recurrent: Any) -> tuple[Any, Any]:
         answer, after = network(assemble(space, inputs), recurrent)
-        inner, extras = split_answer(answer, head)
-        parameters = head.parse(xp, inner, spec)
-        check_parameters(head.names, parameters, len(next(iter(inputs.values()))))
+        parameters, extras = read_answer(xp, head, answer, spec, len(next(iter(inputs.values()))))
         return (parameters, dict(extras)), after
 
     inputs = {leaf.path: rows[leaf.path] for leaf in leaves}
     lead = checked_lead(action, spec, {leaf: inputs[leaf.path].shape for leaf in leaves})
+    recurrent = None if policy.initial_state is None else _recurrent(policy, rows, policy_state)
+    parameters, outputs = _outputs(xp, call, inputs, rows, lead, recurrent)
     action = action.long() if in_torch and spec.categories else action  # Torch takes no other integers for an index
-    if policy.initial_state is None:
-        parameters, outputs = _at_once(framework, call, inputs, lead)
-    else:
-        parameters, outputs = _in_order(framework, call, inputs, rows, lead, _recurrent(policy, rows, policy_state))
-    if spec.dtype.is_floating_point and _LOG_PROB in rows:
-        action, parameters = _as_recorded(framework, rows[_LOG_PROB].dtype, action, parameters)
+    if spec.dtype.is_floating_point and _LOG_PROB in rows:  # in the precision in which the rollout scored, or a higher
+        dtype = rows[_LOG_PROB].dtype
+        action = xp.cast(action, dtype)
+        wide = (xp.cast(leaf, dtype) if leaf.dtype.itemsize < dtype.itemsize else leaf for leaf in parameters)
+        parameters = tuple(wide)
     chosen = {name: rows.get((name,), value) for name, value in head.record(xp, action, spec).items()}
     chosen["action"] = action
     log_prob, entropy = head.log_prob(xp, parameters, chosen, spec), head.entropy(xp, parameters, spec)
     scores = {"action_log_prob": log_prob, "entropy": entropy}
     return {**outputs, **{name: score for name, score in scores.items() if score is not None}}
-
-
-def _as_recorded(framework: _Framework, dtype: Any, action: Any, parameters: Any) -> tuple[Any, Any]:
-    """The action in `dtype`, in which the rollout scored it, and parameters that are no narrower."""
-
-    def widen(leaf: Any) -> Any:
-        return framework.cast(leaf, dtype) if leaf.dtype.itemsize < dtype.itemsize else leaf
-
-    return framework.cast(action, dtype), framework.map(widen, parameters)
 
 
 def _spaces_of(policy: Policy, env: Env | None) -> _Spaces:
@@ -205,16 +161,14 @@ def _spaces_of(policy: Policy, env: Env | None) -> _Spaces:
     return known[0]
 
 
-def _check_rows(rows: _Leaves, wanted: Sequence[Path], kind: type | None) -> None:
-    """Raise ValueError for missing keys, and TypeError unless leaves are tensors; for None, unless they are not."""
+def _check_rows(rows: _Leaves, wanted: Sequence[Path], *, in_torch: bool) -> None:
+    """Raise ValueError for missing keys, and TypeError unless the leaves are those of the policy's framework."""
     if missing := [".".join(path) for path in wanted if path not in rows]:
         raise ValueError(f"the batch lacks {missing}, expected {['.'.join(path) for path in wanted]}: pass all of it")
-    given = rows[_ACTION]
-    if isinstance(given, Tensor) is not (kind is Tensor):
-        mend = "the TensorDict itself" if kind is Tensor else "funcollect.interop.to_jax(batch)"
+    if isinstance(rows[_ACTION], Tensor) is not in_torch:
+        name, mend = ("Torch", "the TensorDict itself") if in_torch else ("JAX", "funcollect.interop.to_jax(batch)")
         raise TypeError(
-            f"the batch holds a {type(given).__name__}, expected what a policy in {'Torch' if kind else 'JAX'} takes: "
-            f"pass {mend}"
+            f"the batch holds a {type(rows[_ACTION]).__name__}, expected what a policy in {name} takes: pass {mend}"
         )
 
 
@@ -226,69 +180,19 @@ def _beside(policy: Policy, rows: _Leaves) -> dict[Path, Any]:
 
 def _network(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
     """The policy's module or function with these parameters, from an observation and the recurrent state, or None."""
-    if isinstance(policy, TorchPolicy):
-        module = policy.uncompiled(policy.prepare(params))
-
-        def run(observation: Any, recurrent: Any) -> Any:
-            return module(*policy.arguments(observation, recurrent))
-    else:
+    if isinstance(policy, FunctionPolicy):
         if policy.takes_key:
             raise TypeError(
                 f"the policy's function draws random numbers from its parameter {policy.takes_key!r}, which a batch "
                 "does not hold: leave the parameter out"
             )
-        prepared = policy.params if params is None else params  # which may be traced
-
-        def run(observation: Any, recurrent: Any) -> Any:
-            return policy.apply(prepared, observation, *(() if recurrent is None else (recurrent,)))
+        return partial(policy.called, policy.params if params is None else params)  # which may be traced
+    module = policy.uncompiled(policy.prepare(params))
 
     def call(observation: Any, recurrent: Any) -> tuple[Any, Any]:
-        answer = run(observation, recurrent)
-        if recurrent is None:
-            return answer, None
-        check_recurrent(answer, recurrent)
-        return answer[0], answer[1]
+        return split_recurrent(module(*policy.arguments(observation, recurrent)), recurrent)
 
     return call
-
-
-def _at_once(framework: _Framework, call: _Forward, inputs: _Leaves, lead: Sequence[int]) -> Any:
-    """The outputs [*lead, ...] of one call for all rows."""
-    flat = {path: leaf.reshape(-1, *leaf.shape[len(lead) :]) for path, leaf in inputs.items()}
-    return framework.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), call(flat, None)[0])
-
-
-def _in_order(
-    framework: _Framework, call: _Forward, inputs: _Leaves, rows: _Leaves, lead: Sequence[int], recurrent: _Recurrent
-) -> Any:
-    """The outputs of one call per step, each in the shape of the batch."""
-    _check_rows(rows, [LANE, STEP, *recurrent.paths], Tensor if framework is _TORCH else None)
-    turn, back = _turning(rows, lead)
-    lane, step = turn(rows[LANE]), turn(rows[STEP])
-    if recurrent.given:
-        _check_whole(lane, step, len(recurrent.given[0]))
-    apart = lane[1:] != lane[:-1]
-    if recurrent.given is None:  # the batch has the state of each row, and may be a sample, such as slices in a row
-        apart = apart | (step[1:] != step[:-1] + 1)
-    if recurrent.given is None and TRAJECTORY_IDS in rows:
-        ids = turn(rows[TRAJECTORY_IDS])
-        other = ids[1:] != ids[:-1]
-        apart = apart | (other if other.ndim == apart.ndim else other.any(-1))  # in JAX 64 bits may be two words
-    changes = framework.xp.concatenate([(lane[:1] == lane[:1]).T, apart.T]).T  # the first row, and those after a gap
-    if recurrent.given is None:
-        starts = [turn(rows[path]) for path in recurrent.paths]
-    else:
-        starts = [framework.xp.broadcast_to(leaf, (len(step), *leaf.shape)) for leaf in recurrent.given]
-
-    def advance(carry: Any, row: Any) -> tuple[Any, Any]:
-        inputs, changes, fresh, start = row
-        carry = framework.select(changes, recurrent.treedef.unflatten(start), carry)
-        outputs, carry = call(inputs, framework.select(fresh, recurrent.initial, carry))
-        return carry, outputs
-
-    turned = {path: turn(leaf) for path, leaf in inputs.items()}
-    carry = recurrent.treedef.unflatten([leaf[0] for leaf in starts])
-    return framework.map(back, framework.scan(advance, carry, (turned, changes, step == 0, starts))[1])
 
 
 @dataclass(frozen=True)
@@ -298,7 +202,7 @@ class _Recurrent:
     initial: Any  # at the start of an episode, [1, ...]
     treedef: Any  # its structure
     paths: list[Path]  # the batch's keys that hold it
-    given: list[Any] | None  # at the beginning of the batch, [P, ...], if the user gave it
+    given: list[Any] | None = None  # at the beginning of the batch, [P, ...], if the user gave it
 
 
 def _recurrent(policy: TorchPolicy | FunctionPolicy, rows: _Leaves, policy_state: Any) -> _Recurrent:
@@ -314,7 +218,7 @@ def _recurrent(policy: TorchPolicy | FunctionPolicy, rows: _Leaves, policy_state
                 "policy_state is not given: make the policy with record_state=True, or pass the state.policy_state "
                 "from before the rollout"
             )
-        return _Recurrent(initial, treedef, paths, None)
+        return _Recurrent(initial, treedef, paths)
     if isinstance(policy_state, TorchPolicyState):
         policy_state = policy_state.on(rows[_ACTION].device).recurrent
     given = flatten_part(policy_state)[0]
@@ -324,6 +228,46 @@ def _recurrent(policy: TorchPolicy | FunctionPolicy, rows: _Leaves, policy_state
             f"of this policy, {[('P', *leaf.shape[1:]) for leaf in leaves]}: pass state.policy_state"
         )
     return _Recurrent(initial, treedef, [], given)
+
+
+def _outputs(
+    xp: Any, call: _Forward, inputs: _Leaves, rows: _Leaves, lead: Sequence[int], recurrent: _Recurrent | None
+) -> Any:
+    """The outputs in the shape of the batch: of one call for all rows, or for a recurrent policy of one per step."""
+    if recurrent is None:
+        flat = {path: leaf.reshape(-1, *leaf.shape[len(lead) :]) for path, leaf in inputs.items()}
+        return xp.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), call(flat, None)[0])
+    _check_rows(rows, [LANE, STEP, *recurrent.paths], in_torch=xp is TORCH)
+    turn, back = _turning(rows, lead)
+    lane, step = turn(rows[LANE]), turn(rows[STEP])
+    if recurrent.given is not None:
+        starts = [xp.broadcast_to(leaf, (len(step), *leaf.shape)) for leaf in recurrent.given]
+        if recurrent.given:
+            _check_whole(lane, step, len(recurrent.given[0]))
+        apart = lane[1:] != lane[:-1]
+    else:
+        starts = [turn(rows[path]) for path in recurrent.paths]
+        apart = _gaps(lane, step, turn(rows[TRAJECTORY_IDS]) if TRAJECTORY_IDS in rows else None)
+    changes = xp.join([lane[:1] == lane[:1], apart])  # the first row, and those after a gap
+
+    def advance(carry: Any, row: Any) -> tuple[Any, Any]:
+        inputs, changes, fresh, start = row
+        carry = xp.select(changes, recurrent.treedef.unflatten(start), carry)
+        outputs, carry = call(inputs, xp.select(fresh, recurrent.initial, carry))
+        return carry, outputs
+
+    turned = {path: turn(leaf) for path, leaf in inputs.items()}
+    carry = recurrent.treedef.unflatten([leaf[0] for leaf in starts])
+    return xp.map(back, xp.scan(advance, carry, (turned, changes, step == 0, starts))[1])
+
+
+def _gaps(lane: Any, step: Any, ids: Any) -> Any:
+    """Which rows [T - 1, L] but the first do not follow on the row before, as in slices of samples in a row."""
+    apart = (lane[1:] != lane[:-1]) | (step[1:] != step[:-1] + 1)
+    if ids is None:
+        return apart
+    other = ids[1:] != ids[:-1]
+    return apart | (other if other.ndim == apart.ndim else other.any(-1))  # in JAX 64 bits may be two words
 
 
 def _check_whole(lane: Any, step: Any, lanes: int) -> None:
@@ -372,7 +316,7 @@ def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> di
             f"policy is a {type(module).__name__}, expected one with a distribution, such as TorchRL's "
             "ProbabilisticActor: pass that"
         )
-    _check_rows(rows, [_ACTION, *paths_of(module, "in_keys")], Tensor)
+    _check_rows(rows, [_ACTION, *paths_of(module, "in_keys")], in_torch=True)
     rows = _beside(policy, rows)
     inputs = {path: rows[path] for path in paths_of(module, "in_keys")}
     lead = rows["next", "done"].shape[:-1] if ("next", "done") in rows else rows[_ACTION].shape[:1]
@@ -390,11 +334,10 @@ def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> di
         return found, after
 
     inputs[_ACTION] = rows[_ACTION]
-    if not policy.hidden_states:
-        outputs = _at_once(_TORCH, call, inputs, lead)
-    else:
+    recurrent = None
+    if policy.hidden_states:
         initial = {path: leaf[None] for path, leaf in policy.hidden_states.items()}
-        recurrent = _Recurrent(initial, flatten_part(initial)[1], sorted(initial), None)
+        recurrent = _Recurrent(initial, flatten_part(initial)[1], sorted(initial))
         inputs = {path: leaf for path, leaf in inputs.items() if path not in initial}
-        outputs = _in_order(_TORCH, call, inputs, rows, lead, recurrent)
+    outputs = _outputs(TORCH, call, inputs, rows, lead, recurrent)
     return {".".join(path): leaf for path, leaf in outputs.items()}

@@ -12,9 +12,8 @@ from funcollect.core.routes import Route, route_of
 from funcollect.envs.host.host_env import seeding_of, statistics_of
 from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.jax_setup import dispatch_note, import_jax
-from funcollect.policies.torch_backed import TorchBacked
-from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
-from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.protocols import Env, Policy
 
 _NOT_BY_CUT = "data depend on every step and reset since, not on how a run is cut into batches"
@@ -102,7 +101,7 @@ def explain(env: Env, policy: Policy) -> Plan:
     check_pair(env, policy)
     route = route_of(env, policy)
     noise = policy.noise(env.action_spec)
-    in_jax = route.policy.backend == "jax" and not isinstance(route.policy, CallbackPolicy)
+    in_jax = route.policy.backend == "jax"
     keyed = noise is not None and noise.kind in ("key", "keys")
     by_module = isinstance(policy, TorchBacked) and not in_jax
     kind: str = noise.kind if noise else "none" if in_jax else "unknown"
@@ -191,11 +190,6 @@ def _why(env: Env, route: Route) -> str:
                 f"{where}, and the policy's module is lowered to one (its torch.export graph in jax.numpy), so "
                 f"{one_loop}"
             )
-        case "fused", CallbackPolicy():
-            return (
-                f"{where}; {one_loop}, which calls the policy's module in Torch on its own buffers "
-                "(jax.experimental.buffer_callback)"
-            )
         case "fused", policy if policy.backend == "jax":
             return f"environment and policy are both JAX functions, so {one_loop}"
         case "fused", _:
@@ -215,8 +209,6 @@ def _copies(env: Env, route: Route) -> str:
     if isinstance(policy, LoweredPolicy):
         columns = _OWN_COLUMNS if route.loop == "fused" else "each observation once, into the batch"
         return f"parameters and buffers into JAX's layout, at every rollout; {columns}"
-    if isinstance(policy, CallbackPolicy):
-        return f"each observation to where the module reads it, and its answer into the loop; {_OWN_COLUMNS}"
     if route.loop == "fused":
         return f"nothing: {_OWN_COLUMNS}"
     if route.loop == "captured":

@@ -12,12 +12,11 @@ from tensordict import TensorDict
 
 from funcollect.arguments import check_function
 from funcollect.messages import shown
+from funcollect.policies.base import HeadedPolicy
 from funcollect.policies.heads.head import Head
-from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.tensordict_modules.calling import carries_action
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_backed import TorchBacked
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import Policy
 from funcollect.tree import Path
 
@@ -104,19 +103,18 @@ def with_values(batch: TensorDict, values: Mapping[str, float]) -> TensorDict:
 
 def head_of(policy: Policy) -> Head | None:
     """Return the head of a policy over a module or a function, if it has one."""
-    return policy.head if isinstance(policy, TorchBacked | FunctionPolicy) else None
+    return policy.head if isinstance(policy, HeadedPolicy) else None
 
 
 def own_action_warning(policy: Policy, random_frames: int | None) -> str:
     """Return a warning for random first frames of a policy that may carry its own action; empty for any other."""
     if not random_frames or random_frames < 0:
         return ""
-    source = policy.source if isinstance(policy, EmbeddedPolicy) else policy
+    source = policy.source if isinstance(policy, LoweredPolicy) else policy
     if isinstance(source, TensorDictPolicy):
         carries = carries_action(source.module, [*source.written.values()])
     else:
-        recurrent = source.initial_state if isinstance(source, TorchBacked | FunctionPolicy) else None
-        carries = recurrent is not None and head_of(source) is None
+        carries = isinstance(source, HeadedPolicy) and source.initial_state is not None and source.head is None
     if not carries:
         return ""
     return (

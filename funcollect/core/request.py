@@ -15,7 +15,7 @@ from funcollect.core.exploration import NO_VALUES, check_values, head_of
 from funcollect.core.state import CollectorState
 from funcollect.keys import draw_ahead, random_words
 from funcollect.policies.random_policy import RandomStart
-from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import Actor, ActorInputs, Env, Exploration, JaxEnv, Policy, TorchEnv
 from funcollect.specs import ExplorationType
 from funcollect.threefry import Words

@@ -17,8 +17,8 @@ from funcollect.core.request import Request
 from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.interop.jax_setup import import_jax
-from funcollect.policies.populations.population import Population
-from funcollect.policies.torch_backed import TorchBacked
+from funcollect.policies.population import Population
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.protocols import ActorInputs, Env, Policy
 
 COMPILED = ("fused", "captured")  # loops in which nothing can be timed, since one program does it all

@@ -39,8 +39,8 @@ from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.policies.jax_functions.program import PROBE
 from funcollect.policies.jax_functions.traced_policy import check_traceable
-from funcollect.policies.populations.population import Population
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
+from funcollect.policies.population import Population
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.specs import ExplorationType
 from funcollect.tree import Path, nest
@@ -358,7 +358,7 @@ def _checked_config(
     env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request
 ) -> tuple[StepConfig, BoundParams]:
     check_traced_state(env, state)
-    source = policy.source if isinstance(policy, EmbeddedPolicy) else policy
+    source = policy.source if isinstance(policy, LoweredPolicy) else policy
     if isinstance(source, Population) and state.num_lanes != state.total_lanes:
         raise PolicyError(
             f"a population acts in {state.num_lanes} of {state.total_lanes} lanes, expected all of them in traced "

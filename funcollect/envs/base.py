@@ -13,7 +13,7 @@ from typing_extensions import override
 from funcollect.arguments import check_function, check_num_envs
 from funcollect.errors import EnvError
 from funcollect.messages import form
-from funcollect.protocols import Backend, Env, Transition
+from funcollect.protocols import Backend, DeviceEnv, JaxEnv, TorchEnv, Transition
 from funcollect.specs import ActionSpec, Leaf, Space, observation_leaves
 
 if TYPE_CHECKING:  # a cached property does not fit a protocol's property for pyright
@@ -85,8 +85,8 @@ def checked_start(env: object, answer: Any) -> tuple[Any, Any]:
     return answer
 
 
-def checked_transition(env: Env, answer: Any) -> Transition:
-    """Return what `step` of a JAX or Torch environment returned; EnvError unless it is a Transition."""
+def checked_transition(env: JaxEnv | TorchEnv | DeviceEnv, answer: Any) -> Transition:
+    """Return what `step` of an environment returned; EnvError unless it is a Transition."""
     if not isinstance(answer, Transition):
         raise EnvError(
             f"step of {env!r} returned {returned(answer)}, expected a Transition: return "

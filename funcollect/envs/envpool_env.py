@@ -85,7 +85,7 @@ def from_envpool(
         observation_space=space,
         action_spec=action_spec,
         observation_leaves=observation_leaves(space, dtype),
-        opener=partial(EnvPoolLanes, build),
+        opener=partial(EnvPoolLanes, build, getattr(spec.config, "episodic_life", False)),
         info_keys=tuple(info_keys),
         seeding="run",
         forking="none",
@@ -142,18 +142,20 @@ def _widened(space: Space) -> Space:
 class EnvPoolLanes(SimulatorsBase):
     """The lanes of a pool in synchronous mode, which returns results in the order of the indices that it is sent.
 
-    EnvPool resets a lane at the step after its episode's end, and goes on with the game if only a life was lost. So
-    lanes that are done are reset by such a step, whose action is ignored. A reset by index would begin another game.
+    EnvPool resets a lane at the step after its episode's end, and goes on with the game if only a life was lost. With
+    `lives`, lanes that are done are therefore reset by such a step, whose action is ignored. A reset by index, which
+    takes half as long, would begin another game.
     """
 
-    def __init__(self, build: Callable[[Sequence[int]], Any], env: SimulatedEnv) -> None:
+    def __init__(self, build: Callable[[Sequence[int]], Any], lives: bool, env: SimulatedEnv) -> None:
+        self._lives = lives
         """Prepare the lanes that `env` describes; the first reset builds the pool."""
         self._build = build  # makes a pool from one seed for each lane
         self._pool: Any = None
         self._decode = batch_decoder(env.action_spec)
         self._info_keys = env.info_keys
         self._num_envs = env.num_envs or 1
-        self._ended = np.zeros(self._num_envs, bool)  # [P]: the lane's last step ended an episode
+        self._ended = np.zeros(self._num_envs, bool)  # [P]: with `lives`, the lane's last step ended an episode
         self._no_action = np.zeros((self._num_envs, *(env.action_space.shape or ())), env.action_space.dtype)
         self._rows = Rows(env)
         self.observation = self._rows.arrays
@@ -187,7 +189,8 @@ class EnvPoolLanes(SimulatorsBase):
             observation, reward, terminated, truncated, info = self._pool.step(actions, index)
         except Exception as error:
             raise EnvError(f"EnvPool's step raised {error!r}: {ONWARD}") from error
-        self._ended[... if index is None else index] = terminated | truncated
+        if self._lives:
+            self._ended[... if index is None else index] = terminated | truncated
         infos = [info[key] for key in self._info_keys]
         self._rows.write_batch(observation, index)
         return reward, terminated.tolist(), truncated.tolist(), infos

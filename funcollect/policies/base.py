@@ -29,6 +29,7 @@ from funcollect.policies.actors.actor import (
     tensor_over,
 )
 from funcollect.policies.actors.checks import check_action, finish_columns
+from funcollect.policies.heads.head import Head
 from funcollect.policies.weights import copied, matched, state_dict_of
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy, is_env, is_policy
 from funcollect.specs import ActionSpec
@@ -114,6 +115,27 @@ class PolicyBase(ABC):
         /,
     ) -> tuple[Any, Mapping[str, Any]]:
         """One action for each of P environments: the next policy state and the outputs (see `funcollect.Policy`)."""
+
+
+class HeadedPolicy(PolicyBase):
+    """Base class of policies over a module or a function, whose answers may be read by a head."""
+
+    head: Head | None = None
+    initial_state: Any = None  # the recurrent state of one environment at the start of an episode
+
+    @property
+    @override
+    def exploration(self) -> Mapping[str, float]:  # type: ignore[override]
+        return self.head.values if self.head else {}
+
+    @override
+    def check(self, spec: ActionSpec, /) -> None:
+        if self.head is not None:
+            self.head.check(spec)
+
+    @override
+    def noise(self, spec: ActionSpec, /) -> Noise | None:
+        return self.head.noise(spec) if self.head else None
 
 
 class ProtocolActor(Actor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
@@ -15,7 +16,7 @@ from funcollect import running_statistics
 from funcollect.arguments import check_kind, check_number
 from funcollect.messages import shown
 from funcollect.policies.jax_functions.jax_policy import JaxPolicy
-from funcollect.policies.populations.population import Population
+from funcollect.policies.population import Population
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import matched
 from funcollect.protocols import Policy
@@ -54,7 +55,7 @@ def normalized(policy: Policy, stats: RunningStatistics, *, clip: float = 10.0) 
     check_number("clip", clip, positive=True, example=10.0)
     if isinstance(policy, Population):
         raise TypeError("policy is a population, expected one member: normalise that, and make a population of it")
-    if isinstance(policy, (NormalizedTorch, NormalizedJax)):
+    if isinstance(policy, Normalized):
         raise TypeError("the policy is normalised already: set its statistics, or pass the policy below")
     in_torch = isinstance(stats.count, Tensor)
     if isinstance(policy, TorchPolicy) and in_torch:
@@ -67,34 +68,78 @@ def normalized(policy: Policy, stats: RunningStatistics, *, clip: float = 10.0) 
     )
 
 
-class _Statistics(nn.Module):
-    """Statistics as buffers, and what a forward pass needs of them in float32, the mean and the deviation."""
+class Normalized(ABC):
+    """What normalised policies in Torch and in JAX share; see `normalized`."""
 
-    def __init__(self, stats: RunningStatistics) -> None:
-        super().__init__()
-        for name, tensor in _buffers(stats).items():
-            self.register_buffer(name, tensor)
+    clip: float  # the largest absolute value of a normalised observation
+    params: Any  # the pair (trainable, statistics)
+
+    @property
+    def statistics(self) -> RunningStatistics:
+        """The statistics that the policy acts with; in Torch a copy."""
+        return self._acting()
+
+    @statistics.setter
+    def statistics(self, stats: RunningStatistics) -> None:
+        check_alike(self.statistics, stats)
+        self._act_with(stats)
+
+    @abstractmethod
+    def _acting(self) -> RunningStatistics:
+        """The statistics that the policy acts with."""
+
+    @abstractmethod
+    def _act_with(self, stats: RunningStatistics) -> None:
+        """Act with these statistics from the next rollout on."""
+
+    @abstractmethod
+    def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
+        """Parameters in any form that `prepare` takes, but None, as the pair (trainable, statistics)."""
 
 
-def _buffers(stats: RunningStatistics) -> dict[str, Tensor]:
-    """The buffers of `_Statistics`, by name."""
-    found = {"count": stats.count}
-    for number, name in enumerate(sorted(stats.mean)):
-        mean, variance = stats.mean[name], stats.variance[name]
-        found |= {f"mean{number}": mean, f"variance{number}": variance, f"shift{number}": mean.float()}
-        found[f"deviation{number}"] = (variance + EPSILON).sqrt().float()
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+class NormalizedJax(Normalized, JaxPolicy):
+    """See `normalized`. `params` may be set: the next rollout reads the pair."""
+
+    def __init__(self, policy: JaxPolicy, stats: RunningStatistics, clip: float) -> None:
+        inner = policy.apply
+
+        @wraps(inner)  # it is asked for its parameters: whether it takes keys
+        def apply(params: Any, observation: Any, *others: Any, **keywords: Any) -> Any:
+            trainable, own = params
+            return inner(trainable, running_statistics.normalize(own, observation, clip=clip), *others, **keywords)
+
+        self.take_over(policy, apply, (policy.params, stats))
+        self.clip = clip
+
+    @override
+    def _acting(self) -> RunningStatistics:
+        stats: RunningStatistics = self.params[1]
+        return stats
+
+    @override
+    def _act_with(self, stats: RunningStatistics) -> None:
+        self.params = (self.params[0], stats)
+
+    @override
+    def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
+        trainable, stats = matched(self.params, params, self.backend)
+        return trainable, stats
 
 
 class NormalizedModule(nn.Module):
-    """Passes normalised observations to a module, or a function."""
+    """Passes normalised observations to a module, or a function.
+
+    The statistics are its buffers, with what a forward pass needs of them in float32: the means and the deviations.
+    """
 
     def __init__(
         self, module: Callable[..., Any], stats: RunningStatistics, clip: float, keys: tuple[str, ...]
     ) -> None:
         super().__init__()
         self.policy = module
-        self.statistics = _Statistics(stats)
+        self.statistics = nn.Module()
+        for name, tensor in _buffers(stats).items():
+            self.statistics.register_buffer(name, tensor)
         self.names = sorted(stats.mean)
         self.clip, self.keys = clip, keys
 
@@ -116,8 +161,18 @@ class NormalizedModule(nn.Module):
         return scaled.clamp(-self.clip, self.clip)
 
 
-class NormalizedTorch(TorchPolicy):
-    """See `normalized`."""
+def _buffers(stats: RunningStatistics) -> dict[str, Tensor]:
+    """The buffers of a `NormalizedModule`, by name."""
+    found = {"count": stats.count}
+    for number, name in enumerate(sorted(stats.mean)):
+        mean, variance = stats.mean[name], stats.variance[name]
+        found |= {f"mean{number}": mean, f"variance{number}": variance, f"shift{number}": mean.float()}
+        found[f"deviation{number}"] = (variance + EPSILON).sqrt().float()
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+class NormalizedTorch(Normalized, TorchPolicy):
+    """See `normalized`. Its module is a `NormalizedModule`, of which trainable parameters and statistics are parts."""
 
     _module: NormalizedModule
 
@@ -126,23 +181,27 @@ class NormalizedTorch(TorchPolicy):
         module.statistics.to(policy.run_device)
         self.take_over(policy, module)
 
+    @property
+    @override
+    def clip(self) -> float:  # type: ignore[override]
+        return self._module.clip
+
     @override
     def owns(self, module: Any) -> bool:
         return super().owns(module) or module is self._module.policy
 
     @property
-    def clip(self) -> float:
-        """The largest absolute value of a normalised observation."""
-        return self._module.clip
+    @override
+    def params(self) -> tuple[TensorDict | None, RunningStatistics]:
+        module = self._module.policy
+        return TensorDict.from_module(module) if isinstance(module, nn.Module) else None, self.statistics
 
-    @property
-    def statistics(self) -> RunningStatistics:
-        """The statistics that the policy acts with; a copy."""
+    @override
+    def _acting(self) -> RunningStatistics:
         return self._statistics_in(dict(self._module.statistics.named_buffers()))
 
-    @statistics.setter
-    def statistics(self, stats: RunningStatistics) -> None:
-        check_alike(self.statistics, stats)
+    @override
+    def _act_with(self, stats: RunningStatistics) -> None:
         own = dict(self._module.statistics.named_buffers())
         with torch.no_grad():
             for name, tensor in _buffers(stats).items():
@@ -155,101 +214,55 @@ class NormalizedTorch(TorchPolicy):
         )
         return RunningStatistics(buffers["count"].clone(), *moments)
 
+    @override
     def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
-        """Parameters in any form that `prepare` takes, but None, as the pair (trainable, statistics)."""
-        params = self._beside_statistics(params)
         if isinstance(params, tuple):
             return params
-        flat = {".".join(path): leaf for path, leaf in flatten(params).items()}
+        whole = self._whole(params)
         trainable, stats = (
-            {name.removeprefix(part): leaf for name, leaf in flat.items() if name.startswith(part)}
+            {name.removeprefix(part): leaf for name, leaf in whole.items() if name.startswith(part)}
             for part in ("policy.", "statistics.")
         )
-        return trainable, self._statistics_in(stats)
-
-    @property
-    @override
-    def params(self) -> tuple[TensorDict | None, RunningStatistics]:
-        module = self._module.policy
-        return TensorDict.from_module(module) if isinstance(module, nn.Module) else None, self.statistics
+        return trainable, self._statistics_in(stats) if stats else self.statistics
 
     @override
     def prepare(self, params: Any, /) -> dict[str, Tensor] | None:
-        return super().prepare(self._joined(params))
+        return super().prepare(self._whole(params))
 
     @override
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
-        if params is not None:
-            params = self._joined(params)
-        whole = TensorDict.from_module(self.module) if params is None else params
-        return {".".join(path): leaf.detach().clone() for path, leaf in flatten(whole).items()}
+        return super().state_dict(self._module if params is None else self._whole(params))
 
     @override
     def load(self, params: Any) -> None:
-        super().load(self._joined(params))
+        super().load(self._whole(params))
 
-    def _beside_statistics(self, params: Any) -> Any:
-        """For a network, or its parameters, alone the pair with the policy's statistics; other forms unchanged."""
-        if isinstance(params, nn.Module):
-            params = TensorDict.from_module(params)
-        if not isinstance(params, (Mapping, TensorDictBase)):
-            return params
-        whole = {".".join(path) for path in flatten(params)} <= self._own_tensors().keys()
-        return params if whole else (params, self.statistics)
+    def _whole(self, params: Any) -> Any:
+        """The parameters of the whole module by name, from the pair, or from a network or its parameters alone.
 
-    def _joined(self, params: Any) -> Any:
-        """The parameters of the whole module, from a pair, or from those of the network alone."""
-        params = self._beside_statistics(params)
-        if not isinstance(params, tuple) or len(params) != 2:
-            return params
-        trainable, stats = params
-        if isinstance(trainable, nn.Module):
-            trainable = TensorDict.from_module(trainable)
-        check_kind("the statistics in params", stats, RunningStatistics, "pass the pair (trainable, statistics)")
-        if not isinstance(trainable, (Mapping, TensorDictBase, type(None))):
+        Anything else stays as it is.
+        """
+        paired = isinstance(params, tuple) and len(params) == 2
+        trainable, stats = params if paired else (params, None)
+        trainable = TensorDict.from_module(trainable) if isinstance(trainable, nn.Module) else trainable
+        if paired:
+            check_kind("the statistics in params", stats, RunningStatistics, "pass the pair (trainable, statistics)")
+            trainable = {} if trainable is None else trainable
+        if not isinstance(trainable, (Mapping, TensorDictBase)):
+            if not paired:
+                return params
             raise TypeError(f"params is {shown(params)}, expected the pair (trainable, statistics): pass policy.params")
-        own = {".".join(path): leaf for path, leaf in flatten({} if trainable is None else trainable).items()}
-        named = {f"policy.{name}": leaf for name, leaf in own.items()}
-        return named | {f"statistics.{name}": leaf for name, leaf in _buffers(stats).items()}
+        named = {".".join(path): leaf for path, leaf in flatten(trainable).items()}
+        if not paired and named.keys() <= self._own_tensors().keys():
+            return named
+        buffers = _buffers(stats if paired else self.statistics)
+        return {
+            **{f"policy.{name}": leaf for name, leaf in named.items()},
+            **{f"statistics.{name}": leaf for name, leaf in buffers.items()},
+        }
 
 
-class NormalizedJax(JaxPolicy):
-    """See `normalized`. `params` may be set: the next rollout reads the pair."""
-
-    def __init__(self, policy: JaxPolicy, stats: RunningStatistics, clip: float) -> None:
-        inner = policy.apply
-
-        @wraps(inner)  # it is asked for its parameters: whether it takes keys
-        def apply(params: Any, observation: Any, *others: Any, **keywords: Any) -> Any:
-            trainable, own = params
-            return inner(trainable, running_statistics.normalize(own, observation, clip=clip), *others, **keywords)
-
-        params = (policy.params, stats)
-        super().__init__(apply, params, policy.head, policy.initial_state, record_state=policy.record_state)
-        self._variables = policy._variables
-        self.clip = clip  # the largest absolute value of a normalised observation
-
-    def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
-        """Parameters in any form that `prepare` takes, but None, as the pair (trainable, statistics)."""
-        trainable, stats = matched(self.params, params, self.backend)
-        return trainable, stats
-
-    @property
-    def statistics(self) -> RunningStatistics:
-        """The statistics that the policy acts with."""
-        stats: RunningStatistics = self.params[1]
-        return stats
-
-    @statistics.setter
-    def statistics(self, stats: RunningStatistics) -> None:
-        check_alike(self.statistics, stats)
-        self.params = (self.params[0], stats)
-
-
-Normalized = (NormalizedTorch, NormalizedJax)
-
-
-def check_statistics(policy: NormalizedTorch | NormalizedJax, leaves: Sequence[Leaf]) -> None:
+def check_statistics(policy: Normalized, leaves: Sequence[Leaf]) -> None:
     """Raise ValueError unless the policy's statistics are of some of an environment's observations."""
     shapes = {leaf.name: list(leaf.shape) for leaf in leaves}
     for name, mean in policy.statistics.mean.items():

@@ -1,19 +1,20 @@
-"""The functions that heads and random actions need, under the same names for Torch and for JAX."""
+"""The functions that heads, random actions and populations need, under the same names for Torch and for JAX."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import optree
 import torch
 from gymnasium import spaces
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.specs import ActionSpec
-from funcollect.tree import ranked
+from funcollect.tree import NAMESPACE, ranked, select
 
 _WHOLE_VECTORS = 64  # rows
 
@@ -52,6 +53,16 @@ def _integers_between(low: Any, high: Any, offset: torch.Tensor) -> torch.Tensor
     return torch.minimum(bounds[0] + offset.to(torch.int64), bounds[1])
 
 
+def _scan(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Any) -> tuple[Any, Any]:
+    """Do what `jax.lax.scan` does."""
+    leaves, treespec = optree.tree_flatten(rows, namespace=NAMESPACE)
+    outputs = []
+    for row in zip(*map(torch.unbind, leaves), strict=True):
+        carry, output = step(carry, optree.tree_unflatten(treespec, row))
+        outputs.append(output)
+    return carry, TORCH.map(lambda *leaves: torch.stack(leaves), *outputs)
+
+
 TORCH = SimpleNamespace(
     **{name: getattr(torch, name) for name in _SHARED},
     gumbel_max=lambda logits, noise: (logits if noise is None else logits + noise).argmax(-1),
@@ -70,6 +81,13 @@ TORCH = SimpleNamespace(
     full=lambda shape, value, like: torch.full(shape, value, device=like.device),
     integers=(-(2**62), 2**62),  # whose difference fits into 64 bits
     integers_between=_integers_between,
+    cast=torch.Tensor.to,
+    join=torch.cat,  # along the first axis
+    leaves=partial(optree.tree_leaves, namespace=NAMESPACE),
+    map=partial(optree.tree_map, namespace=NAMESPACE),  # over the leaves of pytrees
+    select=select,  # the lanes of a mask [P] from one pytree, the rest from another
+    scan=_scan,
+    vmap=partial(torch.func.vmap, randomness="different"),
 )
 
 
@@ -87,6 +105,12 @@ def jax_numerics() -> Any:
         x = jnp.moveaxis(logits, -1, 0) + (0 if noise is None else jnp.moveaxis(noise, -1, 0))
         index = jnp.arange(len(x), dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1))
         return jnp.where(x < x.max(0, keepdims=True), len(x), index).min(0)
+
+    def select(mask: Any, chosen: Any, other: Any) -> Any:
+        def pick(one: Any, two: Any) -> Any:
+            return jnp.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
+
+        return jax.tree.map(pick, chosen, other)
 
     def log_categorical(logits: Any, index: Any) -> Any:
         return jnp.take_along_axis(jax.nn.log_softmax(logits), index[..., None], -1)[..., 0]
@@ -118,6 +142,13 @@ def jax_numerics() -> Any:
         full=lambda shape, value, like: jnp.full(shape, value),
         integers=(-(2**31), 2**31 - 1),
         integers_between=integers_between,
+        cast=jnp.astype,
+        join=jnp.concatenate,
+        leaves=jax.tree.leaves,
+        map=jax.tree.map,
+        select=select,
+        scan=jax.lax.scan,
+        vmap=jax.vmap,
     )
 
 

@@ -143,10 +143,14 @@ class RandomStart:
         for name in beside.keys() - {"action"}:
             columns[name,][: self._count] = beside[name]
         if (column := columns.get(("action_log_prob",))) is not None:
-            shares = math.prod(column.shape[2:])  # 1, or the components, whose shares add up to the log-probability
-            log_prob = self._random.log_prob.reshape(self._count, -1, *[1] * (column.ndim - 2))
-            column[: self._count] = log_prob / shares
+            column[: self._count] = in_shares(self._random.log_prob, column.shape)
         return policy_state, columns
+
+
+def in_shares(log_prob: Any, shape: Sequence[int]) -> Any:
+    """Log-probabilities [...] in the `shape` [..., *parts] of a policy's own, whose parts add up to them."""
+    parts = shape[log_prob.ndim :]
+    return log_prob.reshape(*log_prob.shape, *[1] * len(parts)) / math.prod(parts)
 
 
 def action_mask(observation: Any, spec: ActionSpec) -> Any:

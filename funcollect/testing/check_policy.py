@@ -21,9 +21,9 @@ from funcollect.interop.bridge import to_jax
 from funcollect.keys import key_from_seed
 from funcollect.policies.actors.checks import check_action
 from funcollect.policies.as_policy import as_policy
-from funcollect.policies.jax_functions.function_policy import FunctionPolicy
+from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.torch_backed import TorchBacked
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.policies.weights import state_dict_of
 from funcollect.protocols import Policy
 from funcollect.specs import ExplorationType

@@ -19,7 +19,7 @@ from funcollect.core.state import CollectorState
 from funcollect.interop.memory import fixed
 from funcollect.keys import Key, draw_ahead, key_from_seed
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import ActorInputs, Env, Exploration, Policy
 from funcollect.specs import ExplorationType, assemble
 from funcollect.testing.report import to_tensor

@@ -18,7 +18,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.errors import PolicyError
-from funcollect.policies.populations.members import MemberLanes
+from funcollect.policies.population import MemberLanes
 from tests.support.compare import assert_same
 from tests.support.running import in_soak
 from tests.support.workers import multi

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from funcollect.core.loops import device_delivery, tensor
+from funcollect.core.loops.eager import step_all
 from funcollect.core.loops.tensor import TensorLanes, TensorLoop, as_read
 from funcollect.core.request import NOWHERE, Request, inputs_of
 from funcollect.core.state import CollectorState, origin_of
@@ -154,7 +155,7 @@ def _steps(
         )
     )
     with actor.running():
-        loop.run(actor)
+        step_all(loop, actor, request.length)
         tensors = before.tensors | policy.buffers()
         following = before._replace(lanes=loop.lanes(), recurrent=actor.recurrent, tensors=tensors)
         after = _After(written(before, following), loop.columns, actor.recorded())

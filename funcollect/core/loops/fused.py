@@ -37,8 +37,8 @@ from funcollect.interop.memo import memo_of
 from funcollect.interop.reads import reads_together
 from funcollect.keys import Key
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.torch_backed import TorchPolicyState
-from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.tree import Path
 

@@ -7,7 +7,7 @@ happens once, over the outputs of all steps, in `Actor.finish`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import optree
@@ -18,8 +18,10 @@ from funcollect.errors import PolicyError
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import form
+from funcollect.policies.actors.checks import check_parameters, check_recurrent
 from funcollect.policies.heads.head import Head
-from funcollect.specs import RESERVED
+from funcollect.policies.numerics import jax_numerics
+from funcollect.specs import RESERVED, ActionSpec
 from funcollect.tree import NAMESPACE
 
 _HELD_STEPS = 64
@@ -55,6 +57,22 @@ def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]
     if taken := sorted(own & set(extras)):
         raise PolicyError(f"the policy returned {taken}, keys that a batch uses itself: rename them")
     return parts if len(parts) > 1 else parts[0], extras
+
+
+def split_recurrent(answer: Any, before: Any) -> tuple[Any, Any]:
+    """A recurrent policy's answer and its next state, shaped like the one `before`; for None the answer and None."""
+    if before is None:
+        return answer, None
+    check_recurrent(answer, before)
+    return answer[0], answer[1]
+
+
+def read_answer(xp: Any, head: Head, answer: Any, spec: ActionSpec, rows: int) -> tuple[Any, Mapping[str, Any]]:
+    """The parameters that a head reads in a policy's answer, each [rows, ...], and the extras to record."""
+    inner, extras = split_answer(answer, head)
+    parameters = head.parse(xp, inner, spec)
+    check_parameters(head.names, parameters, rows)
+    return parameters, extras
 
 
 def recurrent_names(leaves: Sequence[Any]) -> list[str]:
@@ -153,12 +171,7 @@ def noise_by_step(noise: Tensor | None, run_device: torch.device) -> Callable[[i
 @cache
 def select_program() -> Callable[[Any, Any, Any], Any]:
     """Jitted: the lanes of a mask [P] from one pytree, the rest from another."""
-    jax = import_jax()
-
-    def pick(mask: Any, one: Any, two: Any) -> Any:
-        return jax.numpy.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
-
-    return jax.jit(lambda mask, *trees: jax.tree.map(partial(pick, mask), *trees))  # type: ignore[no-any-return]
+    return import_jax().jit(jax_numerics().select)  # type: ignore[no-any-return]
 
 
 def array_over(leaf: Tensor) -> Any:

@@ -48,18 +48,14 @@ class StepProgram:
         self.fields = layout(shapes, actor_inputs.num_envs)
         self._ravel, unravel = _as_vector(actor_inputs.bound)
         self._raveled: tuple[Any, Any, Any] | None = None
-        inputs, _, treedef = self.inputs(actor_inputs)
-        wide = [_is_word(leaf) for leaf in jax.tree.leaves(actor_inputs.observation)]
+        inputs = PackedInputs(actor_inputs)
 
         def step(params: Any, buffer: Any, policy_state: Any, others: list[Any]) -> tuple[Any, Any]:
-            arrays, rest = iter(inputs.unpack(buffer)), iter(others)
-            leaves = [next(arrays) if word else next(rest) for word in wide]
-            observation = jax.tree.unflatten(treedef, leaves)
-            drawn = None if noise is None else next(arrays)
+            observation, drawn = inputs.unpack(buffer, others)
             policy_state, outputs = answer(unravel(params), policy_state, observation, drawn)
             return policy_state, pack(outputs, self.fields)
 
-        self.plain = actor_inputs.policy_state is None and all(wide)
+        self.plain = actor_inputs.policy_state is None and not inputs.others
         self.step = jax.jit(lambda params, buffer: step(params, buffer, None, [])[1]) if self.plain else jax.jit(step)
 
     def params(self, actor_inputs: ActorInputs) -> Any:
@@ -68,13 +64,6 @@ class StepProgram:
         if last is None or last[0] is not params or last[1] != values:
             last = self._raveled = (params, values, self._ravel(actor_inputs.bound))
         return last[2]  # another thread may have laid out others meanwhile
-
-    def inputs(self, actor_inputs: ActorInputs) -> tuple[PackedInputs, list[npt.NDArray[Any]], Any]:
-        """The buffer of a rollout, the observation's leaves that travel beside it, and its structure."""
-        leaves, treedef = import_jax().tree.flatten(actor_inputs.observation)
-        noise = [] if actor_inputs.noise is None else [actor_inputs.noise[0].numpy()]
-        others = [leaf for leaf in leaves if not _is_word(leaf)]
-        return PackedInputs([leaf for leaf in leaves if _is_word(leaf)], noise), others, treedef
 
 
 def _as_vector(params: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
@@ -87,11 +76,6 @@ def _as_vector(params: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]
     if not small or any(getattr(leaf, "dtype", None) != np.float32 for leaf in leaves):
         return partial(jax.tree.map, jax.numpy.asarray), (lambda tree: tree)  # exploration values are NumPy scalars
     return jax.jit(lambda tree: ravel_pytree(tree)[0]), ravel_pytree(params)[1]
-
-
-def _is_word(leaf: Any) -> bool:
-    """Whether the leaf's numbers have 32 bits, so that they can travel in the one buffer."""
-    return bool(np.dtype(leaf.dtype).itemsize == 4)
 
 
 @dataclass(frozen=True)
@@ -154,13 +138,18 @@ def pack(outputs: Mapping[str, Any], fields: tuple[OutputField, ...]) -> Any:
 
 
 class PackedInputs:
-    """Arrays of 32-bit words that a jitted call reads, side by side in one buffer: one transfer instead of several.
+    """The observation and the noise of a step as a jitted call reads them: side by side in one buffer.
 
-    `sources` are read at each step, always in the same memory; `noise` is that of one step, if there is any.
+    One transfer is cheaper than several. Only arrays of 32-bit words can share a buffer; other leaves of the
+    observation are `others`. All are read at each step, always in the same memory.
     """
 
-    def __init__(self, sources: Sequence[npt.NDArray[Any]], noise: Sequence[npt.NDArray[Any]]) -> None:
-        arrays = [*sources, *noise]
+    def __init__(self, inputs: ActorInputs) -> None:
+        leaves, self._treedef = import_jax().tree.flatten(inputs.observation)
+        self._are_words = [bool(np.dtype(leaf.dtype).itemsize == 4) for leaf in leaves]
+        self.others = [leaf for leaf, is_word in zip(leaves, self._are_words, strict=True) if not is_word]
+        sources = [leaf for leaf, is_word in zip(leaves, self._are_words, strict=True) if is_word]
+        arrays = sources if inputs.noise is None else [*sources, inputs.noise[0].numpy()]
         ends = list(itertools.accumulate((array.size for array in arrays), initial=0))
         self.buffer = aligned((ends[-1],), np.dtype(np.int32))
         self._layout = [
@@ -188,7 +177,10 @@ class PackedInputs:
         here = jax.default_backend() == "cpu" and all(leaf.devices() == home for leaf in jax.tree.leaves(params))
         return jax_view(torch.from_numpy(self.buffer)) if here else self.buffer
 
-    def unpack(self, buffer: Any) -> list[Any]:
-        """The arrays; traced."""
+    def unpack(self, buffer: Any, others: Sequence[Any]) -> tuple[Any, Any]:
+        """The observation, and the noise or None; traced."""
         bitcast = import_jax().lax.bitcast_convert_type
-        return [bitcast(buffer[where], dtype).reshape(shape) for where, shape, dtype in self._layout]
+        words = (bitcast(buffer[where], dtype).reshape(shape) for where, shape, dtype in self._layout)
+        rest = iter(others)
+        leaves = [next(words) if is_word else next(rest) for is_word in self._are_words]
+        return import_jax().tree.unflatten(self._treedef, leaves), next(words, None)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, tracing
 from funcollect.policies.actors.actor import split_answer, split_call
 from funcollect.policies.actors.checks import check_action, check_rows
-from funcollect.policies.jax_functions.function_policy import FunctionPolicy
+from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
 from funcollect.policies.jax_functions.noise import Draw, draw_noise
 from funcollect.policies.jax_functions.program import TracedCall
 from funcollect.policies.numerics import jax_numerics
-from funcollect.policies.random_policy import RandomPolicy, action_mask, draw_actions, random_noise
+from funcollect.policies.random_policy import RandomPolicy, action_mask, draw_actions, in_shares, random_noise
 from funcollect.protocols import BoundParams, Exploration, Policy, is_policy
 from funcollect.specs import ActionSpec, ExplorationType
 
@@ -73,6 +72,4 @@ def traced_random(spec: ActionSpec, draw: Draw, observation: Any) -> tuple[Any, 
 
 def match_log_prob(log_prob: Any, like: Any) -> Any:
     """Log-probabilities [P] in the shape of a policy's own: [P], or [P, n] in shares that add up to them."""
-    parts = like.shape[1:]
-    shares = log_prob.reshape(-1, *[1] * len(parts)) / math.prod(parts)
-    return import_jax().numpy.broadcast_to(shares, like.shape).astype(like.dtype)
+    return import_jax().numpy.broadcast_to(in_shares(log_prob, like.shape), like.shape).astype(like.dtype)

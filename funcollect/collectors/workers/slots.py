@@ -1,22 +1,34 @@
-"""Slots of shared memory. Workers write whole rollouts into them, and read weights; batches are views of slots."""
+"""Workers in processes of this machine: they write whole rollouts into slots of shared memory, and read weights there.
+
+Batches are views of slots.
+"""
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from sys import getrefcount
-from typing import NamedTuple
+from typing import Any
 
+import cloudpickle
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, PackedLayout
-from funcollect.collectors.workers.transport import BatchAssembler, Call, PendingBatch, WeightStore, WorkerGroup
+from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, PackedLayout, columns_of, store
+from funcollect.collectors.workers.gathering import BatchAssembler, PendingBatch, WorkerGroup
+from funcollect.collectors.workers.run import Means
+from funcollect.collectors.workers.weights import WITH_WEIGHTS, WeightStore
+from funcollect.collectors.workers.worker import Job, RolloutReport, Worker
+from funcollect.core.request import NOWHERE
 from funcollect.errors import WorkerError
-from funcollect.processes.shared_memory import Memory, shared_memory
-from funcollect.tree import aliased, nest
+from funcollect.processes.pool import Call
+from funcollect.processes.serving import ProcessTransport, serve
+from funcollect.processes.shared_memory import Memory, mapped, shared_memory
+from funcollect.tree import Path, aliased, nest
 
 _SLOTS = 3  # one that the reader holds, one that is ready, one that is being written
 
@@ -95,7 +107,7 @@ class SlotAssembler(BatchAssembler):
         return PendingBatch([self._collect(worker, slot) for worker in self._group.workers], slot)
 
     def _collect(self, worker: int, slot: int) -> Call:
-        return self._submit(Call(worker, "collect", (slot,)))
+        return self._submit(Call(worker, "collect", (slot,), plain=True))
 
     @override
     def complete(self, pending: PendingBatch) -> bool:
@@ -158,18 +170,50 @@ class SlotAssembler(BatchAssembler):
             self._slots, self._lent = [], set()
 
 
-class _WeightSlots(NamedTuple):
-    """The slots of a store for weights of the same names, shapes and dtypes."""
-
-    first: int  # the number of the first slot
-    fd: int
-    layout: PackedLayout
-    weights: list[dict[str, Tensor]]  # by name, for each slot
-
-
 def weights_in(memories: Sequence[Memory], layout: PackedLayout) -> list[dict[str, Tensor]]:
     """The weights by name in each piece of memory, as views."""
     return [{path[0]: leaf for path, leaf in layout.leaves(memory).items()} for memory in memories]
+
+
+class _WeightSlots:
+    """Slots for weights of the same names, shapes and dtypes, like `weights`. They are freed with this object."""
+
+    def __init__(self, weights: Mapping[str, Tensor], count: int) -> None:
+        self.layout = PackedLayout.packed({(name,): weight for name, weight in weights.items()})
+        self.fd, memories = shared_memory(count, self.layout.size)
+        self._close = weakref.finalize(self, os.close, self.fd)
+        self._weights = weights_in(memories, self.layout)
+        self._held: weakref.WeakValueDictionary[int, _HeldWeights] = weakref.WeakValueDictionary()
+
+    def write(self, weights: Mapping[str, Tensor]) -> _HeldWeights | None:
+        """Copy weights into a slot that nobody holds; None if there is none."""
+        for slot, own in enumerate(self._weights):
+            if slot not in self._held:
+                for name, weight in own.items():
+                    weight.copy_(weights[name])
+                held = self._held[slot] = _HeldWeights(self, slot)
+                return held
+        return None
+
+    def close(self) -> None:
+        """Free the memory, whoever holds a slot."""
+        self._close()
+        self._weights = []
+
+    def fit(self, weights: Mapping[str, Tensor]) -> bool:
+        """Whether weights have the names, dtypes and shapes of those in the slots."""
+        own = self._weights[0]
+        return weights.keys() == own.keys() and all(
+            weight.dtype == own[name].dtype and weight.shape == own[name].shape for name, weight in weights.items()
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _HeldWeights:
+    """Weights in a slot, which is not written again before this object is gone."""
+
+    slots: _WeightSlots
+    slot: int
 
 
 class SharedWeightStore(WeightStore):
@@ -181,43 +225,22 @@ class SharedWeightStore(WeightStore):
 
     def __init__(self, workers: int) -> None:
         self._count = workers + 2
-        self._slots: list[_WeightSlots] = []  # the latest last, after earlier ones that a worker may still read
-        self._attached: dict[int, int] = {}  # by worker: the first of the slots that it has attached
+        self._latest: _WeightSlots | None = None
+        # The slots that each worker has attached, as long as any of them is held.
+        self._attached: weakref.WeakValueDictionary[int, _WeightSlots] = weakref.WeakValueDictionary()
 
     @override
-    def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int | None:
-        if not self._slots or not _fit(weights, self._slots[-1].weights[0]):
-            layout = PackedLayout.packed({(name,): weight for name, weight in weights.items()})
-            fd, memories = shared_memory(self._count, layout.size)
-            first = self._slots[-1].first + self._count if self._slots else 0
-            self._slots.append(_WeightSlots(first, fd, layout, weights_in(memories, layout)))
-        latest = self._slots[-1]
-        self._close_others({latest.first, *map(self._first_of, taken)})
-        for slot, held in enumerate(latest.weights, latest.first):
-            if slot not in taken:
-                for name, weight in held.items():
-                    weight.copy_(weights[name])
-                return slot
-        return None
-
-    def _first_of(self, slot: int) -> int:
-        """The first of the slots that were allocated together with this one."""
-        return slot - slot % self._count
-
-    def _close_others(self, kept: set[int]) -> None:
-        """Release all slots except those whose first one is in `kept`."""
-        for each in self._slots:
-            if each.first not in kept:
-                os.close(each.fd)
-        self._slots = [each for each in self._slots if each.first in kept]
+    def put(self, weights: Mapping[str, Tensor]) -> _HeldWeights | None:
+        if self._latest is None or not self._latest.fit(weights):
+            self._latest = _WeightSlots(weights, self._count)
+        return self._latest.write(weights)
 
     @override
-    def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
-        first = self._first_of(slot)
-        slots = next(each for each in self._slots if each.first == first)
-        fds = () if self._attached.get(worker) == first else (slots.fd,)
-        self._attached[worker] = first
-        return Call(worker, "fetch", (slot - first, version, policy, slots.layout, self._count), fds)
+    def call(self, worker: int, held: _HeldWeights, version: int, policy: bytes | None) -> Call:
+        slots = held.slots
+        fds = () if self._attached.get(worker) is slots else (slots.fd,)
+        self._attached[worker] = slots
+        return Call(worker, "fetch", (held.slot, version, policy, slots.layout, self._count), fds)
 
     @override
     def restarted(self, worker: int) -> None:
@@ -225,11 +248,62 @@ class SharedWeightStore(WeightStore):
 
     @override
     def close(self) -> None:
-        self._close_others(set())
+        for slots in {*self._attached.values(), *([] if self._latest is None else [self._latest])}:
+            slots.close()
 
 
-def _fit(weights: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> bool:
-    """Whether weights have the names, dtypes and shapes of those in a slot."""
-    return weights.keys() == held.keys() and all(
-        weight.dtype == held[name].dtype and weight.shape == held[name].shape for name, weight in weights.items()
+def over_processes(workers: int, *, num_threads: int, accelerators: bool, eager: bool) -> Means:
+    """Workers in processes. If they are `eager`, they take new weights before the rollouts that were asked for earlier.
+
+    `ChildSetup` describes the other keywords.
+    """
+    transport = ProcessTransport(
+        __name__,
+        num_threads=num_threads,
+        accelerators=accelerators,
+        urgent=WITH_WEIGHTS if eager else (),
+        instead="use SyncDataCollector, or in_process=True",
     )
+    return Means(transport, SlotAssembler, SharedWeightStore(workers))
+
+
+def main(fds: Sequence[int]) -> None:
+    """Serve the collector that has started this process."""
+    serve(fds, lambda packed: SlotWorker(cloudpickle.loads(packed)))
+
+
+class SlotWorker(Worker):
+    """A worker whose rollouts and weights lie in shared memory."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._single = self._runner.env.num_envs is None
+        self._slots: list[Mapping[Path, Tensor]] = []
+        self._held: tuple[TensorDictBase, RolloutReport, int] | None = None  # a rollout that waits for its slot
+        self._weights: Sequence[Mapping[str, Tensor]] = ()
+
+    @override
+    def collect(self, slot: int = 0) -> tuple[tuple[BatchColumn, ...] | None, Any]:
+        """Write a rollout into a slot; if there are none yet, keep it and return the columns that a slot needs."""
+        columns = self._slots[slot] if self._slots else NOWHERE
+        batch, report = self.roll_out(columns)
+        if not self._slots:
+            self._held = batch, report, slot
+            return columns_of(batch, self._single), report
+        store(batch, columns, self._single)
+        return None, report.packed() if report.final is None else report
+
+    def attach(self, layout: BatchLayout, part: int, count: int, fd: int) -> tuple[None, RolloutReport] | None:
+        """Attach the slots, and write the rollout that was kept for one; None if none was kept."""
+        self._slots = [layout.part(memory, part) for memory in mapped(fd, count, layout.size)]
+        if self._held is None:
+            return None
+        (batch, report, slot), self._held = self._held, None
+        store(batch, self._slots[slot], self._single)
+        return None, report._replace(idle=0.0, restarts=0, lost=0)  # those have been reported
+
+    def fetch(self, slot: int, version: int, policy: bytes | None, layout: PackedLayout, count: int, *fds: int) -> None:
+        """Copy weights. The first call, and the first one after a change of shapes, brings their memory."""
+        if fds:
+            self._weights = weights_in(mapped(fds[0], count, layout.size), layout)
+        self.adopt(self._weights[slot], version, policy)

@@ -15,19 +15,18 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from funcollect.arguments import check_call
-from funcollect.keys import Key, Noise, Purpose, fold, generator_state, seed_of
+from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.messages import clipped, name_of, shown
-from funcollect.policies.base import PolicyBase
-from funcollect.policies.heads.head import Head
+from funcollect.policies.base import HeadedPolicy
 from funcollect.policies.torch_modules.function_module import FunctionModule, as_module
-from funcollect.policies.torch_modules.settings import Settings, SettingsCache
+from funcollect.policies.torch_modules.settings import ModuleSettings
 from funcollect.policies.torch_modules.skeleton import Skeleton
 from funcollect.policies.weights import check_shapes
 from funcollect.protocols import ActorInputs, Exploration
 from funcollect.specs import ActionSpec
 from funcollect.tree import NAMESPACE, flatten, moved
 
-Compiler = Literal["xla", "callback", "eager", "inductor", "cudagraph"]
+Compiler = Literal["xla", "eager", "inductor", "cudagraph"]
 
 _Slots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # by name: the module's dict, the skeleton's, its key
 
@@ -50,6 +49,11 @@ class TorchPolicyState(NamedTuple):
 
 def check_compiler(compiler: str | None, without: Sequence[str] = ()) -> None:
     """Raise ValueError unless `compiler` is None, or names a way of running that is not among `without`."""
+    if compiler == "callback":
+        raise ValueError(
+            "compile='callback' was removed: leave compile out, and a module that cannot be lowered is called at each "
+            "step, or pass 'xla'"
+        )
     names = [name for name in get_args(Compiler) if name not in without]
     if compiler is not None and compiler not in names:
         raise ValueError(f"compile is {compiler!r}, expected one of {names}, or None: pass 'xla'")
@@ -94,7 +98,7 @@ def _is_changed(copied: Tensor) -> bool:
     return not copied.is_inference() and copied._version > 0
 
 
-class TorchBacked(PolicyBase):
+class TorchBacked(HeadedPolicy):
     """Base class of policies over a Torch module, or over a function, with the parameters of modules it refers to.
 
     A rollout calls the module's skeleton, a shallow copy whose tensors are those that were bound last. The user's
@@ -102,7 +106,6 @@ class TorchBacked(PolicyBase):
     """
 
     backend: Literal["torch"] = "torch"
-    head: Head | None = None
 
     def __init__(
         self,
@@ -126,7 +129,7 @@ class TorchBacked(PolicyBase):
         module = as_module(module)
         own = module if isinstance(module, nn.Module) else None
         self._module = module
-        self._settings_cache = SettingsCache(own)
+        self._settings = ModuleSettings(own)
         self._skeleton = Skeleton(own) if own is not None else None
         self._list_slots()
         if self.device is not None and any(tensor.device != self.device for tensor in self._own_tensors().values()):
@@ -152,7 +155,7 @@ class TorchBacked(PolicyBase):
                     if tensor is not None:
                         slots[f"{prefix}.{key}" if prefix else key] = (own, copied, key)
 
-    def _follow(self) -> None:
+    def _update_skeleton(self) -> None:
         """Apply the changes of the module since the last call to the skeleton."""
         if self._skeleton and self._skeleton.follow():
             self._list_slots()
@@ -182,9 +185,9 @@ class TorchBacked(PolicyBase):
         return next((parameter.device for parameter in self._module.parameters()), None)
 
     @property
-    def settings(self) -> Settings:
-        """The module's current settings; none of a function that refers to no module."""
-        return self._settings_cache.settings
+    def settings(self) -> int:
+        """The number of the module's current settings: the same one as when it was like this before."""
+        return self._settings.number
 
     @property
     def params(self) -> Any:
@@ -217,7 +220,7 @@ class TorchBacked(PolicyBase):
                 f"params is {type(params).__name__}, expected a TensorDict or a state dict of the module: pass "
                 "policy.params or module.state_dict()"
             )
-        self._follow()
+        self._update_skeleton()
         own = self._own_tensors()
         given = {".".join(path): value for path, value in flatten(params).items()}
         wanted = own.keys() & (self._parameters.keys() | given.keys())  # buffers may be left out
@@ -226,20 +229,6 @@ class TorchBacked(PolicyBase):
         }
         check_shapes({name: tuple(own[name].shape) for name in wanted}, kinds)
         return {name: given[name] for name in own if name in given}
-
-    @property
-    @override
-    def exploration(self) -> Mapping[str, float]:  # type: ignore[override]
-        return self.head.values if self.head else {}
-
-    @override
-    def check(self, spec: ActionSpec, /) -> None:
-        if self.head is not None:
-            self.head.check(spec)
-
-    @override
-    def noise(self, spec: ActionSpec, /) -> Noise | None:
-        return self.head.noise(spec) if self.head else None
 
     @override
     def init(self, key: Key, num_envs: int, /) -> TorchPolicyState:
@@ -287,7 +276,7 @@ class TorchBacked(PolicyBase):
         """
         if self._skeleton is None:
             return self._module
-        self._follow()
+        self._update_skeleton()
         self._warn_of_written_buffers()
         for name, (source, target, key) in self._parameters.items():
             tensor = source[key] if prepared is None else prepared[name]
@@ -318,7 +307,7 @@ class TorchBacked(PolicyBase):
 
     def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """The module's current parameters and buffers by name, replaced by those in `prepared`; none for a function."""
-        self._follow()
+        self._update_skeleton()
         return self._own_tensors() | (prepared or {})
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-import select
-import time
+import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
+import cloudpickle
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.arguments import check_count, check_kind, check_positive
-from funcollect.collectors.source import RunnerSpec
+from funcollect.collectors.options import Options, RunnerSpec
+from funcollect.core.api import check_pair
+from funcollect.core.evaluate import evaluate
 from funcollect.core.request import check_exploration
 from funcollect.errors import ClosedError, EvaluationError
-from funcollect.evaluation.evaluator_process import EvaluatorJob
+from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
 from funcollect.plots.figures import check_film
+from funcollect.plots.recording import check_filmed, record
 from funcollect.policies.torch_modules.sending import dumps
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
-from funcollect.processes.child import ChildProcess, ChildSetup
+from funcollect.processes.child import ChildProcess
 from funcollect.processes.failures import Failure
-from funcollect.processes.system import check_platform, run_as_batch_work
+from funcollect.processes.pool import Call, FailurePolicy, Loss, WorkerHandle, WorkerPool, WorkerRecord
+from funcollect.processes.serving import ProcessHandle, ProcessTransport, serve
+from funcollect.processes.system import run_as_batch_work
 from funcollect.protocols import Policy, is_policy
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats
 
-_WHILE = 1.0  # seconds between two looks at whether the process lives
+_PATIENT = FailurePolicy(math.inf, math.inf)  # an evaluation may take as long as it likes
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class Evaluator:
             policy=policy,
             policy_factory=policy_factory,
         )
-        check_platform("call evaluate in the loop instead")
+        transport = _EndsAtOnce(__name__, instead="call evaluate in the loop instead")
         job = EvaluatorJob(
             source=source,
             episodes=episodes,
@@ -129,23 +135,16 @@ class Evaluator:
         self._policy: Policy | None = policy if own else TorchPolicy(policy, None, None, None)
         self._size = waiting
         self._waiting: list[tuple[int, Mapping[str, Tensor], Any]] = []  # the newest last
-        self._busy: int | None = None  # the step that is being evaluated
-        self._ready: list[tuple[int, Any]] = []  # answers that were read: a result, or a failure
+        self._busy: tuple[int, Call] | None = None  # the step that is being evaluated
+        self._ready: list[tuple[int, Call]] = []  # evaluations that have ended
         self.dropped = 0
+        self._pool = _Process(transport, [job], _PATIENT)
+        self._finalizer = weakref.finalize(self, self._pool.close)
         try:
-            packed = dumps(job, on_cpu=True)
-        except Exception as error:
-            raise TypeError(
-                f"the environment or the policy cannot be sent to another process ({shown(error, 200)}): pass "
-                "functions that build them, create_env_fn and policy_factory"
-            ) from error
-        self._child = ChildProcess("funcollect.evaluation.evaluator_process")
-        self._finalizer = weakref.finalize(self, _end, self._child)
-        self._child.send((ChildSetup.like_this(), packed))
-        answer = self._receive(wait=True)
-        if isinstance(answer, Failure):
+            self._pool.finish(self._pool.built)
+        except BaseException:
             self.close()
-            raise _error_of(answer, f"the environment or the policy could not be built{' or filmed' if film else ''}")
+            raise
 
     def submit(self, params: Any = None, step: int = 0) -> None:
         """Evaluate weights as they are now, once the process is free.
@@ -198,50 +197,39 @@ class Evaluator:
         return self._taken()
 
     def _read(self, *, wait: bool) -> None:
-        """Read the answers that have arrived, or wait for all."""
-        while self._busy is not None and (answer := self._receive(wait=wait)) is not None:
-            self._ready.append(answer)
+        """Read the answer that has arrived, or wait for all."""
+        self._pool.poll()
+        while self._busy is not None:
+            while wait and not self._busy[1].done:
+                self._pool.wait()
+            if not self._busy[1].done:
+                return
+            self._ready.append(self._busy)
             self._busy = None
             self._send()
 
     def _taken(self) -> list[Evaluation]:
         """The results that were read; the first that is an exception is raised instead."""
-        for place, (step, answer) in enumerate(self._ready):
-            if isinstance(answer, Failure):
+        for place, (_, call) in enumerate(self._ready):
+            if call.error is not None:
                 del self._ready[place]
-                raise _error_of(answer, f"the evaluation of step {step} raised an exception")
+                raise call.error
         taken, self._ready = self._ready, []
-        return [Evaluation(step, stats, None if film is None else Path(film)) for step, (stats, film) in taken]
+        results = [(step, *call.value) for step, call in taken]
+        return [Evaluation(step, stats, None if film is None else Path(film)) for step, stats, film in results]
 
     def _send(self) -> None:
         """Send the newest weights that wait, if the process is free."""
         if self._busy is None and self._waiting:
             newest = self._waiting.pop()
-            self._busy = newest[0]
-            self._child.send(newest)
+            self._busy = newest[0], self._pool.call(0, "evaluate", *newest)
 
-    def _receive(self, *, wait: bool) -> Any:
-        """The next answer; None if there is none yet. EvaluationError if the process has ended."""
-        while True:
-            try:
-                message = self._child.channel.receive(wait=False)
-            except (EOFError, OSError):
-                self._child.ended_by(time.monotonic() + _WHILE)
-                self._fail()
-            if message is not None:
-                return message[0]
-            if self._child.ended_by(0):
-                self._fail()
-            if not wait:
-                return None
-            readable = select.poll()
-            for fd in self._child.filenos():
-                readable.register(fd, select.POLLIN)
-            readable.poll(_WHILE * 1000)
-
-    def _fail(self) -> NoReturn:
-        self.close()
-        raise EvaluationError(f"the process of the evaluator {self._child.how()}: make another Evaluator")
+    @property
+    def _child(self) -> ChildProcess:
+        """The process."""
+        handle = self._pool.records[0].handle
+        assert isinstance(handle, ProcessHandle)
+        return handle.child
 
     def _check_open(self) -> None:
         if not self._child.open:
@@ -272,21 +260,109 @@ def _film_name(film: str) -> str:
     return names[0]
 
 
+class _Process(WorkerPool):
+    """The one process, which goes on after an evaluation that has raised."""
+
+    @override
+    def _refusal(self, record: WorkerRecord, call: Call, failure: Failure) -> EvaluationError:
+        if call.name == "describe":
+            filmed = " or filmed" if record.job.film else ""
+            what = f"the environment or the policy could not be built{filmed}"
+        else:
+            what = f"the evaluation of step {call.args[0]} raised an exception"
+        error = EvaluationError(f"{what}: {failure.message}")
+        error.__cause__ = failure.error()
+        error.add_note(f"The traceback in the evaluator's process:\n{failure.traceback}")
+        return error
+
+    @override
+    def _error(self, worker: int, loss: Loss) -> EvaluationError:
+        return EvaluationError(f"the process of the evaluator {loss.what}: make another Evaluator")
+
+
+class _EndsAtOnce(ProcessTransport):
+    """Ends the process without asking it to close. With idle priority its end would wait for an idle core."""
+
+    @override
+    def close(self, handles: Sequence[WorkerHandle]) -> None:
+        for handle in handles:
+            assert isinstance(handle, ProcessHandle)
+            _prioritize(handle.child, idle=False)
+            handle.kill()
+
+
 def _prioritize(child: ChildProcess, *, idle: bool) -> None:
     """Change the priority of a process that has not ended; once it has, its number may be another process's."""
     if child.open and child.owned and not child.ended_by(0):
         run_as_batch_work(idle=idle, pid=child.pid)
 
 
-def _end(child: ChildProcess) -> None:
-    """End the process at once. With idle priority its end, too, would wait until a core has nothing else to do."""
-    _prioritize(child, idle=False)
-    child.kill()
+@dataclass(frozen=True, kw_only=True)
+class EvaluatorJob:
+    """What is evaluated, and how; see `Evaluator`."""
+
+    source: RunnerSpec
+    episodes: int
+    seed: int | None
+    max_frames: int
+    exploration_type: ExplorationType
+    film: str | None
+
+    @property
+    def place(self) -> int:
+        """0: it is the only one."""
+        return 0
+
+    def pack(self) -> bytes:
+        """The job as bytes, everything in it on the CPU; TypeError if it cannot be sent."""
+        try:
+            return dumps(self, on_cpu=True)
+        except Exception as error:
+            raise TypeError(
+                f"the environment or the policy cannot be sent to another process ({shown(error, 200)}): pass "
+                "functions that build them, create_env_fn and policy_factory"
+            ) from error
 
 
-def _error_of(failure: Failure, what: str) -> EvaluationError:
-    """The error for an exception in the process, with its traceback as a note."""
-    error = EvaluationError(f"{what}: {failure.message}")
-    error.__cause__ = failure.error()
-    error.add_note(f"The traceback in the evaluator's process:\n{failure.traceback}")
-    return error
+class Evaluating:
+    """The environment and the policy, built from a packed job."""
+
+    def __init__(self, packed: bytes) -> None:
+        job: EvaluatorJob = cloudpickle.loads(packed)
+        self._job = job
+        self._env, self._policy = job.source.build(Options(frames_per_batch=1, policy_device="cpu"))
+        check_pair(self._env, self._policy)
+        if job.film is not None:  # an error after the episodes would lose their statistics
+            check_filmed(self._env, self._policy)
+
+    def describe(self) -> None:
+        """Nothing; from here on the process works only while a core has nothing else to do."""
+        run_as_batch_work(idle=True)
+
+    def evaluate(
+        self, step: int, weights: Mapping[str, Tensor], packed: bytes | None
+    ) -> tuple[EpisodeStats, str | None]:
+        """The statistics of the episodes, and the path of the film if there is one."""
+        job, params = self._job, None if packed is None else cloudpickle.loads(packed)
+        if weights:
+            self._policy.load(dict(weights))
+        seed = seed_of(key_from_seed(job.seed))  # one for the episodes and for the film
+        given: dict[str, Any] = {"seed": seed, "params": params, "exploration_type": job.exploration_type}
+        stats = evaluate(self._env, self._policy, episodes=job.episodes, max_frames=job.max_frames, **given)
+        if job.film is None:
+            return stats, None
+        path = job.film.format(step=step)
+        record(self._env, self._policy, path, **given)
+        return stats, path
+
+    def failure(self, error: BaseException) -> Failure:
+        """The `Failure` to send."""
+        return Failure.of(error)
+
+    def close(self) -> None:
+        """Do nothing: the process is ended at once, see `Evaluator`."""
+
+
+def main(fds: Sequence[int]) -> None:
+    """Serve the process that has started this one."""
+    serve(fds, Evaluating)

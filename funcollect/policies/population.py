@@ -1,0 +1,312 @@
+"""Populations: one policy with N versions of its parameters, each of which acts for an equal group of lanes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial, wraps
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.func import functional_call
+from typing_extensions import override
+
+from funcollect.arguments import check_kind
+from funcollect.errors import PolicyError
+from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.memo import memo_of
+from funcollect.keys import device_states, set_device_states
+from funcollect.messages import shown
+from funcollect.policies.jax_functions.jax_policy import JaxPolicy
+from funcollect.policies.numerics import TORCH, jax_numerics
+from funcollect.policies.torch_modules.skeleton import bare
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
+from funcollect.policies.weights import check_shapes, shapes_of
+from funcollect.protocols import Policy
+from funcollect.tree import flatten
+
+LaneIds = Sequence[int] | npt.NDArray[np.int64]  # neighbouring ids
+
+_Modes = tuple[bool, ...]  # `training` of each part; what a module allows may depend on it, as its `forward` does
+_MAPPED: weakref.WeakKeyDictionary[nn.Module, dict[_Modes, bool]] = weakref.WeakKeyDictionary()  # if `vmap` takes it
+
+
+def population(policy: Policy, params: Any) -> TorchPopulation | JaxPopulation:
+    """A policy that acts with N versions of its parameters: lane ``l`` of L with number ``l * N // L``.
+
+    L counts all lanes, over workers and actors too, and is a multiple of N. So a batch [L, T] holds the members in N
+    equal groups, one after the other, and each has the data of a separate run in these lanes, within rounding.
+
+    Args:
+        policy: one member: made by `torch_policy`, `jax_policy`, or `normalized`. It stays as it is.
+        params: the parameters of all members, each leaf with a leading axis N. For a policy in JAX a pytree like
+            ``policy.params``; for one in Torch tensors by dotted name, such as `torch.func.stack_module_state` returns,
+            or a TensorDict. Buffers may be left out. The population has copies of them as its `params`; rollouts and
+            collectors take other parameters of the same form.
+
+    In JAX the members are one call under `jax.vmap`; in Torch one under `torch.func.vmap` where the module allows it,
+    else a call for each.
+
+    A module keeps what it writes into buffers in place, not a buffer that its `forward` assigns. Random numbers that a
+    module or a function draws by itself differ from those of a separate run.
+
+    Raises:
+        TypeError: for another kind of policy, and for a scripted module.
+        ValueError: for parameters unlike the policy's own behind the leading axis.
+
+    A rollout raises PolicyError for a number of lanes that is not a multiple of N.
+
+    >>> import torch, funcollect as fc
+    >>> modules = [torch.nn.Linear(4, 2) for _ in range(4)]
+    >>> params, _ = torch.func.stack_module_state(modules)
+    >>> policy = fc.population(fc.torch_policy(modules[0], head=fc.heads.categorical), params)
+    >>> env = fc.make_env("CartPole-v1", num_envs=8)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 16)
+    >>> batch["next", "reward"].reshape(4, -1).sum(-1)
+    tensor([32., 32., 32., 32.])
+    """
+    if isinstance(policy, Population):
+        raise TypeError("policy is a population already, expected one member: pass the policy below, and its params")
+    if isinstance(policy, TorchPolicy) and isinstance(policy.module, torch.jit.ScriptModule):
+        raise TypeError("policy has a scripted module, whose parameters cannot be exchanged: pass the module itself")
+    if isinstance(policy, TorchPolicy) and isinstance(policy.module, nn.Module):
+        return TorchPopulation(policy, params)
+    if isinstance(policy, JaxPolicy):
+        return JaxPopulation(policy, params)
+    raise TypeError(
+        f"policy is {shown(policy)}, expected one of funcollect.torch_policy over a module, or of "
+        "funcollect.jax_policy: make one of them"
+    )
+
+
+@dataclass(frozen=True)
+class MemberLanes:
+    """Members in their order: the number of the first one, and for each the lanes for which it acts."""
+
+    first: int
+    lanes: tuple[int, ...]
+
+    @classmethod
+    def of_lanes(cls, size: int, lanes: LaneIds, total: int) -> Self:
+        """The members of a population that act for these lanes out of `total`."""
+        if total % size:
+            raise PolicyError(
+                f"a population of {size} acts in {total} lanes, expected a multiple of {size}: change num_envs, or the "
+                "number of workers"
+            )
+        members = np.asarray(lanes) * size // total
+        if members[-1] >= size:
+            raise PolicyError(
+                f"a population of {size} acts in the {total} lanes that its run began with, not in lanes added later: "
+                "begin with all collectors"
+            )
+        return cls(int(members[0]), tuple(np.bincount(members - members[0]).tolist()))
+
+    def rows(self, count: int) -> tuple[int, ...]:
+        """How many rows each member has, out of `count`: of these lanes, or more for each of as many members."""
+        members = len(self.lanes)
+        if count == sum(self.lanes):
+            return self.lanes
+        if len(set(self.lanes)) > 1 or count % members:
+            raise PolicyError(
+                f"{members} members of a population were given {count} rows, expected as many for each: pass a multiple"
+            )
+        return (count // members,) * members
+
+    def answers(self, xp: Any, call: Callable[..., Any], params: Any, inputs: Any, *, mapped: bool) -> Any:
+        """The answers [P, ...] of ``call(params, inputs)``, each member called for its own rows of `inputs`.
+
+        With `mapped`, members that have as many rows each are one call under `vmap`.
+        """
+        rows = self.rows(len(xp.leaves(inputs)[0]))
+        members = range(self.first, self.first + len(rows))
+        if mapped and len(set(rows)) == 1:
+            own = xp.map(itemgetter(slice(members.start, members.stop)), params)
+            folded = xp.map(lambda leaf: leaf.reshape(len(rows), rows[0], *leaf.shape[1:]), inputs)
+            return xp.map(lambda leaf: leaf.reshape(sum(rows), *leaf.shape[2:]), xp.vmap(call)(own, folded))
+        ends = np.cumsum((0, *rows)).tolist()
+        parts = [
+            call(xp.map(itemgetter(member), params), xp.map(itemgetter(slice(start, end)), inputs))
+            for member, (start, end) in zip(members, pairwise(ends), strict=True)
+        ]
+        return xp.map(lambda *leaves: xp.join(leaves), *parts)
+
+
+class Population(ABC):
+    """What populations in Torch and in JAX share; see `population`."""
+
+    size: int  # N
+
+    def of_lanes(self, lanes: LaneIds, total: int) -> Self:
+        """This policy for some lanes out of `total`, made once; PolicyError if they do not divide."""
+        group = MemberLanes.of_lanes(self.size, lanes, total)
+        known: dict[Any, Self] = memo_of(self)
+        own = known[group] if group in known else copy.copy(self)
+        own._follow(self, group)
+        known[group] = own
+        return own
+
+    @abstractmethod
+    def _follow(self, whole: Self, group: MemberLanes) -> None:
+        """Act for a group with the current parameters of the whole population, of which this is a copy."""
+
+
+def _size_of(shapes: Sequence[tuple[int, ...]]) -> int:
+    """N, the first axis of all parameters."""
+    sizes = {shape[0] if shape else None for shape in shapes}
+    if len(sizes) != 1 or None in sizes or 0 in sizes:
+        raise ValueError(
+            f"params have the first axes {sorted(sizes, key=str)}, expected the same one, the number of members: stack "
+            "the parameters of the members, as torch.func.stack_module_state or jax.tree.map(jnp.stack, …) do"
+        )
+    (size,) = sizes
+    assert size is not None
+    return size
+
+
+class JaxPopulation(Population, JaxPolicy):
+    """See `population`. `params` may be set: the next rollout reads them."""
+
+    def __init__(self, policy: JaxPolicy, params: Any) -> None:
+        self.size = _size_of([np.shape(leaf) for leaf in import_jax().tree.leaves(params)])
+        own = {name: (self.size, *shape) for name, shape in shapes_of(policy.params, "jax").items()}
+        check_shapes(own, shapes_of(params, "jax"))
+        self._member, self._group = policy.apply, MemberLanes(0, (1,) * self.size)
+        self.take_over(policy, self._members(self._group), params)
+
+    def _members(self, group: MemberLanes) -> Callable[..., Any]:
+        """The function for the rows of a group."""
+        jax, member, size = import_jax(), self._member, self.size
+
+        @wraps(member)  # it is asked for its parameters: whether it takes keys
+        def apply(params: Any, *inputs: Any, key: Any = None, **keys: Any) -> Any:
+            # The one key of a call is that of its first lane: a member's follows from it.
+            own = {} if key is None else {"key": jax.vmap(partial(jax.random.fold_in, key))(jax.numpy.arange(size))}
+
+            def call(mine: Any, rows: Any) -> Any:
+                (params, own), (inputs, keys) = mine, rows
+                return member(params, *inputs, **own, **keys)
+
+            return group.answers(jax_numerics(), call, (params, own), (inputs, keys), mapped=True)
+
+        return apply
+
+    @override
+    def _follow(self, whole: JaxPopulation, group: MemberLanes) -> None:
+        size = _size_of([np.shape(leaf) for leaf in import_jax().tree.leaves(whole.params)])
+        if size != self.size:
+            raise ValueError(f"params have {size} members, expected {self.size}: make another population for that many")
+        if group != self._group:
+            self._group, self.apply = group, self._members(group)
+        self.params = whole.params
+
+
+class TorchPopulation(Population, TorchPolicy):
+    """See `population`. The `module` has the parameters of all members."""
+
+    def __init__(self, policy: TorchPolicy, params: Any) -> None:
+        module: Any = policy.module
+        check_kind(
+            "params", params, (Mapping, TensorDictBase), "pass {**params, **buffers} of torch.func.stack_module_state"
+        )
+        given = {".".join(path): torch.as_tensor(leaf) for path, leaf in flatten(params).items()}
+        self.size = _size_of([tuple(leaf.shape) for leaf in given.values()])
+        every, buffers = policy.tensors(None), dict(module.named_buffers())
+        stacked = {name: leaf.expand(self.size, *leaf.shape) for name, leaf in buffers.items()}
+        stacked |= {name: leaf.to(every[name].dtype) if name in every else leaf for name, leaf in given.items()}
+        once = {*dict(module.named_parameters()), *stacked}  # a parameter may have two names
+        check_shapes(
+            {name: (self.size, *every[name].shape) for name in every if name in once},
+            {name: tuple(leaf.shape) for name, leaf in stacked.items()},
+        )
+        self.take_over(policy, _stacked_module(module, stacked, self.size))
+
+    @property
+    def lanes(self) -> int:
+        """A number of rows for which it can be called."""
+        group: MemberLanes = vars(self.module)["_group"]
+        return sum(group.lanes)
+
+    @override
+    def _follow(self, whole: TorchPopulation, group: MemberLanes) -> None:
+        attributes = {**vars(whole.module), "_group": group}
+        if self.module is whole.module:
+            module = bare(type(whole.module))  # type: ignore[arg-type]
+            module.__dict__ = attributes
+            self.replace(module)
+        vars(self.module).update(attributes)  # it may have been changed
+
+
+def _stacked_module(module: nn.Module, tensors: Mapping[str, Tensor], size: int) -> Any:
+    """A copy of the module with these parameters and buffers, which calls each member for its rows."""
+    copies: dict[int, Any] = {}  # by the id of the tensor that a member has, which may have two names
+    for name, before in (*module.named_parameters(), *module.named_buffers()):
+        own = tensors[name].detach().clone()
+        copies[id(before)] = nn.Parameter(own, before.requires_grad) if isinstance(before, nn.Parameter) else own
+    made: Any = copy.deepcopy(module, copies)
+    made.__class__ = _members_of(module.__class__)
+    made._group = MemberLanes(0, (1,) * size)
+    return made
+
+
+class _Members:
+    """The class of a module whose tensors have a leading axis of N, in front of the class of the one it was made of.
+
+    A subclass of both, so that parameters keep their names.
+    """
+
+    _member: type[nn.Module]
+    _group: MemberLanes
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.forward(*inputs)  # hooks of the module run in the calls for members
+
+    def forward(self, *inputs: Any) -> Any:
+        module: Any = self
+        one: Any = bare(self._member)
+        one.__dict__ = vars(self)
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        act = partial(self._group.answers, TORCH, partial(functional_call, one), tensors, inputs)
+        allowed = _MAPPED.setdefault(module, {})
+        modes = tuple(part.training for part in module.modules())
+        if modes in allowed:
+            return act(mapped=allowed[modes])
+        place = next(iter(tensors.values())).device
+        drawn, before = torch.get_rng_state(), {name: leaf.clone() for name, leaf in module.named_buffers()}
+        drawn_on_device = device_states(place)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", "There is a performance drop")  # slower than a call for each
+                answer = act(mapped=True)
+        except (RuntimeError, ValueError, UserWarning):  # such as a branch that depends on data
+            torch.set_rng_state(drawn)
+            set_device_states(place, drawn_on_device)
+            for name, leaf in module.named_buffers():
+                leaf.copy_(before[name])
+            answer = act(mapped=False)
+            allowed[modes] = False
+        else:
+            allowed[modes] = True
+        return answer
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _bare_members, (self._member,), vars(self).copy()
+
+
+@cache
+def _members_of(kind: Any) -> Any:
+    return type(f"PopulationOf{kind.__name__}", (_Members, kind), {"_member": kind})
+
+
+def _bare_members(kind: Any) -> Any:
+    return bare(_members_of(kind))

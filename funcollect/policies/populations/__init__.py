@@ -1,1 +1,0 @@
-"""One policy with N versions of its parameters."""
