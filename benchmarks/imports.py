@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from benchmarks.harness.report import quartiles, table
-from benchmarks.harness.runner import Options, Result
+from benchmarks.harness.runner import Cell, Options, Result
 
 _CHILD = """
 import json, sys, time
@@ -86,38 +87,71 @@ FIRST_BATCH = {
 }
 
 
+class Program:
+    """A program in an interpreter of its own, which prints the seconds that it has measured."""
+
+    def __init__(self, code: str, cached: bool = False) -> None:
+        self._code = code
+        self._cache = tempfile.TemporaryDirectory() if cached else None
+
+    def output(self) -> Any:
+        own = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+        own |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        own |= {"JAX_COMPILATION_CACHE_DIR": self._cache.name} if self._cache else {}
+        done = subprocess.run([sys.executable, "-c", self._code], check=True, capture_output=True, text=True, env=own)
+        return json.loads(done.stdout)
+
+    def run(self) -> int:
+        self.output()
+        return 1
+
+    def timed(self) -> tuple[int, float]:
+        """One run, and its seconds: those that the import adds, or those to the first batch."""
+        found = self.output()
+        return 1, found["added"] if isinstance(found, dict) else found
+
+    def close(self) -> None:
+        if self._cache:
+            self._cache.cleanup()
+
+
+def cells() -> Iterator[Cell]:
+    statements = {name: partial(Program, _CHILD.format(statement=each)) for name, each in STATEMENTS.items()}
+    yield Cell(
+        name="imports",
+        note="what an import adds, without the CPU time of the programs",
+        contestants=statements,
+        ours=("funcollect", "names"),
+    )
+    programs = {name: partial(Program, each, "cached" in name) for name, each in FIRST_BATCH.items()}
+    ours = ("CartPole", "gymnax", "gymnax, cached")
+    yield Cell(
+        name="first batch",
+        note="32 steps of 8 environments, without the CPU time of the programs",
+        contestants=programs,
+        ours=ours,
+    )
+
+
 def results(options: Options) -> Iterator[Result]:
-    if options.only in "imports":
-        yield _result(_rounds({name: _CHILD.format(statement=each) for name, each in STATEMENTS.items()}, options))
-    if options.only in "first batch":
-        with tempfile.TemporaryDirectory() as folder:
-            yield _first_batch(_rounds(FIRST_BATCH, options, folder))
+    for cell in cells():
+        if options.only in cell.name:
+            yield (_imports if cell.name == "imports" else _first_batch)(_rounds(cell, options))
 
 
-def _rounds(programs: dict[str, str], options: Options, cache: str = "") -> dict[str, list[Any]]:
+def _rounds(cell: Cell, options: Options) -> dict[str, list[Any]]:
     """What each program prints, round by round, in a new order each round."""
-
-    def run(name: str) -> Any:
-        found = {} if "cached" not in name else {"JAX_COMPILATION_CACHE_DIR": cache}
-        found |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        return json.loads(_output(programs[name], found))
-
-    for name in programs:
-        run(name)  # compiles and reads files once, before anything is measured
+    programs: dict[str, Any] = {name: make() for name, make in cell.contestants.items()}
+    for program in programs.values():
+        program.run()  # compiles and reads files once, before anything is measured
     measured: dict[str, list[Any]] = {name: [] for name in programs}
     order = random.Random(0)
     for _ in range(options.rounds):
         for name in order.sample(list(programs), len(programs)):
-            measured[name].append(run(name))
+            measured[name].append(programs[name].output())
+    for program in programs.values():
+        program.close()
     return measured
-
-
-def _output(program: str, variables: dict[str, str]) -> str:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, env=own | variables
-    )
-    return done.stdout
 
 
 def _first_batch(measured: dict[str, list[float]]) -> Result:
@@ -132,7 +166,7 @@ def _first_batch(measured: dict[str, list[float]]) -> Result:
     return Result(name="first batch", table=table(columns, rows), data={"rounds": rounds})
 
 
-def _result(measured: dict[str, list[dict[str, Any]]]) -> Result:
+def _imports(measured: dict[str, list[dict[str, Any]]]) -> Result:
     rows = [_row(name, rounds, measured["base"]) for name, rounds in measured.items()]
     columns = (
         "imports",

@@ -1,9 +1,9 @@
-"""Torch policies, frames per second: lowered, called back, crossing, on the host, and the same network in JAX.
+"""Torch policies, frames per second: lowered, crossing, on the host, and the same network in JAX.
 
-In JAX environments `native` is the network written by hand in JAX; `lowered`, `callback` and `crossing` are
-`torch_policy` with these ways of running (`compile="xla"`, `"callback"`, `"eager"`). In Gymnasium ones `host xla` and
-`host eager` are ours with one call of XLA or of Torch per step, `loop` is the eager loop written by hand (MLP alone).
-MLP and LSTM act in CartPole, the CNN in pixels that roll. Policies sample choices and record the log-probability.
+In JAX environments `native` is the network written by hand in JAX; `lowered` and `crossing` are `torch_policy` with
+these ways of running (`compile="xla"`, `"eager"`). In Gymnasium ones `host xla` and `host eager` are ours with one call
+of XLA or of Torch per step, `loop` is the eager loop written by hand (MLP alone). MLP and LSTM act in CartPole, the CNN
+in pixels that roll. Policies sample choices and record the log-probability.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ OURS = "lowered"
 FRAMES = {"mlp": 16_384, "lstm": 16_384, "cnn": 512}  # at least, per batch
 STEPS = {"mlp": 32, "lstm": 32, "cnn": 8}  # at least, per environment
 SIZES = {"mlp": (1, 8, 64, 1024, 4096), "lstm": (1, 8, 64, 1024, 4096), "cnn": (1, 8, 64)}  # environments at once
-CALLED = 64  # environments with which the ways that call Torch at each step of a JAX environment are measured
+CALLED = 64  # environments with which calls of Torch at each step of a JAX environment are measured
 MOST_SIMULATORS = 64
-WAYS = {"lowered": "xla", "callback": "callback", "crossing": "eager", "host xla": "xla", "host eager": "eager"}
-PAIRS = (("lowered", "native"), ("callback", "crossing"), ("host xla", "host eager"), ("host xla", "loop"))
+WAYS = {"lowered": "xla", "crossing": "eager", "host xla": "xla", "host eager": "eager"}
+PAIRS = (("lowered", "native"), ("host xla", "host eager"), ("host xla", "loop"))
 
 
 def results(options: Options) -> Iterator[Result]:
@@ -46,7 +46,7 @@ def cells() -> Iterator[Cell]:
 def _cell(name: str, num_envs: int) -> Cell:
     length = max(STEPS[name], -(-FRAMES[name] // num_envs))
     names = ["lowered", "native"]
-    names += ["callback", "crossing"] if num_envs == CALLED else []
+    names += ["crossing"] if num_envs == CALLED else []
     names += ["host xla", "host eager"] if num_envs <= MOST_SIMULATORS else []
     contestants: dict[str, Factory] = {each: partial(Ours, name, each, num_envs, length) for each in names}
     if name == "mlp" and num_envs <= MOST_SIMULATORS:

@@ -85,7 +85,7 @@ python_maximum_signature_line_length = 88
 # Classes of policies, environments and collectors that have the members of a base class or protocol with an entry.
 _WITHOUT_ENTRY = """
     collectors.collector.CollectorBase core.loops.RunsRollouts core.state.Array buffers.ring.RingMemory keys.Purpose
-    envs.torch_envs.vector_env.DeviceVectorEnv envs.torch_envs.vector_env.VectorSimulators
+    envs.torch_vector_env.DeviceVectorEnv envs.torch_vector_env.VectorSimulators
     trajectories.final_observations.FinalObservations buffers.storages.packed_rows.RowLayout
     buffers.trajectory_index.segments.Segments
     envs.host.host_env.SimulatedEnv envs.jax_envs.jax_env.FunctionsEnv
@@ -93,7 +93,7 @@ _WITHOUT_ENTRY = """
     policies.normalized.NormalizedJax policies.normalized.NormalizedTorch
     policies.population.JaxPopulation policies.population.TorchPopulation
     policies.random_policy.RandomPolicy policies.tensordict_modules.tensordict_policy.TensorDictPolicy
-    policies.torch_in_jax.lowered_policy.LoweredPolicy policies.torch_modules.torch_policy.TorchPolicy
+    policies.torch_in_jax.LoweredPolicy policies.torch_modules.torch_policy.TorchPolicy
 """
 nitpick_ignore = [("py:class", f"funcollect.{name}") for name in _WITHOUT_ENTRY.split()]
 suppress_warnings = ["ref.python"]  # a protocol and its base classes have members of the same names

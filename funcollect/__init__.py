@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.core.saving import load as load
     from funcollect.core.saving import save as save
     from funcollect.core.state import CollectorState as CollectorState
-    from funcollect.core.traced_step.batch import deliver as deliver
+    from funcollect.core.traced_step.columns import deliver as deliver
     from funcollect.envs.registry import make_env as make_env
     from funcollect.errors import BridgeError as BridgeError
     from funcollect.errors import CheckError as CheckError

@@ -1,9 +1,9 @@
-"""Values, arrays and texts, as error messages show them."""
+"""Values, arrays and texts, as error messages and tables show them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optree
@@ -95,3 +95,17 @@ def note_arguments(error: Exception, function: str, arguments: tuple[Any, ...], 
             "its state has the number of lanes twice: initial_state is that of one environment, without a "
             "dimension of lanes"
         )
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """The rows as lines of text: the first column is aligned on the left, the others on the right.
+
+    >>> print(table([("part", "share"), ("policy", "9%")]))
+    part    share
+    policy     9%
+    """
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = []
+    for name, *cells in rows:
+        lines.append("  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip())
+    return "\n".join(lines)

@@ -261,8 +261,7 @@ def test_noise_is_independent_between_lanes_steps_and_components() -> None:
     assert abs(correlation).max() < 5 / math.sqrt(20_000)
 
 
-@pytest.mark.parametrize("kind", ["uniform", "gumbel", "normal"])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+@pytest.mark.parametrize(("kind", "shape"), [("uniform", (2, 3)), ("gumbel", ()), ("normal", (3,))])
 def test_noise_is_one_float32_array_per_lane_and_step(kind: str, shape: tuple[int, ...]) -> None:
     noise = Noise(kind=kind, shape=shape)
     whole = draw_ahead(noise, KEY, np.arange(4, 9), 0, 20)

@@ -65,7 +65,13 @@ def test_a_dtype_that_is_not_floating_is_refused() -> None:
 
 @pytest.mark.parametrize("space", [spaces.Text(3), spaces.Sequence(BOX), spaces.Dict(x=spaces.Text(3))])
 def test_a_space_without_arrays_of_fixed_size_is_refused(space: spaces.Space[Any]) -> None:
-    with pytest.raises(TypeError, match=r"expected Box,.*flatten it"):
+    with pytest.raises(TypeError, match=r"the observation space at (observation|x) is \w+, expected Box,.*flatten it"):
+        observation_leaves(space)
+
+
+@pytest.mark.parametrize("space", [spaces.Dict(), spaces.Tuple(()), spaces.Dict({"inner": spaces.Dict()})])
+def test_a_space_without_arrays_is_refused(space: spaces.Space[Any]) -> None:
+    with pytest.raises(ValueError, match=r"the observation space .* has no arrays, expected at least one: add one"):
         observation_leaves(space)
 
 
@@ -74,15 +80,15 @@ def test_an_environment_for_its_space_is_refused() -> None:
         fc.running_statistics.init(fc.make_env("CartPole-v1"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["action", "next", "done", "collector", "reward", "terminated", "truncated"])
+@pytest.mark.parametrize("name", ["action", "action_log_prob", "next", "done", "collector", "reward", "terminated"])
 def test_a_key_that_a_batch_uses_itself_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' collides"):
+    with pytest.raises(ValueError, match=f"the observation key '{name}' collides .*rename it .*taken are"):
         observation_leaves(spaces.Dict({name: BOX}))
 
 
 @pytest.mark.parametrize("name", ["a.b", ""])
 def test_a_key_that_would_not_read_back_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="dot or is empty"):
+    with pytest.raises(ValueError, match=r"the observation key \(.*\) holds a dot or is empty: rename it"):
         observation_leaves(spaces.Dict({name: BOX}))
 
 
@@ -134,18 +140,22 @@ def test_action_spec_knows_where_choices_start() -> None:
 
 @pytest.mark.parametrize("space", [spaces.Text(3), spaces.Dict(a=BOX), spaces.Tuple([BOX])])
 def test_action_spec_refuses_structured_actions(space: spaces.Space[Any]) -> None:
-    with pytest.raises(TypeError, match="expected Box, Discrete, MultiDiscrete or MultiBinary"):
+    with pytest.raises(TypeError, match=r"the action space is \w+, expected Box, Discrete, MultiDiscrete .*flatten it"):
         ActionSpec(space)
+
+
+def test_an_action_space_without_components_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"MultiDiscrete\(\[\]\) has no components, expected at least one: add one"):
+        ActionSpec(spaces.MultiDiscrete([]))
 
 
 @pytest.mark.parametrize("space", [BOX, spaces.MultiBinary(3)])
 def test_one_hot_needs_choices(space: spaces.Space[Any]) -> None:
-    with pytest.raises(ValueError, match="one_hot=True needs"):
+    with pytest.raises(ValueError, match=r"one_hot=True needs a Discrete or MultiDiscrete .*: leave it out"):
         ActionSpec(space, one_hot=True)
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "torch/Pendulum-v1"])
-@pytest.mark.parametrize("num_envs", [None, 2])
+@pytest.mark.parametrize(("name", "num_envs"), [("CartPole-v1", None), ("CartPole-v1", 2), ("torch/Pendulum-v1", 2)])
 def test_environments_follow_the_protocol(name: str, num_envs: int | None) -> None:
     env = fc.make_env(name, num_envs=num_envs)
     assert isinstance(env, fc.Env)

@@ -27,7 +27,7 @@ from benchmarks.harness.report import heading, save, setting
 from benchmarks.harness.runner import Options
 
 NAMES = ("collect", "fused", "policies", "workers", "replay")
-COMPARED = (*NAMES, "ray", "suites")  # those that declare `cells()`
+COMPARED = (*NAMES, "vector", "imports", "ray", "suites")  # those that declare `cells()`
 REPOSITORY = Path(__file__).parents[2]
 
 

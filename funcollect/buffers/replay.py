@@ -138,10 +138,10 @@ class ReplayBuffer:
 
     def _extend(self, data: Any) -> Tensor:
         with self._lock, Uninterrupted():
-            self.state, slots = ring.extend(self.state, data)
+            self.state, slots = ring.extended(self.state, data)
             self._ahead.clear()
             self.sampler.extended(self.state.memory, slots.numpy())
-            return self._note(slots)
+            return self._note(slots) if self._by_priority else slots
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """A random batch of frames, copied.
@@ -196,14 +196,14 @@ class ReplayBuffer:
 
     def _note(self, index: Tensor) -> Tensor:
         """Note at the memory of these slots, which views share, how many frames the buffer has been given."""
-        if self._by_priority:
-            setattr(index.untyped_storage(), _WRITTEN, self._before + self.state.memory.written)
+        setattr(index.untyped_storage(), _WRITTEN, self._before + self.state.memory.written)
         return index
 
     def _gather(self, drawn: SampleIndices) -> _Sample:
         """Read the drawn frames: the batch, and its info."""
         batch = drawn.finish(self.state.memory.read(drawn.slots, drawn.mask))
-        return batch, {"index": self._note(torch.from_numpy(drawn.index)), **drawn.info}
+        index = torch.from_numpy(drawn.index)
+        return batch, {"index": self._note(index) if self._by_priority else index, **drawn.info}
 
     def _take_prefetched(self, batch_size: int, pool: ThreadPoolExecutor) -> _Sample:
         """Wait for the oldest prepared sample that is still up to date; threads prepare others meanwhile."""

@@ -218,18 +218,18 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
     >>> indices
     tensor([3, 0, 1])
     """
+    with Uninterrupted():  # an interrupted write would leave frames that are partly old and partly new
+        return extended(state, batch)
+
+
+def extended(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
+    """Do what `extend` does, where nothing interrupts it."""
     memory = check_current(state)
     if isinstance(batch, list) and not isinstance(memory.storage, ListStorage):
-        batch = _stacked([_with_next(item) for item in batch])
-    with Uninterrupted():  # an interrupted write would leave frames that are partly old and partly new
-        slots = torch.from_numpy(memory.extend(_with_next(batch)))
-        memory.version += 1
+        batch = _stacked([next_observations(item) if is_compact(item) else item for item in batch])
+    slots = torch.from_numpy(memory.extend(next_observations(batch) if is_compact(batch) else batch))
+    memory.version += 1
     return RingState(memory, memory.version), slots.movedim(0, -1)
-
-
-def _with_next(batch: Any) -> Any:
-    """The batch with all next observations."""
-    return next_observations(batch) if is_compact(batch) else batch
 
 
 def _stacked(items: list[Any]) -> Any:

@@ -1,18 +1,25 @@
-"""Exit codes of the command ``funcollect``.
+"""The command ``funcollect``: its arguments, its help and its exit codes.
 
 The commands themselves are imported after the arguments are parsed, so that help does not wait for Torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from funcollect.cli.arguments import parse
+from funcollect import __version__
 from funcollect.errors import CheckError, FuncollectError
 
 __all__ = ["main"]
+
+_WORDS = {"True": True, "False": False, "None": None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with 2 if the arguments cannot be parsed, with 0 for ``--help`` and ``--version``.
     """
-    arguments = parse(argv)
+    arguments = _parse(argv)
     try:
         commands = importlib.import_module("funcollect.cli.commands")
         getattr(commands, arguments.command)(arguments)
@@ -46,3 +53,145 @@ def _fail(message: str, code: int) -> int:
     """Print a message as one line on standard error, and return the exit code."""
     print("funcollect:", *message.split(), file=sys.stderr)
     return code
+
+
+def _count(text: str) -> int:
+    """Parse an argument that is a positive int; ``1e5`` is one, too."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+    if not number.is_integer():
+        raise argparse.ArgumentTypeError(f"{text} is not an integer")
+    if not 1 <= number <= 2**53:
+        raise argparse.ArgumentTypeError(f"{text} is {'not positive' if number < 1 else 'too large'}")
+    return int(number)
+
+
+def _named_value(text: str) -> tuple[str, Any]:
+    """Parse ``NAME=VALUE``; the value is JSON, True, False or None, and otherwise text."""
+    name, given, value = text.partition("=")
+    if not given or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    if value in _WORDS:
+        return name, _WORDS[value]
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _number(default: int | None, what: str = "") -> dict[str, Any]:
+    """An option that is an int of at least 1."""
+    shown = "; ".join(filter(None, (what, f"default: {default}" if default else "")))
+    return {"type": _count, "default": default, "metavar": "N", "help": shown}
+
+
+def _path(default: Path | None, what: str, metavar: str = "FILE") -> dict[str, Any]:
+    """An option that is a path."""
+    shown = f"{what}; default: {default}" if default else what
+    return {"type": Path, "default": default, "metavar": metavar, "help": shown}
+
+
+_SEED = {"type": int, "default": 0, "metavar": "S", "help": "default: 0"}
+_LIMIT = _number(None, "truncate episodes after N steps")
+
+
+def _add_commands(commands: Any) -> None:
+    """Add each command and its options."""
+    command = partial(_command, commands)
+    add = command("demo", "show a Torch MLP collecting on CartPole-v1", "--frames 1e5", subject="")
+    add("--frames", **_number(100_000, "rounded up to whole batches"))
+    add("--seed", **_SEED)
+    add("--out", **_path(Path("runs", "demo.png"), "a picture"))
+    add = command("collect", "collect experience and save it", "CartPole-v1 --policy mlp --frames 1e5", lanes=1)
+    add("--frames", **_number(10_000, "in whole batches"))
+    add("--frames-per-batch", **_number(None, "default: 128 per environment, at least 2000"))
+    add("--max-episode-steps", **_LIMIT)
+    add("--seed", type=int, metavar="S", help="default: a new one, kept in stats.json")
+    add("--out", **_path(None, "for the batch, stats.json and returns.png", "DIR"))
+    add("--overwrite", action="store_true", help="replace an earlier run in DIR")
+    example = "CartPole-v1 --policy mlp --weights weights.pt"
+    add = command("evaluate", "run whole episodes and print their returns", example, lanes=8)
+    add("--episodes", **_number(16))
+    add("--max-episode-steps", **_LIMIT)
+    add("--seed", **_SEED)
+    add = command("record", "film whole episodes", "CartPole-v1 --policy mlp --out film.gif")
+    add("--episodes", **_number(1))
+    add("--max-episode-steps", **_LIMIT)
+    add("--seed", **_SEED)
+    add("--out", **_path(Path("film.mp4"), ".mp4 or .gif"))
+    what, named = "check that an environment, or a policy, keeps its contract", "check this policy in ENV instead"
+    add = command("check", what, "my_module:MyEnvironment", lanes=3, policy=None, policy_help=named)
+    add("--steps", **_number(100, "of a run, in which episodes end"))
+    add("--max-episode-steps", **_LIMIT)
+    add("--seed", **_SEED)
+    what, example = (
+        "show how an environment and a policy would run together",
+        "gymnax/CartPole-v1 --policy mlp --num-envs 64",
+    )
+    command("explain", what, example, lanes=1)
+    example = "HalfCheetah-v5 --policy mlp --out profile.png"
+    add = command("profile", "measure where the time of a frame goes", example, lanes=8)
+    add("--frames", **_number(10_000, "to time, in whole batches"))
+    add("--out", **_path(None, "also draw the parts in this picture"))
+    command("policies", "list the policies that packages offer by name", "CartPole-v1", subject="[ENV]")
+
+
+def _command(
+    commands: Any,
+    name: str,
+    what: str,
+    example: str,
+    *,
+    subject: str = "ENV",
+    lanes: int | None = None,
+    policy: str | None = "random",
+    policy_help: str = "mlp, random (default), or module:factory",
+) -> Callable[..., Any]:
+    """Add a command, whose help fits on a screen and ends with an example; return what adds an option to it.
+
+    `lanes` is the default of ``--num-envs``, None for a single environment; `policy` that of ``--policy``.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        usage=f"funcollect {name} {subject} [options]".replace("  ", " "),
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=f"example: funcollect {name} {example}",
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=32),
+    )
+    add = parser.add_argument
+    if subject == "[ENV]":
+        add("env", nargs="?", metavar="ENV", help="also make each of them for this environment")
+    if subject == "ENV":
+        add("env", nargs="?", metavar="ENV", help="an id (torch/CartPole-v1), or module:factory")
+        add("--env", dest="env_option", metavar="ENV", help="the same as ENV")
+        if lanes is not None:
+            add("--num-envs", **_number(lanes, "environments in one batch"))
+        add("--policy", default=policy, metavar="NAME", help=policy_help)
+        add("--weights", **_path(None, "the policy's state_dict: .safetensors, .pt or .pth"))
+        given = "for the policy's factory, as JSON or text"
+        add("--option", "-o", type=_named_value, action="append", default=[], metavar="NAME=VALUE", help=given)
+    return add
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of a command; SystemExit if they cannot be parsed, and for ``--help`` and ``--version``."""
+    parser = argparse.ArgumentParser(
+        prog="funcollect",
+        description="Collect experience: a policy in an environment.",
+        epilog="example: funcollect collect CartPole-v1",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(max_episode_steps=None)  # of commands without whole episodes
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_commands(commands)
+    arguments = parser.parse_args(argv)
+    if "env_option" in arguments:  # the environment may be given with `--env` as well
+        named = [each for each in (arguments.env, arguments.env_option) if each is not None]
+        if len(named) != 1:
+            found = f"{len(named)} environments are given, expected one: ENV, or --env ENV"
+            commands.choices[arguments.command].error(found)
+        arguments.env = named[0]
+    return arguments

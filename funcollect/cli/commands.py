@@ -17,8 +17,7 @@ import torch
 
 import funcollect as fc
 from funcollect import plots
-from funcollect.cli.output import output_folder, save
-from funcollect.cli.report import RunSummary, episode_table, layout
+from funcollect.cli.output import RunSummary, episode_table, layout, output_folder, save
 from funcollect.cli.subjects import make_env, make_filmed_env, make_policy, policy_named
 from funcollect.core.rollout_trajectories import is_limited
 from funcollect.plots.figures import check_figure

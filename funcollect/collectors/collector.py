@@ -20,7 +20,7 @@ from funcollect.errors import ClosedError
 from funcollect.files import read_data, write_data
 from funcollect.policies.normalized import Normalized
 from funcollect.policies.population import Population
-from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import is_policy
 from funcollect.running_statistics import RunningStatistics, merge, none_like, update
 from funcollect.specs import ExplorationType

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from tensordict import TensorDictBase
 from typing_extensions import override
 
 from funcollect.arguments import check_flags
@@ -24,9 +23,7 @@ from funcollect.collectors.workers.jobs import (
     shares,
     want_accelerators,
 )
-from funcollect.collectors.workers.serial import SerialTransport
-from funcollect.collectors.workers.transport import Transport
-from funcollect.collectors.workers.worker import Job
+from funcollect.collectors.workers.run import in_this_process
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
 
@@ -66,22 +63,14 @@ class ProcessCollector(WorkerCollector, LocalOptions):
             job_of(row, policy=self.policy, seed=seed, shard=self.shard.within(worker, len(frames)))
             for worker, row in enumerate(rows(len(frames), columns_of(self) | {"frames_per_batch": frames}))
         ]
-        self._launch(jobs, self._open_transport(jobs), join, prefetch=prefetch)
-
-    def _open_transport(self, jobs: Sequence[Job]) -> Transport:
-        """The transport that the keywords ask for."""
         if self.in_process:
-            return SerialTransport()
-        from funcollect.collectors.processes.transport import ProcessTransport  # which needs Linux
+            means = in_this_process()
+        else:
+            from funcollect.collectors.workers.slots import over_processes  # which needs Linux or macOS
 
-        return ProcessTransport(num_threads=self.num_threads, accelerators=want_accelerators(jobs), eager=self._eager)
-
-    @override
-    def _gather(self) -> TensorDictBase:
-        self._check_at_rest()
-        if self.update_at_each_batch and self._batches:
-            self.update_policy_weights_()
-        return self.rollout()
+            wanted = want_accelerators(jobs)
+            means = over_processes(len(jobs), num_threads=self.num_threads, accelerators=wanted, eager=self._eager)
+        self._launch(jobs, means, join, prefetch=prefetch)
 
 
 @collector

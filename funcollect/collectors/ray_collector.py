@@ -119,9 +119,9 @@ class RayCollector(WorkerCollector):
             self.collector_class, count, self._columns, policy=self.policy, seed=seed, shard=shard, workers=workers
         )
         self._since = dict.fromkeys(range(count), 0)  # batches of each collector since it was sent weights
-        from funcollect.collectors.cluster.transport import RayTransport  # imports Ray
+        from funcollect.collectors.cluster.transport import over_ray  # imports Ray
 
-        transport = RayTransport(
+        means = over_ray(
             self.ray_init_config,
             num_threads=self.num_threads,
             accelerators=want_accelerators(jobs),
@@ -129,7 +129,7 @@ class RayCollector(WorkerCollector):
         )
         grace = _TO_REPORT if self._has_nested_workers else 0.0
         joined: Literal["stack"] | None = "stack" if self.sync else None
-        self._launch(jobs, transport, joined, prefetch=self.prefetch, grace=grace, stacklevel=5)
+        self._launch(jobs, means, joined, prefetch=self.prefetch, grace=grace, stacklevel=5)
         self.num_collectors = count
 
     def _check_own(self) -> None:

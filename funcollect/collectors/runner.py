@@ -11,9 +11,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.collectors.exclusive import InUse, exclusive
-from funcollect.collectors.options import Options
-from funcollect.collectors.source import RunnerSpec
+from funcollect.collectors.in_use import InUse, exclusive
+from funcollect.collectors.options import Options, RunnerSpec
 from funcollect.core import api
 from funcollect.core.apply import apply
 from funcollect.core.env_params import set_env_params
@@ -28,7 +27,7 @@ from funcollect.core.state import CollectorState
 from funcollect.errors import ClosedError, InUseError
 from funcollect.interop.plain_data import from_data, to_data
 from funcollect.policies.jax_functions.jax_policy import as_given
-from funcollect.policies.torch_backed import TorchBacked, replaced
+from funcollect.policies.torch_modules.torch_backed import TorchBacked, replaced
 from funcollect.policies.weights import check_dtypes
 from funcollect.protocols import DeviceEnv
 from funcollect.trajectories.final_observations import attach, is_compact

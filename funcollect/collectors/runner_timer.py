@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from funcollect.collectors.runner import Runner
 from funcollect.core import api
-from funcollect.core.timing.timed_loops import TimedLoops
+from funcollect.core.timing import TimedLoops
 
 
 class RolloutTimes(NamedTuple):
@@ -16,44 +16,28 @@ class RolloutTimes(NamedTuple):
 
     loop: str  # which ran
     frames: int  # that were collected
-    seconds: float  # of all, without those that timing itself cost
+    seconds: float  # of all
     parts: Mapping[str, float]  # of the rollouts
-    cpu: float  # CPU time of the process in the rollouts
-    busy: float  # and between them
-    waits: bool  # whether each timed call waited for an accelerator
+    busy: float  # CPU time of the process between them
 
     @property
     def between(self) -> float:
         """Seconds between the rollouts."""
         return max(self.seconds - sum(self.parts.values()), 0.0)
 
-    @property
-    def load(self) -> float:
-        """The share of the rollouts' time in which the process uses a processor; at most 1."""
-        return min(self.cpu / max(sum(self.parts.values()), 1e-9), 1.0)
-
 
 class RunnerTimer:
     """Times the rollouts of a runner from its construction until `stop`."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._frames = runner.frames
+        self._runner, self._frames = runner, runner.frames
         self._loops = runner.loops = TimedLoops()
         self._cpu, self._began = time.process_time(), time.perf_counter()
 
     def stop(self) -> RolloutTimes:
         """Let the runner run as before, and return the times."""
         seconds, cpu = time.perf_counter() - self._began, time.process_time() - self._cpu
-        self._runner.loops = api.LOOPS
-        loops = self._loops
-        parts, cost = loops.parts()
-        return RolloutTimes(
-            loop=loops.loop,
-            frames=self._runner.frames - self._frames,
-            seconds=seconds - cost,
-            parts=parts,
-            cpu=loops.cpu,
-            busy=max(cpu - loops.cpu, 0.0),
-            waits=loops.waits,
-        )
+        runner, loops = self._runner, self._loops
+        runner.loops = api.LOOPS
+        frames = runner.frames - self._frames
+        return RolloutTimes(loops.loop, frames, seconds, dict(loops.seconds), max(cpu - loops.cpu, 0.0))

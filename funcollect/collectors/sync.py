@@ -11,9 +11,8 @@ from typing_extensions import override
 
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.keywords import collector
-from funcollect.collectors.options import RunnerOptions, options_of
+from funcollect.collectors.options import RunnerOptions, RunnerSpec, SourceOptions, options_of
 from funcollect.collectors.runner import Runner
-from funcollect.collectors.source import RunnerSpec, SourceOptions
 
 
 @collector

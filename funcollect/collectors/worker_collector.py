@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 import weakref
@@ -14,17 +15,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_function, check_positive
-from funcollect.collectors.buffer_filler import FillsBuffer
 from funcollect.collectors.collector import CollectorBase
-from funcollect.collectors.exclusive import InUse, exclusive
+from funcollect.collectors.in_use import FillsBuffer, InUse, exclusive
 from funcollect.collectors.keywords import collector
 from funcollect.collectors.options import Device, Options
 from funcollect.collectors.runner import given_weights
 from funcollect.collectors.workers.batch_layout import Join
-from funcollect.collectors.workers.pool import FailurePolicy
-from funcollect.collectors.workers.run import WorkerRun
-from funcollect.collectors.workers.transport import Transport
+from funcollect.collectors.workers.jobs import masks_of
+from funcollect.collectors.workers.run import Means, WorkerRun
 from funcollect.collectors.workers.worker import Job, runners_of
+from funcollect.core.env_params import part_of_lanes
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.exploration import check_given
 from funcollect.core.restore import next_seed
@@ -32,9 +32,12 @@ from funcollect.core.rollout_trajectories import check_limited
 from funcollect.core.saving import Episodes
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed
+from funcollect.messages import shown
 from funcollect.policies.jax_functions.jax_policy import as_given
-from funcollect.policies.torch_backed import has_lazy_layers
+from funcollect.policies.torch_modules.sending import dumps
+from funcollect.policies.torch_modules.torch_backed import has_lazy_layers
 from funcollect.processes.child import OnFailure
+from funcollect.processes.pool import FailurePolicy
 from funcollect.protocols import is_policy
 
 
@@ -109,7 +112,7 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
     def _launch(
         self,
         jobs: Sequence[Job],
-        transport: Transport,
+        means: Means,
         join: Join | None,
         *,
         prefetch: bool,
@@ -122,8 +125,8 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
         """
         self._batches, self._seconds, self._warned = 0, 0.0, False
         failure_policy = FailurePolicy(self.timeout + grace, self.start_timeout + grace, self.on_failure)
-        self.run = WorkerRun(jobs, transport, failure_policy, self.policy, join, prefetch=prefetch)
-        self._finalizer = weakref.finalize(self, self.run.close)
+        self.run = WorkerRun(jobs, means, failure_policy, self.policy, join, prefetch=prefetch)
+        self._finalizer = weakref.finalize(self, self.run.end)
         info = self.run.info
         if info.warning:
             warnings.warn(info.warning, stacklevel=stacklevel)
@@ -153,6 +156,13 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
                 "the fastest would wait for the others: give all the same frames_per_batch"
             )
 
+    @override
+    def _gather(self) -> TensorDictBase:
+        if self.options.update_at_each_batch and self._batches:
+            self._check_at_rest()
+            self.update_policy_weights_()
+        return self.rollout()
+
     @exclusive
     def rollout(self) -> TensorDictBase:
         """One batch as it is gathered, even if the run has ended: not split, not post-processed."""
@@ -180,7 +190,7 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
             ValueError: for a mask of another shape or dtype.
         """
         self._check_at_rest()
-        self.run.reset(mask)
+        self.run.call_each("reset", masks_of(mask, self.run.lanes))
 
     @exclusive
     def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -199,7 +209,14 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
         """
         self._check_at_rest()
         check_function("function", function, "a function of one lane's environment and args", 1 + len(args))
-        return self.run.apply(function, args)
+        try:
+            packed = dumps((function, args))
+        except Exception as error:
+            raise TypeError(
+                f"function or its arguments cannot be sent to the workers ({shown(error, 200)}): pass a function of a "
+                "module, and plain arguments"
+            ) from error
+        return [result for results in self.run.call_all("apply", packed) for result in results]
 
     @exclusive
     def set_env_params(self, params: Any, *, at_once: bool = False) -> None:
@@ -213,7 +230,14 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
         """
         self._check_at_rest()
         check_flags(at_once=at_once)
-        self.run.set_env_params(params, at_once=at_once)
+        shapes, lanes = self.run.info.param_shapes, self.run.lanes
+        if shapes is None:
+            raise TypeError(f"{self.run.info.label} has no parameters that can be set, expected an environment in JAX")
+        parts = [
+            part_of_lanes(params, shapes, sum(lanes), slice(end - own, end))
+            for own, end in zip(lanes, itertools.accumulate(lanes), strict=True)
+        ]
+        self.run.call_each("set_env_params", [dumps((part, at_once)) for part in parts])
 
     @exclusive
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -311,14 +335,19 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
             - ``copies``, the batches delivered as copies.
         """
         self._check_filler()
-        counts = self.run.stats()
+        run, version = self.run, self.run.weights.version
         return {
             "frames": self.frames,
             "batches": self._batches,
             "seconds": self._seconds,
             "frames_per_second": self.frames / self._seconds if self._seconds else 0.0,
-            "policy_lag": counts["policy_version"] - self.run.gathering.version if self._batches else 0,
-            **counts,
+            "reader_waited": run.waited,
+            "workers_waited": run.idle,
+            "policy_version": version,
+            "policy_lag": version - run.gathering.version if self._batches else 0,
+            "restarts": run.restarts,
+            "lost_frames": run.lost,
+            "copies": run.gathering.copies,
         }
 
     @override
@@ -351,7 +380,7 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
 
     def _check_open(self) -> None:
         self._check_filler()
-        self._closed = self._closed or self.run.pool.closed
+        self._closed = self._closed or self.run.closed
         super()._check_open()
 
     def __repr__(self) -> str:

@@ -11,23 +11,22 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.arguments import check_call, check_kind, check_optional_positive
+from funcollect.core.checks import check_state, check_untraced
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.exploration import NO_VALUES, Value, exploration_values, with_values
 from funcollect.core.loops import Loop, RunsRollouts, captured, crossing, device, fused, host, tensor
 from funcollect.core.request import Request
-from funcollect.core.routes import complete, enter_loop, leave_loop, of_lanes, route_of
+from funcollect.core.routes import complete, of_lanes, route_of, run_in_jax
 from funcollect.core.simulators.simulation import SimulatorHandle
-from funcollect.core.state import Array, CollectorState, all_lanes, check_origin
-from funcollect.core.traced_step.checks import check_live, check_one_run, check_untraced
-from funcollect.envs.jax_envs.jax_env import JaxEnvState
+from funcollect.core.state import Array, CollectorState, all_lanes
 from funcollect.interop.memory import memory_for
 from funcollect.keys import key_from_seed
 from funcollect.messages import kind_of, shown
 from funcollect.policies.base import check_policy
 from funcollect.policies.normalized import Normalized, check_statistics
 from funcollect.policies.population import Population
-from funcollect.policies.torch_backed import TorchBacked
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source
+from funcollect.policies.torch_in_jax import LoweredPolicy, Source
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.protocols import Backend, Env, Policy, is_env
 from funcollect.specs import ExplorationType
 from funcollect.tree import without_time
@@ -90,7 +89,8 @@ def check_pair(env: Any, policy: Any) -> None:
         complete(env, policy)
     if env.backend not in (backends := get_args(Backend)):
         raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
-    check_optional_positive(f"max_episode_steps of {env}", getattr(env, "max_episode_steps", None))
+    if env.backend in ("torch", "jax"):
+        check_optional_positive(f"max_episode_steps of {env}", env.max_episode_steps)
     policy.check(env.action_spec)
     if isinstance(policy, Normalized):
         check_statistics(policy, env.observation_leaves)
@@ -173,13 +173,10 @@ def run(
     route = route_of(env, policy, request.exploration_type)
     run_loop, inner = loops[route.loop].run, route.policy
     with memory_for(lambda: f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
-        if inner is policy or not isinstance(inner, EmbeddedPolicy):
+        if inner is policy or not isinstance(inner, LoweredPolicy):
             after, batch = run_loop(env, inner, state, request)
         else:
-            before, entered = enter_loop(inner, state)  # the state of the Torch policy, which `inner` runs in JAX
-            with inner.running(before):
-                after, batch = run_loop(env, inner, entered, request)
-            after, batch = leave_loop(inner, after, before), inner.as_torch(batch)
+            after, batch = run_in_jax(inner, state, lambda entered: run_loop(env, inner, entered, request))
     return after, with_values(batch, values)
 
 
@@ -315,17 +312,3 @@ def close(state: CollectorState) -> None:
     check_kind("state", state, CollectorState, "pass the state that rollout returned")
     if isinstance(state.env_state, SimulatorHandle):
         state.env_state.simulation.close()
-
-
-def check_state(env: Env, state: CollectorState, function: str, *, live: bool = True) -> None:
-    """Raise unless `state` is a state of `env`, and live if that is asked for."""
-    check_kind("state", state, CollectorState, "pass the state that init or rollout returned (after env and policy)")
-    if not is_env(env):
-        raise TypeError(f"env is {kind_of(env)}, expected an Env: pass the env that the state was made with")
-    check_untraced(function, state.lane)
-    check_one_run(state)
-    if live and isinstance(state.env_state, JaxEnvState):
-        check_live(state)
-    if state.num_lanes != (env.num_envs or 1):
-        raise ValueError(f"the state has {state.num_lanes} lanes, {env!r} has {env.num_envs or 1}: pass its own env")
-    check_origin(env, state)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from funcollect.arguments import check_function
-from funcollect.core.api import check_state
+from funcollect.core.checks import check_state
 from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import Array, CollectorState
 from funcollect.protocols import Env, SimulatorsOfLanes

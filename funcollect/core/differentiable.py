@@ -16,23 +16,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from funcollect.core.api import check_pair, check_state
+from funcollect.core.api import check_pair
+from funcollect.core.checks import check_jax_env, check_state
+from funcollect.core.env_params import of_one_lane
 from funcollect.core.exploration import NO_VALUES, Value, exploration_values, with_values
+from funcollect.core.lanes import run_keys
 from funcollect.core.loops.fused import batch_of
-from funcollect.core.request import Request
-from funcollect.core.routes import enter_loop, leave_loop, lowered_for
+from funcollect.core.request import Request, step_options
+from funcollect.core.routes import lowered_for, run_in_jax
 from funcollect.core.state import CollectorState, origin_of
-from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
-from funcollect.core.traced_step.checks import check_jax_env
-from funcollect.core.traced_step.keys import run_keys
-from funcollect.core.traced_step.lane_params import of_one_lane
+from funcollect.core.traced_step.columns import cast, dtypes_of, recorded_step
 from funcollect.core.traced_step.starts import operations
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
 from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memo import memo_of
-from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import JaxEnv, Policy, Transition, traced_values
 from funcollect.specs import ExplorationType
 from funcollect.tree import Path
@@ -97,15 +97,19 @@ def differentiable_rollout(
     request = Request(length=length, exploration_type=exploration_type, max_frames_per_traj=max_frames_per_traj)
     lowered = lowered_for(env, policy, exploration_type)
     values = exploration_values(policy, exploration, lambda: state.steps_made * state.total_lanes)
-    before, entered = enter_loop(lowered, state)
     tensors = lowered.source.tensors(lowered.source.prepare(params))
-    config = make_step_config(env, lowered, state.num_lanes, request)
+    config = make_step_config(env, lowered, state.num_lanes, step_options(env, request))
     which = ("differentiable", origin_of(env), state.num_lanes, length, exploration_type, max_frames_per_traj)
-    run = _Run(lowered, compiled(lowered, which, partial(_forward, config, length)), entered, traced_values(values))
-    columns = _Rollout.apply(run, *(tensors[name] for name in lowered.lowered.names))  # type: ignore[no-untyped-call]
-    leaves = cast(dict(zip(run.paths, columns, strict=True)), dtypes_of(env))
-    batch = lowered.as_torch(batch_of(env, lowered, state, leaves))
-    return leave_loop(lowered, run.state, before), with_values(batch, values)
+    program = compiled(lowered, which, partial(_forward, config, length))
+
+    def run(entered: CollectorState) -> tuple[CollectorState, TensorDict]:
+        own = _Run(lowered, program, entered, traced_values(values))
+        columns = _Rollout.apply(own, *(tensors[name] for name in lowered.lowered.names))  # type: ignore[no-untyped-call]
+        leaves = cast(dict(zip(own.paths, columns, strict=True)), dtypes_of(env))
+        return own.state, batch_of(env, lowered, state, leaves)
+
+    after, batch = run_in_jax(lowered, state, run)
+    return after, with_values(batch, values)
 
 
 def _warn_of_stops(env: JaxEnv, state: CollectorState) -> None:

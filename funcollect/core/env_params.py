@@ -1,26 +1,65 @@
-"""`set_env_params`: other parameters for a JAX environment during a run."""
+"""Parameters of a JAX environment that change during a run: each leaf is shared, or has a row for each lane.
+
+A state holds the environment's own pytree or, once a leaf has rows, `LaneParams`. `set_env_params` compares values to
+find the leaves that change. Traced code cannot do so: `traced_set_env_params` goes by the objects that it is given.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from funcollect.arguments import check_flags
-from funcollect.core.api import check_state
+from funcollect.core.checks import check_state, check_traced_state
+from funcollect.core.lanes import varying, where_lanes
 from funcollect.core.state import Array, CollectorState
-from funcollect.core.traced_step.given_params import (
-    GivenParams,
-    as_leaf,
-    combined,
-    given_params,
-    is_by_lane,
-    taken_apart,
-    wrong_structure,
-)
-from funcollect.envs.jax_envs.jax_env import JaxEnvState, default_params
-from funcollect.interop.jax_setup import import_jax
-from funcollect.protocols import Env
+from funcollect.envs.jax_envs.jax_env import JaxEnvState, default_params, param_keys, param_of
+from funcollect.interop.jax_setup import import_jax, without_weak_types
+from funcollect.messages import clipped, shown
+from funcollect.protocols import Env, JaxEnv
+from funcollect.tree import Path
+
+
+class Varying(NamedTuple):
+    """Stands for a leaf that has a row for each lane; a node without leaves."""
+
+
+class Unchanged(NamedTuple):
+    """Holds a shared leaf that is the environment's own: traced code cannot compare values, but sees this."""
+
+    leaf: Any
+
+
+class LaneParams(NamedTuple):
+    """The parameters of P lanes.
+
+    Attributes:
+        shared: the pytree that the environment takes, with `Varying` or `Unchanged` in place of some leaves.
+        current: the leaves with rows, each [P, ...], of the episodes that the lanes are in.
+        coming: the same for the episodes after these.
+    """
+
+    shared: Any
+    current: tuple[Any, ...]
+    coming: tuple[Any, ...]
+
+    @property
+    def nodes(self) -> list[Any]:
+        """What `shared` has instead of each leaf: the leaf itself, `Varying` or `Unchanged`."""
+        nodes: list[Any] = import_jax().tree.leaves(self.shared, is_leaf=_is_node)
+        return nodes
+
+    def filled(self, rows: Sequence[Any]) -> Any:
+        """The whole pytree, with these in place of `Varying`."""
+        rest, treedef = iter(rows), import_jax().tree.structure(self.shared, is_leaf=_is_node)
+        held = (node.leaf if isinstance(node, Unchanged) else node for node in self.nodes)
+        return treedef.unflatten([next(rest) if isinstance(leaf, Varying) else leaf for leaf in held])
+
+
+def _is_node(node: Any) -> bool:
+    return isinstance(node, Varying | Unchanged)
 
 
 def set_env_params(
@@ -60,16 +99,58 @@ def set_env_params(
     """
     check_state(env, state, "set_env_params")
     check_flags(at_once=at_once)
-    new = given_params(env, state, params)
-    arrays = new.arrays
-    old, varied = taken_apart(default_params(env) if state.env_params is None else state.env_params)
-    old = [as_leaf(leaf, like) for leaf, like in zip(old, new.own, strict=True)]
-    changed = [not at_once and not _equal(*both) for both in zip(arrays, old, strict=True)]
-    varies = [any(each) for each in zip(new.by_lane, varied, changed, strict=True)]
-    if not any(varies):
-        return state.replace(env_params=new.treedef.unflatten(arrays))
-    current = arrays if at_once else old
-    return state.replace(env_params=combined(new, varies, state.num_lanes, arrays, current, arrays))
+    given = _given(env, state, params)
+    nodes, held = _taken_apart(default_params(env) if state.env_params is None else state.env_params)
+    old, new = given.arrays_of(held), given.arrays_of(given.leaves)
+    same = [_equal(*both) for both in zip(new, old, strict=True)]
+    made = given.for_lanes(given.with_rows(nodes, same, at_once), new, new if at_once else old, new)
+    return state.replace(env_params=made if made.current else made.shared)
+
+
+def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at_once: bool = False) -> CollectorState:
+    """Return a state with other parameters of the environment: for domain randomisation and curricula inside `jit`.
+
+    Episodes change as with `funcollect.set_env_params`. In a `scan`, call it once before with the same kind of
+    parameters, so that the carry has a fixed structure. Without `at_once`, each leaf gets a dimension P, one value per
+    lane, except those that are the very objects in ``env.default_params`` (``env.default_params.replace(gravity=g)``
+    leaves all but one as they are).
+
+    Arguments and errors are those of `funcollect.set_env_params`; `params` may be traced.
+
+    >>> import jax, jax.numpy as jnp, funcollect as fc
+    >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=4, param_keys=["gravity"])
+    >>> policy = fc.random_policy(env)
+    >>> @jax.jit
+    ... def run(key, gravities):
+    ...     state = fc.traced.init(env, policy, None, key=key)
+    ...     params = env.default_params.replace(gravity=gravities[0])
+    ...     state = fc.traced.set_env_params(env, state, params, at_once=True)
+    ...     def update(state, gravity):
+    ...         params = env.default_params.replace(gravity=gravity)
+    ...         state = fc.traced.set_env_params(env, state, params, at_once=True)
+    ...         state, batch = fc.traced.rollout(env, policy, None, state, 8)
+    ...         return state, batch["env_params"]["gravity"].mean()
+    ...     return jax.lax.scan(update, state, gravities)[1]
+    >>> run(jax.random.PRNGKey(0), jnp.array([2.0, 4.0, 8.0]))
+    Array([2., 4., 8.], dtype=float32)
+    """
+    check_traced_state(env, state)
+    check_flags(at_once=at_once)
+    given = _given(env, state, params)
+    own = [leaf is like for leaf, like in zip(given.leaves, given.own, strict=True)]
+    nodes, held = _taken_apart(given.default() if state.env_params is None else state.env_params)
+    # XLA would compute with constants otherwise than with arguments, which parameters of the eager function are.
+    barrier = import_jax().lax.optimization_barrier
+    old, new = [barrier(leaf) for leaf in held], [barrier(leaf) for leaf in given.arrays_of(given.leaves)]
+    same = [
+        leaf is node or (is_own and isinstance(node, Unchanged))
+        for leaf, node, is_own in zip(given.leaves, nodes, own, strict=True)
+    ]
+    new = [before if kept else leaf for before, leaf, kept in zip(old, new, same, strict=True)]
+    shared = [Unchanged(leaf) if is_own else leaf for leaf, is_own in zip(new, own, strict=True)]
+    made = given.for_lanes(given.with_rows(nodes, same, at_once), shared, new if at_once else old, new)
+    rows = varying(state.lane, (made.current, made.coming))  # over a mesh, as those of later states
+    return state.replace(env_params=LaneParams(made.shared, *rows))
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -77,29 +158,179 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(np.array_equal(one, other, equal_nan=one.dtype.kind == "f"))
 
 
+class _Given(NamedTuple):
+    """Parameters that a user gives for P lanes, leaf by leaf."""
+
+    treedef: Any
+    own: list[Any]  # the environment's own leaves
+    leaves: list[Any]  # the user's
+    by_lane: list[bool]  # whether the user's leaf has a first dimension P more than the environment's own
+    num_lanes: int
+
+    def arrays_of(self, leaves: Sequence[Any]) -> list[Any]:
+        """Leaves as JAX arrays, in the dtypes of the environment's own."""
+        jnp = import_jax().numpy
+        return [jnp.asarray(leaf, jnp.asarray(like).dtype) for leaf, like in zip(leaves, self.own, strict=True)]
+
+    def default(self) -> LaneParams:
+        """The environment's own parameters."""
+        return LaneParams(self.treedef.unflatten([Unchanged(leaf) for leaf in self.arrays_of(self.own)]), (), ())
+
+    def with_rows(self, nodes: list[Any], same: list[bool], at_once: bool) -> list[bool]:
+        """Which leaves have rows: those given or held so, and those that change from each lane's next episode on."""
+        each = zip(self.by_lane, nodes, same, strict=True)
+        return [by_lane or isinstance(node, Varying) or not (at_once or kept) for by_lane, node, kept in each]
+
+    def for_lanes(self, rows: list[bool], shared: Sequence[Any], current: Any, coming: Any) -> LaneParams:
+        """The parameters with `rows` of the leaves `current` and `coming`, and `shared` nodes of the others."""
+
+        def of_lanes(leaves: Sequence[Any]) -> tuple[Any, ...]:
+            each = zip(self.arrays_of(leaves), self.own, rows, strict=True)
+            as_rows = import_jax().numpy.broadcast_to
+            return tuple(as_rows(leaf, (self.num_lanes, *np.shape(own))) for leaf, own, own_rows in each if own_rows)
+
+        nodes = [Varying() if own_rows else node for node, own_rows in zip(shared, rows, strict=True)]
+        made = LaneParams(self.treedef.unflatten(nodes), of_lanes(current), of_lanes(coming))
+        params: LaneParams = without_weak_types(made)
+        return params
+
+
+def _given(env: Env, state: CollectorState, params: Any) -> _Given:
+    """Check `params` for a state of `env`; TypeError without parameters, ValueError for another structure or shape."""
+    if not isinstance(state.env_state, JaxEnvState) or (own := default_params(env)) is None:
+        raise TypeError(
+            f"{env!r} has no parameters that can be set here, expected an environment in JAX that has some: over Torch "
+            "pass state.replace(env_params=...), over simulators use funcollect.apply"
+        )
+    jax = import_jax()
+    named, treedef = jax.tree_util.tree_flatten_with_path(own)
+    leaves, structure = jax.tree.flatten(params)
+    if structure != treedef:
+        raise _wrong_structure(params, len(named), f"is {clipped(str(structure))}", clipped(str(treedef)))
+    by_lane = []
+    for (path, like), leaf in zip(named, leaves, strict=True):
+        name = jax.tree_util.keystr(path)
+        _check_kind(name, leaf, like)
+        by_lane.append(_is_by_lane(name, leaf, np.shape(like), state.num_lanes))
+    return _Given(treedef, [like for _, like in named], leaves, by_lane, state.num_lanes)
+
+
+def _wrong_structure(params: Any, leaves: int, found: str, wanted: str) -> ValueError:
+    """The error for parameters of another structure than an environment's own, which have so many leaves."""
+    if isinstance(params, tuple) and len(params) == 2 and len(import_jax().tree.leaves(params[0])) == leaves:
+        return ValueError(
+            "params is a pair, expected a pytree like env.default_params: pass the first part, which is the model if a "
+            "function for domain randomisation returned it with in_axes"
+        )
+    return ValueError(f"params {found}, expected {wanted}: change leaves of env.default_params")
+
+
+def _check_kind(name: str, leaf: Any, like: Any) -> None:
+    """Raise ValueError for floating numbers instead of integers, since they would be cut off."""
+    jnp = import_jax().numpy
+    if jnp.issubdtype(jnp.result_type(like), jnp.integer) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+        raise ValueError(
+            f"params{name} is {shown(leaf)}, expected an integer: convert it, such as by int or astype(int)"
+        )
+
+
+def _is_by_lane(name: str, leaf: Any, own: tuple[int, ...], lanes: int) -> bool:
+    """Whether a leaf has a value for each lane; ValueError for another shape than `own` and ``[lanes, *own]``."""
+    shape = tuple(np.shape(leaf))
+    if shape not in (own, (lanes, *own)):
+        raise ValueError(
+            f"params{name} has the shape {list(shape)}, expected {list(own)}, or {[lanes, *own]} for one in each lane: "
+            "change it"
+        )
+    return shape != own
+
+
+def _taken_apart(params: Any) -> tuple[list[Any], list[Any]]:
+    """What a state's parameters have in place of each leaf, and the leaves of the episodes that lanes are in."""
+    leaves = import_jax().tree.leaves(of_current(params))
+    return params.nodes if isinstance(params, LaneParams) else leaves, leaves
+
+
+def has_rows(env: JaxEnv, params: Any) -> bool:
+    """Whether parameters are those of each lane, or unlike the environment's own, which `set_env_params` refuses."""
+    own = default_params(env)
+    if own is None or isinstance(params, LaneParams):
+        return False
+    (leaves, structure), (own_leaves, own_structure) = map(import_jax().tree.flatten, (params, own))
+    return bool(structure != own_structure or [*map(np.shape, leaves)] != [*map(np.shape, own_leaves)])
+
+
+def call_in_lanes(function: Callable[..., Any], params: Any, *arguments: Any, coming: bool = False) -> Any:
+    """Call ``function(*arguments, params)`` for every lane, with the `arguments` [P, ...] of each.
+
+    The parameters are those of the episodes that the lanes are in, or of the `coming` ones.
+    """
+    jax = import_jax()
+    if not isinstance(params, LaneParams):
+        return jax.vmap(function, (*[0] * len(arguments), None))(*arguments, params)
+
+    def call(leaves: Any, *own: Any) -> Any:
+        return function(*own, params.filled(leaves))
+
+    return jax.vmap(call)(params.coming if coming else params.current, *arguments)
+
+
+def of_current(params: Any) -> Any:
+    """The parameters of the episodes that lanes are in, in the environment's own structure."""
+    return params.filled(params.current) if isinstance(params, LaneParams) else params
+
+
+def of_one_lane(params: Any) -> Any:
+    """The parameters as the environment's functions take them, those of the first lane if lanes differ."""
+    return params.filled([leaf[0] for leaf in params.current]) if isinstance(params, LaneParams) else params
+
+
+def of_begun(params: Any) -> Any:
+    """The parameters after all lanes have begun another episode."""
+    return params._replace(current=params.coming) if isinstance(params, LaneParams) else params
+
+
+def of_restarted(params: Any, mask: Any) -> Any:
+    """The parameters after the lanes of `mask` [P] have begun another episode."""
+    if not isinstance(params, LaneParams):
+        return params
+    return params._replace(current=where_lanes(mask, params.coming, params.current))
+
+
+def recorded_params(env: JaxEnv, params: Any, num_lanes: int) -> dict[Path, Any]:
+    """The parameters that batches record, [P, ...], those of the episodes that lanes are in."""
+    if not (names := param_keys(env)):
+        return {}
+    jnp, row = import_jax().numpy, dict[Path, Any]()
+    params = default_params(env) if params is None else params
+    whole, one = of_current(params), of_one_lane(params)
+    for name in names:
+        value, own = jnp.asarray(param_of(whole, name)), jnp.shape(param_of(one, name))
+        row["env_params", *name.split(".")] = jnp.broadcast_to(value, (num_lanes, *own))
+    return row
+
+
 def described(params: Any) -> list[bool] | None:
-    """Which leaves of a state's parameters differ between lanes, as plain data; None for parameters never set."""
-    return None if params is None else taken_apart(params)[1]
+    """Which leaves of a state's parameters have rows, as plain data; None for parameters never set."""
+    return None if params is None else [isinstance(node, Varying) for node in _taken_apart(params)[0]]
 
 
-def like_described(env: Env, state: CollectorState, varies: list[bool] | None) -> CollectorState:
-    """The state with parameters in the structure of those that `described` returned `varies` for."""
+def like_described(env: Env, state: CollectorState, rows: list[bool] | None) -> CollectorState:
+    """The state with parameters in the structure of those that `described` returned `rows` for."""
     if not isinstance(state.env_state, JaxEnvState):
         return state
-    if varies is None:
+    if rows is None:
         return state.replace(env_params=None)
-    jax = import_jax()
-    leaves, treedef = jax.tree.flatten(default_params(env))
-    if len(leaves) != len(varies):
+    leaves, treedef = import_jax().tree.flatten(default_params(env))
+    if len(leaves) != len(rows):
         raise ValueError(
-            f"the saved environment has {len(varies)} parameters, {env!r} has {len(leaves)}: build it with the same "
+            f"the saved environment has {len(rows)} parameters, {env!r} has {len(leaves)}: build it with the same "
             "environment"
         )
-    arrays = [as_leaf(leaf, leaf) for leaf in leaves]
-    if not any(varies):
-        return state.replace(env_params=treedef.unflatten(arrays))
-    own = GivenParams(treedef, leaves, leaves, varies)
-    return state.replace(env_params=combined(own, varies, state.num_lanes, arrays, arrays, arrays))
+    own = _Given(treedef, leaves, leaves, rows, state.num_lanes)
+    arrays = own.arrays_of(leaves)
+    made = own.for_lanes(rows, arrays, arrays, arrays)
+    return state.replace(env_params=made if made.current else made.shared)
 
 
 def param_shapes(env: Env) -> list[tuple[int, ...]] | None:
@@ -110,13 +341,12 @@ def param_shapes(env: Env) -> list[tuple[int, ...]] | None:
 
 def part_of_lanes(params: Any, shapes: list[tuple[int, ...]], lanes: int, part: slice) -> Any:
     """The parameters, as NumPy arrays, of a part of `lanes` lanes; ValueError for a leaf of another shape."""
-    jax = import_jax()
-    leaves, treedef = jax.tree.flatten(params)
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    if len(leaves) != len(shapes):
-        raise wrong_structure(params, len(shapes), f"has {len(leaves)} leaves", str(len(shapes)))
+    tree_util = import_jax().tree_util
+    named, treedef = tree_util.tree_flatten_with_path(params)
+    if len(named) != len(shapes):
+        raise _wrong_structure(params, len(shapes), f"has {len(named)} leaves", str(len(shapes)))
     own = []
-    for name, leaf, shape in zip(names, leaves, shapes, strict=True):
+    for (path, leaf), shape in zip(named, shapes, strict=True):
         array = np.asarray(leaf)
-        own.append(array[part] if is_by_lane(name, array, shape, lanes) else array)
+        own.append(array[part] if _is_by_lane(tree_util.keystr(path), array, shape, lanes) else array)
     return treedef.unflatten(own)

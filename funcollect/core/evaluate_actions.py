@@ -33,8 +33,8 @@ from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.population import Population
 from funcollect.policies.tensordict_modules.calling import paths_of
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
+from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy, is_env
 from funcollect.specs import ActionSpec, Leaf, Space, assemble
@@ -103,7 +103,7 @@ def evaluate_actions(
     if env is not None and not is_env(env):
         raise TypeError(f"env is {kind_of(env)}, expected an Env or None: pass the environment of the batch")
     rows = flatten(batch)
-    if isinstance(policy.source if isinstance(policy, EmbeddedPolicy) else policy, Population):
+    if isinstance(policy.source if isinstance(policy, LoweredPolicy) else policy, Population):
         raise TypeError(
             "policy is a population, expected one member: pass that with its own parameters and lanes of the batch, "
             "for all members under jax.vmap or torch.func.vmap"

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from funcollect.core.api import check_pair
 from funcollect.core.exploration import head_of
 from funcollect.core.loops import captured
 from funcollect.core.loops.blocks import MOST_STEPS
-from funcollect.core.request import Request, open_actor
-from funcollect.core.routes import Route, of_lanes, route_of
-from funcollect.core.state import first_state
-from funcollect.envs.host.host_env import SimulatedEnv, seeding_of, statistics_of
-from funcollect.envs.host.lane_workers.advice import lane_costs
+from funcollect.core.routes import Route, route_of
+from funcollect.envs.host.host_env import seeding_of, statistics_of
 from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.jax_setup import dispatch_note, import_jax
-from funcollect.keys import key_from_seed
-from funcollect.policies.random_policy import random_policy
-from funcollect.policies.torch_backed import TorchBacked
-from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
-from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
-from funcollect.protocols import Actor, Env, HostEnv, Policy
-from funcollect.specs import assemble
-from funcollect.tree import Path
+from funcollect.policies.torch_in_jax import LoweredPolicy
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
+from funcollect.protocols import Env, Policy
 
 _NOT_BY_CUT = "data depend on every step and reset since, not on how a run is cut into batches"
 _SEEDING = {
@@ -59,7 +41,6 @@ _PLACES = {
     "jax": "the environment is a JAX function",
     "device": "the simulators hold all lanes as tensors on one device, and reset them themselves",
 }
-_CALLS = 20  # of a policy, that are timed
 _OWN_COLUMNS = "the loop writes the batch's own columns, which Torch takes over by DLPack"
 
 
@@ -75,7 +56,6 @@ class Plan:
         seeding: how the environment is seeded, and what that guarantees.
         noise: where the policy's randomness comes from.
         forking: how `fork` copies a state.
-        workers: how lanes are spread over worker processes, and whether one process would be faster; empty without any.
         caution: a fault of the installed jaxlib and its remedy; empty if there is none or JAX is not used.
 
     >>> import funcollect as fc
@@ -93,7 +73,6 @@ class Plan:
     seeding: str
     noise: str
     forking: str
-    workers: str = ""
     caution: str = ""
 
     def __str__(self) -> str:
@@ -101,12 +80,14 @@ class Plan:
         width = max(map(len, shown))
         return "\n".join(f"{name:<{width}}  {getattr(self, name)}" for name in shown)
 
+    @property
+    def workers(self) -> str:
+        """Removed; AttributeError."""
+        raise AttributeError("a Plan has no estimate of workers any more: compare funcollect.profile with and without")
+
 
 def explain(env: Env, policy: Policy) -> Plan:
     """Report which loop runs for this pair and why, what is copied, and how it is seeded.
-
-    For lanes in worker processes, a few steps of one lane are timed, to find out whether the workers pay. For
-    ``overlap=2`` a few calls of the policy are timed as well.
 
     Raises:
         TypeError: if `env` is no environment or `policy` no policy.
@@ -120,7 +101,7 @@ def explain(env: Env, policy: Policy) -> Plan:
     check_pair(env, policy)
     route = route_of(env, policy)
     noise = policy.noise(env.action_spec)
-    in_jax = route.policy.backend == "jax" and not isinstance(route.policy, CallbackPolicy)
+    in_jax = route.policy.backend == "jax"
     keyed = noise is not None and noise.kind in ("key", "keys")
     by_module = isinstance(policy, TorchBacked) and not in_jax
     kind: str = noise.kind if noise else "none" if in_jax else "unknown"
@@ -137,48 +118,8 @@ def explain(env: Env, policy: Policy) -> Plan:
         seeding=_seeding(env),
         noise=_NOISE.get(kind, f"{kind} noise, a function of the state's key, the lane and the step, {drawn}"),
         forking=_forking(env),
-        workers=str(lane_costs(env, partial(policy_seconds, env, route), partial(random_actions, env)))
-        if isinstance(env, SimulatedEnv) and env.workers
-        else "",
         caution=avoid_faulty_fusions() if "jax" in (env.backend, route.policy.backend) else "",
     )
-
-
-def policy_seconds(env: HostEnv, route: Route, lanes: int, seen: Mapping[Path, Tensor] | None = None) -> float:
-    """The seconds of a call of the policy for so many lanes, the median of a few.
-
-    `seen` are observations of some lanes, which the policy is given again and again; without them it is given zeros.
-    """
-    rows = {leaf.path: np.zeros((lanes, *leaf.shape), leaf.dtype) for leaf in env.observation_leaves}
-    for path, row in (seen or {}).items():
-        rows[path][...] = np.resize(row.numpy(), rows[path].shape)
-    actor = _actor_over(env, route.policy, rows, _CALLS)
-    times = []
-    with actor.running():
-        for t in range(_CALLS):
-            started = time.perf_counter()
-            action = actor.act(t)
-            if isinstance(action, Tensor):
-                action.cpu()  # which waits for an accelerator
-            times.append(time.perf_counter() - started)
-    return statistics.median(times)
-
-
-def random_actions(env: HostEnv, rows: Mapping[Path, npt.NDArray[Any]], steps: int) -> Callable[[int], Tensor]:
-    """A function of the step that returns `random_policy`'s action for observations that are read from `rows`."""
-    return _actor_over(env, random_policy(env), rows, steps).act
-
-
-def _actor_over(env: HostEnv, policy: Policy, rows: Mapping[Path, npt.NDArray[Any]], steps: int) -> Actor:
-    """The policy's actor for so many steps, which reads the observations of some lanes from `rows`."""
-    lanes = len(next(iter(rows.values())))
-    key, lane, request = key_from_seed(0), torch.arange(lanes), Request(length=steps)
-    tensors = {path: torch.from_numpy(row) for path, row in rows.items()}
-    total = max(lanes, env.num_envs or 1)
-    state = first_state(env, policy, key, lane, total, env_state=None, observation=tensors)
-    policy = of_lanes(env, policy, state)
-    inputs = tensors if policy.backend == "torch" else rows
-    return open_actor(env, policy, state, request, assemble(env.observation_space, inputs))
 
 
 def _forking(env: Env) -> str:
@@ -249,11 +190,6 @@ def _why(env: Env, route: Route) -> str:
                 f"{where}, and the policy's module is lowered to one (its torch.export graph in jax.numpy), so "
                 f"{one_loop}"
             )
-        case "fused", CallbackPolicy():
-            return (
-                f"{where}; {one_loop}, which calls the policy's module in Torch on its own buffers "
-                "(jax.experimental.buffer_callback)"
-            )
         case "fused", policy if policy.backend == "jax":
             return f"environment and policy are both JAX functions, so {one_loop}"
         case "fused", _:
@@ -273,8 +209,6 @@ def _copies(env: Env, route: Route) -> str:
     if isinstance(policy, LoweredPolicy):
         columns = _OWN_COLUMNS if route.loop == "fused" else "each observation once, into the batch"
         return f"parameters and buffers into JAX's layout, at every rollout; {columns}"
-    if isinstance(policy, CallbackPolicy):
-        return f"each observation to where the module reads it, and its answer into the loop; {_OWN_COLUMNS}"
     if route.loop == "fused":
         return f"nothing: {_OWN_COLUMNS}"
     if route.loop == "captured":

@@ -16,7 +16,7 @@ from funcollect.policies.base import HeadedPolicy
 from funcollect.policies.heads.head import Head
 from funcollect.policies.tensordict_modules.calling import carries_action
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import Policy
 from funcollect.tree import Path
 
@@ -110,7 +110,7 @@ def own_action_warning(policy: Policy, random_frames: int | None) -> str:
     """Return a warning for random first frames of a policy that may carry its own action; empty for any other."""
     if not random_frames or random_frames < 0:
         return ""
-    source = policy.source if isinstance(policy, EmbeddedPolicy) else policy
+    source = policy.source if isinstance(policy, LoweredPolicy) else policy
     if isinstance(source, TensorDictPolicy):
         carries = carries_action(source.module, [*source.written.values()])
     else:

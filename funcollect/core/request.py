@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 from torch import Tensor
@@ -15,7 +15,7 @@ from funcollect.core.exploration import NO_VALUES, check_values, head_of
 from funcollect.core.state import CollectorState
 from funcollect.keys import draw_ahead, random_words
 from funcollect.policies.random_policy import RandomStart
-from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import Actor, ActorInputs, Env, Exploration, JaxEnv, Policy, TorchEnv
 from funcollect.specs import ExplorationType
 from funcollect.threefry import Words
@@ -93,6 +93,21 @@ def step_limit(env: TorchEnv | JaxEnv, request: Request) -> int | None:
     """Return the steps after which an episode is truncated: the lower of the environment's and the request's limit."""
     limits = (env.max_episode_steps, request.max_frames_per_traj)
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+class StepOptions(NamedTuple):
+    """What a traced step is compiled for, beside the environment, the policy and the number of lanes."""
+
+    exploration_type: ExplorationType
+    limit: int | None  # steps after which an episode is truncated
+    random_steps: int
+    reset_when_done: bool
+
+
+def step_options(env: JaxEnv, request: Request) -> StepOptions:
+    """Return the options of a request."""
+    random_steps = min(request.random_steps, 2**32 - 1)
+    return StepOptions(request.exploration_type, step_limit(env, request), random_steps, request.reset_when_done)
 
 
 def check_exploration(value: Any) -> None:

@@ -18,7 +18,7 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.words import from_number
 from funcollect.keys import key_from_seed
 from funcollect.messages import shown
-from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import Env, Policy
 
 SAVED = ("key", "episode", "steps", "policy_version", "policy_state")  # the keys without which `resume` cannot work

@@ -8,9 +8,11 @@ from typing import Any, get_args
 from tensordict import TensorDictBase
 
 from funcollect.arguments import check_choice, check_kind, check_optional_positive, check_positive
-from funcollect.core.api import check_state, rollout
+from funcollect.core.api import rollout
+from funcollect.core.checks import check_state
 from funcollect.core.exploration import NO_VALUES, Value
 from funcollect.core.state import Array, CollectorState
+from funcollect.envs.base import ends_episodes
 from funcollect.protocols import Env, Policy
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.split import split_trajectories
@@ -98,7 +100,7 @@ def is_limited(env: Env, max_frames_per_traj: int | None) -> bool:
     """Whether every trajectory ends after some number of steps."""
     if max_frames_per_traj is not None and max_frames_per_traj > 0:
         return True
-    return bool(getattr(env, "truncates", False) or getattr(env, "max_episode_steps", None))
+    return ends_episodes(env)
 
 
 def check_limited(limited: bool, env: str) -> None:

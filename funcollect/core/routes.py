@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import optree
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from funcollect.arguments import check_kind
-from funcollect.core.loops.captured import check_capture
 from funcollect.core.request import check_state_kind
 from funcollect.core.state import CollectorState
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import torch_view
+from funcollect.interop.cuda_graph import can_capture
 from funcollect.interop.jax_setup import default_device_type
 from funcollect.interop.memo import memo_of
 from funcollect.policies.heads.distributions import FromDistribution
 from funcollect.policies.jax_functions.traced_policy import is_traceable
 from funcollect.policies.population import Population, TorchPopulation
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState, has_lazy_layers, lanes_of
-from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, example
-from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
-from funcollect.policies.torch_modules.settings import NO_SETTINGS
+from funcollect.policies.torch_in_jax import LoweredPolicy, Source, example
+from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState, has_lazy_layers, lanes_of
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy
 from funcollect.specs import ExplorationType, assemble
 from funcollect.tree import moved
 
-# A module whose attributes take more values than this is called back, since each value would compile again.
+# A module whose attributes take more values than this is not lowered, since each value would compile again.
 _MOST_SETTINGS = 4
 _MOST_ROWS = 3  # of an example; a module treats all batch sizes other than 1 alike
 _TOO_MANY_SETTINGS = LoweringError(
@@ -47,7 +45,7 @@ class Route:
 
     Attributes:
         loop: ``"host"``, ``"torch"``, ``"captured"``, ``"device"``, ``"fused"`` or ``"crossing"``.
-        policy: the policy that the loop runs: the user's, or a JAX policy over the same module.
+        policy: the policy that the loop runs: the user's, or the lowered one over the same module.
         refusals: the routes that were rejected, each with the reason.
     """
 
@@ -63,22 +61,34 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
         LoweringError: for a policy that demands a route (``compile=``) which is impossible.
     """
     asked = policy.compiler if isinstance(policy, TorchBacked) else None
-    if asked == "cudagraph":
-        check_capture(env, policy)
+    if isinstance(policy, TorchBacked) and asked == "cudagraph":
+        _check_capture(env, policy)
         return Route("captured", policy)
     if env.backend != "jax":
-        if asked == "callback":
-            raise LoweringError(
-                f"compile='callback' calls the module inside a loop over a JAX environment, and {env!r} is none: "
-                "leave it out, or use compile='xla'"
-            )
         if asked != "xla":
             return Route(env.backend, policy)
     elif is_traceable(policy):
         return Route("fused", policy)
     if asked in ("eager", "inductor") or not isinstance(policy, TorchPolicy | TensorDictPolicy):
         return Route("crossing", policy)
-    return _found(env, policy, asked, exploration_type)
+    lowered = _lowered(env, policy, exploration_type)
+    if not isinstance(lowered, LoweringError):
+        return Route("fused" if env.backend == "jax" else env.backend, lowered)
+    if asked is not None:
+        raise lowered
+    return Route("crossing", policy, (f"not lowered: {lowered}",))
+
+
+def _check_capture(env: Env, policy: TorchBacked) -> None:
+    """Raise LoweringError unless a policy's steps in an environment can be captured."""
+    if env.backend != "torch" or not can_capture(env.device):
+        where = f"runs on {env.device}" if env.backend == "torch" else "is not written in Torch"
+        raise LoweringError(
+            f"compile='cudagraph' captures the steps of a Torch environment on a CUDA device, and {env!r} {where}: "
+            "make it there (device='cuda'), or leave compile out"
+        )
+    if (place := policy.run_device) not in (None, env.device):
+        raise LoweringError(f"the policy runs on {place}, the environment on {env.device}: move the module")
 
 
 def of_lanes(env: Env, policy: Policy, state: CollectorState) -> Policy:
@@ -86,7 +96,7 @@ def of_lanes(env: Env, policy: Policy, state: CollectorState) -> Policy:
 
     PolicyError if the run's lanes do not divide among the members.
     """
-    source = policy.source if isinstance(policy, EmbeddedPolicy) else policy
+    source = policy.source if isinstance(policy, LoweredPolicy) else policy
     if not isinstance(source, Population):
         return policy
     every, total = state.num_lanes, state.total_lanes
@@ -128,43 +138,25 @@ def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> 
         raise TypeError(
             f"policy is {type(policy).__name__}, expected one over a Torch module: make it with funcollect.torch_policy"
         )
-    lowered = _embedded(env, policy, "lowered", exploration_type)
+    lowered = _lowered(env, policy, exploration_type)
     if isinstance(lowered, LoweringError):
         raise lowered
-    assert isinstance(lowered, LoweredPolicy)
     return lowered
 
 
-def _found(env: Env, source: Source, asked: str | None, exploration_type: ExplorationType) -> Route:
-    """Return the first possible route of all, or of the one that is asked for."""
-    loop = "fused" if env.backend == "jax" else env.backend
-    ways = {None: ["lowered", "called back"], "xla": ["lowered"], "callback": ["called back"]}[asked]
-    refusals: list[str] = []
-    for way in ways:
-        embedded = _embedded(env, source, way, exploration_type)
-        if not isinstance(embedded, LoweringError):
-            return Route(loop, embedded, tuple(refusals))
-        if asked is not None:
-            raise embedded
-        refusals.append(f"not {way}: {embedded}")
-    return Route("crossing", source, tuple(refusals))
-
-
-def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
-    """Return the policy prepared for one route, or the `LoweringError`. Cached per route and setting."""
-    known: dict[Any, EmbeddedPolicy | LoweringError] = memo_of(source).setdefault("embedded", {})
+def _lowered(env: Env, source: Source, exploration_type: ExplorationType) -> LoweredPolicy | LoweringError:
+    """Return the lowered policy, or the `LoweringError`. Cached for each kind of space and each setting."""
+    known: dict[Any, LoweredPolicy | LoweringError] = memo_of(source).setdefault("lowered", {})
     if not isinstance(source, TensorDictPolicy):  # other modules do not depend on it: they do not sample
         exploration_type = ExplorationType.RANDOM
     try:
-        which = (way, exploration_type, _seen_of(env), source.settings if way == "lowered" else NO_SETTINGS)
-        if isinstance(callback := known.get(which), CallbackPolicy) and not callback.fits():
-            del known[which]
+        which = (exploration_type, _seen_of(env), source.settings)
     except LoweringError as error:
         return error
     if which not in known:
-        others = [each for each in known if each[:3] == which[:3]]
-        full = len(others) >= _MOST_SETTINGS
-        known[which] = _TOO_MANY_SETTINGS if full else _made(env, source, way, exploration_type)
+        if sum(each[:2] == which[:2] for each in known) >= _MOST_SETTINGS:
+            return _TOO_MANY_SETTINGS
+        known[which] = _made(env, source, exploration_type)
     return known[which]
 
 
@@ -179,15 +171,14 @@ def _seen_of(env: Env) -> Hashable:
     return known[1]
 
 
-def _made(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
-    """Do what `_embedded` does, without a cache."""
-    kind: type[EmbeddedPolicy] = LoweredPolicy if way == "lowered" else CallbackPolicy
+def _made(env: Env, source: Source, exploration_type: ExplorationType) -> LoweredPolicy | LoweringError:
+    """Do what `_lowered` does, without a cache."""
     single = env.num_envs is None and isinstance(source, TensorDictPolicy)
     try:
-        _check_place(source, way)
+        _check_place(source)
         rows = source.lanes if isinstance(source, TorchPopulation) else min(env.num_envs or 1, _MOST_ROWS)
         given = example(env.observation_space, env.observation_leaves, rows)
-        return kind(source, given, exploration_type, single=single)
+        return LoweredPolicy(source, given, exploration_type, single=single)
     except LoweringError as error:
         return error.with_traceback(None)
 
@@ -215,31 +206,27 @@ def complete(env: Env, policy: Source) -> None:
     policy.replace(module)
 
 
-def _check_place(source: TorchBacked, way: str) -> None:
+def _check_place(source: TorchBacked) -> None:
     """Raise LoweringError for a policy that runs on another kind of device than JAX."""
     if isinstance(source.head, FromDistribution):
         raise LoweringError(f"the head {source.head.name} samples in Torch: use another head, or funcollect.jax_policy")
     place = default_device_type()
     run_device = source.run_device
-    if way == "called back" and place != "cpu":
-        raise LoweringError("a loop on a GPU would wait for Python at each step: leave compile out, and it crosses")
-    if run_device is None or (way == "lowered" and source.device is None and run_device.type == "cpu"):
+    if run_device is None or (source.device is None and run_device.type == "cpu"):
         return
     if run_device.type != place:
         raise LoweringError(f"the policy runs on {run_device.type}, JAX on {place}: move the module there")
 
 
-def enter_loop(policy: EmbeddedPolicy, state: CollectorState) -> tuple[TorchPolicyState, CollectorState]:
-    """Return the Torch policy's state, and the state that a loop starts from."""
+def run_in_jax(
+    policy: LoweredPolicy, state: CollectorState, run: Callable[[CollectorState], tuple[CollectorState, TensorDict]]
+) -> tuple[CollectorState, TensorDict]:
+    """Run a rollout with a Torch policy's state as JAX takes it; return the state and the batch as Torch has them."""
     check_state_kind(state.policy_state, TorchPolicyState)
-    before = policy.begun(state.policy_state)
-    return before, state.replace(policy_state=policy.enter(before, state.num_lanes))
-
-
-def leave_loop(policy: EmbeddedPolicy, after: CollectorState, before: TorchPolicyState) -> CollectorState:
-    """Return the state after a loop, with the Torch policy's state, which was `before` at the beginning."""
-    if before.recurrent is None:
-        return after.replace(policy_state=before)
-    step: Any = after.step
-    fresh = (step if isinstance(step, Tensor) else torch_view(step)) == 0
-    return after.replace(policy_state=policy.leave(after.policy_state, before, fresh))
+    policy_state = state.policy_state
+    after, batch = run(state.replace(policy_state=policy.enter(policy_state, state.num_lanes)))
+    if policy_state.recurrent is not None:
+        step: Any = after.step
+        fresh = (step if isinstance(step, Tensor) else torch_view(step)) == 0
+        policy_state = policy.leave(after.policy_state, policy_state, fresh)
+    return after.replace(policy_state=policy_state), policy.as_torch(batch)

@@ -25,7 +25,7 @@ from funcollect.interop.plain_data import to_data
 from funcollect.interop.words import number
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
-from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import Env, HostEnv, Policy, SavableSnapshots
 from funcollect.specs import torch_dtype
 

@@ -22,7 +22,7 @@ from funcollect.interop.jax_setup import import_jax, notice_jax, with_jax, witho
 from funcollect.interop.memo import memo_of
 from funcollect.interop.words import number
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
-from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import DeviceEnv, HostEnv, Policy, TorchEnv
 from funcollect.tree import NAMESPACE, Path
 

@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from funcollect.arguments import check_kind, check_optional_positive, check_positive
+from funcollect.core.checks import check_jax_env, check_traced_state, checked_lane
+from funcollect.core.env_params import LaneParams, has_rows, of_begun, of_one_lane
+from funcollect.core.env_params import traced_set_env_params as set_env_params
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.exploration import EXPLORATION, NO_VALUES, exploration_values
-from funcollect.core.request import Request
+from funcollect.core.lanes import RunKeys, run_keys, varying
+from funcollect.core.request import Request, step_options
 from funcollect.core.state import LEAVES, CollectorState, origin_of
-from funcollect.core.traced_step.checks import check_jax_env, check_traced_state, checked_lane
-from funcollect.core.traced_step.env_params import set_env_params
 from funcollect.core.traced_step.episodes import (
     TracedEpisodeStats,
     after_frame,
@@ -30,19 +30,17 @@ from funcollect.core.traced_step.episodes import (
     frame_of,
     nothing_open,
 )
-from funcollect.core.traced_step.keys import RunKeys, run_keys
-from funcollect.core.traced_step.lane_params import LaneParams, of_begun, of_one_lane
-from funcollect.core.traced_step.starts import begin, varying
+from funcollect.core.traced_step.starts import begin
 from funcollect.core.traced_step.step import StepConfig, by_path, make_step_config, restart
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.checks import check_functions
-from funcollect.envs.jax_envs.jax_env import JaxEnvState, default_params
+from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.policies.jax_functions.program import PROBE
 from funcollect.policies.jax_functions.traced_policy import check_traceable
 from funcollect.policies.population import Population
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.specs import ExplorationType
 from funcollect.tree import Path, nest
@@ -106,7 +104,7 @@ def init(
     check_optional_positive("total_lanes", total_lanes)
     check_optional_positive(f"max_episode_steps of {env}", env.max_episode_steps)
     given = env.params if env_params is None else env_params
-    if env_params is not None and _has_lanes(env, given):
+    if env_params is not None and has_rows(env, given):
         begun = partial(init, env, policy, params, key=key, first_lane=first_lane, total_lanes=total_lanes)
         return begun(env_params=set_env_params(env, begun(), given, at_once=True).env_params)
     env_params = of_begun(without_weak_types(jax.tree.map(jnp.asarray, given)))
@@ -134,17 +132,6 @@ def init(
     )
     copied: CollectorState = jax.tree.map(jnp.copy, state)  # shared leaves could not be donated outside `jit`
     return copied
-
-
-def _has_lanes(env: JaxEnv, params: Any) -> bool:
-    """Whether parameters are those of each lane, or unlike the environment's own, which `set_env_params` refuses."""
-    jax, own = import_jax(), default_params(env)
-    if own is None or isinstance(params, LaneParams):
-        return False
-    if jax.tree.structure(params) != jax.tree.structure(own):
-        return True
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(own), strict=True)
-    return any(np.shape(leaf) != np.shape(like) for leaf, like in pairs)
 
 
 def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorState:
@@ -371,13 +358,13 @@ def _checked_config(
     env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request
 ) -> tuple[StepConfig, BoundParams]:
     check_traced_state(env, state)
-    source = policy.source if isinstance(policy, EmbeddedPolicy) else policy
+    source = policy.source if isinstance(policy, LoweredPolicy) else policy
     if isinstance(source, Population) and state.num_lanes != state.total_lanes:
         raise PolicyError(
             f"a population acts in {state.num_lanes} of {state.total_lanes} lanes, expected all of them in traced "
             "code: use funcollect.rollout for a part of them, or no shard_map"
         )
-    config = make_step_config(env, policy, state.num_lanes, request)
+    config = make_step_config(env, policy, state.num_lanes, step_options(env, request))
     if params is None and import_jax().tree.leaves(policy.params):
         raise TypeError(
             "params is None, expected the policy's parameters: pass policy.params as an argument of the function that "

@@ -1,20 +1,17 @@
 """Environments: adapters for other libraries, and base classes for your own, in Python, Torch or JAX."""
 
-from funcollect.envs.envpool_envs.adapter import from_envpool
+from funcollect.envs.envpool_env import from_envpool
 from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
 from funcollect.envs.gymnasium_envs.ale import from_ale
 from funcollect.envs.host.host_env import HostEnvBase, SimulatorsBase, observation_rows
 from funcollect.envs.jax_envs.brax_env import from_brax, from_playground
 from funcollect.envs.jax_envs.functions import from_functional, from_functions
-from funcollect.envs.jax_envs.gymnax_env import from_gymnax
 from funcollect.envs.jax_envs.jax_env import JaxEnvBase
 from funcollect.envs.jax_envs.jumanji_env import from_jumanji
-from funcollect.envs.jax_envs.navix_env import from_navix
-from funcollect.envs.jax_envs.pgx_env import from_pgx
-from funcollect.envs.torch_envs.classic_control import CartPole, Pendulum
-from funcollect.envs.torch_envs.torch_env import TorchEnvBase
-from funcollect.envs.torch_envs.vector_env import from_torch_vector_env
-from funcollect.envs.torchrl_envs.adapter import from_torchrl
+from funcollect.envs.jax_envs.suites import from_gymnax, from_navix, from_pgx
+from funcollect.envs.torch_env import CartPole, Pendulum, TorchEnvBase
+from funcollect.envs.torch_vector_env import from_torch_vector_env
+from funcollect.envs.torchrl_env import from_torchrl
 from funcollect.keys import LaneKeys
 from funcollect.protocols import (
     DeviceEnv,

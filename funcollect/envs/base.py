@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from typing_extensions import override
 from funcollect.arguments import check_function, check_num_envs
 from funcollect.errors import EnvError
 from funcollect.messages import form
-from funcollect.protocols import Backend, Transition
+from funcollect.protocols import Backend, DeviceEnv, JaxEnv, TorchEnv, Transition
 from funcollect.specs import ActionSpec, Leaf, Space, observation_leaves
 
 if TYPE_CHECKING:  # a cached property does not fit a protocol's property for pyright
@@ -36,6 +36,26 @@ def autoreset_mode(env: Any) -> Any:
     return metadata.get("autoreset_mode")
 
 
+class FirstThenNew:
+    """A factory that returns what has been made already once, and from then on what `build` makes.
+
+    Attributes:
+        made: what has been made already; None once it has been taken.
+    """
+
+    def __init__(self, made: Any, build: Callable[[], Any]) -> None:
+        self.made, self._build = made, build
+
+    def taken(self) -> Any:
+        """Return what has been made already, once; then None."""
+        made, self.made = self.made, None
+        return made
+
+    def __call__(self) -> Any:
+        """An environment that nobody else uses."""
+        return self._build() if self.made is None else self.taken()
+
+
 def check_spaces(env: Any) -> None:
     """Raise TypeError unless an environment has both spaces."""
     if missing := [name for name in ("observation_space", "action_space") if not hasattr(env, name)]:
@@ -43,6 +63,11 @@ def check_spaces(env: Any) -> None:
             f"{type(env).__name__} lacks {missing}, expected as attributes of the class: set them there, or in its "
             "constructor, before super().__init__()"
         )
+
+
+def ends_episodes(env: object) -> bool:
+    """Whether every episode of an environment ends after some number of steps, by itself or by the loop's limit."""
+    return bool(getattr(env, "truncates", False) or getattr(env, "max_episode_steps", None))
 
 
 def check_pure_functions(owner: str, reset: Any, step: Any) -> None:
@@ -60,8 +85,8 @@ def checked_start(env: object, answer: Any) -> tuple[Any, Any]:
     return answer
 
 
-def checked_transition(env: object, answer: Any) -> Transition:
-    """Return what `step` of a JAX or Torch environment returned; EnvError unless it is a Transition."""
+def checked_transition(env: JaxEnv | TorchEnv | DeviceEnv, answer: Any) -> Transition:
+    """Return what `step` of an environment returned; EnvError unless it is a Transition."""
     if not isinstance(answer, Transition):
         raise EnvError(
             f"step of {env!r} returned {returned(answer)}, expected a Transition: return "
@@ -71,7 +96,7 @@ def checked_transition(env: object, answer: Any) -> Transition:
         raise EnvError(
             f"the infos that step of {env!r} returned are {form(answer.info)}, expected a dict of arrays: name them"
         )
-    in_torch = getattr(env, "backend", None) == "torch"
+    in_torch = env.backend == "torch"
     for name, value in answer.info.items():
         known = isinstance(value, Tensor if in_torch else (bool, int, float))
         if not known and (in_torch or not hasattr(value, "dtype")):

@@ -15,11 +15,11 @@ from gymnasium.vector import VectorEnv
 
 from funcollect import envs
 from funcollect.arguments import check_positive
-from funcollect.envs.base import EnvBase
+from funcollect.envs.base import EnvBase, FirstThenNew
 from funcollect.envs.gymnasium_envs.making import built, with_time_limit
 from funcollect.envs.host.lane_workers.options import REMOVED
 from funcollect.envs.recognise import is_envpool, is_torchrl, refuse_foreign
-from funcollect.envs.torch_envs.classic_control import TORCH_ENVS
+from funcollect.envs.torch_env import TORCH_ENVS
 from funcollect.protocols import Env, is_env, is_policy
 
 
@@ -91,8 +91,7 @@ def _torch_env(name: str, **kwargs: Any) -> Env:
             f"there is no Torch environment {name!r}, expected one of {sorted(TORCH_ENVS)}: leave 'torch/' out for "
             "Gymnasium's, or pass an instance of your own TorchEnvBase"
         )
-    made: Env = limited(TORCH_ENVS[name], kwargs)
-    return made
+    return TORCH_ENVS[name](**kwargs)
 
 
 _NAMESPACES: dict[str, Callable[..., Env]] = {
@@ -132,8 +131,7 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
             with contextlib.suppress(RuntimeError):  # TorchRL's cannot be closed before their first reset
                 made.close()
             return adapter(factory, **kwargs)
-        spare = [made]
-        return adapter(lambda: spare.pop() if spare else factory(**own), **given)
+        return adapter(FirstThenNew(made, partial(factory, **own)), **given)
     refuse_foreign(made)
     if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)):
         raise TypeError(

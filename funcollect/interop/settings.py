@@ -1,4 +1,4 @@
-"""Settings of JAX and Torch that change numbers, copied to other processes so that these compute the same data."""
+"""What other processes get: JAX's and Torch's settings that change numbers, and a script's own functions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
+import cloudpickle
 import torch
 
 _OF_JAX = (
@@ -50,3 +51,12 @@ class FrameworkSettings(NamedTuple):
         torch.set_default_dtype(self.default_dtype)
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+
+
+def send_main_by_value() -> None:
+    """Have cloudpickle send a script's functions and classes by value, also from a spawned process.
+
+    `multiprocessing` calls the script ``__mp_main__`` there, a name by which no other process could find them.
+    """
+    if main := sys.modules.get("__mp_main__"):
+        cloudpickle.register_pickle_by_value(main)

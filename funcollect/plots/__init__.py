@@ -5,8 +5,7 @@ registered with pyplot, so you need not close them.
 """
 
 from funcollect.plots.curves import lengths, returns
-from funcollect.plots.episodes import episode
-from funcollect.plots.pictures import frames, video
+from funcollect.plots.episodes import episode, frames, video
 from funcollect.plots.profiles import profile
 
 __all__ = ["episode", "frames", "lengths", "profile", "returns", "video"]

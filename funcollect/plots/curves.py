@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from funcollect.arguments import check_kind, check_positive
-from funcollect.plots.figures import checked_axes, new_axes, saved
+from funcollect.plots.figures import axes_of, saved
 from funcollect.trajectories.stats import EpisodeStats
 
 if TYPE_CHECKING:
@@ -104,18 +104,18 @@ def _joined(stats: EpisodeStats | Sequence[EpisodeStats], window: int) -> Episod
 
 def _curves(
     stats: EpisodeStats, values: Floats, quantity: str, window: int, title: str, label: str, ax: Axes | None
-) -> Figure:
+) -> Axes:
     """Draw the values [E, players] as points over frames, and their rolling mean as a line."""
     for name, text in (("title", title), ("label", label)):
         check_kind(name, text, str, "pass for example 'CartPole-v1'")
-    axes = new_axes(8, 4.5) if ax is None else checked_axes(ax)
+    axes = axes_of(ax, 8, 4.5)
     if not (label or axes.lines):  # the number of one run's episodes would mislead beside others
         title = f"{title}{': ' if title else ''}{len(stats):,} episode{'' if len(stats) == 1 else 's'}"
     if title:
         axes.set_title(title)
     axes.set(xlabel="frames", ylabel=quantity)
-    axes.xaxis.set_major_formatter(_readable)
-    axes.yaxis.set_major_formatter(_readable)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     frames = _frames(stats)
     last = np.append(frames[1:] != frames[:-1], True)[: len(frames)]  # of the episodes that ended together
     for player, value in enumerate(values.T):
@@ -125,14 +125,7 @@ def _curves(
         axes.plot(frames[last], _rolling_mean(value, window)[last], color=points.get_color(), label=entry)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(loc="best")
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    return figure
-
-
-def _readable(value: float, _: Any) -> str:
-    """A number on an axis, with thousands separators."""
-    return f"{value:,.10g}"
+    return axes
 
 
 def _frames(stats: EpisodeStats) -> npt.NDArray[Any]:

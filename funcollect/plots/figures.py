@@ -29,13 +29,10 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
-def new_axes(width: float, height: float) -> Axes:
-    """The axes of a new figure; its width and height are in inches."""
-    return new_figure(width, height).add_subplot()
-
-
-def checked_axes(ax: Any) -> Axes:
-    """`ax` itself; TypeError unless it is axes of Matplotlib's."""
+def axes_of(ax: Any, width: float, height: float) -> Axes:
+    """The axes that a user gives, or those of a new figure for None; TypeError unless they are Matplotlib's."""
+    if ax is None:
+        return new_figure(width, height).add_subplot()
     from matplotlib.axes import Axes
 
     check_kind("ax", ax, Axes, "pass for example matplotlib.pyplot.subplots()[1]")
@@ -43,8 +40,10 @@ def checked_axes(ax: Any) -> Axes:
     return axes
 
 
-def saved(figure: Figure, path: str | PathLike[str] | None) -> Figure:
-    """Save the figure if `path` is given, in the format that its suffix names, and return it."""
+def saved(drawn: Figure | Axes, path: str | PathLike[str] | None) -> Figure:
+    """Save a figure, or that of axes, if `path` is given, in the format that its suffix names, and return it."""
+    figure = drawn.get_figure(root=True)
+    assert figure is not None
     if path is not None:
         figure.savefig(path)
     return figure

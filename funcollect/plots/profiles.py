@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
-from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from funcollect.arguments import check_kind
-from funcollect.plots.figures import checked_axes, new_axes, saved
-from funcollect.profiling.report import Profile, ordered
+from funcollect.plots.figures import axes_of, saved
+from funcollect.profiling import PARTS, Limit, Profile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLORS = {
-    "environment": "C0",
-    "policy": "C1",
-    "environment and policy": "C0",
-    "recording": "C2",
-    "preparation": "C4",
-    "delivery": "C5",
-    "hand-over": "C3",
-    "reader": "C8",
-    "waiting": "0.85",
-}
+_COLORS = dict(zip(PARTS, ("C0", "C1", "C0", "C2", "C4", "C5", "C3", "C8", "0.85"), strict=True))
 _WIDE = 0.06  # the share of the bar from which on a part is labelled inside
-_CHARACTERS = 95  # of advice in a line
 
 
 def profile(
     profile: Profile, *, title: str = "", ax: Axes | None = None, path: str | PathLike[str] | None = None
 ) -> Figure:
-    """Draw the parts of a frame's time as a bar, one for each timeline, and the machine's limits as dashed lines.
+    """Draw the parts of a frame's time as a bar, one for each timeline, and the limits as dashed lines.
 
     Args:
         profile: the result of `funcollect.profile`.
@@ -56,52 +45,40 @@ def profile(
     check_kind("profile", profile, Profile, "pass the result of funcollect.profile")
     check_kind("title", title, str, "pass for example 'CartPole-v1'")
     bars = len(profile.timelines)
-    axes = new_axes(9, 2.6 + 0.8 * bars) if ax is None else checked_axes(ax)
+    axes = axes_of(ax, 9, 2.2 + 0.8 * bars)
     for row, timeline in enumerate(profile.timelines):
-        _draw_bar(axes, row, {part: timeline.parts[part] for part in ordered(timeline.parts)}, profile.microseconds)
+        _draw_bar(axes, row, timeline.parts, profile.microseconds)
     for row, limit in enumerate(profile.limits):
-        _draw_limit(axes, row, limit.frames_per_second, profile.microseconds)
+        _draw_limit(axes, row, limit, profile.microseconds)
     axes.set_yticks(range(bars), [timeline.where.replace(", ", ",\n") for timeline in profile.timelines])
     axes.set_ylim(bars - 0.4, -0.9)
     axes.set_xlim(0, 1.02 * profile.microseconds)
     axes.set_xlabel("microseconds per frame")
     speed = f"{profile.frames_per_second:,.0f} frames/s"
     axes.set_title(f"{title}: {speed}" if title else speed)
-    figure = axes.get_figure(root=True)
-    assert figure is not None
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small", frameon=False)
-    if ax is None:
-        figure.supxlabel(fill(f"Advice: {profile.advice}", _CHARACTERS), fontsize="small")
-    return saved(figure, path)
+    return saved(axes, path)
 
 
-def _draw_bar(axes: Axes, row: int, parts: dict[str, float], whole: float) -> None:
+def _draw_bar(axes: Axes, row: int, parts: Mapping[str, float], whole: float) -> None:
     """Draw the parts of one timeline side by side."""
     left = 0.0
     for part, value in parts.items():
-        known = {label for handle in axes.containers for label in [handle.get_label()]}
-        bar = axes.barh(
-            row,
-            value,
-            left=left,
-            height=0.6,
-            color=_COLORS[part],
-            edgecolor="white",
-            linewidth=0.5,
-            label="" if part in known else part,
-        )
+        known = {handle.get_label() for handle in axes.containers}
+        style: dict[str, Any] = {"height": 0.6, "color": _COLORS[part], "edgecolor": "white", "linewidth": 0.5}
+        bar = axes.barh(row, value, left=left, label="" if part in known else part, **style)
         if value > _WIDE * whole:
             axes.bar_label(bar, [f"{value / whole:.0%}"], label_type="center", fontsize="small")
         left += value
 
 
-def _draw_limit(axes: Axes, row: int, frames_per_second: float, whole: float) -> None:
+def _draw_limit(axes: Axes, row: int, limit: Limit, whole: float) -> None:
     """Draw a limit as a line behind the bars, named above them."""
-    place = 1e6 / frames_per_second
+    place = 1e6 / limit.frames_per_second
     axes.axvline(place, color="black", linestyle="--", linewidth=1, zorder=0)
     left = place > whole / 2
     axes.annotate(
-        f"limit: {frames_per_second:,.0f} frames/s",
+        f"{limit.what}: {limit.frames_per_second:,.0f} frames/s",
         (place, 1.0),
         xycoords=("data", "axes fraction"),
         xytext=(-4 if left else 4, -4 - 11 * row),

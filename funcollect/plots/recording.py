@@ -1,20 +1,26 @@
-"""`record`: films episodes of an environment that can be drawn."""
+"""`record`: films episodes, by the simulators of a state or by the renderer of a JAX environment."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from os import PathLike
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from tensordict import TensorDict
 
 from funcollect.arguments import check_positive
 from funcollect.core.api import close, init, reset, run
+from funcollect.core.env_params import of_one_lane
 from funcollect.core.request import Request
+from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
-from funcollect.plots.cameras import opened_camera
-from funcollect.plots.figures import check_film, film
-from funcollect.protocols import Env, Policy
+from funcollect.envs.host.host_env import Camera
+from funcollect.errors import EnvError
+from funcollect.interop.jax_setup import import_jax
+from funcollect.plots.figures import Picture, check_film, film
+from funcollect.protocols import Env, Policy, RenderedEnv, Simulators
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
@@ -75,9 +81,9 @@ def record(
     state = init(env, policy, seed=seed)
     try:
         parts: list[EpisodeStats] = []
-        with opened_camera(env, state) as camera, film(path, fps or camera.fps or _FPS) as add:
+        with _opened_camera(env, state) as (own_fps, shoot), film(path, fps or own_fps or _FPS) as add:
             for after, batch in _steps(env, policy, state, request, episodes):
-                add(camera.shoot(after))
+                add(shoot(after))
                 if batch is not None:
                     parts.append(episode_stats(batch[:1], parts[-1] if parts else None))  # [1], or the first of [P, 1]
                 if len(parts) >= max_frames:
@@ -91,8 +97,8 @@ def check_filmed(env: Env, policy: Policy) -> None:
     """Take one picture; raises as `record` does if the environment cannot be filmed."""
     state = init(env, policy, seed=0)
     try:
-        with opened_camera(env, state) as camera:
-            camera.shoot(state)
+        with _opened_camera(env, state) as (_, shoot):
+            shoot(state)
     finally:
         close(state)
 
@@ -107,3 +113,81 @@ def _steps(
         while not bool((state.terminated | state.truncated)[0]):
             state, batch = run(env, policy, state, request)
             yield state, batch
+
+
+@runtime_checkable
+class _Filmable(Simulators, Protocol):
+    """Simulators that can be filmed."""
+
+    def camera(self, lane: int) -> Camera: ...
+
+
+@contextmanager
+def _opened_camera(
+    env: Env, state: CollectorState
+) -> Iterator[tuple[float | None, Callable[[CollectorState], Picture]]]:
+    """Open what films `env`, of several environments the first; `state` is its first state.
+
+    Yields the frames per second that the environment recommends, and a function from a state to its picture, [H, W, 3]
+    uint8, which raises EnvError if rendering fails.
+
+    Raises:
+        TypeError: if it cannot be filmed.
+        ValueError: for another render mode.
+        EnvError: if its renderer raises.
+    """
+    with ExitStack() as stack:
+        if isinstance(env, RenderedEnv):
+            with _rendering():
+                fps, draw = stack.enter_context(env.renderer())
+        else:
+            camera = _simulators_camera(env, state)
+            fps, draw = camera.fps, camera.shoot
+
+        def shoot(state: CollectorState) -> Picture:
+            with _rendering():
+                if isinstance(env, RenderedEnv):
+                    env_state = import_jax().tree.map(lambda leaf: leaf[0], state.env_state.current)
+                    array = np.asarray(draw(env_state, of_one_lane(state.env_params)))
+                else:
+                    array = np.asarray(draw())
+            if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3:
+                raise EnvError(
+                    f"render() gave {array.dtype} {list(array.shape)}, expected uint8 [H, W, 3]: return RGB pictures"
+                )
+            return array
+
+        yield fps, shoot
+
+
+def _simulators_camera(env: Env, state: CollectorState) -> Camera:
+    """The camera of simulators that render arrays; TypeError or ValueError for any others."""
+    simulators = state.env_state.simulation.simulators if isinstance(state.env_state, SimulatorHandle) else None
+    if not isinstance(simulators, _Filmable):
+        known, mend = "a Gymnasium environment that renders", "make_env(id, render_mode='rgb_array') makes one"
+        if env.backend == "jax":
+            known = "one of gymnax, brax, MuJoCo Playground, jumanji or navix, or one with a method renderer()"
+            mend = "add the method (its form is funcollect.envs.Renderer)"
+        raise TypeError(f"{env} cannot be filmed, expected {known}: {mend}; plots.video saves pixel observations")
+    camera = simulators.camera(0)
+    if camera.mode != "rgb_array":
+        raise ValueError(
+            f"{env} has the render mode {camera.mode!r}, expected 'rgb_array': make it with "
+            "funcollect.make_env(…, render_mode='rgb_array'); on the command line, give your factory a parameter "
+            "render_mode, and pass it on"
+        )
+    return camera
+
+
+@contextmanager
+def _rendering() -> Iterator[None]:
+    """Raise EnvError, with the reason, for what the block raises."""
+    try:
+        yield
+    except (EnvError, ImportError):
+        raise
+    except Exception as error:
+        raise EnvError(
+            f"render() raised {error!r}: without a display, MuJoCo needs OpenGL by EGL or OSMesa (install it, and set "
+            "MUJOCO_GL=egl or osmesa before Python starts)"
+        ) from error

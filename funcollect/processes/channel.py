@@ -54,7 +54,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = (), *, plain: bool = False) -> None:
-        """Send an object. A `plain` one holds only numbers, strings and tuples, and is pickled faster.
+        """Send an object. A `plain` one, without functions or classes of a script, is pickled faster.
 
         Raises:
             OSError: if the other end is closed.

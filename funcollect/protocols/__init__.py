@@ -3,6 +3,7 @@
 from funcollect.protocols.environments import Backend as Backend
 from funcollect.protocols.environments import Column as Column
 from funcollect.protocols.environments import DeviceEnv as DeviceEnv
+from funcollect.protocols.environments import DeviceSimulators as DeviceSimulators
 from funcollect.protocols.environments import Env as Env
 from funcollect.protocols.environments import Forking as Forking
 from funcollect.protocols.environments import HostEnv as HostEnv

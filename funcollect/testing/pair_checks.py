@@ -14,8 +14,7 @@ import torch
 from funcollect.core import api, saving
 from funcollect.core.state import CollectorState
 from funcollect.errors import ReplayError
-from funcollect.testing.compare import expect_equal
-from funcollect.testing.report import NotApplicableError, fail
+from funcollect.testing.report import NotApplicableError, expect_equal, fail
 from funcollect.testing.trial import Trial, by_lane, freed
 from funcollect.tree import flatten
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcollect as fc
-from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from funcollect.envs.jax_envs.suites import from_gymnax
 from tests.support.frames.streams_of_frames import Oracle, batch_of, frames_of
 from tests.support.running import scaled
 from tests.support.statistics import implausible

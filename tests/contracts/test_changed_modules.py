@@ -17,13 +17,12 @@ LOOPS: dict[str, tuple[str, Any]] = {
     "host, compiled": ("CartPole-v1", "inductor"),
     "torch": ("torch/CartPole-v1", None),
     "fused": ("gymnax/CartPole-v1", "xla"),
-    "called back": ("gymnax/CartPole-v1", "callback"),
     "crossing": ("gymnax/CartPole-v1", "eager"),
 }
 CHANGES_OF_A_PROGRAM = 3  # a fourth one is refused, since each compiles again
 ALL = slice(None)
 # Each change takes seconds in these, and over Ray: `make soak` makes all of them, `make test` a few.
-COMPILED = ("host, one call of XLA", "host, compiled", "fused", "called back")
+COMPILED = ("host, one call of XLA", "host, compiled", "fused")
 NOT_LOWERED = {"a spectral norm": "writes the buffer"}  # changes after which the network cannot become a program
 
 
@@ -56,7 +55,7 @@ def test_every_change_acts_at_the_next_rollout(loop: str) -> None:
     fc.close(state)
 
 
-@pytest.mark.parametrize("loop", ["host", "torch", "called back", "crossing"])
+@pytest.mark.parametrize("loop", ["host", "torch", "crossing"])
 def test_tensors_that_are_no_parameters_act_as_they_are(loop: str) -> None:
     name, compiler = LOOPS[loop]
     net, env = TensorNet(), fc.make_env(name, num_envs=4)

@@ -117,7 +117,7 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("same_seed", over(faulty.SeedsItself), r"the second run, lane 0, step 0, next.observation.*seed=0"),
     ("another_seed", over(faulty.IgnoresItsSeed), r"seed=1 than with seed=0.*differ from episode to episode"),
     ("cuts", through(faulty.ReplacesItsRows), r"the run cut into \[1, 20, 1, 20\], lane 0, step 1, next.observation"),
-    ("own_resets", over(faulty.HidesItsEnds), r"lane 0, step 5: expected no call of reset .*max_episode_steps"),
+    ("own_resets", over(faulty.HidesItsEnds), r"lane 0, step 5, reset: expected no call of reset .*max_episode_steps"),
     ("own_resets", lambda: fc.make_env(faulty.HidesItsEnds, num_envs=3, num_workers=2), "lane 0, step 5"),
     ("own_resets", lambda: fc.make_env(faulty.HidesItsEnds, num_envs=3, max_episode_steps=9), "lane 0, step 5"),
     ("resets", over(faulty.RemembersEpisodes), r"where episode 0 begins: .*begun directly.*reset\(seed="),

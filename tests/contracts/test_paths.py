@@ -21,7 +21,7 @@ DECISIONS = 500_000 if SCALE > 1 else 2 * LANES * STEPS
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor
 PATHS = [  # the environment's kind and the policy: its way of running, or "jax"
     *((kind, way) for kind in ("host", "torch") for way in ("eager", "xla", "inductor", "jax")),
-    *(("jax", way) for way in ("eager", "inductor", "xla", "callback", "jax", "traced")),
+    *(("jax", way) for way in ("eager", "inductor", "xla", "jax", "traced")),
 ]
 
 

@@ -286,7 +286,7 @@ def test_a_replaced_worker_calls_it_again():
         collector.apply(set_force, 50.0)
         with pytest.raises(TypeError, match="the result of function cannot be sent"):
             collector.apply(set_force_and_return_a_generator, 70.0)
-        os.kill(collector.run.pool.records[1].handle.pid, signal.SIGKILL)
+        os.kill(collector.run.records[1].handle.pid, signal.SIGKILL)
         for _ in itertools.islice(collector, 3):
             pass
         assert collector.stats()["restarts"] == 1

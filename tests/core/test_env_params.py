@@ -201,7 +201,7 @@ def test_a_replaced_worker_gets_them_again(loaded, tmp_path):
             collector.load_state_dict(saved)
         else:
             collector.set_env_params(PARAMS | {"gain": jnp.arange(6.0)}, at_once=True)
-        os.kill(collector.run.pool.records[1].handle.pid, signal.SIGKILL)
+        os.kill(collector.run.records[1].handle.pid, signal.SIGKILL)
         for batch in itertools.islice(collector, 3):
             last = batch["next", "reward"][..., 0].flatten(0, 1).clone()
         assert collector.stats()["restarts"] == 1

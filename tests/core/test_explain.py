@@ -108,7 +108,7 @@ def test_it_says_what_is_copied() -> None:
 def test_it_prints_one_line_per_field_and_is_frozen() -> None:
     one = plan()
     lines = str(one).splitlines()
-    shown = [field.name for field in fields(one) if field.name not in ("caution", "workers")]  # which are empty
+    shown = [field.name for field in fields(one) if field.name != "caution"]  # which is empty
     assert [line.split()[0] for line in lines] == shown
     assert all(getattr(one, name) in line for name, line in zip(shown, lines, strict=True))
     with pytest.raises(FrozenInstanceError):
@@ -123,3 +123,8 @@ def test_it_needs_an_environment_and_a_policy_that_suit() -> None:
         fc.explain(env, MODULE)
     with pytest.raises(ValueError, match="the head normal"):
         fc.explain(env, fc.torch_policy(MODULE, head=fc.heads.normal))
+
+
+def test_what_was_removed_names_its_successor() -> None:
+    with pytest.raises(AttributeError, match=r"compare funcollect\.profile with and without"):
+        _ = plan().workers

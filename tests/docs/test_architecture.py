@@ -8,18 +8,9 @@ from pathlib import Path
 import pytest
 
 import funcollect
-from tests.support.running import ROOT
 
 PACKAGE = Path(funcollect.__file__).parent
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__"))
-MAP = (ROOT / "ARCHITECTURE.md").read_text()
-FOLDERS = sorted(
-    {str(path.parent.relative_to(PACKAGE)) for path in MODULES if "lowering" not in path.parts} - {"."}
-)  # the files of `interop/lowering` are its operators
-
-
-def modules_of(folder):
-    return {path.stem for path in MODULES if path.parent == PACKAGE / folder}
 
 
 def test_no_two_classes_share_a_name():
@@ -60,21 +51,6 @@ def _parameters(function):
     every = function.args
     some = [*every.posonlyargs, *every.args, *every.kwonlyargs, every.vararg, every.kwarg]
     return {each.arg for each in some if each is not None}
-
-
-def rows():
-    """The modules that the map names, by folder."""
-    cells = re.findall(r"^\| `([\w/]+)/` \| (.*) \|$", MAP, re.M)
-    return {folder: set(re.findall(r"`(\w+)`", text)) for folder, text in cells}
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_every_module_is_on_the_map(folder):
-    assert modules_of(folder) <= rows().get(folder, set())
-
-
-def test_the_map_names_no_folder_that_is_not_there():
-    assert set(rows()) - {"tests"} == {*FOLDERS, "interop/lowering"}
 
 
 def test_no_module_bears_the_name_of_a_package_that_it_imports():

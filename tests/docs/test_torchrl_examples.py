@@ -107,8 +107,7 @@ def test_random_policies_of_torchrl(name: str, lanes: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [("CartPole-v1", None), ("torch/CartPole-v1", None)]
-    + [("gymnax/CartPole-v1", way) for way in ("xla", "callback", "eager")],
+    [("CartPole-v1", None), ("torch/CartPole-v1", None)] + [("gymnax/CartPole-v1", way) for way in ("xla", "eager")],
 )
 def test_a_policy_over_a_single_environment_sees_no_batch_dimension(name: str, way: Any) -> None:
     class Third(nn.Module):

@@ -13,7 +13,7 @@ from funcollect.core.loops import fused
 from funcollect.interop import to_jax, to_torch
 from funcollect.interop.bridge import torch_followed
 from funcollect.interop.joined_tensors import Joined, JoinedMemory, opened
-from funcollect.policies.torch_in_jax import lowered_policy
+from funcollect.policies import torch_in_jax
 from tests.support.compare import assert_same, collect
 from tests.support.devices import each_device
 
@@ -24,7 +24,7 @@ CARTPOLE = "gymnax/CartPole-v1"
 def joining(device, monkeypatch):
     """Policies join their tensors, and loops run in blocks, on the CPU too."""
     if device == "cpu":
-        monkeypatch.setattr(lowered_policy, "_can_join", bool)
+        monkeypatch.setattr(torch_in_jax, "_can_join", bool)
         monkeypatch.setattr(fused, "waits_for_host", lambda place: True)
 
 
@@ -111,8 +111,9 @@ def test_threads_do_not_read_the_weights_of_others(device):
 
 @each_device
 @pytest.mark.usefixtures("joining")
-@pytest.mark.parametrize("env_id", [CARTPOLE, "CartPole-v1"])
-@pytest.mark.parametrize("head", [fc.heads.categorical, fc.heads.epsilon_greedy(0.5)], ids=lambda head: head.name)
+@pytest.mark.parametrize(
+    ("env_id", "head"), [(CARTPOLE, fc.heads.categorical), ("CartPole-v1", fc.heads.epsilon_greedy(0.5))]
+)
 def test_weights_act_alike_in_each_form(device, head, env_id):
     env, module = fc.make_env(env_id, num_envs=4), network(device)
     policy = fc.torch_policy(module, head=head, compile="xla")

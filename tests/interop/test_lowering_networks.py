@@ -10,7 +10,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.interop.lowering import lower_module
-from tests.support.lowering.lowered_networks import NETWORKS, Spectral
+from tests.support.lowering.lowered_modules import NETWORKS, Spectral
 from tests.support.lowering.lowered_numerics import QUANTILES
 from tests.support.lowering.lowering_checks import assert_equal, assert_gradients_equal, jax_inputs, torch_answer
 

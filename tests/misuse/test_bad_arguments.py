@@ -80,33 +80,14 @@ NOT_NONE: dict[str, list[Any]] = {
     "Begin": [0, "x"],
     "Advance": [0, "x"],
 }
-POSITIVE = {
-    *(
-        "length",
-        "frames",
-        "episodes",
-        "max_frames",
-        "frames_per_batch",
-        "num_envs",
-        "max_frames_per_traj",
-        "batch_size",
-        "max_size",
-    ),
-    *(
-        "n_steps",
-        "num_slices",
-        "slice_len",
-        "max_capacity",
-        "steps",
-        "frame_skip",
-        "screen_size",
-        "stack",
-        "num_workers",
-    ),
-    *("max_episode_steps", "episode_length", "num_threads", "total_lanes", "window", "ndim", "lanes", "batches"),
-    *("num_collectors", "num_workers_per_collector", "fps"),
-}
+SIZES = """
+    length frames episodes max_frames frames_per_batch num_envs max_frames_per_traj batch_size max_size n_steps
+    num_slices slice_len max_capacity steps frame_skip screen_size stack num_workers max_episode_steps episode_length
+    num_threads total_lanes window ndim lanes batches num_collectors num_workers_per_collector fps
+"""
+POSITIVE = set(SIZES.split())
 COUNTS = {"init_random_frames", "random_steps", "noop_max", "prefetch", "alpha", "beta", "eps"}
+BEYOND: dict[str, list[Any]] = {"seed": [-1, 2**64], "total_frames": [0, -2], "epsilon": [2.0, -0.5]}
 
 
 def bad_values(name: str, annotation: str) -> Iterator[Any]:
@@ -128,6 +109,7 @@ def bad_values(name: str, annotation: str) -> Iterator[Any]:
         yield from (0, -1)
     elif name in COUNTS:
         yield -1
+    yield from BEYOND.get(name, ())
 
 
 @cache
@@ -313,24 +295,21 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "interop.to_jax": lambda: {"tree": torch.zeros(2)},
     "interop.to_torch": lambda: {"tree": WEIGHTS},
 }
+RESULTS = """
+    CollectorState EpisodeStats Evaluation PendingTrajectories Plan Profile ring.RingState jax_ring.JaxRing
+    testing.Report running_statistics.RunningStatistics traced.TracedEpisodeStats
+"""
+PROTOCOLS = """
+    Policy heads.Head storages.Storage samplers.Sampler envs.SavableSnapshots envs.HostEnv envs.JaxEnv envs.Simulators
+    envs.SnapshotSimulators envs.TorchEnv envs.DeviceEnv
+"""
+BASES = "PolicyBase envs.HostEnvBase envs.JaxEnvBase envs.SimulatorsBase envs.TorchEnvBase"
+PLAIN_VALUES = "Exploration Noise envs.LaneKeys envs.Renderer envs.Transition"
 NOT_CALLED = {
-    *(
-        "CollectorState",
-        "EpisodeStats",
-        "Evaluation",
-        "PendingTrajectories",
-        "Plan",
-        "Profile",
-        "ring.RingState",
-        "jax_ring.JaxRing",
-        "testing.Report",
-    ),  # results
-    *("Policy", "heads.Head", "storages.Storage", "samplers.Sampler", "envs.SavableSnapshots"),  # protocols
-    *("envs.HostEnv", "envs.JaxEnv", "envs.Simulators", "envs.SnapshotSimulators", "envs.TorchEnv"),  # protocols, too
-    "envs.DeviceEnv",  # as well
-    *("PolicyBase", "envs.HostEnvBase", "envs.JaxEnvBase", "envs.SimulatorsBase", "envs.TorchEnvBase"),  # base classes
-    *("Exploration", "Noise", "envs.LaneKeys", "envs.Renderer", "envs.Transition"),  # plain values
-    *("running_statistics.RunningStatistics", "traced.TracedEpisodeStats"),  # results
+    *RESULTS.split(),
+    *PROTOCOLS.split(),
+    *BASES.split(),
+    *PLAIN_VALUES.split(),
     "make_env",  # whatever describes an environment: its adapters are called by themselves
 }
 NO_LIMIT = ("max_frames_per_traj", "init_random_frames")

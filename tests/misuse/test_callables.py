@@ -1,10 +1,11 @@
-"""TensorDict callables and policies of the protocol that answer wrongly."""
+"""JAX functions, callables on TensorDicts and policies of the protocol that answer wrongly."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 import torch
 from tensordict import TensorDict
@@ -14,11 +15,114 @@ from torch import nn
 import funcollect as fc
 from funcollect.errors import PolicyError
 from funcollect.policies.as_policy import as_policy
-from tests.support.misuse import Misuse, fails_then_runs, refused, table
+from tests.support.misuse import Misuse, fails_then_runs, refused, runs, table
+
+HEADS = fc.heads
+NAN = float("nan")
+ROWS = ("expected an array of shape [3, ...]", "return one row per environment")
+ACTIONS = torch.zeros(3, dtype=torch.int64)
 
 
 def cartpole() -> Any:
     return fc.make_env("CartPole-v1", num_envs=3)
+
+
+def pendulum() -> Any:
+    return fc.make_env("Pendulum-v1", num_envs=3)
+
+
+def zeros(x: Any) -> Any:
+    return jnp.zeros(len(x), jnp.int32)
+
+
+def traced(what: str, make_env: Any, answer: Any, *says: str, **how: Any) -> Misuse:
+    """A function of an observation that is wrong from the start: found when it is traced."""
+    return Misuse(what, lambda: (make_env(), fc.jax_policy(lambda _, x: answer(x), {}, **how)), PolicyError, says)
+
+
+@table(
+    traced("no batch dimension", cartpole, lambda x: 0, "shape ()", "Discrete(2) wants (3,)", "return one action"),
+    traced("a float action", cartpole, lambda x: x[:, 0], "dtype float32", "wants torch.int64", "cast it"),
+    traced("an integer torque", pendulum, lambda x: zeros(x)[:, None], "dtype int32", "wants torch.float32", "cast it"),
+    traced("no action", cartpole, lambda x: {"value": x}, "['value']", "expected ['action']", "return the action"),
+    traced(
+        "too many logits", cartpole, lambda x: x[:, :3], "(3, 3)", "wants [P, 2]", "one num", head=HEADS.categorical
+    ),
+    traced("no logits", cartpole, lambda x: {"v": x}, "the keys ['v']", "expected ['logits']", head=HEADS.categorical),
+    traced("a misfit head", pendulum, lambda x: x, "(3, 3)", "(loc, scale)", "return these", head=HEADS.normal),
+    traced("a scalar extra", cartpole, lambda x: {"action": zeros(x), "v": 0.0}, "'v' is of shape ()", *ROWS),
+    traced("a nested extra", cartpole, lambda x: {"action": zeros(x), "v": {"w": x}}, "'v' is dict", *ROWS),
+    traced("the extra next", cartpole, lambda x: {"action": zeros(x), "next": x}, "['next']", "a batch uses", "rename"),
+)
+def test_a_jax_function_that_is_wrong_leaves_the_state_good(misuse: Misuse) -> None:
+    env, policy = misuse.do()
+    state = fc.init(env, policy, seed=0)
+    with refused(misuse.error, misuse.says):
+        fc.rollout(env, policy, state, 4)
+    runs(env, fc.jax_policy(lambda _, x: zeros(x) if env.action_space.shape == () else x[:, :1], {}), state)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (
+            lambda x, hidden: zeros(x),
+            ("and returned", "expected the pair (answer, next_state)", "leave"),
+        ),
+        (
+            lambda x, hidden: (zeros(x), hidden[0]),
+            ("next state has the shapes [[5]]", "expected [[3, 5]]", "return"),
+        ),
+    ],
+)
+def test_a_recurrent_jax_function_that_is_wrong(answer: Any, says: tuple[str, ...]) -> None:
+    env = cartpole()
+    policy = fc.jax_policy(lambda _, x, hidden: answer(x, hidden), {}, initial_state=jnp.zeros(5))
+    state = fc.init(env, policy, seed=0)
+    with refused(PolicyError, says):
+        fc.rollout(env, policy, state, 4)
+    runs(env, fc.jax_policy(lambda _, x, hidden: (zeros(x), hidden), {}, initial_state=jnp.zeros(5)), state)
+
+
+def poisoned(env: Any, head: Any, outputs: int, at: Any = NAN) -> Any:
+    """A JAX policy whose last output is `at` in every lane whose first observation is positive."""
+
+    def apply(params: Any, x: Any) -> Any:
+        return jnp.where(jnp.arange(outputs) == outputs - 1, params, 0.5) * jnp.ones((len(x), 1))
+
+    return fc.jax_policy(apply, jnp.float32(at), head=head)
+
+
+def cure(policy: Any) -> None:
+    policy.params = jnp.float32(0.5)
+
+
+@pytest.mark.parametrize(
+    ("make_env", "head", "outputs", "value", "says"),
+    [
+        (cartpole, HEADS.categorical, 2, NAN, ("action_log_prob is NaN", "look at the policy's parameters")),
+        (cartpole, HEADS.greedy, 2, NAN, ("what the head reads is NaN", "look at the policy's parameters")),
+        (pendulum, HEADS.normal, 2, NAN, ("action is NaN", "look at the policy's parameters")),
+        (pendulum, None, 1, NAN, ("action is NaN", "look at the policy's parameters")),
+        (
+            pendulum,
+            None,
+            1,
+            float("inf"),
+            ("the action is infinite", "expected finite numbers", "look at"),
+        ),
+    ],
+)
+def test_nan_and_infinity_from_jax(make_env: Any, head: Any, outputs: int, value: float, says: Any) -> None:
+    where = ("lane 0, step 0 of this batch", *says)
+    fails_then_runs(make_env, lambda env: poisoned(env, head, outputs, value), PolicyError, where, repair=cure)
+
+
+@pytest.mark.parametrize("head", [HEADS.categorical, HEADS.greedy, HEADS.epsilon_greedy(0.0)])
+def test_values_that_mask_actions_out_are_no_error(head: Any) -> None:
+    masked = torch.tensor([[-float("inf"), 0.0]] * 3)
+    runs(cartpole(), fc.torch_policy(lambda x: masked, head=head))
+    runs(cartpole(), fc.jax_policy(lambda params, x: params, jnp.asarray(masked.numpy()), head=head))
 
 
 class Writing(nn.Module):
@@ -60,9 +164,7 @@ def same(action: Any) -> Any:
     written("nothing", lambda tensordict, action: None, "returned NoneType", "expected the TensorDict", "return it"),
     written("the action alone", lambda tensordict, action: action, "returned Tensor", "expected the", "return it"),
     written("a wide one", writes(action=lambda a: a[:, None]), "(3, 1)", "wants (3,)", "return one action", at=2),
-    written("a float", writes(action=lambda a: a.float()), "float32", "wants torch.int64", "cast it"),
     written("a reward", writes(action=same, reward=same), "wrote ['reward']", "a batch uses", "rename these out_keys"),
-    written("a key later", writes(v=same), "step 2", "wrote ['v']", "after ['action']", "write the same keys", at=2),
 )
 def test_a_callable_on_tensordicts_that_goes_wrong(misuse: Misuse) -> None:
     fails_then_runs(cartpole, misuse.do, misuse.error, misuse.says)
@@ -101,7 +203,6 @@ class Plain(fc.PolicyBase):
         return None, self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
-ACTIONS = torch.zeros(3, dtype=torch.int64)
 GOOD = {"action": ACTIONS}
 
 
@@ -112,8 +213,6 @@ def plain(what: str, answers: Any, *says: str) -> Misuse:
 @table(
     plain("no action", ({"value": ACTIONS},), "['value']", "expected ['action']", "return the action"),
     plain("a wide one", (GOOD, {"action": ACTIONS[:, None]}), "(3, 1)", "wants (3,)", "return one action"),
-    plain("a list", ({"action": [0, 0, 0]},), "is list", "expected an array", "return a tensor or array"),
-    plain("another key", (GOOD | {"v": ACTIONS},), "step 1", "extra keys []", "after ['v']", "keep them the same"),
 )
 def test_a_policy_of_the_protocol_that_goes_wrong(misuse: Misuse) -> None:
     fails_then_runs(cartpole, misuse.do, misuse.error, misuse.says)

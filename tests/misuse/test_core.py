@@ -52,17 +52,12 @@ STATE = ("state is", "expected CollectorState", "pass the state that")
 
 
 @table(
-    Misuse("seed -1", seeded(-1), ValueError, ("seed is -1", "expected 0 <= seed < 2**64", "take it modulo")),
-    Misuse("seed 2**64", seeded(2**64), ValueError, (f"seed is {2**64}", "expected 0 <= seed", "take it modulo")),
-    Misuse("seed 1.5", seeded(1.5), TypeError, ("seed is float", "expected an int or None", "seed=0")),
-    Misuse("seed True", seeded(True), TypeError, ("seed is bool", "expected an int or None", "seed=0")),
-    Misuse("seed '7'", seeded("7"), TypeError, ("seed is str", "expected an int or None", "seed=0")),
+    Misuse(
+        "seed 2**64", seeded(2**64), ValueError, (f"seed is {2**64}", "expected 0 <= seed < 2**64", "take it modulo")
+    ),
     Misuse("length 2**31", rolled(2**31), ValueError, (f"length is {2**31}", "expected less than", "several rollouts")),
     Misuse("length 0", rolled(0), ValueError, ("length is 0", "expected at least 1", "length=128")),
-    Misuse("length -1", rolled(-1), ValueError, ("length is -1", "expected at least 1", "length=128")),
-    Misuse("length 2.5", rolled(2.5), TypeError, ("length is 2.5", "expected a positive int", "length=128")),
     Misuse("length True", rolled(True), TypeError, ("length is True", "expected a positive int", "length=128")),
-    Misuse("no limit as 0", rolled(max_frames_per_traj=0), ValueError, ("max_frames_per_traj is 0", "at least 1")),
     Misuse(
         "an exploration type by name",
         rolled(exploration_type="random"),
@@ -70,9 +65,7 @@ STATE = ("state is", "expected CollectorState", "pass the state that")
         ("exploration_type is 'random'", "expected a member of", "RANDOM", "funcollect.ExplorationType.DETERMINISTIC"),
     ),
     Misuse("a short mask", masked(torch.ones(2, dtype=torch.bool)), ValueError, ("torch.bool (2,)", *MASK[1:])),
-    Misuse("a wide mask", masked(torch.ones(3, 1, dtype=torch.bool)), ValueError, ("torch.bool (3, 1)", *MASK[1:])),
     Misuse("a mask of lane numbers", masked([0, 2, 1]), ValueError, ("torch.int64 (3,)", *MASK[1:])),
-    Misuse("a mask of floats", masked(np.ones(3)), ValueError, ("torch.float64 (3,)", *MASK[1:])),
     Misuse("a word for a mask", masked("all"), ValueError, ("mask is 'all'", *MASK[1:])),
     Misuse("a ragged mask", masked([[True], [True, False]]), ValueError, MASK),
     Misuse(
@@ -85,16 +78,7 @@ STATE = ("state is", "expected CollectorState", "pass the state that")
     Misuse(
         "no policy", lambda e, p, s: fc.init(e, None, seed=0), TypeError, ("policy is None", "a Policy", "torch_policy")
     ),
-    Misuse(
-        "an id in a rollout", lambda e, p, s: fc.rollout("A", p, s, 4), TypeError, ("env is str", "expected an Env")
-    ),
-    Misuse("the state first", lambda e, p, s: fc.rollout(e, s, p, 4), TypeError, ("policy is", "expected a Policy")),
-    Misuse("a batch for a state", lambda e, p, s: fc.rollout(e, p, (s, None), 4), TypeError, STATE),
-    Misuse("a reset of nothing", lambda e, p, s: fc.reset(e, None), TypeError, ("state is None", *STATE[1:])),
     Misuse("a fork of a batch", lambda e, p, s: fc.fork(e, [s]), TypeError, ("state is [CollectorState(", *STATE[1:])),
-    Misuse("a closed environment", lambda e, p, s: fc.close(e), TypeError, STATE),
-    Misuse("no episodes", evaluated(episodes=0), ValueError, ("episodes is 0", "expected at least 1", "episodes=128")),
-    Misuse("half an episode", evaluated(episodes=0.5), TypeError, ("episodes is 0.5", "expected a positive int")),
     Misuse(
         "too few frames to evaluate",
         evaluated(episodes=1000, max_frames=10),
@@ -155,10 +139,8 @@ def test_a_state_whose_call_did_not_end_says_so() -> None:
     ("name", "other"),
     [
         ("CartPole-v1", "CartPole-v1"),
-        ("CartPole-v1", "Pendulum-v1"),
-        ("CartPole-v1", "torch/CartPole-v1"),
+        ("CartPole-v1", "torch/Pendulum-v1"),
         ("torch/CartPole-v1", "CartPole-v1"),
-        ("torch/CartPole-v1", "torch/Pendulum-v1"),
         ("torch/CartPole-v1", "torch/CartPole-v1"),
         ("gymnax/CartPole-v1", "gymnax/CartPole-v1"),
         ("gymnax/CartPole-v1", "torch/CartPole-v1"),

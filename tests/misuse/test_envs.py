@@ -1,4 +1,4 @@
-"""Environments given wrongly: said at construction, or at the first `init` where no simulator lived before."""
+"""Environments given wrongly, and their spaces and keys: said at construction, or at the first `init`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 import funcollect as fc
 from funcollect.errors import InUseError
 from tests.support.envs.torch_parts import InParts
-from tests.support.misuse import Misuse, Rigged, refused_then_mended, runs, table
+from tests.support.misuse import Acting, Misuse, Rigged, refused, refused_then_mended, runs, table
 
 CARTPOLE = "CartPole-v1"
 
@@ -59,11 +59,6 @@ def twice() -> Any:
     return fc.make_env([env, env])
 
 
-def shared_by_factory() -> Any:
-    env = gym()
-    return runs(fc.make_env(lambda: env, num_envs=2))
-
-
 def shared_behind_wrappers() -> Any:
     env = gym()
     return runs(fc.make_env(lambda: gymnasium.wrappers.TimeLimit(env, 9), num_envs=2))
@@ -90,12 +85,10 @@ def second_env_of_one_instance() -> Any:
     return None
 
 
-def count(value: Any) -> list[Misuse]:
-    says = ("num_envs is", repr(value), "expected a positive int, or None")
-    return [
-        Misuse(f"num_envs={value!r} for {name}", lambda n=name: fc.make_env(n, num_envs=value), ValueError, says, good)
-        for name in (CARTPOLE, "torch/CartPole-v1")
-    ]
+def keyed(*names: str, space: Any = None) -> Rigged:
+    """An environment whose observation is a Dict of these."""
+    box = Rigged.observation_space if space is None else space
+    return Rigged(space=spaces.Dict(dict.fromkeys(names, box)), good=dict.fromkeys(names, Rigged().good))
 
 
 @table(
@@ -113,7 +106,6 @@ def count(value: Any) -> list[Misuse]:
         ("'CartPole-v99'", "`v1`", "gymnasium.registry"),
         good,
     ),
-    Misuse("an id that is none", lambda: fc.make_env(""), ValueError, ("''", "Malformed", "look the id up"), good),
     Misuse(
         "the address of a class",
         lambda: fc.make_env("tests.support.faulty.faulty_envs:Walk"),
@@ -149,7 +141,6 @@ def count(value: Any) -> list[Misuse]:
         ("cannot make 'CartPole-v1'", "'gravity'", "leave out"),
         good,
     ),
-    *[each for value in (0, -1, True, "8", 2.0) for each in count(value)],
     Misuse("an instance twice", twice, ValueError, ("same environment instance", "one instance per lane"), good),
     Misuse(
         "an environment that is made",
@@ -209,13 +200,6 @@ def count(value: Any) -> list[Misuse]:
         lambda: fc.make_env(lambda: gym()),
     ),
     Misuse(
-        "a factory that returns a number",
-        lambda: fc.make_env(lambda: 3),
-        TypeError,
-        ("factory returned int", "expected an Env", "return the environment"),
-        lambda: fc.make_env(gym),
-    ),
-    Misuse(
         "a factory for the second lane that returns nothing",
         lambda: runs(fc.make_env([gym, lambda: None])),
         TypeError,
@@ -225,13 +209,6 @@ def count(value: Any) -> list[Misuse]:
     Misuse(
         "a factory that wraps the same instance",
         shared_behind_wrappers,
-        ValueError,
-        ("lane 1", "backs a lane already", "build a new one at each call"),
-        lambda: fc.make_env(gym, num_envs=2),
-    ),
-    Misuse(
-        "a factory that returns the same instance",
-        shared_by_factory,
         ValueError,
         ("lane 1", "backs a lane already", "build a new one at each call"),
         lambda: fc.make_env(gym, num_envs=2),
@@ -251,26 +228,13 @@ def count(value: Any) -> list[Misuse]:
         ("backs a state already", "it has no spec", "pass an id or a factory"),
         lambda: fc.make_env(Rigged),
     ),
-    *[
-        Misuse(
-            f"a vector environment with {mode.name}",
-            lambda mode=mode: fc.make_env(vector(mode)),
-            ValueError,
-            (f"autoreset_mode={mode.name}", "expected autoreset_mode=AutoresetMode.DISABLED", "or pass the list"),
-            lambda: fc.make_env(vector(AutoresetMode.DISABLED)),
-        )
-        for mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
-    ],
-    *[
-        Misuse(
-            f"a Torch environment on {device}",
-            lambda device=device: fc.make_env("torch/CartPole-v1", device=device),
-            ValueError,
-            (f"device is {device!r}", "expected a device that Torch has here", "such as 'cpu'"),
-            lambda: fc.make_env("torch/CartPole-v1", device="cpu"),
-        )
-        for device in ("cuda:77", "nonsense")
-    ],
+    Misuse(
+        "a vector environment that resets its lanes",
+        lambda: fc.make_env(vector(AutoresetMode.NEXT_STEP)),
+        ValueError,
+        ("autoreset_mode=NEXT_STEP", "expected autoreset_mode=AutoresetMode.DISABLED", "or pass the list"),
+        lambda: fc.make_env(vector(AutoresetMode.DISABLED)),
+    ),
     Misuse(
         "a Torch environment without a space",
         Incomplete,
@@ -297,12 +261,59 @@ def count(value: Any) -> list[Misuse]:
         good,
     ),
     Misuse(
-        "an environment's name for a policy",
-        lambda: fc.random_policy(CARTPOLE),
-        TypeError,
-        ("env is str", "expected an Env", "make one with funcollect.make_env"),
+        "lanes with different observations",
+        lambda: fc.make_env([gym(), gym("Acrobot-v1")]),
+        ValueError,
+        ("lane 1 has the observation_space", "(6,)", "lane 0 has", "(4,)", "use equal spaces"),
         good,
+    ),
+    Misuse(
+        "factories of different actions",
+        lambda: runs(fc.make_env([Rigged, lambda: Acting(spaces.Discrete(5))])),
+        ValueError,
+        ("lane 1 has the action_space Discrete(5)", "lane 0 has Discrete(3)", "use equal spaces"),
+        lambda: fc.make_env([Rigged, Rigged]),
+    ),
+    Misuse(
+        "an observation key of a batch",
+        lambda: fc.make_env(keyed("position", "next")),
+        ValueError,
+        ("the observation key 'next' collides", "rename it", "taken are"),
+        lambda: fc.make_env(keyed("position", "my_next")),
+    ),
+    Misuse(
+        "an info key twice",
+        lambda: fc.make_env(Rigged, info_keys=["speed", "speed"]),
+        ValueError,
+        ("info_keys is ['speed', 'speed']", "expected each key once", "leave"),
+        lambda: fc.make_env(Rigged, info_keys=["speed"]),
+    ),
+    Misuse(
+        "the observation key info with info_keys",
+        lambda: fc.make_env(keyed("info"), info_keys=["speed"]),
+        ValueError,
+        ("'info' collides with info_keys", "rename it"),
+        lambda: fc.make_env(keyed("info")),
     ),
 )
 def test_an_environment_given_wrongly(misuse: Misuse) -> None:
     refused_then_mended(misuse)
+
+
+def test_what_was_opened_for_nothing_is_closed_and_an_instance_is_given_back() -> None:
+    made: list[Rigged] = []
+
+    def factory() -> Rigged:
+        made.append(Rigged())
+        return made[-1]
+
+    wrong = [True]
+    instance = Rigged()
+    last = lambda: Acting(spaces.Discrete(5)) if wrong else Rigged()  # noqa: E731
+    with refused(ValueError, ("lane 2 has the action_space",)):
+        fc.make_env([instance, factory, last])
+    assert [each.closed for each in made] == [1]
+    assert instance.closed == 0
+    wrong.clear()
+    fc.close(runs(fc.make_env([instance, factory, last])))
+    assert instance.closed == 1

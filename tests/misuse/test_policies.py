@@ -1,4 +1,4 @@
-"""Policies and heads given wrongly: said before a state is used, which is as good as before."""
+"""Policies, heads and parameters given wrongly: said before a state is used, which is as good as before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.errors import PolicyError
-from tests.support.misuse import WEIGHTS, Acting, Misuse, Rigged, apply, good, good_jax, linear, refused, runs, table
+from tests.support.misuse import WEIGHTS, Acting, Misuse, good, good_jax, linear, refused, runs, table
 
 HEADS = fc.heads
 
@@ -25,7 +25,6 @@ def collector(policy: Any = None, **how: Any) -> Any:
 
 
 @table(
-    Misuse("a number", lambda: fc.torch_policy(3), TypeError, ("module is 3", "expected a torch.nn.Module"), good),
     Misuse(
         "a module's class",
         lambda: fc.torch_policy(nn.Linear),
@@ -38,13 +37,6 @@ def collector(policy: Any = None, **how: Any) -> Any:
         lambda: collector(nn.Linear),
         TypeError,
         ("policy is the class Linear", "expected an instance", "build it"),
-        lambda: collector(good()),
-    ),
-    Misuse(
-        "a policy's class for a collector",
-        lambda: collector(type(good())),
-        TypeError,
-        ("policy is the class TorchPolicy", "expected an instance", "build it"),
         lambda: collector(good()),
     ),
     Misuse(
@@ -75,41 +67,20 @@ def collector(policy: Any = None, **how: Any) -> Any:
         ("apply is 'mlp'", "expected a function (params, observation)", "pass one"),
         good_jax,
     ),
-    *[
-        Misuse(
-            f"the head {name} for {kind.__name__}",
-            lambda head=head, kind=kind: kind(head),
-            TypeError,
-            ("head is", name, "expected one of funcollect.heads", "epsilon_greedy(0.1)"),
-            good,
-        )
-        for kind in (
-            lambda head: fc.torch_policy(linear(), head=head),
-            lambda head: fc.jax_policy(apply, WEIGHTS, head=head),
-        )
-        for name, head in (
-            ("'categorical'", "categorical"),
-            ("epsilon_greedy", HEADS.epsilon_greedy),
-            ("Linear", linear()),
-        )
-    ],
     Misuse(
-        "epsilon 2",
-        lambda: HEADS.epsilon_greedy(2.0),
-        ValueError,
-        ("epsilon is 2.0", "expected a number in [0, 1]"),
+        "a head that is not made yet",
+        lambda: fc.torch_policy(linear(), head=HEADS.epsilon_greedy),  # type: ignore[arg-type]
+        TypeError,
+        ("head is", "epsilon_greedy", "expected one of funcollect.heads", "epsilon_greedy(0.1)"),
         good,
     ),
-    *[
-        Misuse(
-            f"a policy on {device}",
-            lambda device=device: fc.torch_policy(linear(), device=device),
-            ValueError,
-            (f"device is {device!r}", "expected a device that Torch has here", "choose another, such as 'cpu'"),
-            lambda: fc.torch_policy(linear(), head=HEADS.categorical, device="cpu"),
-        )
-        for device in ("cuda:77", "nonsense")
-    ],
+    Misuse(
+        "a policy on a device that is not there",
+        lambda: fc.torch_policy(linear(), device="cuda:77"),
+        ValueError,
+        ("device is 'cuda:77'", "expected a device that Torch has here", "choose another, such as 'cpu'"),
+        lambda: fc.torch_policy(linear(), head=HEADS.categorical, device="cpu"),
+    ),
 )
 def test_a_policy_given_wrongly(misuse: Misuse) -> None:
     with refused(misuse.error, misuse.says):
@@ -120,30 +91,38 @@ def test_a_policy_given_wrongly(misuse: Misuse) -> None:
 
 BOX = spaces.Box(-1, 1, (2,))
 UNBOUNDED = spaces.Box(-np.inf, np.inf, (2,))
+BYTES = spaces.Box(0, 9, (2,), np.uint8)
 
 
-@pytest.mark.parametrize("wrap", ["torch", "jax"])
 @pytest.mark.parametrize(
-    ("head", "space", "says", "other"),
+    ("wrap", "head", "space", "says", "other"),
     [
-        (HEADS.categorical, BOX, ("the head categorical needs a Discrete", "got Box", "use normal"), HEADS.normal),
-        (HEADS.greedy, BOX, ("the head greedy needs a Discrete", "got Box", "use normal"), HEADS.tanh_normal),
-        (HEADS.epsilon_greedy(0.1), BOX, ("the head epsilon_greedy needs", "got Box", "use normal"), HEADS.normal),
-        (HEADS.categorical, spaces.MultiBinary(2), ("the head categorical needs", "MultiBinary", "no head"), None),
         (
+            "torch",
+            HEADS.categorical,
+            BOX,
+            ("the head categorical needs a Discrete", "got Box", "use normal"),
             HEADS.normal,
-            spaces.Discrete(4),
-            ("the head normal needs a floating Box", "Discrete", "use cat"),
-            "logits",
         ),
-        (HEADS.tanh_normal, spaces.Discrete(4), ("the head tanh_normal needs", "Discrete(4)", "use cat"), "logits"),
+        ("jax", HEADS.greedy, BOX, ("the head greedy needs a Discrete", "got Box", "use normal"), HEADS.tanh_normal),
         (
+            "torch",
+            HEADS.epsilon_greedy(0.1),
+            BOX,
+            ("the head epsilon_greedy needs", "got Box", "use normal"),
             HEADS.normal,
-            spaces.Box(0, 9, (2,), np.uint8),
-            ("the head normal needs a float", "uint8", "use cat"),
+        ),
+        (
+            "jax",
+            HEADS.categorical,
+            spaces.MultiBinary(2),
+            ("the head categorical needs", "MultiBinary", "no head"),
             None,
         ),
-        (HEADS.tanh_normal, UNBOUNDED, ("needs bounds on every action", "inf", "use normal"), HEADS.normal),
+        ("torch", HEADS.normal, spaces.Discrete(4), ("needs a floating Box", "Discrete", "use cat"), "logits"),
+        ("jax", HEADS.tanh_normal, spaces.Discrete(4), ("needs", "Discrete(4)", "use cat"), "logits"),
+        ("torch", HEADS.normal, BYTES, ("the head normal needs a float", "uint8", "use cat"), None),
+        ("jax", HEADS.tanh_normal, UNBOUNDED, ("needs bounds on every action", "inf", "use normal"), HEADS.normal),
     ],
 )
 def test_a_head_that_does_not_suit(wrap: str, head: Any, space: Any, says: tuple[str, ...], other: Any) -> None:
@@ -161,8 +140,15 @@ def test_a_head_that_does_not_suit(wrap: str, head: Any, space: Any, says: tuple
     runs(env, fc.random_policy(env) if mend is None else policy(mend))
 
 
-@pytest.mark.parametrize("kinds", [("random", "torch"), ("torch", "random"), ("jax", "torch"), ("torch", "jax")])
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("CartPole-v1", ("random", "torch")),
+        ("torch/CartPole-v1", ("torch", "random")),
+        ("gymnax/CartPole-v1", ("jax", "torch")),
+        ("gymnax/CartPole-v1", ("torch", "jax")),
+    ],
+)
 def test_a_state_of_another_policy(name: str, kinds: tuple[str, str]) -> None:
     env = fc.make_env(name)
     made = {"random": fc.random_policy(env), "torch": good(), "jax": good_jax()}
@@ -183,8 +169,10 @@ class Recurrent(nn.Module):
         return self.out(memory), memory
 
 
-@pytest.mark.parametrize("kinds", [(0, 8), (8, 0), (16, 8)])
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("CartPole-v1", (0, 8)), ("torch/CartPole-v1", (8, 0)), ("gymnax/CartPole-v1", (16, 8))],
+)
 def test_a_state_of_another_recurrent_policy(name: str, kinds: tuple[int, int]) -> None:
     def make(size: int) -> Any:
         if not size:
@@ -200,35 +188,7 @@ def test_a_state_of_another_recurrent_policy(name: str, kinds: tuple[int, int]) 
     fc.rollout(env, second, mended, 4)
 
 
-@pytest.mark.parametrize("bad", [None, 3, nn.Linear, Rigged])
-def test_a_rollout_without_a_policy(bad: Any) -> None:
-    env = fc.make_env("CartPole-v1")
-    state = fc.init(env, good(), seed=0)
-    with refused(TypeError, ("policy is", "expected a Policy", "funcollect.torch_policy")):
-        fc.rollout(env, bad, state, 4)
-    runs(env, good(), state)
-
-
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        (lambda x: x[:, :3], ("an array of shape (3, 3)", "the head categorical wants [P, 2]", "one number for each")),
-        (lambda x: {"value": x}, ("the keys ['value']", "expected ['logits']", "the head categorical reads")),
-        (lambda x: x[0, 0], ("an array of shape ()", "wants [P, 2]", "one number for each")),
-        (lambda x: [x, x], ("a list of", "wants [P, 2]", "one number for each")),
-    ],
-)
-def test_a_jax_function_whose_answer_does_not_suit_is_found_before_the_first_step(answer: Any, says: Any) -> None:
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    policy = fc.jax_policy(lambda params, x: answer(x), {}, head=HEADS.categorical)
-    state = fc.init(env, policy, seed=0)
-    with refused(PolicyError, ("the policy returned", *says)):
-        fc.rollout(env, policy, state, 4)
-    runs(env, good_jax(), state)
-
-
-@pytest.mark.parametrize("name", ["CartPole-v1", "gymnax/CartPole-v1"])
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize(("backend", "name"), [("torch", "CartPole-v1"), ("jax", "gymnax/CartPole-v1")])
 def test_a_call_that_returns_the_outputs_alone(backend: str, name: str) -> None:
     class Alone(fc.PolicyBase):
         params = None
@@ -249,10 +209,9 @@ def test_the_policy_before_the_environment() -> None:
         fc.rollout(policy, env, state, 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("head", [HEADS.categorical, HEADS.greedy])
-def test_a_network_that_returns_numpy(head: Any) -> None:
+def test_a_network_that_returns_numpy() -> None:
     env = fc.make_env("CartPole-v1", num_envs=2)
-    policy = fc.torch_policy(lambda observation: np.zeros((2, 2), np.float32), head=head)
+    policy = fc.torch_policy(lambda observation: np.zeros((2, 2), np.float32), head=HEADS.categorical)
     with pytest.raises(PolicyError, match=r"is ndarray, expected a tensor of shape \[2, \.\.\.\]"):
         fc.rollout(env, policy, fc.init(env, policy, seed=0), 2)
 
@@ -270,3 +229,94 @@ def test_a_recurrent_answer_in_the_wrong_order(name: str) -> None:
         PolicyError, match=r"next state is dict, expected \w+ as initial_state: return \(answer, next_state\)"
     ):
         fc.rollout(env, policy, fc.init(env, policy, seed=0), 2)
+
+
+class Entangled(nn.Module):
+    """A module that reaches its own parameters through a function, so that no others can act."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.act = lambda observation: self.linear(observation)
+
+    def forward(self, observation: Any) -> Any:
+        return self.act(observation)
+
+
+OWN = {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
+
+
+@table(
+    Misuse(
+        "another network's",
+        {"0.weight": OWN["weight"], "0.bias": OWN["bias"]},
+        ValueError,
+        ("bias is absent, expected (2,)", "0.bias is (2,), expected absent", "weight is absent", "pass"),
+    ),
+    Misuse(
+        "a misshapen one",
+        OWN | {"bias": torch.zeros(3)},
+        ValueError,
+        ("bias is (3,), expected (2,)", "pass"),
+    ),
+    Misuse("an array", OWN | {"bias": np.zeros(2)}, ValueError, ("bias is ndarray, expected (2,)", "pass")),
+    Misuse("a list", [OWN["weight"]], TypeError, ("params is list", "expected a TensorDict", "module.state_dict()")),
+)
+def test_torch_parameters_that_do_not_fit(misuse: Misuse) -> None:
+    given: Any = misuse.do
+    not_used_up(good(), given, misuse, OWN)
+
+
+@table(
+    Misuse("a missing one", {}, ValueError, ("params differ", "['w'] is absent, expected (4, 2)", "pass")),
+    Misuse("a misshapen one", {"w": jnp.zeros((3, 2))}, ValueError, ("differ", "['w']", "(3, 2)", "(4, 2)", "pass")),
+)
+def test_jax_parameters_that_do_not_fit(misuse: Misuse) -> None:
+    given: Any = misuse.do
+    not_used_up(good_jax(), given, misuse, WEIGHTS)
+
+
+def not_used_up(policy: Any, given: Any, misuse: Misuse, fitting: Any) -> None:
+    """Parameters that do not fit leave state and collector as they are."""
+    env = fc.make_env("CartPole-v1", num_envs=3)
+    state = fc.init(env, policy, seed=0)
+    with refused(misuse.error, misuse.says):
+        fc.rollout(env, policy, state, 4, params=given)
+    fc.rollout(env, policy, state, 4, params=fitting)
+    with fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=4) as collector:
+        with refused(misuse.error, misuse.says):
+            collector.update_policy_weights_(given)
+        assert next(collector)["collector", "policy_version"].eq(0).all()
+        collector.update_policy_weights_(fitting)
+        assert next(collector)["collector", "policy_version"].eq(1).all()
+
+
+def constant(observation: Any) -> Any:
+    return torch.zeros(len(observation), dtype=torch.int64)
+
+
+@table(
+    Misuse("a random policy", fc.random_policy, ValueError, ("params were given to a random policy", "leave them out")),
+    Misuse("a function", lambda _: fc.torch_policy(constant), ValueError, ("params were given", "pass a torch")),
+    Misuse(
+        "a module that reaches its own parts",
+        lambda _: fc.torch_policy(Entangled(), head=HEADS.categorical),
+        ValueError,
+        ("params= cannot act", "'act' of Entangled refers to", "pass params=None, or pass policy_factory"),
+    ),
+)
+def test_parameters_for_a_policy_that_takes_none(misuse: Misuse) -> None:
+    env = fc.make_env("CartPole-v1")
+    policy = misuse.do(env)
+    state = fc.init(env, policy, seed=0)
+    with refused(misuse.error, misuse.says):
+        fc.rollout(env, policy, state, 4, params=OWN if policy.params is None else policy.params)
+    runs(env, policy, state)
+
+
+def test_a_module_that_cannot_be_copied_to_another_device() -> None:
+    """The meta device stands in for a GPU: nothing runs there."""
+    with refused(ValueError, ("cannot be copied to meta", "move it there before", "policy_factory")):
+        fc.SyncDataCollector("CartPole-v1", Entangled(), frames_per_batch=4, policy_device="meta")
+    with fc.SyncDataCollector("CartPole-v1", Entangled(), frames_per_batch=4, policy_device="cpu") as collector:
+        assert collector.policy.module.linear

@@ -1,7 +1,5 @@
 """Episodes drawn: which one, its panels, and what their lines say."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ from tensordict import TensorDict
 
 import funcollect as fc
 from funcollect import plots
-from funcollect.plots.selection import pick
+from funcollect.plots.episodes import pick
 from tests.support.envs.counting import always, make_counting
 
 
@@ -132,12 +130,6 @@ def test_batches_that_cannot_be_drawn(change, error, message):
 def test_an_id_that_is_not_there():
     with pytest.raises(ValueError, match=r"no trajectory 77, expected one of \[0, 1, 2, 3, 4, 5, 6\] \(7 in all\)"):
         plots.episode(counted(), 77)
-
-
-def test_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'funcollect\[viz\]'"):
-        plots.episode(counted())
 
 
 def test_ids_beyond_32_bits():

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from funcollect import plots
-from funcollect.profiling import Limit, Profile, Timeline
-from funcollect.profiling.report import PARTS
+from funcollect.profiling import PARTS, Limit, Profile, Timeline
 
 PROFILE = Profile(
     subject="a collector",
@@ -18,11 +17,9 @@ PROFILE = Profile(
     seconds=0.01,
     first_seconds=1.0,
     timelines=(
-        Timeline(where="in each of 2 workers", parts={"policy": 6.0, "environment": 3.0, "waiting": 1.0}),
+        Timeline(where="in each of 2 workers", parts={"environment": 3.0, "policy": 5.0, "waiting": 2.0}),
         Timeline(where="in this process", parts={"reader": 8.0, "waiting": 2.0}),
     ),
-    limits=(Limit(frames_per_second=200_000, what="what never waits"),),
-    advice="fewer workers would do",
 )
 
 
@@ -30,12 +27,12 @@ def test_bars_are_the_parts_in_order(tmp_path: Path) -> None:
     figure = plots.profile(PROFILE, title="a run", path=tmp_path / "profile.svg")
     (axes,) = figure.axes
     bars: list[Any] = [bar for container in axes.containers for bar in container]
-    assert [(bar.get_x(), bar.get_width()) for bar in bars] == [(0, 3), (3, 6), (9, 1), (0, 8), (8, 2)]
+    assert [(bar.get_x(), bar.get_width()) for bar in bars] == [(0, 3), (3, 5), (8, 2), (0, 8), (8, 2)]
     legend = axes.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["environment", "policy", "waiting", "reader"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["in each of 2 workers", "in this process"]
-    assert axes.lines[0].get_xdata() == [5, 5]
+    assert [line.get_xdata() for line in axes.lines] == [pytest.approx([place] * 2) for place in (3, 5, 8)]
     assert axes.get_title() == "a run: 100,000 frames/s"
     assert "<svg" in (tmp_path / "profile.svg").read_text()
 
@@ -66,8 +63,8 @@ def test_the_table() -> None:
         "\n"
         "in each of 2 workers  µs/frame  share\n"
         "environment               3.00    30%\n"
-        "policy                    6.00    60%\n"
-        "waiting                   1.00    10%\n"
+        "policy                    5.00    50%\n"
+        "waiting                   2.00    20%\n"
         "a frame                  10.00   100%\n"
         "\n"
         "in this process  µs/frame  share\n"
@@ -75,8 +72,15 @@ def test_the_table() -> None:
         "waiting              2.00    20%\n"
         "a frame             10.00   100%\n"
         "\n"
-        "limit             reached  frames/s\n"
-        "what never waits      50%   200,000\n"
-        "\n"
-        "advice: fewer workers would do"
+        "limit                        reached  frames/s\n"
+        "bare environment                 30%   333,333\n"
+        "bare policy                      50%   200,000\n"
+        "bare environment and policy      80%   125,000"
+    )
+
+
+def test_one_program_has_one_limit() -> None:
+    one_program = Timeline(where="here", parts={"environment and policy": 8.0, "delivery": 2.0})
+    assert Profile(**vars(PROFILE) | {"timelines": (one_program,)}).limits == (
+        Limit("bare environment and policy", 125_000),
     )

@@ -136,10 +136,9 @@ def test_bad_arguments() -> None:
 BATCH = TensorDict({"observation": torch.zeros(3)}, [3])
 
 
-@pytest.mark.parametrize("draw", [plots.returns, plots.lengths])
 @pytest.mark.parametrize(
-    ("given", "kind"),
-    [(BATCH, "TensorDict"), (3, "int"), (None, "NoneType"), ([BATCH], "TensorDict"), ("returns", "str")],
+    ("draw", "given", "kind"),
+    [(plots.returns, BATCH, "TensorDict"), (plots.lengths, [BATCH], "TensorDict"), (plots.returns, "returns", "str")],
 )
 def test_what_is_no_stats(draw: Any, given: Any, kind: str) -> None:
     with pytest.raises(TypeError, match=rf"a {kind}, expected EpisodeStats .* pass fc.episode_stats\(batch\)"):

@@ -121,7 +121,6 @@ def test_nothing_is_left_of_a_film_broken_off(suffix, fails_at, error, tmp_path)
         ({"env": fc.make_env("torch/CartPole-v1")}, TypeError, "cannot be filmed, expected a Gymnasium environment"),
         ({"env": fc.make_env("CartPole-v1", parallel=True)}, ValueError, "has the render mode None"),
         ({"env": fc.make_env(Screen, shape=(6, 4))}, fc.EnvError, r"uint8 \[6, 4\], expected uint8 \[H, W, 3\]"),
-        ({"path": "film.png"}, ValueError, "'film.png', expected a name that ends in .gif or .mp4"),
         ({"fps": -1}, ValueError, "fps is -1, expected a positive"),
         ({"episodes": 0}, ValueError, "episodes"),
         ({"max_frames": 0}, ValueError, "max_frames"),

@@ -19,8 +19,7 @@ from jumanji.environments.routing.snake.viewer import SnakeViewer
 from matplotlib import pyplot
 
 import funcollect as fc
-from funcollect.envs.jax_envs.renderers.matplotlib_pixels import pixels_of
-from funcollect.envs.jax_envs.renderers.mujoco_renderer import _mujoco_renderer
+from funcollect.envs.jax_envs.renderers import mujoco_renderer, pixels_of
 from tests.plots.test_recording import colours
 from tests.support.envs.jax_counting import counting
 from tests.support.running import ROOT, in_soak
@@ -177,7 +176,7 @@ def test_a_window_without_a_display_is_not_opened(monkeypatch, tmp_path):
     """MuJoCo would end the process."""
     for name in ("MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
-    env = dataclasses.replace(counting(), renderer=lambda: _mujoco_renderer(None, 0.1, print))
+    env = dataclasses.replace(counting(), renderer=lambda: mujoco_renderer(None, 0.1, "data", {}))
     with pytest.raises(fc.EnvError, match="there is no display, expected OpenGL by EGL or OSMesa"):
         fc.record(env, fc.random_policy(env), tmp_path / "film.gif")
 
@@ -189,7 +188,7 @@ def test_why_nothing_is_drawn(monkeypatch, tmp_path):
     monkeypatch.setattr(mujoco, "Renderer", without_display)
     monkeypatch.setenv("MUJOCO_GL", "egl")
     model = mujoco.MjModel.from_xml_string("<mujoco/>")
-    env = dataclasses.replace(counting(), renderer=lambda: _mujoco_renderer(model, 0.1, print))
+    env = dataclasses.replace(counting(), renderer=lambda: mujoco_renderer(model, 0.1, "data", {}))
     with pytest.raises(fc.EnvError, match=r"an OpenGL platform .*set MUJOCO_GL=egl or osmesa before Python starts"):
         fc.record(env, fc.random_policy(env), tmp_path / "film.gif")
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,8 @@ import pytest
 from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.progress import EpisodeWindow, bar, track
+from funcollect import progress
+from funcollect.progress import EpisodeWindow, track
 from funcollect.trajectories.split import split_trajectories
 from tests.support.frames.streams import LENGTH, FakeCollector, make_batch, seven_frames_each
 
@@ -207,9 +208,9 @@ def test_an_empty_window_is_refused_where_it_is_given(size: int) -> None:
 def test_who_waits_is_shown_as_a_share_of_the_time(monkeypatch):
     """Of 10 s since the beginning, the reader waited 4 and each of two workers 1; shares below 0.5 % are omitted."""
     stats = {"reader_waited": 3.0, "workers_waited": 5.0, "policy_lag": 1, "restarts": 0, "copies": 0}
-    monkeypatch.setattr(bar, "time", SimpleNamespace(monotonic=iter([0.0, 100.0, 110.0, 510.0]).__next__))
-    assert bar.WorkersSummary(SimpleNamespace(num_workers=2)).shown() == {}  # a data loader
-    summary = bar.WorkersSummary(SimpleNamespace(num_workers=2, stats=stats.copy))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=iter([0.0, 100.0, 110.0, 510.0]).__next__))
+    assert progress.WorkersSummary(SimpleNamespace(num_workers=2)).shown() == {}  # a data loader
+    summary = progress.WorkersSummary(SimpleNamespace(num_workers=2, stats=stats.copy))
     stats |= {"reader_waited": 7.0, "workers_waited": 7.0}
     assert summary.shown() == {"reader_waits": "40%", "workers_wait": "10%", "lag": "1"}
     stats["workers_waited"] = 5.1

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from funcollect.core.loops import captured, tensor
+from funcollect.core import routes
+from funcollect.core.loops import tensor
 from funcollect.interop import cuda_graph
 from funcollect.keys import LaneKeys, fold
 from funcollect.policies import numerics
@@ -83,7 +84,7 @@ def capture_on_the_cpu(patch: pytest.MonkeyPatch) -> list[torch.device]:
         return (lambda t: None) if noise is None else noise.__getitem__
 
     patch.setattr(cuda_graph, "capture", counted)
-    patch.setattr(captured, "can_capture", lambda device: True)
+    patch.setattr(routes, "can_capture", lambda device: True)
     patch.setattr(tensor, "reads_wait", lambda device: True)
     # What runs in NumPy on the CPU, and would not be recorded.
     patch.setattr(tensor, "fixed", torch.Tensor.clone)

@@ -17,7 +17,7 @@ from funcollect import keys
 from funcollect.core import request
 from funcollect.policies import random_policy
 from funcollect.policies.actors import actor
-from funcollect.policies.tensordict_modules import actor as tensordict_actor
+from funcollect.policies.tensordict_modules import tensordict_policy
 from funcollect.policies.torch_modules import torch_policy
 from funcollect.tree import NAMESPACE
 
@@ -47,7 +47,7 @@ class FakeCuda(TorchFunctionMode):
             *(mock.patch.object(module, "draw_ahead", _noise) for module in (request, random_policy)),  # no numbers
             *(
                 mock.patch.object(module, "torch_generator", _no_generator)
-                for module in (torch_policy, tensordict_actor)
+                for module in (torch_policy, tensordict_policy)
             ),
         ]
 

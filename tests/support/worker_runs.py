@@ -8,7 +8,7 @@ from tests.support.workers import by_lane
 
 def processes_of(collector):
     """The process numbers of a collector's workers."""
-    return [record.handle.pid for record in collector.run.pool.records]
+    return [record.handle.pid for record in collector.run.records]
 
 
 def gone(pid):

@@ -41,19 +41,19 @@ class HangClock:
     def __init__(self, begun, shown):
         self.collector = None  # set by the test
         self._begun, self._shown = begun, shown
-        self._now, self._rollouts = 0.0, -1
+        self._now, self._tasks = 0.0, -1
 
     def monotonic(self):
         if self.collector is not None and self._begun.exists():
-            self._run(self.collector.run.pool)
+            self._run(self.collector.run)
         return self._now
 
     def _run(self, pool):
         other, hanging = pool.records
-        if pool.restarts or (other.calls and other.rollouts == self._rollouts):
+        if pool.restarts or (other.calls and other.tasks == self._tasks):
             return
         if self._shown in hanging.handle.where():
-            self._rollouts = other.rollouts
+            self._tasks = other.tasks
             self._now += 0.1
 
 

@@ -21,7 +21,7 @@ from funcollect.tree import Path
 __all__ = ["MultiStepSampler"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class _Lookahead(SampleIndices):
     """N frames, each with those that follow it: ``slots`` is ``[N * n_steps]``."""
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -21,20 +22,16 @@ from funcollect.collectors.cluster.resources import ray
 from funcollect.collectors.runner_timer import RolloutTimes
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.worker import (
-    EnvCalls,
-    Progress,
-    RolloutReport,
-    Worker,
-    WorkerBase,
-    WorkerInfo,
-)
+from funcollect.collectors.workers.batch_layout import PackedLayout
+from funcollect.collectors.workers.worker import EnvCalls, Progress, RolloutReport, Worker, WorkerBase, WorkerInfo
 from funcollect.core.request import OwnColumns
 from funcollect.errors import WorkerError
 from funcollect.interop.settings import FrameworkSettings
 from funcollect.processes.child import limit_threads
 from funcollect.processes.failures import Failure
 from funcollect.processes.life import SIGNS
+from funcollect.processes.serving import Answering
+from funcollect.processes.shared_memory import Memory
 
 
 class ActorSetup(NamedTuple):
@@ -47,8 +44,43 @@ class ActorSetup(NamedTuple):
     authkey: bytes  # by which proxies of `multiprocessing.Manager` connect
 
 
-class ClassWorker(Worker):
+def worker_of(packed: bytes) -> PackingWorker:
+    """The worker for a packed `RayJob`."""
+    job = cloudpickle.loads(packed)
+    if issubclass(job.kind, WorkerCollector):
+        return NestedWorker(job.progress, job.collector(), job.applied)
+    return ClassWorker(job)
+
+
+class PackingWorker(WorkerBase):
+    """A worker whose rollouts and weights are sent as one array each."""
+
+    @cached_property
+    def _packer(self) -> Packer:
+        return Packer()
+
+    def _single(self, batch: TensorDictBase) -> bool | None:
+        """Whether the environment of a rollout has no batch dimension; None for a batch of another kind."""
+        return None
+
+    @override
+    def collect(self) -> tuple[PackedBatch, RolloutReport]:
+        batch, report = self.roll_out(self._packer.columns)
+        return self._packer.pack(batch, self._single(batch)), report
+
+    def fetch(self, version: int, policy: bytes | None, packed_layout: PackedLayout, memory: Memory) -> None:
+        """Copy weights, and act with them from now on."""
+        leaves = packed_layout.leaves(np.array(memory))  # a copy: what Ray shares is not written, nor kept
+        self.adopt({path[0]: leaf for path, leaf in leaves.items()}, version, policy)
+
+
+class ClassWorker(PackingWorker, Worker):
     """A worker whose runner may be of the user's own class, which collects in its own way."""
+
+    @override
+    def _single(self, batch: TensorDictBase) -> bool | None:
+        single = self._runner.env.num_envs is None
+        return single if batch.ndim == (1 if single else 2) else None
 
     @override
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
@@ -58,7 +90,7 @@ class ClassWorker(Worker):
         return next(self._runner)
 
 
-class NestedWorker(WorkerBase):
+class NestedWorker(PackingWorker):
     """A worker of a larger run that is itself a collector with workers, whose lanes are a shard of that run."""
 
     def __init__(self, progress: Progress, collector: WorkerCollector, applied: EnvCalls = ()) -> None:
@@ -75,11 +107,13 @@ class NestedWorker(WorkerBase):
         return next(self._collector)
 
     @override
-    def _report(self, seconds: float, idle: float) -> RolloutReport:
-        pool, progress = self._run.pool, self._run.progress(self._batches, self._frames)
-        before, self._counted = self._counted, (pool.restarts, pool.lost)
-        restarts, lost = (now - then for now, then in zip(self._counted, before, strict=True))
-        return RolloutReport(progress, self._run.gathering.version, seconds, idle, restarts, lost)
+    def _standing(self) -> tuple[Progress, int]:
+        return self._run.progress(self._batches, self._frames), self._run.gathering.version
+
+    @override
+    def _losses(self) -> tuple[int, int]:
+        (restarts, lost), self._counted = self._counted, (self._run.restarts, self._run.lost)
+        return self._run.restarts - restarts, self._run.lost - lost
 
     @override
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
@@ -115,9 +149,7 @@ class RayWorker:
         limit_threads(setup.num_threads, accelerators=setup.accelerators)
         setup.frameworks.apply()
         multiprocessing.current_process().authkey = setup.authkey
-        self._worker: WorkerBase | None = None
-        self._single = False  # whether its environment has no batch dimension
-        self._packer = Packer()
+        self._answering = Answering(worker_of)
         self._one_at_a_time = threading.Lock()
         self._built = threading.Event()
         self._nothing_urgent = threading.Event()
@@ -138,40 +170,13 @@ class RayWorker:
             return self._answer(name, args)
 
     def _answer(self, name: str, args: tuple[Any, ...]) -> Any:
-        """The answer to a call; a `Failure` if it raised."""
+        """The answer to a call; a `Failure` if it raised. The first one, ``"describe"``, builds the worker."""
+        if name == "close":
+            return self._answering.close()
         try:
-            return self._call(name, args)
-        except BaseException as error:
-            return Failure.of(error) if self._worker is None else self._worker.failure(error)
-
-    def _call(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Run a call. The first one, ``"describe"``, builds the worker."""
-        if name == "describe":
-            try:
-                job = cloudpickle.loads(args[0])
-                nested = issubclass(job.kind, WorkerCollector)
-                self._worker = NestedWorker(job.progress, job.collector(), job.applied) if nested else ClassWorker(job)
-            finally:
-                self._built.set()
-            info = self._worker.describe()
-            self._single = info.num_envs is None
-            return info
-        if name == "close" and self._worker is None:
-            return None
-        assert self._worker is not None
-        if name == "collect":
-            return self._collect(self._worker)
-        if name == "fetch":
-            version, policy, packed_layout, memory = args
-            leaves = packed_layout.leaves(np.array(memory))  # a copy: what Ray shares is not written, nor kept
-            return self._worker.adopt({path[0]: leaf for path, leaf in leaves.items()}, version, policy)
-        return getattr(self._worker, name)(*args)
-
-    def _collect(self, worker: WorkerBase) -> tuple[PackedBatch, RolloutReport]:
-        """One rollout, packed, and its report."""
-        batch, report = worker.collect(self._packer.columns)
-        whole = isinstance(worker, Worker) and batch.ndim == (1 if self._single else 2)
-        return self._packer.pack(batch, self._single if whole else None), report
+            return self._answering.answer(name, args)
+        finally:
+            self._built.set()
 
     @staticmethod
     def node() -> str:

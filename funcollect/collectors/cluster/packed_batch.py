@@ -17,9 +17,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.collectors.workers.batch_layout import BatchLayout, PackedLayout, columns_of, copy_into
-from funcollect.collectors.workers.transport import BatchAssembler, Call, PendingBatch, WorkerGroup
+from funcollect.collectors.workers.gathering import BatchAssembler, PendingBatch, WorkerGroup
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.errors import WorkerError
+from funcollect.processes.pool import Call
 from funcollect.processes.shared_memory import Memory
 from funcollect.tree import Path, flatten
 

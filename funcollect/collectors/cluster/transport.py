@@ -18,18 +18,11 @@ from funcollect.collectors.cluster.jobs import RayJob
 from funcollect.collectors.cluster.packed_batch import MemoryPool, PackedBatch, RayAssembler, private_memory
 from funcollect.collectors.cluster.resources import RaySession, check_room, ray, resources
 from funcollect.collectors.workers.batch_layout import PackedLayout, copy_into
-from funcollect.collectors.workers.transport import (
-    WITH_WEIGHTS,
-    Answer,
-    Call,
-    Transport,
-    WeightStore,
-    WorkerExited,
-    WorkerGroup,
-    WorkerHandle,
-)
-from funcollect.collectors.workers.worker import Job
+from funcollect.collectors.workers.gathering import WorkerGroup
+from funcollect.collectors.workers.run import Means
+from funcollect.collectors.workers.weights import WITH_WEIGHTS, WeightStore
 from funcollect.interop.settings import FrameworkSettings
+from funcollect.processes.pool import Answer, Call, Loss, Transport, WorkerHandle
 from funcollect.tree import Path
 
 _GROUPS = {"hurry": 1, "look": 1}  # threads of an actor besides the one that works
@@ -44,9 +37,8 @@ class RayHandle(WorkerHandle):
     An `eager` actor takes new weights before the rollouts that it was sent earlier.
     """
 
-    def __init__(self, actor: Any, job: bytes, config: Mapping[str, Any], *, eager: bool) -> None:
+    def __init__(self, actor: Any, config: Mapping[str, Any], *, eager: bool) -> None:
         self.actor = actor
-        self._job = job
         self._config = config
         self._eager = eager
         self._sent: deque[tuple[Any, int]] = deque()  # calls that will be answered in order
@@ -79,14 +71,11 @@ class RayHandle(WorkerHandle):
         self._gone = self.gone
         if self._gone:
             return
-        args = call.args
-        if call.name == "describe":
-            args, self._job = (self._job,), b""  # a policy's weights are in it
         if self._eager and call.name in WITH_WEIGHTS and self._collects:  # else it is next as it is
-            ref = self.actor.hurry.options(concurrency_group="hurry").remote(call.name, *args)
+            ref = self.actor.hurry.options(concurrency_group="hurry").remote(call.name, *call.args)
             self._hurried.append((ref, call.number))
         else:
-            self._sent.append((self.actor.do.remote(call.name, *args), call.number))
+            self._sent.append((self.actor.do.remote(call.name, *call.args), call.number))
             self._collects += call.name == "collect"
 
     @property
@@ -99,9 +88,9 @@ class RayHandle(WorkerHandle):
         return [queue[0][0] for queue in (self._hurried, self._sent) if queue]
 
     @override
-    def receive(self) -> Answer | WorkerExited | None:
+    def receive(self) -> Answer | Loss | None:
         if self.gone:
-            return WorkerExited(self.gone)
+            return Loss(self.gone)
         for queue in (self._hurried, self._sent):
             if queue and queue[0][0] in self.there:
                 ref, number = queue.popleft()
@@ -109,13 +98,13 @@ class RayHandle(WorkerHandle):
                 return self._read(ref, number)
         return None
 
-    def _read(self, ref: Any, number: int) -> Answer | WorkerExited:
+    def _read(self, ref: Any, number: int) -> Answer | Loss:
         """Fetch an answer that Ray has reported as readable."""
         try:
             value = ray.get(ref, timeout=_TO_FETCH)
         except ray.exceptions.RayError as error:
             self._gone = reason_of(error)
-            return WorkerExited(self._gone)
+            return Loss(self._gone)
         if isinstance(value, tuple) and isinstance(packed_batch := value[0], PackedBatch):
             self._collects -= 1
             self._packed_layout = packed_batch.packed_layout or self._packed_layout
@@ -166,38 +155,21 @@ def reason_of(error: BaseException) -> str:
 class RayWeightStore(WeightStore):
     """Weights as objects of Ray's store, which each node fetches once."""
 
-    def __init__(self) -> None:
-        self._slots: dict[int, tuple[PackedLayout, Any]] = {}
-        self._next = 0
-
     @override
-    def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int:
-        self._slots = {slot: held for slot, held in self._slots.items() if slot in taken}
-        self._next += 1
+    def put(self, weights: Mapping[str, Tensor]) -> tuple[PackedLayout, Any]:
         leaves: dict[Path, Tensor] = {(name,): weight for name, weight in weights.items()}
         packed_layout = PackedLayout.packed(leaves)
         memory = private_memory(packed_layout.size)
         copy_into(packed_layout.leaves(memory), leaves)
-        self._slots[self._next] = packed_layout, ray.put(memory)
-        return self._next
+        return packed_layout, ray.put(memory)
 
     @override
-    def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
-        return Call(worker, "fetch", (version, policy, *self._slots[slot]))
+    def call(self, worker: int, held: tuple[PackedLayout, Any], version: int, policy: bytes | None) -> Call:
+        return Call(worker, "fetch", (version, policy, *held))
 
     @override
     def encode_params(self, params: Any) -> Any:
         return None if params is None else ray.put(params)
-
-    @override
-    def close(self) -> None:
-        self._slots.clear()
-
-
-def _config(job: Job) -> Mapping[str, Any]:
-    """Ray's options for the actor that runs a job."""
-    assert isinstance(job, RayJob)
-    return job.config
 
 
 class RayTransport(Transport):
@@ -211,23 +183,17 @@ class RayTransport(Transport):
         self._session = RaySession(init)
         self._setup = (num_threads, accelerators)
         self._eager = eager
-        self._memory_pool = MemoryPool()
 
     @override
-    def check_room(self, jobs: Sequence[Job], first: int, present: Sequence[Job]) -> None:
-        check_room([_config(job) for job in jobs], first, [_config(job) for job in present])
+    def check_room(self, jobs: Sequence[RayJob], first: int, present: Sequence[RayJob]) -> None:
+        check_room([job.config for job in jobs], first, [job.config for job in present])
 
     @override
-    def start(self, job: Job, packed: bytes) -> RayHandle:
-        config = _config(job)
-        kind = ray.remote(**config, max_restarts=0, max_task_retries=0, concurrency_groups=_GROUPS)(RayWorker)
+    def start(self, job: RayJob) -> RayHandle:
+        kind = ray.remote(**job.config, max_restarts=0, max_task_retries=0, concurrency_groups=_GROUPS)(RayWorker)
         authkey = bytes(multiprocessing.current_process().authkey)
-        return RayHandle(
-            kind.remote(ActorSetup([*sys.path], *self._setup, FrameworkSettings.current(), authkey)),
-            packed,
-            config,
-            eager=self._eager,
-        )
+        actor = kind.remote(ActorSetup([*sys.path], *self._setup, FrameworkSettings.current(), authkey))
+        return RayHandle(actor, job.config, eager=self._eager)
 
     @override
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
@@ -256,11 +222,14 @@ class RayTransport(Transport):
     def leave(self) -> None:
         self._session.release()
 
-    @override
-    def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> RayAssembler:
-        alone = group.join is None  # stacked batches have another size, and their memory is freed with the assembler
-        return RayAssembler(submit, group, self._memory_pool if alone else MemoryPool())
 
-    @override
-    def weight_store(self, workers: int) -> RayWeightStore:
-        return RayWeightStore()
+def over_ray(init: Mapping[str, Any] | None, *, num_threads: int, accelerators: bool, eager: bool) -> Means:
+    """Workers in actors, see `RayTransport`."""
+    of_single_ones = MemoryPool()
+
+    def assembler(submit: Callable[[Call], Call], group: WorkerGroup) -> RayAssembler:
+        alone = group.join is None  # stacked batches have another size, and their memory is freed with the assembler
+        return RayAssembler(submit, group, of_single_ones if alone else MemoryPool())
+
+    transport = RayTransport(init, num_threads=num_threads, accelerators=accelerators, eager=eager)
+    return Means(transport, assembler, RayWeightStore())

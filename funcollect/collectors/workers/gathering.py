@@ -1,25 +1,72 @@
-"""Gathers batches from workers, over any transport: one of all workers together, or of each as it arrives."""
+"""Gathers batches from workers, over any transport: of all workers together, or of each as they arrive."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tensordict import TensorDict
-from typing_extensions import override
 
-from funcollect.collectors.workers.batch_layout import Join
-from funcollect.collectors.workers.pool import WorkerPool
-from funcollect.collectors.workers.transport import BatchAssembler, Call, PendingBatch
+from funcollect.collectors.workers.batch_layout import Join, joined
 from funcollect.collectors.workers.weights import Weights
 from funcollect.collectors.workers.worker import RolloutReport
+from funcollect.processes.pool import Call, WorkerPool
 from funcollect.trajectories.final_observations import FinalObservations, attach
 
-_AHEAD = 2  # batches that an asynchronous worker may have begun, or have ready, beyond the one the reader holds
 
-OpenAssembler = Callable[[Sequence[int], Join | None], BatchAssembler]
+class WorkerGroup(NamedTuple):
+    """Workers whose rollouts make one batch."""
+
+    workers: Sequence[int]  # their indices
+    lengths: tuple[int, ...]  # T of each
+    join: Join | None  # how their rollouts make one batch; None for one worker alone
+    single: bool  # whether their environments have no batch dimension
+
+
+@dataclass(eq=False)
+class PendingBatch:
+    """A batch that is being collected: one call per worker, in the order of the workers, and the slot it goes into."""
+
+    calls: list[Call]
+    slot: int = 0
+
+
+class BatchAssembler:
+    """Makes one batch of the rollouts of a group of workers: here as they come, over other transports in their memory.
+
+    `submit` sends a call to its worker.
+    """
+
+    def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
+        self._submit = submit
+        self._group = group
+        self.copies = 0  # batches that were delivered as copies, since the reader held views of every slot
+
+    def room(self) -> bool:
+        """Whether another batch may be begun."""
+        return True
+
+    def begin(self) -> PendingBatch:
+        """Make every worker of the group collect one rollout."""
+        return PendingBatch([self._submit(Call(worker, "collect")) for worker in self._group.workers])
+
+    def complete(self, pending: PendingBatch) -> bool:
+        """Whether a batch is complete once its calls are done; if not, `pending` has other calls afterwards."""
+        return True
+
+    def deliver(self, pending: PendingBatch) -> TensorDict:
+        """The batch, unlocked, for the caller to keep."""
+        batch: TensorDict = joined([call.value[0] for call in pending.calls], self._group.join)
+        return batch
+
+    def restarted(self, worker: int) -> Sequence[Call]:
+        """The calls that a new process of this worker needs before the unanswered ones."""
+        return ()
+
+    def close(self) -> None:
+        """Release the memory; batches that were delivered keep theirs."""
 
 
 class ReadyBatch(NamedTuple):
@@ -31,203 +78,144 @@ class ReadyBatch(NamedTuple):
     final: FinalObservations | None  # of a compact batch
 
 
-class Gathering(ABC):
-    """Collects batches from the workers of `pool`, after sending them the latest `weights`."""
+class Group(NamedTuple):
+    """Workers whose rollouts make one batch, and the batches that they have begun."""
 
-    version: int  # of the weights in the last batch; the oldest, if its workers had different ones
-    workers: Sequence[int]  # whose rollouts are in the last batch
+    workers: tuple[int, ...]
+    assembler: BatchAssembler
+    under_way: deque[PendingBatch]
 
-    def __init__(self, pool: WorkerPool, weights: Weights, open_assembler: OpenAssembler) -> None:
+
+class Gathering:
+    """Collects batches from the workers of `pool`, after sending them the latest `weights`.
+
+    One rollout of every worker makes a batch, or each worker's rollouts are batches, in the order of their arrival.
+    None is ever dropped, and an exception (Ctrl-C, for example) loses none: the next batch is the one that was awaited.
+
+    Args:
+        open_assembler: makes an assembler for batches of these workers.
+        join: how the rollouts of all workers make a batch; None for batches of one worker each.
+        ahead: the batches of the same workers that may have been begun, or be ready, when one is delivered. Batches of
+            all workers then lag as many updates of the weights behind.
+
+    Attributes:
+        groups: the workers of each batch, by their indices.
+        ready: batches that are delivered before all others.
+        version: of the weights in the last batch; the oldest, if its workers had different ones.
+        workers: whose rollouts are in the last batch.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        weights: Weights,
+        open_assembler: Callable[[Sequence[int]], BatchAssembler],
+        *,
+        join: Join | None,
+        ahead: int,
+    ) -> None:
         self._pool = pool
         self._weights = weights
         self._open_assembler = open_assembler
-        self._assemblers: dict[int, BatchAssembler] = {}  # also of removed workers, whose batches may still wait
-        self.version, self.workers = 0, ()
-        self.ready: deque[ReadyBatch] = deque()  # delivered before all others
+        self.together = join is not None
+        self._ahead = ahead
+        self.groups: dict[tuple[int, ...], Group] = {}
+        self._arrived: deque[tuple[Group, PendingBatch]] = deque()
+        self.ready: deque[ReadyBatch] = deque()
+        self.version = 0
+        self.workers: Sequence[int] = ()
         self.set_workers(pool.workers)
 
     @property
-    @abstractmethod
     def copies(self) -> int:
         """Batches that were delivered as copies."""
+        return sum(group.assembler.copies for group in self.groups.values())
 
-    @abstractmethod
     def next(self, *, more: bool) -> TensorDict:
         """The next batch; `more` is whether another one will be asked for."""
+        if self.ready:
+            ready = self.ready.popleft()
+        else:
+            if not self._arrived:
+                self._pool.poll()
+                self._go_on(max(self._ahead, 1))
+            while not self._arrived:
+                self._pool.wait()
+                self._go_on(max(self._ahead, 1))
+            ready = self._first()
+        if more and self._ahead:
+            self._go_on(self._ahead)
+        self.version, self.workers = ready.version, ready.workers
+        if ready.final is not None:
+            attach(ready.batch, ready.final)
+        return ready.batch
 
-    @abstractmethod
+    def _first(self) -> ReadyBatch:
+        """The batch that arrived first."""
+        group, pending = self._arrived[0]
+        batch = group.assembler.deliver(pending)
+        self._arrived.popleft()
+        reports: list[RolloutReport] = [call.value[-1] for call in pending.calls]
+        final = [report.final for report in reports if report.final is not None]
+        version = min(report.version for report in reports)
+        return ReadyBatch(batch, version, [*group.workers], FinalObservations.joined(final) if final else None)
+
+    def _go_on(self, most: int) -> None:
+        """Queue the batches that have arrived, and let workers begin others, until each group has so many."""
+        self._weights.send()
+        for group in self.groups.values():
+            workers, assembler, under_way = group
+            while under_way and all(call.done for call in under_way[0].calls) and assembler.complete(under_way[0]):
+                self._arrived.append((group, under_way.popleft()))
+            if len(under_way) < most:
+                ready = [each.workers for each, _ in self._arrived].count(workers)
+                ready += sum(workers[0] in each.workers for each in self.ready)
+                while len(under_way) + ready < most and (self.together or assembler.room()):
+                    if self.together:
+                        self._weights.flush()  # all of them act with the latest weights
+                    under_way.append(assembler.begin())
+
     def settle(self) -> None:
         """Complete the batches that have been begun, and keep them in `ready`: no worker is at work then."""
+        for group in self.groups.values():
+            self._complete(group)
+        copies = [(group.assembler, group.assembler.copies) for group in self.groups.values()]
+        while self._arrived:
+            self.ready.append(self._first())
+        for assembler, count in copies:
+            assembler.copies = count  # it is not the reader that holds these batches
+
+    def _complete(self, group: Group) -> None:
+        """Wait until the batches that a group has begun are complete."""
+        while group.under_way:
+            pending = group.under_way[0]
+            self._pool.finish(pending.calls)
+            while not group.assembler.complete(pending):
+                self._pool.finish(pending.calls)
+            self._arrived.append((group, group.under_way.popleft()))
 
     def discard(self) -> None:
         """Drop the batches that have been begun and not delivered."""
         self.settle()
         self.ready.clear()
 
-    @abstractmethod
     def set_workers(self, workers: Sequence[int]) -> None:
         """Collect from these workers from now on. Batches that have been begun are completed, and delivered."""
+        wanted = [tuple(workers)] if self.together else [(worker,) for worker in workers]
+        for each, group in self.groups.items():
+            if each not in wanted:
+                self._complete(group)
+        self.groups = {
+            each: self.groups.get(each) or Group(each, self._open_assembler(each), deque()) for each in wanted
+        }
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """The calls that the new process of a replaced worker needs first."""
-        assembler = self._assemblers.get(worker)  # None for a worker that was just added
-        return [*(assembler.restarted(worker) if assembler else ()), *self._weights.restarted(worker)]
+        assemblers = [group.assembler for group in self.groups.values() if worker in group.workers]
+        first = [call for assembler in assemblers for call in assembler.restarted(worker)]
+        return [*first, *self._weights.restarted(worker)]
 
     def close(self) -> None:
         """Release the memory."""
-        for assembler in {*self._assemblers.values()}:
-            assembler.close()
-
-    def _hand_over(self, ready: ReadyBatch) -> TensorDict:
-        """The batch, for the reader."""
-        self.version, self.workers = ready.version, ready.workers
-        attach(ready.batch, ready.final)
-        return ready.batch
-
-    def _complete(self, assembler: BatchAssembler, pending: PendingBatch) -> None:
-        """Wait until a batch is complete."""
-        self._pool.finish(pending.calls)
-        while not assembler.complete(pending):
-            self._pool.finish(pending.calls)
-
-
-class SyncGathering(Gathering):
-    """One rollout of every worker makes a batch.
-
-    An exception (Ctrl-C, for example) loses nothing: the batch that was waited for is the next one.
-
-    Args:
-        join: how the rollouts make a batch.
-        prefetch: begin the next batch when one is delivered. It then lags one update of the weights behind.
-    """
-
-    def __init__(
-        self, pool: WorkerPool, weights: Weights, open_assembler: OpenAssembler, *, join: Join, prefetch: bool
-    ) -> None:
-        self._join: Join = join
-        self._prefetch = prefetch
-        self._under_way: tuple[BatchAssembler, PendingBatch] | None = None
-        super().__init__(pool, weights, open_assembler)
-
-    @property
-    @override
-    def copies(self) -> int:
-        return self._assembler.copies
-
-    @override
-    def next(self, *, more: bool) -> TensorDict:
-        ready = self.ready.popleft() if self.ready else self._collected(*(self._under_way or self._begin()))
-        if self._prefetch and more:
-            self._begin()
-        return self._hand_over(ready)
-
-    def _collected(self, assembler: BatchAssembler, pending: PendingBatch) -> ReadyBatch:
-        """Wait for the batch under way."""
-        self._complete(assembler, pending)
-        batch = assembler.deliver(pending)
-        self._under_way = None
-        return ready_batch(batch, pending)
-
-    @override
-    def settle(self) -> None:
-        if self._under_way is not None:
-            self.ready.append(self._collected(*self._under_way))
-
-    def _begin(self) -> tuple[BatchAssembler, PendingBatch]:
-        """Make the workers collect a batch with the latest weights."""
-        self._weights.flush()
-        self._under_way = self._assembler, self._assembler.begin()
-        return self._under_way
-
-    @override
-    def set_workers(self, workers: Sequence[int]) -> None:
-        if self._under_way is not None:
-            self._complete(*self._under_way)
-        self._assembler = self._open_assembler(workers, self._join)
-        self._assemblers = dict.fromkeys(workers, self._assembler)
-
-
-class AsyncGathering(Gathering):
-    """Each worker's rollouts are batches, delivered in the order of their arrival.
-
-    A worker continues while its batches wait for the reader, up to two of them; none is ever dropped.
-    """
-
-    def __init__(self, pool: WorkerPool, weights: Weights, open_assembler: OpenAssembler) -> None:
-        self._under_way: dict[int, deque[PendingBatch]] = {}
-        self._arrived: deque[tuple[int, PendingBatch]] = deque()
-        super().__init__(pool, weights, open_assembler)
-
-    @property
-    @override
-    def copies(self) -> int:
-        return sum(assembler.copies for assembler in self._assemblers.values())
-
-    @override
-    def next(self, *, more: bool) -> TensorDict:
-        if self.ready:
-            ready = self.ready.popleft()
-        else:
-            if not self._arrived:
-                self._pool.poll()
-                self._go_on()
-            while not self._arrived:
-                self._pool.wait()
-                self._go_on()
-            ready = self._first()
-        self._go_on()
-        return self._hand_over(ready)
-
-    def _first(self) -> ReadyBatch:
-        """The batch that arrived first."""
-        worker, pending = self._arrived[0]
-        batch = self._assemblers[worker].deliver(pending)
-        self._arrived.popleft()
-        return ready_batch(batch, pending)
-
-    @override
-    def settle(self) -> None:
-        for worker, under_way in self._under_way.items():
-            while under_way:
-                self._complete(self._assemblers[worker], under_way[0])
-                self._arrived.append((worker, under_way.popleft()))
-        copies = {assembler: assembler.copies for assembler in self._assemblers.values()}
-        while self._arrived:
-            self.ready.append(self._first())
-        for assembler, count in copies.items():
-            assembler.copies = count  # it is not the reader that holds these batches
-
-    def _go_on(self) -> None:
-        """Queue the batches that have arrived, and keep every worker busy."""
-        self._weights.send()
-        for worker, under_way in self._under_way.items():
-            assembler = self._assemblers[worker]
-            while under_way and all(call.done for call in under_way[0].calls) and assembler.complete(under_way[0]):
-                self._arrived.append((worker, under_way.popleft()))
-            if len(under_way) < _AHEAD:
-                ready = [each for each, _ in self._arrived].count(worker)
-                ready += sum(worker in each.workers for each in self.ready)
-                while len(under_way) + ready < _AHEAD and assembler.room():
-                    under_way.append(assembler.begin())
-
-    @override
-    def set_workers(self, workers: Sequence[int]) -> None:
-        for worker in self._under_way.keys() - {*workers}:
-            for pending in self._under_way.pop(worker):
-                self._complete(self._assemblers[worker], pending)
-                self._arrived.append((worker, pending))
-        for worker in workers:
-            if worker not in self._assemblers:
-                self._assemblers[worker], self._under_way[worker] = self._open_assembler([worker], None), deque()
-
-
-def ready_batch(batch: TensorDict, pending: PendingBatch) -> ReadyBatch:
-    """A delivered batch, with the version of the oldest weights in it."""
-    reports: list[RolloutReport] = [call.value[-1] for call in pending.calls]
-    final = [report.final for report in reports if report.final is not None]
-    return ReadyBatch(
-        batch,
-        min(report.version for report in reports),
-        [call.worker for call in pending.calls],
-        FinalObservations.joined(final) if final else None,
-    )
+        for group in self.groups.values():
+            group.assembler.close()

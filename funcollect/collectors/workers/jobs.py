@@ -16,8 +16,7 @@ from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from funcollect.arguments import check_positive
-from funcollect.collectors.options import Options, Shard
-from funcollect.collectors.source import RunnerSpec
+from funcollect.collectors.options import Options, RunnerSpec, Shard
 from funcollect.collectors.workers.worker import Job, WorkerInfo
 from funcollect.envs.recognise import is_torchrl
 from funcollect.errors import WorkerError

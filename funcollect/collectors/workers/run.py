@@ -2,84 +2,174 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import cloudpickle
+from typing_extensions import override
 
 from funcollect.collectors.runner_timer import RolloutTimes
 from funcollect.collectors.workers.batch_layout import Join
-from funcollect.collectors.workers.gathering import AsyncGathering, Gathering, ReadyBatch, SyncGathering
-from funcollect.collectors.workers.jobs import check_alike, masks_of
-from funcollect.collectors.workers.pool import FailurePolicy, WorkerPool
-from funcollect.collectors.workers.transport import BatchAssembler, Transport, WorkerGroup
-from funcollect.collectors.workers.weights import Weights, share_weights
-from funcollect.collectors.workers.worker import Job, Progress, WorkerInfo, progress_of, runners_of, saved_workers
-from funcollect.core.env_params import part_of_lanes
+from funcollect.collectors.workers.gathering import BatchAssembler, Gathering, ReadyBatch, WorkerGroup
+from funcollect.collectors.workers.jobs import check_alike
+from funcollect.collectors.workers.weights import Weights, WeightStore, share_weights
+from funcollect.collectors.workers.worker import (
+    START,
+    Job,
+    Progress,
+    RolloutReport,
+    Worker,
+    WorkerInfo,
+    env_calls_of,
+    progress_of,
+    runners_of,
+    saved_workers,
+)
 from funcollect.core.saving import Episodes
+from funcollect.envs.host.host_env import without_advice
+from funcollect.errors import EnvError, ReplayError, WorkerError
 from funcollect.keys import seed_of
-from funcollect.messages import shown
-from funcollect.policies.torch_modules.sending import dumps
+from funcollect.processes.failures import Failure, UnsentResultError
+from funcollect.processes.pool import Call, FailurePolicy, Loss, Transport, WorkerPool, WorkerRecord
+from funcollect.processes.serving import InProcessTransport
 from funcollect.trajectories.final_observations import FinalObservations
 from funcollect.tree import flatten, to_batch
 
 
-class WorkerRun:
+class Means(NamedTuple):
+    """How workers are reached, and how rollouts and weights travel: in this process, over processes, or over Ray."""
+
+    transport: Transport
+    assembler: Callable[[Callable[[Call], Call], WorkerGroup], BatchAssembler]
+    """makes that of a group of workers; it sends calls by the function that it is given."""
+    weight_store: WeightStore
+
+
+def in_this_process() -> Means:
+    """Workers that run one after another, whenever an answer is asked for, each with its own environment and policy."""
+    return Means(InProcessTransport(lambda packed: Worker(cloudpickle.loads(packed))), BatchAssembler, WeightStore())
+
+
+_AHEAD = 2  # batches that an asynchronous worker may have begun, or have ready, beyond the one the reader holds
+_ROLLOUTS = ("collect", "attach")  # the calls whose answers are rollouts
+# The errors by which a worker refuses a call: it is as it was before, or begins new episodes by itself.
+_REFUSALS: dict[str, tuple[type[Exception], ...]] = {
+    **dict.fromkeys(
+        ("reset", "set_seed", "set_env_params", "load_state_dict", "take_params", "saved_run"),
+        (TypeError, ValueError, ReplayError),
+    ),
+    "continue_run": (TypeError, ValueError, ReplayError, EnvError),
+    "apply": (TypeError, EnvError),
+}
+
+
+class WorkerRun(WorkerPool):
     """The workers of one run, one for each of `jobs`, held by collectors and by workers that have workers themselves.
 
     It does not refer to its collector, so that it is closed once the collector is no longer used. The workers act
-    with the parameters of `policy`; for None they build their own. Batches are of all workers, put together by `join`;
-    for None each is of one worker. If a worker cannot be built, `WorkerError` is raised, and no worker is left.
+    with the parameters of `policy`; for None they build their own. Batches are of all workers, put together by `join`,
+    and with `prefetch` begun ahead; for None each is of one worker. If a worker cannot be built, `WorkerError` is
+    raised, and no worker is left.
 
     Attributes:
+        infos: the descriptions of all workers, also of those that have been removed.
+        weights: those that the workers act with.
+        gathering: of the batches.
         next: `Gathering.next`, itself: a method would cost every batch another call.
+        seed: of the run.
+        lost: the frames of the rollouts that ended with their worker; as `restarts`, also of workers of workers.
+        idle: seconds that workers have spent between two rollouts.
     """
 
     def __init__(
         self,
         jobs: Sequence[Job],
-        transport: Transport,
+        means: Means,
         failure_policy: FailurePolicy,
         policy: Any,
         join: Join | None,
         *,
         prefetch: bool,
     ) -> None:
-        self._transport = transport
         self.seed = jobs[0].seed
-        self.pool = WorkerPool(transport, jobs, failure_policy, lambda worker: self.gathering.restarted(worker))
-        self._weight_store = transport.weight_store(len(jobs))
+        self.lost, self.idle = 0, 0.0
+        self._means, self._join = means, join
+        super().__init__(means.transport, jobs, failure_policy)
         try:
-            self.infos: dict[int, WorkerInfo] = dict(enumerate(self.pool.call_all("describe")))
+            self.infos: dict[int, WorkerInfo] = dict(enumerate(self.finish(self.built)))
             check_alike(self.infos)
-            self.pool.begin()
-            self.weights = Weights(self.pool, self._weight_store, policy)
-            parts = (self.pool, self.weights, self._assembler)
-            self.gathering: Gathering = (
-                AsyncGathering(*parts) if join is None else SyncGathering(*parts, join=join, prefetch=prefetch)
-            )
+            self.begin()
+            self.weights = Weights(self, means.weight_store, policy)
+            ahead = _AHEAD if join is None else int(prefetch)
+            self.gathering = Gathering(self, self.weights, self._open_assembler, join=join, ahead=ahead)
             self.next = self.gathering.next
         except BaseException:
-            self.pool.close()
-            self._weight_store.close()
+            self.close()
+            means.weight_store.close()
             raise
 
-    def close(self) -> None:
+    def end(self) -> None:
         """End the workers and release the memory; batches stay. Does nothing the second time."""
-        self.pool.close()
-        self._weight_store.close()
+        self.close()
+        self._means.weight_store.close()
         self.gathering.close()
 
-    @property
-    def workers(self) -> list[int]:
-        """The indices of the workers at work."""
-        return self.pool.workers
+    @override
+    def _answered(self, record: WorkerRecord, call: Call, value: Any) -> Any:
+        if call.name in ("apply", "set_env_params"):
+            _note_applied(record, call)
+        if call.name not in _ROLLOUTS or value is None:
+            return value
+        batch, report = value
+        if not isinstance(report, RolloutReport):
+            report = RolloutReport(Progress(*report[0]), *report[1:])
+        record.progress, record.failures = report.progress, 0
+        record.tasks += 1
+        self.idle += report.idle
+        self.restarts += report.restarts
+        self.lost += report.lost
+        return batch, report
+
+    @override
+    def _refusal(self, record: WorkerRecord, call: Call, failure: Failure) -> BaseException | None:
+        refusal = failure.error()
+        if not isinstance(refusal, _REFUSALS.get(call.name, ())):
+            return None
+        if isinstance(refusal, UnsentResultError):
+            _note_applied(record, call)
+        return refusal
+
+    @override
+    def _words(self, worker: int, loss: Loss) -> str:
+        return super()._words(worker, loss._replace(what=without_advice(loss.what)))
+
+    @override
+    def _error(self, worker: int, loss: Loss) -> WorkerError:
+        record, restart = self.records[worker], self._failure_policy.on_failure == "restart"
+        advice = "look at its traceback" if loss.traceback else "look at what it wrote on standard error"
+        again = f" {record.failures} times in a row" if restart and record.failures > 1 else ""
+        rest = "the others continue" if record.newcomer else "all workers were ended, so build another collector"
+        if not restart:
+            rest += ", or pass on_failure='restart'"
+        message = f"{self._words(worker, loss)}{again}: {advice}; {rest}"
+        return WorkerError(message, worker, loss.lane, loss.traceback)
+
+    @override
+    def _continued(self, record: WorkerRecord, pending: Sequence[Call]) -> Job:
+        progress: Progress = record.progress or START
+        if any(call.name == "collect" for call in pending):
+            self.lost += progress.frames // max(progress.batches, 1) or record.job.options.frames_per_batch
+        return replace(record.job, progress=progress)
+
+    @override
+    def _first_calls(self, worker: int) -> Sequence[Call]:
+        return self.gathering.restarted(worker)
 
     @property
     def jobs(self) -> list[Job]:
         """The jobs of all workers by their indices, also of those that have been removed."""
-        return [record.job for record in self.pool.records]
+        return [record.job for record in self.records]
 
     @property
     def info(self) -> WorkerInfo:
@@ -96,51 +186,30 @@ class WorkerRun:
         """The frames in one rollout of each worker at work."""
         return [self.infos[worker].frames for worker in self.workers]
 
-    def _assembler(self, workers: Sequence[int], join: Join | None) -> BatchAssembler:
+    def _open_assembler(self, workers: Sequence[int]) -> BatchAssembler:
         """An assembler for batches of these workers' rollouts."""
-        lengths = tuple(self.infos[worker].length for worker in workers)
+        join, lengths = self._join, tuple(self.infos[worker].length for worker in workers)
         if len({*lengths}) > 1 and (join == "stack" or (join == 0 and self.info.num_envs)):
             raise ValueError(
                 f"the workers' rollouts have {[*lengths]} steps, which cat_results={join!r} cannot put together: pass "
                 "cat_results=-1, or equal frames"
             )
-        group = WorkerGroup(workers, lengths, join, self.info.num_envs is None)
-        return self._transport.assembler(self.pool.submit, group)
-
-    def reset(self, mask: Tensor | None) -> None:
-        """Begin new episodes in the lanes of `mask` [L], or in all."""
-        self._call_each("reset", masks_of(mask, self.lanes))
-
-    def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        """Call a function with every lane's environment, after the rollouts that have been begun."""
-        try:
-            packed = dumps((function, args))
-        except Exception as error:
-            raise TypeError(
-                f"function or its arguments cannot be sent to the workers ({shown(error, 200)}): pass a function of a "
-                "module, and plain arguments"
-            ) from error
-        return [result for results in self.pool.call_all("apply", packed) for result in results]
-
-    def set_env_params(self, params: Any, *, at_once: bool) -> None:
-        """Change the parameters of every lane's environment, after the rollouts that have been begun."""
-        shapes = self.info.param_shapes
-        if shapes is None:
-            raise TypeError(f"{self.info.label} has no parameters that can be set, expected an environment in JAX")
-        ends = [0, *itertools.accumulate(self.lanes)]
-        parts = [part_of_lanes(params, shapes, ends[-1], slice(*both)) for both in itertools.pairwise(ends)]
-        self._call_each("set_env_params", [dumps((part, at_once)) for part in parts])
+        return self._means.assembler(self.submit, WorkerGroup(workers, lengths, join, self.info.num_envs is None))
 
     def set_seed(self, seed: int) -> None:
         """Begin new episodes, seeded by `seed`."""
-        self.pool.call_all("set_seed", seed)
-        self.pool.go_on_from(seed)
+        self.call_all("set_seed", seed)
         self.seed = seed
+        with self.lock:
+            for worker in self.workers:
+                self.records[worker].job = replace(self.records[worker].job, seed=seed)
 
     def go_on(self, progress: Progress) -> None:
         """Begin new episodes as if every worker had made this progress."""
-        self.pool.call_all("go_on", progress)
-        self.pool.go_on_from(self.seed, [progress] * len(self.workers))
+        self.call_all("go_on", progress)
+        with self.lock:
+            for worker in self.workers:
+                self.records[worker].progress = progress
 
     def chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         """The workers with these indices, all for None; ValueError for one that is not at work."""
@@ -152,7 +221,7 @@ class WorkerRun:
 
     def progress(self, batches: int, frames: int) -> Progress:
         """How far the run has come after so many batches and frames: no worker has used a higher id."""
-        each = [record.progress for record in self.pool.records]
+        each = [record.progress or START for record in self.records]
         return Progress(max(one.steps for one in each), max(one.episode for one in each), batches, frames)
 
     def add(self, jobs: Sequence[Job], check: Callable[[WorkerInfo], None]) -> list[int]:
@@ -160,20 +229,20 @@ class WorkerRun:
 
         `check` raises if a new worker does not suit the run.
         """
-        workers = self.pool.add(jobs)
+        calls = self.start(jobs, newcomers=True)
+        workers = [call.worker for call in calls]
         try:
-            calls = [self.pool.call(worker, "describe") for worker in workers]
-            infos: dict[int, WorkerInfo] = dict(zip(workers, self.pool.finish(calls), strict=True))
+            infos: dict[int, WorkerInfo] = dict(zip(workers, self.finish(calls), strict=True))
             check_alike({0: self.info, **infos})
             for info in infos.values():
                 check(info)
         except BaseException:
             for worker in {*workers} & {*self.workers}:
-                self.pool.retire(worker)
+                self.retire(worker)
             raise
-        self.pool.admit(workers)
         self.infos |= infos
         for worker in workers:
+            self.records[worker].newcomer = False
             self.weights.join(worker)
         self.gathering.set_workers(self.workers)
         return workers
@@ -182,28 +251,27 @@ class WorkerRun:
         """End these workers. The batches that they have begun are delivered."""
         self.gathering.set_workers([worker for worker in self.workers if worker not in workers])
         for worker in workers:
-            self.pool.retire(worker)
+            self.retire(worker)
             self.weights.leave(worker)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the workers, and which weights they act with."""
         self.weights.flush()
-        return self._with_weights(self.pool.call_all("state_dict"))
+        return self._with_weights(self.call_all("state_dict"))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of as many workers; batches that the workers have ready are dropped."""
         saved = saved_workers(state_dict, len(self.workers))
         self.gathering.discard()
-        self._call_each("load_state_dict", saved)
-        self.pool.have_loaded(saved, new_envs=False)
-        self._go_on_from(state_dict, saved)
+        self.call_each("load_state_dict", saved)
+        self._go_on_from(state_dict, saved, new_envs=False)
 
     def saved_run(self, episodes: Episodes) -> dict[str, Any]:
         """Plain data for `continue_run`, including the batches that the workers have ready."""
         gathering = self.gathering
         gathering.settle()
         self.weights.flush()
-        saved = self.pool.call_all("saved_run", episodes)
+        saved = self.call_all("saved_run", episodes)
         share_weights([runner for worker in saved for runner in runners_of(worker)])
         return {
             **self._with_weights(saved),
@@ -226,9 +294,8 @@ class WorkerRun:
                     "the collector with as many environments and frames_per_batch"
                 )
         self.gathering.discard()
-        self._call_each("continue_run", saved, episodes)
-        self.pool.have_loaded(saved, new_envs=True)
-        self._go_on_from(data, saved)
+        self.call_each("continue_run", saved, episodes)
+        self._go_on_from(data, saved, new_envs=True)
         for leaves, shape, version, workers, final in data["ready"]:
             batch = to_batch(leaves, tuple(shape))
             ready = ReadyBatch(batch, version, workers, final and FinalObservations(*final))
@@ -244,36 +311,34 @@ class WorkerRun:
             "own_workers": self.weights.own_workers(),
         }
 
-    def _go_on_from(self, state_dict: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from states that the workers have loaded."""
-        runners = {worker: runners_of(each)[0] for worker, each in zip(self.workers, saved, strict=True)}
+    def _go_on_from(self, state_dict: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], *, new_envs: bool) -> None:
+        """Continue from states that the workers have loaded: replacements begin with these environments' parameters.
+
+        With `new_envs`, the workers have also loaded new environments, to which no function has been applied.
+        """
         self.seed = seed_of(runners_of(saved[0])[0]["key"].numpy())
-        self.pool.go_on_from(self.seed, [progress_of(each) for each in saved])
+        with self.lock:
+            for worker, loaded in zip(self.workers, saved, strict=True):
+                record = self.records[worker]
+                applied = () if new_envs else [call for call in record.job.applied if call[0] == "apply"]
+                record.job = replace(record.job, seed=self.seed, applied=(*applied, *env_calls_of(loaded)))
+                record.progress = progress_of(loaded)
+        runners = {worker: runners_of(each)[0] for worker, each in zip(self.workers, saved, strict=True)}
         own, own_workers = state_dict["own_weights"], state_dict["own_workers"]
         self.weights.go_on_from(state_dict["policy_version"], runners, own=own, own_workers=own_workers)
 
-    def _call_each(self, name: str, arguments: Sequence[Any], *others: Any) -> None:
-        """Call a method of every worker, each with its own first argument."""
-        calls = [
-            self.pool.call(worker, name, each, *others) for worker, each in zip(self.workers, arguments, strict=True)
-        ]
-        self.pool.finish(calls)
-
     def start_timers(self) -> None:
         """Let every worker time its rollouts, after those that have been begun."""
-        self.pool.call_all("start_timer")
+        self.call_all("start_timer")
 
     def stop_timers(self) -> list[RolloutTimes]:
         """Return the times of the workers since `start_timers`; one that was replaced meanwhile has none."""
-        return [times for answer in self.pool.call_all("stop_timer") for times in answer]
+        return [times for answer in self.call_all("stop_timer") for times in answer]
 
-    def stats(self) -> dict[str, float]:
-        """Counts over all workers."""
-        return {
-            "policy_version": self.weights.version,
-            "reader_waited": self.pool.waited,
-            "workers_waited": sum(record.idle for record in self.pool.records),
-            "restarts": self.pool.restarts,
-            "lost_frames": self.pool.lost,
-            "copies": self.gathering.copies,
-        }
+
+def _note_applied(record: WorkerRecord, call: Call) -> None:
+    """Let a replacement of the worker repeat a call that has changed its environments."""
+    kept = record.job.applied
+    if call.name == "set_env_params":  # all of them at once, so earlier ones do not matter
+        kept = tuple(each for each in kept if each[0] == "apply")
+    record.job = replace(record.job, applied=(*kept, (call.name, *call.args)))

@@ -9,26 +9,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcollect.collectors.workers.pool import WorkerPool
-from funcollect.collectors.workers.transport import Call, WeightStore
-from funcollect.policies.torch_backed import replaced
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.policies.torch_modules.sending import PolicyChanges, unpack
+from funcollect.policies.torch_modules.torch_backed import replaced
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import Shapes, check_shapes, shapes_of
+from funcollect.processes.pool import Call, WorkerPool
 from funcollect.protocols import Policy, is_policy
+
+WITH_WEIGHTS = ("fetch", "adopt", "take_params")  # the calls that bring new weights
+
+
+class WeightStore:
+    """Holds weights until every worker has copied them: here the tensors themselves, over other transports copies."""
+
+    def put(self, weights: Mapping[str, Tensor]) -> Any:
+        """Hold weights for as long as the object lives that is returned; None if there is no room now."""
+        return weights
+
+    def call(self, worker: int, held: Any, version: int, policy: bytes | None) -> Call:
+        """The call that makes a worker copy what `put` returned, together with the packed `policy` if it changed."""
+        return Call(worker, "adopt", (held, version, policy))
+
+    def encode_params(self, params: Any) -> Any:
+        """What a call holds in place of `params`, for parameters that are not named weights."""
+        return params
+
+    def restarted(self, worker: int) -> None:
+        """Forget which calls this worker was sent: another process has replaced it."""
+
+    def close(self) -> None:
+        """Release the memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class WeightsVersion:
-    """One update: weights in a slot of the weight store, or parameters that travel in the call itself."""
+    """One update: weights in the weight store, or parameters that travel in the call itself."""
 
-    number: int  # the policy's version
-    slot: int | None = None
+    number: int  # the policy's version, and of no other update
+    held: Any = None  # the weights, as the weight store returned them
     params: Any = None  # the parameters in the call; None for the policy's own
     own: bool = True  # whether they are the policy's own
     loaded: bool = False  # whether `params` come from a state dict and were the policy's own when they were saved
     policy: bytes | None = None  # the packed module or function, if it has changed since the workers were built
+
+
+@dataclass
+class _OfWorker:
+    """The weights of one worker."""
+
+    wanted: WeightsVersion | None = None  # that it will act with; None for those of its job
+    sent: tuple[WeightsVersion, Call] | None = None  # the call is under way
+    copied: int | None = None  # the number of the version that it acts with
+    earlier: WeightsVersion | None = None  # wanted in place of an update that the worker may refuse
 
 
 def share_weights(saved: Sequence[Any]) -> None:
@@ -44,8 +77,9 @@ def share_weights(saved: Sequence[Any]) -> None:
 class Weights:
     """The weights that each worker acts with, and those that it will act with.
 
-    A worker copies weights before it acts with them, and gets later ones only after that. So a tight loop of updates
-    needs one slot per worker, one for the latest version and one to write, and no process waits.
+    A worker copies weights before it acts with them, and gets later ones only after that. So in a tight loop of updates
+    the store holds one version per worker, the latest one and one to write, and no process waits. A version is held as
+    long as a worker wants it or is about to copy it.
 
     `policy` owns the parameters: a `Policy`, a module or a function; None if the workers build their own.
     """
@@ -61,10 +95,7 @@ class Weights:
         self.own = True  # whether the latest update of all workers had the policy's own weights
         self._refusal: BaseException | None = None  # the error of a worker that kept its previous weights
         self._latest: WeightsVersion | None = None
-        count = len(pool.records)
-        self._wanted: list[WeightsVersion | None] = [None] * count
-        self._under_way: list[tuple[WeightsVersion, Call] | None] = [None] * count
-        self._taken: list[WeightsVersion | None] = [None] * count
+        self._of = {worker: _OfWorker() for worker in pool.workers}
 
     def update(self, params: Any, workers: Sequence[int]) -> None:
         """Make these workers act with a copy of `params`, or for None of the policy's own.
@@ -75,20 +106,24 @@ class Weights:
         """
         weights, policy = self._named(params), self._changes.packed()
         with self._pool.lock:
-            slot = None if weights is None else self._write(weights, workers)
+            held = None if weights is None else self._write(weights)
             self.version, own = self.version + 1, params is None
             if {*workers} >= {*self._pool.workers}:
                 self.own = own
-            sent = self._weight_store.encode_params(params) if slot is None else None
-            version = WeightsVersion(self.version, slot, sent, own, policy=policy)
+            sent = self._weight_store.encode_params(params) if held is None else None
+            version = WeightsVersion(self.version, held, sent, own, policy=policy)
             self._latest = version
-            for worker in workers:
-                self._wanted[worker] = version
+            may_be_refused = held is None and (params is not None or policy is not None)
+            chosen = [self._of[worker] for worker in workers]
+            for each in chosen:
+                each.earlier, each.wanted = each.wanted if may_be_refused else None, version
         self.send()
-        if slot is None and (params is not None or policy is not None):  # only the workers can check whether it fits
-            while any(self._under_way[worker] is not None for worker in workers):
+        if may_be_refused:  # only the workers can check whether it fits
+            while any(each.sent is not None for each in chosen):
                 self._pool.wait()
                 self.send()
+            for each in chosen:
+                each.earlier = None
             refusal, self._refusal = self._refusal, None
             if refusal is not None:
                 raise refusal
@@ -109,84 +144,68 @@ class Weights:
         Empty for other policies: if these change their structure, workers get the new module or policy.
         """
         policy = self._policy
-        if policy is None or policy.backend == "torch" or isinstance(policy, EmbeddedPolicy):
+        if policy is None or policy.backend == "torch" or isinstance(policy, LoweredPolicy):
             return {}
         return shapes_of(policy.params, "jax")
 
-    def _write(self, weights: Mapping[str, Tensor], workers: Sequence[int]) -> int:
-        """Write weights for these workers into a free slot; return the slot."""
-        while (slot := self._weight_store.put(weights, self._slots_in_use(workers))) is None:
-            self._pool.wait()  # updates of single workers may need more slots than there are
-        return slot
-
-    def _slots_in_use(self, workers: Sequence[int]) -> set[int]:
-        """The slots that may still be read once these workers want another one."""
-        wanted = [version for worker, version in enumerate(self._wanted) if worker not in workers]
-        under_way = [each[0] for each in self._under_way if each is not None and not each[1].done]
-        some = len(workers) < len(self._pool.workers)
-        kept = [*wanted, *under_way, *((*self._wanted, self._latest) if some else ())]
-        return {version.slot for version in kept if version is not None and version.slot is not None}
+    def _write(self, weights: Mapping[str, Tensor]) -> Any:
+        """Put weights into the store, once there is room."""
+        while (held := self._weight_store.put(weights)) is None:
+            self._pool.wait()  # updates of single workers may need more room than there is
+            self.send()
+        return held
 
     def send(self) -> None:
         """Send the latest weights to every worker that has copied the ones before."""
         with self._pool.lock:
-            for worker, wanted in enumerate(self._wanted):
-                sent = self._under_way[worker]
-                if sent is not None and sent[1].done:
-                    self._under_way[worker] = None
-                    self._took(worker, *sent)
-                    sent = None
-                if sent is None and wanted is not None and wanted is not self._taken[worker]:
-                    self._under_way[worker] = (wanted, self._pool.submit(self._call(worker, wanted)))
-
-    def _took(self, worker: int, version: WeightsVersion, call: Call) -> None:
-        """Record the answer of a worker that was sent weights."""
-        if call.error is None:
-            self._taken[worker] = version
-            return
-        if self._wanted[worker] is version:
-            self._wanted[worker] = self._taken[worker]
-        self._refusal = call.error
+            for worker, each in self._of.items():
+                if each.sent is not None and each.sent[1].done:
+                    (version, call), each.sent = each.sent, None
+                    if call.error is None:
+                        each.copied = version.number
+                    else:
+                        self._refusal = call.error
+                        each.wanted = each.earlier if each.wanted is version else each.wanted
+                wanted = each.wanted
+                if each.sent is None and wanted is not None and wanted.number != each.copied:
+                    each.sent = wanted, self._pool.submit(self._call(worker, wanted))
 
     def _call(self, worker: int, version: WeightsVersion) -> Call:
         """The call that brings a worker these weights."""
-        if version.slot is not None:
-            return self._weight_store.call(worker, version.slot, version.number, version.policy)
+        if version.held is not None:
+            return self._weight_store.call(worker, version.held, version.number, version.policy)
         name = "adopt" if version.loaded else "take_params"
         return Call(worker, name, (version.params, version.number, version.policy))
 
     def join(self, worker: int) -> None:
         """Make a worker that was added act with the latest weights."""
         with self._pool.lock:
-            for column in (self._wanted, self._under_way, self._taken):
-                column.extend([None] * (worker + 1 - len(column)))
-            self._wanted[worker] = self._latest
+            self._of[worker] = _OfWorker(wanted=self._latest)
         self.send()
 
     def leave(self, worker: int) -> None:
         """Forget a worker."""
         with self._pool.lock:
-            self._wanted[worker] = self._under_way[worker] = self._taken[worker] = None
+            del self._of[worker]
 
     def flush(self) -> None:
         """Block until the latest weights have been sent to every worker. Later calls run with them."""
         self.send()
-        for worker, wanted in enumerate(self._wanted):
-            while (sent := self._under_way[worker]) is not None and sent[0] is not wanted:
-                self._pool.finish([sent[1]])
+        for each in self._of.values():
+            while each.sent is not None and each.sent[0] is not each.wanted:
+                self._pool.finish([each.sent[1]])
                 self.send()
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """The calls that the new process of a replaced worker needs first: those with the latest weights."""
         self._weight_store.restarted(worker)
-        if (sent := self._under_way[worker]) is not None:
-            sent[1].resolve()  # the worker that would have answered it has ended
-        wanted = self._wanted[worker]
-        if wanted is None:
+        each = self._of[worker]
+        if each.sent is not None:
+            each.sent[1].resolve()  # the worker that would have answered it has ended
+        if each.wanted is None:
             return ()
-        call = self._call(worker, wanted)
-        self._under_way[worker] = (wanted, call)
-        return (call,)
+        each.sent = each.wanted, self._call(worker, each.wanted)
+        return (each.sent[1],)
 
     def _replace(self, policy: bytes | None) -> None:
         """Continue with a packed policy from the larger run; None for the present one."""
@@ -196,7 +215,7 @@ class Weights:
 
     def own_workers(self) -> list[bool]:
         """Whether each worker at work acts with the policy's own weights, as they were at its latest update."""
-        return [(wanted := self._wanted[worker]) is None or wanted.own for worker in self._pool.workers]
+        return [each.wanted is None or each.wanted.own for each in self._of.values()]
 
     def go_on_from(
         self, version: int, saved: Mapping[int, Mapping[str, Any]], *, own: bool, own_workers: Sequence[bool]
@@ -206,31 +225,30 @@ class Weights:
         `own` and `own_workers` are what they were when the run was saved.
         """
         self.version, self.own = version, own
-        self._under_way = [None] * len(self._wanted)
-        self._wanted = [None] * len(self._wanted)
-        for (worker, state), its_own in zip(saved.items(), own_workers, strict=True):
+        self._of = {worker: _OfWorker() for worker in saved}
+        for each, state, its_own in zip(self._of.values(), saved.values(), own_workers, strict=True):
             if weights := state["policy_state_dict"]:
-                self._wanted[worker] = self._saved_version(worker, state, weights, own=its_own)
-        self._taken = list(self._wanted)
+                each.wanted = self._saved_version(state, weights, own=its_own)
+                each.copied = each.wanted.number
 
         def version_of(worker: int) -> int:
             return int(saved[worker]["policy_version"])
 
-        self._latest = self._wanted[max(saved, key=version_of)]
+        self._latest = self._of[max(saved, key=version_of)].wanted
         with_own = [worker for worker, its_own in zip(saved, own_workers, strict=True) if its_own]
         weights = saved[max(with_own, key=version_of)]["policy_state_dict"] if with_own else None
         if own and self._policy is not None and weights:
             self._policy.load(weights)
 
-    def _saved_version(self, worker: int, state: Mapping[str, Any], weights: Any, *, own: bool) -> WeightsVersion:
+    def _saved_version(self, state: Mapping[str, Any], weights: Any, *, own: bool) -> WeightsVersion:
         number = state["policy_version"]
         if self._policy is None:
             return WeightsVersion(number, params=weights, loaded=state["own_weights"], policy=self._changes.sent)
-        for other in self._wanted[:worker]:
-            if other is not None and other.number == number:
-                return other
+        for other in self._of.values():
+            if other.wanted is not None and other.wanted.number == number:
+                return other.wanted
         with self._pool.lock:
-            return WeightsVersion(number, self._write(weights, [worker]), own=own, policy=self._changes.sent)
+            return WeightsVersion(number, self._write(weights), own=own, policy=self._changes.sent)
 
     def publish(self, params: Any, version: int, policy: bytes | None = None) -> None:
         """`update` for all workers, under the larger run's version number."""
@@ -248,6 +266,6 @@ class Weights:
         self.version, self.own = version, True
         self._latest = WeightsVersion(version, params=weights, loaded=True, policy=self._changes.sent)
         with self._pool.lock:
-            for worker in self._pool.workers:
-                self._wanted[worker] = self._latest
+            for each in self._of.values():
+                each.wanted = self._latest
         self.send()

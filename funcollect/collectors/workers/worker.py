@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,10 +15,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.options import Options
+from funcollect.collectors.options import Options, RunnerSpec
 from funcollect.collectors.runner import Runner, check_saved
 from funcollect.collectors.runner_timer import RolloutTimes, RunnerTimer
-from funcollect.collectors.source import RunnerSpec
 from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.rollout_trajectories import is_limited
@@ -101,6 +100,11 @@ class Job:
     progress: Progress = START  # where the worker continues from
     applied: EnvCalls = ()  # those so far
 
+    @property
+    def place(self) -> int:
+        """The worker's place among those of the run."""
+        return self.options.shard.index
+
     def runner(self) -> Runner:
         """Build the runner."""
         return Runner(self.source, self.options, seed=self.seed)
@@ -151,7 +155,6 @@ class RolloutReport(NamedTuple):
 
     progress: Progress
     version: int  # of the weights that acted
-    seconds: float  # spent collecting
     idle: float  # seconds between the last rollout and this one
     restarts: int = 0  # by its own workers, since then
     lost: int = 0  # frames with them
@@ -160,12 +163,6 @@ class RolloutReport(NamedTuple):
     def packed(self) -> tuple[Any, ...]:
         """As plain tuples, without `final`: a class by name costs the reader more to unpickle than all numbers."""
         return (tuple(self.progress), *self[1:-1])
-
-    @classmethod
-    def unpacked(cls, figures: Sequence[Any]) -> RolloutReport:
-        """The inverse of `packed`."""
-        progress, *others = figures
-        return cls(Progress(*progress), *others)
 
 
 class WorkerBase(ABC):
@@ -191,24 +188,30 @@ class WorkerBase(ABC):
     def describe(self) -> WorkerInfo:
         """The worker's description."""
 
-    def collect(self, columns: OwnColumns = NOWHERE) -> tuple[TensorDictBase, RolloutReport]:
+    def collect(self) -> tuple[Any, Any]:
+        """One rollout, and its report, as the transport sends them."""
+        return self.roll_out(NOWHERE)
+
+    def roll_out(self, columns: OwnColumns) -> tuple[TensorDictBase, RolloutReport]:
         """One rollout, recorded into `columns` as far as they fit."""
-        began = time.monotonic()
-        idle = began - self._ended
+        idle = time.monotonic() - self._ended
         batch = self._rollout(columns)
         self._ended = time.monotonic()
         self._batches += 1
         self._frames += batch.numel()
-        final = detach(batch)
-        return batch, self._report(self._ended - began, idle)._replace(final=final)
+        return batch, RolloutReport(*self._standing(), idle, *self._losses(), detach(batch))
 
     @abstractmethod
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
         """One rollout."""
 
     @abstractmethod
-    def _report(self, seconds: float, idle: float) -> RolloutReport:
-        """The report on the last rollout."""
+    def _standing(self) -> tuple[Progress, int]:
+        """The progress after the last rollout, and the version of the weights that acted in it."""
+
+    def _losses(self) -> tuple[int, int]:
+        """How many of its own workers were replaced since the last rollout, and the lost frames."""
+        return 0, 0
 
     @abstractmethod
     def go_on(self, progress: Progress) -> None:
@@ -325,10 +328,10 @@ class Worker(WorkerBase):
         return self._runner.rollout_into(columns)
 
     @override
-    def _report(self, seconds: float, idle: float) -> RolloutReport:
+    def _standing(self) -> tuple[Progress, int]:
         state = self._runner.state
         progress = Progress(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
-        return RolloutReport(progress, int(state.policy_version), seconds, idle)
+        return progress, int(state.policy_version)
 
     @override
     def go_on(self, progress: Progress) -> None:

@@ -24,10 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from funcollect.core.lanes import run_keys
 from funcollect.core.state import CollectorState
-from funcollect.core.traced_step.batch import recorded_step
-from funcollect.core.traced_step.columns import bucket, constant_columns, recorded_row, write_row
-from funcollect.core.traced_step.keys import run_keys
+from funcollect.core.traced_step.columns import bucket, constant_columns, recorded_row, recorded_step, write_row
 from funcollect.core.traced_step.packing import Packed, PackedRows
 from funcollect.core.traced_step.starts import SPARES, SpareStarts, Traced, after_block, spare_starts, starts_are_cheap
 from funcollect.core.traced_step.step import Row, StepConfig
@@ -101,7 +100,7 @@ class BlockLoop:
     ) -> None:
         env, each = config.env, options.made_each_step
         self._made_each_step = starts_are_cheap(env, state.env_params) if each is None else each
-        self.has_spares = env.starts == "fresh" and config.reset_when_done and not self._made_each_step
+        self.has_spares = env.starts == "fresh" and config.options.reset_when_done and not self._made_each_step
         self._config, self._options, self._place = config, options, place
         self._layout = PackedRows(recorded_row(config, bound, state))
         self._which = (which, options.key)

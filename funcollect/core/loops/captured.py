@@ -17,11 +17,12 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from funcollect.core.loops import device_delivery, tensor
+from funcollect.core.loops.eager import step_all
 from funcollect.core.loops.tensor import TensorLanes, TensorLoop, as_read
 from funcollect.core.request import NOWHERE, Request, inputs_of
 from funcollect.core.state import CollectorState, origin_of
 from funcollect.errors import LoweringError
-from funcollect.interop.cuda_graph import CaptureError, CudaGraph, can_capture, written
+from funcollect.interop.cuda_graph import CaptureError, CudaGraph, written
 from funcollect.interop.memo import memo_of
 from funcollect.interop.reads import reads_together
 from funcollect.keys import LaneKeys, Purpose, draw_on_device, torch_generator
@@ -54,18 +55,6 @@ class _After(NamedTuple):
     recorded: list[Tensor]  # of the policy
 
 
-def check_capture(env: Any, policy: Any) -> None:
-    """Raise LoweringError unless a policy's steps in an environment can be captured."""
-    if env.backend != "torch" or not can_capture(env.device):
-        place = f"runs on {env.device}" if env.backend == "torch" else "is not written in Torch"
-        raise LoweringError(
-            f"compile='cudagraph' captures the steps of a Torch environment on a CUDA device, and {env!r} {place}: "
-            "make it there (device='cuda'), or leave compile out"
-        )
-    if (place := policy.run_device) not in (None, env.device):
-        raise LoweringError(f"the policy runs on {place}, the environment on {env.device}: move the module")
-
-
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
     assert isinstance(policy, TorchPolicy)
@@ -73,8 +62,8 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
         return tensor.run(env, policy, state, request)  # random actions are drawn on the host
     inputs = inputs_of(env, policy, state, request, as_read(env, policy, dict(state.observation)), None)
     if inputs.policy_state.recurrent is not None:  # which a graph cannot copy from the host
-        states = {name: getattr(inputs, name).on(env.device) for name in ("policy_state", "initial_state")}
-        inputs = replace(inputs, **states)
+        policy_state, initial_state = (each.on(env.device) for each in (inputs.policy_state, inputs.initial_state))
+        inputs = replace(inputs, policy_state=policy_state, initial_state=initial_state)
     before: Any = _begin(env, policy, state, inputs)
     generator = inputs.policy_state.generator.clone()
     columns: dict[Path, Tensor] = {}
@@ -166,7 +155,7 @@ def _steps(
         )
     )
     with actor.running():
-        loop.run(actor)
+        step_all(loop, actor, request.length)
         tensors = before.tensors | policy.buffers()
         following = before._replace(lanes=loop.lanes(), recurrent=actor.recurrent, tensors=tensors)
         after = _After(written(before, following), loop.columns, actor.recorded())

@@ -19,13 +19,24 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from funcollect.core.loops.fused import fork, init, place_of, recover, reset, to_batch, waits_for_host
-from funcollect.core.request import Request, open_actor, step_limit
+from funcollect.core.batch import checked_batch
+from funcollect.core.lanes import RunKeys, run_keys
+from funcollect.core.loops.eager import step_all
+from funcollect.core.loops.fused import fork, init, place_of, recover, reset, waits_for_host
+from funcollect.core.request import Request, open_actor, step_options
 from funcollect.core.state import CollectorState
-from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
-from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_row, write_row
-from funcollect.core.traced_step.keys import RunKeys, run_keys
+from funcollect.core.traced_step.columns import (
+    bucket,
+    cast,
+    constant_columns,
+    dtypes_of,
+    empty_columns,
+    recorded_row,
+    recorded_step,
+    write_row,
+)
 from funcollect.core.traced_step.starts import SpareStarts, after_block, starts_are_cheap
 from funcollect.core.traced_step.step import Row, StepConfig
 from funcollect.envs.jax_envs.checks import check_unchanged
@@ -36,9 +47,8 @@ from funcollect.interop.reads import reads_together
 from funcollect.keys import random_words
 from funcollect.policies.actors.checks import check_apart
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.processes.life import SIGNS
-from funcollect.protocols import Actor, JaxEnv, Policy
-from funcollect.specs import ActionSpec, assemble
+from funcollect.protocols import JaxEnv, Policy
+from funcollect.specs import ActionSpec, ExplorationType, assemble
 from funcollect.threefry import hashed_in_jax
 
 _MANY = 1024  # hashes, from which on a call of a program costs less than NumPy
@@ -51,20 +61,16 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     check_unchanged(env)
     loop = _CrossingLoop(env, state, request)
     actor = open_actor(env, policy, _on_host(state), request, loop.observation, partial(_draw_words, env))
-    remembers, signs = policy.remembers(state.policy_state), SIGNS.count
+    loop.tells_restarts = policy.remembers(state.policy_state)
     with nullcontext() if loop.on_cpu else reads_together():
         with actor.running():
-            for t in range(request.length):
-                signs[0] += 1
-                loop.step(t, actor.act(t))
-                if remembers:
-                    loop.restart(actor)
+            step_all(loop, actor, request.length)
             policy_state, outputs = actor.finish()
         after = loop.after().replace(policy_state=policy_state)
         check_apart(outputs, state.observation)
         recorded = loop.columns | loop.constants
         columns = {path: torch_view(column)[: request.length] for path, column in recorded.items()}
-        return after, to_batch(env, cast(columns, dtypes_of(env)), outputs)
+        return after, checked_batch(env, cast(columns, dtypes_of(env)) | outputs)
 
 
 def _draw_words(env: JaxEnv, keys: Any, numbers: Any, width: int) -> Any:
@@ -107,21 +113,22 @@ class _CrossingLoop:
         constants: columns that are the same at every step.
         observation: tensors [P, ...] in the structure of the space, in the same memory throughout.
         on_cpu: whether this memory is the host's.
+        tells_restarts: whether the policy remembers something that a new episode resets.
     """
 
     def __init__(self, env: JaxEnv, state: CollectorState, request: Request) -> None:
         place = place_of(state)
+        # The actor explores and makes the random steps.
+        options = step_options(env, request)._replace(exploration_type=ExplorationType.RANDOM, random_steps=0)
         config = StepConfig(
             env=env,
             policy=RandomPolicy(env.action_spec),  # any policy without a state
             answer=_given_action,
-            limit=step_limit(env, request),
-            random_steps=0,  # the actor handles these
-            reset_when_done=request.reset_when_done,
+            options=options,
             branches=not (waits_for_host(place) and starts_are_cheap(env, state.env_params)),
         )
         self._config, self._before = config, state
-        which = (state.num_lanes, config.limit, request.reset_when_done, config.branches)
+        which = (state.num_lanes, options, config.branches)
         capacity = bucket(request.length)
         begin = compiled(env, ("crossing", capacity, *which), partial(_begin, config, capacity), place=place)
         follow_torch(*place.device_set)
@@ -134,11 +141,15 @@ class _CrossingLoop:
         self.on_cpu = all(root.device.type == "cpu" for root in self._root.values())
         self._into_jax = _crosser(env.action_spec, state.lane.device)
         self._held: Any = None
+        self.tells_restarts = False
 
-    def step(self, t: int, action: Any) -> None:
-        """Advance all lanes, record the step, and bring its observation to where the policy reads it."""
+    def record(self, t: int) -> None:
+        """See `Stepper`: the step itself records observations, from memory that no policy writes."""
+
+    def step(self, t: int, action: Any) -> Tensor | None:
+        """See `Stepper`; the lanes that began another episode are a mask [P]."""
         crossed = self._into_jax(action)
-        self.state, self.columns, root, self._fresh = self._advance(
+        self.state, self.columns, root, fresh = self._advance(
             self.state, self.columns, self._keys, np.int32(t), crossed
         )
         for path, value in root.items():
@@ -147,6 +158,10 @@ class _CrossingLoop:
             else:
                 self._root[path].copy_(torch_view(value))
         self._held = (root, crossed)
+        if not self.tells_restarts:
+            return None
+        begun = torch_view(fresh)
+        return begun if not self.on_cpu or bool(begun.any()) else None
 
     def after(self) -> CollectorState:
         """Return the state after the last step."""
@@ -154,12 +169,6 @@ class _CrossingLoop:
             return self.state
         begun, current = self.state.episode != self._before.episode, self.state.env_state.current
         return self.state.changed(env_state=after_block(self._config.env, self._before.env_state, current, begun))
-
-    def restart(self, actor: Actor) -> None:
-        """Report to the actor the lanes that began another episode."""
-        fresh = torch_view(self._fresh)
-        if not self.on_cpu or bool(fresh.any()):
-            actor.restart(fresh)
 
 
 def _given_action(action: Any, policy_state: Any, observation: Any, key: Any) -> tuple[Any, dict[str, Any]]:
@@ -183,7 +192,7 @@ def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[Co
 def _advance(config: StepConfig, state: CollectorState, columns: Row, keys: RunKeys, t: Any, action: Any) -> Any:
     """Return the next state, the columns with row `t`, the next observation, and which lanes begin an episode."""
     after, row = recorded_step(config, action.astype(_jax_dtype(config.env.action_spec)), state, keys)
-    fresh = row["next", "done"] if config.reset_when_done else import_jax().numpy.zeros_like(after.terminated)
+    fresh = row["next", "done"] if config.options.reset_when_done else import_jax().numpy.zeros_like(after.terminated)
     return after, write_row(columns, row, t), after.observation, fresh
 
 

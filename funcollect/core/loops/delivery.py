@@ -1,4 +1,4 @@
-"""What the eager loops (`host` and `tensor`) share: the limit on trajectories, counters, finished lanes and batches.
+"""What the eager loops (`host` and `tensor`) share: the limit on trajectories, counters and finished lanes.
 
 Counters are computed for all steps at once, after the last one. One call into Torch costs as much as a step of a small
 environment, so counters of one kind share one array.
@@ -6,9 +6,7 @@ environment, so counters of one kind share one array.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,20 +15,16 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.core.batch import NEXT_FLAGS, OUTCOME_KEYS, REWARD, ROOT_FLAGS, TERMINATED, TRUNCATED, as_batch
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, trajectory_ids
 from funcollect.envs.host.host_env import check_rewards
-from funcollect.interop.reads import complain_if
 from funcollect.policies.actors.checks import check_apart
 from funcollect.protocols import Env
-from funcollect.tree import Path, select, to_batch
+from funcollect.tree import Path, select
 
 Array = npt.NDArray[Any]
 
-ROOT_FLAGS: list[Path] = [("terminated",), ("truncated",), ("done",)]
-OUTCOME_KEYS: list[Path] = [("next", name) for name in ("reward", "terminated", "truncated")]
-REWARD, TERMINATED, TRUNCATED = OUTCOME_KEYS
-_FLAGS = [*ROOT_FLAGS, *(("next", *path) for path in ROOT_FLAGS)]
 _NUMBERS: list[Path] = [("collector", name) for name in ("traj_ids", "step", "lane", "policy_version")]
 
 
@@ -59,15 +53,6 @@ class TrajectoryLimit:
             self.due.masked_fill_(lanes, t + self._limit)
         else:
             self.due[lanes] = t + self._limit
-
-
-def check_reward(reward: Tensor) -> None:
-    """Raise EnvError for the first NaN among rewards [T, P], or [T, P, players]; of others one number is read."""
-    complain_if(reward.sum(), math.isnan, partial(_check_each_reward, reward))  # or a sum of both infinities
-
-
-def _check_each_reward(reward: Tensor) -> None:
-    check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
 
 
 def new_columns(rows: Mapping[Path, Tensor], request: Request, *, compact: bool = False) -> dict[Path, Tensor]:
@@ -113,7 +98,7 @@ def deliver(
         numbers, flags = numbers[:, 0], flags[:, 0]
     device = state.step.device
     counters = dict(zip(_NUMBERS, torch.from_numpy(numbers).to(device).unbind(), strict=True))
-    counters |= zip(_FLAGS, torch.from_numpy(flags[..., None]).to(device).unbind(), strict=True)
+    counters |= zip((*ROOT_FLAGS, *NEXT_FLAGS), torch.from_numpy(flags[..., None]).to(device).unbind(), strict=True)
     batch = as_batch(columns | outputs, single=single, counters=counters)
     return {name: torch.from_numpy(value).to(device) for name, value in after.items()}, batch, torch.from_numpy(ages)
 
@@ -199,22 +184,3 @@ def reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dic
     counters = {name: getattr(state, name) for name in ("step", "returns", "terminated", "truncated")}
     cleared = {name: select(lanes, torch.zeros_like(counter), counter) for name, counter in counters.items()}
     return {"episode": episode, **cleared}
-
-
-def as_batch(
-    columns: dict[Path, Tensor], *, single: bool, counters: dict[Path, Tensor] | None = None, time: int = 0
-) -> TensorDict:
-    """Return a locked batch [*B, P, T], or [*B, T] of a `single` environment, which has no batch dimension.
-
-    The `columns` are [*B, T, P, ...], with `time` dimensions in ``*B``; flags and rewards of one player may lack their
-    last dimension, of size 1. The `counters` have the batch's own shapes already.
-    """
-    for path in (REWARD, *_FLAGS):
-        if path in columns and columns[path].ndim == time + 2:  # rewards of several players have their own
-            columns[path] = columns[path].unsqueeze(-1)
-    *lead, length, num_lanes = columns[REWARD].shape[: time + 2]
-    if single:
-        leaves = {path: leaf.select(time + 1, 0) for path, leaf in columns.items()}
-        return to_batch(leaves | (counters or {}), (*lead, length)).lock_()
-    leaves = {path: leaf.transpose(time, time + 1) for path, leaf in columns.items()}
-    return to_batch(leaves | (counters or {}), (*lead, num_lanes, length)).lock_()

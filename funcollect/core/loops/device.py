@@ -9,8 +9,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.core.batch import OUTCOME_KEYS
 from funcollect.core.loops import device_delivery
-from funcollect.core.loops.delivery import OUTCOME_KEYS, new_columns, reset_counters
+from funcollect.core.loops.delivery import new_columns, reset_counters
+from funcollect.core.loops.eager import step_all
 from funcollect.core.loops.tensor import as_read, as_tensor, by_path, check_step, check_tensors, keep_infos
 from funcollect.core.request import Request, open_actor
 from funcollect.core.simulators.simulation import SimulatorHandle
@@ -19,8 +21,7 @@ from funcollect.errors import ReplayError
 from funcollect.interop.memory import fixed
 from funcollect.interop.reads import reads_together
 from funcollect.keys import Key, Purpose, fold
-from funcollect.processes.life import SIGNS
-from funcollect.protocols import DeviceEnv, Policy
+from funcollect.protocols import DeviceEnv, DeviceSimulators, Policy
 from funcollect.tree import Path, select
 
 _SEEDS = 1 << 31  # simulators take seeds of 31 bits
@@ -61,7 +62,8 @@ class DeviceSimulation:
     def release(self) -> SimulatorHandle:
         """Return the handle of the next state."""
         self.busy = False
-        return SimulatorHandle(self, self.version)  # type: ignore[arg-type]
+        simulation: Any = self  # as far as a handle uses it, a `Simulation`
+        return SimulatorHandle(simulation, self.version)
 
     def close(self) -> None:
         """Free the simulators, once."""
@@ -130,16 +132,10 @@ def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request)
             "funcollect.reset(env, state)"
         )
     simulation: Any = state.env_state.claim()  # not before: bad arguments have raised, and the state is unused
-    lanes = _Lanes(env, state, request, root, columns)
-    signs = SIGNS.count
+    lanes = _Lanes(simulation.simulators, env, state, request, root, columns)
     with reads_together():
         with actor.running(), torch.no_grad():
-            for t in range(request.length):
-                signs[0] += 1
-                lanes.keep_root(t)
-                done = lanes.step(t, simulation.simulators, as_tensor(actor.act(t), env.device))
-                if request.reset_when_done:
-                    actor.restart(done)
+            step_all(lanes, actor, request.length)
             policy_state, outputs = actor.finish()
         counters, batch = device_delivery.deliver(env, state, request, columns, outputs)
     simulation.simulators.check()
@@ -156,31 +152,33 @@ def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request)
 
 
 class _Lanes:
-    """The columns of a rollout, and what the lanes show."""
+    """The stepper of simulators over tensors."""
 
     def __init__(
         self,
+        simulators: DeviceSimulators,
         env: DeviceEnv,
         state: CollectorState,
         request: Request,
         root: dict[Path, Tensor],
         columns: dict[Path, Tensor],
     ) -> None:
+        self._simulators = simulators
         self._env, self._request, self._root, self._columns = env, request, root, columns
         self._reward, self._terminated, self._truncated = (columns[path] for path in OUTCOME_KEYS)
         self._finished = (state.terminated | state.truncated).to(env.device)
 
-    def keep_root(self, t: int) -> None:
-        """Record the observation before the policy reads it, since a policy may write into it."""
+    def record(self, t: int) -> None:
+        """See `Stepper`."""
         for path, value in self._root.items():
             self._columns[path][t] = value
 
-    def step(self, t: int, simulators: Any, action: Tensor) -> Tensor:
-        """Step all lanes, and return the mask [P] of those whose episodes ended.
+    def step(self, t: int, action: Any) -> Tensor | None:
+        """See `Stepper`; the lanes that began another episode are a mask [P].
 
         The simulators step on with the finished lanes, which repeat their last observation in the batch.
         """
-        answer, after = simulators.step(action)
+        answer, after = self._simulators.step(as_tensor(action, self._env.device))
         if t == 0:
             check_step(self._env, answer, len(self._finished))
         observed, following = by_path(self._env, answer.observation), by_path(self._env, after)
@@ -195,4 +193,4 @@ class _Lanes:
             self._root[path].copy_(following[path])
         self._reward[t], self._terminated[t], self._truncated[t] = answer.reward, answer.terminated, answer.truncated
         keep_infos(self._columns, t, self._request.length, answer.info)
-        return done
+        return done if self._request.reset_when_done else None

@@ -1,4 +1,4 @@
-"""What `delivery` does for rollouts on an accelerator: all counters are computed there, and nothing is read."""
+"""Counters and batches on an accelerator: what `delivery` computes on the host, as operations of the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core.loops.delivery import REWARD, ROOT_FLAGS, TERMINATED, TRUNCATED, as_batch, check_reward
+from funcollect.core.batch import NEXT_FLAGS, REWARD, ROOT_FLAGS, TERMINATED, TRUNCATED, checked_batch
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, trajectory_ids
 from funcollect.policies.actors.checks import check_apart
@@ -17,12 +17,11 @@ from funcollect.tree import Path
 
 
 class _Counts(NamedTuple):
-    """The counters of a rollout [T, P], and of the state after it [P]; `flags` are terminated, truncated and done."""
+    """The counters of a rollout [T, P], and of the state after it [P]."""
 
     number: Tensor  # of the episode
     step: Tensor
-    root_flags: tuple[Tensor, Tensor, Tensor]
-    next_flags: tuple[Tensor, Tensor, Tensor]
+    flags: dict[Path, Tensor]  # by their keys in the batch
     after: dict[str, Tensor]
 
 
@@ -35,19 +34,15 @@ def deliver(
     """
     check_apart(outputs, state.observation)
     ends = columns.pop(TERMINATED), columns.pop(TRUNCATED)
-    reward = columns[REWARD]
     count = _count_episodes if request.reset_when_done else _count_until_finished
-    counts = count(state, reward, *ends)
+    counts = count(state, columns[REWARD], *ends)
     counted: dict[Path, Tensor] = {
         ("collector", "traj_ids"): trajectory_ids(state.lane, counts.number, state.total_lanes),
         ("collector", "step"): counts.step,
-        ("collector", "lane"): state.lane.repeat(len(reward), 1),
+        ("collector", "lane"): state.lane.repeat(request.length, 1),
         ("collector", "policy_version"): torch.full_like(counts.step, int(state.policy_version)),
-        **dict(zip(ROOT_FLAGS, counts.root_flags, strict=True)),
-        **{("next", *path): flag for path, flag in zip(ROOT_FLAGS, counts.next_flags, strict=True)},
     }
-    check_reward(reward)
-    return counts.after, as_batch(columns | outputs | counted, single=env.num_envs is None)
+    return counts.after, checked_batch(env, columns | outputs | counted | counts.flags)
 
 
 def _count_episodes(state: CollectorState, reward: Tensor, terminated: Tensor, truncated: Tensor) -> _Counts:
@@ -65,8 +60,7 @@ def _count_episodes(state: CollectorState, reward: Tensor, terminated: Tensor, t
         "terminated": torch.zeros_like(state.terminated),
         "truncated": torch.zeros_like(state.truncated),
     }
-    never = torch.zeros_like(done), torch.zeros_like(done), torch.zeros_like(done)
-    return _Counts(number, step, never, (terminated, truncated, done), after)
+    return _Counts(number, step, dict(zip(NEXT_FLAGS, (terminated, truncated, done), strict=True)), after)
 
 
 def _count_until_finished(state: CollectorState, reward: Tensor, terminated: Tensor, truncated: Tensor) -> _Counts:
@@ -75,17 +69,18 @@ def _count_until_finished(state: CollectorState, reward: Tensor, terminated: Ten
     over = _ever(before[0] | before[1], terminated | truncated)  # [T + 1, P]
     live = ~over[:-1]
     reward.masked_fill_(over[:-1], 0.0)
-    flags = [_ever(flag, column & live) for flag, column in zip(before, (terminated, truncated), strict=True)]
+    ever = [_ever(flag, column & live) for flag, column in zip(before, (terminated, truncated), strict=True)]
     steps = state.step + live.cumsum(0)
     after = {
         "episode": state.episode,
         "step": steps[-1],
         "returns": _open_returns(state, reward, torch.zeros_like(state.step)),
-        "terminated": flags[0][-1],
-        "truncated": flags[1][-1],
+        "terminated": ever[0][-1],
+        "truncated": ever[1][-1],
     }
-    root, following = ((*(flag[rows].clone() for flag in (*flags, over)),) for rows in (slice(-1), slice(1, None)))
-    return _Counts(state.episode.repeat(len(reward), 1), steps - live.long(), root, following, after)  # type: ignore[arg-type]
+    flags = dict(zip(ROOT_FLAGS, (flag[:-1].clone() for flag in (*ever, over)), strict=True))
+    flags |= zip(NEXT_FLAGS, (flag[1:].clone() for flag in (*ever, over)), strict=True)
+    return _Counts(state.episode.repeat(len(reward), 1), steps - live.long(), flags, after)
 
 
 def _open_returns(state: CollectorState, reward: Tensor, start: Tensor) -> Tensor:

@@ -11,16 +11,24 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core import traced
+from funcollect.core.batch import REWARD, ROOT_FLAGS, checked_batch
+from funcollect.core.checks import is_live
+from funcollect.core.lanes import run_keys
 from funcollect.core.loops.blocks import OPTIONS as BLOCKS
 from funcollect.core.loops.blocks import BlockLoop, BlockOptions
-from funcollect.core.loops.delivery import REWARD, ROOT_FLAGS, as_batch, check_reward
-from funcollect.core.request import Request, check_state_kind
+from funcollect.core.request import Request, StepOptions, check_state_kind, step_options
 from funcollect.core.state import CollectorState, all_lanes, origin_of, policy_start
-from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
-from funcollect.core.traced_step.checks import is_live
-from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_row, write_row
-from funcollect.core.traced_step.keys import run_keys
-from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
+from funcollect.core.traced_step.columns import (
+    bucket,
+    cast,
+    constant_columns,
+    dtypes_of,
+    empty_columns,
+    recorded_row,
+    recorded_step,
+    write_row,
+)
+from funcollect.core.traced_step.step import Row, make_step_config
 from funcollect.envs.jax_envs.checks import check_unchanged
 from funcollect.interop.bridge import follow_torch, torch_followed, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
@@ -29,8 +37,8 @@ from funcollect.interop.memo import memo_of
 from funcollect.interop.reads import reads_together
 from funcollect.keys import Key
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.torch_backed import TorchPolicyState
-from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.tree import Path
 
@@ -112,30 +120,24 @@ def waits_for_host(place: Any) -> bool:
 
 def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Callable[..., Any]:
     """Return the compiled loop, with branches, for the static part of a request."""
-    capacity = bucket(request.length)
-    config = make_step_config(env, policy, state.num_lanes, request)
-    which = ("rollout", *_static(config, state, request), capacity)
-    return compiled(policy, which, partial(_loop, config, capacity), place=place_of(state))
+    capacity, options = bucket(request.length), step_options(env, request)
+    which = ("rollout", origin_of(env), state.num_lanes, options, capacity)
+    return compiled(policy, which, partial(_loop, env, policy, options, capacity), place=place_of(state))
 
 
 def block_loop(
     env: JaxEnv, policy: Policy, state: CollectorState, request: Request, options: BlockOptions = BLOCKS
 ) -> BlockLoop:
     """Return the loop in blocks for the static part of a request, made once for a policy."""
-    config = make_step_config(env, policy, state.num_lanes, request, branches=False)
-    which, place = (_static(config, state, request), options.key), place_of(state)
+    fixed, place = step_options(env, request), place_of(state)
+    which = (origin_of(env), state.num_lanes, fixed, options.key)
     made: dict[Hashable, BlockLoop] = memo_of(policy).setdefault("blocks", {})
     if (which, place) not in made:
+        config = make_step_config(env, policy, state.num_lanes, fixed, branches=False)
         made[which, place] = BlockLoop(
             config, bound_params(policy, request), state, which, place=place, options=options
         )
     return made[which, place]
-
-
-def _static(config: StepConfig, state: CollectorState, request: Request) -> tuple[Hashable, ...]:
-    """What distinguishes the programs of a policy."""
-    limits = (config.limit, config.random_steps, config.reset_when_done)
-    return (origin_of(config.env), state.num_lanes, request.exploration_type, *limits)
 
 
 def place_of(state: CollectorState) -> Any:
@@ -149,8 +151,17 @@ def place_of(state: CollectorState) -> Any:
     return place
 
 
-def _loop(config: StepConfig, capacity: int, bound: BoundParams, state: CollectorState, length: Any) -> Any:
+def _loop(
+    env: JaxEnv,
+    policy: Policy,
+    options: StepOptions,
+    capacity: int,
+    bound: BoundParams,
+    state: CollectorState,
+    length: Any,
+) -> Any:
     """Trace the loop. The trip count is traced, since XLA would round a loop of one step differently."""
+    config = make_step_config(env, policy, state.num_lanes, options)
     bound, keys = opened(bound), run_keys(state.key, state.lane)
 
     def body(t: Any, carry: tuple[CollectorState, Row]) -> tuple[CollectorState, Row]:
@@ -165,13 +176,5 @@ def _loop(config: StepConfig, capacity: int, bound: BoundParams, state: Collecto
 def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor]) -> TensorDict:
     """Return the batch of columns [T, P, ...], checked."""
     names = [path for path in leaves if len(path) == 1 and path not in ROOT_FLAGS and path not in state.observation]
-    return to_batch(env, leaves, policy.finish({path: leaves.pop(path) for path in names}, env.action_spec))
-
-
-def to_batch(env: JaxEnv, leaves: dict[Path, Tensor], outputs: dict[Path, Tensor]) -> TensorDict:
-    """Return the batch of an environment's columns [T, P, ...] and a policy's outputs; the rewards are checked here."""
-    check_reward(leaves[REWARD].detach())
-    done = leaves["next", "done"]
-    if ROOT_FLAGS[0] not in leaves:
-        leaves |= dict(zip(ROOT_FLAGS, done.new_zeros(len(ROOT_FLAGS), *done.shape).unbind(), strict=True))
-    return as_batch(leaves | outputs, single=env.num_envs is None)
+    outputs = policy.finish({path: leaves.pop(path) for path in names}, env.action_spec)
+    return checked_batch(env, leaves | outputs)

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core.loops.delivery import TrajectoryLimit, deliver, new_columns, reset_counters
+from funcollect.core.loops.eager import step_all
 from funcollect.core.loops.recording import Recording
 from funcollect.core.request import Request, open_actor
 from funcollect.core.simulators.forking import fork_simulation
@@ -17,8 +18,7 @@ from funcollect.core.state import CollectorState, all_lanes, first_state
 from funcollect.envs.host.host_env import NOT_RECORDED, bad_outcome, check_outcome
 from funcollect.keys import Key
 from funcollect.policies.actors.checks import check_32_bits
-from funcollect.processes.life import SIGNS
-from funcollect.protocols import Actor, HostEnv, Policy, SnapshotSimulators
+from funcollect.protocols import HostEnv, Outcome, Policy, SnapshotSimulators
 from funcollect.specs import assemble
 from funcollect.trajectories.final_observations import attach
 
@@ -84,8 +84,10 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
     simulation.steps = state.steps_made + request.length
     simulation.show(state.observation)
     simulation.announce(request.reset_when_done)
+    stepper = HostStepper(simulation, recording, state, request)
     with actor.running():
-        _step_all(simulation, actor, recording, state, request)
+        step_all(stepper, actor, request.length)
+        stepper.finish()
         policy_state, outputs = actor.finish()
     outputs = {path: column.cpu() for path, column in outputs.items()}
     if policy.backend == "jax":
@@ -106,50 +108,59 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
     return after, batch
 
 
-def _step_all(
-    simulation: Simulation, actor: Actor, recording: Recording, state: CollectorState, request: Request
-) -> None:
-    """Make the steps of a rollout, and restart lanes whose episode ends unless they stay finished."""
-    act, reward, lanes = actor.act, recording.reward, range(state.num_lanes)
-    most = request.max_frames_per_traj
-    limit = TrajectoryLimit(state.step.numpy(), most) if most else None
-    next_cut = _next_cut(limit, request)
-    finished = None if request.reset_when_done else FinishedLanes(simulation, _over(state))
-    live = simulation.simulators if finished is None else finished
-    send, receive, signs = live.send, live.receive, SIGNS.count
-    for t in range(request.length):
-        for store, row in recording.roots:
+class HostStepper:
+    """Steps simulators, and restarts lanes whose episode ends unless they stay finished."""
+
+    def __init__(self, simulation: Simulation, recording: Recording, state: CollectorState, request: Request) -> None:
+        self._simulation, self._recording, self._request = simulation, recording, request
+        self._lanes, self._reward = range(state.num_lanes), recording.reward
+        self._roots, self._nexts = recording.roots, recording.nexts
+        most = request.max_frames_per_traj
+        self._limit = TrajectoryLimit(state.step.numpy(), most) if most else None
+        self._next_cut = _next_cut(self._limit, request)
+        self._finished = None if request.reset_when_done else FinishedLanes(simulation, _over(state))
+        live = simulation.simulators if self._finished is None else self._finished
+        self._send, self._receive = live.send, live.receive
+        self._outcome: Outcome
+
+    def record(self, t: int) -> None:
+        """See `Stepper`."""
+        for store, row in self._roots:
             store[t] = row
-        send(lanes, _on_host(act(t)))
-        signs[0] += 1
-        _, outcome = receive()
-        for store, row in recording.nexts:
+
+    def step(self, t: int, action: Any) -> list[int] | None:
+        """See `Stepper`."""
+        self._send(self._lanes, action if getattr(action, "is_cpu", True) else action.cpu())
+        _, outcome = self._receive()
+        for store, row in self._nexts:
             store[t] = row
-        numbers, terminated, truncated, info = outcome
+        self._outcome = outcome
+        reward, terminated, truncated, info = outcome
         try:
-            reward[t] = numbers
-            over = any(terminated) or any(truncated) or t >= next_cut
+            self._reward[t] = reward
+            over = any(terminated) or any(truncated) or t >= self._next_cut
         except NOT_RECORDED as error:
-            raise bad_outcome(outcome, lanes) from error
+            raise bad_outcome(outcome, self._lanes) from error
         if info:
-            recording.inform(info)
-        if over:
-            ended = recording.end(t, outcome, limit)
-            if finished is not None:
-                finished.add(ended)
-                continue
-            simulation.restart(ended)
-            actor.restart(ended)
-            if limit is not None:
-                limit.restart(t, ended)
-                next_cut = _next_cut(limit, request)
-    check_outcome(outcome, lanes)  # also after the last step
-    recording.finish()
+            self._recording.inform(info)
+        return self._end(t, outcome) if over else None
 
+    def _end(self, t: int, outcome: Outcome) -> list[int] | None:
+        """End the episodes that are over with step `t`; return the lanes that began another one."""
+        ended = self._recording.end(t, outcome, self._limit)
+        if self._finished is not None:
+            self._finished.add(ended)
+            return None
+        self._simulation.restart(ended)
+        if self._limit is not None:
+            self._limit.restart(t, ended)
+            self._next_cut = _next_cut(self._limit, self._request)
+        return ended
 
-def _on_host(action: Any) -> Any:
-    """Return an action in memory that simulators can read: that of a Torch policy may be on an accelerator."""
-    return action if getattr(action, "is_cpu", True) else action.cpu()
+    def finish(self) -> None:
+        """Check the outcome of the last step, and record what follows it."""
+        check_outcome(self._outcome, self._lanes)
+        self._recording.finish()
 
 
 def _next_cut(limit: TrajectoryLimit | None, request: Request) -> int:

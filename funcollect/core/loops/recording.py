@@ -13,7 +13,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit
+from funcollect.core.batch import OUTCOME_KEYS
+from funcollect.core.loops.delivery import TrajectoryLimit
 from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome
 from funcollect.protocols import Column, Outcome
 from funcollect.trajectories.final_observations import FinalObservations

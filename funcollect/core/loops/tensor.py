@@ -12,8 +12,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.core.batch import OUTCOME_KEYS
 from funcollect.core.loops import device_delivery
-from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit, deliver, new_columns, reset_counters
+from funcollect.core.loops.delivery import TrajectoryLimit, deliver, new_columns, reset_counters
+from funcollect.core.loops.eager import step_all
 from funcollect.core.request import Request, open_actor, step_limit
 from funcollect.core.state import CollectorState, all_lanes, first_state
 from funcollect.envs.base import checked_start, checked_transition
@@ -22,8 +24,7 @@ from funcollect.interop.memory import fixed
 from funcollect.interop.reads import reads_together
 from funcollect.keys import Key, LaneKeys, Purpose
 from funcollect.messages import shown
-from funcollect.processes.life import SIGNS
-from funcollect.protocols import Actor, DeviceEnv, Policy, TorchEnv
+from funcollect.protocols import DeviceEnv, Policy, TorchEnv
 from funcollect.specs import assemble, disassemble, torch_dtype
 from funcollect.tree import NAMESPACE, Path, select
 
@@ -114,7 +115,7 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
     wait = reads_wait(env.device)
     with reads_together() if wait else nullcontext():
         with actor.running():
-            loop.run(actor)
+            step_all(loop, actor, request.length)
             policy_state, outputs = actor.finish()
         if wait:
             counters, batch = device_delivery.deliver(env, state, request, loop.columns, outputs)
@@ -169,7 +170,7 @@ class TensorLanes(NamedTuple):
 
 
 class TensorLoop:
-    """The columns of a rollout, and the current state of all lanes.
+    """The stepper of environments written in Torch.
 
     Attributes:
         env_state: the environment's state.
@@ -193,16 +194,10 @@ class TensorLoop:
         self._roots = [self.columns[path] for path in self.root]
         self._nexts = [self.columns["next", *path] for path in self.root]
 
-    def run(self, actor: Actor) -> None:
-        """Make all steps with a policy that reads `root`. Observations are recorded first: it may write into them."""
-        signs = SIGNS.count
-        for t in range(self._request.length):
-            signs[0] += 1
-            for column, root in zip(self._roots, self.root.values(), strict=True):
-                column[t] = root
-            mask = self._step(t, as_tensor(actor.act(t), self._env.device))
-            if mask is not None:
-                actor.restart(mask)
+    def record(self, t: int) -> None:
+        """See `Stepper`."""
+        for column, root in zip(self._roots, self.root.values(), strict=True):
+            column[t] = root
 
     def lanes(self) -> TensorLanes:
         """The lanes after all steps."""
@@ -216,9 +211,9 @@ class TensorLoop:
             steps=self._begun.steps + length,
         )
 
-    def _step(self, t: int, action: Tensor) -> Tensor | None:
-        """Step all lanes; return the mask [P] of those that began another episode, or None."""
-        lanes = self._begun
+    def step(self, t: int, action: Any) -> Tensor | None:
+        """See `Stepper`; the lanes that began another episode are a mask [P]."""
+        action, lanes = as_tensor(action, self._env.device), self._begun
         with torch.no_grad():
             key = LaneKeys(lanes.lane, lanes.step_keys, lanes.steps + t)
             answer = self._env.step(key, self.env_state, action, lanes.env_params)

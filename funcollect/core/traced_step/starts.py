@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from funcollect.core.traced_step.checks import check_starts
-from funcollect.core.traced_step.keys import RunKeys, start_keys
-from funcollect.core.traced_step.lane_params import call_in_lanes, of_one_lane
+from funcollect.core.checks import check_starts
+from funcollect.core.env_params import call_in_lanes, of_one_lane
+from funcollect.core.lanes import RunKeys, start_keys, varying, where_lanes
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, reset_lane
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.interop.memo import memo_of
-from funcollect.policies.numerics import jax_numerics
 from funcollect.protocols import JaxEnv
 
 Traced = Any  # a CollectorState of JAX arrays
@@ -33,7 +32,7 @@ class SpareStarts(NamedTuple):
 def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any, params: Any) -> Start:
     """Return state and observation [P, ...] at the start of the episodes: a function of key, lane and episode."""
     which = episode if env.starts == "fresh" else episode * 0
-    env_state, observation = call_in_lanes(partial(reset_lane, env), params, "coming", start_keys(keys, which))
+    env_state, observation = call_in_lanes(partial(reset_lane, env), params, start_keys(keys, which), coming=True)
     begun: Start = varying(lane, (without_weak_types(env_state), observation))
     return begun
 
@@ -114,16 +113,3 @@ def operations(jaxpr: Any) -> Iterator[str]:
 def _jaxprs(value: Any) -> list[Any]:
     values = value if isinstance(value, (tuple, list)) else (value,)
     return [getattr(each, "jaxpr", each) for each in values if hasattr(getattr(each, "jaxpr", each), "eqns")]
-
-
-def varying(lane: Any, tree: Any) -> Any:
-    """Return the pytree with leaves that depend on `lane`: in a `shard_map`, a loop rejects constants.
-
-    XLA removes the choice between equals. JAX's own function for this has a different name in each version.
-    """
-    return where_lanes(lane == lane, tree, tree)
-
-
-def where_lanes(mask: Any, chosen: Any, other: Any) -> Any:
-    """Return a pytree with the lanes of `mask` [P] taken from `chosen` and the others from `other`."""
-    return jax_numerics().select(mask, chosen, other)

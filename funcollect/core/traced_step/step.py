@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from funcollect.core.checks import check_next_state, check_policy_state
+from funcollect.core.env_params import call_in_lanes, of_restarted, recorded_params
 from funcollect.core.exploration import head_of
-from funcollect.core.request import Request, step_limit
-from funcollect.core.traced_step.checks import check_next_state, check_policy_state
-from funcollect.core.traced_step.keys import RunKeys, dynamics_keys
-from funcollect.core.traced_step.lane_params import call_in_lanes, of_restarted, recorded_params
-from funcollect.core.traced_step.starts import Traced, restarted, varying, where_lanes
+from funcollect.core.lanes import RunKeys, dynamics_keys, varying, where_lanes
+from funcollect.core.request import StepOptions
+from funcollect.core.traced_step.starts import Traced, restarted
 from funcollect.envs.jax_envs.jax_env import step_lane
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax, without_weak_types
@@ -34,30 +34,21 @@ _MOST_STEPS = 2**31 - 1  # of one trajectory: step counters saturate here
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """The values that are fixed when a loop is compiled; see `Request`, whose `params` and `length` are not."""
+    """The values that are fixed when a loop is compiled."""
 
     env: JaxEnv
     policy: Policy
     answer: TracedCall  # the policy's traced step, whose parameters are bound ones
-    limit: int | None  # steps after which an episode is truncated
-    random_steps: int
-    reset_when_done: bool
+    options: StepOptions
     branches: bool = True  # whether branches are cheap; on a GPU or TPU each waits for the host
 
 
 def make_step_config(
-    env: JaxEnv, policy: Policy, num_lanes: int, request: Request, *, branches: bool = True
+    env: JaxEnv, policy: Policy, num_lanes: int, options: StepOptions, *, branches: bool = True
 ) -> StepConfig:
-    """Return the configuration for a request."""
-    return StepConfig(
-        env=env,
-        policy=policy,
-        answer=traced_policy(policy, env.action_spec, num_lanes, request.exploration_type),
-        limit=step_limit(env, request),
-        random_steps=min(request.random_steps, 2**32 - 1),
-        reset_when_done=request.reset_when_done,
-        branches=branches,
-    )
+    """Return the configuration for the options of a request."""
+    answer = traced_policy(policy, env.action_spec, num_lanes, options.exploration_type)
+    return StepConfig(env=env, policy=policy, answer=answer, options=options, branches=branches)
 
 
 def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
@@ -67,7 +58,7 @@ def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
     check_apart([(name,) for name in outputs], state.observation)
     moved = _move(config, state, outputs["action"], keys)
     live = state.step < _MOST_STEPS  # the lanes whose step counter still counts
-    if not config.reset_when_done:
+    if not config.options.reset_when_done:
         finished = state.terminated | state.truncated
         moved, live = _keep(env, state, moved, finished), live & ~finished
     nexts = by_path(env, moved.observation)
@@ -91,7 +82,7 @@ def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
         returns=state.returns + moved.reward,
         steps=words.add(state.steps, 1),
     )
-    if config.reset_when_done:
+    if config.options.reset_when_done:
         return restart(env, after, keys, moved.terminated | moved.truncated), row
     return after.replace(terminated=moved.terminated, truncated=moved.truncated), row
 
@@ -110,7 +101,7 @@ def _act(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
     policy_state, outputs = config.answer(bound, remembered, observation, drawing(keys.of(Purpose.NOISE), state.steps))
     policy_state = varying(state.lane, without_weak_types(policy_state))
     check_next_state(remembered, policy_state)
-    if config.random_steps:
+    if config.options.random_steps:
         outputs = _random_start(config, state, keys, observation, outputs)
     return policy_state, outputs
 
@@ -130,7 +121,7 @@ def _random_start(
             drawn["action_log_prob"] = match_log_prob(log_prob, outputs["action_log_prob"])
         return outputs | drawn
 
-    early = (state.steps[1] == 0) & (state.steps[0] < np.uint32(config.random_steps))
+    early = (state.steps[1] == 0) & (state.steps[0] < np.uint32(config.options.random_steps))
     if not config.branches:
         return {name: import_jax().numpy.where(early, value, outputs[name]) for name, value in randomly().items()}
     acted: dict[str, Any] = import_jax().lax.cond(early, randomly, lambda: outputs)
@@ -140,10 +131,10 @@ def _random_start(
 def _move(config: StepConfig, state: Traced, action: Any, keys: RunKeys) -> Transition:
     """Step the environment in all lanes, and truncate those that reach the limit."""
     own = dynamics_keys(keys, state.steps), state.env_state.current, action
-    moved: Transition = call_in_lanes(partial(step_lane, config.env), state.env_params, "current", *own)
+    moved: Transition = call_in_lanes(partial(step_lane, config.env), state.env_params, *own)
     truncated = moved.truncated
-    if config.limit is not None:
-        truncated = truncated | (state.step >= min(config.limit, _MOST_STEPS) - 1)
+    if (limit := config.options.limit) is not None:
+        truncated = truncated | (state.step >= min(limit, _MOST_STEPS) - 1)
     return moved._replace(env_state=without_weak_types(moved.env_state), truncated=truncated)
 
 

@@ -11,9 +11,8 @@ import numpy.typing as npt
 from gymnasium.vector import VectorEnv
 
 from funcollect.arguments import check_flags, check_keys
-from funcollect.envs.gymnasium_envs.atari_lanes import is_atari
+from funcollect.envs.gymnasium_envs.atari_lanes import check_lives, is_atari
 from funcollect.envs.gymnasium_envs.lanes import GymEnv
-from funcollect.envs.gymnasium_envs.lives import check_lives
 from funcollect.envs.gymnasium_envs.making import (
     EnvSource,
     Made,
@@ -24,7 +23,6 @@ from funcollect.envs.gymnasium_envs.making import (
     refuse,
     sources_of,
     taken,
-    worker_factory_of,
 )
 from funcollect.envs.gymnasium_envs.vector_lanes import GymVectorEnv, VectorLanes, check_autoreset
 from funcollect.envs.host.host_env import OpenerOf, SimulatedEnv
@@ -165,7 +163,7 @@ def _open_here(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[list[G
 
 def _open_in_workers(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[GymEnv, OpenerOf]:
     """A closed copy of the first lane's environment, for its spaces, and the openers of lanes in worker processes."""
-    factories = [worker_factory_of(source, kwargs) for source in sources]
+    factories = [factory_of(source, kwargs, in_worker=True) for source in sources]
     first = factory_of(sources[0], kwargs)()
     atari = is_atari(first)
     check_lane(0, first, first, atari=atari)

@@ -10,9 +10,9 @@ import gymnasium
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TimeLimit
 
 from funcollect.arguments import check_count, check_flags, check_not_given, check_number, check_positive
-from funcollect.envs.extras import import_extra
 from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
 from funcollect.envs.host.host_env import SimulatedEnv
+from funcollect.envs.recognise import import_extra
 
 _OURS = {
     "frameskip": "its name here is frame_skip",

@@ -5,6 +5,8 @@ repeats. So a game is copied every `_APART` steps, and the calls since the last 
 snapshot, that copy is put into a game, and the calls are repeated. This is tried for each action that may have come
 before the copy, until the machine is equal to the saved one. Functions that change a game are not repeated: a copy of
 the changed game is recorded among the calls.
+
+Where episodes have one life each, the next episode goes on with the same game after a lost life.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import gymnasium
+from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers import AtariPreprocessing
 from typing_extensions import override
 
 from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
-from funcollect.envs.gymnasium_envs.lives import remove_next_lives, with_next_lives
 from funcollect.envs.host.host_env import SimulatedEnv, call_of
 from funcollect.errors import ReplayError
 from funcollect.interop.plain_data import from_data, to_data
@@ -47,6 +50,81 @@ def is_atari(env: Any) -> bool:
     """Whether a Gymnasium environment is an Atari game, under any wrappers."""
     ale_py = sys.modules.get("ale_py")  # it has been imported if there is such an environment
     return ale_py is not None and isinstance(env.unwrapped, ale_py.AtariEnv)
+
+
+def _layers(env: Any) -> tuple[Any, ...]:
+    """The wrappers of an environment, the outermost first, and at the end the environment without wrappers."""
+    layers = [env]
+    while isinstance(layers[-1], gymnasium.Wrapper):
+        layers.append(layers[-1].env)
+    return tuple(layers)
+
+
+class NextLife(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Goes on with the game where a reset follows the loss of a life, by a step without an action.
+
+    Stable-Baselines3's `EpisodicLifeEnv` does the same. Any other reset, and one with a seed, begins another game.
+    """
+
+    def __init__(self, env: GymEnv) -> None:
+        """Wrap Gymnasium's `AtariPreprocessing`, which ends an episode with a life but always begins another game."""
+        super().__init__(env)
+        self._life_lost = False  # whether the last step ended a life, but not the game
+
+    @property
+    @override
+    def spec(self) -> Any:  # type: ignore[override]
+        """That of the game, which is made again from it without this wrapper."""
+        return self.env.spec
+
+    @override
+    def step(self, action: Any) -> Any:
+        answer = self.env.step(action)
+        self._life_lost = answer[2] and not (answer[3] or self._over())
+        return answer
+
+    @override
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        goes_on, self._life_lost = self._life_lost and seed is None, False
+        if goes_on:
+            observation, _, _, truncated, info = self.env.step(0)
+            if not (truncated or self._over()):
+                return observation, info
+        return self.env.reset(seed=seed, options=options)
+
+    def _over(self) -> bool:
+        return bool(self.env.unwrapped.ale.game_over())  # type: ignore[attr-defined]
+
+
+def with_next_lives(env: GymEnv) -> GymEnv:
+    """An Atari game whose next lives follow its lost ones: `NextLife` is put directly above its preprocessing."""
+    if _ends_with_lives(env):
+        return NextLife(env)
+    for layer in _layers(env)[:-1]:
+        if not isinstance(layer, NextLife) and _ends_with_lives(layer.env):
+            layer.env = NextLife(layer.env)
+    return env
+
+
+def remove_next_lives(env: GymEnv) -> None:
+    """Give a user's own environment back as it was before `with_next_lives`."""
+    for layer in _layers(env)[:-1]:
+        if isinstance(layer.env, NextLife):
+            layer.env = layer.env.env
+
+
+def check_lives(vector: Any) -> None:
+    """Raise ValueError for a vector of Atari games that end episodes with lives: it begins other games then."""
+    lanes = vector.unwrapped.envs if isinstance(vector.unwrapped, SyncVectorEnv) else ()
+    if any(_ends_with_lives(layer) for lane in lanes for layer in _layers(lane)):
+        raise ValueError(
+            f"{type(vector).__name__} holds Atari games with terminal_on_life_loss=True and restarts them at each lost "
+            "life, expected games that go on: pass the list of its functions"
+        )
+
+
+def _ends_with_lives(env: GymEnv) -> bool:
+    return isinstance(env, AtariPreprocessing) and env.terminal_on_life_loss
 
 
 @dataclass(frozen=True)
@@ -104,14 +182,6 @@ def _machine(state: bytes) -> Any:
     import ale_py
 
     return ale_py.ALEState(state)
-
-
-def _layers(env: Any) -> tuple[Any, ...]:
-    """The wrappers of an environment, the outermost first, and at the end the environment without wrappers."""
-    layers = [env]
-    while isinstance(layers[-1], gymnasium.Wrapper):
-        layers.append(layers[-1].env)
-    return tuple(layers)
 
 
 def _copied(attributes: list[dict[str, Any]], old: Sequence[Any], new: Sequence[Any]) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ class Lanes(SimulatorsBase):
         self._space = env.action_space
         self._info_keys = env.info_keys
         self._first_lane = env.first_lane
-        self._rows = Rows.of(env)
+        self._rows = Rows(env)
         self.observation = self._rows.arrays
 
     @override

@@ -54,32 +54,29 @@ def taken(env: Any) -> Any:
 
 
 def open_lanes(factories: Sequence[LaneFactory], atari: bool, env: SimulatedEnv) -> Lanes:
-    """The simulators of an environment, one lane for each factory; whether these make Atari games."""
-    lanes = AtariLanes if atari else Lanes
-    return lanes(_made(factories, atari, env), env)
+    """The simulators of an environment, one lane for each factory; whether these make Atari games.
 
-
-def _made(factories: Sequence[LaneFactory], atari: bool, env: SimulatedEnv) -> list[GymEnv]:
-    """Make one environment per lane; on failure, release the user's instances and close the environments built here."""
-    envs: list[GymEnv] = []
+    On failure, the user's instances are released, and the environments built here are closed.
+    """
+    lanes: list[GymEnv] = []
     try:
         for lane, factory in enumerate(factories, env.first_lane):
             made = factory()
             check_lane(lane, made, env, atari=atari)
-            if id(made) in _TAKEN or any(made.unwrapped is other.unwrapped for other in envs):
+            if id(made) in _TAKEN or any(made.unwrapped is other.unwrapped for other in lanes):
                 raise ValueError(
                     f"lane {lane}: the factory returned an environment that backs a lane already: build a new one at "
                     "each call"
                 )
-            envs.append(taken(made))
+            lanes.append(taken(made))
             SIGNS.count[0] += 1
     except BaseException:
-        for factory, made in zip(factories, envs, strict=False):
+        for factory, made in zip(factories, lanes, strict=False):
             del _TAKEN[id(made)]
             if not isinstance(factory, Made) or factory.env is not made:
                 made.close()
         raise
-    return envs
+    return (AtariLanes if atari else Lanes)(lanes, env)
 
 
 def sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> list[EnvSource]:
@@ -101,20 +98,28 @@ def sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> li
     return [env] * (num_envs or 1)
 
 
-def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
-    """A function without arguments that makes the environment of one lane in this process."""
+def factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = False) -> LaneFactory:
+    """A function without arguments that makes the environment of one lane, in this process or in a worker.
+
+    A worker's needs no import of what registers an id.
+    """
     if isinstance(source, gymnasium.Env):
+        if in_worker:
+            raise ValueError(
+                f"num_workers, or parallel=True, was given with the instance {source}, which cannot move to another "
+                "process: pass its id or a factory"
+            )
         refuse("an environment instance", **kwargs)
         return Made(source, partial(rebuild, source))
     if isinstance(source, (str, EnvSpec)):
-        return partial(_make, source, kwargs)
+        return partial(_make, _spec_of(source) if in_worker and isinstance(source, str) else source, kwargs)
     refuse_foreign(source)
     if is_env(source):
         raise TypeError(f"the list of environments holds {source}, which has lanes of its own: pass it alone")
-    if callable(source):
-        factory, kwargs = with_time_limit(source, kwargs)
-        return partial(built, factory, kwargs)
-    raise _no_source(source)
+    if not callable(source):
+        raise _no_source(source)
+    factory, kwargs = with_time_limit(source, kwargs)
+    return partial(built, factory, kwargs)
 
 
 def _no_source(given: Any) -> TypeError:
@@ -131,27 +136,15 @@ def _no_source(given: Any) -> TypeError:
     )
 
 
-def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
-    """A function that makes a lane's environment, also in a process that has not imported what registers its id."""
-    if isinstance(source, gymnasium.Env):
-        raise ValueError(
-            f"num_workers, or parallel=True, was given with the instance {source}, which cannot move to another "
-            "process: pass its id or a factory"
-        )
-    if isinstance(source, str):
-        module, _, name = source.rpartition(":")
-        try:
-            if module:
-                importlib.import_module(module)
-            spec = gymnasium.spec(name)
-        except (gymnasium.error.Error, ModuleNotFoundError) as error:
-            raise _not_made(source, error) from error
-        source = spec
-    if isinstance(source, EnvSpec):
-        return partial(_made_by_gymnasium, source, kwargs)
-    factory_of(source, kwargs)  # raises an error if it is no factory
-    factory, kwargs = with_time_limit(source, kwargs)
-    return partial(built, factory, kwargs)
+def _spec_of(env_id: str) -> EnvSpec:
+    """The spec of an id; ValueError for an unknown one."""
+    module, _, name = env_id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        return gymnasium.spec(name)
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        raise _not_made(env_id, error) from error
 
 
 def with_time_limit(factory: Callable[..., Any], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -194,19 +187,11 @@ def _limited(factory: Callable[..., Any], steps: int, **kwargs: Any) -> GymEnv:
     return TimeLimit(made, steps)
 
 
-def _made_by_gymnasium(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
-    """What Gymnasium makes, without its checks at each step: outcomes are checked here, and the loop resets first."""
-    env = gymnasium.make(spec, disable_env_checker=True, **kwargs)
-    if isinstance(env, TimeLimit) and isinstance(env.env, OrderEnforcing):
-        env.env = env.env.env
-    return env.env if isinstance(env, OrderEnforcing) else env
-
-
 def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
-    """`gymnasium.make` with errors that name the fix."""
+    """What Gymnasium makes, without its checks at each step: outcomes are checked here, and the loop resets first."""
     name = spec if isinstance(spec, str) else spec.id
     try:
-        return _made_by_gymnasium(spec, kwargs)
+        env = gymnasium.make(spec, disable_env_checker=True, **kwargs)
     except TypeError as error:
         if not kwargs:
             raise
@@ -216,6 +201,9 @@ def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
         ) from error
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         raise _not_made(name, error) from error
+    if isinstance(env, TimeLimit) and isinstance(env.env, OrderEnforcing):
+        env.env = env.env.env
+    return env.env if isinstance(env, OrderEnforcing) else env
 
 
 def _not_made(name: str, error: Exception) -> ValueError:

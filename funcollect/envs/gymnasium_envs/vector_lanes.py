@@ -75,7 +75,7 @@ class VectorLanes(SimulatorsBase):
         self._started = False  # whether all lanes have been reset
         self._decode = batch_decoder(env.action_spec)
         self._ended: npt.NDArray[np.bool_] = np.zeros(vector.num_envs, bool)  # [P]: the last step ended an episode
-        self._rows = Rows.of(env)
+        self._rows = Rows(env)
         self.observation = self._rows.arrays
 
     def _mask(self, lanes: Sequence[int]) -> npt.NDArray[np.bool_]:

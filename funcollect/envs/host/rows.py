@@ -7,16 +7,14 @@ policy always reads the same 64-byte-aligned arrays, and the shape and dtype of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from funcollect.envs.host.host_env import SimulatedEnv
+from funcollect.envs.host.host_env import SimulatedEnv, observation_rows
 from funcollect.errors import EnvError
-from funcollect.interop.memory import aligned
-from funcollect.specs import Leaf, Space, disassemble
-from funcollect.tree import Path
+from funcollect.specs import Leaf, disassemble
 
 Array = npt.NDArray[Any]
 
@@ -81,22 +79,14 @@ class LeafRows:
 
 
 class Rows:
-    """The current observations of all lanes, for all leaves of a space."""
+    """The current observations of all lanes of an environment, for all leaves of its space."""
 
-    def __init__(
-        self,
-        space: Space,
-        leaves: tuple[Leaf, ...],
-        num_envs: int,
-        *,
-        first_lane: int = 0,
-        memory: Mapping[Path, Array] | None = None,
-    ) -> None:
-        """Write into `memory`, [P, ...] by path with P = `num_envs`; by default into new arrays of zeros."""
-        self.space = space
-        self._first_lane = first_lane
-        arrays = memory or {leaf.path: aligned((num_envs, *leaf.shape), leaf.dtype) for leaf in leaves}
-        self.leaves = tuple(LeafRows(leaf, arrays[leaf.path], first_lane) for leaf in leaves)
+    def __init__(self, env: SimulatedEnv) -> None:
+        """Write into the environment's `memory`, [P, ...] by path; by default into new arrays of zeros."""
+        self.space, leaves, num_envs = env.observation_space, env.observation_leaves, env.num_envs or 1
+        self._first_lane = env.first_lane
+        arrays = env.memory or observation_rows(env)
+        self.leaves = tuple(LeafRows(leaf, arrays[leaf.path], env.first_lane) for leaf in leaves)
         self.arrays = {rows.leaf.path: rows.array for rows in self.leaves}  # [P, ...] each: always the same memory
         plain = len(self.leaves) == 1 and leaves[0].path == ("observation",)  # no Dict or Tuple to take apart
         self.write_lane: Callable[[int, Any], None] = self.leaves[0].write_lane if plain else self._write_lane
@@ -105,14 +95,6 @@ class Rows:
         if plain:
             (only,) = self.leaves
             self.plain = [only.array[lane, ...] for lane in range(num_envs)], only.dtypes, only.leaf.shape
-
-    @classmethod
-    def of(cls, env: SimulatedEnv) -> Self:
-        """The rows of the simulators that `env` describes."""
-        num_envs = env.num_envs or 1
-        return cls(
-            env.observation_space, env.observation_leaves, num_envs, first_lane=env.first_lane, memory=env.memory
-        )
 
     def _write_lane(self, lane: int, observation: Any) -> None:
         """Write the observation of one lane."""

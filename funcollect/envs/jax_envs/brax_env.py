@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 from funcollect.arguments import check_optional_positive, check_positive
-from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Open, jax_env
-from funcollect.envs.jax_envs.renderers.mujoco_renderer import brax_renderer, playground_renderer
-from funcollect.envs.jax_envs.suite import Suite, first_observation
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Open, Suite, first_observation, jax_env
+from funcollect.envs.jax_envs.renderers import brax_renderer, playground_renderer
 from funcollect.envs.spaces import box, space_like
 from funcollect.protocols import Starts, Transition
 
@@ -54,8 +53,8 @@ def from_brax(
     """
     check_positive("episode_length", episode_length, 1000)
     label, raw = _BRAX.make(env, kwargs)
-    renderer = partial(brax_renderer, raw)
-    return _over_states(label, raw, "sys", renderer, episode_length, num_envs, info_keys, starts, param_keys)
+    options = (num_envs, False, info_keys, starts, episode_length)
+    return _over_states(label, raw, "sys", options, param_keys, partial(brax_renderer, raw))
 
 
 def from_playground(
@@ -89,8 +88,8 @@ def from_playground(
     check_optional_positive("episode_length", episode_length)
     label, raw = _PLAYGROUND.make(env, kwargs)
     length = raw.unwrapped._config.episode_length if episode_length is None else episode_length
-    renderer = partial(playground_renderer, raw)
-    return _over_states(label, raw, "_mjx_model", renderer, length, num_envs, info_keys, starts, param_keys)
+    options = (num_envs, False, info_keys, starts, length)
+    return _over_states(label, raw, "_mjx_model", options, param_keys, partial(playground_renderer, raw))
 
 
 def _load_playground(registry: Any, name: str, **kwargs: Any) -> Any:
@@ -101,19 +100,12 @@ def _load_playground(registry: Any, name: str, **kwargs: Any) -> Any:
 
 
 def _over_states(
-    label: str,
-    raw: Any,
-    physics: str,
-    renderer: Open,
-    episode_length: int,
-    num_envs: int | None,
-    info_keys: Sequence[str],
-    starts: Starts,
-    param_keys: Sequence[str],
+    label: str, raw: Any, physics: str, options: tuple[Any, ...], param_keys: Sequence[str], renderer: Open
 ) -> FunctionsEnv:
     """Adapt an environment with ``reset(key)`` and ``step(state, action)``: states have `obs`, `reward` and `done`.
 
-    Its attribute `physics` holds the parameters of the simulation.
+    Its attribute `physics` holds the parameters of the simulation. The `options` are arguments of `jax_env`, from
+    `num_envs` to `max_episode_steps`.
     """
     inner = raw
     while inner is not None:
@@ -134,7 +126,6 @@ def _over_states(
 
     observed = space_like(first_observation(reset))
     actions = box((raw.action_size,), "float32", -1.0, 1.0)
-    options = (num_envs, False, info_keys, starts, episode_length)
     own = getattr(raw.unwrapped, physics, None)
     more: dict[str, Any] = {"default_params": own, "param_keys": param_keys, "renderer": renderer}
     return jax_env(label, reset, step, observed, actions, *options, **more)

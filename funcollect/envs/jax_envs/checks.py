@@ -12,8 +12,7 @@ import numpy as np
 from funcollect.envs.jax_envs.jax_env import JaxEnvBase, reset_lane, step_lane
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.memo import memo_of
-from funcollect.interop.variables import Variable, set_since_use, variables_of
+from funcollect.interop.memo import Variable, memo_of, set_since_use, variables_of
 from funcollect.protocols import JaxEnv
 from funcollect.specs import disassemble
 

@@ -8,8 +8,7 @@ from typing import Any
 from funcollect.arguments import check_kind
 from funcollect.envs.base import check_pure_functions
 from funcollect.envs.jax_envs.checks import check_functions
-from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Reset, jax_env
-from funcollect.envs.jax_envs.suite import check_instance
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Reset, check_instance, jax_env
 from funcollect.protocols import Starts, Transition
 from funcollect.specs import Space
 

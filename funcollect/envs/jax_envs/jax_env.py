@@ -1,20 +1,25 @@
-"""Environments written in JAX: pure functions of one lane, which the loops batch and compile."""
+"""Environments written in JAX: pure functions of one lane, which the loops batch and compile.
+
+Here are their base class, what adapters return, and what adapters of suites share.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, get_args
 
 from gymnasium import spaces
 
 from funcollect.arguments import check_choice, check_keys, check_kind, check_num_envs, check_optional_positive
 from funcollect.envs.base import AdaptedEnv, EnvBase, check_pure_functions, checked_start, checked_transition, returned
+from funcollect.envs.recognise import import_extra
 from funcollect.envs.spaces import as_delivered
 from funcollect.errors import EnvError
-from funcollect.interop.jax_setup import import_jax, tracing
+from funcollect.interop.jax_setup import import_jax, own_generator, tracing
 from funcollect.messages import shown
 from funcollect.protocols import JaxEnv, Renderer, Starts, Transition
 from funcollect.specs import ActionSpec, Space, observation_leaves
@@ -51,6 +56,8 @@ class JaxEnvBase(EnvBase, ABC):
     max_episode_steps: int | None = None
     starts: Starts = "fresh"
     params: Any = None
+    default_params: Any = None
+    param_keys: Sequence[str] = ()
 
     def __init__(self, num_envs: int | None = None) -> None:
         """Check and set `num_envs`; TypeError if the subclass lacks a space, or a function takes other arguments."""
@@ -109,14 +116,14 @@ def jax_env(
     starts: Starts = "fresh",
     max_episode_steps: int | None = None,
     params: Any = None,
-    truncates: bool = False,
     default_params: Any = None,
     param_keys: Sequence[str] = (),
-    renderer: Open | None = None,
+    **facts: Any,
 ) -> FunctionsEnv:
     """Make the environment of two functions of one lane; `from_functions` documents the arguments.
 
-    `step` returns a Transition, or a tuple of its fields. Observation spaces get the integer dtypes that JAX has.
+    `step` returns a Transition, or a tuple of its fields. Observation spaces get the integer dtypes that JAX has. The
+    `facts` are further fields of a `FunctionsEnv`: `truncates`, `renderer`.
     """
     check_kind("observation_space", observation_space, spaces.Space, "pass a space of gymnasium.spaces")
     check_kind("action_space", action_space, spaces.Space, "pass a space of gymnasium.spaces")
@@ -140,17 +147,77 @@ def jax_env(
         starts=starts,
         max_episode_steps=max_episode_steps,
         params=params,
-        truncates=truncates,
         default_params=default_params,
         param_keys=tuple(param_keys),
-        renderer=renderer,
+        **facts,
     )
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A package of JAX environments."""
+
+    name: str  # of the suite, in ids, in the name of its adapter and for pip
+    module: str  # imported on first use
+    find: Callable[[Any], tuple[Iterable[str], Callable[..., Any]]]  # from the module: the ids, and the constructor
+    members: tuple[str, ...]  # attributes that every environment of the suite has
+
+    def make(self, env: Any, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
+        """The label and the suite's own environment, from an id with keyword arguments, or from an instance."""
+        import_jax()
+        if isinstance(env, str):
+            with own_generator():  # some draw as they are made
+                names, make = self.find(import_extra(self.module, self.name, "jax-envs"))
+                check_known(self.name, env, names)
+                return f"{self.name}/{env}", make(env, **kwargs)
+        if kwargs:
+            raise TypeError(
+                f"from_{self.name} has no argument {', '.join(kwargs)} for an environment that is made already: pass "
+                f"its id, for which from_{self.name} has more arguments, or check the spelling"
+            )
+        check_instance(self.name, env, *self.members)
+        return f"{self.name}/{type(env).__name__}", env
+
+
+def check_known(suite: str, name: str, known: Iterable[str]) -> None:
+    """Raise ValueError unless `name` is among a suite's `known` environments.
+
+    >>> check_known("brax", "Ant", ["ant", "hopper"])
+    Traceback (most recent call last):
+    ValueError: brax has no environment 'Ant', expected one of ['ant', 'hopper']: did you mean 'ant'?
+    """
+    known = sorted(known)
+    if name in known:
+        return
+    by_case = {other.casefold(): other for other in known}
+    near = [by_case[other] for other in get_close_matches(name.casefold(), by_case, n=3, cutoff=0.5)]
+    guess = f": did you mean {' or '.join(map(repr, near))}?" if near else ": choose one of these"
+    raise ValueError(f"{suite} has no environment {name!r}, expected one of {known}{guess}")
+
+
+def check_instance(suite: str, env: object, *members: str) -> None:
+    """Raise TypeError unless `env` is an instance, not a class, and has these members of a suite's environments."""
+    made = f"the class {env.__name__}: make an instance" if isinstance(env, type) else type(env).__name__
+    if isinstance(env, type) or not all(hasattr(env, name) for name in members):
+        raise TypeError(f"env is {made}, expected an environment of {suite}, with {', '.join(members)}")
+
+
+def first_observation(reset: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
+    """The shapes and dtypes of the observation that `reset` returns, a pytree."""
+    jax = import_jax()
+    with own_generator():
+        return jax.eval_shape(lambda key: reset(key, None)[1], jax.numpy.zeros(2, "uint32"))
 
 
 def default_params(env: Any) -> Any:
     """The parameters of a JAX environment that `set_env_params` changes; None without any."""
-    own = getattr(env, "default_params", None)
+    own = env.default_params if isinstance(env, FunctionsEnv | JaxEnvBase) else None
     return env.params if own is None else own
+
+
+def param_keys(env: JaxEnv) -> Sequence[str]:
+    """The names of the parameters that batches record."""
+    return env.param_keys if isinstance(env, FunctionsEnv | JaxEnvBase) else ()
 
 
 def param_of(params: Any, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,11 +11,11 @@ import numpy as np
 from gymnasium import spaces
 
 from funcollect.arguments import check_keys
-from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
-from funcollect.envs.jax_envs.jumanji_params import NumberParams
-from funcollect.envs.jax_envs.renderers.jumanji_renderer import jumanji_renderer
-from funcollect.envs.jax_envs.suite import Suite
+from funcollect.envs.jax_envs.checks import differing
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Suite, jax_env
+from funcollect.envs.jax_envs.renderers import jumanji_renderer
 from funcollect.envs.spaces import box
+from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.messages import shown
 from funcollect.protocols import Starts, Transition
 from funcollect.specs import Space
@@ -25,6 +26,7 @@ _SUITE = Suite(
     lambda jumanji: (jumanji.registered_environments(), jumanji.make),
     ("observation_spec", "action_spec", "reset", "step"),
 )
+_GENERATORS = ("generator", "_generator")  # the attributes by which environments hold theirs
 
 
 def from_jumanji(
@@ -63,14 +65,16 @@ def from_jumanji(
     label, raw = _SUITE.make(env, kwargs)
     observed = _space(raw.observation_spec)
     check_keys("params", params, "time_limit")
-    numbers = NumberParams(raw, params)
+    numbers = {name: _number(raw.unwrapped, name) for name in params}
+    for name, number in numbers.items():
+        _check_traceable(raw, name, number)
 
     def reset(key: Any, given: Any) -> tuple[Any, Any]:
-        state, timestep = numbers.env(given).reset(key)
+        state, timestep = _with(raw, given).reset(key)
         return state, _plain(observed, timestep.observation)
 
     def step(_: Any, env_state: Any, action: Any, given: Any) -> Transition:
-        state, timestep = numbers.env(given).step(env_state, action)
+        state, timestep = _with(raw, given).step(env_state, action)
         over, ended = timestep.last(), (timestep.discount == 0).all()
         observation = _plain(observed, timestep.observation)
         return Transition(state, observation, timestep.reward, over & ended, over & ~ended, timestep.extras)
@@ -78,7 +82,7 @@ def from_jumanji(
     options = (num_envs, one_hot, info_keys, starts)
     limited = getattr(raw.unwrapped, "time_limit", None) is not None
     more: dict[str, Any] = {"truncates": limited, "renderer": partial(jumanji_renderer, raw)}
-    more |= {"default_params": numbers.defaults or None, "param_keys": param_keys}
+    more |= {"default_params": numbers or None, "param_keys": param_keys}
     return jax_env(label, reset, step, observed, _space(raw.action_spec), *options, **more)
 
 
@@ -107,3 +111,85 @@ def _space(spec: Any) -> Space:
         f"the spec {shown(spec)} of jumanji has no counterpart in Gymnasium, expected arrays or a Spec of arrays: "
         "adapt it with funcollect.envs.from_functions"
     )
+
+
+def _holders(env: Any) -> list[Any]:
+    """The environment, and its generator if it has one."""
+    generators = [vars(env)[name] for name in _GENERATORS if name in vars(env)]
+    return [env, *(each for each in generators if hasattr(each, "__dict__"))]
+
+
+def _attribute(holder: Any, name: str) -> str | None:
+    """The attribute with this name, or with an underscore before it; None if there is none."""
+    return next((each for each in (name, f"_{name}") if each in vars(holder)), None)
+
+
+def _with(env: Any, numbers: Mapping[str, Any] | None) -> Any:
+    """For one trace a copy of an environment, under its wrappers, with other numbers in it and in its generator.
+
+    A name stands for the attribute of the environment, of its generator, or of both, since environments copy those of
+    their generator. A leading underscore is left out. Without numbers it is the environment itself.
+    """
+    if numbers is None:
+        return env
+    copied = copy.copy(env)
+    if env.unwrapped is not env:
+        copied._env = _with(env._env, numbers)
+        return copied
+    for name in _GENERATORS:
+        if hasattr(vars(copied).get(name), "__dict__"):
+            setattr(copied, name, copy.copy(vars(copied)[name]))
+    for holder in _holders(copied):
+        for name, value in numbers.items():
+            if attribute := _attribute(holder, name):
+                setattr(holder, attribute, value)
+    return copied
+
+
+def _number(env: Any, name: str) -> Any:
+    """The value of a number; ValueError if there is none, or if environment and generator differ."""
+    found = [vars(holder)[attribute] for holder in _holders(env) if (attribute := _attribute(holder, name))]
+    if not found or not all(_is_number(value) for value in found):
+        members = [member for holder in _holders(env) for member in vars(holder).items()]
+        known = sorted({key.lstrip("_") for key, value in members if _is_number(value)})
+        raise ValueError(
+            f"params has {name!r}, expected numbers of {type(env).__name__} or its generator, such as {known}: correct "
+            "the name"
+        )
+    if any(not np.array_equal(value, found[0]) for value in found):
+        raise ValueError(
+            f"params has {name!r}, which is {found[0]} in {type(env).__name__}, but {found[1]} in its generator, "
+            "expected the same: make the environment from the generator"
+        )
+    return found[0]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number)
+
+
+def _check_traceable(env: Any, name: str, number: Any) -> None:
+    """Raise ValueError for a number whose value jumanji reads while JAX traces it, or does not read at all."""
+    jax = import_jax()
+    key, action = jax.ShapeDtypeStruct((2,), np.uint32), env.action_spec.generate_value()
+    value = jax.ShapeDtypeStruct((), jax.numpy.asarray(number).dtype)
+
+    def first_step(key: Any, value: Any) -> Any:
+        own = _with(env, None if value is None else {name: value})
+        begun = own.reset(key)
+        return begun, own.step(begun[0], action)
+
+    with own_generator():
+        wanted = jax.eval_shape(lambda key: first_step(key, None), key)
+        try:
+            traced, shapes = jax.make_jaxpr(first_step, return_shape=True)(key, value)
+            read = {id(variable) for step in traced.jaxpr.eqns for variable in step.invars}
+            unused = "" if id(traced.jaxpr.invars[-1]) in read else "neither reset nor step reads it"
+            why = differing(wanted, shapes) or unused
+        except Exception as error:
+            why = str(error).partition("\n")[0]
+    if why:
+        raise ValueError(
+            f"params has {name!r}, which cannot change during a run of {type(env.unwrapped).__name__}, since its value "
+            f"is needed earlier, for example for a shape ({why}): leave it out, and make an environment for each value"
+        )

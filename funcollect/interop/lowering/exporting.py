@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +23,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from funcollect.errors import LoweringError
-from funcollect.interop.lowering.places import LIBRARY, place_of, place_of_error, unknown_mask
-from funcollect.interop.lowering.registry import rules
+from funcollect.interop.lowering.operators import rules
 from funcollect.interop.lowering.structure import jax_dtype, leaves_of, plain, unlocked
 from funcollect.messages import clipped
 
@@ -32,6 +34,14 @@ _IMAGE = 3  # channels, height, width: sizes that a network is built for
 _SKIPPING = "torchrl/modules/tensordict_module/rnn.py"  # sets masked states to 0 only if the mask has any
 # Operators that return nothing: they raise an error, or do nothing.
 _CHECKS = ("aten._linalg_check_errors.default", "aten._assert_async.default", "aten._assert_async.msg")
+_TORCH = f"{Path(torch.__file__).parent}/"  # Torch's folder
+_OURS = str(Path(__file__).parent)
+_MASKS = {
+    nn.Transformer: "src_is_causal= and tgt_is_causal=",
+    nn.TransformerDecoder: "tgt_is_causal=",
+    nn.TransformerEncoder: "is_causal=",
+}  # these arguments say whether a mask is causal; without them Torch compares it with the causal one
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in (.+)\n\s*(.*)')
 
 
 class FlatModule(nn.Module):
@@ -115,7 +125,7 @@ class _NoShortcuts(TorchFunctionMode):
 def _caller() -> str:
     """The file of the innermost frame outside Torch and this file."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((LIBRARY, __file__)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
         frame = frame.f_back
     return frame.f_code.co_filename
 
@@ -286,8 +296,8 @@ def _narrowed(name: str, node: Any) -> str | None:
 def _reason(error: Exception) -> str:
     """Why `torch.export` raised this error, the place in the user's module, and the fix if it is known."""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    place = place_of_error(error)
-    if keywords := unknown_mask(error):
+    place = _place_of_error(error)
+    if keywords := _unknown_mask(error):
         return (
             f"it compares a mask to the causal one, which depends on data, at {place}: pass {keywords} as True or False"
         )
@@ -298,3 +308,49 @@ def _reason(error: Exception) -> str:
             f"its control flow depends on data, at {place}: choose between values with torch.where instead of branching"
         )
     return f"torch.export raised an error, at {place}: {clipped(first, 300)}"
+
+
+def place_of(node: Any) -> str:
+    """The submodule and the source line of a node, as text.
+
+    The line is the innermost one outside Torch, or the innermost of all if no other file is involved.
+    """
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return ", ".join(part for part in (_module(stack), _line(frames)) if part) or "an unknown place"
+
+
+def _module(stack: list[tuple[str, Any]]) -> str:
+    """The innermost submodule of a node's stack, as its path and class; empty for an empty stack."""
+    if not stack:
+        return ""
+    path, kind = stack[-1]
+    path = path.removeprefix("module").removeprefix(".")  # the wrapper that is exported calls the user's module so
+    name = (kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
+    return f"{path!r} ({name})" if path else name
+
+
+def _line(frames: list[tuple[str, str, str, str]]) -> str:
+    """``file:line: code`` of the innermost frame (file, line, function, code) outside Torch and this folder."""
+    theirs = [frame for frame in frames if not frame[0].startswith((_TORCH, _OURS))] or frames
+    if not theirs:
+        return ""
+    path, line, _, code = theirs[-1]
+    return f"{path}:{line}: {code.strip()}".removesuffix(": ")  # generated code has no source
+
+
+def _place_of_error(error: BaseException) -> str:
+    """The innermost line outside Torch and this folder that an error passed through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [(frame.filename, str(frame.lineno), frame.name, frame.line or "") for frame in frames]
+    return _line([frame for frame in found if "tensordict/nn/" not in frame[0]]) or "an unknown place"
+
+
+def _unknown_mask(error: BaseException) -> str | None:
+    """The arguments that a transformer lacks, if the error was raised while Torch looked whether a mask is causal."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not any(frame.f_code.co_name == "_detect_is_causal_mask" for frame in frames):
+        return None
+    modules = [frame.f_locals.get("self") for frame in frames]
+    named = (words for module in modules for kind, words in _MASKS.items() if isinstance(module, kind))
+    return next(named, None)

@@ -13,9 +13,8 @@ from torch.fx.node import Node, map_aggregate
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import to_jax
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.exporting import FlatModule, export
-from funcollect.interop.lowering.places import place_of
-from funcollect.interop.lowering.registry import rules
+from funcollect.interop.lowering.exporting import FlatModule, export, place_of
+from funcollect.interop.lowering.operators import rules
 from funcollect.interop.lowering.structure import jax_dtype
 
 Shape = tuple[int, ...]

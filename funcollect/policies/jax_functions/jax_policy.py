@@ -17,8 +17,7 @@ from funcollect.arguments import check_arrays, check_call, check_flags
 from funcollect.errors import PolicyError
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import compiled, import_jax, tracing
-from funcollect.interop.memo import memo_of
-from funcollect.interop.variables import set_since_use, variables_of
+from funcollect.interop.memo import memo_of, set_since_use, variables_of
 from funcollect.keys import Key, Noise
 from funcollect.messages import name_of, note_arguments, shown
 from funcollect.policies.actors.actor import (

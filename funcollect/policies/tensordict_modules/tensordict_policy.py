@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,31 +12,45 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from funcollect.arguments import check_call, checked_device
+from funcollect.errors import PolicyError
+from funcollect.keys import torch_generator
 from funcollect.messages import name_of
-from funcollect.policies.actors.actor import device_of
-from funcollect.policies.tensordict_modules.actor import TensorDictActor
+from funcollect.policies.actors.actor import Recorder, device_of, lane_mask
+from funcollect.policies.actors.checks import check_action, check_tensor, finish_columns
 from funcollect.policies.tensordict_modules.calling import (
     INIT,
+    batched,
     by_path,
     check_hidden,
     initial_hidden_states,
+    may_be_read,
+    names_of,
     outputs_of,
     paths_of,
     reads_what_it_wrote,
     run_module,
     written_by,
 )
-from funcollect.policies.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_callable, check_compiler
-from funcollect.protocols import ActorInputs
-from funcollect.specs import ExplorationType
-from funcollect.tree import Path, flatten, nest
+from funcollect.policies.tensordict_modules.parts import EquivalenceCheck, Part, Values, plain_parts
+from funcollect.policies.torch_modules.torch_backed import (
+    Compiler,
+    TorchBacked,
+    TorchPolicyState,
+    check_callable,
+    check_compiler,
+)
+from funcollect.protocols import Actor, ActorInputs, Columns
+from funcollect.specs import RESERVED, ExplorationType
+from funcollect.tree import Path, flatten, key_of, nest, select
+
+_WORTH_WATCHING = 16  # steps of a rollout, below which the parts of a policy are not looked at
 
 
 def tensordict_policy(
     module: Callable[..., Any],
     *,
     initial_state: Mapping[Any, Any] | None = None,
-    compile: Literal["xla", "callback", "eager"] | None = None,  # noqa: A002  (as `torch_policy` has it)
+    compile: Literal["xla", "eager"] | None = None,  # noqa: A002  (as `torch_policy` has it)
     device: torch.device | str | None = None,
 ) -> TensorDictPolicy:
     """A policy from a module or function of a TensorDict [P]; a collector makes it by itself.
@@ -160,3 +175,156 @@ def _check_networks(module: Any) -> None:
             count = 0 if names else len(part.in_keys)
             wanted = f"an argument for each of the in_keys {part.in_keys} of its {type(part).__name__}"
             check_call(name_of(network), called, wanted, count, *names, *part.method_kwargs)
+
+
+class TensorDictActor(Actor):
+    """Calls the module on one TensorDict per step, or its parts without a TensorDict if they return the same."""
+
+    def __init__(self, policy: TensorDictPolicy, inputs: ActorInputs) -> None:
+        self._rollout, self._single = inputs, inputs.single
+        self._module, self._device = policy.bound(inputs.params), policy.moves_to(inputs.observation)
+        self._generator = inputs.policy_state.generator.clone()
+        self._inputs = by_path(inputs.observation)
+        self._place = device_of(inputs.observation)
+        self._run_device = policy.run_device or self._place
+        before, initial = (state.on(self._run_device) for state in (inputs.policy_state, inputs.initial_state))
+        self._hidden: dict[Path, Tensor] = dict(before.recurrent or {})
+        self._carried: dict[Path, Tensor] = dict(before.carried or {})
+        self._initial: dict[Path, Tensor] = initial.recurrent or {}
+        self._written_to, self._carries = policy.written, reads_what_it_wrote(policy.module)
+        self._never = torch.zeros(inputs.num_envs, 1, dtype=torch.bool, device=self._place)
+        self._first = self._never if policy.reads_init and INIT not in self._inputs else None
+        self._names: list[Path] = []
+        self._stateful = self._carries or bool(self._hidden) or self._first is not None
+        self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self._stateful)
+        # Parts without a TensorDict need a policy that samples, has no hidden states, and runs long enough to pay.
+        short = inputs.length < _WORTH_WATCHING
+        whole = self._device is not None or self._stateful or not inputs.stochastic or short
+        self._parts = None if whole else plain_parts(self._module)
+        self._values: Values = {}
+
+    def _given(self) -> dict[Path, Tensor]:
+        """The keys that the module reads besides the observation and does not write. They are recorded like outputs."""
+        hidden = {path: leaf for path, leaf in self._hidden.items() if self._written_to[path] != path}
+        return hidden if self._first is None else {**hidden, INIT: self._first}
+
+    def _read(self) -> dict[Path, Tensor]:
+        """Everything that the module finds in its TensorDict."""
+        return {**self._inputs, **self._carried, **self._hidden, **self._given()}
+
+    @override
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        exploration, generator = self._rollout.exploration.type, torch_generator(self._generator, self._run_device)
+        with torch.no_grad(), set_interaction_type(exploration), generator:
+            yield
+
+    @override
+    def act(self, t: int) -> Any:
+        # Copies, since a module may write the next state into the memory of this one.
+        given = [leaf.clone() for leaf in self._given().values()] if self._stateful else []
+        if t == 0:
+            written = self._begin()
+        elif self._parts is not None:
+            written = self._call_parts(self._parts)
+        else:
+            written = self._written(t)
+        action = batched(written[self._action_at]) if self._single else written[self._action_at]
+        if t == 0 or action.shape[1:] != self._rollout.spec.shape:
+            check_action(action, self._rollout.spec, self._rollout.num_envs)
+            check_tensor(action)
+        if self._stateful:
+            self._recorder.append((*written, *([leaf[0] for leaf in given] if self._single else given)))
+            self._carry(tuple(map(batched, written)) if self._single else written)
+        else:
+            self._recorder.append(written)
+        return action
+
+    def _begin(self) -> tuple[Tensor, ...]:
+        """The first step fixes the entries to record: the outputs, [P, ...], or [...] for a single environment."""
+        inputs = self._read()
+
+        def run() -> dict[Path, Any]:
+            """The outputs of the module itself, called on a TensorDict. The parts are compared with these."""
+            answer = run_module(self._module, inputs, self._device, single=self._single)
+            return outputs_of(answer, {*self._inputs, *self._given()})
+
+        if self._parts is None:
+            outputs: Mapping[Path, Any] = run()
+        else:
+            self._values = {key_of(path): leaf[0] if self._single else leaf for path, leaf in inputs.items()}
+            outputs, as_good = EquivalenceCheck(self._parts, self._values, self._run_device).compare(run)
+            self._parts = self._parts if as_good else None
+        self._check({path: batched(leaf) for path, leaf in outputs.items()} if self._single else outputs)
+        self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
+        self._keys = list(map(key_of, self._names))
+        self._action_at = self._names.index(("action",))
+        return tuple(outputs[name] for name in self._names)
+
+    def _call_parts(self, parts: list[Part]) -> tuple[Tensor, ...]:
+        """The recorded outputs of a later step, from the parts without a TensorDict."""
+        values = self._values.copy()
+        for part in parts:
+            part.run(values)
+        return tuple([values[key] for key in self._keys])
+
+    def _written(self, t: int) -> tuple[Tensor, ...]:
+        """The recorded outputs of step `t`, from the module. PolicyError if it did not write one of them."""
+        answer = run_module(self._module, self._read(), self._device, single=self._single)
+        written = tuple([answer.get(key, None) for key in self._keys])
+        if any(leaf is None for leaf in written):
+            outputs = outputs_of(answer, {*self._inputs, *self._given()})
+            raise PolicyError(
+                f"step {t} of this batch: the policy wrote {names_of(outputs)} after "
+                f"{names_of(self._names)}: write the same keys at every step"
+            )
+        return written
+
+    def _carry(self, written: Sequence[Tensor]) -> None:
+        """Keep the entries of this step's outputs that the module reads at the next step."""
+        if self._hidden or self._carries:
+            by_name = dict(zip(self._names, written, strict=True))
+            self._hidden = {path: by_name[self._written_to[path]] for path in self._hidden}
+        if self._carries:
+            self._carried = {path: leaf for path, leaf in by_name.items() if may_be_read(path)}
+        if self._first is not None:
+            self._first = self._never
+
+    def _check(self, outputs: Mapping[Path, Any]) -> None:
+        """Raise PolicyError unless the first outputs hold an action, the hidden states, and no reserved key."""
+        if ("action",) not in outputs:
+            raise PolicyError(
+                f"the policy wrote {names_of(outputs)}, expected 'action' among them: add it to the out_keys"
+            )
+        own = outputs.keys() - self._written_to.values()
+        if taken := sorted({path[0] for path in own} & (RESERVED - {"action", "action_log_prob"})):
+            raise PolicyError(f"the policy wrote {taken}, keys that a batch uses itself: rename these out_keys")
+        check_hidden(outputs, self._hidden, self._written_to)
+
+    @override
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
+        """Set these lanes' hidden states to their initial ones, other carried keys to zero, and ``is_init`` to True."""
+        if not self._stateful:
+            return
+        mask = lane_mask(lanes, self._rollout.num_envs)
+        if self._first is not None:
+            self._first = self._first | mask[:, None].to(self._place)
+        for path, leaf in self._hidden.items():
+            initial = self._initial[path].to(leaf.device)
+            self._hidden[path] = select(mask.to(leaf.device), initial, leaf)
+        for path, leaf in self._carried.items():
+            self._carried[path] = select(mask.to(leaf.device), torch.zeros_like(leaf), leaf)
+
+    @override
+    def finish(self) -> tuple[TorchPolicyState, Columns]:
+        recorded = self._recorder.columns()
+        if self._single:
+            recorded = [column.unsqueeze(1) for column in recorded]
+        columns = dict(zip([*self._names, *self._given()], recorded, strict=True))
+        if self._first is not None:
+            columns["next", *INIT] = torch.zeros_like(columns[INIT])
+        hidden, carried = (
+            {path: leaf.clone() for path, leaf in each.items()} for each in (self._hidden, self._carried)
+        )
+        state = TorchPolicyState(hidden or None, self._generator, carried or None)
+        return state, finish_columns(columns, self._rollout.spec, ties=True)

@@ -8,14 +8,13 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain, count, islice
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from funcollect.policies.torch_modules.settings import PLAIN, content_of
+from funcollect.policies.torch_modules.settings import PLAIN, content_of, referents
 
 _MOST_OBJECTS = 1_000  # that are looked through for one function
 _TENSORS = ("_parameters", "_buffers")
@@ -44,7 +43,7 @@ class FunctionModule(nn.Module):
         self.function = function
         for name, module in found.items():
             self.add_module(f"{name}_" if hasattr(self, name) else name, module)
-        self._referred = _Referred(found)
+        self._referred = MappingProxyType(dict(found))  # a skeleton copies modules in other containers
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_referred"}
@@ -52,24 +51,14 @@ class FunctionModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Find the modules again: in another process a function that is imported refers to modules made there."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._referred = _Referred(modules_of(self.function))
+        self._referred = MappingProxyType(modules_of(self.function))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        with _lent(chain.from_iterable(each.modules() for each in self.children()), self._referred.parts()):
+        owners, users = (
+            chain.from_iterable(each.modules() for each in part) for part in (self.children(), self._referred.values())
+        )
+        with _lent(owners, users):
             return self.function(*args, **kwargs)
-
-
-class _Referred:
-    """The modules that a function refers to. A skeleton copies modules in attributes, but not these."""
-
-    __slots__ = ("_modules",)
-
-    def __init__(self, found: Mapping[str, nn.Module]) -> None:
-        self._modules = list(found.values())
-
-    def parts(self) -> Iterator[nn.Module]:
-        """All of them with their submodules."""
-        return chain.from_iterable(each.modules() for each in self._modules)
 
 
 @contextlib.contextmanager
@@ -113,10 +102,8 @@ def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
             if str(value.__module__).partition(".")[0] not in _LIBRARIES:
                 names.update(*(code.co_names for code in _codes(value.__code__)))
                 queue += _referents(value)
-        elif isinstance(value, MethodType):
-            queue += [(name, value.__func__), (name, value.__self__)]
-        elif isinstance(value, partial):
-            queue += [(name, part) for part in (value.func, value.args, value.keywords)]
+        elif (parts := referents(value)) is not None:
+            queue += [(name, part) for part in parts]
         elif isinstance(value, _CONTAINERS):
             items = islice(value.items() if isinstance(value, dict) else enumerate(value), _MOST_OBJECTS)
             queue += [(f"{name}_{key}", each) for key, each in items]

@@ -12,9 +12,9 @@ from torch import nn
 
 from funcollect.errors import LoweringError
 from funcollect.messages import shown
-from funcollect.policies.torch_backed import TorchBacked
-from funcollect.policies.torch_modules.settings import Settings, SettingsCache
+from funcollect.policies.torch_modules.settings import ModuleSettings
 from funcollect.policies.torch_modules.skeleton import bare
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.policies.weights import weights_of
 from funcollect.protocols import Policy
 
@@ -30,14 +30,14 @@ class PolicyChanges:
     def __init__(self, policy: Policy | None, sent: bytes | None = None) -> None:
         subject = policy.module if isinstance(policy, TorchBacked) else policy
         self._subject = None if policy is None or policy.backend == "jax" else subject
-        self._settings = SettingsCache(self._subject)
+        self._settings = ModuleSettings(self._subject)
         self._known = self._now()
         self.sent = sent
 
-    def _now(self) -> Settings | None:
-        """The current settings; None if there are too many to compare, so that the policy may have changed."""
+    def _now(self) -> int | None:
+        """The number of the current settings; None if they are too many to compare: the policy may have changed."""
         try:
-            return self._settings.settings
+            return self._settings.number
         except LoweringError:
             return None
 

@@ -1,15 +1,16 @@
-"""The attributes of a Torch module that a lowered program bakes in: everything but its parameters and buffers."""
+"""Notices changes of a Torch module in anything but its weights: in what programs bake in, and workers have."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import partial
+from itertools import chain
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,65 +23,123 @@ from funcollect.policies.weights import weights_of
 from funcollect.tree import flatten
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+LEAVES = (*PLAIN, Enum, type, BuiltinFunctionType, CodeType, ModuleType)  # into which nobody looks
 REGISTERED = ("_parameters", "_buffers", "_modules")
 
 _MAPPINGS = (dict, MappingProxyType)
 _SEQUENCES = (list, set, deque)
-_ITSELF = (type, BuiltinFunctionType, ModuleType, Enum)  # compared by identity
 _MOST_OBJECTS = 2_000
-
-
-class Settings:
-    """Equal for modules that one program serves: the values in a nested tuple, hashed once."""
-
-    __slots__ = ("_hash", "_values")
-
-    def __init__(self, values: Any = ()) -> None:
-        self._values = values
-        self._hash = hash(values)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Settings) and self._values == other._values)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
-NO_SETTINGS = Settings()
+_MOST_LOOKS = 8  # at one module; a program is made for half as many
 
 
 class Look:
-    """Records the state of objects in `take`, and compares it with their later state in `holds`.
+    """Records the state of objects. `holds` shows cheaply whether it is still the same, `alike` whether it is equal."""
 
-    It shows cheaply whether a module may have changed, so that its settings are read again only then.
-    """
-
-    def __init__(self, owners: Iterable[Any] = (), containers: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, owners: Iterable[Any] = (), containers: Iterable[Any] = (), weights: Iterable[Tensor] = ()
+    ) -> None:
         self.owners = list(owners)  # objects whose classes may change
-        self.containers = list(containers)  # dictionaries, lists and sets, whose contents are compared by identity
-        self.cells: list[Any] = []  # of closures, also compared by identity
-        self.tensors: list[Tensor] = []  # compared by how often they were written
-        self.arrays: list[Any] = []  # compared by their contents
+        self.containers = list(containers)  # dictionaries, lists and sets, for their contents
+        self.cells: list[Any] = []  # of closures, for their contents
+        self.tensors: list[Tensor] = []  # for how often they were written
+        self.arrays: list[Any] = []  # for their numbers
+        self.error: LoweringError | None = None  # why not all is looked at
+        self._weights = {id(each): each for each in weights}
 
-    def take(self) -> Look:
+    @classmethod
+    def at(cls, module: Any) -> Self:
+        """A look at everything that a module is, except its weights, as far as Python shows it.
+
+        These are its submodules and their classes, hooks, the names, shapes and dtypes of tensors, and the values of
+        attributes, with all that these refer to. Not seen are global variables that a function reads, attributes in
+        ``__slots__`` or in C, and writes through ``.data`` to other tensors. There is an `error` for more than 2,000
+        objects.
+
+        >>> module = torch.nn.Dropout(0.1)
+        >>> look = Look.at(module)
+        >>> module.eval().p, look.holds()
+        (0.1, False)
+        >>> module.train().p, look.holds()
+        (0.1, True)
+        """
+        look = cls(weights=weights_of(module))
+        seen: dict[int, Any] = {}  # by id; kept, so that no other object takes the id
+        queue = deque([module])
+        while queue:
+            value = queue.popleft()
+            if isinstance(value, LEAVES) or id(value) in seen:
+                continue
+            if len(seen) == _MOST_OBJECTS:
+                look.error = LoweringError(
+                    f"its attributes lead to more than {_MOST_OBJECTS:,} objects, too many to look at before each "
+                    "rollout: keep environments, buffers and the like out of the module"
+                )
+                break
+            seen[id(value)] = value
+            queue += look._open(value)
+        return look.take()
+
+    def _open(self, value: Any) -> Iterable[Any]:
+        """Note what of a value can change without its being replaced, and return its parts."""
+        if isinstance(value, Tensor):
+            self.tensors += () if id(value) in self._weights else (value,)
+            return ()
+        if isinstance(value, weakref.ref):
+            return (value(),)
+        if isinstance(value, np.ndarray | np.generic):
+            self.arrays.append(value)
+        elif isinstance(value, (*_MAPPINGS, *_SEQUENCES)):
+            self.containers.append(value)
+        elif isinstance(value, FunctionType):
+            self.cells += value.__closure__ or ()
+        elif hasattr(value, "__dict__"):
+            self.owners.append(value)
+        return parts_of(value)
+
+    def take(self) -> Self:
         """Record the current state."""
         self._sizes = list(map(len, self.containers))
         self._objects, self._versions = self._objects_now(), self._versions_now()
         return self
 
     def holds(self) -> bool:
-        """Whether the state is still the recorded one."""
+        """Whether the state is the recorded one: the same objects, and none of the tensors and arrays written."""
+        return self._compares(is_)
+
+    def alike(self) -> bool:
+        """Whether it may stand for the recorded one: plain values are equal, and weights have the same form."""
+        return self._compares(self._equal)
+
+    def _compares(self, same: Callable[[Any, Any], bool]) -> bool:
         if list(map(len, self.containers)) != self._sizes:
             return False
         objects = self._objects_now()
         return (
             len(objects) == len(self._objects)
-            and all(map(is_, objects, self._objects))
+            and all(map(same, objects, self._objects))
             and self._versions_now() == self._versions
         )
 
+    def _equal(self, now: Any, before: Any) -> bool:
+        if now is before:
+            return True
+        if id(before) in self._weights:
+            return isinstance(now, Tensor) and _form(now) == _form(before)
+        if type(now) is not type(before):  # 1, 1.0 and True are equal
+            return False
+        if isinstance(now, PLAIN):
+            return bool(now == before)
+        if isinstance(now, weakref.ref):
+            return self._equal(now(), before())
+        if isinstance(now, dict):
+            return self._equal([*now, *now.values()], [*before, *before.values()])
+        if isinstance(now, (list, tuple, deque)):
+            return len(now) == len(before) and all(map(self._equal, now, before))
+        parts = referents(now)
+        return parts is not None and _code(now) == _code(before) and self._equal(parts, referents(before))
+
     def _objects_now(self) -> list[Any]:
-        """Everything that is compared by identity: classes, the contents of containers, and of closure cells."""
+        """The classes of owners, and the contents of containers and of cells."""
         objects: list[Any] = list(map(type, self.owners))
         for each in self.containers:
             if each:
@@ -91,7 +150,46 @@ class Look:
         return objects
 
     def _versions_now(self) -> list[Any]:
-        return [*map(_version_of, self.tensors), *(array.tobytes() for array in self.arrays)]
+        arrays = [(each.dtype, each.shape, each.tobytes()) for each in self.arrays]
+        return [*map(_version_of, self.tensors), *arrays]
+
+
+class ModuleSettings:
+    """Numbers the settings of a module, which are all that it is besides its weights; see `Look.at`."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module  # None has one setting
+        self._looks: list[tuple[int, Look]] = []  # with their numbers, that of the last call first; never written
+        self._count = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleSettings, (self._module,)
+
+    @property
+    def number(self) -> int:
+        """The number of the current setting: the same one as when the module was like this before.
+
+        LoweringError if there is too much to compare.
+        """
+        if self._module is None:
+            return 0
+        known = self._looks
+        found = next((each for each in known if each[1].holds()), None)
+        if found is None:
+            number = next((number for number, look in known if look.alike()), None)
+            if number is None:
+                number = self._count = self._count + 1
+            found = number, Look.at(self._module)
+        if not known or found is not known[0]:
+            self._looks = [found, *(each for each in known if each[0] != found[0])][:_MOST_LOOKS]
+        number, look = found
+        if look.error:
+            raise look.error
+        return number
+
+
+def _form(tensor: Tensor) -> Any:
+    return tensor.dtype, None if is_lazy(tensor) else tensor.shape, tensor.device
 
 
 def _version_of(tensor: Tensor) -> int:
@@ -107,6 +205,24 @@ def content_of(cell: Any) -> Any:
         return None
 
 
+def _code(value: Any) -> Any:
+    return getattr(value, "__code__", None)
+
+
+def parts_of(value: Any) -> Iterable[Any]:
+    """What a value leads to: what a container holds, what a function refers to, or an object's attributes, a dict."""
+    if isinstance(value, TensorDictBase):  # whose own attributes change as it is read
+        return flatten(value).values()
+    if isinstance(value, _MAPPINGS):
+        return chain(value, value.values())
+    if isinstance(value, (*_SEQUENCES, tuple, frozenset)):
+        return value  # type: ignore[no-any-return]
+    if (parts := referents(value)) is not None:
+        return parts
+    attributes = getattr(value, "__dict__", None)
+    return (attributes,) if isinstance(attributes, dict) else ()
+
+
 def referents(value: Any) -> tuple[Any, ...] | None:
     """The objects that a method, a partial or a function with a closure refers to; None for anything else."""
     if isinstance(value, MethodType):
@@ -116,126 +232,6 @@ def referents(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, FunctionType):
         return *map(content_of, value.__closure__ or ()), value.__defaults__, value.__kwdefaults__
     return None
-
-
-class _Itself:
-    """An object that equals nothing but itself. It is kept alive, so that its id is not used again."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
-class _Survey:
-    """One walk over a module and everything that its attributes lead to. `look` records the objects on the way."""
-
-    def __init__(self, module: Any) -> None:
-        self._weights = weights_of(module)  # kept, so that no other tensor takes an id
-        self._registered = set(map(id, self._weights))
-        self._seen: dict[int, tuple[int, Any]] = {}  # by id: its number; and itself, so that no other takes the id
-        self.look = Look()
-
-    def setting(self, value: Any) -> Any:
-        """The value as it can be compared: plain values with their types, since 1, 1.0 and True are equal."""
-        if isinstance(value, PLAIN) and not isinstance(value, Enum):
-            return type(value), value
-        if isinstance(value, _ITSELF):
-            return _Itself(value)
-        if isinstance(value, (tuple, frozenset)):
-            return type(value), tuple(map(self.setting, value))
-        if id(value) in self._seen:
-            return "seen", self._seen[id(value)][0]
-        if len(self._seen) == _MOST_OBJECTS:
-            raise LoweringError(
-                f"its attributes lead to more than {_MOST_OBJECTS:,} objects, too many to look at before each rollout: "
-                "keep environments, buffers and the like out of the module"
-            )
-        self._seen[id(value)] = len(self._seen), value
-        return type(value), self._contents(value)
-
-    def _contents(self, value: Any) -> Any:
-        """A comparable form of a value's content. Objects that can change without being replaced go into `look`."""
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, TensorDictBase):  # whose own attributes change as it is read
-            return tuple((path, self.setting(leaf)) for path, leaf in flatten(value).items())
-        if isinstance(value, _MAPPINGS):
-            self.look.containers.append(value)
-            return tuple((self.setting(key), self.setting(each)) for key, each in value.items())
-        if isinstance(value, _SEQUENCES):
-            self.look.containers.append(value)
-            return tuple(map(self.setting, value))
-        if isinstance(value, np.ndarray | np.generic):
-            self.look.arrays.append(value)
-            return value.dtype.str, value.shape, value.tobytes()
-        return self._object(value)
-
-    def _tensor(self, value: Tensor) -> Any:
-        kind = (value.dtype, None if is_lazy(value) else tuple(value.shape), value.device)
-        if id(value) in self._registered:
-            return kind
-        self.look.tensors.append(value)
-        return (*kind, _Itself(value), _version_of(value))
-
-    def _object(self, value: Any) -> Any:
-        if isinstance(value, FunctionType):
-            self.look.cells += value.__closure__ or ()
-        if (parts := referents(value)) is not None:
-            return getattr(value, "__code__", None), tuple(map(self.setting, parts))
-        if isinstance(value, weakref.ref):
-            return self.setting(value())
-        attributes = getattr(value, "__dict__", None)
-        if not isinstance(attributes, dict):
-            return _Itself(value)
-        self.look.owners.append(value)
-        return self.setting(attributes)
-
-
-def settings_of(module: Any) -> Settings:
-    """Everything that a module is, except the contents of its parameters and buffers, as far as Python shows it.
-
-    These are its submodules and their classes, hooks, the names, shapes and dtypes of tensors, and the values of
-    attributes, with all that these refer to. Not seen are global variables that a function reads, attributes in
-    ``__slots__`` or in C, and writes through ``.data`` to other tensors. LoweringError for more than 2,000 objects.
-
-    >>> module = torch.nn.Dropout(0.1)
-    >>> before = settings_of(module)
-    >>> before == settings_of(module.eval()), before == settings_of(module.train())
-    (False, True)
-    """
-    return SettingsCache(module).settings
-
-
-class SettingsCache:
-    """The settings of a module (None has none), read again only after a change of an attribute or a container."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._look: Look | None = None
-        self._settings: Settings | LoweringError = NO_SETTINGS
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SettingsCache, (self._module,)
-
-    @property
-    def settings(self) -> Settings:
-        """The module's current settings; see `settings_of`."""
-        if self._module is not None and (self._look is None or not self._look.holds()):
-            survey = _Survey(self._module)
-            try:
-                settings = Settings(survey.setting(self._module))
-                self._settings = self._settings if settings == self._settings else settings
-            except LoweringError as error:
-                self._settings = error.with_traceback(None)
-            self._look = survey.look.take()
-        if isinstance(self._settings, LoweringError):
-            raise self._settings
-        return self._settings
 
 
 def unregistered(module: nn.Module) -> str:
@@ -265,16 +261,13 @@ def is_registry(part: nn.Module, name: str) -> bool:
 
 
 def _held(value: Any) -> Iterator[Any]:
-    """The contents of a container, the object of a method, the closure and globals of a function, or the value."""
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, MethodType):
-        yield value.__self__
-    elif isinstance(value, FunctionType):
-        yield from map(content_of, value.__closure__ or ())
+    """The contents of a container, what a method or a function refers to, the latter's globals, or the value."""
+    if isinstance(value, FunctionType):
         yield from map(value.__globals__.get, value.__code__.co_names)
-    elif isinstance(value, (tuple, list, set)):
-        for each in value:
+    if isinstance(value, FunctionType | MethodType):
+        yield from referents(value) or ()
+    elif isinstance(value, (*_MAPPINGS, *_SEQUENCES, tuple)):
+        for each in parts_of(value):
             yield from _held(each)
     else:
         yield value

@@ -39,7 +39,13 @@ from funcollect.policies.actors.checks import (
 )
 from funcollect.policies.heads.head import Head, check_head, chooses
 from funcollect.policies.numerics import TORCH
-from funcollect.policies.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_callable, check_compiler
+from funcollect.policies.torch_modules.torch_backed import (
+    Compiler,
+    TorchBacked,
+    TorchPolicyState,
+    check_callable,
+    check_compiler,
+)
 from funcollect.protocols import Actor, ActorInputs, Columns
 from funcollect.specs import ExplorationType
 from funcollect.tree import select
@@ -72,7 +78,6 @@ def torch_policy(
         compile: demands one way of running; it is an error if that way does not work. None takes the first that works.
             ``"xla"``: the module lowered to JAX (see `funcollect.lower`): fused with an environment written in JAX; one
             call of XLA per step, head included, for other environments, for which None means ``"eager"``.
-            ``"callback"``: Torch's own forward, called from inside the loop over a JAX environment.
             ``"eager"``: Torch's own forward, called by Python at each step.
             ``"inductor"``: as ``"eager"``, by `torch.compile`, equal to the module itself within rounding. It takes
             seconds and a C++ compiler. A call costs about 15 microseconds, too much for a small MLP on a CPU.

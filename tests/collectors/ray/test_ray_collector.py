@@ -261,7 +261,7 @@ def resident(process):
 def test_memory_stays_flat(ray_cluster):
     """More goes through the object store than it holds; neither it nor a process keeps any."""
     with ray_collector([Wide], frames_per_batch=8) as collector:
-        processes = [os.getpid(), int(collector.run.pool.records[0].handle.label.split()[-1])]
+        processes = [os.getpid(), int(collector.run.records[0].handle.label.split()[-1])]
         batches = scaled(200)
         for index, _ in enumerate(itertools.islice(collector, batches)):
             if index == batches // 10:

@@ -12,7 +12,7 @@ import torch
 
 import funcollect as fc
 from funcollect.collectors.cluster import transport as ray_transport
-from funcollect.collectors.workers import pool
+from funcollect.processes import pool
 from tests.support.faulty.faulty_workers import Failing, Plain, SlowToReturn, die, hold_the_gil, sleep_forever, stumble
 from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, ROOT, SCALE, scaled
 from tests.support.worker_runs import check_trajectories, gone, run_out, wait_until
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
 
 def pid_of(collector, worker):
     """Of an actor, once it lives."""
-    handle = collector.run.pool.records[worker].handle
+    handle = collector.run.records[worker].handle
     wait_until(lambda: not handle.label.endswith("on no node yet"))
     return int(handle.label.split()[-1])
 
@@ -143,7 +143,7 @@ from tests.support.faulty.faulty_workers import *
 kwargs = dict(frames_per_batch=16, timeout=1e6, start_timeout=1e6, collector_class=fc.MultiSyncDataCollector)
 collector = fc.RayCollector([lambda: Failing(hold_the_gil, at=40)], **kwargs)
 next(collector)
-print(*[record.handle.label.split()[-1] for record in collector.run.pool.records], flush=True)
+print(*[record.handle.label.split()[-1] for record in collector.run.records], flush=True)
 while True:
     next(collector)
 """

@@ -44,7 +44,7 @@ def test_nodes_are_lost_and_join(cluster):
         assert collector.add_collectors([Plain]) == [2]
         while 2 not in by_lane(batches):
             batches.append(next(collector).clone())
-        lost = collector.run.pool.records[0].handle.label
+        lost = collector.run.records[0].handle.label
         (victim,) = [node for node in nodes if node.node_id[:12] in lost]
         cluster.remove_node(victim, allow_graceful=False)
         cluster.add_node(**NODE)
@@ -53,7 +53,7 @@ def test_nodes_are_lost_and_join(cluster):
         after = len(batches)
         while len(batches) == after or by_lane(batches[after:]).keys() != {0, 1, 2}:
             batches.append(next(collector).clone())
-        assert collector.run.pool.records[0].handle.label != lost
+        assert collector.run.records[0].handle.label != lost
     check_trajectories(batches)
 
 
@@ -66,7 +66,7 @@ def test_rollouts_that_were_on_a_lost_node(cluster):
     collector = ray_collector(Plain, frames_per_batch=20_000, remote_configs={"resources": {"last": 1}})
     batch = next(collector)
     assert batch.numel() == 20_000
-    (ready, _), *_ = collector.run.pool.records[0].handle._sent
+    (ready, _), *_ = collector.run.records[0].handle._sent
     ray.wait([ready], fetch_local=False)
     cluster.remove_node(node, allow_graceful=False)
     with pytest.raises(fc.WorkerError, match=r"worker 0 \(actor .*\): was lost \((Object|ActorDied|ActorUnavailable)"):

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.collectors import source
 from funcollect.interop.memory import memory_error
 from tests.support.compare import assert_same, collect, joined
 from tests.support.envs.jax_counting import counting, counting_policy
@@ -93,7 +92,7 @@ def test_postproc_and_storing_device():
 
 
 def test_the_device_of_the_environment_is_that_of_jax(monkeypatch):
-    monkeypatch.setattr(source, "default_device_type", lambda: "meta")  # as if JAX computed there
+    monkeypatch.setattr("funcollect.collectors.options.default_device_type", lambda: "meta")  # as if JAX computed there
     assert next(make(env_device="meta")).numel()
     with pytest.raises(ValueError, match=r"env_device is cpu.*runs on meta"):
         make(env_device="cpu")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.collectors.workers import pool
 from funcollect.envs.host.lane_workers import lane_processes
+from funcollect.processes import pool
 from funcollect.processes.life import SIGNS
-from tests.envs.torch.test_torch_vector_env import LikeManiSkill
+from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.support.envs.counting import make_counting
 from tests.support.faulty.faulty_workers import Plain
 from tests.support.running import FORKS_OF_RAY
@@ -100,7 +100,7 @@ def test_a_rollout_may_last_longer_than_the_timeout_of_its_worker(kind, tmp_path
     clock = StepClock(tmp_path, 1.0, 12 if kind in ("steps", "lanes of one step", "Ray") else 4)
     monkeypatch.setattr(pool, "time", clock)
     with make(create_env_fn=made, policy=None, frames_per_batch=12, **kwargs) as collector:
-        clock.signs = collector.run.pool.records[0].handle.signs
+        clock.signs = collector.run.records[0].handle.signs
         assert next(collector).numel() == 12
 
 

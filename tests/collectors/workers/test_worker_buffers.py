@@ -100,7 +100,7 @@ def fill_until_it_fails(collector, buffer, kill=None):
     collector.start(buffer)
     if kill is not None:
         buffer.wait_for(1)
-        os.kill(collector.run.pool.records[kill].handle.pid, signal.SIGKILL)
+        os.kill(collector.run.records[kill].handle.pid, signal.SIGKILL)
     collector._filler.join()
 
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.collectors.workers import pool
-from funcollect.collectors.workers.serial import SerialTransport
-from funcollect.processes import child
+from funcollect.processes import child, pool
+from funcollect.processes.serving import InProcessTransport
 from tests.support.faulty.faulty_workers import (
     BadInit,
     BadReset,
@@ -92,7 +91,7 @@ def test_a_stack_is_that_of_now(monkeypatch):
     monkeypatch.setattr(child, "_TO_REPORT", FOREVER)
     with multi(SYNC, create_env_fn=[Plain], frames_per_batch=16) as collector:
         next(collector)
-        stacks = [collector.run.pool.records[0].handle.where() for _ in range(3)]
+        stacks = [collector.run.records[0].handle.where() for _ in range(3)]
     assert [stack.count("Current thread") for stack in stacks] == [1, 1, 1]
 
 
@@ -172,7 +171,7 @@ def test_processes_of_an_environment_go_with_their_worker(act):
     assert len(others) == 3  # the server that forks, and two workers of the environment
     if act == "kill":
         os.kill(worker, signal.SIGSTOP)
-        collector.run.pool.records[0].handle.kill()
+        collector.run.records[0].handle.kill()
     collector.shutdown()
     assert gone(worker)
     wait_until(lambda: all(map(gone, others)))
@@ -193,7 +192,7 @@ def test_random_kills_of_one_run(kind):
             collector.update_policy_weights_()
             count = int(torch.randint(1, 6, (), generator=generator))
             batches += [next(collector).clone() for _ in range(count)]
-            victim = collector.run.pool.records[int(torch.randint(2, (), generator=generator))].handle
+            victim = collector.run.records[int(torch.randint(2, (), generator=generator))].handle
             os.kill(victim.pid, signal.SIGKILL)
             while collector.stats()["restarts"] == kill:
                 batches.append(next(collector).clone())
@@ -236,7 +235,7 @@ envs = [lambda act=act: Failing(act, at=40) for act in (hold_the_gil, stop, slee
 while True:
     collector = fc.MultiSyncDataCollector(envs, None, frames_per_batch=16, seed=0, timeout=1e6, start_timeout=1e6)
     next(collector)
-    print(*[record.handle.pid for record in collector.run.pool.records], flush=True)
+    print(*[record.handle.pid for record in collector.run.records], flush=True)
     try:
         while True:
             next(collector)
@@ -284,7 +283,7 @@ def children_of(pid):
 
 def test_jobs_that_cannot_be_sent_release_the_transport_and_leave_no_newcomer(monkeypatch):
     left, own = [], {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 4}
-    monkeypatch.setattr(SerialTransport, "leave", lambda self: left.append(1))
+    monkeypatch.setattr(InProcessTransport, "leave", lambda self: left.append(1))
     lock = threading.Lock()
 
     def make():

@@ -56,7 +56,7 @@ class Slow(CartPoleEnv):
         return super().step(action)
 
 collector = fc.{kind}([Slow] * 2, None, frames_per_batch={frames}, seed=0, timeout=1e6, start_timeout=1e6)
-pids = [record.handle.pid for record in collector.run.pool.records]
+pids = [record.handle.pid for record in collector.run.records]
 print(*pids)
 """
 LOOP = "print('begun', flush=True)\nfor batch in collector: pass"

@@ -14,7 +14,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.collectors.processes import slots
+from funcollect.collectors.workers import slots
 from tests.support.compare import assert_same
 from tests.support.faulty.faulty_workers import Held, Plain
 from tests.support.running import scaled
@@ -68,11 +68,12 @@ def test_a_slot_is_not_written_while_any_view_of_it_lives(view):
         before = shown(kept)
         for _ in range(6):
             next(collector)
-        assert collector.run.gathering._assembler.lent == {0}
+        (group,) = collector.run.gathering.groups.values()
+        assert group.assembler.lent == {0}
         assert shown(kept) == before
         del kept
         next(collector)
-        assert collector.run.gathering._assembler.lent == set()
+        assert group.assembler.lent == set()
         assert collector.stats()["copies"] == 0
 
 
@@ -119,9 +120,9 @@ def test_nothing_is_dropped_for_a_slow_reader():
         while len(batches) < scaled(40) or len(lanes) < 4:  # a busy machine may let one of them wait for long
             batches.append(next(collector).clone())
             lanes.add(batches[-1]["collector", "lane"][0].item())
-            assert all(len(record.calls) <= 2 for record in collector.run.pool.records)
+            assert all(len(record.calls) <= 2 for record in collector.run.records)
             if len(batches) % 4 == 0:
-                wait_until(lambda: collector.run.pool.poll() or not any(m.calls for m in collector.run.pool.records))
+                wait_until(lambda: collector.run.poll() or not any(m.calls for m in collector.run.records))
     for rows in by_lane(batches).values():
         steps = rows["collector", "step"].tolist()
         assert steps == [i % 5 for i in range(len(steps))]

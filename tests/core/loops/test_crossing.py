@@ -12,7 +12,7 @@ import funcollect as fc
 from funcollect.core.api import run
 from funcollect.core.loops import crossing
 from funcollect.core.request import Request
-from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from funcollect.envs.jax_envs.suites import from_gymnax
 from funcollect.keys import Purpose, key_from_seed, lane_keys, random_words
 from tests.support.cases import tensordict_actor, tensordict_module, torch_mlp, torch_normal, torch_recurrent
 from tests.support.compare import assert_same, bits, collect, compilations, leaves

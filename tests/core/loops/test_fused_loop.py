@@ -12,7 +12,7 @@ from gymnasium.spaces import Box, Discrete
 
 import funcollect as fc
 from funcollect.core.request import Request
-from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from funcollect.envs.jax_envs.suites import from_gymnax
 from funcollect.interop import to_jax
 from tests.support.compare import assert_same, bits, collect, compilations, leaves
 from tests.support.envs.jax_counting import counting, counting_policy, plain_loop, reset

@@ -10,7 +10,7 @@ from funcollect.core.loops import device as device_loop
 from funcollect.core.loops import fused, tensor
 from funcollect.core.loops.blocks import BlockOptions
 from funcollect.interop.cuda_graph import CudaGraph
-from tests.envs.torch.test_torch_vector_env import LikeIsaacLab
+from tests.envs.test_torch_vector_env import LikeIsaacLab
 from tests.support.captured_calls import capture_on_the_cpu
 from tests.support.compare import assert_same, collect
 from tests.support.devices import each_device, forbid_waits

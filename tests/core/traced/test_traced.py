@@ -9,8 +9,8 @@ from gymnasium import spaces
 
 import funcollect as fc
 from funcollect.envs import Transition
-from funcollect.envs.jax_envs.gymnax_env import from_gymnax
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv
+from funcollect.envs.jax_envs.suites import from_gymnax
 from funcollect.errors import EnvError, PolicyError
 from funcollect.interop import words
 from funcollect.specs import ActionSpec, observation_leaves

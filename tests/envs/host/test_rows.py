@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,17 +8,21 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from funcollect.envs.host.rows import Rows, aligned
+from funcollect.envs import from_gymnasium
+from funcollect.envs.host.rows import Rows
 from funcollect.errors import EnvError
+from funcollect.interop.memory import aligned
 from funcollect.specs import assemble, observation_leaves
 
+CARTPOLE = from_gymnasium("CartPole-v1")
 BOX = spaces.Box(-9, 9, (3,))
 BYTES = spaces.Box(0, 255, (2,), np.uint8)
 BOTH = spaces.Dict(box=BOX, inner=spaces.Dict(bytes=BYTES, count=spaces.Discrete(9)))
 
 
 def make_rows(space: spaces.Space[Any], num_envs: int, dtype: Any = None) -> Rows:
-    return Rows(space, observation_leaves(space, dtype), num_envs)
+    leaves = observation_leaves(space, dtype)
+    return Rows(replace(CARTPOLE, num_envs=num_envs, observation_space=space, observation_leaves=leaves))
 
 
 def write(rows: Rows, values: list[Any]) -> None:

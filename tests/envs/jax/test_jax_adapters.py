@@ -205,20 +205,6 @@ def test_what_is_no_environment_is_refused(adapter):
         adapt(gymnax.environments.classic_control.cartpole.CartPole)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_envs": 0}, "num_envs is 0, expected a positive int"),
-        ({"num_envs": True}, "num_envs is True, expected a positive int"),
-        ({"max_episode_steps": 0}, "max_episode_steps is 0, expected at least 1"),
-        ({"starts": "cache"}, "starts is 'cache', expected one of .'cached', 'fresh'."),
-    ],
-)
-def test_options_are_checked(options, message):
-    with pytest.raises(ValueError, match=message):
-        functions_suite(**options)
-
-
 def changed(**changes):
     """`step` with some of what it returns changed."""
     names = ["env_state", "observation", "reward", "terminated", "truncated"]

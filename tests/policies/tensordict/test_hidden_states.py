@@ -1,23 +1,19 @@
-"""Hidden states that a policy carries as keys, in a loop of JAX: lowered or called back, as when each step crosses."""
+"""Hidden states that a policy carries as keys, in a loop of JAX: lowered, as when each step crosses."""
 
 import jax
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, set_recurrent_mode
 
 import funcollect as fc
 from funcollect.core import routes
-from funcollect.envs.jax_envs.gymnax_env import from_gymnax
-from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
-from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from funcollect.envs.jax_envs.suites import from_gymnax
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from tests.support.cases import mlp
 from tests.support.compare import assert_close, assert_same, collect, compilations, joined, leaves
 from tests.support.running import SCALE, in_soak, scaled
-
-WAY = {LoweredPolicy: "xla", CallbackPolicy: "callback"}
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +97,13 @@ def run(env, policy, *lengths, **options):
     return state, joined(batches)
 
 
-FUSED = [(lstm, "xla"), (gru, "callback"), (own, "xla")]
-FUSED += in_soak([(gru, "xla"), (own, "callback")])
+FUSED = [lstm, own, *in_soak([gru])]
 
 
-@pytest.mark.parametrize(("make", "way"), FUSED)
-def test_a_fused_batch_is_that_of_crossing_at_each_step(cartpole, make, way):
-    fused, eager = policy_of(make, way), policy_of(make, "eager")
-    assert WAY[type(routes.route_of(cartpole, fused).policy)] == way
+@pytest.mark.parametrize("make", FUSED)
+def test_a_fused_batch_is_that_of_crossing_at_each_step(cartpole, make):
+    fused, eager = policy_of(make, "xla"), policy_of(make, "eager")
+    assert isinstance(routes.route_of(cartpole, fused).policy, LoweredPolicy)
     limit = {"max_frames_per_traj": 12}
     for cuts in ((24, 24), (24, 1)):  # at the end of a batch an episode ends, or has just begun
         state, batch = run(cartpole, fused, *cuts, **limit)
@@ -119,14 +114,6 @@ def test_a_fused_batch_is_that_of_crossing_at_each_step(cartpole, make, way):
         if make is not own:
             assert torch.equal(batch["is_init"][..., 0], batch["collector", "step"] == 0)
             assert not batch["next", "is_init"].any()
-
-
-def test_what_samples_draws_the_same_when_called_back(cartpole):
-    state, batch = run(cartpole, sampling(), 24, 24)
-    wanted, reference = run(cartpole, sampling("eager"), 24, 24)
-    assert reference["next", "done"].any()
-    assert_close(batch, reference)
-    assert_states(state.policy_state, wanted.policy_state)
 
 
 def test_a_single_environment():
@@ -150,13 +137,12 @@ def test_explain_tells_the_way(cartpole):
     plan = fc.explain(cartpole, policy_of(lstm))
     assert (plan.loop, "module is lowered" in plan.why) == ("fused", True)
     plan = fc.explain(cartpole, sampling())
-    assert (plan.loop, "buffer_callback" in plan.why) == ("fused", True)
-    assert "not lowered" in plan.why
+    assert (plan.loop, "not lowered" in plan.why) == ("crossing", True)
 
 
-@pytest.mark.parametrize(("make", "way"), FUSED if SCALE > 1 else FUSED[1:])
-def test_weights_reach_the_next_rollout_by_one_program(cartpole, make, way):
-    fused, eager = policy_of(make, way), policy_of(make, "eager")
+@pytest.mark.parametrize("make", FUSED if SCALE > 1 else FUSED[1:])
+def test_weights_reach_the_next_rollout_by_one_program(cartpole, make):
+    fused, eager = policy_of(make, "xla"), policy_of(make, "eager")
     params = {name: leaf * 0.5 for name, leaf in fused.state_dict().items()}
     before = [run(cartpole, fused, 20, params=given)[1] for given in (None, params)]
     with compilations() as compiled:
@@ -171,9 +157,9 @@ def test_weights_reach_the_next_rollout_by_one_program(cartpole, make, way):
     assert not torch.allclose(before[0]["embedding"], given["embedding"])
 
 
-@pytest.mark.parametrize(("make", "way"), [(lstm, "xla"), (gru, "callback")])
-def test_ways_take_over_from_one_another(cartpole, make, way):
-    fused, eager = policy_of(make, way), policy_of(make, "eager")
+@pytest.mark.parametrize("make", [lstm, *in_soak([gru])])
+def test_ways_take_over_from_one_another(cartpole, make):
+    fused, eager = policy_of(make, "xla"), policy_of(make, "eager")
     whole = collect(cartpole, eager, 45)
     state, first = run(cartpole, fused, 15)
     other = fc.fork(cartpole, state)
@@ -229,7 +215,7 @@ def test_gradients_go_back_through_the_hidden_states(cartpole):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *(("gymnax/CartPole-v1", way) for way in ("xla", *in_soak(["callback"]), "eager")),
+        *(("gymnax/CartPole-v1", way) for way in ("xla", "eager")),
         *((name, "eager") for name in ("CartPole-v1", "torch/CartPole-v1")),
         *in_soak((name, "xla") for name in ("CartPole-v1", "torch/CartPole-v1")),
     ],
@@ -248,19 +234,20 @@ def test_the_first_step_is_told_to_what_carries_nothing(name, way):
     assert not batch["next", "is_init"].any()
 
 
-class Function(nn.Module):
-    """Called on a TensorDict, and answers with a hidden state as `after` makes it."""
-
-    in_keys = ("observation", "memory")
-    out_keys = ("action", ("next", "memory"))
+class Carrying(nn.Module):
+    """Carries a hidden state as `after` makes it."""
 
     def __init__(self, after):
         super().__init__()
         self.after = after
 
-    def forward(self, tensordict: TensorDict):
-        tensordict["action"] = (tensordict["observation"][..., 2] > 0).long()
-        return tensordict.update({"next": {"memory": self.after(tensordict["memory"])}})
+    def forward(self, observation, memory):
+        return (observation[..., 2] > 0).long(), self.after(memory)
+
+
+def carrying(after, initial, compiler=None):
+    module = TensorDictModule(Carrying(after), ["observation", "memory"], ["action", ("next", "memory")])
+    return fc.tensordict_policy(module, initial_state={"memory": initial}, compile=compiler)
 
 
 def test_what_no_loop_of_jax_can_carry_crosses(cartpole):
@@ -268,17 +255,13 @@ def test_what_no_loop_of_jax_can_carry_crosses(cartpole):
         (lambda memory: memory.half(), torch.ones(1), r"the hidden states \[\('memory',\)\] change their dtypes"),
         (lambda memory: memory, torch.ones(1, requires_grad=True), "initial_state requires grad, so it may change"),
     ):
-        initial = {"memory": initial}
-        policy = fc.tensordict_policy(Function(after), initial_state=initial)
+        policy = carrying(after, initial)
         assert fc.explain(cartpole, policy).loop == "crossing"
         assert collect(cartpole, policy, 3)["next", "memory"].shape == (3, 3, 1)
         with pytest.raises(fc.LoweringError, match=why):
-            fc.init(cartpole, fc.tensordict_policy(Function(after), initial_state=initial, compile="callback"), seed=0)
-    policy = fc.tensordict_policy(
-        Function(lambda memory: memory.repeat(1, 2)), initial_state={"memory": torch.zeros(1)}
-    )
+            fc.init(cartpole, carrying(after, initial, "xla"), seed=0)
     with pytest.raises(fc.PolicyError, match=r"hidden state 'next.memory' is \(3, 2\), expected \(3, 1\)"):
-        collect(cartpole, policy, 3)
+        collect(cartpole, carrying(lambda memory: memory.repeat(1, 2), torch.zeros(1)), 3)
 
 
 def test_a_parameter_as_the_initial_state_of_a_module_crosses(cartpole):

@@ -160,7 +160,7 @@ class Memory(nn.Module):
 @pytest.mark.parametrize(
     ("name", "way"),
     [("CartPole-v1", None), ("CartPole-v1", "xla"), ("torch/CartPole-v1", None)]
-    + [("gymnax/CartPole-v1", way) for way in ("xla", *in_soak(["callback"]), "eager")],
+    + [("gymnax/CartPole-v1", way) for way in ("xla", "eager")],
 )
 def test_an_announced_state_begins_with_each_trajectory(name: str, way: Any) -> None:
     torch.manual_seed(0)

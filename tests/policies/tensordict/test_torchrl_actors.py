@@ -35,7 +35,7 @@ import funcollect as fc
 from funcollect.core.routes import route_of
 from funcollect.policies.as_policy import as_policy
 from funcollect.policies.tensordict_modules import parts
-from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.testing import POLICY_CHECKS, check_policy
 from tests.support.cases import LocScale, mlp
 from tests.support.compare import assert_close, assert_same, collect
@@ -186,7 +186,7 @@ def test_epsilon_is_read_live_and_follows_the_exploration_type():
 
 @pytest.mark.parametrize(
     ("name", "compiler"),
-    [("CartPole-v1", None), *(("gymnax/CartPole-v1", compiler) for compiler in ("xla", "callback", "eager"))],
+    [("CartPole-v1", None), *(("gymnax/CartPole-v1", compiler) for compiler in ("xla", "eager"))],
 )
 def test_of_equal_values_the_first_is_chosen(name, compiler):
     """TorchRL's value policies answer a tie with several ones."""
@@ -241,7 +241,7 @@ def test_without_a_tensordict_the_answers_are_the_same(distribution, mode, monke
     env = fc.make_env(name, num_envs=3, **kwargs)
     policy = as_policy(actor_of(distribution), env)
     fast = collect(env, policy, 50, exploration_type=mode)
-    monkeypatch.setattr("funcollect.policies.tensordict_modules.actor.plain_parts", lambda module: None)
+    monkeypatch.setattr("funcollect.policies.tensordict_modules.tensordict_policy.plain_parts", lambda module: None)
     assert_same(collect(env, policy, 50, exploration_type=mode), fast)
     dist = policy.module.get_dist(fast)
     torch.testing.assert_close(dist.log_prob(fast["action"]), fast["action_log_prob"])
@@ -317,7 +317,7 @@ def test_what_is_not_plain_is_run_as_it_is(kind, monkeypatch):
     env = fc.make_env("CartPole-v1", num_envs=3)
     policy = as_policy(NOT_PLAIN[kind](), env)
     batch = collect(env, policy, 40)
-    monkeypatch.setattr("funcollect.policies.tensordict_modules.actor.plain_parts", lambda module: None)
+    monkeypatch.setattr("funcollect.policies.tensordict_modules.tensordict_policy.plain_parts", lambda module: None)
     assert_same(collect(env, policy, 40), batch)
     if kind == "a view":
         assert torch.equal(batch["logits"], batch["observation"][..., :2])

@@ -63,12 +63,12 @@ def test_a_compiled_policy_is_pickled_without_its_code():
 
 def test_a_compiler_that_is_not_there_is_said(monkeypatch):
     for wrong in ("jit", "cuda", True):
-        with pytest.raises(
-            ValueError, match=r"expected one of \['xla', 'callback', 'eager', 'inductor', 'cudagraph'\], or None"
-        ):
+        with pytest.raises(ValueError, match=r"expected one of \['xla', 'eager', 'inductor', 'cudagraph'\], or None"):
             fc.torch_policy(net(), compile=wrong)
-    with pytest.raises(ValueError, match=r"expected one of \['xla', 'callback', 'eager'\], or None"):
+    with pytest.raises(ValueError, match=r"expected one of \['xla', 'eager'\], or None"):
         fc.tensordict_policy(net(), compile="inductor")
+    with pytest.raises(ValueError, match=r"compile='callback' was removed: leave compile out"):
+        fc.torch_policy(net(), compile="callback")
     monkeypatch.setenv("CXX", "no-such-compiler")
     env = fc.make_env(ENV)
     policy = fc.torch_policy(net(), head=fc.heads.categorical, compile="inductor")

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from funcollect.policies.torch_modules.settings import NO_SETTINGS, SettingsCache, settings_of
+from funcollect.policies.torch_modules.settings import Look, ModuleSettings
+from tests.support.policies.changing import gate
 
 
 def module() -> nn.Sequential:
@@ -42,34 +43,52 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_is_seen(change: str) -> None:
     made = module()
-    watch = SettingsCache(made)
-    before = watch.settings
-    assert before == settings_of(made)
+    settings, look = ModuleSettings(made), Look.at(made)
+    before = settings.number
+    assert look.holds()
     CHANGES[change](made)
-    assert watch.settings == settings_of(made)
-    assert watch.settings != before
+    assert not look.holds()
+    assert not look.alike()
+    assert settings.number != before
 
 
 def test_weights_are_no_settings() -> None:
     made = module()
-    watch = SettingsCache(made)
-    before = watch.settings
+    settings = ModuleSettings(made)
+    before = settings.number
     with torch.no_grad():
         made[0].weight.add_(1)
     made[0].weight = nn.Parameter(torch.zeros(8, 4))
-    assert watch.settings is before
+    assert settings.number == before
+    made[0].weight = nn.Parameter(torch.zeros(9, 4))
+    assert settings.number != before
+
+
+def test_settings_are_recognised_again() -> None:
+    made: Any = module()
+    settings = ModuleSettings(made)
+    numbers = []
+    for scale in (0.5, 2.0, 0.5, 2.0):
+        made.eval().train()
+        made.scales = {"a": float(scale), "b": [1, (2, scale)]}  # an equal one, not the same
+        made.gate = gate(scale)
+        numbers.append(settings.number)
+    assert numbers == [numbers[0], numbers[1]] * 2
+    assert numbers[0] != numbers[1]
+    made.scales["b"].append(3)
+    assert settings.number not in numbers
 
 
 def test_a_copy_in_another_process_looks_by_itself() -> None:
     made = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    watch = SettingsCache(made)
-    before = watch.settings
-    other = pickle.loads(pickle.dumps((watch, made)))
-    assert other[0].settings == before
+    settings = ModuleSettings(made)
+    before = settings.number
+    other = pickle.loads(pickle.dumps((settings, made)))
+    first = other[0].number
     other[1].eval()
-    assert other[0].settings == settings_of(other[1]) != before
-    assert watch.settings is before
+    assert other[0].number != first
+    assert settings.number == before
 
 
-def test_a_function_has_none() -> None:
-    assert SettingsCache(None).settings == NO_SETTINGS
+def test_a_function_has_one() -> None:
+    assert ModuleSettings(None).number == 0

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from funcollect.testing.compare import expect_equal
-from funcollect.testing.report import NotApplicableError, fail
+from funcollect.testing.report import NotApplicableError, expect_equal, fail
 from funcollect.tree import flatten, to_tensordict
 
 

@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 
-from funcollect.testing.compare import expect_equal
-from funcollect.testing.envs.env_checks import (
+from funcollect.testing.check_env import (
     expect_chained,
     expect_counters,
     expect_flags,
     expect_layout,
     expect_used_once,
 )
-from funcollect.testing.report import NotApplicableError, fail
+from funcollect.testing.report import NotApplicableError, expect_equal, fail
 from funcollect.tree import flatten
 from tests.support.check_collector.collecting import CollectorTrial, expect_same_lanes, ids_of, lanes_of, take
 

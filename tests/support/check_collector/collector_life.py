@@ -12,8 +12,8 @@ from gymnasium import spaces
 from tensordict import TensorDictBase
 
 from funcollect.errors import ClosedError
-from funcollect.testing.envs.env_checks import expect_counters, expect_used_once
-from funcollect.testing.policies.policy_weights import other_weights, own_weights
+from funcollect.testing.check_env import expect_counters, expect_used_once
+from funcollect.testing.check_policy import other_weights, own_weights
 from funcollect.testing.report import fail
 from funcollect.tree import flatten
 from tests.support.check_collector.collecting import CollectorTrial, expect_same_lanes, ids_of, lanes_of, take

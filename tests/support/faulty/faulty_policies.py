@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import funcollect as fc
 from funcollect.policies.heads import categorical
-from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 
 

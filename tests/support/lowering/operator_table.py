@@ -1,4 +1,4 @@
-"""Writes the table of covered operators in ``docs/concepts/lowering.md`` from the registry.
+"""Writes the table of covered operators in ``docs/concepts/lowering.md`` from the rules.
 
 Run ``python -m tests.support.lowering.operator_table`` in a checkout of the repository.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from funcollect.interop.lowering.registry import FAMILIES, rules
+from funcollect.interop.lowering.operators import FAMILIES, rules
 
 _TITLES = {
     "elementwise": "Arithmetic, functions of one or two arrays, comparisons, logic, choice, bits",

@@ -17,7 +17,7 @@ from funcollect.envs.host.lane_workers.lane_worker import SLICE, LaneWorker
 from funcollect.envs.host.lane_workers.served import Applied
 from funcollect.envs.host.lane_workers.worker_process import LaneJob
 from funcollect.errors import ClosedError, EnvError, NotCalledError
-from funcollect.interop.main_module import send_main_by_value
+from funcollect.interop.settings import send_main_by_value
 from funcollect.processes.failures import Failure, UnsentResultError
 from funcollect.processes.shared_memory import shared_memory
 from funcollect.processes.system import current_cpu, place, usable_cpus

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.lowering.operators import Table, operator
 from funcollect.interop.lowering.operators.normalisation import by_channel
 from funcollect.interop.lowering.operators.reduction import in_dtype
-from funcollect.interop.lowering.registry import Table, operator
 
 jax = import_jax()
 jnp, nn = jax.numpy, jax.nn

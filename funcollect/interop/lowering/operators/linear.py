@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.lowering.operators import Table, operator
 from funcollect.interop.lowering.operators.normalisation import scaled, vector_norm
 from funcollect.interop.lowering.operators.reduction import root
-from funcollect.interop.lowering.registry import Table, operator
 
 jax = import_jax()
 jnp = jax.numpy

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import Table, operator
+from funcollect.interop.lowering.operators import Table, operator
 
 jax = import_jax()
 jnp, linalg = jax.numpy, jax.lax.linalg

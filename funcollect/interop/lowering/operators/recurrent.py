@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.lowering.operators import register
 from funcollect.interop.lowering.operators.linear import linear
-from funcollect.interop.lowering.registry import register
 
 jax = import_jax()
 jnp, lax, nn = jax.numpy, jax.lax, jax.nn

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import Table, operator
+from funcollect.interop.lowering.operators import Table, operator
 
 jax = import_jax()
 jnp, lax = jax.numpy, jax.lax

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import operator
+from funcollect.interop.lowering.operators import operator
 
 jax = import_jax()
 jnp = jax.numpy

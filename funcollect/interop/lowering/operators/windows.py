@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.lowering.operators import Table, operator
 from funcollect.interop.lowering.operators.normalisation import by_channel, scaled
-from funcollect.interop.lowering.registry import Table, operator
 
 jax = import_jax()
 jnp, lax = jax.numpy, jax.lax

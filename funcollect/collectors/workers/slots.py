@@ -1,0 +1,309 @@
+"""Workers in processes of this machine: they write whole rollouts into slots of shared memory, and read weights there.
+
+Batches are views of slots.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from sys import getrefcount
+from typing import Any
+
+import cloudpickle
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from typing_extensions import override
+
+from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, PackedLayout, columns_of, store
+from funcollect.collectors.workers.gathering import BatchAssembler, PendingBatch, WorkerGroup
+from funcollect.collectors.workers.run import Means
+from funcollect.collectors.workers.weights import WITH_WEIGHTS, WeightStore
+from funcollect.collectors.workers.worker import Job, RolloutReport, Worker
+from funcollect.core.request import NOWHERE
+from funcollect.errors import WorkerError
+from funcollect.processes.pool import Call
+from funcollect.processes.serving import ProcessTransport, serve
+from funcollect.processes.shared_memory import Memory, mapped, shared_memory
+from funcollect.tree import Path, aliased, nest
+
+_SLOTS = 3  # one that the reader holds, one that is ready, one that is being written
+
+
+class BatchSlot:
+    """A piece of memory for one batch. It belongs to the reader as long as a view of it lives.
+
+    Each batch is made of aliases of the same tensors. So everything that a reader may keep (slices, arrays, an autograd
+    graph) refers to one storage, and the reference counts of that storage show whether any of it lives.
+    """
+
+    def __init__(self, layout: BatchLayout, memory: Memory) -> None:
+        self._layout = layout
+        self._memory = memory
+        self._open()
+
+    def _open(self) -> None:
+        """Make the tensors of the slot, and record the reference counts that they have by themselves."""
+        leaves = self._layout.packed.leaves(self._memory)
+        self._leaves, self._size = nest(leaves), torch.Size(self._layout.packed.batch_size)
+        self._first = next(iter(leaves.values()))
+        self._address = self._first.data_ptr()
+        self._storage = self._first.untyped_storage()
+        self._own = self._references()
+
+    def _references(self) -> tuple[int, int]:
+        """The reference counts of the storage: from tensors and arrays, and from Python."""
+        return torch._C._storage_Use_Count(self._storage._cdata), getrefcount(self._storage)
+
+    @property
+    def lent(self) -> bool:
+        """Whether a view of it lives."""
+        return self._references() != self._own
+
+    def batch(self) -> TensorDict:
+        """The batch that is in the slot."""
+        if self._first.data_ptr() != self._address:  # `share_memory_` has given the storage other memory
+            self._open()
+        return aliased(self._leaves, self._size)
+
+
+class SlotAssembler(BatchAssembler):
+    """Workers write into slots of shared memory, and a batch is a view of its slot.
+
+    The layout follows from the first rollouts. The workers keep these until they have attached the slots.
+    """
+
+    _layout: BatchLayout
+    _fd: int
+
+    def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
+        super().__init__(submit, group)
+        self._slots: list[BatchSlot] = []  # none before the first rollouts have shown the layout
+        self._lent: set[int] = set()
+        self._written: set[int] = set()
+
+    @property
+    def lent(self) -> set[int]:
+        """The slots that the reader holds views of."""
+        self._lent = {slot for slot in self._lent if self._slots[slot].lent}
+        return self._lent
+
+    def _free(self) -> list[int]:
+        """The slots that neither the reader nor a worker uses."""
+        taken = self.lent | self._written
+        return [slot for slot in range(_SLOTS) if slot not in taken]
+
+    @override
+    def room(self) -> bool:
+        return bool(self._free() and (self._slots or not self._written))  # only one batch before there are slots
+
+    @override
+    def begin(self) -> PendingBatch:
+        slot = self._free()[0]
+        self._written.add(slot)
+        return PendingBatch([self._collect(worker, slot) for worker in self._group.workers], slot)
+
+    def _collect(self, worker: int, slot: int) -> Call:
+        return self._submit(Call(worker, "collect", (slot,), plain=True))
+
+    @override
+    def complete(self, pending: PendingBatch) -> bool:
+        if all(call.value is not None and call.value[0] is None for call in pending.calls):
+            return True
+        if not self._slots:
+            self._allocate([call.value[0] for call in pending.calls])
+        for part, call in enumerate(pending.calls):
+            if call.value is None:  # its worker was replaced before it could write
+                pending.calls[part] = self._collect(call.worker, pending.slot)
+            elif call.value[0] is not None:
+                pending.calls[part] = self._submit(self._attach(part))
+        return False
+
+    def _allocate(self, columns: Sequence[tuple[BatchColumn, ...]]) -> None:
+        """Allocate slots for rollouts with these columns, which have to be the same for each worker."""
+        first = self._group.workers[0]
+        for worker, own in zip(self._group.workers, columns, strict=True):
+            if own != columns[0]:
+                one, other = (sorted(".".join(column.path) for column in set(each)) for each in (own, columns[0]))
+                raise WorkerError(
+                    f"worker {worker}: its batch has other leaves than that of worker {first}, {one} and "
+                    f"{other} with their dtypes and shapes: give all workers equal spaces and policies",
+                    worker,
+                )
+        self._layout = BatchLayout(columns[0], self._group.lengths, self._group.join, self._group.single)
+        try:
+            self._fd, memories = shared_memory(_SLOTS, self._layout.size)
+        except MemoryError as error:
+            raise WorkerError(
+                f"worker {first}: {error} as {_SLOTS} slots for rollouts: collect fewer frames at once, or "
+                "let the machine have more memory",
+                first,
+            ) from error
+        self._slots = [BatchSlot(self._layout, memory) for memory in memories]
+
+    def _attach(self, part: int) -> Call:
+        """The call that makes a worker attach its part of every slot."""
+        return Call(self._group.workers[part], "attach", (self._layout, part, _SLOTS), (self._fd,))
+
+    @override
+    def deliver(self, pending: PendingBatch) -> TensorDict:
+        batch = self._slots[pending.slot].batch()
+        if len(self.lent) < _SLOTS - 1:
+            self._lent.add(pending.slot)
+        else:
+            self.copies += 1
+            batch = batch.clone()
+        self._written.discard(pending.slot)
+        return batch
+
+    @override
+    def restarted(self, worker: int) -> Sequence[Call]:
+        return [self._attach(list(self._group.workers).index(worker))] if self._slots else []
+
+    @override
+    def close(self) -> None:
+        if self._slots:
+            os.close(self._fd)
+            self._slots, self._lent = [], set()
+
+
+def weights_in(memories: Sequence[Memory], layout: PackedLayout) -> list[dict[str, Tensor]]:
+    """The weights by name in each piece of memory, as views."""
+    return [{path[0]: leaf for path, leaf in layout.leaves(memory).items()} for memory in memories]
+
+
+class _WeightSlots:
+    """Slots for weights of the same names, shapes and dtypes, like `weights`. They are freed with this object."""
+
+    def __init__(self, weights: Mapping[str, Tensor], count: int) -> None:
+        self.layout = PackedLayout.packed({(name,): weight for name, weight in weights.items()})
+        self.fd, memories = shared_memory(count, self.layout.size)
+        self._close = weakref.finalize(self, os.close, self.fd)
+        self._weights = weights_in(memories, self.layout)
+        self._held: weakref.WeakValueDictionary[int, _HeldWeights] = weakref.WeakValueDictionary()
+
+    def write(self, weights: Mapping[str, Tensor]) -> _HeldWeights | None:
+        """Copy weights into a slot that nobody holds; None if there is none."""
+        for slot, own in enumerate(self._weights):
+            if slot not in self._held:
+                for name, weight in own.items():
+                    weight.copy_(weights[name])
+                held = self._held[slot] = _HeldWeights(self, slot)
+                return held
+        return None
+
+    def close(self) -> None:
+        """Free the memory, whoever holds a slot."""
+        self._close()
+        self._weights = []
+
+    def fit(self, weights: Mapping[str, Tensor]) -> bool:
+        """Whether weights have the names, dtypes and shapes of those in the slots."""
+        own = self._weights[0]
+        return weights.keys() == own.keys() and all(
+            weight.dtype == own[name].dtype and weight.shape == own[name].shape for name, weight in weights.items()
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _HeldWeights:
+    """Weights in a slot, which is not written again before this object is gone."""
+
+    slots: _WeightSlots
+    slot: int
+
+
+class SharedWeightStore(WeightStore):
+    """Weights in slots of shared memory: one for each version that can be in use, and one to write.
+
+    Each worker may read one slot while the latest weights lie in another. The layout is that of the latest weights;
+    weights with other names or shapes get new slots.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._count = workers + 2
+        self._latest: _WeightSlots | None = None
+        # The slots that each worker has attached, as long as any of them is held.
+        self._attached: weakref.WeakValueDictionary[int, _WeightSlots] = weakref.WeakValueDictionary()
+
+    @override
+    def put(self, weights: Mapping[str, Tensor]) -> _HeldWeights | None:
+        if self._latest is None or not self._latest.fit(weights):
+            self._latest = _WeightSlots(weights, self._count)
+        return self._latest.write(weights)
+
+    @override
+    def call(self, worker: int, held: _HeldWeights, version: int, policy: bytes | None) -> Call:
+        slots = held.slots
+        fds = () if self._attached.get(worker) is slots else (slots.fd,)
+        self._attached[worker] = slots
+        return Call(worker, "fetch", (held.slot, version, policy, slots.layout, self._count), fds)
+
+    @override
+    def restarted(self, worker: int) -> None:
+        self._attached.pop(worker, None)  # so that the next call sends the memory again
+
+    @override
+    def close(self) -> None:
+        for slots in {*self._attached.values(), *([] if self._latest is None else [self._latest])}:
+            slots.close()
+
+
+def over_processes(workers: int, *, num_threads: int, accelerators: bool, eager: bool) -> Means:
+    """Workers in processes. If they are `eager`, they take new weights before the rollouts that were asked for earlier.
+
+    `ChildSetup` describes the other keywords.
+    """
+    transport = ProcessTransport(
+        __name__,
+        num_threads=num_threads,
+        accelerators=accelerators,
+        urgent=WITH_WEIGHTS if eager else (),
+        instead="use SyncDataCollector, or in_process=True",
+    )
+    return Means(transport, SlotAssembler, SharedWeightStore(workers))
+
+
+def main(fds: Sequence[int]) -> None:
+    """Serve the collector that has started this process."""
+    serve(fds, lambda packed: SlotWorker(cloudpickle.loads(packed)))
+
+
+class SlotWorker(Worker):
+    """A worker whose rollouts and weights lie in shared memory."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._single = self._runner.env.num_envs is None
+        self._slots: list[Mapping[Path, Tensor]] = []
+        self._held: tuple[TensorDictBase, RolloutReport, int] | None = None  # a rollout that waits for its slot
+        self._weights: Sequence[Mapping[str, Tensor]] = ()
+
+    @override
+    def collect(self, slot: int = 0) -> tuple[tuple[BatchColumn, ...] | None, Any]:
+        """Write a rollout into a slot; if there are none yet, keep it and return the columns that a slot needs."""
+        columns = self._slots[slot] if self._slots else NOWHERE
+        batch, report = self.roll_out(columns)
+        if not self._slots:
+            self._held = batch, report, slot
+            return columns_of(batch, self._single), report
+        store(batch, columns, self._single)
+        return None, report.packed() if report.final is None else report
+
+    def attach(self, layout: BatchLayout, part: int, count: int, fd: int) -> tuple[None, RolloutReport] | None:
+        """Attach the slots, and write the rollout that was kept for one; None if none was kept."""
+        self._slots = [layout.part(memory, part) for memory in mapped(fd, count, layout.size)]
+        if self._held is None:
+            return None
+        (batch, report, slot), self._held = self._held, None
+        store(batch, self._slots[slot], self._single)
+        return None, report._replace(idle=0.0, restarts=0, lost=0)  # those have been reported
+
+    def fetch(self, slot: int, version: int, policy: bytes | None, layout: PackedLayout, count: int, *fds: int) -> None:
+        """Copy weights. The first call, and the first one after a change of shapes, brings their memory."""
+        if fds:
+            self._weights = weights_in(mapped(fds[0], count, layout.size), layout)
+        self.adopt(self._weights[slot], version, policy)

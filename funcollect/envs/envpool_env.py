@@ -1,0 +1,202 @@
+"""EnvPool's environments, whose lanes are all stepped in one call of C++."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+from typing_extensions import override
+
+from funcollect.arguments import check_keys, check_not_given, check_num_envs, check_positive
+from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, batch_decoder
+from funcollect.envs.host.rows import Rows
+from funcollect.envs.recognise import import_extra
+from funcollect.envs.spaces import box
+from funcollect.errors import EnvError
+from funcollect.protocols import Outcome
+from funcollect.specs import ActionSpec, Space, observation_leaves
+
+_OURS = {
+    "seed": "pass it to funcollect.init, or to a collector",
+    "env_seed": "pass a seed to funcollect.init, or to a collector",
+    "batch_size": "all lanes are stepped together",
+    "env_type": "Gymnasium's interface is used",
+    "parallel": "EnvPool is parallel itself: num_threads=",
+    "num_workers": "EnvPool is parallel itself: num_threads=",
+}
+_LARGEST_SEED = 2**31 - 1  # EnvPool takes int32
+
+
+def from_envpool(
+    task_id: str,
+    *,
+    num_envs: int | None = None,
+    num_threads: int = 1,
+    info_keys: Sequence[str] = (),
+    dtype: npt.DTypeLike | None = None,
+    one_hot: bool = False,
+    **kwargs: Any,
+) -> SimulatedEnv:
+    """A host environment over EnvPool, seeded by run: the pool is built with one seed for each lane, once.
+
+    Lanes that are done are reset in the same step, while EnvPool itself would reset them in the next one. EnvPool
+    reports an episode that terminates at its time limit as truncated, not as terminated. With ``episodic_life=True``,
+    an Atari game goes on after a lost life; a limit on frames and a reset within a life begin another game.
+
+    Args:
+        task_id: one of `envpool.list_all_envs`, such as ``"Pong-v5"``.
+        num_threads: threads that step the lanes; the data do not depend on it.
+        **kwargs: for `envpool.make_gymnasium`: `max_episode_steps`, and the task's own options.
+        num_envs, info_keys, dtype, one_hot: see `from_gymnasium`.
+
+    Raises:
+        ImportError: if EnvPool is not installed.
+        ValueError: for an unknown task, one for several players, a number out of range, an info key that the task does
+            not have, or a keyword argument that is set here.
+        TypeError: for a pool that is built already, and a keyword argument that the task does not take.
+
+    >>> from_envpool("CartPole-v1", num_envs=8)
+    HostEnv('envpool/CartPole-v1', num_envs=8)
+    """
+    if not isinstance(task_id, str):
+        raise TypeError(
+            f"task_id is {type(task_id).__name__}, expected its name, since each run builds a pool "
+            "with its own seeds: make_env('envpool/CartPole-v1')"
+        )
+    check_keys("info_keys", info_keys, "x_position")
+    check_num_envs(num_envs)
+    check_positive("num_threads", num_threads)
+    check_not_given("EnvPool here", kwargs, _OURS)
+    envpool = import_extra("envpool", "envpool", "envs")
+    config = kwargs | {"num_envs": num_envs or 1, "num_threads": num_threads}
+    spec = _spec_of(envpool, task_id, config, info_keys)
+    with warnings.catch_warnings(action="ignore"):  # Gymnasium warns about the bounds of EnvPool's boxes
+        space, action_spec = _widened(spec.observation_space), ActionSpec(spec.action_space, one_hot)
+    build = partial(_pool_of, envpool, task_id, config)
+    return SimulatedEnv(
+        label=f"envpool/{task_id}",
+        num_envs=num_envs,
+        observation_space=space,
+        action_spec=action_spec,
+        observation_leaves=observation_leaves(space, dtype),
+        opener=partial(EnvPoolLanes, build, getattr(spec.config, "episodic_life", False)),
+        info_keys=tuple(info_keys),
+        seeding="run",
+        forking="none",
+        truncates=True,  # its `max_episode_steps` always has a value
+    )
+
+
+def _spec_of(envpool: Any, task_id: str, config: dict[str, Any], info_keys: Sequence[str]) -> Any:
+    """EnvPool's description of a task with its options; raises the errors of `from_envpool` if it cannot be adapted."""
+    known = envpool.list_all_envs()
+    if task_id not in known:
+        near = difflib.get_close_matches(task_id, known, 3, 0.4) or ["CartPole-v1", "Pong-v5"]
+        raise ValueError(f"EnvPool has no task {task_id!r}, expected one of envpool.list_all_envs(), such as {near}")
+    if "max_episode_steps" in config:
+        check_positive("max_episode_steps", config["max_episode_steps"])
+    try:
+        spec = envpool.make_spec(task_id, **config)
+    except TypeError as error:
+        reason = str(error).partition("\n")[0]
+        raise TypeError(
+            f"EnvPool cannot make {task_id!r} with {config}: {reason}; leave out the options that the task "
+            f"lacks, it takes {sorted(set(envpool.make_spec(task_id).config._fields) - _OURS.keys())}"
+        ) from error
+    if spec.config.max_num_players > 1:
+        raise ValueError(f"{task_id} is for {spec.config.max_num_players} players, expected one: take another task")
+    infos = {key.removeprefix("info:") for key in spec.state_array_spec if key.startswith("info:")} | {"elapsed_step"}
+    if unknown := [key for key in info_keys if key not in infos]:
+        raise ValueError(
+            f"EnvPool's {task_id} has no info key {unknown[0]!r}, expected one of {sorted(infos)}: name one of these"
+        )
+    return spec
+
+
+def _pool_of(envpool: Any, task_id: str, config: dict[str, Any], seeds: Sequence[int]) -> Any:
+    """A new pool of EnvPool's, with one seed for each lane."""
+    pool = envpool.make_gymnasium(task_id, seed=[seed & _LARGEST_SEED for seed in seeds], **config)
+    with warnings.catch_warnings(action="ignore"):
+        _ = pool.observation_space  # EnvPool makes it on first use, with a warning: here, not at the first step
+    return pool
+
+
+def _widened(space: Space) -> Space:
+    """The space with infinite bounds for unbounded numbers, to which EnvPool gives C++'s least and largest float."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({name: _widened(child) for name, child in space.spaces.items()})
+    if not isinstance(space, spaces.Box) or space.dtype is None or space.dtype.kind != "f":
+        return space
+    limits = np.finfo(space.dtype)
+    unbounded = (space.low == limits.tiny) & (space.high == limits.max)
+    low, high = np.where(unbounded, -np.inf, space.low), np.where(unbounded, np.inf, space.high)
+    return box(space.shape, space.dtype, low, high)
+
+
+class EnvPoolLanes(SimulatorsBase):
+    """The lanes of a pool in synchronous mode, which returns results in the order of the indices that it is sent.
+
+    EnvPool resets a lane at the step after its episode's end, and goes on with the game if only a life was lost. With
+    `lives`, lanes that are done are therefore reset by such a step, whose action is ignored. A reset by index, which
+    takes half as long, would begin another game.
+    """
+
+    def __init__(self, build: Callable[[Sequence[int]], Any], lives: bool, env: SimulatedEnv) -> None:
+        self._lives = lives
+        """Prepare the lanes that `env` describes; the first reset builds the pool."""
+        self._build = build  # makes a pool from one seed for each lane
+        self._pool: Any = None
+        self._decode = batch_decoder(env.action_spec)
+        self._info_keys = env.info_keys
+        self._num_envs = env.num_envs or 1
+        self._ended = np.zeros(self._num_envs, bool)  # [P]: with `lives`, the lane's last step ended an episode
+        self._no_action = np.zeros((self._num_envs, *(env.action_space.shape or ())), env.action_space.dtype)
+        self._rows = Rows(env)
+        self.observation = self._rows.arrays
+
+    @override
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
+        if not lanes:
+            return
+        given = [seed for seed in seeds if seed is not None]
+        try:
+            if given:  # all lanes get seeds together, in a new pool
+                self.close()
+                self._pool = self._build(given)
+                self._ended[:] = False
+            index = np.array(lanes, np.int32)
+            ended, others = index[self._ended[index]], index[~self._ended[index]]
+            first = self._pool.step(self._no_action[ended], ended)[0] if ended.size else None
+            begun = self._pool.reset(others)[0] if others.size else None
+        except Exception as error:
+            raise EnvError(f"lanes {list(lanes)}: EnvPool's reset raised {error!r}: {ONWARD}") from error
+        self._ended[index] = False
+        for some, observation in ((ended, first), (others, begun)):
+            if some.size:
+                self._rows.write_batch(observation, some)
+
+    @override
+    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
+        actions = self._decode(action)
+        index = None if len(lanes) == self._num_envs else np.array(lanes, np.int32)
+        try:
+            observation, reward, terminated, truncated, info = self._pool.step(actions, index)
+        except Exception as error:
+            raise EnvError(f"EnvPool's step raised {error!r}: {ONWARD}") from error
+        if self._lives:
+            self._ended[... if index is None else index] = terminated | truncated
+        infos = [info[key] for key in self._info_keys]
+        self._rows.write_batch(observation, index)
+        return reward, terminated.tolist(), truncated.tolist(), infos
+
+    @override
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None

@@ -1,1 +1,0 @@
-"""EnvPool environments."""

@@ -1,0 +1,187 @@
+"""Environments written in Torch, pure functions over all lanes: their base class, and classic control.
+
+The latter has the dynamics of Gymnasium's `CartPole-v1` and `Pendulum-v1`, in float64 like those. The equations come
+from Barto, Sutton and Anderson (1983) and from Gymnasium's sources.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from funcollect.arguments import checked_device
+from funcollect.envs.base import EnvBase, check_pure_functions
+from funcollect.keys import LaneKeys
+from funcollect.protocols import Transition
+
+
+class TorchEnvBase(EnvBase, ABC):
+    """Subclass this with `reset` and `step`, both pure functions over all P lanes.
+
+    Attributes:
+        observation_space, action_space: Gymnasium spaces of one environment.
+        max_episode_steps: the loop truncates an episode after this many steps; None for no limit.
+        params: the last argument of `reset` and `step`: a pytree of tensors, or None.
+
+    Args:
+        num_envs: P, or None for a single environment without a batch dimension.
+        device: the device of the state; the CPU by default.
+
+    Raises:
+        ValueError: for a `num_envs` below 1, or an unknown device.
+        TypeError: for a subclass without spaces, or with other parameters of `reset` or `step`.
+
+    >>> import gymnasium
+    >>> import funcollect as fc
+    >>> class Walk(fc.envs.TorchEnvBase):
+    ...     observation_space = gymnasium.spaces.Box(-9, 9, (1,))
+    ...     action_space = gymnasium.spaces.Discrete(2)
+    ...     def reset(self, key, params):
+    ...         position = key.uniform(1).round().float()
+    ...         return position, position
+    ...     def step(self, key, position, action, params):
+    ...         moved = position + 2 * action[:, None] - 1
+    ...         lost = moved[:, 0].abs() > 8
+    ...         return fc.envs.Transition(moved, moved, moved[:, 0], terminated=lost, truncated=lost & False)
+    >>> Walk(num_envs=3)
+    Walk(num_envs=3)
+    """
+
+    backend: Literal["torch"] = "torch"
+    max_episode_steps: int | None = None
+    params: Any = None
+
+    def __init__(self, num_envs: int | None = None, *, device: torch.device | str | None = None) -> None:
+        """Check and set `num_envs` and `device`."""
+        super().__init__(num_envs)
+        check_pure_functions(f"{type(self).__name__}.", self.reset, self.step)
+        self.device = checked_device(device) or torch.device("cpu")
+
+    @abstractmethod
+    def reset(self, key: LaneKeys, params: Any, /) -> tuple[Any, Any]:
+        """The state, a pytree of tensors [P, ...], and the observation [P, ...] at the start of an episode.
+
+        Args:
+            key: ``len(key)`` is P. ``key.uniform(n)`` returns float64 numbers [P, n], uniform in (0, 1).
+            params: `params`, or the parameters of the state.
+        """
+
+    @abstractmethod
+    def step(self, key: LaneKeys, env_state: Any, action: Tensor, params: Any, /) -> Transition:
+        """One step of all lanes with the action [P, ...]: it resets no lane, and writes nothing in place."""
+
+
+def symmetric_box(*bounds: float) -> spaces.Box:
+    """The float32 box from ``-bounds`` to ``bounds``."""
+    high = np.array(bounds, np.float32)
+    return spaces.Box(-high, high)
+
+
+class CartPole(TorchEnvBase):
+    """Balance a pole on a cart: `CartPole-v1`, all lanes at once.
+
+    The observation [P, 4] float32 is position, velocity, angle (radians) and angular velocity; action 1 pushes right.
+    The reward is 1 per step; an episode terminates beyond 2.4 units or 12 degrees and is truncated after 500 steps.
+    Arguments and errors are those of `envs.TorchEnvBase`.
+
+    >>> import funcollect as fc
+    >>> env = fc.envs.CartPole(num_envs=3)
+    >>> policy = fc.random_policy(env)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    >>> batch["observation"].shape
+    torch.Size([3, 8, 4])
+    """
+
+    max_position = 2.4
+    max_angle = 12 * 2 * math.pi / 360  # radians
+    max_episode_steps = 500
+    action_space = spaces.Discrete(2)
+    observation_space = symmetric_box(max_position * 2, np.inf, max_angle * 2, np.inf)
+
+    gravity = 9.8
+    pole_mass = 0.1
+    total_mass = 1.1
+    half_length = 0.5
+    force = 10.0
+    time_step = 0.02  # seconds
+
+    def reset(self, key: LaneKeys, params: Any, /) -> tuple[Tensor, Tensor]:
+        """Every coordinate uniform in (-0.05, 0.05): [P, 4] float64."""
+        coordinates = key.uniform(4) * 0.1 - 0.05
+        return coordinates, coordinates.float()
+
+    def step(self, key: LaneKeys, env_state: Tensor, action: Tensor, params: Any, /) -> Transition:
+        """One Euler step of `time_step` seconds."""
+        position, velocity, angle, spin = env_state.unbind(-1)
+        force = torch.where(action == 1, self.force, -self.force).double()
+        cosine, sine = angle.cos(), angle.sin()
+        moment = self.pole_mass * self.half_length
+        push = (force + moment * spin.square() * sine) / self.total_mass
+        spin_rate = (self.gravity * sine - cosine * push) / (
+            self.half_length * (4.0 / 3.0 - self.pole_mass * cosine.square() / self.total_mass)
+        )
+        acceleration = push - moment * spin_rate * cosine / self.total_mass
+        rates = torch.stack((velocity, acceleration, spin, spin_rate), -1)
+        moved = env_state + self.time_step * rates
+        fallen = (moved[:, 0].abs() > self.max_position) | (moved[:, 2].abs() > self.max_angle)
+        reward = torch.ones_like(position, dtype=torch.float32)
+        return Transition(moved, moved.float(), reward, terminated=fallen, truncated=torch.zeros_like(fallen))
+
+
+class Pendulum(TorchEnvBase):
+    """Swing a pendulum up: `Pendulum-v1`, all lanes at once.
+
+    The observation [P, 3] float32 is the cosine and sine of the angle and the angular velocity; the action [P, 1] is a
+    torque, clipped to [-2, 2]. Episodes are truncated after 200 steps and never terminate. Arguments and errors are
+    those of `envs.TorchEnvBase`.
+
+    >>> import funcollect as fc
+    >>> env = fc.envs.Pendulum(num_envs=3)
+    >>> policy = fc.random_policy(env)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    >>> batch["action"].shape
+    torch.Size([3, 8, 1])
+    """
+
+    max_speed = 8.0
+    max_torque = 2.0
+    max_episode_steps = 200
+    action_space = spaces.Box(-max_torque, max_torque, (1,))
+    observation_space = symmetric_box(1.0, 1.0, max_speed)
+
+    gravity = 10.0
+    time_step = 0.05  # seconds
+
+    def reset(self, key: LaneKeys, params: Any, /) -> tuple[Tensor, Tensor]:
+        """The angle uniform in (-pi, pi), the angular velocity in (-1, 1): [P, 2] float64."""
+        angle, speed = (2 * key.uniform(2) - 1).unbind(-1)
+        swing = torch.stack((angle * math.pi, speed), -1)
+        return swing, self._observe(swing)
+
+    def step(self, key: LaneKeys, env_state: Tensor, action: Tensor, params: Any, /) -> Transition:
+        """One semi-implicit Euler step. The terms of the torque are float32, as in Gymnasium."""
+        angle, speed = env_state.unbind(-1)
+        torque = action[:, 0].clamp(-self.max_torque, self.max_torque)
+        upright = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
+        cost = upright.square() + 0.1 * speed.square() + (0.001 * torque.square()).double()
+        rate = 3 * self.gravity / 2 * angle.sin() + (3.0 * torque).double()
+        faster = (speed + rate * self.time_step).clamp(-self.max_speed, self.max_speed)
+        moved = torch.stack((angle + faster * self.time_step, faster), -1)
+        never = torch.zeros_like(angle, dtype=torch.bool)
+        return Transition(moved, self._observe(moved), (-cost).float(), terminated=never, truncated=never)
+
+    @staticmethod
+    def _observe(swing: Tensor) -> Tensor:
+        """The observation [P, 3] float32 of a state [P, 2], which is the angle in radians and the angular velocity."""
+        angle, speed = swing.unbind(-1)
+        return torch.stack((angle.cos(), angle.sin(), speed), -1).float()
+
+
+TORCH_ENVS: dict[str, Callable[..., TorchEnvBase]] = {"CartPole-v1": CartPole, "Pendulum-v1": Pendulum}

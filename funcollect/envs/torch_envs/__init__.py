@@ -1,1 +1,0 @@
-"""Batched environments written in Torch."""

@@ -1,0 +1,274 @@
+"""Simulators that hold all lanes as tensors on one device, behind Gymnasium's vector interface."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from gymnasium.vector import AutoresetMode
+from torch import Tensor
+
+from funcollect.arguments import check_keys, checked_device
+from funcollect.envs.base import AdaptedEnv, FirstThenNew, autoreset_mode
+from funcollect.errors import EnvError, InUseError
+from funcollect.messages import shown
+from funcollect.protocols import Transition
+from funcollect.specs import ActionSpec, assemble, disassemble, observation_leaves, torch_dtype
+
+_FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, and its older one
+_NEEDED = ("num_envs", "single_observation_space", "single_action_space")
+
+
+def from_torch_vector_env(
+    env: Any,
+    *,
+    info_keys: Sequence[str] = (),
+    one_hot: bool = False,
+    device: torch.device | str | None = None,
+) -> DeviceVectorEnv:
+    """An environment over simulators that hold all lanes as tensors and reset them themselves, such as ManiSkill's.
+
+    They have Gymnasium's vector interface over tensors: `num_envs`, `single_observation_space`, `single_action_space`,
+    ``reset(seed=)`` and ``step(action)``, which begins a new episode in the same step in which one ends. The infos of
+    such a step hold the last observations as ``"final_obs"`` or ``"final_observation"``, [P, ...], of which the rows of
+    lanes that ended are read. Tensors stay on their device, and nothing waits for it.
+
+    It is seeded by run: the simulators get one seed at the beginning. States can be used once, and can be
+    neither forked nor saved in mid-episode. Limits are the simulators' own.
+
+    Args:
+        env: the environment, or a function that builds one. What is built already can serve one state: evaluations,
+            and collectors that are restored from a file, want a function.
+        info_keys: the keys of the infos to record under ``next.info``, tensors [P, ...]. The rows of lanes that ended
+            come from ``"final_info"`` if there is one.
+        one_hot: whether discrete actions are one-hot rows in a batch.
+        device: the device of the tensors; by default the environment's own `device`.
+
+    Raises:
+        TypeError: for an environment without these members.
+        ValueError: for one that does not reset its lanes, or resets them in the step after the last one.
+
+    >>> import torch, funcollect as fc
+    >>> from gymnasium import spaces
+    >>> class Walks:
+    ...     num_envs, device = 3, torch.device("cpu")
+    ...     single_observation_space, single_action_space = spaces.Box(-9, 9, (1,)), spaces.Discrete(2)
+    ...     def reset(self, seed=None):
+    ...         self.place = torch.zeros(3, 1)
+    ...         return self.place, {}
+    ...     def step(self, action):
+    ...         final = self.place + 2 * action[:, None] - 1
+    ...         over = final[:, 0].abs() > 5
+    ...         self.place = torch.where(over[:, None], 0.0, final)
+    ...         return self.place, 1.0 - over.float(), over, over & False, {"final_obs": final}
+    >>> env = fc.envs.from_torch_vector_env(Walks)
+    >>> policy = fc.random_policy(env)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40)
+    >>> batch["next", "observation"][batch["next", "terminated"]].abs().unique()
+    tensor([6.])
+    """
+    check_keys("info_keys", info_keys, "success")
+    given = hasattr(env, "step") and not isinstance(env, type)
+    if not given and not callable(env):
+        raise TypeError(f"env is {type(env).__name__}, expected a vector environment, or a function: pass one")
+    simulators = FirstThenNew(env if given else env(), _only_once if given else env)
+    try:
+        adapted = _adapted(simulators, tuple(info_keys), one_hot, device)
+    except BaseException:
+        if not given:
+            _close_unused(simulators)
+        raise
+    if not given:
+        weakref.finalize(adapted, _close_unused, simulators)
+    return adapted
+
+
+def _adapted(
+    simulators: FirstThenNew, info_keys: tuple[str, ...], one_hot: bool, device: torch.device | str | None
+) -> DeviceVectorEnv:
+    """The environment over simulators, of which those that are made already have the facts about them."""
+    made = simulators.made
+    label = type(made).__name__
+    facts = {name: _member(made, name) for name in _NEEDED}
+    if missing := [name for name, value in facts.items() if value is None]:
+        raise TypeError(f"{label} lacks {missing}, expected Gymnasium's vector interface: wrap it so that it has them")
+    mode = autoreset_mode(made)
+    if mode not in (None, AutoresetMode.SAME_STEP):
+        raise ValueError(f"{label} has autoreset_mode={getattr(mode, 'name', mode)}, expected SAME_STEP: build it so")
+    place = checked_device(device if device is not None else _member(made, "device"))
+    if place is None:
+        raise TypeError(f"{label} has no device, expected where its tensors are: pass device=")
+    space = facts["single_observation_space"]
+    return DeviceVectorEnv(
+        label=label,
+        num_envs=facts["num_envs"],
+        observation_space=space,
+        action_spec=ActionSpec(facts["single_action_space"], one_hot),
+        observation_leaves=observation_leaves(space),
+        info_keys=info_keys,
+        device=place,
+        build=simulators,
+        truncates=True,  # no wrapper can: such simulators reset their lanes themselves
+    )
+
+
+def _close_unused(simulators: FirstThenNew) -> None:
+    """Close what was made for the facts about it and is used by no state; a copy of the environment makes others."""
+    if (made := simulators.taken()) is not None:
+        _close(made)
+
+
+def _only_once() -> Any:
+    raise InUseError("the vector environment is in use by another state: pass a function that builds one instead")
+
+
+def _member(env: Any, name: str) -> Any:
+    """An attribute of an environment, or of the one that it wraps."""
+    own = getattr(env, name, None)
+    return getattr(getattr(env, "unwrapped", env), name, None) if own is None else own
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class DeviceVectorEnv(AdaptedEnv):
+    """The environment that `from_torch_vector_env` returns."""
+
+    info_keys: tuple[str, ...]
+    device: torch.device
+    build: Callable[[], Any]
+    backend: Literal["device"] = "device"
+    seeding: Literal["run"] = "run"
+    forking: Literal["none"] = "none"
+
+    def open(self) -> VectorSimulators:
+        """Make live simulators, which are not reset yet."""
+        return VectorSimulators(self)
+
+
+class VectorSimulators:
+    """The simulators of one state."""
+
+    def __init__(self, env: DeviceVectorEnv) -> None:
+        self._env = env
+        self._simulators = env.build()
+        self._lanes = env.num_envs or 1
+        self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of the infos, once they have come
+        self.lacking = torch.zeros((), dtype=torch.bool, device=env.device)
+        """whether episodes have ended without a last observation; a tensor, so that the host need not wait for it"""
+
+    def reset(self, seed: int | None) -> Any:
+        """Begin an episode in each lane; return the observations [P, ...]."""
+        self.lacking = torch.zeros_like(self.lacking)
+        answer = self._simulators.reset(seed=seed)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise EnvError(f"reset of {self._env} returned {shown(answer)}, expected (observation, info): return both")
+        return self._assembled(self._observed("observation", answer[0]))
+
+    def step(self, action: Tensor) -> tuple[Transition, Any]:
+        """Step all lanes; return the transition, and the observations for the next step."""
+        spec = self._env.action_spec
+        if spec.one_hot:
+            action = spec.from_one_hot(action, torch)
+        answer = self._simulators.step(action)
+        if not isinstance(answer, tuple) or len(answer) != 5:
+            raise EnvError(
+                f"step of {self._env} returned {shown(answer, 80)}, expected (observation, reward, terminated, "
+                "truncated, info): return these"
+            )
+        observation, reward, terminated, truncated, info = answer
+        info = self._mapping("info", info)
+        self._check("reward", reward, (self._lanes,))
+        for name, flags in (("terminated", terminated), ("truncated", truncated)):
+            self._check(name, flags, (self._lanes,), torch.bool)
+        done = terminated | truncated
+        after = last = self._observed("observation", observation)
+        key = next((key for key in _FINAL if key in info), None)
+        if key is None:
+            self.lacking = self.lacking | done.any()
+        else:
+            final = self._observed("final observation", info[key])
+            last = [_chosen(done, one, other) for one, other in zip(final, after, strict=True)]
+            if isinstance(reported := info.get(f"_{key}"), Tensor):  # in which lanes, as Gymnasium says it
+                self.lacking = self.lacking | (done & ~reported).any()
+        infos = self._infos(done, info)
+        return Transition(None, self._assembled(last), reward, terminated, truncated, infos), self._assembled(after)
+
+    def _observed(self, name: str, observation: Any) -> list[Tensor]:
+        """The leaves of an observation, checked, floating ones as float32."""
+        try:
+            values = disassemble(self._env.observation_space, observation)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EnvError(
+                f"the {name} of {self._env} is {shown(observation, 80)}, expected the structure of its space "
+                f"{self._env.observation_space}: correct the simulators or the space"
+            ) from error
+        leaves = []
+        for leaf, value in zip(self._env.observation_leaves, values, strict=True):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                value = value.float()
+            self._check(f"{name} {leaf.name!r}", value, (self._lanes, *leaf.shape), torch_dtype(leaf.dtype))
+            leaves.append(value)
+        return leaves
+
+    def _assembled(self, leaves: Sequence[Tensor]) -> Any:
+        paths = [leaf.path for leaf in self._env.observation_leaves]
+        return assemble(self._env.observation_space, dict(zip(paths, leaves, strict=True)))
+
+    def _infos(self, done: Tensor, info: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The infos to record, as they were before lanes were reset; each is always of the same kind."""
+        if not self._env.info_keys:
+            return {}
+        final = self._mapping("final_info", info.get("final_info"))
+        if missing := [name for name in self._env.info_keys if name not in info and name not in final]:
+            raise EnvError(
+                f"the infos of {self._env} are {sorted(info)}, expected {missing} among them: correct info_keys"
+            )
+        infos = {}
+        for name in self._env.info_keys:
+            parts = [each[name] for each in (final, info) if name in each]
+            for part in parts:
+                shape, dtype = self._kinds.get(name, ((self._lanes, *getattr(part, "shape", ())[1:]), None))
+                self._check(f"info {name!r}", part, shape, dtype)
+                self._kinds[name] = part.shape, part.dtype
+            infos[name] = _chosen(done, *parts) if len(parts) == 2 else parts[0]
+        return infos
+
+    def _mapping(self, name: str, value: Any) -> Mapping[str, Any]:
+        """The value, an empty dict for None; EnvError for anything but a dict."""
+        if value is not None and not isinstance(value, Mapping):
+            raise EnvError(f"the {name} of {self._env} is {type(value).__name__}, expected a dict: return that")
+        return value or {}
+
+    def _check(self, name: str, value: Any, shape: Sequence[int], dtype: torch.dtype | None = None) -> None:
+        """Raise EnvError unless the value is a tensor of this shape and dtype, if one is given."""
+        if not isinstance(value, Tensor) or value.shape != tuple(shape) or value.dtype != (dtype or value.dtype):
+            got = f"{value.dtype} {list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
+            kind = "" if isinstance(value, Tensor) else f" of {type(value).__module__.partition('.')[0]}"
+            wanted = f"a tensor {dtype or ''}".rstrip()
+            raise EnvError(f"{name} of {self._env} is {got}{kind}, expected {wanted} {list(shape)}: return that")
+
+    def check(self) -> None:
+        """Raise EnvError if an episode has ended without a last observation; this waits for the device."""
+        if bool(self.lacking):
+            raise EnvError(
+                f"{self._env} resets its lanes and does not report the last observations of their episodes, expected "
+                f"them in the infos as {_FINAL[0]!r}, since the value of a truncated state depends on them: add them "
+                "where the simulators reset their lanes (in Isaac Lab by compute_final_obs=True in its configuration, "
+                "or in older releases by overriding _reset_idx)"
+            )
+
+    def close(self) -> None:
+        """Free the simulators."""
+        _close(self._simulators)
+
+
+def _chosen(done: Tensor, final: Tensor, after: Tensor) -> Tensor:
+    """The last values of the lanes that are done [P], and the current ones of the others."""
+    return torch.where(done.view(-1, *[1] * (after.ndim - 1)), final, after)
+
+
+def _close(simulators: Any) -> None:
+    if hasattr(simulators, "close"):
+        simulators.close()

@@ -1,0 +1,363 @@
+"""Adapter for TorchRL's environments: single, `SerialEnv`, `ParallelEnv`, transformed or natively batched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing.process import BaseProcess, active_children
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from typing_extensions import override
+
+from funcollect.arguments import check_num_envs
+from funcollect.envs.base import FirstThenNew
+from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, call_of
+from funcollect.envs.host.lane_workers.options import LaneWorkers, refuse_removed
+from funcollect.envs.host.lane_workers.simulators import WorkerLanes
+from funcollect.envs.host.rows import Rows
+from funcollect.envs.recognise import is_torchrl, running_statistics
+from funcollect.envs.torchrl_specs import TorchRLLayout, layout_of, truncates
+from funcollect.errors import EnvError, InUseError
+from funcollect.keys import generator_state, torch_generator
+from funcollect.protocols import Outcome, Simulators
+from funcollect.specs import observation_leaves
+from funcollect.tree import as_path, key_of, to_tensordict
+
+
+def from_torchrl(
+    env: Any,
+    *,
+    num_envs: int | None = None,
+    num_workers: int = 0,
+    parallel: bool = False,
+    timeout: float = 60.0,
+    dtype: npt.DTypeLike | None = None,
+    **kwargs: Any,
+) -> SimulatedEnv:
+    """A host environment over one of TorchRL's: single, `SerialEnv`, `ParallelEnv`, transformed or natively batched.
+
+    Observations have the environment's keys, including those that its transforms add, such as ``step_count``. The
+    environment needs one action, whose key may be nested and which a batch holds as ``action`` in the environment's own
+    encoding; one reward, which becomes ``reward``; and ``done``, ``terminated`` and ``truncated`` at the root. Lanes
+    are reset by ``_reset`` masks, through all transforms. The environment is seeded once (``seeding="run"``), by its
+    `set_seed`, draws from Torch's global generator in its own state, and cannot be forked. With `num_envs`, each
+    lane is a separate environment with its own seed (``seeding="lane"``).
+
+    Args:
+        env: an `EnvBase`, which backs one state, or a factory of one, called for each state. The state owns the
+            instance: after a step or reset from outside (``env.rollout(…)``) the next frame is no transition, so
+            evaluate on another.
+        num_envs: P lanes from one factory of single environments, which may then live in workers; None for the batch
+            that `env` is itself.
+        num_workers, parallel, timeout, dtype: see `from_gymnasium`.
+        **kwargs: for the factory.
+
+    Raises:
+        TypeError: for something else as `env`, and for specs without a Gymnasium space.
+        ValueError: for several actions, rewards, batch dimensions or groups of done flags; for keys that collide with a
+            batch's own.
+
+    >>> from torchrl.envs import GymEnv, SerialEnv
+    >>> from_torchrl(lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")))
+    HostEnv('SerialEnv', num_envs=2)
+    """
+    refuse_removed(kwargs)
+    if given := sorted(kwargs.keys() & {"info_keys", "one_hot", "replayable"}):
+        raise TypeError(
+            f"{', '.join(given)} cannot be given for an environment of TorchRL's, which has its own: build it that way"
+        )
+    check_num_envs(num_envs)
+    apart = num_envs is not None or parallel or bool(num_workers)  # separate lanes
+    if is_torchrl(env) and (apart or kwargs):
+        names = [*kwargs, *(["num_envs, or workers,"] if apart else [])]
+        raise TypeError(f"{', '.join(names)} cannot be given with an environment that is built: pass a factory")
+    workers = LaneWorkers.checked(num_envs or 1, parallel=parallel, num_workers=num_workers, timeout=timeout)
+    first = env if is_torchrl(env) else _make(env, kwargs)
+    if apart and first.batch_size:
+        raise ValueError(
+            f"num_envs, or workers, were given with {type(first).__name__}, which is a batch of {first.batch_size[0]} "
+            "already: pass a factory of a single environment"
+        )
+    layout = layout_of(first)
+    with torch_generator(generator_state(0)):  # this builds a lane if they live in other processes
+        statistics, limited = running_statistics(first), truncates(first)
+    made = partial(_make, env, kwargs)
+    opener: Callable[[SimulatedEnv], Simulators]
+    if workers:
+        first.close()
+        opener = WorkerLanes
+    else:
+        make = FirstThenNew(first, made)
+        lanes = TorchRLLanes if first.batch_size else SingleLane
+        opener = partial(SeparateLanes, make) if apart else lambda adapted: lanes(make(), layout, adapted)
+    name = type(first).__name__
+    return SimulatedEnv(
+        label=f"{name} in {workers}" if workers else name,
+        num_envs=num_envs if apart else first.batch_size[0] if first.batch_size else None,
+        observation_space=layout.observation_space,
+        action_spec=layout.action,
+        observation_leaves=observation_leaves(layout.observation_space, dtype),
+        opener=opener,
+        seeding="lane" if apart else "run",
+        forking="none",
+        truncates=limited,
+        running_statistics=statistics,
+        primers=layout.primers,  # of `TensorDictPrimer`s around it; a policy carries its state itself
+        workers=workers,
+        open_group=(lambda _, __: partial(SeparateLanes, made)) if workers else None,
+    )
+
+
+def _make(env: Any, kwargs: dict[str, Any]) -> Any:
+    """A new environment from the factory `env`; InUseError for an instance."""
+    if is_torchrl(env):
+        raise InUseError(
+            f"this {type(env).__name__} backs a state, or did until that was closed, and cannot be rebuilt: pass a "
+            "factory instead of an instance"
+        )
+    if not callable(env):
+        raise TypeError(f"env is {type(env).__name__}, expected a torchrl.envs.EnvBase or a factory: pass one")
+    with torch_generator(generator_state(0)):  # some environments draw a seed as they are built
+        built = env(**kwargs)
+    if not is_torchrl(built):
+        raise TypeError(
+            f"the factory returned {type(built).__name__}, expected a torchrl.envs.EnvBase: return the environment"
+        )
+    return built
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _no_grad() -> contextlib.AbstractContextManager[Any]:
+    """A context without gradients, which costs nothing if they are disabled already, as in a Torch policy's loop."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+class TorchRLLanes(SimulatorsBase):
+    """The lanes of an environment of TorchRL's, stepped as a whole.
+
+    Each step gets the TensorDict that the last one returned (the root), since transforms keep values in it. An
+    environment whose layout is bare reads only the action, and gets only that.
+    """
+
+    def __init__(self, env: Any, layout: TorchRLLayout, adapted: SimulatedEnv) -> None:
+        """Prepare TorchRL's `env`, which `adapted` describes; it is reset later."""
+        self._env = env
+        self._layout = layout
+        self._action_path = as_path(layout.action_key)
+        self._batched = bool(env.batch_size)
+        self._num_envs = env.batch_size[0] if self._batched else 1
+        self._threads = torch.get_num_threads()
+        self._generator = generator_state(0)
+        self._broken_off = False  # whether the last call of the environment raised, so its processes may be unusable
+        self._root: TensorDictBase | None = None  # the input of the next step, without the action
+        self._restarted = [False] * self._num_envs  # whether a lane's next episode has begun in _root already
+        rows = Rows(adapted)
+        self._reads = [(leaf_rows, key_of(leaf_rows.leaf.path)) for leaf_rows in rows.leaves]
+        self.observation = rows.arrays
+
+    @override
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
+        if not lanes:
+            return
+        if self._broken_off and len(lanes) == self._num_envs and _processes_of(self._env):
+            _end_processes(self._env)  # they accept no call, since an answer is pending or a process has ended
+        self._broken_off = True
+        try:
+            with _no_grad():
+                self._root = root = self._reset_root(lanes, seeds[0])  # one seed for the whole environment
+        except Exception as error:
+            raise self._failed(f"reset of the lanes {list(lanes)}", error) from error
+        self._broken_off = False
+        for lane in lanes:
+            self._restarted[lane] = False
+        self._write(root, lanes)
+
+    def _reset_root(self, lanes: Sequence[int], seed: int | None) -> Any:
+        """The root after a reset of those of the `lanes` that the last step has not restarted; a seed resets all."""
+        if seed is not None:
+            self._root = None
+            self._generator = generator_state(seed)
+        with torch_generator(self._generator):
+            if seed is not None:
+                self._env.set_seed(seed)
+            missing = [lane for lane in lanes if not self._restarted[lane]]
+            if self._root is None or len(missing) == self._num_envs:
+                return self._env.reset()
+            if not missing:
+                return self._root
+            over = torch.zeros(self._num_envs, 1, dtype=torch.bool)
+            over[missing] = True
+            for key in self._env.done_keys:
+                self._root.set(key, over.to(self._root.get(key).device, copy=True))
+            return self._env.maybe_reset(self._root)
+
+    def _failed(self, what: str, error: Exception) -> EnvError:
+        """The EnvError for a call that raised; drops the root, so the next reset resets the whole environment."""
+        self._root = None
+        self._restarted = [False] * self._num_envs
+        return EnvError(f"{type(self._env).__name__}: {what} raised {error!r}: {ONWARD}")
+
+    @override
+    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
+        self._broken_off = True
+        try:
+            with _no_grad(), torch_generator(self._generator):
+                after = self._step_all(self._encoded(lanes, action))
+        except Exception as error:
+            raise self._failed("step", error) from error
+        self._broken_off = False
+        reward = self._column(after, self._layout.reward_key)
+        terminated, truncated = self._flags(after)
+        self._write(after, lanes)
+        if len(lanes) < self._num_envs:
+            reward, terminated, truncated = ([each[lane] for lane in lanes] for each in (reward, terminated, truncated))
+        return reward, terminated, truncated, ()
+
+    def _encoded(self, lanes: Sequence[int], action: Any) -> Tensor:
+        """The action [k, ...] of these lanes, copied to one of all lanes [P, ...] in the environment's dtype."""
+        tensor = action if isinstance(action, Tensor) else torch.tensor(np.asarray(action))
+        if len(lanes) < self._num_envs:  # the environment steps all of its lanes; the results of the others are dropped
+            some, tensor = tensor, tensor[:1].repeat_interleave(self._num_envs, 0)
+            tensor[list(lanes)] = some
+        own = tensor if self._batched else tensor[0]
+        return own.to(self._env.device or tensor.device, self._layout.action_dtype, copy=True)
+
+    def _step_all(self, action: Tensor) -> TensorDictBase:
+        """Step all lanes, and return TorchRL's ``next``. Unless the layout is bare, done lanes restart in the root."""
+        if self._layout.bare or self._root is None:
+            alone = to_tensordict({self._action_path: action}, ())
+            after: TensorDictBase = self._env._step(alone) if self._layout.raw else self._env.step(alone).get("next")
+            return after
+        self._root.set(self._layout.action_key, action)
+        stepped, self._root = self._env.step_and_maybe_reset(self._root)
+        after = stepped.get("next")
+        self._restarted = self._column(after, "done")
+        return after
+
+    def _flags(self, after: TensorDictBase) -> tuple[list[bool], list[bool]]:
+        """Terminated and truncated, [P] each; a lane that is done but not terminated is truncated."""
+        done = self._column(after, "done")
+        if not any(done):
+            return done, done.copy()
+        terminated = self._column(after, "terminated")
+        cut = self._column(after, "truncated") if self._layout.writes_truncated else [False] * self._num_envs
+        return terminated, [c or (d and not t) for c, d, t in zip(cut, done, terminated, strict=True)]
+
+    @staticmethod
+    def _column(source: TensorDictBase, key: Any) -> Any:
+        """The leaf under `key`, which has one number or flag per lane, as a list of P."""
+        return source.get(key).reshape(-1).tolist()
+
+    def _write(self, source: TensorDictBase, lanes: Sequence[int]) -> None:
+        """Copy the observations of `lanes` from a TensorDict to `observation`."""
+        everyone = len(lanes) == self._num_envs
+        for rows, key in self._reads:
+            values = source.get(key).numpy(force=True)
+            if not self._batched:
+                rows.write_lane(0, values)
+            elif everyone:
+                rows.write_batch(values)
+            else:
+                rows.write_from_batch(values, lanes)
+
+    @override
+    def close(self) -> None:
+        try:
+            if self._env.is_closed:
+                return
+            processes = _processes_of(self._env)
+            if processes and (self._broken_off or not processes <= {*active_children()}):
+                _end_processes(self._env)
+                self._env.close(raise_if_closed=False)  # its transforms
+            else:
+                self._env.close()
+        finally:
+            torch.set_num_threads(self._threads)  # which closing a ParallelEnv changes
+
+
+class SingleLane(TorchRLLanes):
+    """A single environment of TorchRL's."""
+
+    def __init__(self, env: Any, layout: TorchRLLayout, adapted: SimulatedEnv) -> None:
+        super().__init__(env, layout, adapted)
+        self._lane = adapted.first_lane  # as messages call it
+
+    def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
+        """Call a function with the environment, if its lane is among these."""
+        return [call_of(self._lane, function, self._env, args) for _ in lanes]
+
+
+class SeparateLanes(SimulatorsBase):
+    """Single environments of TorchRL's, one for each lane."""
+
+    def __init__(self, make: Callable[[], Any], env: SimulatedEnv) -> None:
+        """Make the environments that `env` describes; they are reset later."""
+        self.observation = Rows(env).arrays
+        self._first_lane = env.first_lane
+        self._lanes: list[SingleLane] = []
+        for lane in range(env.num_envs or 1):
+            memory = {path: array[lane : lane + 1] for path, array in self.observation.items()}
+            made, here = make(), replace(env, num_envs=None, first_lane=env.first_lane + lane, memory=memory)
+            layout = layout_of(made)
+            if (layout.observation_space, layout.action.space) != (env.observation_space, env.action_space):
+                raise ValueError(
+                    f"lane {here.first_lane} has the spaces {layout.observation_space} and {layout.action.space}, lane "
+                    f"0 has {env.observation_space} and {env.action_space}: use equal spaces in one batch"
+                )
+            self._lanes.append(SingleLane(made, layout, here))
+
+    def _call(self, lane: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of a lane; its EnvError names the lane."""
+        try:
+            return function(*args)
+        except EnvError as error:
+            raise EnvError(f"lane {self._first_lane + lane}: {error}") from error
+
+    @override
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
+        for lane, seed in zip(lanes, seeds, strict=True):
+            self._call(lane, self._lanes[lane].reset, [0], [seed])
+
+    @override
+    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
+        steps = enumerate(lanes)
+        outcomes = [self._call(lane, self._lanes[lane].step, [0], action[row : row + 1]) for row, lane in steps]
+        reward, terminated, truncated = ([each[column][0] for each in outcomes] for column in range(3))
+        return reward, terminated, truncated, ()
+
+    def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
+        """Call a function with the environments of these lanes."""
+        return [result for lane in lanes for result in self._lanes[lane].apply([0], function, args)]
+
+    @override
+    def close(self) -> None:
+        for lanes in self._lanes:
+            lanes.close()
+
+
+def _processes_of(env: Any) -> set[BaseProcess]:
+    """The processes of a `ParallelEnv`, which may be under transforms; empty for any other environment."""
+    # `getattr` would be forwarded by a ParallelEnv to its processes
+    return {process for module in env.modules() for process in vars(module).get("_workers", ())}
+
+
+def _end_processes(env: Any) -> None:
+    """Kill the processes, which may be busy, hung or gone; the next call of `env` starts new ones."""
+    for module in env.modules():
+        if "_workers" not in vars(module):
+            continue
+        for process in {*module._workers} & {*active_children()}:  # without those that TorchRL has reaped
+            process.kill()
+            process.join()
+        for channel in module.parent_channels:
+            channel.close()
+        module.is_closed = True

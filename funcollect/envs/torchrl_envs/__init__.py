@@ -1,1 +1,0 @@
-"""TorchRL's environments."""

@@ -1,0 +1,212 @@
+"""Read a TorchRL environment's spaces and the keys of its TensorDict; the one module that imports TorchRL."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from funcollect.envs.recognise import has_time_limit
+from funcollect.envs.spaces import box
+from funcollect.specs import ActionSpec, Space
+from funcollect.tree import Path, flatten
+
+NestedKey = str | tuple[str, ...]
+
+_GROUP = {"done", "terminated", "truncated"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchRLLayout:
+    """The spaces of an environment, and the keys of its TensorDict."""
+
+    observation_space: Space  # without the keys of `primers`
+    action: ActionSpec
+    action_key: NestedKey
+    action_dtype: torch.dtype  # as the environment reads the action
+    reward_key: NestedKey
+    writes_truncated: bool
+    primers: dict[Path, Tensor]  # initial recurrent states of a policy, which transforms of the environment declare
+    bare: bool  # whether a step reads nothing but the action
+    # Whether `_step` can be called instead of `step`: TorchRL's own adapters of Gymnasium write the whole result there,
+    # and a quarter of the time of their `step` goes into checking it again. Implies `bare`.
+    raw: bool
+
+
+def layout_of(env: Any) -> TorchRLLayout:
+    """The layout of an `EnvBase`; raises ValueError for one that cannot be adapted, TypeError for an unknown spec."""
+    from torchrl.envs import GymLikeEnv
+
+    if len(env.batch_size) > 1:
+        raise ValueError(
+            f"the environment has the batch size {list(env.batch_size)}, expected [] or [P]: build it with one batch "
+            "dimension"
+        )
+    action_key = _only("actions", env.action_keys, "join them in one, or write a transform that splits one")
+    reward_key = _only("rewards", env.reward_keys, "add them up in a transform")
+    done_keys = list(env.done_keys)
+    if not {"done", "terminated"} <= set(done_keys) <= _GROUP:
+        raise ValueError(
+            f"the environment has the done keys {done_keys}, expected {sorted(_GROUP)} at the root: flags of agents "
+            "have to be aggregated in a transform"
+        )
+    action = env.full_action_spec_unbatched[action_key]
+    reward = env.full_reward_spec_unbatched[reward_key]
+    if reward.shape.numel() != 1:
+        raise ValueError(
+            f"the reward {reward_key!r} has shape {list(reward.shape)}, expected one number per environment: add the "
+            "parts up in a transform"
+        )
+    space, primers = _observation_space(env)
+    bare = not env.batch_size and not hasattr(type(env), "transform") and not list(env.state_spec.keys(True, True))
+    return TorchRLLayout(
+        observation_space=space,
+        action=action_spec(action),
+        action_key=action_key,
+        action_dtype=action.dtype,
+        reward_key=reward_key,
+        writes_truncated="truncated" in done_keys,
+        primers=primers,
+        bare=bare,
+        raw=bare and isinstance(env, GymLikeEnv) and type(env)._step is GymLikeEnv._step and not env.run_type_checks,
+    )
+
+
+def truncates(env: Any) -> bool:
+    """Whether an `EnvBase` is known to end every episode after some number of steps.
+
+    A `StepCounter` with `max_steps` does so, Gymnasium's `TimeLimit`, and a class with the attribute
+    ``truncates = True``. A lane of a `SerialEnv` or a `ParallelEnv` is built here and closed again.
+    """
+    from torchrl.envs import GymLikeEnv, ParallelEnv, SerialEnv, StepCounter
+
+    env, transforms = _without_transforms(env)
+    if any(isinstance(each, StepCounter) and each.max_steps is not None for _, each in transforms):
+        return True
+    if isinstance(env, (SerialEnv, ParallelEnv)):
+        first, *others = env.create_env_fn
+        if any(env.create_env_kwargs) or any(other is not first for other in others):
+            return False  # lanes may differ
+        lane = first()
+        try:
+            return truncates(lane)
+        finally:
+            lane.close()
+    return bool(getattr(type(env), "truncates", False)) or (isinstance(env, GymLikeEnv) and has_time_limit(env._env))
+
+
+def _without_transforms(env: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """The environment under all transforms, and these, from the outermost on, each after the environment it is in."""
+    from torchrl.envs import Compose
+
+    found: list[tuple[Any, Any]] = []
+    while hasattr(type(env), "transform"):
+        found += [(env, each) for each in (env.transform if isinstance(env.transform, Compose) else [env.transform])]
+        env = env.base_env
+    return env, found
+
+
+def _only(what: str, keys: Iterable[NestedKey], mend: str) -> NestedKey:
+    """The only one of the `keys`; ValueError, with the fix `mend`, if there are none or several."""
+    names = list(keys)
+    if len(names) != 1:
+        raise ValueError(f"the environment has the {what} {names}, expected exactly one: {mend}")
+    return names[0]
+
+
+def _observation_space(env: Any) -> tuple[Space, dict[Path, Tensor]]:
+    """The space of an observation, and the initial recurrent states of one lane that `TensorDictPrimer`s declare."""
+    from tensordict import TensorDict
+    from torchrl.envs import TensorDictPrimer
+
+    primers: dict[Path, Tensor] = {}
+    for around, primer in _without_transforms(env)[1]:
+        if isinstance(primer, TensorDictPrimer):
+            values = flatten(primer(TensorDict({}, batch_size=primer.primers.shape)))
+            primers |= {path: value[0] if around.batch_size else value for path, value in values.items()}
+    space = observation_space(env.full_observation_spec_unbatched, without=primers)
+    assert isinstance(space, spaces.Dict)
+    if not len(space):
+        raise ValueError("the environment's observation spec is empty, expected at least one key: add it")
+    return space["observation"] if list(space) == ["observation"] else space, primers
+
+
+def observation_space(spec: Any, path: Path = (), without: Collection[Path] = ()) -> Space:
+    """The space of an observation's spec, without the leaves at the paths in `without`.
+
+    A Composite becomes a Dict, and a single Categorical a Discrete. All others become a Box of the spec's shape and
+    dtype; that of OneHot, MultiOneHot, Binary and bool has the bounds 0 and 1.
+    """
+    from torchrl.data import Binary, Categorical, Composite, OneHot
+
+    if isinstance(spec, Composite):
+        parts = {key: (child, (*path, key)) for key, child in spec.items() if (*path, key) not in without}
+        return spaces.Dict({key: observation_space(*part, without) for key, part in parts.items()})
+    name = ".".join(path)
+    dtype = _numpy_dtype(spec, name)
+    shape = tuple(spec.shape)
+    if isinstance(spec, (Binary, OneHot)) or dtype.kind == "b":
+        return box(shape, dtype, 0, 1)
+    if isinstance(spec, Categorical):
+        counts = _counts(spec)
+        return box(shape, dtype, 0, counts - 1) if shape or dtype != np.int64 else spaces.Discrete(int(counts))
+    return _box(spec, dtype, f"the spec of {name!r}", "leave it out with torchrl.envs.ExcludeTransform")
+
+
+def action_spec(spec: Any) -> ActionSpec:
+    """The `ActionSpec` of an action's spec, in the environment's own encoding: one-hot if that is."""
+    from torchrl.data import Binary, Categorical, MultiOneHot, OneHot
+
+    if isinstance(spec, OneHot):
+        several = isinstance(spec, MultiOneHot)
+        sizes = [part.n for part in spec.space] if several else [spec.space.n]
+        if list(spec.shape) != [sum(sizes)]:
+            raise TypeError(f"the one-hot action has shape {list(spec.shape)}, expected [{sum(sizes)}]: flatten it")
+        return ActionSpec(spaces.MultiDiscrete(sizes) if several else spaces.Discrete(int(sizes[0])), one_hot=True)
+    dtype = _numpy_dtype(spec, "action")
+    if isinstance(spec, Binary):
+        return ActionSpec(spaces.MultiBinary(tuple(spec.shape)))
+    if isinstance(spec, Categorical):
+        counts = _counts(spec)
+        return ActionSpec(spaces.MultiDiscrete(counts) if spec.shape else spaces.Discrete(int(counts)))
+    return ActionSpec(_box(spec, dtype, "the action spec", "write a transform that gives one of these"))
+
+
+def _counts(spec: Any) -> npt.NDArray[np.int64]:
+    """The number of choices of each component of a `Categorical` or `MultiCategorical`, in the spec's shape."""
+    counts = spec.nvec.cpu().numpy() if hasattr(spec, "nvec") else spec.space.n
+    return np.broadcast_to(np.asarray(counts, np.int64), tuple(spec.shape))
+
+
+def _box(spec: Any, dtype: np.dtype[Any], what: str, mend: str) -> Space:
+    """The box of a bounded or unbounded spec; TypeError, with the fix `mend`, for any other kind of spec."""
+    from torchrl.data import Bounded, Unbounded
+
+    if isinstance(spec, Unbounded):  # it may name finite bounds, which are those of its dtype
+        return box(tuple(spec.shape), dtype)
+    if isinstance(spec, Bounded):
+        return box(tuple(spec.shape), dtype, spec.space.low.cpu().numpy(), spec.space.high.cpu().numpy())
+    raise TypeError(
+        f"{what} is {type(spec).__name__}, expected Bounded, Unbounded, Categorical, MultiCategorical, OneHot, "
+        f"MultiOneHot, Binary or, for observations, Composite: {mend}"
+    )
+
+
+def _numpy_dtype(spec: Any, name: str) -> np.dtype[Any]:
+    """The NumPy dtype of the spec called `name`; TypeError if there is none, or if the spec's shape varies."""
+    try:
+        if any(size < 0 for size in spec.shape):
+            raise TypeError("its shape varies")
+        return torch.empty(0, dtype=spec.dtype).numpy().dtype
+    except (TypeError, AttributeError) as error:
+        raise TypeError(
+            f"the spec of {name!r} is {type(spec).__name__} of {getattr(spec, 'dtype', None)} "
+            f"{list(spec.shape)} ({error}), expected a fixed shape and a dtype that NumPy has: cast it or leave it out "
+            "with a transform"
+        ) from error

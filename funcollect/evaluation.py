@@ -1,0 +1,368 @@
+"""`Evaluator`: whole episodes in a separate process, while the run continues."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import cloudpickle
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from funcollect.arguments import check_count, check_kind, check_positive
+from funcollect.collectors.options import Options, RunnerSpec
+from funcollect.core.api import check_pair
+from funcollect.core.evaluate import evaluate
+from funcollect.core.request import check_exploration
+from funcollect.errors import ClosedError, EvaluationError
+from funcollect.keys import key_from_seed, seed_of
+from funcollect.messages import shown
+from funcollect.plots.figures import check_film
+from funcollect.plots.recording import check_filmed, record
+from funcollect.policies.torch_modules.sending import dumps
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
+from funcollect.processes.child import ChildProcess
+from funcollect.processes.failures import Failure
+from funcollect.processes.pool import Call, FailurePolicy, Loss, WorkerHandle, WorkerPool, WorkerRecord
+from funcollect.processes.serving import ProcessHandle, ProcessTransport, serve
+from funcollect.processes.system import run_as_batch_work
+from funcollect.protocols import Policy, is_policy
+from funcollect.specs import ExplorationType
+from funcollect.trajectories.stats import EpisodeStats
+
+_PATIENT = FailurePolicy(math.inf, math.inf)  # an evaluation may take as long as it likes
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of one `submit`.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> evaluation = Evaluation(step=100, stats=fc.evaluate(env, fc.random_policy(env), episodes=4, seed=0))
+    >>> evaluation.step, len(evaluation.stats), evaluation.film
+    (100, 4, None)
+    """
+
+    step: int  # as submitted
+    stats: EpisodeStats
+    film: Path | None = None
+
+
+class Evaluator:
+    """Evaluates weights as `evaluate` does, in a separate process while the run continues.
+
+    Weights are copied when they are submitted. If the process falls behind, the newest weights are evaluated first, and
+    of those that wait only the newest `waiting` are kept. The process runs on one thread, on the CPU, and only while
+    a core has nothing else to do (Linux's idle priority). During `wait` it has the normal priority, if the system
+    permits that. It ends with `close`, with this object, and with the process that made it.
+
+    Args:
+        create_env_fn: the environment, as a collector takes it: a function or an id, since the process builds its own.
+        policy: the policy, as a collector takes it; it is copied once, to the CPU, and later only weights are sent. One
+            with ``compile="cudagraph"`` cannot run there: pass another of the same module.
+        episodes: whole episodes in each evaluation.
+        seed: an int: all evaluations then start the same episodes. None draws a new seed for each evaluation.
+        max_frames: frames after which an evaluation gives up.
+        exploration_type: by default deterministic.
+        create_env_kwargs: keyword arguments for `make_env` or for the function.
+        policy_factory: a function that makes the policy in the process; give it or `policy`.
+        film: where to save a film of the first episode, with ``{step}`` in its name: ``"films/{step}.mp4"``. This needs
+            environments that render arrays (see `record`). None for no film.
+        waiting: how many submitted weights may wait.
+
+    Attributes:
+        dropped: how many weights were dropped because later ones came.
+
+    Raises:
+        TypeError, ValueError: for a bad argument.
+        EvaluationError: if the process cannot build the environment or the policy, or cannot film the environment.
+        OSError: on Windows.
+
+    >>> import torch, funcollect as fc
+    >>> policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
+    >>> with fc.Evaluator("CartPole-v1", policy, episodes=5, seed=0) as evaluator:
+    ...     evaluator.submit(step=100)
+    ...     [evaluation] = evaluator.wait()
+    >>> evaluation.step, len(evaluation.stats)
+    (100, 5)
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        episodes: int,
+        seed: int | None,
+        max_frames: int = 10_000_000,
+        exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
+        create_env_kwargs: Mapping[str, Any] | None = None,
+        policy_factory: Callable[[], Any] | None = None,
+        film: str | None = None,
+        waiting: int = 8,
+    ) -> None:
+        check_positive("episodes", episodes, 20)
+        check_positive("max_frames", max_frames, 10_000_000)
+        check_positive("waiting", waiting, 8)
+        check_exploration(exploration_type)
+        if seed is not None:
+            check_count("seed", seed)
+        if film is not None:
+            check_kind("film", film, str, "pass for example 'films/{step}.mp4'")
+            check_film(_film_name(film), None)
+        source = RunnerSpec(
+            create_env_fn=create_env_fn,
+            create_env_kwargs=create_env_kwargs,
+            policy=policy,
+            policy_factory=policy_factory,
+        )
+        transport = _EndsAtOnce(__name__, instead="call evaluate in the loop instead")
+        job = EvaluatorJob(
+            source=source,
+            episodes=episodes,
+            seed=seed,
+            max_frames=max_frames,
+            exploration_type=exploration_type,
+            film=film,
+        )
+        own = policy is None or is_policy(policy)
+        self._policy: Policy | None = policy if own else TorchPolicy(policy, None, None, None)
+        self._size = waiting
+        self._waiting: list[tuple[int, Mapping[str, Tensor], Any]] = []  # the newest last
+        self._busy: tuple[int, Call] | None = None  # the step that is being evaluated
+        self._ready: list[tuple[int, Call]] = []  # evaluations that have ended
+        self.dropped = 0
+        self._pool = _Process(transport, [job], _PATIENT)
+        self._finalizer = weakref.finalize(self, self._pool.close)
+        try:
+            self._pool.finish(self._pool.built)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, params: Any = None, step: int = 0) -> None:
+        """Evaluate weights as they are now, once the process is free.
+
+        Args:
+            params: the policy's parameters; None for its own.
+            step: a number of your choice that comes back with the result.
+
+        Raises:
+            ValueError: for parameters that do not fit the policy.
+            EvaluationError: if the process has ended.
+        """
+        self._check_open()
+        check_count("step", step)
+        weights: Mapping[str, Tensor] = {}
+        if self._policy is not None:
+            if params is not None:
+                self._policy.prepare(params)
+            named = self._policy.state_dict(params)
+            weights = {name: torch.as_tensor(each).detach().to("cpu", copy=True) for name, each in named.items()}
+        packed = None if weights or params is None else dumps(params, on_cpu=True)  # as they are now
+        self._waiting.append((step, weights, packed))
+        if len(self._waiting) > self._size:
+            del self._waiting[0]
+            self.dropped += 1
+        self._send()
+
+    def results(self) -> list[Evaluation]:
+        """The evaluations that have ended since the last call, in the order of their ends; does not wait.
+
+        Raises:
+            EvaluationError: if an evaluation raised, or the process has ended. The next call returns the others.
+        """
+        self._check_open()
+        self._read(wait=False)
+        return self._taken()
+
+    def wait(self) -> list[Evaluation]:
+        """Wait until nothing is left to evaluate; return the evaluations that have ended since the last call.
+
+        Raises:
+            EvaluationError: as `results` does.
+        """
+        self._check_open()
+        _prioritize(self._child, idle=False)
+        try:
+            self._read(wait=True)
+        finally:
+            _prioritize(self._child, idle=True)
+        return self._taken()
+
+    def _read(self, *, wait: bool) -> None:
+        """Read the answer that has arrived, or wait for all."""
+        self._pool.poll()
+        while self._busy is not None:
+            while wait and not self._busy[1].done:
+                self._pool.wait()
+            if not self._busy[1].done:
+                return
+            self._ready.append(self._busy)
+            self._busy = None
+            self._send()
+
+    def _taken(self) -> list[Evaluation]:
+        """The results that were read; the first that is an exception is raised instead."""
+        for place, (_, call) in enumerate(self._ready):
+            if call.error is not None:
+                del self._ready[place]
+                raise call.error
+        taken, self._ready = self._ready, []
+        results = [(step, *call.value) for step, call in taken]
+        return [Evaluation(step, stats, None if film is None else Path(film)) for step, stats, film in results]
+
+    def _send(self) -> None:
+        """Send the newest weights that wait, if the process is free."""
+        if self._busy is None and self._waiting:
+            newest = self._waiting.pop()
+            self._busy = newest[0], self._pool.call(0, "evaluate", *newest)
+
+    @property
+    def _child(self) -> ChildProcess:
+        """The process."""
+        handle = self._pool.records[0].handle
+        assert isinstance(handle, ProcessHandle)
+        return handle.child
+
+    def _check_open(self) -> None:
+        if not self._child.open:
+            raise ClosedError("the evaluator was closed: make another one")
+
+    def close(self) -> None:
+        """End the process at once. Does nothing the second time."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _film_name(film: str) -> str:
+    """The name of the film of step 0; ValueError unless each step has its own."""
+    try:
+        names = [film.format(step=step) for step in (0, 1)]
+    except (LookupError, AttributeError, TypeError, ValueError):
+        names = []
+    if len({*names}) < 2:
+        raise ValueError(
+            f"film is {film!r}, expected {{step}} in it and no other field, so that each film has its own name: pass "
+            "for example 'films/{step}.mp4'"
+        )
+    return names[0]
+
+
+class _Process(WorkerPool):
+    """The one process, which goes on after an evaluation that has raised."""
+
+    @override
+    def _refusal(self, record: WorkerRecord, call: Call, failure: Failure) -> EvaluationError:
+        if call.name == "describe":
+            filmed = " or filmed" if record.job.film else ""
+            what = f"the environment or the policy could not be built{filmed}"
+        else:
+            what = f"the evaluation of step {call.args[0]} raised an exception"
+        error = EvaluationError(f"{what}: {failure.message}")
+        error.__cause__ = failure.error()
+        error.add_note(f"The traceback in the evaluator's process:\n{failure.traceback}")
+        return error
+
+    @override
+    def _error(self, worker: int, loss: Loss) -> EvaluationError:
+        return EvaluationError(f"the process of the evaluator {loss.what}: make another Evaluator")
+
+
+class _EndsAtOnce(ProcessTransport):
+    """Ends the process without asking it to close. With idle priority its end would wait for an idle core."""
+
+    @override
+    def close(self, handles: Sequence[WorkerHandle]) -> None:
+        for handle in handles:
+            assert isinstance(handle, ProcessHandle)
+            _prioritize(handle.child, idle=False)
+            handle.kill()
+
+
+def _prioritize(child: ChildProcess, *, idle: bool) -> None:
+    """Change the priority of a process that has not ended; once it has, its number may be another process's."""
+    if child.open and child.owned and not child.ended_by(0):
+        run_as_batch_work(idle=idle, pid=child.pid)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatorJob:
+    """What is evaluated, and how; see `Evaluator`."""
+
+    source: RunnerSpec
+    episodes: int
+    seed: int | None
+    max_frames: int
+    exploration_type: ExplorationType
+    film: str | None
+
+    @property
+    def place(self) -> int:
+        """0: it is the only one."""
+        return 0
+
+    def pack(self) -> bytes:
+        """The job as bytes, everything in it on the CPU; TypeError if it cannot be sent."""
+        try:
+            return dumps(self, on_cpu=True)
+        except Exception as error:
+            raise TypeError(
+                f"the environment or the policy cannot be sent to another process ({shown(error, 200)}): pass "
+                "functions that build them, create_env_fn and policy_factory"
+            ) from error
+
+
+class Evaluating:
+    """The environment and the policy, built from a packed job."""
+
+    def __init__(self, packed: bytes) -> None:
+        job: EvaluatorJob = cloudpickle.loads(packed)
+        self._job = job
+        self._env, self._policy = job.source.build(Options(frames_per_batch=1, policy_device="cpu"))
+        check_pair(self._env, self._policy)
+        if job.film is not None:  # an error after the episodes would lose their statistics
+            check_filmed(self._env, self._policy)
+
+    def describe(self) -> None:
+        """Nothing; from here on the process works only while a core has nothing else to do."""
+        run_as_batch_work(idle=True)
+
+    def evaluate(
+        self, step: int, weights: Mapping[str, Tensor], packed: bytes | None
+    ) -> tuple[EpisodeStats, str | None]:
+        """The statistics of the episodes, and the path of the film if there is one."""
+        job, params = self._job, None if packed is None else cloudpickle.loads(packed)
+        if weights:
+            self._policy.load(dict(weights))
+        seed = seed_of(key_from_seed(job.seed))  # one for the episodes and for the film
+        given: dict[str, Any] = {"seed": seed, "params": params, "exploration_type": job.exploration_type}
+        stats = evaluate(self._env, self._policy, episodes=job.episodes, max_frames=job.max_frames, **given)
+        if job.film is None:
+            return stats, None
+        path = job.film.format(step=step)
+        record(self._env, self._policy, path, **given)
+        return stats, path
+
+    def failure(self, error: BaseException) -> Failure:
+        """The `Failure` to send."""
+        return Failure.of(error)
+
+    def close(self) -> None:
+        """Do nothing: the process is ended at once, see `Evaluator`."""
+
+
+def main(fds: Sequence[int]) -> None:
+    """Serve the process that has started this one."""
+    serve(fds, Evaluating)

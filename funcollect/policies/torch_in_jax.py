@@ -1,0 +1,354 @@
+"""Torch policies inside a loop that JAX runs: their module lowered to JAX, with weights read at each rollout.
+
+For the caller they stay Torch policies with parameters and a state of tensors, which are converted before and after
+each rollout.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase, set_interaction_type
+from torch import Tensor, nn
+from typing_extensions import override
+
+from funcollect.errors import LoweringError
+from funcollect.interop.bridge import argument, follow_torch, is_wide, to_torch, torch_view
+from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.interop.joined_tensors import Joined, JoinedMemory, opened
+from funcollect.interop.lowering import Lowered, lower_module
+from funcollect.interop.lowering.structure import jax_dtype, leaves_of, plain
+from funcollect.interop.memo import memo_of
+from funcollect.keys import key_from_seed, torch_generator
+from funcollect.policies.actors.checks import overlap
+from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
+from funcollect.policies.tensordict_modules.calling import (
+    INIT,
+    by_path,
+    may_be_read,
+    names_of,
+    outputs_of,
+    reads_what_it_wrote,
+    run_module,
+)
+from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
+from funcollect.policies.torch_modules.function_module import FunctionModule
+from funcollect.policies.torch_modules.settings import Look, unregistered
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState, lanes_of
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
+from funcollect.specs import RESERVED, ExplorationType, Leaf, Space, assemble, disassemble
+from funcollect.tree import NAMESPACE, Path, flatten, moved, select
+
+_ANY = key_from_seed(0)  # initial states do not depend on keys
+_TOLERANCE = 1e-3  # relative; rounding is far below it
+
+Source = TorchPolicy | TensorDictPolicy
+
+
+class LoweredPolicy(FunctionPolicy):
+    """See `funcollect.lower_policy`. `params` are the module's current ones, read at each access, as arrays of JAX.
+
+    The module is tried with an example `observation` [P, ...]. LoweringError for a module that cannot be lowered, or
+    whose weights a program could not read again.
+    """
+
+    def __init__(
+        self, source: Source, observation: Any, exploration_type: ExplorationType, *, single: bool = False
+    ) -> None:
+        initial_carry = source.initial_carry(observation)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(initial_carry)[0]):
+            raise LoweringError("initial_state requires grad, so it may change: pass a constant one")
+        initial = optree.tree_map(lambda leaf: np.asarray(torch.as_tensor(leaf).cpu()), plain(initial_carry))
+        recorded = isinstance(source, TorchPolicy) and source.record_state
+        super().__init__(self.traced, source.head, initial, record_state=recorded)
+        self.source = source
+        self.exploration_type = exploration_type  # the interaction type for a TensorDict policy's distributions
+        self.single = single  # whether a TensorDict policy's module is called without a batch dimension; P is 1 then
+        self.ties = isinstance(source, TensorDictPolicy)
+        self._carries_init = isinstance(source, TensorDictPolicy) and INIT in (initial_carry or {})
+        self.dtypes: dict[Path, torch.dtype] = {}  # of outputs whose dtypes JAX lacks
+        self.nested: list[Path] = []  # outputs that the loop has under dotted names
+        recurrent = lanes_of(initial_carry, len(leaves_of(observation)[0][0]), source.device)
+        self.lowered = self._lowered(observation, recurrent)
+        _check_answer(self, observation, recurrent)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.source})"
+
+    def _lowered(self, observation: Any, recurrent: Any) -> Lowered:
+        module = _checked_module(self.source)
+        place = next((parameter.device for parameter in module.parameters()), None)
+        inputs = self.source.arguments(*_on(place, (observation, recurrent)))
+        if isinstance(self.source, TensorDictPolicy):
+            given = TensorDict(inputs[0], batch_size=[len(leaves_of(observation)[0][0])])
+            inputs = (given[0] if self.single else given,)
+        with set_interaction_type(self.exploration_type):
+            return lower_module(module, inputs)
+
+    def traced(self, params: Any, observation: Any, state: Any = None) -> Any:
+        """The module's answer in traced code; see `FunctionPolicy`."""
+        tree, arguments = import_jax().tree, self.source.arguments(observation, state)
+        if self.single:
+            arguments = tree.map(lambda leaf: leaf[0], arguments)
+        with set_interaction_type(self.exploration_type):  # new shapes export it once more
+            answer = self.lowered.apply(opened(params), *arguments)
+        return self.to_outputs(tree.map(lambda leaf: leaf[None], answer) if self.single else answer, state)
+
+    @property
+    def params(self) -> Any:
+        """Parameters as the loop takes them."""
+        return self.prepare(None)
+
+    @override
+    def prepare(self, params: Any) -> dict[str, Any]:
+        """Copies of parameters, laid out for JAX; `params` as the Torch policy takes them, or the result of this."""
+        return params if self._is_prepared(params) else self.laid_out(self._tensors(params))
+
+    def lend(self, params: Any) -> dict[str, Any] | Joined:
+        """The same without a program that copies: only for this thread, until its next call of this or of `prepare`.
+
+        Call it within `torch_followed`, since Torch may still be writing them.
+        """
+        return params if self._is_prepared(params) else self._joined(self._tensors(params))
+
+    def laid_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Copies of tensors by name, as JAX has them."""
+        joined = self._joined(tensors)
+        if not isinstance(joined, Joined):
+            return joined
+        follow_torch(*next(iter(joined.arrays.values())).devices())
+        copies: dict[str, Any] = compiled(self, "open", opened)(joined)
+        import_jax().block_until_ready(copies)  # before the memory is written again
+        return copies
+
+    def _is_prepared(self, params: Any) -> bool:
+        array = import_jax().Array
+        return isinstance(params, dict) and all(isinstance(leaf, array) for leaf in params.values())
+
+    def _tensors(self, params: Any) -> dict[str, Tensor]:
+        return self.source.tensors(self.source.prepare(params))
+
+    def _joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | Joined:
+        """The tensors as a program's argument; those that cannot be joined as copies by name."""
+        read = {name: tensors[name] for name in self.lowered.names}
+        which = tuple((name, tensor.dtype, tensor.shape, tensor.device) for name, tensor in read.items())
+        memo = memo_of(self)
+        memories = vars(memo["joined"]) if "joined" in memo else {}
+        if which not in memories and not _can_join(read):
+            arrays = {name: argument(tensor.detach()) for name, tensor in read.items()}
+            copies: dict[str, Any] = compiled(self, "lay out", self.lowered.lay_out)(arrays)
+            import_jax().block_until_ready(copies)  # before the tensors are written again
+            return copies
+        if which not in memories:
+            memories = vars(memo.setdefault("joined", threading.local()))  # another thread may still read its own
+            memories[which] = JoinedMemory(read)
+        memory = memories[which]
+        return Joined(memory.write(read), memory.parts, self.lowered.lay_out)
+
+    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
+        """A copy of `params`, or of the module's own, by name, as Torch tensors."""
+        return self.source.state_dict() | ({} if params is None else self.lowered.restore(params))
+
+    def load(self, params: Mapping[str, Any]) -> None:
+        """Write arrays such as `params`, or the result of `state_dict`, into the user's module."""
+        jax = any(isinstance(leaf, import_jax().Array) for leaf in params.values())
+        self.source.load(self.state_dict(params) if jax else params)
+
+    def enter(self, state: TorchPolicyState, num_lanes: int) -> Any:
+        """The recurrent state for the loop, over the same memory.
+
+        Its ``is_init`` is False. For lanes at step 0 the loop takes the initial state, in which ``is_init`` is True.
+        """
+        if state.recurrent is None and not self._carries_init:
+            return None
+        asarray = import_jax().numpy.asarray
+        recurrent = optree.tree_map(lambda leaf: asarray(argument(leaf)), plain(state.recurrent))
+        if not self._carries_init:
+            return recurrent
+        return {**(recurrent or {}), INIT: import_jax().numpy.zeros((num_lanes, 1), bool)}
+
+    def leave(self, recurrent: Any, before: TorchPolicyState, fresh: Tensor) -> TorchPolicyState:
+        """A copy of the state after the loop, with the structure, dtypes and devices that it had `before`.
+
+        Lanes in `fresh` [P] are about to begin an episode. They get their initial state, as in a loop in Torch.
+        """
+        leaves, treespec = optree.tree_flatten(before.recurrent, namespace=NAMESPACE)
+        if self._carries_init:
+            recurrent = {path: leaf for path, leaf in recurrent.items() if path != INIT}
+        arrays = import_jax().tree.leaves(recurrent)
+        after = [torch_view(new).to(old.device, old.dtype, copy=True) for new, old in zip(arrays, leaves, strict=True)]
+        if after and bool(fresh.any()):
+            start = leaves_of(self.source.init(_ANY, len(fresh)).recurrent)[0]
+            initial = [one.to(two.device, two.dtype) for one, two in zip(start, after, strict=True)]
+            after = select(fresh.to(after[0].device), initial, after)
+        return before._replace(recurrent=optree.tree_unflatten(treespec, after))
+
+    def as_torch(self, batch: TensorDict) -> TensorDict:
+        """A batch of the loop with the dtypes and nested keys of the Torch policy's outputs."""
+        wide = {path: dtype for path, dtype in self.dtypes.items() if batch[".".join(path)].dtype != dtype}
+        if not (wide or self.nested):
+            return batch
+        batch.unlock_()
+        for path, dtype in wide.items():
+            batch[".".join(path)] = batch[".".join(path)].to(dtype)
+        for path in self.nested:
+            batch.rename_key_(".".join(path), path)
+        return batch.lock_()
+
+    def to_outputs(self, answer: Any, recurrent: Any) -> Any:
+        """The module's answer in the form that the loop takes; `recurrent` is the state that the module read.
+
+        For a TensorDict policy these are the outputs by dotted name, since a loop knows no nested ones, and its hidden
+        states.
+        """
+        if not isinstance(self.source, TensorDictPolicy):
+            return answer
+        outputs, after = self.source.recorded(answer, recurrent)
+        named = {".".join(path): leaf for path, leaf in outputs.items()}
+        return named if recurrent is None else (named, after)
+
+    def note(self, answer: Any, observation: Any, recurrent: Any) -> None:
+        """Remember the nested outputs, and those whose dtype JAX lacks, from the module's answer to an example.
+
+        LoweringError for a nested output under a key of the batch, or a hidden state whose dtype changes in a step.
+        """
+        hidden: Mapping[Path, Any] = {}
+        if isinstance(self.source, TensorDictPolicy):
+            outputs, hidden = self.source.recorded(answer, recurrent)
+        else:
+            answer = answer if recurrent is None else answer[0]
+            outputs = flatten(answer) if isinstance(answer, Mapping) else {}
+        self.nested = [path for path in outputs if len(path) > 1]
+        own = [path for path in self.nested if path[0] != "next" or path[1:] not in hidden]
+        seen = by_path(observation)
+        if taken := [path for path in own if path[0] in RESERVED or any(overlap(path, other) for other in seen)]:
+            raise LoweringError(f"the out_keys {taken} stand where a batch has its own: rename them")
+        if other := [path for path, leaf in hidden.items() if leaf.dtype != recurrent[path].dtype]:
+            raise LoweringError(f"the hidden states {other} change their dtypes in a step: give initial ones like them")
+        dtypes = {path: leaf.dtype for path, leaf in outputs.items() if isinstance(leaf, Tensor)}
+        self.dtypes = {path: dtype for path, dtype in dtypes.items() if jax_dtype(dtype).itemsize < dtype.itemsize}
+
+
+def _can_join(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether there are tensors, all on one GPU that JAX has, and none of 64-bit numbers."""
+    devices = {tensor.device for tensor in tensors.values()}
+    on_gpu = len(devices) == 1 and devices.pop().type == "cuda" and import_jax().default_backend() == "gpu"
+    return on_gpu and not any(is_wide(tensor) for tensor in tensors.values())
+
+
+def example(space: Space, leaves: Sequence[Leaf], rows: int) -> Any:
+    """Observations [rows, ...] to try a policy with.
+
+    Integers are drawn from the space, as far as they have 32 bits, which JAX has; floating numbers are normal.
+
+    >>> from gymnasium import spaces
+    >>> from funcollect.specs import observation_leaves
+    >>> space = spaces.Box(0, 1, (4,))
+    >>> example(space, observation_leaves(space), 3).shape
+    torch.Size([3, 4])
+    """
+    space = copy.deepcopy(space)
+    space.seed(0)
+    drawn = np.random.default_rng(0)
+    samples = [disassemble(space, space.sample()) for _ in range(rows)]
+    flat = {}
+    for leaf, column in zip(leaves, map(np.stack, zip(*samples, strict=True)), strict=True):
+        values = drawn.standard_normal(column.shape) if leaf.dtype.kind == "f" else column
+        if values.dtype in (np.int64, np.uint64):
+            values = values.clip(1 - 2**31 if values.dtype == np.int64 else 0, 2**31 - 1)
+        flat[leaf.path] = torch.from_numpy(values.astype(leaf.dtype))
+    return assemble(space, flat)
+
+
+def _checked_module(source: Source) -> nn.Module:
+    """The policy's module; LoweringError if a change of it could not be noticed after it is lowered."""
+    module = source.module
+    if not isinstance(module, nn.Module) or isinstance(module, FunctionModule):
+        raise LoweringError(
+            "a plain function is not lowered, since the objects that it refers to may change: use a torch.nn.Module"
+        )
+    if isinstance(source, TensorDictPolicy) and not isinstance(module, TensorDictModuleBase):
+        raise LoweringError("a function of a TensorDict is not lowered: use a TensorDictModule")
+    if name := unregistered(module):
+        raise LoweringError(
+            f"{name!r} of {type(module).__name__} holds a tensor or a module beside its parameters, buffers and "
+            "submodules, where a change would not be seen: use register_buffer, nn.ParameterList or nn.ModuleList"
+        )
+    return module
+
+
+def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> None:
+    """Raise LoweringError unless `policy` and its module agree, and the module does not change its attributes."""
+    source: Any = policy.source
+    module: Any = source.bound(None)
+    given: Any = (observation, recurrent)
+    look = Look.at(module)
+    with torch.no_grad():
+        copied = optree.tree_map(torch.clone, _on(source.run_device, given))
+        eager = source.call_module(module, *copied, policy.exploration_type, single=policy.single)
+    _check_forgets(policy, module, *copied)
+    if not (look.holds() or look.alike()):
+        raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
+    inputs: Any = optree.tree_map(argument, plain(given if recurrent is not None else given[:1]))
+    params = policy.prepare(None)
+    with import_jax().default_matmul_precision("highest"):  # the rounding of a GPU's products is no difference
+        ours = import_jax().jit(policy.apply)(params, *inputs)
+    eager = plain(eager)
+    policy.note(eager, *copied)
+    pairs = zip(
+        leaves_of(policy.to_outputs(eager, copied[1]))[0], map(to_torch, import_jax().tree.leaves(ours)), strict=True
+    )
+    apart = max((_apart(one.cpu(), two.cpu()) for one, two in pairs if one.is_floating_point()), default=0.0)
+    if apart > _TOLERANCE:
+        name = type(module).__name__
+        raise LoweringError(f"{name} and its lowered form differ by {apart:.1e}: use torch_policy(compile='eager')")
+
+
+def _check_forgets(policy: LoweredPolicy, module: Any, observation: Any, recurrent: Any) -> None:
+    """Raise LoweringError for a policy on a TensorDict that reads its own outputs of the step before.
+
+    A loop of JAX only carries hidden states that are declared. So the module is called twice, the second time with its
+    first outputs, and has to return the same.
+    """
+    source = policy.source
+    if not isinstance(source, TensorDictPolicy) or not reads_what_it_wrote(source.module):
+        return
+    inputs, read = source.inputs_of(observation, recurrent)
+
+    def outputs_from(given: dict[Path, Any]) -> dict[Path, Any]:
+        with (
+            torch.no_grad(),
+            torch_generator(torch.get_rng_state(), source.run_device),
+            set_interaction_type(policy.exploration_type),
+        ):
+            answer = run_module(module, given, source.device, single=policy.single)
+            return outputs_of(answer, read, single=policy.single)
+
+    first = outputs_from(inputs)
+    second = outputs_from(inputs | {path: leaf for path, leaf in first.items() if may_be_read(path)})
+    if others := [path for path, leaf in second.items() if not _same(first.get(path), leaf)]:
+        raise LoweringError(
+            f"its {names_of(others)} depend on its outputs of the step before: give these keys a start with "
+            "funcollect.tensordict_policy(policy, initial_state={...}), and name them in the in_keys and out_keys"
+        )
+
+
+def _same(one: Any, two: Any) -> bool:
+    return one is two or (isinstance(one, Tensor) and torch.equal(one, two))
+
+
+def _on(device: torch.device | None, example: Any) -> Any:
+    """An example on `device`, or for None where it is."""
+    return example if device is None else moved(example, device)
+
+
+def _apart(one: Tensor, two: Tensor) -> float:
+    scale = float(np.nanmax(one.abs().float().numpy(), initial=1.0))
+    return float((one.float() - two.float()).abs().nan_to_num().max()) / scale if one.numel() else 0.0

@@ -1,1 +1,0 @@
-"""Torch policies inside compiled JAX loops: lowered to JAX, or called back."""

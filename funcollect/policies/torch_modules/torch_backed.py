@@ -1,0 +1,326 @@
+"""Base class, state and arguments that all policies over a Torch module share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any, Literal, NamedTuple, get_args
+
+import optree
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from typing_extensions import override
+
+from funcollect.arguments import check_call
+from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
+from funcollect.messages import clipped, name_of, shown
+from funcollect.policies.base import HeadedPolicy
+from funcollect.policies.torch_modules.function_module import FunctionModule, as_module
+from funcollect.policies.torch_modules.settings import ModuleSettings
+from funcollect.policies.torch_modules.skeleton import Skeleton
+from funcollect.policies.weights import check_shapes
+from funcollect.protocols import ActorInputs, Exploration
+from funcollect.specs import ActionSpec
+from funcollect.tree import NAMESPACE, flatten, moved
+
+Compiler = Literal["xla", "eager", "inductor", "cudagraph"]
+
+_Slots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # by name: the module's dict, the skeleton's, its key
+
+
+class TorchPolicyState(NamedTuple):
+    """The state that a Torch policy carries from step to step."""
+
+    recurrent: Any  # a pytree of tensors [P, ...], or None
+    generator: Tensor  # uint8: the state of Torch's global generator, for modules that draw from it
+    carried: Any = None  # by path, the keys that a TensorDict policy wrote and may read at its next step, each [P, ...]
+
+    def on(self, device: torch.device) -> TorchPolicyState:
+        """The same state on `device`, except for that of the generator."""
+        parts: Any = (self.recurrent, self.carried)
+        if all(leaf.device == device for leaf in optree.tree_leaves(parts, namespace=NAMESPACE)):
+            return self
+        recurrent, carried = moved(parts, device)
+        return self._replace(recurrent=recurrent, carried=carried)
+
+
+def check_compiler(compiler: str | None, without: Sequence[str] = ()) -> None:
+    """Raise ValueError unless `compiler` is None, or names a way of running that is not among `without`."""
+    if compiler == "callback":
+        raise ValueError(
+            "compile='callback' was removed: leave compile out, and a module that cannot be lowered is called at each "
+            "step, or pass 'xla'"
+        )
+    names = [name for name in get_args(Compiler) if name not in without]
+    if compiler is not None and compiler not in names:
+        raise ValueError(f"compile is {compiler!r}, expected one of {names}, or None: pass 'xla'")
+
+
+def check_callable(module: Any, expected: str, arguments: int) -> None:
+    """Raise TypeError unless `module`, an instance, can be called so; `expected` describes what to pass."""
+    if isinstance(module, type) or not callable(module):
+        raise TypeError(f"module is {shown(module)}, expected {expected}: pass an instance")
+    check_call("module", module, expected, arguments)
+
+
+def lanes_of(initial: Any, num_lanes: int, device: torch.device | None) -> Any:
+    """Copies of the recurrent state of one environment for each lane, [P, ...]; None for None.
+
+    They lie on `device`, or for None where the state is.
+    """
+
+    def expand(leaf: Any) -> Tensor:
+        tensor = torch.as_tensor(leaf, device=device)
+        return tensor.expand(num_lanes, *tensor.shape).clone()
+
+    return optree.tree_map(expand, initial)
+
+
+def has_lazy_layers(policy: Any) -> bool:
+    """Whether a policy, or a module, has layers whose first call will make their parameters (`torch.nn.LazyLinear`)."""
+    module = policy.module if isinstance(policy, TorchBacked) else policy
+    return isinstance(module, nn.Module) and any(map(is_lazy, (*module.parameters(), *module.buffers())))
+
+
+def replaced(policy: Any, subject: Any) -> Any:
+    """The policy over another module or function; `subject` itself if that is a policy as well."""
+    if not isinstance(policy, TorchBacked):
+        return subject
+    policy.replace(subject)
+    return policy
+
+
+def _is_changed(copied: Tensor) -> bool:
+    """Whether a copy has been written since it was made, as far as Torch counts that."""
+    return not copied.is_inference() and copied._version > 0
+
+
+class TorchBacked(HeadedPolicy):
+    """Base class of policies over a Torch module, or over a function, with the parameters of modules it refers to.
+
+    A rollout calls the module's skeleton, a shallow copy whose tensors are those that were bound last. The user's
+    module is only read, so a trainer may continue to use it.
+    """
+
+    backend: Literal["torch"] = "torch"
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        device: torch.device | None,
+        initial_state: Any = None,
+        compiler: Compiler | None = None,
+    ) -> None:
+        self.device = device  # where the policy runs; None for where the module is
+        self.initial_state = initial_state  # of one environment at the start of an episode, or None
+        self.compiler = compiler  # the way of running that the user demands
+        self._warned = False  # that the module writes its buffers
+        self.replace(module)
+
+    def __repr__(self) -> str:
+        module = self._module
+        return f"{type(self).__name__}({name_of(module.function if isinstance(module, FunctionModule) else module)})"
+
+    def replace(self, module: Callable[..., Any]) -> None:
+        """Run another module, or function, from now on."""
+        module = as_module(module)
+        own = module if isinstance(module, nn.Module) else None
+        self._module = module
+        self._settings = ModuleSettings(own)
+        self._skeleton = Skeleton(own) if own is not None else None
+        self._list_slots()
+        if self.device is not None and any(tensor.device != self.device for tensor in self._own_tensors().values()):
+            self._check_apart(f"the policy cannot be copied to {self.device}", "move it there before")
+
+    def _check_apart(self, consequence: str, way: str) -> None:
+        """Raise ValueError if the skeleton would use tensors of the user's module in place of the bound ones."""
+        if self._skeleton and (name := self._skeleton.entangled):
+            raise ValueError(
+                f"{consequence}: {name!r} of {type(self.module).__name__} refers to a submodule or a parameter of the "
+                f"module itself, expected no such reference: {way}, or pass policy_factory, a function that builds it"
+            )
+
+    def _list_slots(self) -> None:
+        """Find the dictionaries in which the module and its skeleton hold each parameter and buffer."""
+        self._parameters: _Slots = {}
+        self._buffers: _Slots = {}
+        self._copies: dict[str, Tensor] = {}  # of buffers, which `bound` made last
+        for prefix, source, target in self._skeleton.parts() if self._skeleton else ():
+            for slots, kind in ((self._parameters, "_parameters"), (self._buffers, "_buffers")):
+                own, copied = getattr(source, kind), getattr(target, kind)
+                for key, tensor in own.items():
+                    if tensor is not None:
+                        slots[f"{prefix}.{key}" if prefix else key] = (own, copied, key)
+
+    def _update_skeleton(self) -> None:
+        """Apply the changes of the module since the last call to the skeleton."""
+        if self._skeleton and self._skeleton.follow():
+            self._list_slots()
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """The module's current parameters and buffers by dotted name."""
+        return {name: source[key] for name, (source, _, key) in (self._parameters | self._buffers).items()}
+
+    @property
+    def module(self) -> Callable[..., Any]:
+        """The user's module or function; a function that refers to modules within one that has these.
+
+        To change it, change the module itself, or make another policy.
+        """
+        return self._module
+
+    def owns(self, module: Any) -> bool:
+        """Whether this is the module or function that the user gave."""
+        own = self._module.function if isinstance(self._module, FunctionModule) else self._module
+        return module is own or module is self._module or (isinstance(module, MethodType) and module == own)
+
+    @property
+    def run_device(self) -> torch.device | None:
+        """The device on which the policy runs; None for what has no parameters."""
+        if self.device is not None or not isinstance(self._module, nn.Module):
+            return self.device
+        return next((parameter.device for parameter in self._module.parameters()), None)
+
+    @property
+    def settings(self) -> int:
+        """The number of the module's current settings: the same one as when it was like this before."""
+        return self._settings.number
+
+    @property
+    def params(self) -> Any:
+        """The module's current parameters and buffers, a TensorDict nested as its submodules; None without a module."""
+        return TensorDict.from_module(self._module) if isinstance(self._module, nn.Module) else None
+
+    @override
+    def prepare(self, params: Any, /) -> dict[str, Tensor] | None:
+        """Parameters by dotted name, checked; None stands for the module's own, read at each rollout.
+
+        Raises TypeError or ValueError for parameters that are not the module's, or that it would not use.
+        """
+        if params is None:
+            return None
+        if self._skeleton is None:
+            raise ValueError(
+                "params were given to a policy that is a function without a module to which it refers: pass a "
+                "torch.nn.Module"
+            )
+        matched = self._matched(params)
+        self._check_apart("params= cannot act", "pass params=None")
+        return matched
+
+    def _matched(self, params: Any) -> dict[str, Tensor]:
+        """`params` by dotted name, checked against the module's."""
+        if isinstance(params, nn.Module):
+            params = TensorDict.from_module(params)
+        if not isinstance(params, (Mapping, TensorDictBase)):
+            raise TypeError(
+                f"params is {type(params).__name__}, expected a TensorDict or a state dict of the module: pass "
+                "policy.params or module.state_dict()"
+            )
+        self._update_skeleton()
+        own = self._own_tensors()
+        given = {".".join(path): value for path, value in flatten(params).items()}
+        wanted = own.keys() & (self._parameters.keys() | given.keys())  # buffers may be left out
+        kinds = {
+            name: tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for name, each in given.items()
+        }
+        check_shapes({name: tuple(own[name].shape) for name in wanted}, kinds)
+        return {name: given[name] for name in own if name in given}
+
+    @override
+    def init(self, key: Key, num_envs: int, /) -> TorchPolicyState:
+        """The initial recurrent state for each lane, and a generator seeded from the key."""
+        initial = self.initial_state
+        recurrent = None if initial is None else lanes_of(initial, num_envs, self.run_device)
+        return TorchPolicyState(recurrent, generator_state(seed_of(fold(key, Purpose.GENERATOR))))
+
+    def initial_carry(self, observation: Any) -> Any:
+        """The state that a loop of JAX carries, in one environment at the start of an episode, or None."""
+        return self.initial_state
+
+    @override
+    def remembers(self, policy_state: TorchPolicyState, /) -> bool:
+        return policy_state.recurrent is not None
+
+    @override
+    def __call__(
+        self, params: Any, state: Any, observation: Any, noise: Any, spec: ActionSpec, exploration: Exploration, /
+    ) -> tuple[TorchPolicyState, Mapping[str, Any]]:
+        """One step by itself: see `funcollect.Policy`."""
+        inputs = ActorInputs(
+            observation=observation,
+            params=params,
+            policy_state=state,
+            initial_state=state,
+            noise=None if noise is None else noise[None],
+            exploration=exploration,
+            spec=spec,
+            num_envs=len(optree.tree_leaves(observation)[0]),
+            length=1,
+        )
+        actor = self.actor(inputs)
+        with actor.running():
+            actor.act(0)
+            state, columns = actor.finish()
+        return state, {".".join(path): column[0] for path, column in columns.items()}
+
+    def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
+        """The function itself, or the skeleton over `prepared` or, for None, over the module's current tensors.
+
+        Changes of the module since the last call (attributes, submodules, hooks, training mode) act on the skeleton.
+        Parameters are shared. Buffers are copied, since a forward pass may write them (batch statistics in training
+        mode).
+        """
+        if self._skeleton is None:
+            return self._module
+        self._update_skeleton()
+        self._warn_of_written_buffers()
+        for name, (source, target, key) in self._parameters.items():
+            tensor = source[key] if prepared is None else prepared[name]
+            target[key] = tensor if self.device is None else tensor.to(self.device)
+        for name, (source, target, key) in self._buffers.items():
+            buffer: Any = source[key] if prepared is None else prepared.get(name, source[key])
+            target[key] = self._copies[name] = buffer.detach().to(self.device or source[key].device, copy=True)
+        return self._skeleton.root
+
+    def _warn_of_written_buffers(self) -> None:
+        """Warn, once, if the module has written the copies of its buffers that `bound` made last."""
+        if self._warned:
+            return
+        now = self.buffers()
+        if names := [name for name, copied in self._copies.items() if now[name] is not copied or _is_changed(copied)]:
+            self._warned = True
+            warnings.warn(
+                f"{type(self._module).__name__} writes its buffers {clipped(str(names))} in its forward pass. Rollouts "
+                "and evaluate_actions do not keep that: each begins with the buffers that the module has. Call "
+                "module.eval() if they are batch statistics, scale observations with funcollect.normalized, and keep a "
+                "memory in a recurrent state (initial_state=)",
+                stacklevel=2,
+            )
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The copies of the module's buffers that `bound` made, as the module has left them."""
+        return {name: target[key] for name, (_, target, key) in self._buffers.items()}
+
+    def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """The module's current parameters and buffers by name, replaced by those in `prepared`; none for a function."""
+        self._update_skeleton()
+        return self._own_tensors() | (prepared or {})
+
+    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
+        """A copy of `params`, or of the module's own, by dotted name. `load` and `prepare` take it."""
+        given = self.params if params is None else params
+        if isinstance(given, nn.Module):
+            given = TensorDict.from_module(given)
+        return {".".join(path): leaf.detach().clone() for path, leaf in flatten({} if given is None else given).items()}
+
+    def load(self, params: Any) -> None:
+        """Write `params` into the user's module."""
+        if self._skeleton is not None:
+            given, own = self._matched(params), self._own_tensors()
+            with torch.no_grad():
+                for name, value in given.items():
+                    own[name].copy_(value)

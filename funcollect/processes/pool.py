@@ -1,0 +1,388 @@
+"""Workers that answer calls, over any transport: answers, deaths, hangs, replacement, and the end.
+
+A worker is an object in this process, in another process or in a Ray actor, which is built from a packed job by its
+first call, ``"describe"``, and answers further calls with its methods, in the order they were sent
+(`funcollect.processes.serving`). A `Transport` starts workers and reports which have answered; a `WorkerPool` is all
+that its user sees of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from funcollect.errors import WorkerError
+from funcollect.interop.settings import send_main_by_value
+from funcollect.processes.child import OnFailure
+from funcollect.processes.failures import Failure, warn_of_restart
+from funcollect.processes.life import SIGNS, Silence
+
+_SLICE = 0.05  # seconds of one wait at most: another thread may have read the answer meanwhile
+_LATE = 0.5  # seconds of waiting from which on signs of life are looked for
+_FAILURES_IN_A_ROW = 5  # of one worker, without a finished task in between
+_BACKOFF = 0.1  # seconds before the second restart in a row, doubled at each
+
+
+@dataclass(eq=False)
+class Call:
+    """A call to a worker, and its result."""
+
+    worker: int  # its index
+    name: str  # of the method
+    args: tuple[Any, ...] = ()
+    fds: tuple[int, ...] = ()  # file descriptors, further arguments that a transport between processes sends
+    plain: bool = False  # whether arguments and result have no functions or classes of a script, see `Channel.send`
+    number: int = field(default_factory=itertools.count().__next__)  # identifies the call
+    done: bool = False  # whether `value` or `error` is set
+    value: Any = None
+    error: BaseException | None = None
+
+    def resolve(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Mark the call as finished, with a value or an error. Its arguments, weights for example, are freed."""
+        self.done, self.value, self.error, self.args = True, value, error, ()
+
+
+class Answer(NamedTuple):
+    """A worker's answer to a call: its result, or a `Failure`."""
+
+    number: int  # the call's
+    value: Any
+
+
+class Loss(NamedTuple):
+    """Why a worker is of no use any more: it has ended, hangs, or has raised an exception that no call allows."""
+
+    what: str  # in words that follow its name
+    lane: int | None = None  # in which it has raised, counted over all workers
+    traceback: str = ""  # its traceback, or its Python stack if it hangs
+    cause: BaseException | None = None
+
+
+class WorkerJob(Protocol):
+    """What a worker is built from."""
+
+    @property
+    def place(self) -> int:
+        """Its place among the workers of a run."""
+
+    def pack(self) -> bytes:
+        """The job as bytes; TypeError if it cannot be sent."""
+
+
+class WorkerHandle(ABC):
+    """Sends calls to one worker, and receives its answers."""
+
+    @property
+    def label(self) -> str:
+        """The kind and place of the worker, for error messages; empty if its index says enough."""
+        return ""
+
+    @abstractmethod
+    def send(self, call: Call) -> None:
+        """Queue a call after those that were sent before. Never waits for the worker, never raises if it has died."""
+
+    @abstractmethod
+    def receive(self) -> Answer | Loss | None:
+        """The worker's next answer, or how it has ended; None if there is neither yet."""
+
+    def signs(self) -> int:
+        """A number that changes if the worker has shown a sign of life, as far as is known."""
+        return 0
+
+    def where(self) -> str:
+        """Where the worker hangs: its Python stack, if it can be had."""
+        return ""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the worker at once, whatever it does. Does nothing the second time."""
+
+
+class Transport(ABC):
+    """Starts workers, and reports which of them have answered."""
+
+    patient = True  # whether waiting for a worker takes time; if so, one that takes too long counts as hung
+
+    @abstractmethod
+    def start(self, job: Any) -> WorkerHandle:
+        """A handle to a new worker for this job."""
+
+    def check_room(self, jobs: Sequence[Any], first: int, present: Sequence[Any]) -> None:  # noqa: B027 - most have room
+        """Raise WorkerError if there is no room for new workers, with indices from `first`, beside the present ones."""
+
+    @abstractmethod
+    def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
+        """The keys of the handles that may have an answer; waits for the first one, at most `timeout` seconds."""
+
+    @abstractmethod
+    def close(self, handles: Sequence[WorkerHandle]) -> None:
+        """Let the workers close what they hold, then end them."""
+
+    def leave(self) -> None:  # noqa: B027 - most need nothing
+        """Release the workers' resources, once all of them have ended."""
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """How long a worker may be silent, and what happens if it is so for longer or fails."""
+
+    timeout: float  # seconds of the reader's waiting within which a call is answered, or an environment steps
+    start_timeout: float  # the same for a worker's start and its first task, which may compile
+    on_failure: OnFailure = "raise"
+
+
+@dataclass
+class WorkerRecord:
+    """What a pool knows about a worker."""
+
+    job: Any  # a `WorkerJob`
+    handle: WorkerHandle
+    calls: deque[Call] = field(default_factory=deque)  # unanswered, oldest first
+    first: Sequence[Call] = ()  # those that a replacement was sent first
+    progress: Any = None  # where a replacement continues; None at the beginning
+    tasks: int = 0  # rollouts, say, that this very process has finished
+    failures: int = 0  # in a row
+    silence: Silence = field(default_factory=Silence)  # since the last answer or sign of life
+    newcomer: bool = False  # started beside workers that are at work, and not built yet
+    retired: bool = False
+
+
+class WorkerPool(ABC):
+    """Workers that answer calls, one for each of `jobs`.
+
+    Every method that reads answers raises an error if a worker was lost. All workers are ended then. A derived class
+    says what answers mean, which failures refuse a call and leave the worker at work, and how a replacement begins.
+
+    Attributes:
+        built: the calls that build the first workers.
+        restarts: workers that were replaced.
+        waited: seconds in which the reader has waited for workers.
+    """
+
+    def __init__(self, transport: Transport, jobs: Sequence[WorkerJob], failure_policy: FailurePolicy) -> None:
+        self._transport = transport
+        self._failure_policy = failure_policy
+        self.lock = threading.RLock()
+        self.restarts = 0
+        self.waited = 0.0
+        self.closed = self._started = False
+        self._checked = time.monotonic()
+        send_main_by_value()
+        self.records: list[WorkerRecord] = []
+        try:
+            self.built = self.start(jobs)
+        except BaseException:
+            self.close()
+            raise
+
+    def _answered(self, record: WorkerRecord, call: Call, value: Any) -> Any:
+        """Count an answer; return it as the caller gets it."""
+        return value
+
+    def _refusal(self, record: WorkerRecord, call: Call, failure: Failure) -> BaseException | None:
+        """The error of a call that a worker has refused without harm; None if the worker is lost."""
+        return None
+
+    def _words(self, worker: int, loss: Loss) -> str:
+        """Which worker was lost, and why."""
+        where = f"worker {worker}" if loss.lane is None else f"worker {worker}, lane {loss.lane} of the run"
+        label = self.records[worker].handle.label
+        return f"{where} ({label}): {loss.what}" if label else f"{where}: {loss.what}"
+
+    @abstractmethod
+    def _error(self, worker: int, loss: Loss) -> Exception:
+        """The error for a worker that was lost and is not replaced."""
+
+    def _continued(self, record: WorkerRecord, pending: Sequence[Call]) -> WorkerJob:
+        """The job of a replacement; `pending` are the calls that it is going to answer."""
+        job: WorkerJob = record.job
+        return job
+
+    def _first_calls(self, worker: int) -> Sequence[Call]:
+        """The calls that a replacement needs before those."""
+        return ()
+
+    @property
+    def workers(self) -> list[int]:
+        """The indices of the workers at work."""
+        return [worker for worker, record in enumerate(self.records) if not record.retired]
+
+    def start(self, jobs: Sequence[WorkerJob], *, newcomers: bool = False) -> list[Call]:
+        """Start workers; return the calls that build them. Until newcomers are admitted, a failure ends only theirs.
+
+        Raises:
+            TypeError: for a job that cannot be sent, before any worker starts.
+            WorkerError: if there is no room for all of them.
+        """
+        packed = [job.pack() for job in jobs]
+        with self.lock:
+            first = len(self.records)
+            self._transport.check_room(jobs, first, [self.records[worker].job for worker in self.workers])
+            for job in jobs:
+                self.records.append(WorkerRecord(job, self._transport.start(job), newcomer=newcomers))
+            return [self.call(worker, "describe", data) for worker, data in enumerate(packed, first)]
+
+    def retire(self, worker: int) -> None:
+        """End a worker without replacing it; its unanswered calls are dropped."""
+        with self.lock:
+            record = self.records[worker]
+            record.retired = True
+            record.calls.clear()
+            self._transport.close([record.handle])
+
+    def call(self, worker: int, name: str, *args: Any) -> Call:
+        """Send a worker a call."""
+        return self.submit(Call(worker, name, args))
+
+    def submit(self, call: Call) -> Call:
+        """Send a call."""
+        with self.lock:
+            record = self.records[call.worker]
+            if not record.calls:
+                record.silence.seconds = 0.0
+            record.calls.append(call)
+            record.handle.send(call)
+        return call
+
+    def call_all(self, name: str, *args: Any) -> list[Any]:
+        """Send every worker the same call; return their answers."""
+        return self.finish([self.call(worker, name, *args) for worker in self.workers])
+
+    def call_each(self, name: str, arguments: Sequence[Any], *others: Any) -> list[Any]:
+        """Send every worker a call with its own first argument; return their answers."""
+        sent = zip(self.workers, arguments, strict=True)
+        return self.finish([self.call(worker, name, each, *others) for worker, each in sent])
+
+    def begin(self) -> None:
+        """All workers have been built: from now on those that fail may be replaced, and waiting is counted."""
+        self._started, self.waited = True, 0.0
+
+    def finish(self, calls: Sequence[Call]) -> list[Any]:
+        """Wait for the answers to these calls, and return them; raise the error of a call that failed."""
+        while not all(call.done for call in calls):
+            self.wait()
+        for call in calls:
+            if call.error is not None:
+                raise call.error
+        return [call.value for call in calls]
+
+    def wait(self) -> None:
+        """Read the answers that have arrived; if there is none, wait for one for a short time."""
+        if self.poll():
+            return
+        began = time.monotonic()
+        ready = self._transport.ready(self._asked, _SLICE)
+        self.waited += time.monotonic() - began
+        self.poll(ready)
+
+    @property
+    def _asked(self) -> dict[int, WorkerHandle]:
+        """The handles of the workers that have unanswered calls."""
+        return {worker: record.handle for worker, record in enumerate(self.records) if record.calls}
+
+    def poll(self, ready: Iterable[int] | None = None) -> bool:
+        """Read the answers that have arrived, or those of the workers `ready`; return whether there was one."""
+        with self.lock:
+            try:
+                workers = self._transport.ready(self._asked, 0) if ready is None else ready
+                read = sum(map(self._read, workers))
+                if self._transport.patient:
+                    self._look_for_hangs()
+                return read > 0
+            except BaseException as error:
+                self.close()  # an answer may have been read and not yet assigned to its call
+                if isinstance(error, OSError):
+                    raise WorkerError(
+                        f"the connection to a worker broke ({error!r}): build another collector"
+                    ) from error
+                raise
+
+    def _read(self, worker: int) -> bool:
+        """Read one answer of a worker; return whether there was one. Only one, so that no worker gets ahead."""
+        record = self.records[worker]
+        if not record.calls or (answer := record.handle.receive()) is None:
+            return False
+        if isinstance(answer, Loss):
+            self._lose(worker, answer)
+            return True
+        call = next(call for call in record.calls if call.number == answer.number)
+        if not isinstance(failure := answer.value, Failure):
+            record.silence.seconds = 0.0
+            SIGNS.count[0] += 1  # for a process that awaits this one
+            call.resolve(self._answered(record, call, answer.value))
+        elif (refusal := self._refusal(record, call, failure)) is not None:
+            call.resolve(error=refusal)
+        else:
+            raised = f"raised {failure.message}"
+            self._lose(worker, Loss(raised, failure.lane, failure.traceback, failure.error()))
+            return True
+        record.calls.remove(call)
+        return True
+
+    def _look_for_hangs(self) -> None:
+        """Lose each worker that has neither answered nor made a step in time."""
+        now = time.monotonic()
+        if (since := now - self._checked) < _SLICE:
+            return
+        self._checked = now
+        for worker, record in enumerate(self.records):
+            if not record.calls:
+                continue
+            policy = self._failure_policy
+            name, limit = ("timeout", policy.timeout) if record.tasks else ("start_timeout", policy.start_timeout)
+            waited = min(since, limit / 2)  # if this process was suspended, its workers may also have been
+            if record.silence.grows(waited, record.handle.signs, after=min(_LATE, limit / 2)) > limit:
+                doing = f"has not answered {record.calls[0].name!r}, nor made a step, for {limit:g} seconds"
+                told = f"{doing} ({name}={limit:g}); its Python stack is below"
+                self._lose(worker, Loss(told, traceback=record.handle.where()))
+
+    def _lose(self, worker: int, loss: Loss) -> None:
+        """Replace a worker that was lost, or end all workers and raise; a newcomer's calls end with the error."""
+        record = self.records[worker]
+        record.failures += 1
+        record.handle.kill()
+        may_return = self._started and not self.closed and not record.newcomer
+        if self._failure_policy.on_failure == "restart" and may_return and record.failures <= _FAILURES_IN_A_ROW:
+            warn_of_restart(self._words(worker, loss), loss.traceback)
+            self._replace(worker)
+            return
+        error = self._error(worker, loss)
+        error.__cause__ = loss.cause
+        if not record.newcomer:
+            self.close()
+            raise error
+        for call in [*record.calls]:
+            call.resolve(error=error)
+        self.retire(worker)
+
+    def _replace(self, worker: int) -> None:
+        """Start another worker, which continues after the lost one's last answer, and send it the unanswered calls."""
+        record = self.records[worker]
+        if record.failures > 1:
+            time.sleep(_BACKOFF * 2 ** (record.failures - 2))
+        self.restarts += 1
+        own = {call.number for call in record.first}
+        pending = [call for call in record.calls if not call.done and call.number not in own]
+        job = self._continued(record, pending)
+        packed = job.pack()
+        record.handle = self._transport.start(job)
+        record.calls.clear()
+        record.tasks, record.silence.seconds = 0, 0.0
+        record.first = [Call(worker, "describe", (packed,)), *self._first_calls(worker)]
+        for call in [*record.first, *pending]:
+            if not call.done:
+                self.submit(call)
+
+    def close(self) -> None:
+        """End every worker. Does nothing the second time."""
+        with self.lock:
+            if not self.closed:
+                self.closed = True
+                self._transport.close([self.records[worker].handle for worker in self.workers])
+                self._transport.leave()

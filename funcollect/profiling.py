@@ -1,0 +1,328 @@
+"""`profile`: where the time of a frame goes, beside the bare environment and the bare policy."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from funcollect.arguments import check_function, check_optional_positive, check_positive
+from funcollect.collectors.collector import CollectorBase
+from funcollect.collectors.multi import ProcessCollector
+from funcollect.collectors.runner_timer import RolloutTimes, RunnerTimer
+from funcollect.collectors.sync import SyncDataCollector
+from funcollect.collectors.worker_collector import WorkerCollector
+from funcollect.envs.host.host_env import SimulatedEnv
+from funcollect.messages import shown, table
+from funcollect.protocols import Env, is_env
+
+__all__ = ["PARTS", "Limit", "Profile", "Timeline", "profile"]
+
+PARTS = (  # in the order of a frame's way
+    *("environment", "policy", "environment and policy", "recording", "preparation", "delivery", "hand-over"),
+    *("reader", "waiting"),
+)
+_STEPS = 128  # of a rollout
+_BATCHES = 3  # that are timed with workers, at least
+_AHEAD = 4  # of each worker whose batches are delivered as they arrive, since two may have been ready before
+_SECONDS = 0.3  # that the bare environment is run, about
+
+
+class Timeline(NamedTuple):
+    """What one process, or the mean of several, does while frames are collected."""
+
+    where: str  # the process
+    parts: Mapping[str, float]  # microseconds per frame of the whole run; together they are the time of a frame
+
+
+class Limit(NamedTuple):
+    """How fast the same run would be if it did nothing else."""
+
+    what: str
+    frames_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Where the time of a frame goes; `str` is a table.
+
+    Attributes:
+        subject: the profiled environment, policy or collector.
+        loop: the name of the loop that ran, as `explain` has it.
+        frames: the frames that were timed.
+        seconds: the time that they took.
+        first_seconds: the time of the batches before these, which are not counted since they may compile programs.
+        timelines: the parts of a frame's time where frames are collected and, with workers, where batches are read.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=8)
+    >>> profile = fc.profile(env, fc.random_policy(env), frames=1024)
+    >>> profile.frames, round(sum(profile.parts.values()) / profile.microseconds)
+    (1024, 1)
+    """
+
+    subject: str
+    loop: str
+    frames: int
+    seconds: float
+    first_seconds: float
+    timelines: tuple[Timeline, ...]
+
+    @property
+    def frames_per_second(self) -> float:
+        """The speed of the whole run."""
+        return self.frames / self.seconds
+
+    @property
+    def microseconds(self) -> float:
+        """The time of a frame."""
+        return 1e6 * self.seconds / self.frames
+
+    @property
+    def parts(self) -> Mapping[str, float]:
+        """Microseconds per frame by part, where frames are collected."""
+        return self.timelines[0].parts
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """The speed with the bare environment, with the bare policy, and with both of them and nothing else."""
+        bare = {part: self.parts[part] for part in PARTS[:3] if part in self.parts}
+        bare.setdefault("environment and policy", sum(bare.values()))
+        return tuple(Limit(f"bare {part}", 1e6 / value) for part, value in bare.items() if value)
+
+    def share(self, part: str) -> float:
+        """The share of the time that a part takes where frames are collected; 0 for one that does not occur."""
+        return self.parts.get(part, 0.0) / self.microseconds
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.subject}, loop {self.loop}\n"
+            f"{self.frames:,} frames in {self.seconds:.3g} s: {self.frames_per_second:,.0f} frames/s; the first "
+            f"batches, not counted, took {self.first_seconds:.3g} s"
+        )
+        limits = [(what, f"{self.frames_per_second / rate:.0%}", f"{rate:,.0f}") for what, rate in self.limits]
+        tables = [*map(self._rows, self.timelines), [("limit", "reached", "frames/s"), *limits]]
+        return "\n\n".join([head, *map(table, tables)])
+
+    def _rows(self, timeline: Timeline) -> list[tuple[str, str, str]]:
+        """The table of a timeline: its parts, and their sum."""
+        values = {**timeline.parts, "a frame": sum(timeline.parts.values())}
+        rows = [(part, f"{value:.2f}", f"{value / self.microseconds:.0%}") for part, value in values.items()]
+        return [(timeline.where, "µs/frame", "share"), *rows]
+
+    @property
+    def advice(self) -> str:
+        """Removed; AttributeError."""
+        raise AttributeError("a Profile has no advice any more: compare its parts and limits")
+
+
+def profile(
+    target: CollectorBase | Env,
+    policy: Any = None,
+    *,
+    frames: int = 10_000,
+    length: int | None = None,
+    reader: Callable[[Any], Any] | None = None,
+) -> Profile:
+    """Measure where the time of a frame goes.
+
+    Collects one batch, or one of each asynchronous worker, which is not counted since it may compile programs. Then
+    collects at least `frames` frames with an environment and a policy whose calls are timed, which costs some tenths
+    of a microsecond for each call. On an accelerator each call waits for its end. The parts of a frame's time:
+
+    - environment: steps and resets. Where its lanes live in workers, those of the slowest worker.
+    - policy: its calls, and the log-probabilities and checks of their outputs.
+    - recording: the rest of each step: copies into the batch, flags, the loop itself. Over a JAX environment whose
+      policy is called at each step, the environment's compiled step does it.
+    - preparation: at the start of a rollout, memory, parameters and random numbers.
+    - delivery: at its end, ids, counters and the batch; and the rest of the collector's work between rollouts.
+    - hand-over: between processes, copies into and out of shared memory, and messages.
+    - reader: your function.
+    - waiting: workers for the reader or for each other, the reader for workers.
+
+    In a loop that is one compiled program nothing can be timed. Over a JAX environment the environment is then measured
+    with random actions in a loop of the same kind, with its recording and delivery, and the policy is the rest. With
+    workers, or as CUDA graphs, environment and policy are one part. Where lanes live in workers, one lane is measured
+    here with random actions, and what this process waits beyond the steps of the slowest worker's lanes is hand-over.
+
+    A collector continues from where it is, and its weights do not change. The batches are its next ones: they count as
+    delivered, and go to `reader`, or are dropped. An environment and a policy run as a new collector, which is
+    closed. Frames are those that the workers have collected, in the same time in each process. If more processes run
+    than there are processors, parts hold the time of others.
+
+    Args:
+        target: a collector; or an environment, for a run of the functions `init` and `rollout`.
+        policy: with an environment, what acts there, as a collector takes it; None for random actions.
+        frames: frames to time, rounded up to whole batches, three at least with workers.
+        length: with an environment, the steps of each rollout; None for 128.
+        reader: a function that is called with each batch, such as a step of training.
+
+    Returns:
+        The profile; `str` is a table, and `funcollect.plots.profile` draws it.
+
+    Raises:
+        TypeError: for another target.
+        ValueError: for a policy or a length beside a collector, and if the collector has no batches left.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=8)
+    >>> profile = fc.profile(env, fc.random_policy(env), frames=2_000)
+    >>> profile.loop, list(profile.parts)
+    ('host', ['environment', 'policy', 'recording', 'preparation', 'delivery'])
+    >>> abs(sum(profile.parts.values()) - profile.microseconds) < 1e-6
+    True
+    """
+    check_positive("frames", frames, example=10_000)
+    check_optional_positive("length", length)
+    if reader is not None:
+        check_function("reader", reader, "a function of a batch", 1)
+    if isinstance(target, CollectorBase):
+        for name, value, where in (("policy", policy, "has its own"), ("length", length, "has frames_per_batch")):
+            if value is not None:
+                raise ValueError(
+                    f"{name} is {shown(value, 60)}, but target is a collector, which {where}: leave it out"
+                )
+        return _profiled(target, frames, reader, repr(target))
+    if not is_env(target):
+        raise TypeError(
+            f"target is {type(target).__name__}, expected a collector or an Env: make one with funcollect.make_env"
+        )
+    size = (target.num_envs or 1) * (_STEPS if length is None else length)
+    with SyncDataCollector(target, policy, frames_per_batch=size, seed=0) as own:
+        return _profiled(own, frames, reader, f"{target!r} with {type(own.policy).__name__}")
+
+
+def _profiled(collector: CollectorBase, frames: int, reader: Callable[[Any], Any] | None, subject: str) -> Profile:
+    """Do what `profile` does for a collector, with checked arguments."""
+    run = collector.run if isinstance(collector, WorkerCollector) else None
+    together = run is None or run.gathering.together
+    first = _read(collector, reader, batches=1 if together else len(run.workers))
+    waited = collector.stats().get("reader_waited", 0.0)
+    with _timed(collector) as times:
+        batches = 1 if run is None else _BATCHES if together else _AHEAD * len(run.workers)
+        done = _read(collector, reader, frames=frames, batches=batches)
+    waited = collector.stats().get("reader_waited", 0.0) - waited
+    if not done.batches:
+        raise ValueError(
+            f"{collector!r} has no batches left to time, total_frames is {collector.total_frames}: build one with "
+            "more, since the first batch is not counted"
+        )
+    if not times:
+        raise ValueError(f"{collector!r} has lost every worker meanwhile, expected one to stay: see its stats")
+    count, seconds = sum(each.frames for each in times), sum(each.seconds for each in times) / len(times)
+    sums: dict[str, float] = defaultdict(float)
+    for part, spent in (item for each in times for item in each.parts.items()):
+        sums["environment and policy" if part == "rollout" else part] += spent
+    timeline = partial(_timeline, count, seconds)
+    if isinstance(collector, SyncDataCollector):
+        _divide(collector, sums, count)
+        timelines = [timeline("in this process", sums, done.reader, "delivery")]
+    elif isinstance(collector, ProcessCollector) and collector.in_process:
+        timelines = [timeline(f"in this process, with {len(times)} workers", sums, done.reader, "hand-over")]
+    else:
+        parts = {part: spent / len(times) for part, spent in sums.items()}
+        parts["hand-over"] = sum(min(each.busy, each.between) for each in times) / len(times)
+        taken = {"hand-over": min(max(done.collector - waited, 0.0), max(seconds - done.reader, 0.0))}
+        timelines = [
+            timeline(f"in each of {len(times)} workers", parts, 0.0, "waiting"),
+            timeline("in this process", taken, done.reader, "waiting"),
+        ]
+    return Profile(
+        subject=subject,
+        loop=times[0].loop,
+        frames=count,
+        seconds=seconds,
+        first_seconds=first.collector + first.reader,
+        timelines=tuple(timelines),
+    )
+
+
+def _timeline(frames: int, whole: float, where: str, parts: Mapping[str, float], reader: float, rest: str) -> Timeline:
+    """Seconds by part as a timeline; the seconds in `whole` that are neither in `parts` nor the reader's are `rest`."""
+    left = max(whole - sum(parts.values()), 0.0)
+    reader = min(reader, left)
+    seconds = {**parts, rest: parts.get(rest, 0.0) + left - reader, **({"reader": reader} if reader else {})}
+    return Timeline(where, {part: 1e6 * seconds[part] / frames for part in PARTS if part in seconds})
+
+
+class _Reading(NamedTuple):
+    """What the process that reads batches has done."""
+
+    batches: int
+    collector: float  # seconds in the collector
+    reader: float  # seconds in the user's function
+
+
+def _read(
+    collector: CollectorBase, reader: Callable[[Any], Any] | None, *, frames: int = 0, batches: int = 1
+) -> _Reading:
+    """Read at least so many frames and batches, or all that are left, as a training loop does."""
+    count, collecting, reading, before = 0, 0.0, 0.0, collector.frames
+    while collector.frames - before < frames or count < batches:
+        began = time.perf_counter()
+        batch = next(collector, None)
+        if batch is None:
+            break
+        given = time.perf_counter()
+        collecting += given - began
+        if reader is not None:
+            reader(batch)
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()  # or its work would count as that of the next batch
+            reading += time.perf_counter() - given
+        count += 1
+    return _Reading(count, collecting, reading)
+
+
+@contextmanager
+def _timed(collector: CollectorBase) -> Iterator[list[RolloutTimes]]:
+    """Time the rollouts in the block; after it, the list has the times of this process, or of each worker."""
+    times: list[RolloutTimes] = []
+    run = collector.run if isinstance(collector, WorkerCollector) else None
+    timer = RunnerTimer(collector) if isinstance(collector, SyncDataCollector) else None
+    if run is not None:
+        run.start_timers()
+    try:
+        yield times
+    finally:
+        if timer is not None:
+            times.append(timer.stop())
+        elif run is not None and not run.closed:
+            times += [each for each in run.stop_timers() if each.frames]
+
+
+def _divide(collector: SyncDataCollector, parts: dict[str, float], frames: int) -> None:
+    """Divide parts that cannot be told apart in the run itself, by means of rollouts with random actions."""
+    env, length = collector.env, collector.length
+    if env.backend == "jax" and (both := parts.pop("environment and policy", 0.0)):
+        alone = min(frames * _bare(env, length, collector.max_frames_per_traj), both)
+        parts["environment"] += alone  # beside rollouts that another loop ran
+        parts["policy"] += both - alone
+    elif isinstance(env, SimulatedEnv) and env.workers is not None:
+        assert env.open_group is not None
+        lane = replace(env, num_envs=1, workers=None, opener=env.open_group(0, 1), open_group=None)
+        lanes, whole = env.num_envs or 1, parts["environment"]
+        slowest = math.ceil(lanes / env.workers.num_workers)  # the lanes of one worker
+        parts["environment"] = min(frames / lanes * slowest * _bare(lane, length, None), whole)
+        parts["hand-over"] = whole - parts["environment"]
+
+
+def _bare(env: Env, length: int, max_frames_per_traj: int | None) -> float:
+    """Return the seconds of a frame of an environment with random actions, in a loop of the same kind."""
+    size = length * (env.num_envs or 1)
+    with SyncDataCollector(env, None, frames_per_batch=size, max_frames_per_traj=max_frames_per_traj, seed=0) as alone:
+        next(alone)  # compiles
+        with _timed(alone) as times:
+            until = time.perf_counter() + _SECONDS
+            _read(alone, None, batches=_BATCHES)
+            while time.perf_counter() < until:
+                next(alone)
+    parts = times[0].parts
+    return parts.get("environment", parts.get("rollout", 0.0)) / times[0].frames

@@ -1,0 +1,316 @@
+"""EnvPool against a plain loop over it: the same seeds and actions, lanes that are done reset by their indices."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import envpool
+import numpy as np
+import pytest
+import torch
+
+import funcollect as fc
+from funcollect.keys import Purpose, fold, key_from_seed
+from tests.support.compare import assert_same, collect, leaves
+from tests.support.misuse import Misuse, refused, refused_then_mended, runs, table
+from tests.support.running import scaled
+
+CASES = {  # a limit on episodes, the length of a run
+    "CartPole-v1": (25, 120),
+    "Pong-v5": (20, 50),
+    "HalfCheetah-v4": (30, 70),
+    "CheetahRun-v1": (30, 70),
+    "FrozenLake-v1": (5, 60),
+}
+
+
+def make(name: str, num_envs: int | None = 3, **kwargs: Any) -> Any:
+    return fc.make_env(f"envpool/{name}", num_envs=num_envs, max_episode_steps=CASES[name][0], **kwargs)
+
+
+def seeds(seed: int, lanes: int) -> list[int]:
+    return [fold(key_from_seed(seed), Purpose.RESET, lane, 0)[0] % 2**31 for lane in range(lanes)]
+
+
+def flat(observation: Any) -> dict[str, Any]:
+    """The leaves by name, floating ones in float32."""
+    named = observation if isinstance(observation, dict) else {"observation": observation}
+    return {key: np.float32(leaf) if leaf.dtype == np.float64 else leaf.copy() for key, leaf in named.items()}
+
+
+def plain_loop(name: str, actions: torch.Tensor, *, seed: int, infos: Any = ()) -> dict[Any, Any]:
+    """Rows [T, P, ...] from a pool that one thread steps, given actions [T, P, ...]."""
+    lanes = actions.shape[1]
+    pool = envpool.make_gymnasium(
+        name, num_envs=lanes, num_threads=1, seed=seeds(seed, lanes), max_episode_steps=CASES[name][0]
+    )
+    observation, _ = pool.reset()
+    rows: list[dict[Any, Any]] = []
+    for action in actions.numpy():
+        row = {(key,): leaf for key, leaf in flat(observation).items()}
+        observation, reward, terminated, truncated, info = pool.step(action)
+        row |= {("next", key): leaf for key, leaf in flat(observation).items()}
+        row |= {("next", "reward"): np.float32(reward), ("next", "terminated"): terminated}
+        row |= {("next", "truncated"): truncated} | {("next", "info", key): info[key] for key in infos}
+        rows.append(row)
+        if (done := np.flatnonzero(terminated | truncated).astype(np.int32)).size:
+            first, _ = pool.reset(done)
+            observation = {key: leaf.copy() for key, leaf in flat(observation).items()}
+            for key, leaf in flat(first).items():
+                observation[key][done] = leaf
+            observation = observation if len(observation) > 1 else observation["observation"]
+    pool.close()
+    return {path: np.stack([row[path] for row in rows]) for path in rows[0]}
+
+
+def check(batch: Any, wanted: dict[Any, Any]) -> None:
+    got = leaves(batch)
+    for path, leaf in wanted.items():
+        own = got[path].transpose(0, 1).numpy()
+        own = own[..., 0] if path[-1] in ("reward", "terminated", "truncated") and len(path) == 2 else own
+        assert own.shape == leaf.shape, path
+        assert np.array_equal(own, leaf.astype(own.dtype)), path
+
+
+@pytest.mark.filterwarnings("ignore:.*Box.*precision:UserWarning")
+@pytest.mark.parametrize("seed", range(scaled(1)))
+@pytest.mark.parametrize("name", CASES)
+def test_every_leaf_equals_the_plain_loop(name: str, seed: int) -> None:
+    infos = ["elapsed_step", "lives"] if name == "Pong-v5" else ["elapsed_step"]
+    env = make(name, info_keys=infos)
+    batch = collect(env, fc.random_policy(env), CASES[name][1], seed=seed)
+    check(batch, plain_loop(name, batch["action"].transpose(0, 1), seed=seed, infos=infos))
+    assert batch["next", "truncated"].any()
+    assert name not in ("CartPole-v1", "FrozenLake-v1") or batch["next", "terminated"].any()
+    step = batch["next", "info", "elapsed_step"]
+    assert torch.equal(step.long(), batch["collector", "step"] + 1)
+
+
+@pytest.mark.parametrize(("name", "leaf"), [("LunarLander-v3", None), ("CheetahRun-v1", "velocity")])
+def test_what_has_no_bounds_is_unbounded(name: str, leaf: str | None) -> None:
+    env = fc.make_env(f"envpool/{name}", num_envs=2)
+    box = env.observation_space[leaf] if leaf else env.observation_space
+    assert np.isneginf(box.low).all()
+    assert np.isposinf(box.high).all()
+    fc.testing.check_env(env, steps=30)
+
+
+def test_the_number_of_threads_does_not_show() -> None:
+    one, two = (make("HalfCheetah-v4", num_threads=threads) for threads in (1, 2))
+    assert_same(*(collect(env, fc.random_policy(env), 90, seed=4) for env in (one, two)))
+
+
+def test_a_lane_does_not_depend_on_how_many_there_are() -> None:
+    env = make("CartPole-v1", 3)
+    push = fc.torch_policy(lambda observation: (observation[:, 2] > 0).long())
+    three = collect(env, push, 60, seed=2)
+    alone = make("CartPole-v1", None)
+    one = collect(alone, push, 60, seed=2)
+    for path in ("observation", "action", ("next", "observation"), ("next", "done")):
+        assert torch.equal(three[path][0], one[path]), path
+
+
+def test_observations_in_float64() -> None:
+    env = make("HalfCheetah-v4", dtype=np.float64)
+    batch = collect(env, fc.random_policy(env), 10, seed=0)
+    assert batch["observation"].dtype == torch.float64
+    narrow = make("HalfCheetah-v4")
+    assert torch.equal(
+        collect(narrow, fc.random_policy(narrow), 10, seed=0)["observation"], batch["observation"].float()
+    )
+    batches = []
+    for one_hot, act in ((False, lambda x: x % 4), (True, lambda x: torch.nn.functional.one_hot(x % 4, 4))):
+        env = make("FrozenLake-v1", one_hot=one_hot)
+        batches.append(collect(env, fc.torch_policy(act), 40, seed=0))
+    assert batches[1]["action"].shape == (3, 40, 4)
+    assert torch.equal(batches[0]["next", "observation"], batches[1]["next", "observation"])
+
+
+@pytest.mark.parametrize("frames", [60, 180])
+def test_finished_lanes_are_not_stepped(frames: int) -> None:
+    """Their rows repeat the terminal observation; the others go on as if these were not there."""
+    env = make("CartPole-v1", info_keys=["elapsed_step"])
+    push = fc.torch_policy(lambda observation: torch.zeros(len(observation), dtype=torch.int64))
+    with fc.SyncDataCollector(env, push, frames_per_batch=frames, reset_when_done=False, seed=1) as collector:
+        batches = [next(collector), next(collector)]
+    batch = torch.cat([each.clone() for each in batches], -1)
+    free = collect(env, push, 40, seed=1)
+    first = free["next", "done"][..., 0].int().argmax(-1)
+    assert len(first.unique()) > 1
+    for lane, end in enumerate(first.tolist()):
+        for path in ("observation", ("next", "observation"), ("next", "reward"), ("next", "info", "elapsed_step")):
+            assert torch.equal(batch[path][lane, : end + 1], free[path][lane, : end + 1])
+        assert batch["observation"][lane, end + 1 :].eq(free["next", "observation"][lane, end]).all()
+        assert batch["next", "done"][lane, end:].all()
+        assert batch["next", "reward"][lane, end + 1 :].eq(0).all()
+        assert batch["next", "info", "elapsed_step"][lane, end:].eq(end + 1).all()
+
+
+def test_a_seed_set_again_begins_the_run_again() -> None:
+    env = make("CartPole-v1")
+    with fc.SyncDataCollector(env, frames_per_batch=90, seed=5) as collector:
+        collector.set_seed(6)
+        first = next(collector)
+        next(collector)
+        collector.set_seed(6)
+        again = next(collector)
+    with fc.SyncDataCollector(env, frames_per_batch=90, seed=6) as collector:
+        assert_same(next(collector), first)
+    assert not torch.equal(again["observation"], first["observation"])  # other episodes, under other ids
+    assert not set(first["collector", "traj_ids"].unique().tolist()) & set(
+        again["collector", "traj_ids"].unique().tolist()
+    )
+
+
+def test_after_an_exception_the_run_is_seeded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool may hold an answer that nobody takes; so another one is built, from seeds that follow from the key."""
+    env = make("CartPole-v1")
+    policy = fc.random_policy(env)
+    after = []
+    for _ in range(2):
+        state, first = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+        pool = state.env_state.simulation.simulators._pool
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "recv", lambda **_: 1 / 0)
+            with refused(fc.EnvError, ("EnvPool's step raised ZeroDivisionError", "funcollect.recover(env, state)")):
+                fc.rollout(env, policy, state, 3)
+        after.append(fc.rollout(env, policy, fc.recover(env, state), 20)[1])
+    assert_same(after[0], after[1])
+    assert after[0]["collector", "step"][:, 0].eq(0).all()
+    assert not torch.equal(after[0]["observation"][:, 0], first["observation"][:, 0])
+
+
+def test_a_fork_is_refused_and_leaves_the_state_good() -> None:
+    env = make("CartPole-v1")
+    state = runs(env)
+    with refused(fc.ReplayError, ("seeded by run", "cannot be forked", "begin a second run with funcollect.init")):
+        fc.fork(env, state)
+    runs(env, state=state)
+
+
+def test_an_evaluation_has_a_pool_of_its_own() -> None:
+    env = make("CartPole-v1")
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
+    stats = [fc.evaluate(env, policy, episodes=5, seed=1) for _ in range(2)]
+    assert torch.equal(stats[0].returns, stats[1].returns)
+    whole = collect(env, policy, 40, seed=0)
+    assert torch.equal(fc.rollout(env, policy, state, 20)[1]["observation"], whole["observation"][:, 20:])
+
+
+def test_explain_says_how_it_is_seeded() -> None:
+    env = make("CartPole-v1")
+    plan = fc.explain(env, fc.random_policy(env))
+    assert plan.seeding.startswith("run: all lanes are seeded together")
+    assert plan.forking.startswith("impossible")
+
+
+def good() -> Any:
+    return fc.make_env("envpool/CartPole-v1", num_envs=2)
+
+
+@table(
+    Misuse(
+        "an unknown task",
+        lambda: fc.make_env("envpool/CartPole-v99"),
+        ValueError,
+        ("'CartPole-v99'", "expected one of envpool.list_all_envs()", "'CartPole-v1'"),
+        good,
+    ),
+    Misuse(
+        "no time",
+        lambda: fc.make_env("envpool/CartPole-v1", max_episode_steps=0),
+        ValueError,
+        ("max_episode_steps is 0", "expected at least 1"),
+        good,
+    ),
+    *[
+        Misuse(
+            f"the task {name!r}",
+            lambda name=name: fc.make_env(f"envpool/{name}"),
+            ValueError,
+            (f"no task {name!r}", "such as ['CartPole-v1'"),
+            good,
+        )
+        for name in ("", "qqqqqqqqqqqqqqqqqqqq")
+    ],
+    *[
+        Misuse(
+            f"a built pool for {take.__name__}",
+            lambda take=take: take(envpool.make_gymnasium("CartPole-v1", num_envs=2)),
+            TypeError,
+            ("task_id is CartPoleGymnasiumEnvPool", "expected its name", "make_env('envpool/CartPole-v1')"),
+            good,
+        )
+        for take in (fc.make_env, fc.envs.from_envpool)
+    ],
+    Misuse(
+        "processes",
+        lambda: fc.make_env("envpool/CartPole-v1", num_workers=2),
+        ValueError,
+        ("num_workers cannot be given", "EnvPool is parallel itself: num_threads=", "leave it out"),
+        lambda: fc.make_env("envpool/CartPole-v1", num_threads=2),
+    ),
+    Misuse(
+        "a seed",
+        lambda: fc.make_env("envpool/CartPole-v1", seed=3),
+        ValueError,
+        ("seed cannot be given", "funcollect.init", "leave it out"),
+        good,
+    ),
+    Misuse(
+        "an argument that the task lacks",
+        lambda: fc.make_env("envpool/CartPole-v1", frame_skip=3),
+        TypeError,
+        ("cannot make 'CartPole-v1'", "'frame_skip'", "it takes", "'max_episode_steps'"),
+        good,
+    ),
+    Misuse(
+        "an info key that the task lacks",
+        lambda: fc.make_env("envpool/CartPole-v1", info_keys=["lives"]),
+        ValueError,
+        ("no info key 'lives'", "expected one of ['elapsed_step', 'env_id'", "name one"),
+        good,
+    ),
+    Misuse(
+        "one_hot for a continuous action",
+        lambda: fc.make_env("envpool/HalfCheetah-v4", one_hot=True),
+        ValueError,
+        ("one_hot=True needs a Discrete",),
+        good,
+    ),
+)
+def test_an_environment_given_wrongly(misuse: Misuse) -> None:
+    refused_then_mended(misuse)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "package"), [("envpool", "envpool/CartPole-v1", "envpool"), ("ale_py", "ale/Pong", "ale-py")]
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with refused(ImportError, (f"{package} is not installed", "pip install 'funcollect[envs]'")):
+        fc.make_env(name)
+
+
+DRAWS = """
+import random, numpy, torch
+import funcollect as fc
+def draw(): return random.random(), numpy.random.rand(), torch.rand(()).item()
+def seed(): random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+seed()
+wanted = draw()
+seed()
+fc.make_env("envpool/CartPole-v1", num_envs=2)
+got = draw()
+assert got == wanted, (got, wanted)
+"""
+
+
+def test_the_import_leaves_the_global_generators_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+import funcollect as fc
+from funcollect.envs import CartPole, Pendulum, TorchEnvBase
+from funcollect.keys import LaneKeys, Purpose, key_from_seed
+from tests.support.envs.torch_parts import InParts
+
+LANES = 6
+BOTH = [("CartPole-v1", CartPole), ("Pendulum-v1", Pendulum)]
+both = pytest.mark.parametrize(("name", "make"), BOTH, ids=[name for name, _ in BOTH])
+
+
+def keys(lanes: list[int], episodes: list[int], seed: int = 0) -> LaneKeys:
+    return LaneKeys.of(key_from_seed(seed), Purpose.RESET, torch.tensor(lanes), torch.tensor(episodes))
+
+
+def start(env: TorchEnvBase, lanes: int = LANES, seed: int = 0, episode: int = 0) -> Tensor:
+    state: Tensor = env.reset(keys(list(range(lanes)), [episode] * lanes, seed), None)[0]
+    return state
+
+
+def step(env: TorchEnvBase, state: Tensor, action: Tensor) -> Any:
+    return env.step(keys([0] * len(state), [0] * len(state)), state, action, None)
+
+
+def peer(name: str, state: Tensor) -> Any:
+    """Gymnasium's environment at the same point."""
+    env = gymnasium.make(name, disable_env_checker=True)
+    env.reset(seed=0)
+    env.unwrapped.state = state.numpy().copy()
+    return env
+
+
+def to_gymnasium(action: Tensor) -> Any:
+    return int(action) if action.dtype == torch.int64 else action.numpy()
+
+
+def random_actions(env: TorchEnvBase, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    if isinstance(env, CartPole):
+        return torch.randint(2, (count, LANES), generator=generator)
+    return torch.randn(count, LANES, 1, generator=generator) * 2  # some beyond the bounds, where it is clipped
+
+
+def balance(state: Tensor) -> Tensor:
+    """Keeps a pole up for hundreds of steps."""
+    return (state[:, 2] + 0.3 * state[:, 3] + 0.05 * state[:, 1] > 0).long()
+
+
+@both
+def test_every_step_is_gymnasiums_step(name: str, make: Any) -> None:
+    """From the same float64 state and action: the same state, observation, reward and termination."""
+    env = make(LANES)
+    state, fallen = start(env), 0
+    for action in random_actions(env, 60):
+        peers = [peer(name, row) for row in state]
+        answer = step(env, state, action)
+        for lane, other in enumerate(peers):
+            observation, reward, terminated, _, _ = other.step(to_gymnasium(action[lane]))
+            wanted = torch.from_numpy(np.asarray(other.unwrapped.state, np.float64))
+            torch.testing.assert_close(answer.env_state[lane], wanted, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(answer.observation[lane], torch.from_numpy(observation), rtol=2e-7, atol=1e-9)
+            assert float(answer.reward[lane]) == pytest.approx(float(reward), rel=2e-7)
+            assert bool(answer.terminated[lane]) == terminated
+        fallen += int(answer.terminated.sum())
+        state = torch.where(answer.terminated[:, None], start(env, episode=fallen), answer.env_state)
+    assert fallen > 3 or name == "Pendulum-v1"
+
+
+@both
+def test_a_free_run_stays_with_gymnasiums(name: str, make: Any) -> None:
+    env, actions = make(LANES), random_actions(make(LANES), 200)
+    state = start(env)
+    peers = [peer(name, row) for row in state]
+    for t in range(200):
+        action = balance(state) if name == "CartPole-v1" else actions[t]
+        answer = step(env, state, action)
+        for lane, other in enumerate(peers):
+            observation, reward, terminated, *_ = other.step(to_gymnasium(action[lane]))
+            torch.testing.assert_close(answer.observation[lane], torch.from_numpy(observation), rtol=1e-6, atol=1e-6)
+            assert float(answer.reward[lane]) == pytest.approx(float(reward), rel=1e-6, abs=1e-6)
+            assert not answer.terminated[lane]
+            assert not terminated
+        state = answer.env_state
+
+
+def test_cart_poles_fall_at_the_same_step() -> None:
+    env = CartPole(LANES)
+    state, ended = start(env), torch.zeros(LANES, dtype=torch.long)
+    peers = [peer("CartPole-v1", row) for row in state]
+    lengths = [sum(1 for _ in iter(lambda other=other: other.step(1)[2], True)) + 1 for other in peers]
+    for t in range(1, 30):
+        answer = step(env, state, torch.ones(LANES, dtype=torch.long))
+        state = answer.env_state
+        ended = torch.where((ended == 0) & answer.terminated, t, ended)
+    assert ended.tolist() == lengths
+    assert len(set(lengths)) > 1
+
+
+@pytest.mark.parametrize("bound", ["position", "angle"])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_a_cart_pole_terminates_beyond_its_bounds_and_not_at_them(bound: str, sign: float) -> None:
+    column, limit = (0, CartPole.max_position) if bound == "position" else (2, CartPole.max_angle)
+    state = torch.zeros(2, 4, dtype=torch.float64)
+    state[0, column], state[1, column] = sign * limit, sign * math.nextafter(limit, 9)
+    assert step(CartPole(2), state, torch.zeros(2).long()).terminated.tolist() == [False, True]
+
+
+@both
+def test_resets_are_a_function_of_key_lane_and_episode(name: str, make: Any) -> None:
+    env = make(4)
+    many = env.reset(keys([5, 0, 9, 5], [2, 0, 1, 3], seed=7), None)[0]
+    for row, lane, episode in zip(many, (5, 0, 9, 5), (2, 0, 1, 3), strict=True):
+        assert torch.equal(make().reset(keys([lane], [episode], seed=7), None)[0][0], row)
+    assert len({tuple(row) for row in many.tolist()}) == 4
+    assert not torch.equal(env.reset(keys([5], [2], seed=8), None)[0][0], many[0])
+
+
+def test_starts_have_gymnasiums_distribution() -> None:
+    poles, pendulums = start(CartPole(), 4000), start(Pendulum(), 4000)
+    for column, bound in [(poles[:, i], 0.05) for i in range(4)] + [(pendulums[:, 0], math.pi), (pendulums[:, 1], 1)]:
+        assert column.abs().max() < bound
+        assert column.abs().max() > 0.99 * bound
+        assert abs(column.mean()) < 4.5 * bound / math.sqrt(3 * 4000)
+
+
+@both
+def test_spaces_are_gymnasiums(name: str, make: Any) -> None:
+    other, env = gymnasium.make(name), make()
+    assert env.action_space == other.action_space
+    assert env.observation_space.shape == other.observation_space.shape
+    assert env.observation_space.dtype == other.observation_space.dtype
+    assert env.max_episode_steps == gymnasium.spec(name).max_episode_steps
+    assert repr(make(3)) == f"{make.__name__}(num_envs=3)"
+
+
+class Grid(InParts):
+    """A walk whose observation is a Dict: the place, and how often each side was chosen."""
+
+    observation_space = spaces.Dict(place=spaces.Box(-99, 99, (1,)), counts=spaces.Dict(left=spaces.Discrete(99)))
+    action_space = spaces.Discrete(2)
+    max_episode_steps = 5
+
+    def start(self, uniforms: Tensor) -> Any:
+        return {"place": (uniforms * 10).round(), "left": torch.zeros(len(uniforms), dtype=torch.long)}
+
+    def observe(self, place: Any) -> Any:
+        return {"place": place["place"].float(), "counts": {"left": place["left"]}}
+
+    def move(self, place: Any, action: Tensor) -> tuple[Any, Tensor, Tensor]:
+        moved = {"place": place["place"] + 2 * action[:, None] - 1, "left": place["left"] + (1 - action)}
+        return moved, moved["place"][:, 0].float(), moved["left"] >= 4
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_a_subclass_with_a_dict_observation(num_envs: int | None) -> None:
+    env = Grid(num_envs)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    _, batch = fc.rollout(env, policy, state, 40)
+    left, step = batch["next", "counts", "left"], batch["collector", "step"]
+    assert batch["counts", "left"][step == 0].eq(0).all()
+    assert torch.equal(left, batch["counts", "left"] + 1 - batch["action"])
+    assert torch.equal(batch["next", "place"], batch["place"] + 2.0 * batch["action"][..., None] - 1)
+    assert torch.equal(batch["next", "reward"], batch["next", "place"])
+    assert torch.equal(batch["next", "terminated"][..., 0], left >= 4)
+    assert torch.equal(batch["next", "truncated"][..., 0], step == 4)
+
+
+def broken(**methods: Any) -> type[InParts]:
+    return type("Broken", (Grid,), methods)
+
+
+def moves(change: Any) -> Any:
+    return lambda self, place, action: change(*Grid.move(self, place, action))
+
+
+BROKEN: dict[str, tuple[type[InParts], str]] = {
+    "observation shape": (
+        broken(observe=lambda self, p: {"place": p["place"][:, 0].float(), "counts": {"left": p["left"]}}),
+        r"'place'.*\(3,\).*\(3, 1\)",
+    ),
+    "observation dtype": (
+        broken(observe=lambda self, p: {"place": p["place"], "counts": {"left": p["left"]}}),
+        r"'place'.*float64.*float32",
+    ),
+    "observation structure": (broken(observe=lambda self, p: {"place": p["place"].float()}), "counts"),
+    "reward shape": (broken(move=moves(lambda p, r, t: (p, r[:, None], t))), r"reward.*\(3, 1\).*3"),
+    "reward for all": (broken(move=moves(lambda p, r, t: (p, r.sum(), t))), r"reward.*\(\).*3"),
+    "a reward that is NaN": (
+        broken(move=moves(lambda p, r, t: (p, torch.where(torch.arange(len(r)) == 1, torch.nan, r), t))),
+        "lane 1, step 0 of this batch: the reward is NaN",
+    ),
+    "flag dtype": (broken(move=moves(lambda p, r, t: (p, r, t.float()))), r"terminated.*float32.*bool"),
+    "flag shape": (broken(move=moves(lambda p, r, t: (p, r, t[:, None]))), r"terminated.*\(3, 1\).*3"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_subclass_that_breaks_its_contract_is_named(case: str) -> None:
+    make, message = BROKEN[case]
+    env = make(3)
+    with pytest.raises(fc.EnvError, match=message):
+        fc.rollout(env, fc.random_policy(env), fc.init(env, fc.random_policy(env), seed=0), 3)
+
+
+def test_a_subclass_without_its_parts_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"abstract.* step"):
+        type("Bare", (TorchEnvBase,), {"reset": Grid.reset})(3)
+    with pytest.raises(TypeError, match=r"Bare lacks .'observation_space', 'action_space'."):
+        type("Bare", (TorchEnvBase,), {"reset": Grid.reset, "step": Grid.step})(3)

@@ -1,0 +1,348 @@
+"""TorchRL's environments against TorchRL's own loop, given the seed and the actions that were taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import Categorical, Composite, MultiOneHot, Unbounded
+from torchrl.envs import (
+    CatFrames,
+    Compose,
+    DoubleToFloat,
+    EnvBase,
+    GymEnv,
+    InitTracker,
+    NoopResetEnv,
+    ObservationNorm,
+    ParallelEnv,
+    PendulumEnv,
+    RenameTransform,
+    RewardSum,
+    SerialEnv,
+    StepCounter,
+    TransformedEnv,
+)
+from torchrl.modules import QValueActor
+
+import funcollect as fc
+from funcollect.envs import from_torchrl
+from funcollect.keys import Purpose, fold, key_from_seed
+from funcollect.testing import ENV_CHECKS, check_env
+from tests.support.compare import assert_same, bits, collect, leaves
+from tests.support.running import in_soak
+
+LENGTH = 90
+
+
+def cartpole(**kwargs):
+    return GymEnv("CartPole-v1", categorical_action_encoding=True, **kwargs)
+
+
+def one_hot():
+    return GymEnv("CartPole-v1")
+
+
+def transforms():
+    return Compose(
+        StepCounter(max_steps=15),
+        RewardSum(),
+        InitTracker(),
+        DoubleToFloat(),
+        ObservationNorm(loc=0.5, scale=2.0, in_keys=["observation"]),
+        CatFrames(N=3, dim=-1, in_keys=["observation"], out_keys=["frames"]),
+    )
+
+
+def transformed():
+    return TransformedEnv(cartpole(), transforms())
+
+
+ENVS = {
+    "single": cartpole,
+    "one_hot": one_hot,
+    "pendulum": lambda: TransformedEnv(GymEnv("Pendulum-v1"), StepCounter(20)),
+    "serial": lambda: SerialEnv(3, cartpole),
+    "transformed": transformed,
+    "serial of transformed": lambda: SerialEnv(3, transformed),
+    "transformed serial": lambda: TransformedEnv(SerialEnv(3, cartpole), transforms()),
+    "renamed": lambda: TransformedEnv(
+        cartpole(), RenameTransform(["observation"], [("agent", "position")], create_copy=False)
+    ),
+    "noop": lambda: TransformedEnv(cartpole(), NoopResetEnv(noops=4, random=True)),
+}
+
+FEW = ["one_hot", "pendulum", "serial", "transformed", "transformed serial", "noop"]
+
+
+def own_loop(env, seed, actions):
+    """TorchRL's loop: every step's TensorDict, stacked over time, the last batch dimension."""
+    first = fold(key_from_seed(seed), Purpose.RESET, 0, 0)[0]
+    with torch.random.fork_rng():
+        torch.manual_seed(first)
+        env.set_seed(first)
+        root, rows = env.reset(), []
+        for action in actions.unbind(-1 if actions.ndim <= 1 + len(env.batch_size) else len(env.batch_size)):
+            root.set("action", action)
+            row, root = env.step_and_maybe_reset(root)
+            rows.append(row.clone())
+    env.close(raise_if_closed=False)
+    return torch.stack(rows, len(env.batch_size))
+
+
+def check_against_own_loop(make):
+    env = fc.make_env(make)
+    batch = collect(env, fc.random_policy(env), LENGTH, seed=3)
+    own = own_loop(make(), 3, batch["action"])
+    wanted = leaves(own.exclude("action"))
+    got = leaves(batch.exclude("collector", "action"))
+    assert got.keys() == wanted.keys()
+    for path, leaf in wanted.items():
+        assert (got[path].dtype, got[path].shape) == (leaf.dtype, leaf.shape), path
+        assert bits(got[path]) == bits(leaf), path
+    assert batch["next", "done"].sum() > 1  # episodes ended, and their last observations were compared
+    return batch
+
+
+@pytest.mark.parametrize("name", [*FEW, *in_soak(name for name in ENVS if name not in FEW)])
+def test_every_key_is_that_of_torchrls_own_loop(name):
+    check_against_own_loop(ENVS[name])
+
+
+def test_a_parallel_env_is_driven_loses_a_process_starts_anew_and_is_closed():
+    parallel = ParallelEnv(2, cartpole, mp_start_method="spawn")
+    env, serial = fc.make_env(parallel), fc.make_env(lambda: SerialEnv(2, cartpole))
+    policy = fc.random_policy(env)
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), LENGTH)
+    assert_same(batch, collect(serial, fc.random_policy(serial), LENGTH, seed=3))
+    lose(parallel._workers[1])
+    with pytest.raises(
+        fc.EnvError, match=r"(worker 1 |At least one process failed|still running).*funcollect\.recover"
+    ):
+        fc.rollout(env, policy, state, 1)
+    state, batch = fc.rollout(env, policy, fc.recover(env, state), 2)
+    assert batch["collector", "step"].tolist() == [[0, 1], [0, 1]]
+    lose(parallel._workers[0])
+    fc.close(state)
+    assert parallel.is_closed
+    assert not any(process.is_alive() for process in parallel._workers)
+    assert torch.get_num_threads() == 1
+
+
+def lose(process):
+    process.kill()
+    process.join()
+
+
+def test_what_transforms_count_belongs_to_its_lane():
+    batch = check_against_own_loop(ENVS["transformed serial"])
+    assert torch.equal(batch["step_count"][..., 0], batch["collector", "step"])
+    assert torch.equal(batch["is_init"][..., 0], batch["collector", "step"] == 0)
+    ended = batch["next", "done"]
+    assert torch.equal(batch["next", "episode_reward"][ended], batch["next", "step_count"][ended].float())
+    assert batch["next", "truncated"].any()
+    assert not batch["next", "truncated"].all()
+
+
+def test_lanes_are_reset_from_outside_in_the_middle_of_an_episode():
+    env = fc.make_env(ENVS["transformed serial"])
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    state = fc.reset(env, state, torch.tensor([True, False, True]))
+    state, batch = fc.rollout(env, policy, state, 3, max_frames_per_traj=6)
+    assert batch["step_count"][..., 0].tolist() == [[0, 1, 2], [4, 5, 0], [0, 1, 2]]
+    assert batch["collector", "step"].tolist() == [[0, 1, 2], [4, 5, 0], [0, 1, 2]]
+    assert batch["frames"][0, 0].unfold(-1, 4, 4).unique(dim=0).shape[0] == 1  # the first frame, three times
+    state = fc.reset(env, state)
+    assert state.observation["step_count",].sum() == 0
+    fc.close(state)
+
+
+@pytest.mark.parametrize("name", ["single", "serial", "transformed"])
+def test_a_finished_lane_stays_finished_where_that_was_asked_for(name):
+    with fc.SyncDataCollector(ENVS[name], frames_per_batch=180, reset_when_done=False, seed=0) as collector:
+        batch = next(collector)
+    done = batch["done"][..., 0]
+    assert done.any()
+    assert torch.equal(done.int().cummax(-1).values, done.int())
+    assert (batch["next", "reward"][done] == 0).all()
+    assert torch.equal(batch["observation"][done], batch["next", "observation"][done])
+
+
+def test_the_global_generator_is_left_as_it_was():
+    env = fc.make_env(ENVS["noop"])
+    before = torch.get_rng_state()
+    one = collect(env, fc.random_policy(env), 20)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(99)
+    env = fc.make_env(ENVS["noop"])
+    assert_same(collect(env, fc.random_policy(env), 20), one)
+
+
+class Team(EnvBase):
+    """Natively batched; a nested action of two choices, a nested float64 observation, a reward under another key."""
+
+    def __init__(self, device="cpu"):
+        super().__init__(device=device, batch_size=[2])
+        self.observation_spec = Composite(
+            agent=Composite(place=Unbounded((2, 3), dtype=torch.float64), shape=(2,)), shape=(2,)
+        )
+        self.action_spec = Composite(agent=Composite(move=MultiOneHot([2, 3], shape=(2, 5)), shape=(2,)), shape=(2,))
+        self.reward_spec = Composite(gain=Unbounded((2, 1)), shape=(2,))
+        self.done_spec = Categorical(2, dtype=torch.bool, shape=(2, 1))
+
+    def _reset(self, tensordict):
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        if mask is None:
+            self.place = torch.zeros(2, 3, dtype=torch.float64)
+        else:
+            self.place = torch.where(mask, 0, self.place)
+        return TensorDict({"agent": {"place": self.place.clone()}}, [2])
+
+    def _step(self, tensordict):
+        move = tensordict["agent", "move"]
+        assert move.dtype == torch.bool
+        self.place = self.place + torch.stack([move[:, 0], move[:, 2], move[:, 3]], -1)
+        over = self.place[:, :1] >= 3
+        gain = self.place.sum(-1, keepdim=True).float()
+        return TensorDict({"agent": {"place": self.place.clone()}, "gain": gain, "done": over}, [2])
+
+    def _set_seed(self, seed):
+        torch.manual_seed(seed)
+
+
+def test_nested_keys_and_other_encodings():
+    env = from_torchrl(Team, dtype="float64")
+    assert (env.num_envs, env.action_spec.shape, env.seeding) == (2, (5,), "run")
+    batch = collect(env, fc.random_policy(env), 40)
+    assert batch["agent", "place"].dtype == torch.float64
+    assert batch["action"].shape == (2, 40, 5)
+    torch.testing.assert_close(batch["next", "reward"], batch["next", "agent", "place"].sum(-1, keepdim=True).float())
+    assert torch.equal(batch["next", "terminated"], batch["next", "done"])
+    assert torch.equal(batch["next", "done"][..., 0], batch["next", "agent", "place"][..., 0] == 3)
+    assert not batch["next", "truncated"].any()
+    assert collect(from_torchrl(Team), fc.random_policy(env), 3)["agent", "place"].dtype == torch.float32
+
+
+def test_collectors_take_instances_and_factories():
+    for source in (cartpole(), cartpole, lambda: SerialEnv(2, cartpole)):
+        with fc.SyncDataCollector(source, frames_per_batch=20, seed=0) as collector:
+            assert next(collector).numel() == 20
+    with fc.SyncDataCollector(
+        cartpole, frames_per_batch=20, create_env_kwargs={"frame_skip": 2, "dtype": "float64"}
+    ) as collector:
+        batch = next(collector)
+    assert batch["observation"].dtype == torch.float64
+    assert batch["next", "reward"].max() == 2
+
+
+def test_an_instance_backs_one_state():
+    env = fc.make_env(cartpole())
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(ValueError, match="pass a factory"):
+        fc.init(env, policy, seed=0)
+    with pytest.raises(fc.ReplayError, match="seeded by run"):
+        fc.fork(env, state)
+    fc.close(state)
+    with pytest.raises(ValueError, match="or did until that was closed"):
+        fc.init(env, policy, seed=0)
+
+
+@pytest.mark.parametrize("lanes", [lambda: [cartpole, cartpole], lambda: [cartpole(), cartpole()]])
+def test_a_list_is_pointed_to_a_serial_env(lanes):
+    with pytest.raises(TypeError, match=r"TorchRL's GymEnv.*SerialEnv\(num_envs, factory\)"):
+        fc.SyncDataCollector(lanes(), frames_per_batch=9)
+
+
+@pytest.mark.parametrize("hot", [True, False])
+def test_an_action_in_the_other_encoding_names_one_hot(hot):
+    env = fc.make_env("CartPole-v1", num_envs=3, one_hot=not hot)
+    space = "one_hot" if hot else "categorical"
+    actor = QValueActor(torch.nn.Linear(4, 2), in_keys=["observation"], action_space=space)
+    says = "environment with one_hot=True" if hot else "environment without one_hot=True"
+    with fc.SyncDataCollector(env, actor, frames_per_batch=9) as collector, pytest.raises(fc.PolicyError, match=says):
+        next(collector)
+
+
+class Failing(Team):
+    def _step(self, tensordict):
+        raise RuntimeError("out of order")
+
+
+class Rewards(Team):
+    def __init__(self):
+        super().__init__()
+        self.reward_spec = Composite(gain=Unbounded((2, 2)), shape=(2,))
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs", "error", "message"),
+    [
+        (3, {}, TypeError, "int, expected a torchrl.envs.EnvBase or a factory"),
+        (lambda: 3, {}, TypeError, "the factory returned int"),
+        (cartpole, {"info_keys": ["x"]}, TypeError, "info_keys cannot be given.*build it that way"),
+        (Rewards, {}, ValueError, r"'gain' has shape \[2\], expected one number"),
+        (lambda: TransformedEnv(cartpole(), RenameTransform(["observation"], ["a.b"])), {}, ValueError, "holds a dot"),
+        (lambda: SerialEnv(2, lambda: SerialEnv(2, cartpole)), {}, ValueError, r"\[2, 2\], expected \[\] or \[P\]"),
+    ],
+)
+def test_what_cannot_be_driven_is_said(make, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        from_torchrl(make, **kwargs)
+
+
+def test_an_instance_takes_no_arguments():
+    with pytest.raises(TypeError, match="frame_skip cannot be given with an environment that is built"):
+        from_torchrl(cartpole(), frame_skip=2)
+
+
+def test_what_an_environment_raises_names_it_and_a_reset_goes_on():
+    env = from_torchrl(Failing)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(fc.EnvError, match=r"Failing: step raised RuntimeError\('out of order'\)"):
+        fc.rollout(env, policy, state, 3)
+    assert fc.recover(env, state).observation["agent", "place"].sum() == 0
+
+
+@pytest.mark.parametrize("name", [*FEW, *in_soak(name for name in ENVS if name not in FEW)])
+def test_every_check_of_an_environment_passes(name):
+    report = check_env(ENVS[name], steps=100)
+    idle = {"fork", "save", "lanes_alone", "own_resets"} | (set() if "serial" in name else {"reset_mask"})
+    assert {*report.passed} == {check.__name__ for check in ENV_CHECKS} - idle, str(report)
+
+
+def endless():
+    return cartpole(max_episode_steps=-1)
+
+
+@pytest.mark.parametrize(
+    ("make", "truncates"),
+    [
+        (cartpole, True), (endless, False), (PendulumEnv, False), (ENVS["pendulum"], True),
+        (lambda: TransformedEnv(endless(), Compose(RewardSum(), StepCounter())), False),
+        (lambda: SerialEnv(2, cartpole), True), (lambda: SerialEnv(2, [cartpole, endless]), False),
+        (lambda: TransformedEnv(SerialEnv(2, endless), StepCounter(9)), True),
+    ],
+)  # fmt: skip
+def test_it_is_known_to_truncate_where_something_counts_its_steps(make, truncates):
+    assert from_torchrl(make).truncates == truncates
+
+
+def test_functions_of_a_single_environment():
+    for make in (cartpole, ENVS["transformed"], lambda: SerialEnv(1, cartpole)):
+        env = from_torchrl(make)
+        policy = fc.random_policy(env)
+        state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+        if env.num_envs is None:
+            state, names = fc.apply(env, state, lambda lane: type(lane).__name__)
+            assert names == [type(make()).__name__]
+        else:
+            with pytest.raises(TypeError, match="has no object for each lane"):
+                fc.apply(env, state, repr)
+        fc.close(fc.rollout(env, policy, state, 3)[0])
+
+
+def test_what_is_drawn_while_an_environment_is_built_is_put_back():
+    check_env(lambda: TransformedEnv(PendulumEnv(), StepCounter(20)), steps=25)

@@ -1,0 +1,129 @@
+"""The kernel of workers, over a transport of this process: answers, refusals, losses, replacement, newcomers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from typing_extensions import override
+
+from funcollect.errors import WorkerError
+from funcollect.processes.failures import Failure
+from funcollect.processes.pool import Call, FailurePolicy, Loss, WorkerPool, WorkerRecord
+from funcollect.processes.serving import InProcessTransport
+
+
+class Counter:
+    """Adds to a number. It refuses to add 0, and fails at a negative number."""
+
+    built: list[int]  # the number that each began with
+    closed: int
+
+    def __init__(self, packed: bytes) -> None:
+        self.sum = int(packed)
+        if self.sum < 0:
+            raise ArithmeticError("began below 0")
+        Counter.built.append(self.sum)
+
+    def describe(self) -> str:
+        return f"from {self.sum}"
+
+    def add(self, number: int) -> int:
+        if number == 0:
+            raise ValueError("adds nothing")
+        if number < 0 and self.sum == 5:
+            raise ArithmeticError("subtracts from 5")
+        self.sum += number
+        return self.sum
+
+    def failure(self, error: BaseException) -> Failure:
+        return Failure.of(error)
+
+    def close(self) -> None:
+        Counter.closed += 1
+
+
+class CounterJob:
+    place = 0
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def pack(self) -> bytes:
+        return str(self.start).encode()
+
+
+class Counters(WorkerPool):
+    """A replacement begins where the lost counter was after its last answer, and one more."""
+
+    @override
+    def _answered(self, record: WorkerRecord, call: Call, value: Any) -> Any:
+        if call.name == "add":
+            record.progress, record.failures = value, 0
+        return value
+
+    @override
+    def _refusal(self, record: WorkerRecord, call: Call, failure: Failure) -> BaseException | None:
+        error = failure.error()
+        return error if isinstance(error, ValueError) else None
+
+    @override
+    def _error(self, worker: int, loss: Loss) -> WorkerError:
+        return WorkerError(self._words(worker, loss), worker, traceback=loss.traceback)
+
+    @override
+    def _continued(self, record: WorkerRecord, pending: Sequence[Call]) -> CounterJob:
+        return CounterJob(record.progress + 1)
+
+
+def counters(*starts: int, on_failure: Any = "raise") -> Counters:
+    Counter.built, Counter.closed = [], 0
+    made = Counters(
+        InProcessTransport(Counter), [CounterJob(start) for start in starts], FailurePolicy(1, 1, on_failure)
+    )
+    assert made.finish(made.built) == [f"from {start}" for start in starts]
+    made.begin()
+    return made
+
+
+def test_calls_are_answered_in_order_and_a_refused_one_harms_nothing() -> None:
+    pool = counters(1, 2)
+    calls = [pool.call(worker, "add", number) for number in (10, 0, 20) for worker in (1, 0)]
+    with pytest.raises(ValueError, match="adds nothing"):
+        pool.finish(calls)
+    assert [call.value for call in calls] == [12, 11, None, None, 32, 31]
+    assert pool.call_each("add", [1, 2]) == [32, 34]
+    pool.close()
+    pool.close()
+    assert Counter.closed == 2
+
+
+def test_a_loss_ends_all_workers() -> None:
+    pool = counters(1, 5)
+    with pytest.raises(WorkerError, match="worker 1: raised ArithmeticError: subtracts from 5") as raised:
+        pool.call_all("add", -1)
+    assert "in add" in raised.value.traceback
+    assert isinstance(raised.value.__cause__, ArithmeticError)
+    assert (pool.closed, Counter.closed) == (True, 2)
+
+
+def test_a_replacement_answers_the_calls_that_wait() -> None:
+    pool = counters(4, 1, on_failure="restart")
+    calls = [pool.call(0, "add", number) for number in (1, -2, 3)]
+    with pytest.warns(
+        RuntimeWarning, match="worker 0: raised ArithmeticError: subtracts from 5; another takes its place"
+    ):
+        assert pool.finish(calls) == [5, 4, 7]
+    assert (pool.restarts, Counter.built) == (1, [4, 1, 6])
+    assert pool.call_all("add", 1) == [8, 2]
+
+
+def test_a_newcomer_that_fails_ends_alone() -> None:
+    pool = counters(1)
+    added, failed = pool.start([CounterJob(2), CounterJob(-1)], newcomers=True)
+    with pytest.raises(WorkerError, match="worker 2: raised ArithmeticError: began below 0"):
+        pool.finish([added, failed])
+    assert (added.value, pool.workers) == ("from 2", [0, 1])
+    pool.retire(1)
+    assert pool.call_all("add", 1) == [2]
