@@ -247,7 +247,7 @@ class TorchPopulation(Population, TorchPolicy):
         vars(self.module).update(attributes)  # it may have been changed
 
 
-def _stacked_module(module: nn.Module, tensors: Mapping[str, Tensor], size: int) -> Any:
+def _stacked_module(module: Any, tensors: Mapping[str, Tensor], size: int) -> Any:
     """A copy of the module with these parameters and buffers, which calls each member for its rows."""
     copies: dict[int, Any] = {}  # by the id of the tensor that a member has, which may have two names
     for name, before in (*module.named_parameters(), *module.named_buffers()):
