@@ -202,11 +202,11 @@ def profile(
 def _profiled(collector: CollectorBase, frames: int, reader: Callable[[Any], Any] | None, subject: str) -> Profile:
     """Do what `profile` does for a collector, with checked arguments."""
     run = collector.run if isinstance(collector, WorkerCollector) else None
-    together = run is None or run.gathering.together
-    first = _read(collector, reader, batches=1 if together else len(run.workers))
+    together, workers = (True, 1) if run is None else (run.gathering.together, len(run.workers))
+    first = _read(collector, reader, batches=1 if together else workers)
     waited = collector.stats().get("reader_waited", 0.0)
     with _timed(collector) as times:
-        batches = 1 if run is None else _BATCHES if together else _AHEAD * len(run.workers)
+        batches = 1 if run is None else _BATCHES if together else _AHEAD * workers
         done = _read(collector, reader, frames=frames, batches=batches)
     waited = collector.stats().get("reader_waited", 0.0) - waited
     if not done.batches:
