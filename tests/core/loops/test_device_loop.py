@@ -7,6 +7,7 @@ import torch
 
 import funcollect as fc
 from funcollect.core.loops import device_delivery, tensor
+from funcollect.core.loops.eager import step_all
 from funcollect.interop.reads import reads_together
 from tests.support.compare import assert_same
 from tests.support.devices import NoReads
@@ -63,5 +64,5 @@ def test_nothing_is_read_before_the_batch_is_delivered(name, kind, kwargs, monke
     still = SimpleNamespace(act=lambda t: action, restart=lambda lanes: None)
     actions = {("action",): action.expand(30, *action.shape)}
     with reads_together(), NoReads():
-        loop.run(still)
+        step_all(loop, still, request.length)
         device_delivery.deliver(env, state, request, loop.columns, actions)
