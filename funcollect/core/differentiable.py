@@ -101,10 +101,11 @@ def differentiable_rollout(
     config = make_step_config(env, lowered, state.num_lanes, step_options(env, request))
     which = ("differentiable", origin_of(env), state.num_lanes, length, exploration_type, max_frames_per_traj)
     program = compiled(lowered, which, partial(_forward, config, length))
+    apply: Any = _Rollout.apply  # which Torch does not type
 
     def run(entered: CollectorState) -> tuple[CollectorState, TensorDict]:
         own = _Run(lowered, program, entered, traced_values(values))
-        columns = _Rollout.apply(own, *(tensors[name] for name in lowered.lowered.names))  # type: ignore[no-untyped-call]
+        columns = apply(own, *(tensors[name] for name in lowered.lowered.names))
         leaves = cast(dict(zip(own.paths, columns, strict=True)), dtypes_of(env))
         return own.state, batch_of(env, lowered, state, leaves)
 

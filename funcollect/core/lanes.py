@@ -11,6 +11,7 @@ import numpy as np
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Purpose
+from funcollect.policies.numerics import jax_numerics
 from funcollect.threefry import Pair, hashed_in_jax
 
 _PURPOSES = (Purpose.NOISE, Purpose.RANDOM_ACTION, Purpose.DYNAMICS, Purpose.RESET)
@@ -46,12 +47,7 @@ def start_keys(keys: RunKeys, episode: Any) -> Any:
 
 def where_lanes(mask: Any, chosen: Any, other: Any) -> Any:
     """Return a pytree with the lanes of `mask` [P] taken from `chosen` and the others from `other`."""
-    jax = import_jax()
-
-    def pick(one: Any, two: Any) -> Any:
-        return jax.numpy.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
-
-    return jax.tree.map(pick, chosen, other)
+    return jax_numerics().select(mask, chosen, other)
 
 
 def varying(lane: Any, tree: Any) -> Any:

@@ -310,6 +310,7 @@ def _register(jax: Any) -> None:
     jax.tree_util.register_dataclass(CollectorState, list(LEAVES), list(_STATIC))
 
 
-optree.register_pytree_node(ReadOnlyDict, _flatten_dict, _unflatten_dict, namespace=NAMESPACE)  # type: ignore[arg-type]
-optree.register_pytree_node(CollectorState, _flatten, _unflatten, namespace=NAMESPACE)  # type: ignore[arg-type]
+_register_in_optree: Any = optree.register_pytree_node  # which is typed for collections only
+_register_in_optree(ReadOnlyDict, _flatten_dict, _unflatten_dict, namespace=NAMESPACE)
+_register_in_optree(CollectorState, _flatten, _unflatten, namespace=NAMESPACE)
 with_jax(_register)

@@ -243,7 +243,8 @@ class NormalizedTorch(Normalized, TorchPolicy):
         Anything else stays as it is.
         """
         paired = isinstance(params, tuple) and len(params) == 2
-        trainable, stats = params if paired else (params, None)
+        pair: Any = params if paired else (params, None)
+        trainable, stats = pair
         trainable = TensorDict.from_module(trainable) if isinstance(trainable, nn.Module) else trainable
         if paired:
             check_kind("the statistics in params", stats, RunningStatistics, "pass the pair (trainable, statistics)")

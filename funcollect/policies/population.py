@@ -152,12 +152,12 @@ class Population(ABC):
         group = MemberLanes.of_lanes(self.size, lanes, total)
         known: dict[Any, Self] = memo_of(self)
         own = known[group] if group in known else copy.copy(self)
-        own._follow(self, group)
+        own._act_for(self, group)
         known[group] = own
         return own
 
     @abstractmethod
-    def _follow(self, whole: Self, group: MemberLanes) -> None:
+    def _act_for(self, whole: Self, group: MemberLanes) -> None:
         """Act for a group with the current parameters of the whole population, of which this is a copy."""
 
 
@@ -202,7 +202,7 @@ class JaxPopulation(Population, JaxPolicy):
         return apply
 
     @override
-    def _follow(self, whole: JaxPopulation, group: MemberLanes) -> None:
+    def _act_for(self, whole: JaxPopulation, group: MemberLanes) -> None:
         size = _size_of([np.shape(leaf) for leaf in import_jax().tree.leaves(whole.params)])
         if size != self.size:
             raise ValueError(f"params have {size} members, expected {self.size}: make another population for that many")
@@ -238,7 +238,7 @@ class TorchPopulation(Population, TorchPolicy):
         return sum(group.lanes)
 
     @override
-    def _follow(self, whole: TorchPopulation, group: MemberLanes) -> None:
+    def _act_for(self, whole: TorchPopulation, group: MemberLanes) -> None:
         attributes = {**vars(whole.module), "_group": group}
         if self.module is whole.module:
             module = bare(type(whole.module))  # type: ignore[arg-type]
@@ -247,7 +247,7 @@ class TorchPopulation(Population, TorchPolicy):
         vars(self.module).update(attributes)  # it may have been changed
 
 
-def _stacked_module(module: nn.Module, tensors: Mapping[str, Tensor], size: int) -> Any:
+def _stacked_module(module: Any, tensors: Mapping[str, Tensor], size: int) -> Any:
     """A copy of the module with these parameters and buffers, which calls each member for its rows."""
     copies: dict[int, Any] = {}  # by the id of the tensor that a member has, which may have two names
     for name, before in (*module.named_parameters(), *module.named_buffers()):

@@ -136,12 +136,12 @@ class Gathering:
         if self.ready:
             ready = self.ready.popleft()
         else:
+            most = max(self._ahead, 1)
             if not self._arrived:
-                self._pool.poll()
-                self._go_on(max(self._ahead, 1))
+                self._go_on(most)
             while not self._arrived:
                 self._pool.wait()
-                self._go_on(max(self._ahead, 1))
+                self._go_on(most)
             ready = self._first()
         if more and self._ahead:
             self._go_on(self._ahead)

@@ -157,10 +157,11 @@ class WorkerRun(WorkerPool):
 
     @override
     def _continued(self, record: WorkerRecord, pending: Sequence[Call]) -> Job:
+        job: Job = record.job
         progress: Progress = record.progress or START
         if any(call.name == "collect" for call in pending):
-            self.lost += progress.frames // max(progress.batches, 1) or record.job.options.frames_per_batch
-        return replace(record.job, progress=progress)
+            self.lost += progress.frames // max(progress.batches, 1) or job.options.frames_per_batch
+        return replace(job, progress=progress)
 
     @override
     def _first_calls(self, worker: int) -> Sequence[Call]:

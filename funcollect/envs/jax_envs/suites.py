@@ -147,7 +147,7 @@ def from_navix(
         return Transition(after, after.observation, after.reward, terminated, truncated, after.info)
 
     observed = space_like(first_observation(reset))
-    actions = spaces.Discrete(int(raw.action_space.maximum) + 1)
+    actions: Space = spaces.Discrete(int(raw.action_space.maximum) + 1)
     options = (num_envs, one_hot, info_keys, starts)
     return jax_env(label, reset, step, observed, actions, *options, truncates=True, renderer=navix_renderer)
 

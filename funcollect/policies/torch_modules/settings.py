@@ -216,7 +216,7 @@ def parts_of(value: Any) -> Iterable[Any]:
     if isinstance(value, _MAPPINGS):
         return chain(value, value.values())
     if isinstance(value, (*_SEQUENCES, tuple, frozenset)):
-        return value  # type: ignore[no-any-return]
+        return value
     if (parts := referents(value)) is not None:
         return parts
     attributes = getattr(value, "__dict__", None)

@@ -444,7 +444,7 @@ def test_a_hang_is_told_again_by_the_rollout_after_a_fork(monkeypatch: pytest.Mo
     processes = state.env_state.simulation.simulators._processes
     os.kill(pids_of(state)[0], signal.SIGSTOP)
     with monkeypatch.context() as patch:
-        patch.setattr(processes, "_options", replace(processes._options, timeout=0.5))
+        patch.setattr(processes, "_timeout", 0.5)
         for use in (lambda: fc.fork(env, state), lambda: fc.rollout(env, policy, state, 3)):
             with pytest.raises(EnvError, match=r"lane 0 \(worker 0\): its process has not answered"):
                 use()
