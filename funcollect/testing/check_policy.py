@@ -48,6 +48,7 @@ from funcollect.tree import NAMESPACE, flatten
 
 DETERMINISTIC, RANDOM = ExplorationType.DETERMINISTIC, ExplorationType.RANDOM
 DRAWS = "it draws by itself, whatever the exploration type"
+_SCALES = (0.5, 3.0, 20.0)  # tried in turn, since a small change of the weights may not change an argmax
 _MOST_ACTIONS = 64  # whose probabilities are added up
 _CLOSE = 1e-3  # tolerance of log-probabilities
 
@@ -235,9 +236,6 @@ def _scores(trial: PolicyTrial, batch: TensorDict) -> Tensor:
     except TypeError as error:
         raise NotApplicableError(str(error)) from error
     return to_tensor(now["action_log_prob"]).double().cpu().reshape(batch.shape)
-
-
-_SCALES = (0.5, 3.0, 20.0)  # tried in turn, since a small change of the weights may not change an argmax
 
 
 def own_weights(policy: Policy) -> dict[str, Tensor]:

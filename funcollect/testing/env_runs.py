@@ -40,6 +40,7 @@ from funcollect.tree import NAMESPACE, Path
 
 _CHANCE = 1e-3  # the probability of a false alarm that `terminal` accepts
 _AS_FIRST = 0.8  # the share of ends that look like first observations, of the share of those themselves
+_FEW = 20  # steps that are compared outside simulators; after more, rounding errors may have grown
 _NOTICED = "_funcollect_noticed"  # the attribute of an environment whose `step` has called `reset`
 _RESETS = 16  # the number of episodes per lane whose first observations are compared
 
@@ -98,11 +99,9 @@ def _expect_left_terminal(trial: Trial, batch: Any) -> None:
         still = still & ~bits_differ(batch[leaf.path][:, 1:], batch["next", *leaf.path][:, :-1])
         moves = moves | bits_differ(batch[leaf.path], batch["next", *leaf.path])[:, :-1]
     if ended.any() and moves[~ended].any() and bool(still.eq(ended).all()):
-        lane, step = first_row(ended) or (0, 0)
-        where = f"lane {lane}, step {step + 1}, the root after an end"
         expected, got = "the first observation of another episode", "the terminal one still, at every end"
         mend = "reset the lanes that reset is called with, and write their observations"
-        raise fail(where, expected=expected, got=got, mend=mend)
+        expect_rows(ended, ("the root after an end",), got, expected, mend, first=1)
 
 
 def _expect_seeded(trial: Trial, batch: Any) -> None:
@@ -188,11 +187,10 @@ def terminal(trial: Trial) -> None:
             continue
         applies = True
         if (share := _share(fresh[ends])) >= _AS_FIRST * first and _tells(share, other, count):
-            lane, step = first_row(ends & fresh) or (0, 0)
-            where = f"lane {lane}, step {step}, next where an episode is {name}"
             got = f"at {int(fresh[ends].sum())} of {count} such ends one like those that episodes begin with"
             mend = "wrap the raw environment, without its own autoreset: the library resets"
-            raise fail(where, expected="the terminal observation", got=got, mend=mend)
+            where = (f"next where an episode is {name}",)
+            expect_rows(ends & fresh, where, got, "the terminal observation", mend)
     if not applies:
         few = _tells(first, other, 10 * int(trial.done.sum()))
         raise NotApplicableError(
@@ -266,9 +264,6 @@ def _expect_masked(before: CollectorState, after: CollectorState, mask: Tensor) 
     step = to_tensor(after.step)
     if place := first_row(((step != 0) & mask).unsqueeze(1)):
         raise fail(f"lane {place[0]}, step after its reset", expected=0, got=int(step[place[0]]), mend="set it to 0")
-
-
-_FEW = 20  # steps that are compared outside simulators; after more, rounding errors may have grown
 
 
 class OverwritingPolicy(PolicyBase):

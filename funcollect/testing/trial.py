@@ -25,6 +25,9 @@ from funcollect.specs import ExplorationType, assemble
 from funcollect.testing.report import to_tensor
 from funcollect.tree import Path, to_tensordict
 
+ObservationRows = dict[Path, Tensor]  # an observation by key, each [N, ...]
+
+_ROWS = 4  # N, if the environment has fewer than two lanes
 _FEWEST = 6  # the smallest number of steps of a run: checks cut it into thirds and single steps
 
 
@@ -104,11 +107,6 @@ def by_lane(env: Env, batch: TensorDictBase) -> Any:
 def root_of(state: CollectorState) -> dict[Path, torch.Tensor]:
     """A copy of a state's current observation: by key, tensors [P, ...] on the CPU."""
     return {path: to_tensor(leaf).cpu() for path, leaf in state.observation.items()}
-
-
-ObservationRows = dict[Path, Tensor]  # an observation by key, each [N, ...]
-
-_ROWS = 4  # N, if the environment has fewer than two lanes
 
 
 class PolicyOutput(NamedTuple):

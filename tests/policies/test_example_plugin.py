@@ -75,7 +75,7 @@ def test_what_it_records_is_what_its_networks_say(loop: str) -> None:
 def test_it_passes_every_check_of_a_policy(name: str) -> None:
     made = fc.make_env(name, num_envs=2)
     passed = fc.testing.check_policy(fc.make_policy(NAME, made, widths=[8]), made, steps=20).passed
-    assert {"evaluation", "state_dict"} <= set(passed)
+    assert {"log_probs", "state_dict"} <= set(passed)
 
 
 def test_weights_come_from_a_file(tmp_path: Path) -> None:
