@@ -79,11 +79,11 @@ def check_number(
         raise ValueError(f"{name} is {value}, expected {wanted}: {mend}")
 
 
-def check_key(name: str, key: Any) -> None:
-    """Raise TypeError unless `key` is None or a key of a TensorDict: a string, or a tuple of strings."""
+def check_key(name: str, key: Any, *, required: bool = False) -> None:
+    """Raise TypeError unless `key` is a key of a TensorDict (a string, or a tuple of strings), or None if it may be."""
     path = (key,) if isinstance(key, str) else key
     whole = isinstance(path, tuple) and path and all(isinstance(part, str) and part for part in path)
-    if key is not None and not whole:
+    if not whole and (required or key is not None):
         raise TypeError(f"{name} is {shown(key)}, expected a key: a string, or a tuple of strings")
 
 

@@ -88,7 +88,7 @@ def split_trajectories(
     check_batch(batch)
     check_key("prefix", prefix)
     check_key("trajectory_key", trajectory_key)
-    check_key("done_key", () if done_key is None else done_key)
+    check_key("done_key", done_key, required=True)
     home = ("collector",) if prefix is None else as_path(prefix)
     mask_key = (*home, MASK[-1])
     ids_key = (*home, TRAJECTORY_IDS[-1]) if trajectory_key is None else as_path(trajectory_key)

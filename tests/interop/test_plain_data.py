@@ -60,7 +60,7 @@ def test_arrays_come_back(array):
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8]
 
 
-@pytest.mark.parametrize(("dtype", "shape"), zip(DTYPES, [(3, 2), (), (3, 2), (0, 2), (), (3, 2)], strict=True))
+@pytest.mark.parametrize(("dtype", "shape"), [*zip(DTYPES, [(3, 2), (), (3, 2), (0, 2), (), (3, 2)], strict=True)])
 def test_tensors_of_any_dtype_come_back(dtype, shape):
     tensor = (torch.rand(shape) * 9).to(dtype)
     turned = tensor.T if tensor.ndim else tensor

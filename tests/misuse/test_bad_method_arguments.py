@@ -61,21 +61,17 @@ GOOD_METHODS: dict[str, dict[str, Any]] = {"ReplayBuffer.update_priority": {"ind
 
 
 @pytest.mark.parametrize(
-    ("method", "argument", "value"),
-    [
-        pytest.param(method, argument, value, id=f"{method}({argument}={value!r:.20})")
-        for method, (_, arguments) in METHODS.items()
-        for argument, values in arguments.items()
-        for value in values
-    ],
+    ("method", "argument"), [(method, argument) for method, (_, arguments) in METHODS.items() for argument in arguments]
 )
-def test_a_bad_argument_of_a_method_is_named(method: str, argument: str, value: Any) -> None:
-    subject = METHODS[method][0]()
-    function = getattr(subject, method.partition(".")[2])
+def test_bad_values_of_an_argument_of_a_method(method: str, argument: str) -> None:
+    make, arguments = METHODS[method]
+    function = getattr(make(), method.partition(".")[2])
     names = {"data": "data|batch|frames", "path": "path", "priority": "priorit"}
-    with pytest.raises(OWN) as caught:
-        function(**(GOOD_METHODS.get(method, {}) | {argument: value}))
-    assert re.search(names.get(argument, argument), str(caught.value)), f"{type(caught.value).__name__}: {caught.value}"
+    for value in arguments[argument]:
+        with pytest.raises(OWN) as caught:
+            function(**(GOOD_METHODS.get(method, {}) | {argument: value}))
+        message = str(caught.value)
+        assert re.search(names.get(argument, argument), message), f"{value!r}: {type(caught.value).__name__}: {message}"
 
 
 STATES: dict[str, Callable[[], Any]] = {
