@@ -179,15 +179,15 @@ def _moments(stats: RunningStatistics, values: Mapping[str, Any], weights: Any, 
     xp, chosen = _arrays_of(stats), None
     if weights is not None:
         chosen = xp.array(weights, stats.count).reshape(-1)
-        if chosen.dtype != xp.library.bool and not _hold((chosen == 0) | (chosen == 1)):
+        is_mask = chosen.dtype == xp.library.bool
+        if not is_mask and not _hold((chosen == 0) | (chosen == 1)):
             raise ValueError(
                 f"weights is {shown(weights)}, expected bools, or zeros and ones: pass a mask of the rows that count"
             )
-        chosen = chosen != 0
+        chosen = chosen if is_mask else chosen != 0
     count, mean, variance = xp.count(size if chosen is None else chosen.sum()), {}, {}
-    for name, value in values.items():
-        before = stats.mean[name]
-        rows = xp.array(value, before, before.dtype).reshape(size, *before.shape)
+    for name, before in stats.mean.items():
+        rows = xp.array(values[name], before, before.dtype).reshape(size, *before.shape)
         mean[name], variance[name] = xp.moments(rows, chosen, count)
     return RunningStatistics(count, mean, variance)
 
