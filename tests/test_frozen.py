@@ -27,7 +27,7 @@ PINNED = {
     "samples": "279fb3b5e443d0e1",
     "prioritized": "b578d29a15b3578c",
     "slices": "c1b181225f2ceef2",
-    "ray": "112bee9e9d4a2c34",
+    "ray": "af78fdacaa46aff9",
 }
 _CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 

@@ -160,7 +160,7 @@ def workers() -> Any:
 
 def ray() -> Any:
     """Two actors of Ray."""
-    return _collected(fc.RayCollector, [fc.make_env("CartPole-v1", num_envs=2)] * 2)
+    return _collected(fc.RayCollector, [fc.make_env("CartPole-v1", num_envs=2)] * 2, sync=True)
 
 
 def resumed() -> Any:

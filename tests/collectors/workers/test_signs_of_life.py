@@ -110,7 +110,7 @@ def test_an_order_may_last_longer_than_the_timeout_of_worker_lanes(tmp_path, mon
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)
     clock = StepClock(tmp_path, 1.0, 12)
-    clock.signs = state.env_state.simulation.simulators._processes.worker_of(0)._child.signs
+    clock.signs = state.env_state.simulation.simulators._processes._workers[0]._child.signs
     monkeypatch.setattr(lane_processes, "time", clock)
     state, batch = fc.rollout(env, policy, state, 2)
     assert batch.numel() == 12

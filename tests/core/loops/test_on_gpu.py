@@ -59,8 +59,8 @@ def test_steps_of_torch_do_not_wait(device, env_id, monkeypatch):
         network(4, 2, device, fc.heads.categorical) if env_id == CARTPOLE else network(3, 2, device, fc.heads.normal)
     )
     calls = []
-    batch = twice(env, policy, lambda: calls.append(forbid_waits(monkeypatch, tensor.TensorLoop, "run", device)))
-    assert calls == [["run"]]
+    batch = twice(env, policy, lambda: calls.append(forbid_waits(monkeypatch, tensor, "step_all", device)))
+    assert calls == [["step_all"]]
     assert {leaf.device.type for leaf in batch.values(True, True)} == {device}
 
 
