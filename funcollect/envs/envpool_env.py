@@ -171,15 +171,21 @@ class EnvPoolLanes(SimulatorsBase):
                 self._pool = self._build(given)
                 self._ended[:] = False
             index = np.array(lanes, np.int32)
-            ended, others = index[self._ended[index]], index[~self._ended[index]]
-            first = self._pool.step(self._no_action[ended], ended)[0] if ended.size else None
-            begun = self._pool.reset(others)[0] if others.size else None
+            begun = self._begin(index)
         except Exception as error:
             raise EnvError(f"lanes {list(lanes)}: EnvPool's reset raised {error!r}: {ONWARD}") from error
+        for some, observation in begun:
+            self._rows.write_batch(observation, some)
+
+    def _begin(self, index: npt.NDArray[np.int32]) -> list[tuple[npt.NDArray[np.int32], Any]]:
+        """Reset the lanes of these indices; return the indices in parts, each with its observations."""
+        if not self._lives:
+            return [(index, self._pool.reset(index)[0])]
+        ended = self._ended[index]
         self._ended[index] = False
-        for some, observation in ((ended, first), (others, begun)):
-            if some.size:
-                self._rows.write_batch(observation, some)
+        lives, games = index[ended], index[~ended]
+        begun = [(lives, self._pool.step(self._no_action[lives], lives)[0])] if lives.size else []
+        return [*begun, (games, self._pool.reset(games)[0])] if games.size else begun
 
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
