@@ -211,18 +211,9 @@ def rollout(
     rounds by how it fuses the whole program that it compiles. `jax.grad` passes through the steps of environments that
     do not stop gradients themselves, as most of gymnax's do.
 
-    Args:
-        env: a JAX environment.
-        policy: a JAX policy, or `random_policy`.
-        params: the parameters to act with.
-        state: the state to continue from.
-        length: the number of steps, T.
-        exploration_type: whether the policy samples or acts deterministically.
-        exploration: other values for the numbers in `Policy.exploration`, such as ``{"epsilon": 0.1}``; they may
-            be traced, and the batch holds them.
-        max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
-        random_steps: the number of steps, from the beginning of the run, in which lanes act randomly.
-        reset_when_done: False keeps a finished lane finished until `reset`.
+    `exploration` has no functions, but its numbers may be traced. In the first `random_steps` steps of the run, lanes
+    act randomly. ``reset_when_done=False`` keeps a finished lane finished until `reset`. The other arguments are those
+    of `funcollect.rollout`.
 
     Raises:
         TypeError, ValueError: for bad arguments.
@@ -268,19 +259,9 @@ def evaluate(
 ) -> TracedEpisodeStats:
     """Return the returns and lengths ``[episodes]`` of whole episodes, in a separate run.
 
-    `funcollect.evaluate` runs the same episodes with the same key. Each lane contributes its first episodes. If
-    `episodes` is not a multiple of the number of lanes, the first lanes contribute one more. Episodes are ordered by
-    lane.
-
-    Args:
-        env: a JAX environment.
-        policy: a JAX policy, or `random_policy`.
-        params: the parameters to act with.
-        key: uint32[2], or a typed key; all randomness follows from it.
-        env_params: the parameters of the environment, for all lanes or for each; its own `params` by default.
-        episodes: the number of episodes, over all lanes.
-        max_frames: frames over all lanes after which the evaluation ends; `ended` is False for episodes that it lacks.
-        exploration_type: whether the policy samples or acts deterministically.
+    `funcollect.evaluate` runs the same episodes with the same key, and takes the same arguments. `key` is uint32[2], or
+    a typed key. `env_params` are for all lanes or for each, the environment's own by default. The evaluation ends after
+    `max_frames` frames over all lanes; `ended` is False for episodes that it lacks. Episodes are ordered by lane.
 
     Raises:
         TypeError, ValueError: for bad arguments.

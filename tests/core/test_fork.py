@@ -13,7 +13,6 @@ import funcollect as fc
 from tests.support.cases import ENVS, KINDS, POLICIES, make_env, pair, pairs
 from tests.support.compare import assert_same, joined
 from tests.support.copies import COPIES
-from tests.support.envs.counting import Counting
 from tests.support.envs.snapshots import HostWalk, SnapshotWalkers, Walkers
 from tests.support.running import scaled
 
@@ -102,17 +101,6 @@ def test_a_finished_lane_is_finished_in_the_copy(name, copied):
         assert_same(next(collector), next(twin))
 
 
-def test_what_cannot_be_replayed_says_so():
-    """The counting environment tells its resets apart: a rebuilt one begins at another count."""
-    env = fc.make_env([Counting, Counting])
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
-    with pytest.raises(fc.ReplayError, match=r"lane 0.*observation"):
-        fc.fork(env, state)
-    state, batch = fc.rollout(env, policy, state, 2)  # the original is still good
-    assert batch["observation"][0].tolist() == [[0, 1, 1], [0, 2, 0]]
-
-
 @pytest.mark.parametrize(("kind", "num_envs"), pairs(None, 3))
 @pytest.mark.parametrize("name", VALUES)
 def test_an_old_state_over_values_gives_the_same_answer_again(name, kind, num_envs):
@@ -124,26 +112,6 @@ def test_an_old_state_over_values_gives_the_same_answer_again(name, kind, num_en
     assert_same(answers[0], answers[2])
     again = fc.reset(env, old)
     assert_same(rollouts(env, policy, kept, [20])[1], rollouts(env, policy, again, [20])[1])
-
-
-@pytest.mark.parametrize("name", HOST)
-def test_an_old_state_over_simulators_is_refused_and_the_way_back_is_open(name):
-    env, policy = pair(name, "torch_mlp", 3)
-    old = fc.init(env, policy, seed=0)
-    fc.rollout(env, policy, old, 5)
-    for use in (
-        lambda: fc.rollout(env, policy, old, 5),
-        lambda: fc.step(env, policy, old),
-        lambda: fc.fork(env, old),
-        lambda: fc.reset(env, old, torch.tensor([True, False, True])),
-        lambda: fc.reset(env, old),
-    ):
-        with pytest.raises(fc.StaleStateError, match="fork"):
-            use()
-    state = fc.recover(env, old)
-    assert state.steps == 5  # noise that was used is not drawn again
-    _, batch = fc.rollout(env, policy, state, 5)
-    assert (batch["collector", "step"][:, 0] == 0).all()
 
 
 def values(state):
@@ -183,22 +151,6 @@ def test_steps_make_a_rollout(name, kind, num_envs):
         state, transition = fc.step(env, policy, state)
         transitions.append(transition.clone())
     assert_same(whole, torch.stack(transitions, -1))
-
-
-@pytest.mark.parametrize("num_envs", [None, 3])
-@pytest.mark.parametrize("name", ENVS)
-def test_an_evaluation_is_repeatable_and_leaves_a_run_alone(name, num_envs):
-    env, policy = pair(name, "torch_mlp", num_envs)
-    runs, stats = [], []
-    for evaluated in (False, True):
-        state, first = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
-        if evaluated:
-            stats = [fc.evaluate(env, policy, episodes=5, seed=1) for _ in range(2)]
-        runs.append(joined([first, fc.rollout(env, policy, state, 20)[1]]))
-    assert_same(runs[0], runs[1])
-    assert [len(each) for each in stats] == [5, 5]
-    assert torch.equal(stats[0].returns, stats[1].returns)
-    assert torch.equal(stats[0].lengths, stats[1].lengths)
 
 
 @pytest.mark.parametrize("copied", COPIES)

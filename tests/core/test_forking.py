@@ -65,19 +65,6 @@ def test_a_fork_goes_on_as_its_source_does(name: str, num_envs: int | None) -> N
     fc.close(state)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_lanes_in_the_middle_of_episodes_of_different_ages(name: str) -> None:
-    env = make_env(name, 4)
-    policy = noisy(env)
-    state = fc.init(env, policy, seed=1)
-    for length, lanes in [(5, [1]), (4, [2]), (3, [0, 2]), (6, [3])]:
-        state, _ = fc.rollout(env, policy, state, length)
-        state = fc.reset(env, state, torch.tensor([lane in lanes for lane in range(4)]))
-    fork = fc.fork(env, state)
-    assert len(state.step.unique()) > 2
-    assert_same(fc.rollout(env, policy, fork, 40)[1], fc.rollout(env, policy, state, 40)[1])
-
-
 class Masked(gymnasium.Env):
     """One of two actions is legal at each step, and an episode has 3 to 22 steps."""
 
@@ -109,55 +96,6 @@ def test_a_replay_takes_no_actions_of_other_episodes(copied: str) -> None:
     assert len(state.step.unique()) > 2
     copy = COPIES[copied](env, policy, state)
     assert_same(fc.rollout(env, policy, copy, 30)[1], fc.rollout(env, policy, state, 30)[1])
-
-
-def test_either_goes_its_own_way() -> None:
-    env = fc.make_env("CartPole-v1", num_envs=2)
-    left, right = (fc.torch_policy(lambda x, a=a: torch.full((len(x),), a)) for a in (0, 1))
-    state, _ = fc.rollout(env, left, fc.init(env, left, seed=1), 5)
-    fork = fc.fork(env, state)
-    fork, other = fc.rollout(env, right, fork, 4)
-    state, own = fc.rollout(env, left, state, 4)
-    assert torch.equal(other["observation"][:, 0], own["observation"][:, 0])
-    assert not torch.equal(other["observation"][:, 1:], own["observation"][:, 1:])
-    fc.close(fork)
-    again = fc.rollout(env, left, fc.init(env, left, seed=1), 12)[1]
-    assert torch.equal(fc.rollout(env, left, state, 3)[1]["observation"], again["observation"][:, 9:])
-
-
-def test_a_fork_of_a_fork() -> None:
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    policy = noisy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=2), 8)
-    child, _ = fc.rollout(env, policy, fc.fork(env, state), 6)
-    grandchild = fc.fork(env, child)
-    wanted = fc.rollout(env, policy, child, 25)[1]
-    assert_same(fc.rollout(env, policy, grandchild, 25)[1], wanted)
-
-
-def test_a_trajectory_that_was_cut_is_replayed_from_its_own_start() -> None:
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    policy = noisy(env)
-    state = fc.init(env, policy, seed=2)
-    for _ in range(3):
-        state, _ = fc.rollout(env, policy, state, 11, max_frames_per_traj=4)
-        fork = fc.fork(env, state)
-        state, wanted = fc.rollout(env, policy, state, 9, max_frames_per_traj=4)
-        assert_same(fc.rollout(env, policy, fork, 9, max_frames_per_traj=4)[1], wanted)
-
-
-@pytest.mark.parametrize("name", ["CartPole-v1", "SyncVectorEnv"])
-@pytest.mark.parametrize("frames", [66, 180])
-def test_finished_lanes_that_stay_finished(name: str, frames: int) -> None:
-    env = make_env(name, 3)
-    with fc.SyncDataCollector(env, frames_per_batch=frames, reset_when_done=False, seed=1) as collector:
-        next(collector)
-        state = collector.state
-        assert state.terminated.any()
-        collector.state, fork = fc.fork(env, state), state
-        one = next(collector)
-        collector.state = fork
-        assert_same(next(collector), one)
 
 
 def test_after_another_seed() -> None:
@@ -230,26 +168,3 @@ def test_an_instance_without_a_spec_cannot_be_forked() -> None:
     state = fc.init(env, fc.random_policy(env), seed=0)
     with pytest.raises(ValueError, match=r"cannot be rebuilt \(it has no spec\)"):
         fc.fork(env, state)
-
-
-def test_a_stale_state_and_a_closed_one_cannot_be_forked() -> None:
-    env = fc.make_env("CartPole-v1")
-    policy = fc.random_policy(env)
-    old = fc.init(env, policy, seed=0)
-    state, _ = fc.rollout(env, policy, old, 2)
-    with pytest.raises(fc.StaleStateError):
-        fc.fork(env, old)
-    fc.close(state)
-    with pytest.raises(fc.ClosedError):
-        fc.fork(env, state)
-
-
-def test_the_action_log_keeps_no_more_than_the_open_episodes() -> None:
-    env = fc.make_env("CartPole-v1", num_envs=3, max_episode_steps=10)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
-    for _ in range(50):
-        state, _ = fc.rollout(env, policy, state, 8)
-        log = state.env_state.simulation.action_log
-        assert len(log.since_reset()) == int(state.step.max())
-        assert sum(map(len, log._chunks)) <= int(state.step.max())

@@ -82,14 +82,6 @@ def test_a_state_is_good_for_one_use(env: Any, policy: Any) -> None:
     assert batch["observation"][0, :, 0].tolist() == [3, 4]
 
 
-def test_a_failed_use_leaves_the_later_state_good(env: Any, policy: Any) -> None:
-    old = fc.init(env, policy, seed=0)
-    state, _ = fc.rollout(env, policy, old, 3)
-    with pytest.raises(fc.StaleStateError):
-        fc.rollout(env, policy, old, 3)
-    assert fc.rollout(env, policy, state, 1)[1]["observation"].flatten().tolist() == [3, 3]
-
-
 def test_recover_accepts_a_stale_state(env: Any, policy: Any) -> None:
     old = fc.init(env, policy, seed=0)
     newer, _ = fc.rollout(env, policy, old, 3)
@@ -124,16 +116,6 @@ def test_ids_are_not_used_again_after_recovering_a_stale_state(env: Any, policy:
     assert len(set(seen)) == 8
 
 
-def test_values_are_good_for_any_number_of_uses() -> None:
-    env = fc.make_env("torch/CartPole-v1", num_envs=2)
-    policy = fc.random_policy(env)
-    old = fc.init(env, policy, seed=0)
-    first = fc.rollout(env, policy, old, 30)[1]
-    assert_same(fc.rollout(env, policy, old, 30)[1], first)
-    fc.close(old)
-    assert_same(fc.rollout(env, policy, old, 30)[1], first)
-
-
 def test_close_frees_the_simulators_once(env: Any, policy: Any) -> None:
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
     fc.close(state)
@@ -146,14 +128,6 @@ def test_close_frees_the_simulators_once(env: Any, policy: Any) -> None:
     del state
     gc.collect()
     assert [simulator.closed for simulator in LIVE] == [1, 1]
-
-
-def test_an_old_state_closes_the_same_simulators(env: Any, policy: Any) -> None:
-    old = fc.init(env, policy, seed=0)
-    state, _ = fc.rollout(env, policy, old, 3)
-    fc.close(old)
-    with pytest.raises(fc.ClosedError):
-        fc.rollout(env, policy, state, 1)
 
 
 def test_simulators_are_closed_when_their_state_is_collected(env: Any, policy: Any) -> None:
@@ -179,13 +153,6 @@ def test_simulators_of_an_interrupted_rollout_are_closed_with_the_state(env: Any
     del state
     gc.collect()
     assert LIVE[-1].closed == 1
-
-
-def test_every_state_has_simulators_of_its_own(env: Any, policy: Any) -> None:
-    states = [fc.init(env, policy, seed=seed) for seed in range(3)]
-    alone = [fc.rollout(env, policy, fc.init(env, policy, seed=seed), 5)[1] for seed in range(3)]
-    for state, wanted in zip(states, alone, strict=True):
-        assert_same(fc.rollout(env, policy, state, 5)[1], wanted)
 
 
 def test_an_instance_backs_one_state_and_is_rebuilt_for_another() -> None:
@@ -218,14 +185,6 @@ def test_a_vector_environment_is_rebuilt_from_its_factories() -> None:
     policy = fc.random_policy(env)
     one, two = fc.init(env, policy, seed=0), fc.init(env, policy, seed=0)
     assert_same(fc.rollout(env, policy, one, 40)[1], fc.rollout(env, policy, two, 40)[1])
-
-
-def test_a_state_belongs_to_its_environment(env: Any, policy: Any) -> None:
-    other = fc.make_env([Simulator, Simulator])
-    state = fc.init(env, policy, seed=0)
-    with pytest.raises(ValueError, match="belongs to another environment"):
-        fc.rollout(other, policy, state, 3)
-    fc.rollout(env, policy, state, 3)
 
 
 def test_the_action_log_drops_what_no_episode_needs() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.core.loops import device_delivery, tensor
+from funcollect.core.loops import tensor
 from funcollect.core.loops.eager import step_all
 from funcollect.interop.reads import reads_together
 from tests.support.compare import assert_same
@@ -59,10 +59,10 @@ def test_nothing_is_read_before_the_batch_is_delivered(name, kind, kwargs, monke
     policy = policies()[name, kind] or fc.random_policy(env)
     request = fc.core.request.Request(length=30, **kwargs)
     state = fc.init(env, policy, seed=0)
-    loop = tensor.TensorLoop(env, request, tensor.TensorLanes.of(env, state))
+    stepper = tensor.TorchStepper(env, policy, state, request, tensor.TensorLanes.of(env, state))
     action = torch.zeros(4, *env.action_spec.shape, dtype=env.action_spec.dtype)
     still = SimpleNamespace(act=lambda t: action, restart=lambda lanes: None)
     actions = {("action",): action.expand(30, *action.shape)}
     with reads_together(), NoReads():
-        step_all(loop, still, request.length)
-        device_delivery.deliver(env, state, request, loop.columns, actions)
+        step_all(stepper, still, request.length)
+        stepper.deliver(actions)
