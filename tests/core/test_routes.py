@@ -1,6 +1,5 @@
 """As what a Torch policy runs: lowered to JAX, or called at each step."""
 
-import operator
 import re
 from itertools import product
 
@@ -93,13 +92,6 @@ def test_both_ways_give_the_same_without_noise(cartpole, make):
     for path, leaf in lowered.items(include_nested=True, leaves_only=True):
         torch.testing.assert_close(leaf, eager[path], rtol=1e-4, atol=1e-5)
     assert set(lowered.keys(True)) == set(eager.keys(True))
-
-
-def test_torchs_generator_stays_as_it_is(cartpole):
-    before = torch.get_rng_state()
-    ways = [collect(cartpole, demanded(tensordict_actor, cartpole, each), 5, 25) for each in (None, "eager")]
-    assert_same(ways[0], ways[1])
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_deterministic_tensordict_module_is_lowered(cartpole):
@@ -279,36 +271,6 @@ def test_what_is_not_lowered_crosses_and_is_explained(cartpole, module, why):
     if isinstance(module, Counting):
         assert batch["calls"].diff().eq(1).all()
         assert batch["calls"].dtype == torch.int64
-
-
-class Late(nn.Module):
-    """Does something else at its fourth call in a rollout."""
-
-    def __init__(self, act):
-        super().__init__()
-        self.act = act
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        action = (x[:, 2] > 0).long()
-        return self.act(action) if self.calls > 4 else action
-
-
-@pytest.mark.parametrize(
-    ("act", "error", "message"),
-    [
-        (lambda action: operator.truediv(1, 0), ZeroDivisionError, "division by zero"),
-        (lambda action: action[:2], fc.PolicyError, r"action has shape \(2,\)"),
-    ],
-)
-def test_faults_of_a_module_are_raised_as_they_are(cartpole, act, error, message):
-    policy = fc.torch_policy(Late(act))
-    state = fc.init(cartpole, policy, seed=0)
-    with pytest.raises(error, match=message):
-        fc.rollout(cartpole, policy, state, 12)
-    policy.module.calls = -100
-    assert fc.rollout(cartpole, policy, state, 3)[1].batch_size == (3, 3)
 
 
 def frequencies_fit(counts, probabilities):

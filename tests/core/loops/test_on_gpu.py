@@ -81,7 +81,8 @@ def test_steps_of_simulators_on_the_device_do_not_wait(device, monkeypatch):
     inner = network(2, 3, device, None).module
     policy = fc.torch_policy(lambda x: inner(x["policy"]), head=fc.heads.categorical, device=device)
     calls = []
-    batch = twice(env, policy, lambda: calls.append(forbid_waits(monkeypatch, device_loop._DeviceStepper, "step", device)))
+    owner = device_loop._DeviceStepper
+    batch = twice(env, policy, lambda: calls.append(forbid_waits(monkeypatch, owner, "step", device)))
     assert len(calls[0]) == LENGTH
     assert batch["next", "done"].any()
 
