@@ -157,14 +157,12 @@ def _counting(batch: Any, dims: int) -> Any:
 
 
 def _by_name(observation: Any) -> dict[str, Any]:
-    """The leaves of a batch, a dict or a tuple by name."""
     flat: dict[str, Any] = {}
     map_leaves(flat.__setitem__, observation)
     return flat
 
 
 def _moments(stats: RunningStatistics, values: Mapping[str, Any], weights: Any, size: int) -> RunningStatistics:
-    """The statistics of one batch of `size` observations."""
     xp, chosen = _arrays_of(stats), None
     if weights is not None:
         chosen = xp.array(weights, stats.count).reshape(-1)

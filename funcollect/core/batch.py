@@ -143,7 +143,6 @@ def _count_until_finished(
 
 
 def _time(xp: Any, done: Any) -> Any:
-    """The numbers [1, T] of the steps."""
     return xp.ones_like(done[:1]).cumsum(-1) - 1
 
 

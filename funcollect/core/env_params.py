@@ -166,7 +166,6 @@ class _Given(NamedTuple):
         return [jnp.asarray(leaf, jnp.asarray(like).dtype) for leaf, like in zip(leaves, self.own, strict=True)]
 
     def default(self) -> LaneParams:
-        """The environment's own parameters."""
         return LaneParams(self.treedef.unflatten([Unchanged(leaf) for leaf in self.arrays_of(self.own)]), (), ())
 
     def with_rows(self, nodes: list[Any], same: list[bool], at_once: bool) -> list[bool]:

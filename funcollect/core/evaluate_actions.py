@@ -151,7 +151,6 @@ def evaluate_actions(
 
 
 def _spaces_of(policy: Policy, env: Env | None) -> _Spaces:
-    """The spaces of `env`, or of the one environment that the policy acted in."""
     if env is not None:
         return env.observation_space, env.observation_leaves, env.action_spec
     known: list[_Spaces] = memo_of(policy).get("spaces", [])
@@ -175,7 +174,6 @@ def _check_rows(rows: _Leaves, wanted: Sequence[Path], *, in_torch: bool) -> Non
 
 
 def _beside(policy: Policy, rows: _Leaves) -> dict[Path, Any]:
-    """The rows on the device of a policy in Torch."""
     place = policy.run_device if isinstance(policy, TorchBacked) else None
     return {path: leaf if place is None else leaf.to(place) for path, leaf in rows.items()}
 

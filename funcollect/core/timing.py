@@ -40,7 +40,6 @@ class TimedLoops(dict[str, Any]):
     def _run(
         self, name: str, loop: RunsRollouts, env: Env, policy: Policy, state: CollectorState, request: Request
     ) -> tuple[CollectorState, TensorDict]:
-        """Run a rollout, and count its time."""
         clock = Clock(torch.cuda.synchronize if _on_accelerator(env, policy) else None)
         token = CLOCK.set(None if name in COMPILED else clock)
         cpu, began = time.process_time(), time.perf_counter()

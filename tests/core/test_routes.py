@@ -17,10 +17,10 @@ from funcollect.envs.jax_envs.suites import from_gymnax
 from funcollect.interop.jax_setup import compiled
 from funcollect.policies import torch_in_jax
 from funcollect.policies.torch_in_jax import LoweredPolicy
-from tests.support.cases import Recurrent, mlp, tensordict_actor, torch_mlp, torch_normal, torch_recurrent
+from tests.support.cases import mlp, torch_mlp, torch_normal, torch_recurrent
 from tests.support.compare import assert_same, collect, compilations
 from tests.support.envs.jax_counting import counting
-from tests.support.running import SCALE, in_soak, scaled
+from tests.support.running import in_soak, scaled
 
 MODE = fc.ExplorationType.DETERMINISTIC
 
@@ -68,19 +68,6 @@ class Scaled(nn.Module):
 
 def scaled_policy(compiler=None):
     return fc.torch_policy(Scaled(), head=fc.heads.categorical, compile=compiler)
-
-
-@pytest.mark.parametrize(
-    ("make", "wanted"),
-    [(torch_recurrent, "xla"), (tensordict_actor, "eager")]
-    + ([(torch_mlp, "xla"), (torch_recurrent, "eager")] if SCALE > 1 else []),
-)
-def test_cuts_change_nothing(cartpole, make, wanted):
-    policy = demanded(make, cartpole, wanted)
-    assert way(cartpole, policy) == wanted
-    whole = collect(cartpole, policy, 40)
-    assert_same(whole, collect(cartpole, policy, 1, 2, 37))
-    assert whole["next", "done"].any()
 
 
 @pytest.mark.parametrize("make", [torch_normal, torch_recurrent])
@@ -302,35 +289,6 @@ def test_the_lowered_policy_samples_as_the_eager_one_does(name, head):
     counts = np.bincount(batch["action"].flatten().numpy(), minlength=2)
     fitting = [name for name, each in wanted.items() if frequencies_fit(counts, each.numpy())]
     assert fitting == [head.name]
-
-
-SCORED = [(f"{kind}Pendulum-v1", fc.heads.tanh_normal) for kind in ("gymnax/", "", "torch/")]
-SCORED += [("gymnax/Pendulum-v1", fc.heads.normal)]
-SCORED += in_soak((f"{kind}Pendulum-v1", fc.heads.normal) for kind in ("", "torch/"))
-
-
-@pytest.mark.parametrize(("name", "head"), SCORED, ids=[f"{name}-{head.name}" for name, head in SCORED])
-def test_scores_of_continuous_actions_are_torchs(name, head):
-    env = fc.make_env(name, num_envs=4)
-    module = Recurrent(3, 2)
-    policy = fc.torch_policy(module, head=head, initial_state=torch.zeros(5), compile="xla")
-    eager = fc.torch_policy(module, head=head, initial_state=torch.zeros(5), compile="eager")
-    batch, own = collect(env, policy, 50), collect(env, eager, 50)
-    hidden, loc, scale = torch.zeros(4, 5), [], []
-    with torch.no_grad():
-        for t in range(50):
-            answer, hidden = module(batch["observation"][:, t], hidden)
-            loc.append(answer[:, :1])
-            scale.append(nn.functional.softplus(answer[:, 1:]))
-    normal = torch.distributions.Normal(torch.stack(loc, 1), torch.stack(scale, 1))
-    if head is fc.heads.normal:
-        wanted = normal.log_prob(batch["action"]).sum(-1)
-    else:
-        squash = [torch.distributions.TanhTransform(), torch.distributions.AffineTransform(0.0, 2.0)]
-        wanted = torch.distributions.TransformedDistribution(normal, squash).log_prob(batch["action"]).sum(-1)
-    inside = batch["action"][..., 0].abs() < 1.9 if head is fc.heads.tanh_normal else wanted == wanted
-    torch.testing.assert_close(batch["action_log_prob"][inside], wanted[inside], rtol=1e-4, atol=1e-4)
-    assert (batch["action"].mean() - own["action"].mean()).abs() < 6 * own["action"].std() / 200**0.5 * 2
 
 
 def test_dicts_of_observations_and_extras():

@@ -238,7 +238,6 @@ def _copy(moved: Moved) -> Moved:
 def _one_block(
     plan: _Plan, moved: Moved, rest: Traced, bound: BoundParams, left: Any, short: Any
 ) -> tuple[Moved, Traced, Any, Row, Packed]:
-    """Trace a rollout of one block."""
     constants, rows = constant_columns(rest, plan.steps), plan.layout.zeros(plan.steps)
     moved, rows, rest, _, short = _block(plan, moved, rows, rest, bound, left, short)
     return moved, rest, short, constants, rows

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from funcollect.core.batch import deliver
 from funcollect.core.loops import tensor
 from funcollect.core.loops.eager import step_all
-from funcollect.core.loops.tensor import TensorLanes, TorchStepper, as_read
-from funcollect.core.request import NOWHERE, Request, inputs_of
+from funcollect.core.loops.tensor import TensorLanes, TensorStepper, as_read
+from funcollect.core.request import NOWHERE, Request, inputs_of, step_limit
 from funcollect.core.state import CollectorState, origin_of
 from funcollect.errors import LoweringError
 from funcollect.interop.cuda_graph import CaptureError, CudaGraph, written
@@ -96,7 +96,7 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
 def _begin(env: TorchEnv, policy: TorchPolicy, state: CollectorState, inputs: ActorInputs) -> _Before:
     """What the first graph reads."""
     steps = torch.full((1,), state.steps_made, device=env.device)  # `torch.tensor` would wait for its copy
-    lanes = TensorLanes.of(env, state)._replace(steps=steps)
+    lanes = TensorLanes.of(state)._replace(steps=steps)
     recurrent = inputs.policy_state.recurrent
     if recurrent is not None:
         recurrent = select(lanes.step == 0, inputs.initial_state.recurrent, recurrent)
@@ -139,7 +139,9 @@ def _steps(
     env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before
 ) -> tuple[_After, TorchActor]:
     """Make the steps of one graph; return its results, and the actor, which knows the outputs by name."""
-    stepper, noise = TorchStepper(env, policy, None, request, before.lanes), policy.noise(env.action_spec)
+    stepper = TensorStepper(env, policy, None, request, before.lanes, step_limit(env, request))
+    stepper.begin()
+    noise = policy.noise(env.action_spec)
     steps = before.lanes.steps + torch.arange(request.length, device=env.device)
     actor = policy.actor(
         replace(

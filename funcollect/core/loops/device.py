@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from typing_extensions import override
 from funcollect.core.batch import reset_counters
 from funcollect.core.loops import eager
 from funcollect.core.loops.eager import timed
-from funcollect.core.loops.tensor import TensorStepper, by_path, check_tensors
+from funcollect.core.loops.tensor import TensorLanes, TensorStepper, by_path, check_tensors
 from funcollect.core.request import Request
 from funcollect.core.simulators.simulation import LiveSimulators, SimulatorHandle
 from funcollect.core.state import CollectorState, all_lanes, first_state
@@ -102,7 +103,7 @@ def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request)
     """Implement `funcollect.rollout`."""
     check_uncut(env, request.max_frames_per_traj)
     state.env_state.check()
-    return eager.run(_DeviceStepper(env, policy, state, request, state.observation, state.terminated | state.truncated))
+    return eager.run(_DeviceStepper(env, policy, state, request, TensorLanes.of(state, keyed=False)))
 
 
 class _DeviceStepper(TensorStepper):
@@ -110,8 +111,6 @@ class _DeviceStepper(TensorStepper):
 
     They step on with lanes that stay finished, which repeat their last observation in the batch.
     """
-
-    waits = True
 
     @override
     def begin(self) -> None:
@@ -121,20 +120,21 @@ class _DeviceStepper(TensorStepper):
                 f"lanes of the state are finished, and {self.env} has begun other episodes in them: begin new ones "
                 "with funcollect.reset(env, state)"
             )
-        self._simulation = held.claim()
-        self._step = timed("environment", self._simulation.simulators.step)
+        self._simulation, self.waits = held.claim(), True
+        self._move = timed("environment", self._simulation.simulators.step)
 
     @override
-    def _move(self, t: int, action: Tensor) -> Transition:
-        answer, self._following = self._step(action)
+    def _answer(self, t: int, action: Tensor) -> Transition:
+        answer, self._after = self._move(action)
         return answer
 
     @override
-    def _go_on(self, t: int, answer: Transition, observed: list[Tensor], done: Tensor) -> Tensor | None:
-        restarting = self.request.reset_when_done
-        following = by_path(self.env, self._following)
-        self._show(following.values() if restarting else observed)
-        return done if restarting else None
+    def _continue(self, answer: Transition, observed: list[Tensor]) -> Iterable[Tensor]:
+        return by_path(self.env, self._after).values() if self.request.reset_when_done else observed
+
+    @override
+    def _restart(self, t: int, done: Tensor) -> Tensor:
+        return done
 
     @override
     def end(self, counters: dict[str, Tensor]) -> tuple[Any, dict[Path, Tensor]]:

@@ -215,7 +215,6 @@ class _HostStepper(Stepper):
 
 
 def _info_column(key: str, values: list[Any]) -> Tensor:
-    """Return the values [P, ...] of an info at each step as one column."""
     try:
         column = np.array(values)
         return torch.from_numpy(column.astype(np.float32) if column.dtype == np.float64 else column)
@@ -235,7 +234,6 @@ class _FinishedLanes:
         self.add(lanes)
 
     def add(self, lanes: Iterable[int]) -> None:
-        """Keep these lanes finished from now on."""
         simulation = self._simulation
         self._lanes.update(lanes)
         self._live = [lane for lane in range(len(simulation.lanes)) if lane not in self._lanes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +64,7 @@ def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
 
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
-    return eager.run(TorchStepper(env, policy, state, request, TensorLanes.of(env, state)))
+    return eager.run(TensorStepper(env, policy, state, request, TensorLanes.of(state), step_limit(env, request)))
 
 
 def _begin(env: TorchEnv, keys: LaneKeys, params: Any) -> Start:
@@ -119,25 +119,76 @@ def as_read(env: TorchEnv | DeviceEnv, policy: Policy, root: dict[Path, Tensor])
     return assemble(env.observation_space, {path: row.numpy() if in_numpy else row for path, row in root.items()})
 
 
+class TensorLanes(NamedTuple):
+    """All lanes between two steps, everything that a loop continues from: a pytree whose tensors are [P, ...]."""
+
+    env_state: Any
+    env_params: Any
+    observation: dict[Path, Tensor]
+    lane: Tensor
+    episode: Tensor
+    step: Tensor  # only kept up to date where trajectories are limited
+    finished: Tensor  # lanes that stay finished, bool
+    steps: int | Tensor  # since the beginning of the run: an int, or int64 [1] on the device
+    start_keys: tuple[Any, Any]  # each lane's key to the starts of its episodes
+    step_keys: tuple[Any, Any]  # and to its steps
+
+    @classmethod
+    def of(cls, state: CollectorState, *, keyed: bool = True) -> TensorLanes:
+        """The lanes of a state; without keys unless they are `keyed`."""
+        purposes = (Purpose.RESET, Purpose.DYNAMICS) if keyed else ()
+        start_keys, step_keys = [LaneKeys.of(state.key, each, state.lane, 0).keys for each in purposes] or [(), ()]
+        return cls(
+            env_state=state.env_state,
+            env_params=state.env_params,
+            observation=dict(state.observation),
+            lane=state.lane,
+            episode=state.episode,
+            step=state.step,
+            finished=state.terminated | state.truncated,
+            steps=state.steps_made,
+            start_keys=start_keys,
+            step_keys=step_keys,
+        )
+
+
 class TensorStepper(Stepper):
-    """The stepper of environments whose lanes are tensors [P, ...].
+    """The stepper of environments whose lanes are tensors; `state` is only needed for the batch.
 
     Attributes:
         root: the observation by key, each [P, ...]: the same memory throughout.
     """
 
     def __init__(
-        self, env: Any, policy: Policy, state: Any, request: Request, root: Mapping[Path, Tensor], finished: Tensor
+        self, env: Any, policy: Policy, state: Any, request: Request, lanes: TensorLanes, limit: int | None = None
     ) -> None:
         super().__init__(env, policy, state, request)
-        self.root = {leaf.path: fixed(root[leaf.path]) for leaf in env.observation_leaves}
+        self.waits = reads_wait(env.device)
+        self.root = {leaf.path: fixed(lanes.observation[leaf.path]) for leaf in env.observation_leaves}
         self.observation = as_read(env, policy, self.root)
         self.columns = new_columns(self.root, request)
         self._reward, self._terminated, self._truncated = (self.columns[path] for path in OUTCOME_KEYS)
         self._roots = [self.columns[path] for path in self.root]
         self._nexts = [self.columns["next", *path] for path in self.root]
-        self._limit: TrajectoryLimit | None = None
-        self._finished = finished  # lanes that stay finished
+        self._lanes, self._env_state, self._episode = lanes, lanes.env_state, lanes.episode
+        self._finished = lanes.finished
+        self._limit = None if limit is None else TrajectoryLimit(lanes.step, limit)
+
+    def lanes(self) -> TensorLanes:
+        """The lanes after all steps."""
+        length = self.request.length
+        return self._lanes._replace(
+            env_state=self._env_state,
+            observation=self.root,
+            episode=self._episode,
+            step=self._lanes.step if self._limit is None else self._limit.steps(length),
+            finished=self._finished,
+            steps=self._lanes.steps + length,
+        )
+
+    @override
+    def begin(self) -> None:
+        self._move = timed("environment", self.env.step)
 
     @override
     def record(self, t: int) -> None:
@@ -152,7 +203,7 @@ class TensorStepper(Stepper):
             # a copy, since an environment's state may keep it
             at_hand = isinstance(action, Tensor)
             action = action.to(env.device, copy=True) if at_hand else torch.from_numpy(np.array(action)).to(env.device)
-            answer = self._move(t, action)
+            answer = self._answer(t, action)
             if t == 0:
                 _check_step(env, answer, len(self._finished))
             truncated = answer.truncated
@@ -172,95 +223,31 @@ class TensorStepper(Stepper):
                 if t == 0:
                     self.columns[path] = value.new_empty(self.request.length, *value.shape)
                 self.columns[path][t] = value
-            begun = self._go_on(t, answer, observed, done)
-            if not restarting:
-                self._finished = self._finished | done
-            return begun
+            for root, value in zip(self.root.values(), self._continue(answer, observed), strict=True):
+                root.copy_(value)
+            if restarting:
+                return self._restart(t, done)
+            self._finished = self._finished | done
+            return None
 
-    def _move(self, t: int, action: Tensor) -> Transition:
-        """Make a step in all lanes."""
-        raise NotImplementedError
-
-    def _go_on(self, t: int, answer: Transition, observed: list[Tensor], done: Tensor) -> Tensor | None:
-        """Bring lanes and `root` to the next step; return the mask of the lanes that began another episode, or None.
-
-        Lanes that stay finished are still in `_finished` as before the step.
-        """
-        raise NotImplementedError
-
-    def _show(self, observed: Any) -> None:
-        for root, value in zip(self.root.values(), observed, strict=True):
-            root.copy_(value)
-
-
-class TensorLanes(NamedTuple):
-    """All lanes between two steps, everything that a loop continues from: a pytree whose tensors are [P, ...]."""
-
-    env_state: Any
-    env_params: Any
-    observation: dict[Path, Tensor]
-    lane: Tensor
-    episode: Tensor
-    step: Tensor  # only kept up to date where trajectories are limited
-    finished: Tensor  # lanes that stay finished, bool
-    steps: int | Tensor  # since the beginning of the run: an int, or int64 [1] on the device
-    start_keys: tuple[Any, Any]  # each lane's key to the starts of its episodes
-    step_keys: tuple[Any, Any]  # and to its steps
-
-    @classmethod
-    def of(cls, env: TorchEnv, state: CollectorState) -> TensorLanes:
-        """The lanes of a state."""
-        return cls(
-            env_state=state.env_state,
-            env_params=state.env_params,
-            observation=dict(state.observation),
-            lane=state.lane,
-            episode=state.episode,
-            step=state.step,
-            finished=state.terminated | state.truncated,
-            steps=state.steps_made,
-            start_keys=LaneKeys.of(state.key, Purpose.RESET, state.lane, 0).keys,
-            step_keys=LaneKeys.of(state.key, Purpose.DYNAMICS, state.lane, 0).keys,
-        )
-
-
-class TorchStepper(TensorStepper):
-    """The stepper of environments written in Torch, from `TensorLanes` on; `state` is only needed for the batch."""
-
-    def __init__(self, env: TorchEnv, policy: Policy, state: Any, request: Request, lanes: TensorLanes) -> None:
-        super().__init__(env, policy, state, request, lanes.observation, lanes.finished)
-        self.waits = reads_wait(env.device)
-        self._lanes, self._env_state, self._episode = lanes, lanes.env_state, lanes.episode
-        limit = step_limit(env, request)
-        self._limit = None if limit is None else TrajectoryLimit(lanes.step, limit)
-        self._env_step = timed("environment", env.step)
-
-    def lanes(self) -> TensorLanes:
-        """The lanes after all steps."""
-        length = self.request.length
-        return self._lanes._replace(
-            env_state=self._env_state,
-            observation=self.root,
-            episode=self._episode,
-            step=self._lanes.step if self._limit is None else self._limit.steps(length),
-            finished=self._finished,
-            steps=self._lanes.steps + length,
-        )
-
-    @override
-    def _move(self, t: int, action: Tensor) -> Transition:
+    def _answer(self, t: int, action: Tensor) -> Transition:
         lanes = self._lanes
         key = LaneKeys(lanes.lane, lanes.step_keys, lanes.steps + t)
-        return self._env_step(key, self._env_state, action, lanes.env_params)
+        answer: Transition = self._move(key, self._env_state, action, lanes.env_params)
+        return answer
 
-    @override
-    def _go_on(self, t: int, answer: Transition, observed: list[Tensor], done: Tensor) -> Tensor | None:
-        """Where reads wait, `done` is not read."""
-        self._show(observed)
-        if not self.request.reset_when_done:
-            self._env_state = select(self._finished, self._env_state, answer.env_state)
-            return None
-        self._env_state = answer.env_state
+    def _continue(self, answer: Transition, observed: list[Tensor]) -> Iterable[Tensor]:
+        """Keep the environment's state; return the observations [P, ...] that the policy reads next."""
+        restarting = self.request.reset_when_done
+        before, after = self._env_state, answer.env_state
+        self._env_state = after if restarting else select(self._finished, before, after)
+        return observed
+
+    def _restart(self, t: int, done: Tensor) -> Tensor | None:
+        """Begin another episode in the lanes of the mask `done` [P]; return the mask, or None if it has no lane.
+
+        Where reads wait, the mask is not read.
+        """
         if not self.waits and not bool(done.any()):
             return None
         lanes = self._lanes

@@ -158,7 +158,6 @@ def _widening(dtypes: frozenset[tuple[Path, torch.dtype]], total_lanes: int) -> 
 
 
 def _checked(arrays: Any) -> Row:
-    """Return the arrays by path."""
     check_kind("arrays", arrays, Mapping, "pass the dict that traced.rollout returned")
     flat = flatten(arrays)
     needed = [("action",), REWARD, _DONE, _EPISODE, _LANE]
