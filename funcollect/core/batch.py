@@ -101,22 +101,19 @@ def _count_episodes(
     flags[5] = done = flags[3] | flags[4]
     begins = xp.zeros_like(done)
     begins[:, 1:] = done[:, :-1]
-    time = _time(xp, done)
+    time = _time(xp, reward)
     number = before.episode[:, None] + begins.cumsum(-1)
     origin = xp.where(begins, time, -before.step[:, None])  # where an episode begins, the row of its first step
     step = time - (np.maximum.accumulate(origin, -1) if xp is np else origin.cummax(-1).values)
     made = xp.where(done[:, -1], 0, step[:, -1] + 1)
-    return (
-        number,
-        step,
-        {
-            "episode": number[:, -1] + done[:, -1],
-            "step": made,
-            "returns": _open_returns(xp, before, reward, len(reward) - made),
-            "terminated": xp.zeros_like(before.terminated),
-            "truncated": xp.zeros_like(before.truncated),
-        },
-    )
+    after = {
+        "episode": number[:, -1] + done[:, -1],
+        "step": made,
+        "returns": _open_returns(xp, before, reward, len(reward) - made),
+        "terminated": xp.zeros_like(before.terminated),
+        "truncated": xp.zeros_like(before.truncated),
+    }
+    return number, step, after
 
 
 def _count_until_finished(
@@ -142,8 +139,9 @@ def _count_until_finished(
     return before.episode[:, None], xp.where(live, steps - 1, steps), after
 
 
-def _time(xp: Any, done: Any) -> Any:
-    return xp.ones_like(done[:1]).cumsum(-1) - 1
+def _time(xp: Any, rows: Any) -> Any:
+    """The numbers [T] of the steps of rows [T, P]."""
+    return xp.ones_like(rows[:, 0], dtype=xp.int64).cumsum(0) - 1
 
 
 def _open_returns(xp: Any, before: _Lanes, reward: Any, start: Any) -> Any:
@@ -152,7 +150,7 @@ def _open_returns(xp: Any, before: _Lanes, reward: Any, start: Any) -> Any:
     To find the first row that counts is to read it, so on a device all are summed.
     """
     first = min(max(int(start.min()), 0), len(reward) - 1) if xp is np else 0
-    time = _time(xp, reward.T)[0, first:, None]
+    time = _time(xp, reward)[first:, None]
     rows = xp.where(time < start, 0.0, xp.asarray(reward[first:], dtype=xp.float64))
     rows[0] += xp.where(start <= 0, before.returns, 0.0)
     return rows.cumsum(0)[-1]

@@ -44,6 +44,23 @@ class DrawsByKeys(Recording):
         ),
         ("CartPole-v1", None, {"num_envs": 8}, {"env": "a batch of 8"}),
         ("torch/CartPole-v1", None, {}, {"loop": "torch", "why": "Torch", "forking": "values"}),
+        (
+            "gymnax/CartPole-v1",
+            fc.torch_policy(MODULE, head=fc.heads.categorical, compile="eager"),
+            {"num_envs": 3},
+            {
+                "loop": "crossing",
+                "why": "the policy runs in Torch",
+                "copies": "to where the policy reads it; each action to the environment; no parameters",
+                "noise": "the lane and the step, drawn ahead for a whole rollout",
+            },
+        ),
+        (
+            "gymnax/CartPole-v1",
+            fc.jax_policy(lambda params, x: (x[:, 2] > 0).astype("int32"), None),
+            {"num_envs": 3},
+            {"loop": "fused", "copies": "nothing: ", "noise": "the policy draws none"},
+        ),
         ("CartPole-v1", fc.torch_policy(MODULE, compile="inductor"), {}, {"policy": "compiled by inductor"}),
         ("CartPole-v1", fc.torch_policy(MODULE), {}, {"policy": "(torch)", "copies": "no parameters"}),
         ("CartPole-v1", fc.torch_policy(MODULE, device="cpu"), {}, {"copies": "at every rollout"}),

@@ -131,15 +131,6 @@ def test_a_state_is_a_value(cartpole):
     assert {path: bits(leaf) for path, leaf in leaves(second).items()} == kept
 
 
-def test_reset_goes_on_under_new_ids(cartpole):
-    policy = eager(torch_mlp(cartpole))
-    state, batch = fc.rollout(cartpole, policy, fc.init(cartpole, policy, seed=0), 4)
-    state = fc.reset(cartpole, state, torch.tensor([True, False, False]))
-    _, after = fc.rollout(cartpole, policy, state, 4)
-    assert after["collector", "step"][:, 0].tolist() == [0, 4, 4]
-    assert after["collector", "traj_ids"][0, 0] > batch["collector", "traj_ids"][0].max()
-
-
 def test_one_program_for_all_rollouts():
     env = from_gymnax("CartPole-v1", num_envs=2)
     policy = eager(torch_mlp(env))
@@ -151,18 +142,6 @@ def test_one_program_for_all_rollouts():
                 state, _ = fc.rollout(env, policy, before, length)
                 state = fc.reset(env, state, torch.tensor([True, False]))
     assert not compiled
-
-
-def test_explain_tells(cartpole):
-    plan = fc.explain(cartpole, eager(torch_mlp(cartpole)))
-    assert plan.loop == "crossing"
-    assert "the policy runs in Torch" in plan.why
-    assert "to where the policy reads it; each action to the environment; no parameters" in plan.copies
-    assert plan.noise.endswith("the lane and the step, drawn ahead for a whole rollout")
-    fused = fc.explain(cartpole, lean_jax())
-    assert fused.loop == "fused"
-    assert fused.copies.startswith("nothing")
-    assert fused.noise == "the policy draws none"
 
 
 def test_an_output_under_an_observations_key(cartpole):
