@@ -180,15 +180,8 @@ def step(
     >>> frame["observation"].shape
     (2, 4)
     """
-    request = Request(
-        length=1,
-        exploration_type=exploration_type,
-        exploration=exploration,
-        max_frames_per_traj=max_frames_per_traj,
-        random_steps=random_steps,
-        reset_when_done=reset_when_done,
-    )
-    config, bound = _checked_config(env, policy, params, state, request)
+    options = exploration_type, exploration, max_frames_per_traj, random_steps, reset_when_done
+    config, bound = _checked_config(env, policy, params, state, 1, *options)
     return _step(config, bound, state, run_keys(state.key, state.lane))
 
 
@@ -230,15 +223,8 @@ def rollout(
     >>> mean_reward(policy.params, jax.random.PRNGKey(0))
     Array(1., dtype=float32)
     """
-    request = Request(
-        length=length,
-        exploration_type=exploration_type,
-        exploration=exploration,
-        max_frames_per_traj=max_frames_per_traj,
-        random_steps=random_steps,
-        reset_when_done=reset_when_done,
-    )
-    config, bound = _checked_config(env, policy, params, state, request)
+    options = exploration_type, exploration, max_frames_per_traj, random_steps, reset_when_done
+    config, bound = _checked_config(env, policy, params, state, length, *options)
     keys = run_keys(state.key, state.lane)
     after: tuple[CollectorState, Batch] = import_jax().lax.scan(
         lambda carry, _: _step(config, bound, carry, keys), state, None, length=length
@@ -279,7 +265,7 @@ def evaluate(
     jax = import_jax()
     jnp = jax.numpy
     first = init(env, policy, params, key=key, env_params=env_params)
-    config, bound = _checked_config(env, policy, params, first, Request(length=1, exploration_type=exploration_type))
+    config, bound = _checked_config(env, policy, params, first, 1, exploration_type)
     keys, count = run_keys(first.key, first.lane), first.num_lanes
     quota = episodes // count + (jnp.arange(count) < episodes % count).astype(jnp.int32)
     place = jnp.cumsum(quota) - quota  # of each lane's first episode
@@ -335,9 +321,13 @@ def _step(config: StepConfig, bound: BoundParams, state: CollectorState, keys: R
     return after, nest({places.get(path, path): value for path, value in row.items() if path != (PROBE,)})
 
 
+_OPTIONS = ("exploration_type", "exploration", "max_frames_per_traj", "random_steps", "reset_when_done")
+
+
 def _checked_config(
-    env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request
+    env: JaxEnv, policy: Policy, params: Any, state: CollectorState, length: int, *options: Any
 ) -> tuple[StepConfig, BoundParams]:
+    request = Request(length=length, **dict(zip(_OPTIONS, options, strict=False)))
     check_traced_state(env, state)
     source = policy.source if isinstance(policy, LoweredPolicy) else policy
     if isinstance(source, Population) and state.num_lanes != state.total_lanes:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import TypeVar, override
 
 from funcollect.core.simulators.record import LARGEST_LOG, ActionLog, AppliedCall, SimulationRecord
 from funcollect.errors import ClosedError, EnvError, NotCalledError, StaleStateError
@@ -207,7 +207,7 @@ class Simulation(LiveSimulators):
         return self.simulators
 
 
-Held = TypeVar("Held", bound=LiveSimulators)
+Held = TypeVar("Held", bound=LiveSimulators, default=Any)
 
 
 @dataclass(frozen=True)
