@@ -264,10 +264,3 @@ def test_an_environment_that_cannot_be_replayed_is_named_and_the_state_stays_goo
     assert caught.tb is not None  # which keeps the copy alive, so that nothing but fork can have closed it
     assert [secret.closed for secret in made] == [0, 0, 1, 1]
     fc.rollout(env, policy, state, 3)
-
-
-def test_an_instance_without_a_spec_cannot_be_forked():
-    env = fc.make_env(Secret("never", []))
-    state = fc.init(env, fc.random_policy(env), seed=0)
-    with pytest.raises(ValueError, match=r"cannot be rebuilt \(it has no spec\)"):
-        fc.fork(env, state)
