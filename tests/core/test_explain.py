@@ -74,7 +74,7 @@ class DrawsByKeys(Recording):
             "CartPole-v1",
             fc.jax_policy(lambda p, x: x @ p, 0.0, head=fc.heads.categorical),
             {},
-            {"why": "one jitted call per step, its outputs read back as one array; synchronous CPU dispatch"},
+            {"why": "synchronous CPU dispatch"},
         ),
     ],
 )
