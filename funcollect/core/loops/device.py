@@ -125,6 +125,7 @@ class _DeviceStepper(TensorStepper):
 
     @override
     def _answer(self, t: int, action: Tensor) -> Transition:
+        answer: Transition
         answer, self._after = self._move(action)
         return answer
 

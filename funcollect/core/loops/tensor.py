@@ -136,8 +136,10 @@ class TensorLanes(NamedTuple):
     @classmethod
     def of(cls, state: CollectorState, *, keyed: bool = True) -> TensorLanes:
         """The lanes of a state; without keys unless they are `keyed`."""
-        purposes = (Purpose.RESET, Purpose.DYNAMICS) if keyed else ()
-        start_keys, step_keys = [LaneKeys.of(state.key, each, state.lane, 0).keys for each in purposes] or [(), ()]
+        start_keys, step_keys = (
+            LaneKeys.of(state.key, purpose, state.lane, 0).keys if keyed else (None, None)
+            for purpose in (Purpose.RESET, Purpose.DYNAMICS)
+        )
         return cls(
             env_state=state.env_state,
             env_params=state.env_params,
