@@ -117,17 +117,16 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
     (tensor([2.], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
     _check("stats", stats)
-    values = _observations(stats, batch)
-    names = list(stats.mean)
-    lead = tuple(values[names[0]].shape)[: values[names[0]].ndim - stats.mean[names[0]].ndim]
+    first, several = next(iter(stats.mean)), isinstance(batch, (TensorDictBase, Mapping, tuple))
+    values = _by_name(batch) if several else {first: batch}
+    if missing := [name for name in stats.mean if name not in values]:
+        raise KeyError(f"the batch lacks {missing}, expected the observations of the statistics: pass all of them")
+    lead = tuple(values[first].shape)[: values[first].ndim - stats.mean[first].ndim]
     if weights is None and isinstance(batch, (TensorDictBase, Mapping)):
         weights = _counting(batch, len(lead))
-    for name in names:
-        wanted = (*lead, *stats.mean[name].shape)
-        if tuple(values[name].shape) != wanted:
-            raise ValueError(
-                f"{name!r} is {list(values[name].shape)}, expected {list(wanted)}: pass values of the space's shape"
-            )
+    for name, mean in stats.mean.items():
+        if (got := tuple(values[name].shape)) != (wanted := (*lead, *mean.shape)):
+            raise ValueError(f"{name!r} is {list(got)}, expected {list(wanted)}: pass values of the space's shape")
     if weights is not None and np.shape(weights) != lead:
         raise ValueError(f"weights is {list(np.shape(weights))}, expected {list(lead)}: pass one for each observation")
     made = _moments(stats, values, weights, math.prod(lead))
@@ -157,25 +156,13 @@ def _counting(batch: Any, dims: int) -> Any:
     return live if mask is None else live & mask
 
 
-def _observations(stats: RunningStatistics, batch: Any) -> dict[str, Any]:
-    """The observations of a batch, by name."""
-    if isinstance(batch, (TensorDictBase, Mapping, tuple)):
-        flat = _by_name(batch)
-        if missing := [name for name in stats.mean if name not in flat]:
-            raise KeyError(f"the batch lacks {missing}, expected the observations of the statistics: pass all of them")
-        return {name: flat[name] for name in stats.mean}
-    return {next(iter(stats.mean)): batch}
-
-
 def _by_name(observation: Any) -> dict[str, Any]:
-    """The leaves of a batch, a dict or a tuple by name."""
     flat: dict[str, Any] = {}
     map_leaves(flat.__setitem__, observation)
     return flat
 
 
 def _moments(stats: RunningStatistics, values: Mapping[str, Any], weights: Any, size: int) -> RunningStatistics:
-    """The statistics of one batch of `size` observations."""
     xp, chosen = _arrays_of(stats), None
     if weights is not None:
         chosen = xp.array(weights, stats.count).reshape(-1)
@@ -197,7 +184,7 @@ def _hold(flags: Any) -> bool:
     return (not isinstance(flags, Tensor) and isinstance(flags, import_jax().core.Tracer)) or bool(flags.all())
 
 
-def _moments_of_kept(rows: Tensor, chosen: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+def _torch_moments(rows: Tensor, chosen: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
     """The mean and the variance [*shape] of the rows [size, *shape] that are `chosen` [size]; zeros if none is."""
     kept = rows if chosen is None else rows[chosen]
     kept = kept if len(kept) else kept.new_zeros(1, *kept.shape[1:])
@@ -211,7 +198,7 @@ _TORCH = SimpleNamespace(
     dtype=torch.float64,  # of moments; counts are int64
     array=lambda value, like, dtype=None: torch.as_tensor(value, dtype=dtype, device=like.device).detach(),
     count=torch.as_tensor,
-    moments=_moments_of_kept,
+    moments=_torch_moments,
     total=operator.add,
     share=lambda part, total: part.double() / total.clamp(min=1),
 )
@@ -281,9 +268,8 @@ def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics
     for name in sorted(one.mean):
         apart = other.mean[name] - one.mean[name]
         mean[name] = one.mean[name] + apart * share
-        variance[name] = (
-            one.variance[name] * (1 - share) + other.variance[name] * share + apart**2 * (share * (1 - share))
-        )
+        within = one.variance[name] * (1 - share) + other.variance[name] * share
+        variance[name] = within + apart**2 * (share * (1 - share))
     return RunningStatistics(count, mean, variance)
 
 
@@ -360,41 +346,38 @@ def _like(moment: Any, value: Any) -> Any:
     return moment.astype(value.dtype) if floats else moment
 
 
+def _applied_to(stats: RunningStatistics, function: Callable[[Any, Any, Any], Any], name: str, value: Any) -> Any:
+    name = name.removeprefix("next.")
+    if name not in stats.mean:
+        return value
+    value = value if hasattr(value, "dtype") else np.asarray(value)
+    own = tuple(stats.mean[name].shape)
+    if tuple(value.shape[value.ndim - len(own) :]) != own:
+        raise ValueError(
+            f"{name!r} is {list(value.shape)}, expected [..., *{list(own)}]: pass values of the space's shape"
+        )
+    deviation = (stats.variance[name] + EPSILON) ** 0.5
+    return function(value, *(ranked(_like(each, value), value) for each in (stats.mean[name], deviation)))
+
+
 def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any, Any, Any], Any]) -> Any:
     """The result of a function of (value, mean, deviation) for each leaf that has statistics."""
-
-    def leaf(name: str, value: Any) -> Any:
-        name = name.removeprefix("next.")
-        if name not in stats.mean:
-            return value
-        value = value if hasattr(value, "dtype") else np.asarray(value)
-        own = tuple(stats.mean[name].shape)
-        if tuple(value.shape[value.ndim - len(own) :]) != own:
-            raise ValueError(
-                f"{name!r} is {list(value.shape)}, expected [..., *{list(own)}]: pass values of the space's shape"
-            )
-        deviation = (stats.variance[name] + EPSILON) ** 0.5
-        return function(value, *(ranked(_like(each, value), value) for each in (stats.mean[name], deviation)))
-
-    if isinstance(observation, (TensorDictBase, Mapping, tuple)):
-        names = {name.removeprefix("next.") for name in _by_name(observation)}
-        if missing := sorted(stats.mean.keys() - names):
-            raise KeyError(f"the observation lacks {missing}, which the statistics have: pass all keys")
-        in_batch = isinstance(observation, TensorDictBase)
-        return _changed(stats, observation, leaf) if in_batch else map_leaves(leaf, observation)
-    if len(stats.mean) > 1:
-        raise ValueError(f"there are statistics of {sorted(stats.mean)}, but one array is given: pass a dict of these")
-    return leaf(next(iter(stats.mean)), observation)
-
-
-def _changed(stats: RunningStatistics, batch: TensorDictBase, function: Callable[[str, Any], Any]) -> TensorDictBase:
-    """A batch whose observations before and after each step are the results of ``function(name, leaf)``."""
-    if batch.get(FINAL, None) is not None:
+    leaf = partial(_applied_to, stats, function)
+    if not isinstance(observation, (TensorDictBase, Mapping, tuple)):
+        if len(stats.mean) > 1:
+            names = sorted(stats.mean)
+            raise ValueError(f"there are statistics of {names}, but one array is given: pass a dict of these")
+        return leaf(next(iter(stats.mean)), observation)
+    if missing := sorted(stats.mean.keys() - {name.removeprefix("next.") for name in _by_name(observation)}):
+        raise KeyError(f"the observation lacks {missing}, which the statistics have: pass all keys")
+    if not isinstance(observation, TensorDictBase):
+        return map_leaves(leaf, observation)
+    if observation.get(FINAL, None) is not None:
         raise ValueError(
             "the batch lacks next observations (compact_obs=True): pass funcollect.next_observations(batch)"
         )
-    result = batch.copy()
-    for path, value in flatten(batch).items():
+    result = observation.copy()
+    for path, value in flatten(observation).items():
         if (name := ".".join(path)).removeprefix("next.") in stats.mean:
-            result.set(key_of(path), function(name, value))
+            result.set(key_of(path), leaf(name, value))
     return result

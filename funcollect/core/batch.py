@@ -1,35 +1,179 @@
-"""The batch of a rollout: names its columns, checks the rewards, and puts time last."""
+"""The batch of a rollout: counts its steps, names its columns, checks the rewards, and puts time last.
+
+Counters are computed for all steps at once, after the last one, by one function for NumPy and for Torch. One call into
+Torch costs as much as a step of a small environment, so counters of one kind share one array.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.core.request import Request
+from funcollect.core.state import CollectorState, trajectory_ids
 from funcollect.envs.host.host_env import check_rewards
 from funcollect.interop.reads import complain_if
+from funcollect.policies.actors.checks import check_apart
 from funcollect.protocols import Env
-from funcollect.tree import Path, to_batch
+from funcollect.tree import Path, select, to_batch
 
 ROOT_FLAGS: list[Path] = [("terminated",), ("truncated",), ("done",)]
 NEXT_FLAGS: list[Path] = [("next", *path) for path in ROOT_FLAGS]
 OUTCOME_KEYS: list[Path] = [("next", name) for name in ("reward", "terminated", "truncated")]
 REWARD, TERMINATED, TRUNCATED = OUTCOME_KEYS
+_NUMBERS: list[Path] = [("collector", name) for name in ("traj_ids", "step", "lane", "policy_version")]
+_NONE: Mapping[Path, Tensor] = {}
 
 
-def checked_batch(env: Env, columns: dict[Path, Tensor]) -> TensorDict:
-    """Return the batch of all columns [T, P, ...], counters included; root flags that are missing are False.
+def new_columns(rows: Mapping[Path, Tensor], request: Request, *, compact: bool = False) -> dict[Path, Tensor]:
+    """Return memory [T, P, ...] for a rollout with root rows [P, ...]; with `compact`, none for next observations."""
+    nexts = {} if compact else {("next", *path): row for path, row in rows.items()}
+    columns = {path: request.column(path, row) for path, row in {**rows, **nexts}.items()}
+    row = next(iter(rows.values()))
+    for path in OUTCOME_KEYS:
+        dtype = torch.float32 if path == REWARD else torch.bool
+        columns[path] = torch.zeros(request.length, len(row), dtype=dtype, device=row.device)
+    return columns
+
+
+class _Lanes(NamedTuple):
+    """The counters [P] of a state, in NumPy or in Torch."""
+
+    lane: Any
+    episode: Any
+    step: Any
+    returns: Any
+    terminated: Any
+    truncated: Any
+
+
+def deliver(
+    env: Env,
+    state: CollectorState,
+    request: Request,
+    columns: dict[Path, Tensor],
+    outputs: dict[Path, Tensor],
+    *,
+    on_host: bool = True,
+) -> tuple[dict[str, Tensor], TensorDict]:
+    """Return the counters of the state after a rollout that began with `state`, and its batch.
+
+    The environment's `columns` and the policy's `outputs` are [T, P, ...] by the batch's keys. Under ``next``, flags
+    and rewards of lanes that were finished before a step are ignored. Unless they are `on_host`, nothing waits for the
+    device here within `reads_together`.
+    """
+    check_apart(outputs, state.observation)
+    reward, place = columns[REWARD], columns[REWARD].device
+    numbers = torch.empty(4, *reward.T.shape, dtype=torch.int64, device=place)
+    flags = torch.zeros(6, *reward.T.shape, dtype=torch.bool, device=place)
+    xp, view = (np, Tensor.numpy) if on_host else (torch, Tensor.detach)
+    ends = (view(columns.pop(path)) for path in (TERMINATED, TRUNCATED))
+    before = _Lanes(*(view(getattr(state, name)) for name in _Lanes._fields))
+    count = _count_episodes if request.reset_when_done else _count_until_finished
+    number, step, after = count(xp, before, view(flags), view(reward), *ends)
+    ids = trajectory_ids(before.lane[:, None], number, state.total_lanes)
+    for row, value in zip(view(numbers), (ids, step, before.lane[:, None], state.policy_version), strict=True):
+        row[...] = value
+    if env.num_envs is None:
+        numbers, flags = numbers[:, 0], flags[:, 0]
+    counters = dict(zip(_NUMBERS, numbers.unbind(), strict=True))
+    counters |= zip((*ROOT_FLAGS, *NEXT_FLAGS), flags.unsqueeze(-1).unbind(), strict=True)
+    batch = checked_batch(env, columns | outputs, counters)
+    return {name: torch.from_numpy(value) if on_host else value for name, value in after.items()}, batch
+
+
+def _count_episodes(
+    xp: Any, before: _Lanes, flags: Any, reward: Any, terminated: Any, truncated: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Count if every finished lane began another episode.
+
+    Returns each step's episode and its number in that [P, T], and the lanes' counters after the last one. `flags` are
+    those of the batch [6, P, T], all False, into which this writes; the others are [T, P].
+    """
+    flags[3], flags[4] = terminated.T, truncated.T
+    flags[5] = done = flags[3] | flags[4]
+    begins = xp.zeros_like(done)
+    begins[:, 1:] = done[:, :-1]
+    time = _time(xp, reward)
+    number = before.episode[:, None] + begins.cumsum(-1)
+    origin = xp.where(begins, time, -before.step[:, None])  # where an episode begins, the row of its first step
+    step = time - (np.maximum.accumulate(origin, -1) if xp is np else origin.cummax(-1).values)
+    made = xp.where(done[:, -1], 0, step[:, -1] + 1)
+    after = {
+        "episode": number[:, -1] + done[:, -1],
+        "step": made,
+        "returns": _open_returns(xp, before, reward, len(reward) - made),
+        "terminated": xp.zeros_like(before.terminated),
+        "truncated": xp.zeros_like(before.truncated),
+    }
+    return number, step, after
+
+
+def _count_until_finished(
+    xp: Any, before: _Lanes, flags: Any, reward: Any, terminated: Any, truncated: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Count if finished lanes stay finished, as `_count_episodes` does.
+
+    They repeat their flags, without reward or steps. A loop may have recorded anything for them.
+    """
+    flags[2, :, 0] = finished = before.terminated | before.truncated
+    flags[5] = done = ((terminated | truncated).T.cumsum(-1) > 0) | finished[:, None]  # at or before a step's end
+    flags[2, :, 1:] = done[:, :-1]
+    live = ~flags[2]
+    reward[...] = xp.where(live.T, reward, 0.0)
+    after = {"episode": before.episode, "step": before.step + live.sum(-1)}
+    after["returns"] = _open_returns(xp, before, reward, xp.zeros_like(before.step))
+    for root, (name, column) in enumerate({"terminated": terminated, "truncated": truncated}.items()):
+        was, now = getattr(before, name), column.T & live
+        flags[root + 3] = ever = (now.cumsum(-1) > 0) | was[:, None]
+        flags[root, :, 0], flags[root, :, 1:] = was, ever[:, :-1]
+        after[name] = was | now.any(-1)
+    steps = before.step[:, None] + live.cumsum(-1)
+    return before.episode[:, None], xp.where(live, steps - 1, steps), after
+
+
+def _time(xp: Any, rows: Any) -> Any:
+    """The numbers [T] of the steps of rows [T, P]."""
+    return xp.ones_like(rows[:, 0], dtype=xp.int64).cumsum(0) - 1
+
+
+def _open_returns(xp: Any, before: _Lanes, reward: Any, start: Any) -> Any:
+    """Sum the rewards [T, P] since the row `start` [P] in order, so that the sum does not depend on how a run is cut.
+
+    To find the first row that counts is to read it, so on a device all are summed.
+    """
+    first = min(max(int(start.min()), 0), len(reward) - 1) if xp is np else 0
+    time = _time(xp, reward)[first:, None]
+    rows = xp.where(time < start, 0.0, xp.asarray(reward[first:], dtype=xp.float64))
+    rows[0] += xp.where(start <= 0, before.returns, 0.0)
+    return rows.cumsum(0)[-1]
+
+
+def reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dict[str, Tensor]:
+    """Return the counters after the lanes of the mask [P] began the episodes with the numbers `episode` [P]."""
+    counters = {name: getattr(state, name) for name in ("step", "returns", "terminated", "truncated")}
+    cleared = {name: select(lanes, torch.zeros_like(counter), counter) for name, counter in counters.items()}
+    return {"episode": episode, **cleared}
+
+
+def checked_batch(env: Env, columns: dict[Path, Tensor], counters: Mapping[Path, Tensor] = _NONE) -> TensorDict:
+    """Return the batch of all columns [T, P, ...] and of counters in its own shapes; missing root flags are False.
 
     Raises:
         EnvError: for a NaN among the rewards; within `reads_together`, at its end.
     """
     check_reward(columns[REWARD].detach())
-    if ROOT_FLAGS[0] not in columns:
+    if not counters and ROOT_FLAGS[0] not in columns:
         shape = len(ROOT_FLAGS), *columns[NEXT_FLAGS[0]].shape
         columns |= zip(ROOT_FLAGS, columns[NEXT_FLAGS[0]].new_zeros(shape).unbind(), strict=True)
-    return as_batch(columns, single=env.num_envs is None)
+    return as_batch(columns, single=env.num_envs is None, counters=counters)
 
 
 def check_reward(reward: Tensor) -> None:
@@ -42,19 +186,19 @@ def _check_each_reward(reward: Tensor) -> None:
 
 
 def as_batch(
-    columns: dict[Path, Tensor], *, single: bool, counters: dict[Path, Tensor] | None = None, time: int = 0
+    columns: Mapping[Path, Tensor], *, single: bool, counters: Mapping[Path, Tensor] = _NONE, time: int = 0
 ) -> TensorDict:
     """Return a locked batch [*B, P, T], or [*B, T] of a `single` environment, which has no batch dimension.
 
     The `columns` are [*B, T, P, ...], with `time` dimensions in ``*B``; flags and rewards of one player may lack their
     last dimension, of size 1. The `counters` have the batch's own shapes already.
     """
-    for path in (REWARD, *ROOT_FLAGS, *NEXT_FLAGS):
-        if path in columns and columns[path].ndim == time + 2:  # rewards of several players have their own
-            columns[path] = columns[path].unsqueeze(-1)
     *lead, length, num_lanes = columns[REWARD].shape[: time + 2]
-    if single:
-        leaves = {path: leaf.select(time + 1, 0) for path, leaf in columns.items()}
-        return to_batch(leaves | (counters or {}), (*lead, length)).lock_()
-    leaves = {path: leaf.transpose(time, time + 1) for path, leaf in columns.items()}
-    return to_batch(leaves | (counters or {}), (*lead, num_lanes, length)).lock_()
+    leaves = dict(columns)
+    for path in (REWARD, *ROOT_FLAGS, *NEXT_FLAGS):
+        if path in leaves and leaves[path].ndim == time + 2:  # rewards of several players have their own
+            leaves[path] = leaves[path].unsqueeze(-1)
+    for path, leaf in leaves.items():
+        leaves[path] = leaf.select(time + 1, 0) if single else leaf.transpose(time, time + 1)
+    shape = (*lead, length) if single else (*lead, num_lanes, length)
+    return to_batch({**leaves, **counters}, shape).lock_()

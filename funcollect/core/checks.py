@@ -27,8 +27,12 @@ def check_state(env: Env, state: CollectorState, function: str, *, live: bool = 
         raise TypeError(f"env is {kind_of(env)}, expected an Env: pass the env that the state was made with")
     check_untraced(function, state.lane)
     check_one_run(state)
-    if live and isinstance(state.env_state, JaxEnvState):
-        check_live(state)
+    if live and isinstance(state.env_state, JaxEnvState) and not is_live(state):
+        raise ValueError(
+            "the state was donated or deleted, expected a live one: continue with the state that the compiled function "
+            "returned, or leave the state out of its donate_argnums; of a collector's state, which it uses up on a "
+            "GPU, take a funcollect.fork before the next batch"
+        )
     if state.num_lanes != (env.num_envs or 1):
         raise ValueError(f"the state has {state.num_lanes} lanes, {env!r} has {env.num_envs or 1}: pass its own env")
     check_origin(env, state)
@@ -75,9 +79,8 @@ def check_one_run(state: CollectorState) -> None:
 def check_traced_state(env: Any, state: Any) -> None:
     """Raise unless `state` is the state of one run of `env`, which is written in JAX."""
     check_jax_env(env)
-    check_kind(
-        "state", state, CollectorState, "pass the state that init or rollout returned, after env, policy and params"
-    )
+    mend = "pass the state that init or rollout returned, after env, policy and params"
+    check_kind("state", state, CollectorState, mend)
     check_one_run(state)
     check_origin(env, state)
 
@@ -91,17 +94,7 @@ def check_jax_env(env: Any) -> None:
 def is_live(state: CollectorState) -> bool:
     """Whether the state's memory was donated to no compiled function."""
     leaves = import_jax().tree.leaves((state.env_state, dict(state.observation)))  # what collectors use up
-    return not any(leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted"))
-
-
-def check_live(state: CollectorState) -> None:
-    """Raise ValueError for a state that is not live."""
-    if not is_live(state):
-        raise ValueError(
-            "the state was donated or deleted, expected a live one: continue with the state that the compiled function "
-            "returned, or leave the state out of its donate_argnums; of a collector's state, which it uses up on a "
-            "GPU, take a funcollect.fork before the next batch"
-        )
+    return not any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, import_jax().Array))
 
 
 def checked_lane(lane: Any) -> Any:
@@ -120,15 +113,6 @@ def check_policy_state(wanted: Any, given: Any) -> None:
             f"the state holds the policy state of another policy (first its own, then what this policy wants): "
             f"{difference}: {ANOTHER_POLICY}"
         )
-
-
-def check_starts(held: Any, begun: Any, cause: Exception) -> None:
-    """Raise ValueError for a state whose episodes start with other dtypes or shapes than they do now."""
-    if difference := differing(held, begun):
-        raise ValueError(
-            f"the state does not fit the environment as JAX traces it now: {difference}; jax_enable_x64 may have been "
-            "set in between: make another state with init"
-        ) from cause
 
 
 def check_next_state(before: Any, after: Any) -> None:

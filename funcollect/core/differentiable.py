@@ -25,7 +25,7 @@ from funcollect.core.loops.fused import batch_of
 from funcollect.core.request import Request, step_options
 from funcollect.core.routes import lowered_for, run_in_jax
 from funcollect.core.state import CollectorState, origin_of
-from funcollect.core.traced_step.columns import cast, dtypes_of, recorded_step
+from funcollect.core.traced_step.columns import recorded_step
 from funcollect.core.traced_step.starts import operations
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
 from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
@@ -60,15 +60,8 @@ def differentiable_rollout(
     Noise, episodes and batch are the same as in `rollout`, within rounding. All steps are kept in memory until the
     gradient is taken, and each `length` compiles a program, so this is a separate function.
 
-    Args:
-        env: an environment written in JAX, whose steps JAX can differentiate.
-        policy: a policy of `torch_policy` or `tensordict_policy`, whose module can be lowered.
-        state: the state to continue from.
-        length: the number of steps, T.
-        params: the parameters to act with; None for the module's own.
-        exploration_type: whether the policy samples or acts deterministically.
-        exploration: other values for the numbers in `Policy.exploration`, as for `rollout`.
-        max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
+    The environment is one written in JAX, whose steps JAX can differentiate; the policy is one of `torch_policy` or
+    `tensordict_policy`, whose module can be lowered. The other arguments are those of `rollout`.
 
     Raises:
         TypeError: for an environment that is not written in JAX, or a policy that is not of these.
@@ -106,8 +99,7 @@ def differentiable_rollout(
     def run(entered: CollectorState) -> tuple[CollectorState, TensorDict]:
         own = _Run(lowered, program, entered, traced_values(values))
         columns = apply(own, *(tensors[name] for name in lowered.lowered.names))
-        leaves = cast(dict(zip(own.paths, columns, strict=True)), dtypes_of(env))
-        return own.state, batch_of(env, lowered, state, leaves)
+        return own.state, batch_of(env, lowered, state, dict(zip(own.paths, columns, strict=True)))
 
     after, batch = run_in_jax(lowered, state, run)
     return after, with_values(batch, values)
@@ -154,10 +146,11 @@ class _Rollout(torch.autograd.Function):
     @override
     def forward(ctx: Any, run: _Run, *tensors: Tensor) -> tuple[Tensor, ...]:
         names = run.policy.lowered.names
-        prepared = run.policy.laid_out(dict(zip(names, tensors, strict=True)))
-        trained_names = [name for name, tensor in zip(names, tensors, strict=True) if tensor.requires_grad]
-        trained = {name: array for name, array in prepared.items() if name in trained_names}
-        fixed = {name: array for name, array in prepared.items() if name not in trained_names}
+        given = dict(zip(names, tensors, strict=True))
+        trained, fixed = dict(run.policy.laid_out(given)), dict[str, Any]()
+        for name in names:
+            if not given[name].requires_grad and name in trained:
+                fixed[name] = trained.pop(name)
         numbers, others, run.state, ctx.pull = run.program(trained, fixed, run.values, run.state)
         columns = {path: torch_view(column).clone() for path, column in (numbers | others).items()}
         ctx.run, ctx.numbers, run.paths = run, list(numbers), list(columns)

@@ -33,29 +33,25 @@ class Unchanged(NamedTuple):
 
 
 class LaneParams(NamedTuple):
-    """The parameters of P lanes.
+    """The parameters of P lanes."""
 
-    Attributes:
-        shared: the pytree that the environment takes, with `Varying` or `Unchanged` in place of some leaves.
-        current: the leaves with rows, each [P, ...], of the episodes that the lanes are in.
-        coming: the same for the episodes after these.
-    """
-
-    shared: Any
-    current: tuple[Any, ...]
-    coming: tuple[Any, ...]
+    shared: Any  # the pytree that the environment takes, with `Varying` or `Unchanged` in place of some leaves
+    current: tuple[Any, ...]  # the leaves with rows, each [P, ...], of the episodes that the lanes are in
+    coming: tuple[Any, ...]  # the same for the episodes after these
 
     @property
     def nodes(self) -> list[Any]:
         """What `shared` has instead of each leaf: the leaf itself, `Varying` or `Unchanged`."""
-        nodes: list[Any] = import_jax().tree.leaves(self.shared, is_leaf=_is_node)
-        return nodes
+        return [*import_jax().tree.leaves(self.shared, is_leaf=_is_node)]
 
     def filled(self, rows: Sequence[Any]) -> Any:
         """The whole pytree, with these in place of `Varying`."""
-        rest, treedef = iter(rows), import_jax().tree.structure(self.shared, is_leaf=_is_node)
-        held = (node.leaf if isinstance(node, Unchanged) else node for node in self.nodes)
-        return treedef.unflatten([next(rest) if isinstance(leaf, Varying) else leaf for leaf in held])
+        rest = iter(rows)
+
+        def leaf_of(node: Any) -> Any:
+            return next(rest) if isinstance(node, Varying) else node.leaf if isinstance(node, Unchanged) else node
+
+        return import_jax().tree.map(leaf_of, self.shared, is_leaf=_is_node)
 
 
 def _is_node(node: Any) -> bool:
@@ -72,15 +68,12 @@ def set_env_params(
     whose value changes. Other changes compile nothing. `evaluate` runs the environment with its own parameters.
 
     Args:
-        env: the environment of `state`: gymnax's, brax's (its system), MuJoCo Playground's (its
-            model), jumanji's with `params`, or functions of your own with `params`.
+        env: gymnax's, brax's (its system), MuJoCo Playground's (its model), jumanji's with `params`, or functions of
+            your own with `params`.
         state: the state to continue from.
         params: a pytree like ``env.default_params``. Each leaf has the same shape as there, or a first dimension P
             more: then each lane has its own.
         at_once: also in the episodes that lanes are in, instead of from each lane's next episode on.
-
-    Returns:
-        The next state.
 
     Raises:
         TypeError: for an environment without parameters, or in another framework.
@@ -102,7 +95,7 @@ def set_env_params(
     given = _given(env, state, params)
     nodes, held = _taken_apart(default_params(env) if state.env_params is None else state.env_params)
     old, new = given.arrays_of(held), given.arrays_of(given.leaves)
-    same = [_equal(*both) for both in zip(new, old, strict=True)]
+    same = [*map(_equal, new, old)]
     made = given.for_lanes(given.with_rows(nodes, same, at_once), new, new if at_once else old, new)
     return state.replace(env_params=made if made.current else made.shared)
 
@@ -173,7 +166,6 @@ class _Given(NamedTuple):
         return [jnp.asarray(leaf, jnp.asarray(like).dtype) for leaf, like in zip(leaves, self.own, strict=True)]
 
     def default(self) -> LaneParams:
-        """The environment's own parameters."""
         return LaneParams(self.treedef.unflatten([Unchanged(leaf) for leaf in self.arrays_of(self.own)]), (), ())
 
     def with_rows(self, nodes: list[Any], same: list[bool], at_once: bool) -> list[bool]:
@@ -196,7 +188,6 @@ class _Given(NamedTuple):
 
 
 def _given(env: Env, state: CollectorState, params: Any) -> _Given:
-    """Check `params` for a state of `env`; TypeError without parameters, ValueError for another structure or shape."""
     if not isinstance(state.env_state, JaxEnvState) or (own := default_params(env)) is None:
         raise TypeError(
             f"{env!r} has no parameters that can be set here, expected an environment in JAX that has some: over Torch "
@@ -209,8 +200,11 @@ def _given(env: Env, state: CollectorState, params: Any) -> _Given:
         raise _wrong_structure(params, len(named), f"is {clipped(str(structure))}", clipped(str(treedef)))
     by_lane = []
     for (path, like), leaf in zip(named, leaves, strict=True):
-        name = jax.tree_util.keystr(path)
-        _check_kind(name, leaf, like)
+        name, kinds = jax.tree_util.keystr(path), (jax.numpy.result_type(like), jax.numpy.result_type(leaf))
+        if jax.numpy.issubdtype(kinds[0], np.integer) and jax.numpy.issubdtype(kinds[1], np.inexact):  # it would be cut
+            raise ValueError(
+                f"params{name} is {shown(leaf)}, expected an integer: convert it, such as by int or astype(int)"
+            )
         by_lane.append(_is_by_lane(name, leaf, np.shape(like), state.num_lanes))
     return _Given(treedef, [like for _, like in named], leaves, by_lane, state.num_lanes)
 
@@ -223,15 +217,6 @@ def _wrong_structure(params: Any, leaves: int, found: str, wanted: str) -> Value
             "function for domain randomisation returned it with in_axes"
         )
     return ValueError(f"params {found}, expected {wanted}: change leaves of env.default_params")
-
-
-def _check_kind(name: str, leaf: Any, like: Any) -> None:
-    """Raise ValueError for floating numbers instead of integers, since they would be cut off."""
-    jnp = import_jax().numpy
-    if jnp.issubdtype(jnp.result_type(like), jnp.integer) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-        raise ValueError(
-            f"params{name} is {shown(leaf)}, expected an integer: convert it, such as by int or astype(int)"
-        )
 
 
 def _is_by_lane(name: str, leaf: Any, own: tuple[int, ...], lanes: int) -> bool:
@@ -269,10 +254,8 @@ def call_in_lanes(function: Callable[..., Any], params: Any, *arguments: Any, co
     if not isinstance(params, LaneParams):
         return jax.vmap(function, (*[0] * len(arguments), None))(*arguments, params)
 
-    def call(leaves: Any, *own: Any) -> Any:
-        return function(*own, params.filled(leaves))
-
-    return jax.vmap(call)(params.coming if coming else params.current, *arguments)
+    rows = params.coming if coming else params.current
+    return jax.vmap(lambda leaves, *own: function(*own, params.filled(leaves)))(rows, *arguments)
 
 
 def of_current(params: Any) -> Any:
@@ -292,21 +275,17 @@ def of_begun(params: Any) -> Any:
 
 def of_restarted(params: Any, mask: Any) -> Any:
     """The parameters after the lanes of `mask` [P] have begun another episode."""
-    if not isinstance(params, LaneParams):
-        return params
-    return params._replace(current=where_lanes(mask, params.coming, params.current))
+    lanes = isinstance(params, LaneParams)
+    return params._replace(current=where_lanes(mask, params.coming, params.current)) if lanes else params
 
 
 def recorded_params(env: JaxEnv, params: Any, num_lanes: int) -> dict[Path, Any]:
     """The parameters that batches record, [P, ...], those of the episodes that lanes are in."""
-    if not (names := param_keys(env)):
-        return {}
     jnp, row = import_jax().numpy, dict[Path, Any]()
-    params = default_params(env) if params is None else params
-    whole, one = of_current(params), of_one_lane(params)
-    for name in names:
-        value, own = jnp.asarray(param_of(whole, name)), jnp.shape(param_of(one, name))
-        row["env_params", *name.split(".")] = jnp.broadcast_to(value, (num_lanes, *own))
+    for name in param_keys(env):
+        held = default_params(env) if params is None else params
+        value, one = (param_of(each, name) for each in (of_current(held), of_one_lane(held)))
+        row["env_params", *name.split(".")] = jnp.broadcast_to(jnp.asarray(value), (num_lanes, *jnp.shape(one)))
     return row
 
 

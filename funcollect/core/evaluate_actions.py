@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
 from tensordict.nn import (
@@ -139,17 +138,19 @@ def evaluate_actions(
     if spec.dtype.is_floating_point and _LOG_PROB in rows:  # in the precision in which the rollout scored, or a higher
         dtype = rows[_LOG_PROB].dtype
         action = xp.cast(action, dtype)
-        wide = (xp.cast(leaf, dtype) if leaf.dtype.itemsize < dtype.itemsize else leaf for leaf in parameters)
-        parameters = tuple(wide)
+        parameters = tuple(
+            xp.cast(leaf, dtype) if leaf.dtype.itemsize < dtype.itemsize else leaf for leaf in parameters
+        )
     chosen = {name: rows.get((name,), value) for name, value in head.record(xp, action, spec).items()}
     chosen["action"] = action
-    log_prob, entropy = head.log_prob(xp, parameters, chosen, spec), head.entropy(xp, parameters, spec)
-    scores = {"action_log_prob": log_prob, "entropy": entropy}
+    scores = {
+        "action_log_prob": head.log_prob(xp, parameters, chosen, spec),
+        "entropy": head.entropy(xp, parameters, spec),
+    }
     return {**outputs, **{name: score for name, score in scores.items() if score is not None}}
 
 
 def _spaces_of(policy: Policy, env: Env | None) -> _Spaces:
-    """The spaces of `env`, or of the one environment that the policy acted in."""
     if env is not None:
         return env.observation_space, env.observation_leaves, env.action_spec
     known: list[_Spaces] = memo_of(policy).get("spaces", [])
@@ -173,7 +174,6 @@ def _check_rows(rows: _Leaves, wanted: Sequence[Path], *, in_torch: bool) -> Non
 
 
 def _beside(policy: Policy, rows: _Leaves) -> dict[Path, Any]:
-    """The rows on the device of a policy in Torch."""
     place = policy.run_device if isinstance(policy, TorchBacked) else None
     return {path: leaf if place is None else leaf.to(place) for path, leaf in rows.items()}
 
@@ -195,8 +195,7 @@ def _network(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
     return call
 
 
-@dataclass(frozen=True)
-class _Recurrent:
+class _Recurrent(NamedTuple):
     """Where the recurrent state comes from."""
 
     initial: Any  # at the start of an episode, [1, ...]
@@ -211,14 +210,13 @@ def _recurrent(policy: TorchPolicy | FunctionPolicy, rows: _Leaves, policy_state
         initial = initial.on(rows[_ACTION].device).recurrent
     leaves, treedef = flatten_part(initial)
     if policy_state is None:
-        paths: list[Path] = [(name,) for name in recurrent_names(leaves)]
-        if any(path not in rows for path in paths):
+        names = recurrent_names(leaves)
+        if any((name,) not in rows for name in names):
             raise ValueError(
-                f"the batch lacks {['.'.join(path) for path in paths]}, the recurrent state before each step, and "
-                "policy_state is not given: make the policy with record_state=True, or pass the state.policy_state "
-                "from before the rollout"
+                f"the batch lacks {names}, the recurrent state before each step, and policy_state is not given: make "
+                "the policy with record_state=True, or pass the state.policy_state from before the rollout"
             )
-        return _Recurrent(initial, treedef, paths)
+        return _Recurrent(initial, treedef, [(name,) for name in names])
     if isinstance(policy_state, TorchPolicyState):
         policy_state = policy_state.on(rows[_ACTION].device).recurrent
     given = flatten_part(policy_state)[0]
@@ -296,16 +294,11 @@ def _turning(rows: _Leaves, lead: Sequence[int]) -> tuple[Callable[[Any], Any], 
         raise ValueError(f"the batch has {len(lead)} dimensions, but a recurrent policy needs {wanted}")
     if traced:
         return (lambda leaf: leaf), (lambda leaf: leaf)
-    lanes = len(lead) - 1
-
-    def turn(leaf: Any) -> Any:
-        return leaf.reshape(math.prod(lead[:-1]), *leaf.shape[lanes:]).swapaxes(0, 1)
-
-    def back(leaf: Any) -> Any:
-        leaf = leaf.swapaxes(0, 1)
-        return leaf.reshape(*lead, *leaf.shape[2:])
-
-    return turn, back
+    lanes, rows_of = len(lead) - 1, math.prod(lead[:-1])
+    return (
+        lambda leaf: leaf.reshape(rows_of, *leaf.shape[lanes:]).swapaxes(0, 1),
+        lambda leaf: leaf.swapaxes(0, 1).reshape(*lead, *leaf.shape[2:]),
+    )
 
 
 def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> dict[str, Any]:

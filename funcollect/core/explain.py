@@ -100,14 +100,6 @@ def explain(env: Env, policy: Policy) -> Plan:
     """
     check_pair(env, policy)
     route = route_of(env, policy)
-    noise = policy.noise(env.action_spec)
-    in_jax = route.policy.backend == "jax"
-    keyed = noise is not None and noise.kind in ("key", "keys")
-    by_module = isinstance(policy, TorchBacked) and not in_jax
-    kind: str = noise.kind if noise else "none" if in_jax else "unknown"
-    if by_module and (noise is None or keyed):  # distributions of Torch take no keys
-        kind = "own"
-    drawn = "drawn inside the loop" if route.loop == "fused" else "drawn ahead for a whole rollout"
     lanes = "one environment without a batch dimension" if env.num_envs is None else f"a batch of {env.num_envs}"
     return Plan(
         env=f"{env!r}, {lanes}",
@@ -116,10 +108,26 @@ def explain(env: Env, policy: Policy) -> Plan:
         why="; ".join((_why(env, route), *route.refusals)),
         copies=_copies(env, route),
         seeding=_seeding(env),
-        noise=_NOISE.get(kind, f"{kind} noise, a function of the state's key, the lane and the step, {drawn}"),
+        noise=_noise(env, policy, route),
         forking=_forking(env),
         caution=avoid_faulty_fusions() if "jax" in (env.backend, route.policy.backend) else "",
     )
+
+
+def _describe(policy: Policy) -> str:
+    head = head_of(policy)
+    name = type(policy).__name__ if head is None else f"{type(policy).__name__} with the head {head.name}"
+    compiler = policy.compiler if isinstance(policy, TorchBacked) else None
+    return f"{name} ({policy.backend}{f', compiled by {compiler}' if compiler else ''})"
+
+
+def _noise(env: Env, policy: Policy, route: Route) -> str:
+    noise, in_jax = policy.noise(env.action_spec), route.policy.backend == "jax"
+    kind: str = noise.kind if noise else "none" if in_jax else "unknown"
+    if isinstance(policy, TorchBacked) and not in_jax and kind in ("key", "keys", "unknown"):
+        kind = "own"  # distributions of Torch take no keys
+    drawn = "drawn inside the loop" if route.loop == "fused" else "drawn ahead for a whole rollout"
+    return _NOISE.get(kind, f"{kind} noise, a function of the state's key, the lane and the step, {drawn}")
 
 
 def _forking(env: Env) -> str:
@@ -144,63 +152,42 @@ def _seeding(env: Env) -> str:
     return f"{seeding}: {_SEEDING[seeding]}"
 
 
-def _describe(policy: Policy) -> str:
-    head = head_of(policy)
-    name = type(policy).__name__ if head is None else f"{type(policy).__name__} with the head {head.name}"
-    compiler = policy.compiler if isinstance(policy, TorchBacked) else None
-    return f"{name} ({policy.backend}{f', compiled by {compiler}' if compiler else ''})"
-
-
-def _one_loop() -> str:
-    """How the fused loop is compiled for JAX's default device."""
-    if import_jax().default_backend() == "cpu":
-        return "all steps are one compiled loop"
-    return (
-        f"up to {MOST_STEPS} steps are one compiled program, which adds no branch for which the host would wait; a "
-        "collector lets it use the memory of its last state again"
-    )
-
-
-def _crossing_note() -> str:
-    """How JAX and Torch take turns on JAX's default device."""
-    if import_jax().default_backend() == "cpu":
-        return dispatch_note()
-    return (
-        "at every step each framework's stream waits for the other's, and the host for neither, unless starts of "
-        "episodes are costly: then it reads whether a lane needs one"
-    )
-
-
 def _why(env: Env, route: Route) -> str:
     """Return why this loop runs: where the environment lives, and how the policy is called."""
-    where = _PLACES[env.backend]
-    one_loop = _one_loop() if route.loop == "fused" else ""
-    match route.loop, route.policy:
-        case "crossing", _:
-            return (
-                f"{where}, the policy runs in Torch; each step is one call of the policy and one compiled call of the "
-                f"environment, which writes its columns in place; {_crossing_note()}"
-            )
-        case "captured", _:
-            return (
-                f"{where}; policy, environment and recording are CUDA graphs of {captured.STEPS} steps, one launch each"
-            )
-        case "fused", LoweredPolicy():
-            return (
-                f"{where}, and the policy's module is lowered to one (its torch.export graph in jax.numpy), so "
-                f"{one_loop}"
-            )
-        case "fused", policy if policy.backend == "jax":
+    where, lowered = _PLACES[env.backend], isinstance(route.policy, LoweredPolicy)
+    on_cpu = "jax" not in (env.backend, route.policy.backend) or import_jax().default_backend() == "cpu"
+    if route.loop == "captured":
+        return f"{where}; policy, environment and recording are CUDA graphs of {captured.STEPS} steps, one launch each"
+    if route.loop == "crossing":
+        turns = dispatch_note() if on_cpu else _ON_STREAMS
+        return (
+            f"{where}, the policy runs in Torch; each step is one call of the policy and one compiled call of the "
+            f"environment, which writes its columns in place; {turns}"
+        )
+    if route.loop == "fused":
+        one_loop = "all steps are one compiled loop" if on_cpu else _IN_BLOCKS
+        if lowered:
+            graph = "its torch.export graph in jax.numpy"
+            return f"{where}, and the policy's module is lowered to one ({graph}), so {one_loop}"
+        if route.policy.backend == "jax":
             return f"environment and policy are both JAX functions, so {one_loop}"
-        case "fused", _:
-            return f"{where}, and JAX draws the random actions, so {one_loop}"
-        case _, policy if policy.backend == "torch":
-            return f"{where}; the policy is one call per step for all lanes"
-    lowered = "; the policy's module is lowered to JAX" if isinstance(route.policy, LoweredPolicy) else ""
+        return f"{where}, and JAX draws the random actions, so {one_loop}"
+    if route.policy.backend == "torch":
+        return f"{where}; the policy is one call per step for all lanes"
+    where = f"{where}; the policy's module is lowered to JAX" if lowered else where
     if env.backend in ("torch", "device") and env.device.type != "cpu":
-        return f"{where}{lowered}; the policy is one jitted call per step, DLPack each way"
-    call = f"the policy is one jitted call per step, its outputs read back as one array; {dispatch_note()}"
-    return f"{where}{lowered}; {call}"
+        return f"{where}; the policy is one jitted call per step, DLPack each way"
+    return f"{where}; the policy is one jitted call per step, its outputs read back as one array; {dispatch_note()}"
+
+
+_ON_STREAMS = (
+    "at every step each framework's stream waits for the other's, and the host for neither, unless starts of episodes "
+    "are costly: then it reads whether a lane needs one"
+)
+_IN_BLOCKS = (
+    f"up to {MOST_STEPS} steps are one compiled program, which adds no branch for which the host would wait; a "
+    "collector lets it use the memory of its last state again"
+)
 
 
 def _copies(env: Env, route: Route) -> str:

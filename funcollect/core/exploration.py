@@ -36,11 +36,11 @@ def check_values(exploration: Any) -> None:
 
 def check_given(policy: Policy, given: Mapping[str, Any]) -> None:
     """Raise what `exploration_values` would raise, without calling the functions among the values."""
-    own = policy.exploration
+    constants = dict(given)
     for name, value in given.items():
         if callable(value):
             check_function(f"exploration[{name!r}]", value, "a function of the number of frames", 1)
-    constants = {name: own.get(name, 0.0) if callable(value) else value for name, value in given.items()}
+            constants[name] = policy.exploration.get(name, 0.0)
     exploration_values(policy, constants, lambda: 0)
 
 
@@ -49,16 +49,10 @@ def exploration_values(
 ) -> Mapping[str, Any]:
     """Return the values of `Policy.exploration`: the `given` ones, and the policy's own for all other names.
 
-    Args:
-        policy: the policy.
-        given: numbers, or functions of the number of frames. In traced code, arrays.
-        frames: a function that returns the number of frames of the whole run so far. It may wait for a device, so it
-            is only called if a value is a function. The values then become Python numbers, rounded to float32. None
-            in traced code.
-
-    Raises:
-        ValueError: for a name that the policy does not have, or a value out of its range.
-        TypeError: for a value that is no number.
+    `given` are numbers, or functions of the number of frames, which `frames` returns; it may wait for a device, so it
+    is only called if a value is a function. Values become Python numbers, rounded to float32. In traced code they are
+    arrays, and `frames` is None. TypeError for a value that is no number, ValueError for one out of its range, and for
+    a name that the policy does not have.
     """
     own = policy.exploration
     if not own and not given:
@@ -74,19 +68,19 @@ def exploration_values(
             f"exploration has functions for {functions}, expected numbers in traced code: call them, pass the results"
         )
     if frames is not None:
-        values = {name: _number(name, value, frames) for name, value in values.items()}
+        values = {name: value(frames()) if callable(value) else value for name, value in values.items()}
+        values = {name: _number(name, value) for name, value in values.items()}
     if head := head_of(policy):
         head.at(values)  # checks their ranges
     return values
 
 
-def _number(name: str, value: Any, frames: Callable[[], int]) -> float:
-    number = value(frames()) if callable(value) else value
+def _number(name: str, value: Any) -> float:
     try:
-        return float(np.float32(float(number)))
+        return float(np.float32(float(value)))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"exploration[{name!r}] is {shown(number)}, expected a number: pass for example {{{name!r}: 0.1}}"
+            f"exploration[{name!r}] is {shown(value)}, expected a number: pass for example {{{name!r}: 0.1}}"
         ) from error
 
 
@@ -96,8 +90,7 @@ def with_values(batch: TensorDict, values: Mapping[str, float]) -> TensorDict:
         return batch
     batch.unlock_()
     for name, value in values.items():
-        column = torch.tensor(value, device=batch["next", "done"].device).expand(batch.batch_size)
-        batch[(*EXPLORATION, name)] = column
+        batch[(*EXPLORATION, name)] = torch.tensor(value, device=batch["next", "done"].device).expand(batch.batch_size)
     return batch.lock_()
 
 

@@ -28,21 +28,15 @@ class RunKeys(NamedTuple):
         at = _PURPOSES.index(purpose)
         return self.first[at], self.second[at]
 
+    def at(self, purpose: Purpose, high: Any, low: Any) -> Any:
+        """The lanes' keys [P, 2] for the step, or the episodes, with the number of these words."""
+        return import_jax().numpy.stack(hashed_in_jax(self.of(purpose), high, low), -1)
+
 
 def run_keys(key: Any, lane: Any) -> RunKeys:
     """Return the keys of a run from its key [2] and its lanes [P]: all with two hashes, since XLA compiles each."""
     by_purpose = hashed_in_jax((key[0], key[1]), np.uint32(0), np.array(_PURPOSES, np.uint32)[:, None])
     return RunKeys(*hashed_in_jax(by_purpose, np.uint32(0), lane.astype(np.uint32)))
-
-
-def dynamics_keys(keys: RunKeys, steps: Any) -> Any:
-    """Return the lanes' keys [P, 2] for the step with the number `steps` [2], low word first."""
-    return import_jax().numpy.stack(hashed_in_jax(keys.of(Purpose.DYNAMICS), steps[1], steps[0]), -1)
-
-
-def start_keys(keys: RunKeys, episode: Any) -> Any:
-    """Return the lanes' keys [P, 2] for the starts of their episodes [P]."""
-    return import_jax().numpy.stack(hashed_in_jax(keys.of(Purpose.RESET), np.uint32(0), episode.astype(np.uint32)), -1)
 
 
 def where_lanes(mask: Any, chosen: Any, other: Any) -> Any:

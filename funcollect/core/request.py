@@ -32,32 +32,21 @@ NOWHERE: OwnColumns = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One rollout's arguments, checked.
+    """One rollout's arguments, checked."""
 
-    Attributes:
-        length: the number of steps, T.
-        params: the argument of `rollout`.
-        exploration_type: how heads act.
-        exploration: the argument of `rollout`; `run` sets all values in `Policy.exploration`, as numbers.
-        max_frames_per_traj: steps after which a trajectory is truncated, or None.
-        random_steps: the number of steps, from the beginning of the run, in which lanes act randomly.
-        reset_when_done: False keeps a finished lane finished.
-        columns: memory by path, each [T, P, ...], into which observations of that shape and dtype are recorded. All
-            other leaves of a batch get new memory.
-        owned: whether the state's memory may be used again: no one else holds the state.
-        compact_obs: whether next observations may be left out that following frames have; see `next_observations`.
-    """
-
-    length: int
+    length: int  # the number of steps, T
     params: Any = None
-    exploration_type: ExplorationType = ExplorationType.RANDOM
+    exploration_type: ExplorationType = ExplorationType.RANDOM  # how heads act
+    # The argument of `rollout`; `run` sets all values in `Policy.exploration`, as numbers.
     exploration: Mapping[str, Any] = field(default_factory=lambda: NO_VALUES)
-    max_frames_per_traj: int | None = None
-    random_steps: int = 0
-    reset_when_done: bool = True
+    max_frames_per_traj: int | None = None  # steps after which a trajectory is truncated
+    random_steps: int = 0  # steps, from the beginning of the run, in which lanes act randomly
+    reset_when_done: bool = True  # False keeps a finished lane finished
+    # Memory [T, P, ...] by path, into which observations of that shape and dtype are recorded. All other leaves of a
+    # batch get new memory.
     columns: OwnColumns = field(default_factory=lambda: NOWHERE)
-    owned: bool = False
-    compact_obs: bool = False
+    owned: bool = False  # whether the state's memory may be used again: no one else holds the state
+    compact_obs: bool = False  # whether next observations may be left out that following frames have
 
     def __post_init__(self) -> None:
         """Check every field, here and nowhere else."""
@@ -73,11 +62,9 @@ class Request:
 
     def column(self, path: Path, row: Tensor) -> Tensor:
         """Return memory [T, P, ...] for rows like `row` [P, ...]."""
-        shape = (self.length, *row.shape)
-        given = self.columns.get(path)
-        if given is None or (given.shape, given.dtype, given.device) != (shape, row.dtype, row.device):
-            return row.new_empty(shape)
-        return given
+        shape, given = (self.length, *row.shape), self.columns.get(path)
+        fits = given is not None and (given.shape, given.dtype, given.device) == (shape, row.dtype, row.device)
+        return given if given is not None and fits else row.new_empty(shape)
 
 
 def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:
@@ -91,8 +78,7 @@ def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:
 
 def step_limit(env: TorchEnv | JaxEnv, request: Request) -> int | None:
     """Return the steps after which an episode is truncated: the lower of the environment's and the request's limit."""
-    limits = (env.max_episode_steps, request.max_frames_per_traj)
-    return min((limit for limit in limits if limit is not None), default=None)
+    return min(filter(None, (env.max_episode_steps, request.max_frames_per_traj)), default=None)
 
 
 class StepOptions(NamedTuple):
@@ -106,8 +92,8 @@ class StepOptions(NamedTuple):
 
 def step_options(env: JaxEnv, request: Request) -> StepOptions:
     """Return the options of a request."""
-    random_steps = min(request.random_steps, 2**32 - 1)
-    return StepOptions(request.exploration_type, step_limit(env, request), random_steps, request.reset_when_done)
+    early = min(request.random_steps, 2**32 - 1)
+    return StepOptions(request.exploration_type, step_limit(env, request), early, request.reset_when_done)
 
 
 def check_exploration(value: Any) -> None:
@@ -130,7 +116,6 @@ def check_state_kind(policy_state: Any, wanted: type) -> None:
 
 
 def _check_recurrent(held: Any, wanted: Any) -> None:
-    """Raise ValueError for a recurrent state of another structure, or with other shapes, than the policy's own."""
     own, other = ([list(leaf.shape) for leaf in optree.tree_leaves(each)] for each in (wanted, held))
     if own != other or optree.tree_structure(held) != optree.tree_structure(wanted):
         raise ValueError(

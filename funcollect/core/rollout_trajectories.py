@@ -8,9 +8,10 @@ from typing import Any, get_args
 from tensordict import TensorDictBase
 
 from funcollect.arguments import check_choice, check_kind, check_optional_positive, check_positive
-from funcollect.core.api import rollout
+from funcollect.core.api import run
 from funcollect.core.checks import check_state
 from funcollect.core.exploration import NO_VALUES, Value
+from funcollect.core.request import Request
 from funcollect.core.state import Array, CollectorState
 from funcollect.envs.base import ends_episodes
 from funcollect.protocols import Env, Policy
@@ -39,19 +40,11 @@ def rollout_trajectories(
     would be short ones. Frames of other trajectories are kept as `pending`, so that two calls with a count of 2 return
     the trajectories of one call with 4.
 
-    Args:
-        env: as for `rollout`.
-        policy: as for `rollout`.
-        state: as for `rollout`. Trajectories that had begun before the first call are left out.
-        count: N, the number of trajectories.
-        pending: the `pending` of the last call; None for the first one.
-        params: as for `rollout`.
-        exploration_type: as for `rollout`.
-        exploration: as for `rollout`.
-        max_frames_per_traj: steps after which a trajectory is truncated; it may be None if the environment truncates.
-        traj_format: ``"cat"`` for one trajectory after another, ``[F]``; ``"padded"`` for ``[N, Tmax]``, padded with
-            zeros, with ``("collector", "mask")`` as `split_trajectories` has it.
-        length: steps of one rollout. Afterwards it is known which trajectories are whole.
+    Trajectories that had begun before the first call are left out. `pending` is that of the last call; None for the
+    first one. `max_frames_per_traj` may be None if the environment truncates. `traj_format` is ``"cat"`` for one
+    trajectory after another, ``[F]``, or ``"padded"`` for ``[N, Tmax]``, padded with zeros, with
+    ``("collector", "mask")`` as `split_trajectories` has it. Rollouts have `length` steps; afterwards it is known which
+    trajectories are whole. The other arguments are those of `rollout`.
 
     Returns:
         The next state, the trajectories with the keys of `rollout`, and the other frames.
@@ -80,17 +73,15 @@ def rollout_trajectories(
     check_choice("traj_format", traj_format, get_args(TrajectoryFormat))
     check_limited(is_limited(env, max_frames_per_traj), repr(env))
     pending = PendingTrajectories() if pending is None else pending
+    request = Request(
+        length=length,
+        params=params,
+        exploration_type=exploration_type,
+        exploration=exploration,
+        max_frames_per_traj=max_frames_per_traj,
+    )
     while (taken := pending.take(count)) is None:
-        state, batch = rollout(
-            env,
-            policy,
-            state,
-            length,
-            params=params,
-            exploration_type=exploration_type,
-            exploration=exploration,
-            max_frames_per_traj=max_frames_per_traj,
-        )
+        state, batch = run(env, policy, state, request)
         pending = pending.add(batch)
     frames, pending = taken
     return state, (split_trajectories(frames) if traj_format == "padded" else frames).lock_(), pending
@@ -98,9 +89,7 @@ def rollout_trajectories(
 
 def is_limited(env: Env, max_frames_per_traj: int | None) -> bool:
     """Whether every trajectory ends after some number of steps."""
-    if max_frames_per_traj is not None and max_frames_per_traj > 0:
-        return True
-    return ends_episodes(env)
+    return (max_frames_per_traj is not None and max_frames_per_traj > 0) or ends_episodes(env)
 
 
 def check_limited(limited: bool, env: str) -> None:

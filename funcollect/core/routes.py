@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import optree
 import torch
@@ -39,19 +38,12 @@ _TOO_MANY_SETTINGS = LoweringError(
 )
 
 
-@dataclass(frozen=True)
-class Route:
-    """A way to run a policy in an environment.
+class Route(NamedTuple):
+    """A way to run a policy in an environment."""
 
-    Attributes:
-        loop: ``"host"``, ``"torch"``, ``"captured"``, ``"device"``, ``"fused"`` or ``"crossing"``.
-        policy: the policy that the loop runs: the user's, or the lowered one over the same module.
-        refusals: the routes that were rejected, each with the reason.
-    """
-
-    loop: str
-    policy: Policy
-    refusals: tuple[str, ...] = ()
+    loop: str  # ``"host"``, ``"torch"``, ``"captured"``, ``"device"``, ``"fused"`` or ``"crossing"``
+    policy: Policy  # that the loop runs: the user's, or the lowered one over the same module
+    refusals: tuple[str, ...] = ()  # the routes that were rejected, each with the reason
 
 
 def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = ExplorationType.RANDOM) -> Route:
@@ -156,7 +148,14 @@ def _lowered(env: Env, source: Source, exploration_type: ExplorationType) -> Low
     if which not in known:
         if sum(each[:2] == which[:2] for each in known) >= _MOST_SETTINGS:
             return _TOO_MANY_SETTINGS
-        known[which] = _made(env, source, exploration_type)
+        single = env.num_envs is None and isinstance(source, TensorDictPolicy)
+        rows = source.lanes if isinstance(source, TorchPopulation) else min(env.num_envs or 1, _MOST_ROWS)
+        try:
+            _check_place(source)
+            given = example(env.observation_space, env.observation_leaves, rows)
+            known[which] = LoweredPolicy(source, given, exploration_type, single=single)
+        except LoweringError as error:
+            known[which] = error.with_traceback(None)
     return known[which]
 
 
@@ -171,18 +170,6 @@ def _seen_of(env: Env) -> Hashable:
     return known[1]
 
 
-def _made(env: Env, source: Source, exploration_type: ExplorationType) -> LoweredPolicy | LoweringError:
-    """Do what `_lowered` does, without a cache."""
-    single = env.num_envs is None and isinstance(source, TensorDictPolicy)
-    try:
-        _check_place(source)
-        rows = source.lanes if isinstance(source, TorchPopulation) else min(env.num_envs or 1, _MOST_ROWS)
-        given = example(env.observation_space, env.observation_leaves, rows)
-        return LoweredPolicy(source, given, exploration_type, single=single)
-    except LoweringError as error:
-        return error.with_traceback(None)
-
-
 def complete(env: Env, policy: Source) -> None:
     """Make the parameters of lazy layers, such as `torch.nn.LazyLinear`, by one call of the user's module.
 
@@ -192,8 +179,8 @@ def complete(env: Env, policy: Source) -> None:
     if not isinstance(module, nn.Module) or not has_lazy_layers(module):
         return
     single = env.num_envs is None and isinstance(policy, TensorDictPolicy)
-    observation = example(env.observation_space, env.observation_leaves, 1)
-    observation = moved(observation, policy.run_device or torch.device("cpu"))
+    rows = example(env.observation_space, env.observation_leaves, 1)
+    observation = moved(rows, policy.run_device or torch.device("cpu"))
     recurrent = lanes_of(policy.initial_carry(observation), 1, policy.device)
     modes = {part: part.training for part in module.modules()}
     module.eval()
@@ -210,20 +197,18 @@ def _check_place(source: TorchBacked) -> None:
     """Raise LoweringError for a policy that runs on another kind of device than JAX."""
     if isinstance(source.head, FromDistribution):
         raise LoweringError(f"the head {source.head.name} samples in Torch: use another head, or funcollect.jax_policy")
-    place = default_device_type()
-    run_device = source.run_device
-    if run_device is None or (source.device is None and run_device.type == "cpu"):
-        return
-    if run_device.type != place:
-        raise LoweringError(f"the policy runs on {run_device.type}, JAX on {place}: move the module there")
+    own, place = source.run_device, default_device_type()
+    anywhere = own is None or (source.device is None and own.type == "cpu")
+    if own is not None and not anywhere and own.type != place:
+        raise LoweringError(f"the policy runs on {own.type}, JAX on {place}: move the module there")
 
 
 def run_in_jax(
     policy: LoweredPolicy, state: CollectorState, run: Callable[[CollectorState], tuple[CollectorState, TensorDict]]
 ) -> tuple[CollectorState, TensorDict]:
     """Run a rollout with a Torch policy's state as JAX takes it; return the state and the batch as Torch has them."""
-    check_state_kind(state.policy_state, TorchPolicyState)
     policy_state = state.policy_state
+    check_state_kind(policy_state, TorchPolicyState)
     after, batch = run(state.replace(policy_state=policy.enter(policy_state, state.num_lanes)))
     if policy_state.recurrent is not None:
         step: Any = after.step

@@ -180,15 +180,8 @@ def step(
     >>> frame["observation"].shape
     (2, 4)
     """
-    request = Request(
-        length=1,
-        exploration_type=exploration_type,
-        exploration=exploration,
-        max_frames_per_traj=max_frames_per_traj,
-        random_steps=random_steps,
-        reset_when_done=reset_when_done,
-    )
-    config, bound = _checked_config(env, policy, params, state, request)
+    options = exploration_type, exploration, max_frames_per_traj, random_steps, reset_when_done
+    config, bound = _checked_config(env, policy, params, state, 1, *options)
     return _step(config, bound, state, run_keys(state.key, state.lane))
 
 
@@ -211,18 +204,9 @@ def rollout(
     rounds by how it fuses the whole program that it compiles. `jax.grad` passes through the steps of environments that
     do not stop gradients themselves, as most of gymnax's do.
 
-    Args:
-        env: a JAX environment.
-        policy: a JAX policy, or `random_policy`.
-        params: the parameters to act with.
-        state: the state to continue from.
-        length: the number of steps, T.
-        exploration_type: whether the policy samples or acts deterministically.
-        exploration: other values for the numbers in `Policy.exploration`, such as ``{"epsilon": 0.1}``; they may
-            be traced, and the batch holds them.
-        max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
-        random_steps: the number of steps, from the beginning of the run, in which lanes act randomly.
-        reset_when_done: False keeps a finished lane finished until `reset`.
+    `exploration` has no functions, but its numbers may be traced. In the first `random_steps` steps of the run, lanes
+    act randomly. ``reset_when_done=False`` keeps a finished lane finished until `reset`. The other arguments are those
+    of `funcollect.rollout`.
 
     Raises:
         TypeError, ValueError: for bad arguments.
@@ -239,15 +223,8 @@ def rollout(
     >>> mean_reward(policy.params, jax.random.PRNGKey(0))
     Array(1., dtype=float32)
     """
-    request = Request(
-        length=length,
-        exploration_type=exploration_type,
-        exploration=exploration,
-        max_frames_per_traj=max_frames_per_traj,
-        random_steps=random_steps,
-        reset_when_done=reset_when_done,
-    )
-    config, bound = _checked_config(env, policy, params, state, request)
+    options = exploration_type, exploration, max_frames_per_traj, random_steps, reset_when_done
+    config, bound = _checked_config(env, policy, params, state, length, *options)
     keys = run_keys(state.key, state.lane)
     after: tuple[CollectorState, Batch] = import_jax().lax.scan(
         lambda carry, _: _step(config, bound, carry, keys), state, None, length=length
@@ -268,19 +245,9 @@ def evaluate(
 ) -> TracedEpisodeStats:
     """Return the returns and lengths ``[episodes]`` of whole episodes, in a separate run.
 
-    `funcollect.evaluate` runs the same episodes with the same key. Each lane contributes its first episodes. If
-    `episodes` is not a multiple of the number of lanes, the first lanes contribute one more. Episodes are ordered by
-    lane.
-
-    Args:
-        env: a JAX environment.
-        policy: a JAX policy, or `random_policy`.
-        params: the parameters to act with.
-        key: uint32[2], or a typed key; all randomness follows from it.
-        env_params: the parameters of the environment, for all lanes or for each; its own `params` by default.
-        episodes: the number of episodes, over all lanes.
-        max_frames: frames over all lanes after which the evaluation ends; `ended` is False for episodes that it lacks.
-        exploration_type: whether the policy samples or acts deterministically.
+    `funcollect.evaluate` runs the same episodes with the same key, and takes the same arguments. `key` is uint32[2], or
+    a typed key. `env_params` are for all lanes or for each, the environment's own by default. The evaluation ends after
+    `max_frames` frames over all lanes; `ended` is False for episodes that it lacks. Episodes are ordered by lane.
 
     Raises:
         TypeError, ValueError: for bad arguments.
@@ -298,7 +265,7 @@ def evaluate(
     jax = import_jax()
     jnp = jax.numpy
     first = init(env, policy, params, key=key, env_params=env_params)
-    config, bound = _checked_config(env, policy, params, first, Request(length=1, exploration_type=exploration_type))
+    config, bound = _checked_config(env, policy, params, first, 1, exploration_type)
     keys, count = run_keys(first.key, first.lane), first.num_lanes
     quota = episodes // count + (jnp.arange(count) < episodes % count).astype(jnp.int32)
     place = jnp.cumsum(quota) - quota  # of each lane's first episode
@@ -354,9 +321,13 @@ def _step(config: StepConfig, bound: BoundParams, state: CollectorState, keys: R
     return after, nest({places.get(path, path): value for path, value in row.items() if path != (PROBE,)})
 
 
+_OPTIONS = ("exploration_type", "exploration", "max_frames_per_traj", "random_steps", "reset_when_done")
+
+
 def _checked_config(
-    env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request
+    env: JaxEnv, policy: Policy, params: Any, state: CollectorState, length: int, *options: Any
 ) -> tuple[StepConfig, BoundParams]:
+    request = Request(length=length, **dict(zip(_OPTIONS, options, strict=False)))
     check_traced_state(env, state)
     source = policy.source if isinstance(policy, LoweredPolicy) else policy
     if isinstance(source, Population) and state.num_lanes != state.total_lanes:

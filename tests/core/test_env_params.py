@@ -296,37 +296,16 @@ def test_parameters_as_a_suite_has_them(name, key, change):
     assert (batch["observation"][:, -1] != plain["observation"][:, -1]).any(-1).all()  # other physics
 
 
-def randomized():
-    return make(), "gain", (PARAMS | {"gain": jnp.arange(3.0)}, {"gain": 0, "wind": None})
-
-
-def randomized_by_playground():
-    """A function that Playground ships, on a model with as many joints as it expects."""
-    import mujoco
-    from mujoco_playground._src.locomotion.go1.randomize import domain_randomize
-
-    leg = "<body><joint armature='0.1' frictionloss='0.1'/><geom size='0.1'/></body>"
-    xml = f"<mujoco><worldbody><body><freejoint/><geom size='0.2'/>{leg * 12}</body></worldbody></mujoco>"
-    env = fc.envs.from_functions(
-        lambda key, model: (jnp.int32(0), model.body_mass[:4]),
-        lambda key, time, action, model: (time + 1, model.body_mass[:4], model.qpos0[8], time == 3, False),
-        observation_space=OBSERVED, action_space=spaces.Discrete(2), num_envs=3, param_keys=["body_mass"],
-        params=mujoco.mjx.put_model(mujoco.MjModel.from_xml_string(xml)),
-    )  # fmt: skip
-    return env, "body_mass", domain_randomize(env.default_params, jax.random.split(jax.random.key(0), 3))
-
-
-@pytest.mark.parametrize("made", [randomized, *in_soak([randomized_by_playground])])
-def test_a_pair_of_a_function_for_domain_randomisation(made):
-    env, key, pair = made()
+def test_a_pair_of_a_function_for_domain_randomisation():
+    env = make()
     policy, state = start(env)
+    pair = PARAMS | {"gain": jnp.arange(3.0)}, {"gain": 0, "wind": None}
     with pytest.raises(
         ValueError, match=r"params is a pair, expected a pytree like env.default_params: pass the first"
     ):
         fc.set_env_params(env, state, pair)
     _, batch = fc.rollout(env, policy, fc.set_env_params(env, state, pair[0], at_once=True), 2)
-    wanted = pair[0][key] if isinstance(pair[0], dict) else getattr(pair[0], key)
-    assert torch.equal(batch["env_params", key][:, 0], torch.tensor(np.array(wanted)))
+    assert batch["env_params", "gain"][:, 0].tolist() == [0, 1, 2]
 
 
 def test_partitions_split_what_lanes_have_of_their_own():

@@ -9,7 +9,6 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.trajectories.stats import EpisodeStats
 
 
 class Fixed(gymnasium.Env):
@@ -93,18 +92,6 @@ def test_params_act_in_place_of_the_policys_own() -> None:
     assert fc.evaluate(lanes(2), policy, episodes=2, seed=0, params=params).returns.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "torch/Pendulum-v1"])
-@pytest.mark.parametrize("num_envs", [None, 3])
-def test_every_kind_of_environment(name: str, num_envs: int | None) -> None:
-    env = fc.make_env(name, num_envs=num_envs)
-    stats = fc.evaluate(env, fc.random_policy(env), episodes=5, seed=0)
-    assert isinstance(stats, EpisodeStats)
-    assert len(stats) == 5
-    if name == "torch/Pendulum-v1":
-        assert stats.lengths.tolist() == [200] * 5
-        assert not stats.terminated.any()
-
-
 def test_a_run_goes_on_undisturbed_during_an_evaluation() -> None:
     """An instance backs the run; the evaluation is on one rebuilt from its spec."""
     env = fc.make_env(gymnasium.make("CartPole-v1"))
@@ -127,9 +114,3 @@ def test_simulators_are_closed_whether_or_not_it_succeeds(count: int) -> None:
         fc.evaluate(fc.make_env([lambda: Fixed(5, 10**9)] * count), ONE, episodes=2, seed=0, max_frames=200)
     assert caught.tb is not None  # which keeps the frames of the call, and what stands in them, alive
     assert Fixed.closed == [5] * count
-
-
-@pytest.mark.parametrize(("name", "value"), [("episodes", 0), ("episodes", 1.5), ("max_frames", -1), ("seed", -1)])
-def test_bad_arguments_are_refused(name: str, value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=name):
-        fc.evaluate(lanes(1), ONE, **{"episodes": 1, "seed": 0, name: value})

@@ -121,16 +121,6 @@ def test_log_probs_of_networks_of_another_precision_come_back(name: str, dtype: 
     assert_recorded(fc.evaluate_actions(policy, None, fc.interop.to_jax(batch))["action_log_prob"], batch)
 
 
-def test_entropies_are_finite_under_autocast() -> None:
-    policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
-    _, batch = collected(policy, fc.make_env("CartPole-v1", num_envs=2), 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        now = fc.evaluate_actions(policy, None, batch)
-    torch.testing.assert_close(
-        now["entropy"], fc.evaluate_actions(policy, None, batch)["entropy"], rtol=0.05, atol=0.05
-    )
-
-
 @heads
 def test_a_random_start_and_saturated_actions_have_finite_log_probs(name: str) -> None:
     head, env_name, outputs = HEADS[name]
@@ -161,14 +151,6 @@ def test_flat_samples_begin_with_their_own_recurrent_states(kind: str) -> None:
     for sample in (buffer.sample(), rows[torch.randperm(240)], rows[torch.arange(240) // 2]):
         given = fc.interop.to_jax(sample) if kind == "jax" else sample
         assert_recorded(fc.evaluate_actions(policy, None, given)["action_log_prob"], sample)
-
-
-def test_where_tanh_saturates_the_recorded_log_prob_comes_back() -> None:
-    policy = fc.torch_policy(lambda x: (20 + 0 * x[..., :1], 1 + 0 * x[..., :1]), head=fc.heads.tanh_normal)
-    env = fc.make_env("Pendulum-v1", num_envs=2)
-    _, batch = collected(policy, env, 20)
-    assert (batch["action"] == 2).all()
-    assert torch.equal(fc.evaluate_actions(policy, None, batch)["action_log_prob"], batch["action_log_prob"])
 
 
 def recurrent(kind: str, record: bool) -> Any:
@@ -227,26 +209,18 @@ def test_the_recorded_state_is_that_before_the_step_if_a_module_updates_it_in_pl
     assert torch.equal(batch[key][..., 0], batch["collector", "step"].float())
 
 
-def test_rollouts_joined_along_time_begin_again_where_the_next_one_begins() -> None:
-    policy = recurrent("torch", record=True)
-    env = fc.make_env("CartPole-v1", num_envs=4)
+@pytest.mark.parametrize(
+    ("kind", "options", "shape"),
+    [("torch", {}, (2, 2, 20)), ("jax", {}, (2, 2, 20)), ("torch", {"cat_results": -1}, (2, 40))],  # along time
+)
+def test_batches_of_workers(kind: str, options: Any, shape: tuple[int, ...]) -> None:
+    policy, makers = recurrent(kind, record=True), [lambda: fc.make_env("CartPole-v1", num_envs=2)] * 2
     with fc.MultiSyncDataCollector(
-        [lambda: fc.make_env("CartPole-v1", num_envs=4)] * 2, policy, frames_per_batch=80, cat_results=-1, seed=0,
-        in_process=True,
-    ) as collector:  # fmt: skip
+        makers, policy, frames_per_batch=80, seed=0, in_process=True, **options
+    ) as collector:
         next(collector)
         batch = next(collector)
-    assert_recorded(fc.evaluate_actions(policy, None, batch, env=env)["action_log_prob"], batch)
-
-
-@pytest.mark.parametrize("kind", ["torch", "jax"])
-def test_batches_with_a_dimension_for_workers(kind: str) -> None:
-    policy = recurrent(kind, record=True)
-    with fc.MultiSyncDataCollector(
-        [lambda: fc.make_env("CartPole-v1", num_envs=2)] * 2, policy, frames_per_batch=80, seed=0, in_process=True
-    ) as collector:
-        batch = next(collector)
-    assert batch.batch_size == (2, 2, 20)
+    assert batch.batch_size == shape
     given = fc.interop.to_jax(batch) if kind == "jax" else batch
     now = fc.evaluate_actions(policy, None, given, env=fc.make_env("CartPole-v1"))["action_log_prob"]
     assert_recorded(now, batch)
@@ -390,69 +364,55 @@ def test_a_normalised_policy_scores_with_its_statistics() -> None:
 class TestMisuse:
     env = fc.make_env("CartPole-v1", num_envs=2)
     policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
+    in_jax = fc.jax_policy(lambda params, x: x @ params, jnp.zeros((4, 2)), head=fc.heads.categorical)
 
-    def batch(self) -> Any:
-        return collected(self.policy, self.env, 8)[1]
+    def batch(self, policy: Any = None) -> Any:
+        return collected(policy or self.policy, self.env, 8)[1]
 
-    def test_a_policy_without_a_distribution(self) -> None:
-        for policy in (fc.torch_policy(lambda x: (x[:, 0] > 0).long()), fc.random_policy(self.env)):
-            with pytest.raises(TypeError, match="without a head, expected one whose head or distribution scores"):
-                fc.evaluate_actions(policy, None, self.batch())
-        keyed = cases.jax_keyed(self.env)
-        fc.init(self.env, keyed, seed=0)
-        with pytest.raises(TypeError, match="draws random numbers from its parameter 'key'"):
-            fc.evaluate_actions(keyed, None, fc.interop.to_jax(self.batch()))
-
-    def test_keys_that_are_missing_and_arrays_of_the_other_framework(self) -> None:
-        with pytest.raises(ValueError, match=r"the batch lacks \['observation'\]"):
-            fc.evaluate_actions(self.policy, None, self.batch().exclude("observation"))
-        with pytest.raises(TypeError, match="policy in Torch takes: pass the TensorDict itself"):
-            fc.evaluate_actions(self.policy, None, fc.interop.to_jax(self.batch()), env=self.env)
-        policy = cases.jax_mlp(self.env)
-        with pytest.raises(TypeError, match=r"policy in JAX takes: pass funcollect.interop.to_jax"):
-            fc.evaluate_actions(policy, None, self.batch(), env=self.env)
+    @pytest.mark.parametrize(
+        ("policy", "change", "error", "words"),
+        [
+            (fc.torch_policy(lambda x: (x[:, 0] > 0).long()), None, TypeError, "without a head, expected one whose"),
+            (fc.random_policy(env), None, TypeError, "without a head, expected one whose head or distribution scores"),
+            (cases.jax_keyed(env), fc.interop.to_jax, TypeError, "draws random numbers from its parameter 'key'"),
+            (policy, lambda batch: batch.exclude("observation"), ValueError, r"the batch lacks \['observation'\]"),
+            (policy, fc.interop.to_jax, TypeError, "policy in Torch takes: pass the TensorDict itself"),
+            (in_jax, None, TypeError, r"policy in JAX takes: pass funcollect.interop.to_jax"),
+            (
+                fc.torch_policy(cases.mlp(4, 2), head=fc.heads.epsilon_greedy(0.1)),
+                None,
+                ValueError,
+                r"the batch lacks \['collector.exploration.epsilon'\]",
+            ),
+        ],
+    )
+    def test_policies_and_batches_that_do_not_fit(self, policy: Any, change: Any, error: Any, words: str) -> None:
+        batch = self.batch() if change is None else change(self.batch())
+        with pytest.raises(error, match=words):
+            fc.evaluate_actions(policy, None, batch, env=self.env)
 
     @pytest.mark.parametrize(
         ("change", "words"),
         [
-            (lambda action: action.float(), "action has dtype torch.float32|wants torch.int64: cast it"),
-            (
-                lambda action: action.unsqueeze(-1),
-                r"action has shape \[2, 8, 1\] beside 'observation' of \[2, 8\] frames",
-            ),
+            (torch.Tensor.float, "action has dtype torch.float32|wants torch.int64: cast it"),
+            (lambda action: action[..., None], r"action has shape \[2, 8, 1\] beside 'observation' of \[2, 8\] frames"),
             (lambda action: action.T, r"action has shape \[8, 2\] beside .* expected \[2, 8\]"),
         ],
     )
     def test_actions_that_do_not_fit_the_observations(self, change: Any, words: str) -> None:
         batch = self.batch()
-        rows = {**batch.to_dict(), "action": change(batch["action"])}
         with pytest.raises(ValueError, match=words):
-            fc.evaluate_actions(self.policy, None, rows)
+            fc.evaluate_actions(self.policy, None, {**batch.to_dict(), "action": change(batch["action"])})
 
     @pytest.mark.parametrize("one_hot", [False, True])
     def test_choices_in_jax_that_the_space_does_not_have(self, one_hot: bool) -> None:
         env = fc.make_env("CartPole-v1", num_envs=2, one_hot=one_hot)
-        policy = fc.jax_policy(lambda params, x: x @ params, jnp.zeros((4, 2)), head=fc.heads.categorical)
-        batch = fc.interop.to_jax(collected(policy, env, 8)[1])
+        batch = fc.interop.to_jax(collected(self.in_jax, env, 8)[1])
         batch["action"] = batch["action"].at[1, 3].add(-2)
         with pytest.raises(ValueError, match=r"action at \[1, 3\] is .*-[12].*expected one of .*Discrete\(2\): pass"):
-            fc.evaluate_actions(policy, None, batch, env=env)
+            fc.evaluate_actions(self.in_jax, None, batch, env=env)
 
-    def test_a_batch_without_the_epsilon_that_acted(self) -> None:
-        policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.epsilon_greedy(0.1))
-        batch = collected(policy, self.env, 8)[1].select("observation", "action", "action_log_prob")
-        with pytest.raises(ValueError, match=r"the batch lacks \['collector.exploration.epsilon'\]"):
-            fc.evaluate_actions(policy, None, batch)
-
-    def test_an_environment_known_from_traced_code(self) -> None:
-        env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
-        policy = cases.jax_mlp(env)
-        state = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))
-        _, batch = fc.traced.rollout(env, policy, policy.params, state, 4)
-        score = fc.evaluate_actions(policy, policy.params, batch)["action_log_prob"]
-        np.testing.assert_allclose(score, batch["action_log_prob"], rtol=1e-5)
-
-    def test_an_environment_that_is_not_known(self) -> None:
+    def test_an_environment_that_is_not_known_or_known_from_traced_code(self) -> None:
         policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
         with pytest.raises(ValueError, match="acted in no environment in this process: pass env="):
             fc.evaluate_actions(policy, None, self.batch())
@@ -460,6 +420,12 @@ class TestMisuse:
         fc.init(fc.make_env("CartPole-v1", num_envs=2, one_hot=True), policy, seed=0)
         with pytest.raises(ValueError, match="2 environments with different actions"):
             fc.evaluate_actions(policy, None, self.batch())
+        env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+        policy = cases.jax_mlp(env)
+        state = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))
+        _, batch = fc.traced.rollout(env, policy, policy.params, state, 4)
+        score = fc.evaluate_actions(policy, policy.params, batch)["action_log_prob"]
+        np.testing.assert_allclose(score, batch["action_log_prob"], rtol=1e-5)
 
     def test_a_policy_state_of_another_policy(self) -> None:
         policy = recurrent("torch", record=True)

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import replace
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -13,6 +14,7 @@ from funcollect.policies.as_policy import as_policy
 from tests.support.policies.own_policies import Recording
 
 MODULE = torch.nn.Linear(4, 2)
+BY_TORCH = fc.heads.from_distribution(torch.distributions.Categorical, "logits")
 
 
 def plan(env: Any = "CartPole-v1", policy: Any = None, **options: Any) -> fc.Plan:
@@ -20,45 +22,78 @@ def plan(env: Any = "CartPole-v1", policy: Any = None, **options: Any) -> fc.Pla
     return fc.explain(env, fc.random_policy(env) if policy is None else policy)
 
 
-def test_it_names_the_environment_and_its_lanes() -> None:
-    assert "CartPole-v1" in plan().env
-    assert "one environment without a batch dimension" in plan().env
-    assert "a batch of 8" in plan(num_envs=8).env
-
-
-@pytest.mark.parametrize(
-    ("name", "loop", "why"), [("CartPole-v1", "host", "simulators"), ("torch/CartPole-v1", "torch", "Torch")]
-)
-def test_it_says_which_loop_runs_and_why(name: str, loop: str, why: str) -> None:
-    one = plan(name)
-    assert one.loop == loop
-    assert why in one.why
-    assert "seed of its own" in one.seeding
-    assert one.seeding.startswith("episode")
-
-
-def test_it_names_lanes_that_begin_each_episode_alike() -> None:
-    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
-    cached = replace(env, starts="cached")
-    assert "all episodes of a lane begin as its first one" in fc.explain(cached, fc.random_policy(cached)).seeding
-
-
-def test_it_tells_how_a_state_is_forked() -> None:
-    assert "replayed" in plan("CartPole-v1").forking
-    assert "values" in plan("torch/CartPole-v1").forking
-    import gymnasium
-
-    vector = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")], autoreset_mode=AutoresetMode.DISABLED)
-    assert "replayed" in plan(vector).forking
-    vector.close()
-
-
 class DrawsByKeys(Recording):
     def noise(self, spec: Any) -> fc.Noise:
         return fc.Noise(kind="keys")
 
 
-BY_TORCH = fc.heads.from_distribution(torch.distributions.Categorical, "logits")
+@pytest.mark.parametrize(
+    ("env", "policy", "options", "words"),
+    [
+        (
+            "CartPole-v1",
+            None,
+            {},
+            {
+                "env": "one environment without a batch dimension",
+                "loop": "host",
+                "why": "simulators",
+                "seeding": "episode: each episode starts from a seed of its own",
+                "forking": "replayed",
+            },
+        ),
+        ("CartPole-v1", None, {"num_envs": 8}, {"env": "a batch of 8"}),
+        ("torch/CartPole-v1", None, {}, {"loop": "torch", "why": "Torch", "forking": "values"}),
+        (
+            "gymnax/CartPole-v1",
+            fc.torch_policy(MODULE, head=fc.heads.categorical, compile="eager"),
+            {"num_envs": 3},
+            {
+                "loop": "crossing",
+                "why": "the policy runs in Torch",
+                "copies": "to where the policy reads it; each action to the environment; no parameters",
+                "noise": "the lane and the step, drawn ahead for a whole rollout",
+            },
+        ),
+        (
+            "gymnax/CartPole-v1",
+            fc.jax_policy(lambda params, x: (x[:, 2] > 0).astype("int32"), None),
+            {"num_envs": 3},
+            {"loop": "fused", "copies": "nothing: ", "noise": "the policy draws none"},
+        ),
+        ("CartPole-v1", fc.torch_policy(MODULE, compile="inductor"), {}, {"policy": "compiled by inductor"}),
+        ("CartPole-v1", fc.torch_policy(MODULE), {}, {"policy": "(torch)", "copies": "no parameters"}),
+        ("CartPole-v1", fc.torch_policy(MODULE, device="cpu"), {}, {"copies": "at every rollout"}),
+        (
+            "CartPole-v1",
+            fc.torch_policy(torch.nn.Linear(4, 2, device="meta")),
+            {},
+            {"copies": "to meta and each action back"},
+        ),
+        (
+            "CartPole-v1",
+            fc.jax_policy(lambda p, x: x @ p, 0.0, head=fc.heads.categorical),
+            {},
+            {"why": "synchronous CPU dispatch"},
+        ),
+    ],
+)
+def test_each_field(env: str, policy: Any, options: Any, words: dict[str, str]) -> None:
+    one = plan(env, policy, **options)
+    for field, word in words.items():
+        assert word in getattr(one, field)
+        assert getattr(one, field) in str(one)
+
+
+def test_vector_environments_and_cached_starts() -> None:
+    vector = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")], autoreset_mode=AutoresetMode.DISABLED)
+    assert "replayed" in plan(vector).forking
+    vector.close()
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    cached = replace(env, starts="cached")
+    assert "all episodes of a lane begin as its first one" in fc.explain(cached, fc.random_policy(cached)).seeding
+
+
 POLICIES = [
     (fc.torch_policy(MODULE, head=fc.heads.categorical), "categorical", "gumbel noise"),
     (fc.torch_policy(MODULE, head=fc.heads.epsilon_greedy(0.1)), "epsilon_greedy", "uniform noise"),
@@ -81,50 +116,14 @@ def test_it_names_the_policy_and_where_its_randomness_comes_from(policy: Any, na
     assert noise in one.noise
 
 
-def test_it_names_the_compiler() -> None:
-    assert "compiled by inductor" in plan(policy=fc.torch_policy(MODULE, compile="inductor")).policy
-    assert "compiled" not in plan(policy=fc.torch_policy(MODULE)).policy
-
-
 def test_it_names_a_tensordict_policys_randomness() -> None:
     env = fc.make_env("CartPole-v1")
     module = TensorDictModule(lambda x: x[..., 0].long(), ["observation"], ["action"])
     assert "global generator" in fc.explain(env, as_policy(module, env)).noise
 
 
-def test_it_says_how_jax_dispatches() -> None:
-    one = plan(policy=fc.jax_policy(lambda p, x: x @ p, 0.0, head=fc.heads.categorical))
-    assert "one jitted call per step" in one.why
-    assert "synchronous CPU dispatch" in one.why
-
-
-def test_it_says_what_is_copied() -> None:
-    assert "no parameters" in plan(policy=fc.torch_policy(MODULE)).copies
-    assert "at every rollout" in plan(policy=fc.torch_policy(MODULE, device="cpu")).copies
-    moved = plan(policy=fc.torch_policy(torch.nn.Linear(4, 2, device="meta")))
-    assert "to meta and each action back" in moved.copies
-
-
-def test_it_prints_one_line_per_field_and_is_frozen() -> None:
-    one = plan()
-    lines = str(one).splitlines()
-    shown = [field.name for field in fields(one) if field.name != "caution"]  # which is empty
-    assert [line.split()[0] for line in lines] == shown
-    assert all(getattr(one, name) in line for name, line in zip(shown, lines, strict=True))
-    with pytest.raises(FrozenInstanceError):
-        one.loop = "jax"
-
-
-def test_it_needs_an_environment_and_a_policy_that_suit() -> None:
-    env = fc.make_env("CartPole-v1")
-    with pytest.raises(TypeError, match="make_env"):
-        fc.explain("CartPole-v1", fc.random_policy(env))
-    with pytest.raises(TypeError, match="torch_policy"):
-        fc.explain(env, MODULE)
+def test_it_needs_a_policy_that_suits_and_what_was_removed_names_its_successor() -> None:
     with pytest.raises(ValueError, match="the head normal"):
-        fc.explain(env, fc.torch_policy(MODULE, head=fc.heads.normal))
-
-
-def test_what_was_removed_names_its_successor() -> None:
+        plan(policy=fc.torch_policy(MODULE, head=fc.heads.normal))
     with pytest.raises(AttributeError, match=r"compare funcollect\.profile with and without"):
         _ = plan().workers

@@ -1,5 +1,6 @@
-"""States as values: forked, used again, stepped one by one."""
+"""States as values: forked, saved, used again, stepped one by one; simulators brought there by seeds and actions."""
 
+import random
 from functools import partial
 
 import gymnasium
@@ -7,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
 from tests.support.cases import ENVS, KINDS, POLICIES, make_env, pair, pairs
 from tests.support.compare import assert_same, joined
 from tests.support.copies import COPIES
-from tests.support.envs.counting import Counting
 from tests.support.envs.snapshots import HostWalk, SnapshotWalkers, Walkers
 from tests.support.running import scaled
 
@@ -102,17 +103,6 @@ def test_a_finished_lane_is_finished_in_the_copy(name, copied):
         assert_same(next(collector), next(twin))
 
 
-def test_what_cannot_be_replayed_says_so():
-    """The counting environment tells its resets apart: a rebuilt one begins at another count."""
-    env = fc.make_env([Counting, Counting])
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
-    with pytest.raises(fc.ReplayError, match=r"lane 0.*observation"):
-        fc.fork(env, state)
-    state, batch = fc.rollout(env, policy, state, 2)  # the original is still good
-    assert batch["observation"][0].tolist() == [[0, 1, 1], [0, 2, 0]]
-
-
 @pytest.mark.parametrize(("kind", "num_envs"), pairs(None, 3))
 @pytest.mark.parametrize("name", VALUES)
 def test_an_old_state_over_values_gives_the_same_answer_again(name, kind, num_envs):
@@ -124,26 +114,6 @@ def test_an_old_state_over_values_gives_the_same_answer_again(name, kind, num_en
     assert_same(answers[0], answers[2])
     again = fc.reset(env, old)
     assert_same(rollouts(env, policy, kept, [20])[1], rollouts(env, policy, again, [20])[1])
-
-
-@pytest.mark.parametrize("name", HOST)
-def test_an_old_state_over_simulators_is_refused_and_the_way_back_is_open(name):
-    env, policy = pair(name, "torch_mlp", 3)
-    old = fc.init(env, policy, seed=0)
-    fc.rollout(env, policy, old, 5)
-    for use in (
-        lambda: fc.rollout(env, policy, old, 5),
-        lambda: fc.step(env, policy, old),
-        lambda: fc.fork(env, old),
-        lambda: fc.reset(env, old, torch.tensor([True, False, True])),
-        lambda: fc.reset(env, old),
-    ):
-        with pytest.raises(fc.StaleStateError, match="fork"):
-            use()
-    state = fc.recover(env, old)
-    assert state.steps == 5  # noise that was used is not drawn again
-    _, batch = fc.rollout(env, policy, state, 5)
-    assert (batch["collector", "step"][:, 0] == 0).all()
 
 
 def values(state):
@@ -185,22 +155,6 @@ def test_steps_make_a_rollout(name, kind, num_envs):
     assert_same(whole, torch.stack(transitions, -1))
 
 
-@pytest.mark.parametrize("num_envs", [None, 3])
-@pytest.mark.parametrize("name", ENVS)
-def test_an_evaluation_is_repeatable_and_leaves_a_run_alone(name, num_envs):
-    env, policy = pair(name, "torch_mlp", num_envs)
-    runs, stats = [], []
-    for evaluated in (False, True):
-        state, first = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
-        if evaluated:
-            stats = [fc.evaluate(env, policy, episodes=5, seed=1) for _ in range(2)]
-        runs.append(joined([first, fc.rollout(env, policy, state, 20)[1]]))
-    assert_same(runs[0], runs[1])
-    assert [len(each) for each in stats] == [5, 5]
-    assert torch.equal(stats[0].returns, stats[1].returns)
-    assert torch.equal(stats[0].lengths, stats[1].lengths)
-
-
 @pytest.mark.parametrize("copied", COPIES)
 def test_a_copy_by_snapshot_goes_the_way_of_the_original(copied):
     env = HostWalk(SnapshotWalkers)
@@ -220,3 +174,93 @@ def test_simulators_without_snapshots_are_refused_at_init(missing):
     assert [each.closed for each in env.opened] == [True]
     env.forking = "none"
     fc.close(fc.init(env, fc.random_policy(env), seed=0))
+
+
+class Masked(gymnasium.Env):
+    """One of two actions is legal at each step, and an episode has 3 to 22 steps."""
+
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Dict(action_mask=spaces.MultiBinary(2), x=spaces.Box(0, 1, (1,)))
+
+    def _seen(self):
+        self.legal = int(self.np_random.integers(2))
+        mask = np.eye(2, dtype=np.int8)[self.legal]
+        return {"action_mask": mask, "x": self.np_random.random(1, np.float32)}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = int(self.np_random.integers(3, 23))
+        return self._seen(), {}
+
+    def step(self, action):
+        if action != self.legal:
+            raise ValueError("an illegal action")
+        self.left -= 1
+        return self._seen(), 1.0, self.left == 0, False, {}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_replay_takes_no_actions_of_other_episodes(copied):
+    env = fc.make_env(Masked, num_envs=4)
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 30)
+    assert len(state.step.unique()) > 2
+    copy = COPIES[copied](env, policy, state)
+    assert_same(fc.rollout(env, policy, copy, 30)[1], fc.rollout(env, policy, state, 30)[1])
+
+
+def test_after_another_seed():
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    with fc.SyncDataCollector(env, frames_per_batch=30, seed=1) as collector:
+        next(collector)
+        collector.set_seed(9)
+        next(collector)
+        fork = fc.fork(env, collector.state)
+        wanted = next(collector)
+    assert_same(fc.rollout(env, collector.policy, fork, 15)[1], wanted)
+
+
+def test_an_instance_is_rebuilt_from_its_spec():
+    env = fc.make_env(gymnasium.make("CartPole-v1", max_episode_steps=9))
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=2), 14)
+    fork = fc.fork(env, state)
+    wanted = fc.rollout(env, policy, state, 20)[1]
+    assert (wanted["collector", "step"] < 9).all()
+    assert_same(fc.rollout(env, policy, fork, 20)[1], wanted)
+
+
+class Secret(gymnasium.Env):
+    """Draws from Python's global generator, at the reset or at each step, where no seed reaches."""
+
+    observation_space = spaces.Box(-9, 9, (1,))
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, at, made):
+        self.at = at
+        self.closed = 0
+        made.append(self)
+
+    def reset(self, *, seed=None, options=None):
+        return np.float32([random.random() if self.at == "reset" else 0]), {}
+
+    def step(self, action):
+        return np.float32([random.random() if self.at == "step" else 0]), 0.0, False, False, {}
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize(("at", "length"), [("reset", 0), ("step", 1), ("step", 6)])
+def test_an_environment_that_cannot_be_replayed_is_named_and_the_state_stays_good(at, length):
+    made = []
+    env = fc.make_env([lambda: Secret("never", made), lambda: Secret(at, made)])
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    if length:
+        state, _ = fc.rollout(env, policy, state, length)
+    with pytest.raises(fc.ReplayError, match=r"lane 1: replaying .* gave another observation") as caught:
+        fc.fork(env, state)
+    assert caught.tb is not None  # which keeps the copy alive, so that nothing but fork can have closed it
+    assert [secret.closed for secret in made] == [0, 0, 1, 1]
+    fc.rollout(env, policy, state, 3)

@@ -1,6 +1,5 @@
 """As what a Torch policy runs: lowered to JAX, or called at each step."""
 
-import operator
 import re
 from itertools import product
 
@@ -18,10 +17,10 @@ from funcollect.envs.jax_envs.suites import from_gymnax
 from funcollect.interop.jax_setup import compiled
 from funcollect.policies import torch_in_jax
 from funcollect.policies.torch_in_jax import LoweredPolicy
-from tests.support.cases import Recurrent, mlp, tensordict_actor, torch_mlp, torch_normal, torch_recurrent
+from tests.support.cases import mlp, torch_mlp, torch_normal, torch_recurrent
 from tests.support.compare import assert_same, collect, compilations
 from tests.support.envs.jax_counting import counting
-from tests.support.running import SCALE, in_soak, scaled
+from tests.support.running import in_soak, scaled
 
 MODE = fc.ExplorationType.DETERMINISTIC
 
@@ -71,19 +70,6 @@ def scaled_policy(compiler=None):
     return fc.torch_policy(Scaled(), head=fc.heads.categorical, compile=compiler)
 
 
-@pytest.mark.parametrize(
-    ("make", "wanted"),
-    [(torch_recurrent, "xla"), (tensordict_actor, "eager")]
-    + ([(torch_mlp, "xla"), (torch_recurrent, "eager")] if SCALE > 1 else []),
-)
-def test_cuts_change_nothing(cartpole, make, wanted):
-    policy = demanded(make, cartpole, wanted)
-    assert way(cartpole, policy) == wanted
-    whole = collect(cartpole, policy, 40)
-    assert_same(whole, collect(cartpole, policy, 1, 2, 37))
-    assert whole["next", "done"].any()
-
-
 @pytest.mark.parametrize("make", [torch_normal, torch_recurrent])
 def test_both_ways_give_the_same_without_noise(cartpole, make):
     lowered, eager = (
@@ -93,13 +79,6 @@ def test_both_ways_give_the_same_without_noise(cartpole, make):
     for path, leaf in lowered.items(include_nested=True, leaves_only=True):
         torch.testing.assert_close(leaf, eager[path], rtol=1e-4, atol=1e-5)
     assert set(lowered.keys(True)) == set(eager.keys(True))
-
-
-def test_torchs_generator_stays_as_it_is(cartpole):
-    before = torch.get_rng_state()
-    ways = [collect(cartpole, demanded(tensordict_actor, cartpole, each), 5, 25) for each in (None, "eager")]
-    assert_same(ways[0], ways[1])
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_deterministic_tensordict_module_is_lowered(cartpole):
@@ -281,36 +260,6 @@ def test_what_is_not_lowered_crosses_and_is_explained(cartpole, module, why):
         assert batch["calls"].dtype == torch.int64
 
 
-class Late(nn.Module):
-    """Does something else at its fourth call in a rollout."""
-
-    def __init__(self, act):
-        super().__init__()
-        self.act = act
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        action = (x[:, 2] > 0).long()
-        return self.act(action) if self.calls > 4 else action
-
-
-@pytest.mark.parametrize(
-    ("act", "error", "message"),
-    [
-        (lambda action: operator.truediv(1, 0), ZeroDivisionError, "division by zero"),
-        (lambda action: action[:2], fc.PolicyError, r"action has shape \(2,\)"),
-    ],
-)
-def test_faults_of_a_module_are_raised_as_they_are(cartpole, act, error, message):
-    policy = fc.torch_policy(Late(act))
-    state = fc.init(cartpole, policy, seed=0)
-    with pytest.raises(error, match=message):
-        fc.rollout(cartpole, policy, state, 12)
-    policy.module.calls = -100
-    assert fc.rollout(cartpole, policy, state, 3)[1].batch_size == (3, 3)
-
-
 def frequencies_fit(counts, probabilities):
     """Whether counts [n] are likely under probabilities [n]: six standard deviations."""
     total = counts.sum()
@@ -340,35 +289,6 @@ def test_the_lowered_policy_samples_as_the_eager_one_does(name, head):
     counts = np.bincount(batch["action"].flatten().numpy(), minlength=2)
     fitting = [name for name, each in wanted.items() if frequencies_fit(counts, each.numpy())]
     assert fitting == [head.name]
-
-
-SCORED = [(f"{kind}Pendulum-v1", fc.heads.tanh_normal) for kind in ("gymnax/", "", "torch/")]
-SCORED += [("gymnax/Pendulum-v1", fc.heads.normal)]
-SCORED += in_soak((f"{kind}Pendulum-v1", fc.heads.normal) for kind in ("", "torch/"))
-
-
-@pytest.mark.parametrize(("name", "head"), SCORED, ids=[f"{name}-{head.name}" for name, head in SCORED])
-def test_scores_of_continuous_actions_are_torchs(name, head):
-    env = fc.make_env(name, num_envs=4)
-    module = Recurrent(3, 2)
-    policy = fc.torch_policy(module, head=head, initial_state=torch.zeros(5), compile="xla")
-    eager = fc.torch_policy(module, head=head, initial_state=torch.zeros(5), compile="eager")
-    batch, own = collect(env, policy, 50), collect(env, eager, 50)
-    hidden, loc, scale = torch.zeros(4, 5), [], []
-    with torch.no_grad():
-        for t in range(50):
-            answer, hidden = module(batch["observation"][:, t], hidden)
-            loc.append(answer[:, :1])
-            scale.append(nn.functional.softplus(answer[:, 1:]))
-    normal = torch.distributions.Normal(torch.stack(loc, 1), torch.stack(scale, 1))
-    if head is fc.heads.normal:
-        wanted = normal.log_prob(batch["action"]).sum(-1)
-    else:
-        squash = [torch.distributions.TanhTransform(), torch.distributions.AffineTransform(0.0, 2.0)]
-        wanted = torch.distributions.TransformedDistribution(normal, squash).log_prob(batch["action"]).sum(-1)
-    inside = batch["action"][..., 0].abs() < 1.9 if head is fc.heads.tanh_normal else wanted == wanted
-    torch.testing.assert_close(batch["action_log_prob"][inside], wanted[inside], rtol=1e-4, atol=1e-4)
-    assert (batch["action"].mean() - own["action"].mean()).abs() < 6 * own["action"].std() / 200**0.5 * 2
 
 
 def test_dicts_of_observations_and_extras():

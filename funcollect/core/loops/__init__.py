@@ -14,7 +14,7 @@ from funcollect.protocols import Policy
 
 
 class RunsRollouts(Protocol):
-    """What `funcollect.rollout` calls."""
+    """What `funcollect.rollout` calls; `env` is of the kind that the loop drives."""
 
     def run(
         self, env: Any, policy: Policy, state: CollectorState, request: Request
@@ -23,7 +23,7 @@ class RunsRollouts(Protocol):
 
 
 class Loop(RunsRollouts, Protocol):
-    """The five functions of each of these modules, with `run`; `env` is of the kind that the loop drives."""
+    """The five functions of each of these modules: those of `funcollect.core.api`, with checked arguments."""
 
     def init(self, env: Any, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
         """Return the first state of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""

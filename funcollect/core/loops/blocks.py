@@ -42,7 +42,6 @@ MOST_STEPS = 256  # of a block
 _UNROLL = 4  # an iteration costs the device some microseconds, beside its steps
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256  # rollouts
 
-Begun = tuple[Any, Any, Any]  # steps that are left before the first block, whether lanes lack starts, and the first row
 Moved = tuple[Any, dict[Any, Any]]  # the environment's state and the observation: what a block is given to use again
 
 
@@ -104,7 +103,7 @@ class BlockLoop:
         self._config, self._options, self._place = config, options, place
         self._layout = PackedRows(recorded_row(config, bound, state))
         self._which = (which, options.key)
-        self._counters: dict[int, Begun] = {}  # by length
+        self._counters: dict[int, tuple[Any, Any, Any]] = {}  # by length
         self._pause = self._paused = 0  # rollouts that had better run in the program with branches
 
     def block(self, steps: int) -> Any:
@@ -131,38 +130,25 @@ class BlockLoop:
             self._paused -= 1
             return None
         steps = self._options.steps or steps_per_block(length)
-        blocks = -(-length // steps)
-        run = self._run if blocks == 1 else partial(self._run_cut, blocks)
-        moved, rest, short, constants, columns = run(steps, bound, state, self._begun(length), owned=owned)
+        moved, rest = _apart(state)
+        left, short, first = self._begun(length)
+        if length <= steps:  # by one program: a call costs the host as much as some steps
+            run = self.one_block(steps, owned=owned)
+            moved, rest, short, constants, columns = run(moved, rest, bound, left, short)
+        else:  # by several over the same memory
+            blocks = -(-length // steps)
+            keep = self.has_spares or not owned
+            moved, (constants, rows, columns) = self._begin(steps, blocks, keep=keep)(moved, rest)
+            block = self.block(steps)
+            write = self._compiled(("write", steps, bucket(blocks)), _write, donate_argnums=0)
+            for _ in range(blocks):
+                moved, rows, rest, left, short = block(moved, rows, rest, bound, left, short)
+                columns, first = write(columns, rows, first)
         if self.has_spares and self._lacked(bool(short)):
             return None
         leaves = self._layout.unpack({name: torch_view(column) for name, column in columns.items()})
         leaves |= {path: torch_view(column) for path, column in constants.items()}
         return rest.replace(env_state=moved[0], observation=moved[1]), leaves
-
-    def _run(
-        self, steps: int, bound: BoundParams, state: CollectorState, begun: Begun, *, owned: bool
-    ) -> tuple[Any, ...]:
-        """Run one block, by one program: a call costs the host as much as some steps."""
-        moved, rest = _apart(state)
-        left, short, _ = begun
-        run: tuple[Any, ...] = self.one_block(steps, owned=owned)(moved, rest, bound, left, short)
-        return run
-
-    def _run_cut(
-        self, blocks: int, steps: int, bound: BoundParams, state: CollectorState, begun: Begun, *, owned: bool
-    ) -> tuple[Any, ...]:
-        """Run several blocks over the same memory."""
-        moved, rest = _apart(state)
-        left, short, first = begun
-        keep = self.has_spares or not owned
-        moved, (constants, rows, columns) = self._begin(steps, blocks, keep=keep)(moved, rest)
-        block = self.block(steps)
-        write = self._compiled(("write", steps, bucket(blocks)), _write, donate_argnums=0)
-        for _ in range(blocks):
-            moved, rows, rest, left, short = block(moved, rows, rest, bound, left, short)
-            columns, first = write(columns, rows, first)
-        return moved, rest, short, constants, columns
 
     def _program(self, which: Hashable, function: Any, steps: int, **options: Any) -> Any:
         whole = steps % _UNROLL == 0 and steps > _UNROLL  # else steps beside the loop might be rounded otherwise
@@ -184,7 +170,7 @@ class BlockLoop:
         make = self._compiled(("memory", steps, bucket(blocks)), begin)
         return lambda moved, rest: (moved, make(rest))
 
-    def _begun(self, length: int) -> Begun:
+    def _begun(self, length: int) -> tuple[Any, Any, Any]:
         """The steps that are left before the first block, whether lanes lack starts, and the first row."""
         if length not in self._counters:
             numbers = np.int32(length), np.bool_(False), np.int32(0)
@@ -252,7 +238,6 @@ def _copy(moved: Moved) -> Moved:
 def _one_block(
     plan: _Plan, moved: Moved, rest: Traced, bound: BoundParams, left: Any, short: Any
 ) -> tuple[Moved, Traced, Any, Row, Packed]:
-    """Trace a rollout of one block."""
     constants, rows = constant_columns(rest, plan.steps), plan.layout.zeros(plan.steps)
     moved, rows, rest, _, short = _block(plan, moved, rows, rest, bound, left, short)
     return moved, rest, short, constants, rows

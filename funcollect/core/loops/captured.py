@@ -16,10 +16,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from funcollect.core.loops import device_delivery, tensor
+from funcollect.core.batch import deliver
+from funcollect.core.loops import tensor
 from funcollect.core.loops.eager import step_all
-from funcollect.core.loops.tensor import TensorLanes, TensorLoop, as_read
-from funcollect.core.request import NOWHERE, Request, inputs_of
+from funcollect.core.loops.tensor import TensorLanes, TensorStepper, as_read
+from funcollect.core.request import NOWHERE, Request, inputs_of, step_limit
 from funcollect.core.state import CollectorState, origin_of
 from funcollect.errors import LoweringError
 from funcollect.interop.cuda_graph import CaptureError, CudaGraph, written
@@ -72,8 +73,7 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
         for start in range(0, request.length, STEPS):
             steps = slice(start, min(start + STEPS, request.length))
             leaves, treedef = optree.tree_flatten(before, namespace=NAMESPACE)
-            graph = _graph(env, policy, request, steps.stop - start, inputs, leaves, treedef)
-            after, actor = graph(leaves)
+            after, actor = _graph(env, policy, request, steps.stop - start, inputs, leaves, treedef)(leaves)
             if start == 0:
                 columns = {path: request.column(path, column[0]) for path, column in after.columns.items()}
                 recorded = [column.new_empty(request.length, *column.shape[1:]) for column in after.recorded]
@@ -81,24 +81,22 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
             torch._foreach_copy_(rows, [*after.columns.values(), *after.recorded])
             before = after.next
     with reads_together():
-        counters, batch = device_delivery.deliver(env, state, request, columns, actor.outputs_of(recorded))
-        lanes = before.lanes
-        own: Any = (lanes.env_state, lanes.observation, before.recurrent)
+        counters, batch = deliver(env, state, request, columns, actor.outputs_of(recorded), on_host=False)
+        own: Any = (before.lanes.env_state, before.lanes.observation, before.recurrent)
         env_state, observation, recurrent = optree.tree_map(torch.clone, own, namespace=NAMESPACE)
-        after_state = state.replace(
-            env_state=env_state,
-            observation=observation,
-            policy_state=inputs.policy_state._replace(recurrent=recurrent, generator=generator),
-            steps=state.steps_made + request.length,
-            **counters,
-        )
-    return after_state, batch
+    return state.replace(
+        env_state=env_state,
+        observation=observation,
+        policy_state=inputs.policy_state._replace(recurrent=recurrent, generator=generator),
+        steps=state.steps_made + request.length,
+        **counters,
+    ), batch
 
 
 def _begin(env: TorchEnv, policy: TorchPolicy, state: CollectorState, inputs: ActorInputs) -> _Before:
     """What the first graph reads."""
     steps = torch.full((1,), state.steps_made, device=env.device)  # `torch.tensor` would wait for its copy
-    lanes = TensorLanes.of(env, state)._replace(steps=steps)
+    lanes = TensorLanes.of(state)._replace(steps=steps)
     recurrent = inputs.policy_state.recurrent
     if recurrent is not None:
         recurrent = select(lanes.step == 0, inputs.initial_state.recurrent, recurrent)
@@ -141,12 +139,14 @@ def _steps(
     env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before
 ) -> tuple[_After, TorchActor]:
     """Make the steps of one graph; return its results, and the actor, which knows the outputs by name."""
-    loop, noise = TensorLoop(env, request, before.lanes), policy.noise(env.action_spec)
+    stepper = TensorStepper(env, policy, None, request, before.lanes, step_limit(env, request))
+    stepper.begin()
+    noise = policy.noise(env.action_spec)
     steps = before.lanes.steps + torch.arange(request.length, device=env.device)
     actor = policy.actor(
         replace(
             inputs,
-            observation=as_read(env, policy, loop.root),
+            observation=stepper.observation,
             params=before.tensors,
             policy_state=inputs.policy_state._replace(recurrent=before.recurrent),
             noise=None if noise is None else draw_on_device(noise, before.noise_keys, steps),
@@ -155,8 +155,8 @@ def _steps(
         )
     )
     with actor.running():
-        step_all(loop, actor, request.length)
-        tensors = before.tensors | policy.buffers()
-        following = before._replace(lanes=loop.lanes(), recurrent=actor.recurrent, tensors=tensors)
-        after = _After(written(before, following), loop.columns, actor.recorded())
-    return after, actor
+        step_all(stepper, actor, request.length)
+        following = before._replace(
+            lanes=stepper.lanes(), recurrent=actor.recurrent, tensors=before.tensors | policy.buffers()
+        )
+        return _After(written(before, following), stepper.columns, actor.recorded()), actor

@@ -12,7 +12,6 @@ next step has been started, which is ordered after their last use.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,35 +19,27 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.core.batch import checked_batch
 from funcollect.core.lanes import RunKeys, run_keys
-from funcollect.core.loops.eager import step_all
+from funcollect.core.loops import eager
+from funcollect.core.loops.eager import Stepper
 from funcollect.core.loops.fused import fork, init, place_of, recover, reset, waits_for_host
-from funcollect.core.request import Request, open_actor, step_options
+from funcollect.core.request import Request, step_options
 from funcollect.core.state import CollectorState
-from funcollect.core.traced_step.columns import (
-    bucket,
-    cast,
-    constant_columns,
-    dtypes_of,
-    empty_columns,
-    recorded_row,
-    recorded_step,
-    write_row,
-)
+from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_step, typed, write_row
 from funcollect.core.traced_step.starts import SpareStarts, after_block, starts_are_cheap
 from funcollect.core.traced_step.step import Row, StepConfig
 from funcollect.envs.jax_envs.checks import check_unchanged
 from funcollect.interop.bridge import follow_torch, jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memory import fixed
-from funcollect.interop.reads import reads_together
 from funcollect.keys import random_words
 from funcollect.policies.actors.checks import check_apart
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.protocols import JaxEnv, Policy
-from funcollect.specs import ActionSpec, ExplorationType, assemble
+from funcollect.protocols import Columns, JaxEnv, Policy
+from funcollect.specs import ActionSpec, ExplorationType, assemble, torch_dtype
 from funcollect.threefry import hashed_in_jax
 
 _MANY = 1024  # hashes, from which on a call of a program costs less than NumPy
@@ -59,18 +50,7 @@ __all__ = ["fork", "init", "recover", "reset", "run"]  # the state is that of th
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
     check_unchanged(env)
-    loop = _CrossingLoop(env, state, request)
-    actor = open_actor(env, policy, _on_host(state), request, loop.observation, partial(_draw_words, env))
-    loop.tells_restarts = policy.remembers(state.policy_state)
-    with nullcontext() if loop.on_cpu else reads_together():
-        with actor.running():
-            step_all(loop, actor, request.length)
-            policy_state, outputs = actor.finish()
-        after = loop.after().replace(policy_state=policy_state)
-        check_apart(outputs, state.observation)
-        recorded = loop.columns | loop.constants
-        columns = {path: torch_view(column)[: request.length] for path, column in recorded.items()}
-        return after, checked_batch(env, cast(columns, dtypes_of(env)) | outputs)
+    return eager.run(_CrossingStepper(env, policy, state, request), partial(_draw_words, env))
 
 
 def _draw_words(env: JaxEnv, keys: Any, numbers: Any, width: int) -> Any:
@@ -94,81 +74,67 @@ def _hashes(draws: int, keys: Any, low: Any, high: Any) -> Any:
     return jnp.stack(hashed_in_jax(pair, one, low[..., None]), -1)
 
 
-def _on_host(state: CollectorState) -> CollectorState:
-    """Return the state as a Torch policy's actor reads it: with an integer count, a NumPy key and tensors."""
-    return state.replace(
-        key=np.asarray(state.key),
-        lane=torch_view(state.lane).cpu(),
-        step=torch_view(state.step).cpu(),
-        steps=state.steps_made,
-    )
+class _CrossingStepper(Stepper):
+    """The state and the columns in JAX, donated at each step, and the observation in Torch that the policy reads."""
 
-
-class _CrossingLoop:
-    """The state and the columns in JAX, and the observation that the policy reads.
-
-    Attributes:
-        state: the state without its policy's; donated at each step, as the columns are.
-        columns: each [T, P, ...], or longer.
-        constants: columns that are the same at every step.
-        observation: tensors [P, ...] in the structure of the space, in the same memory throughout.
-        on_cpu: whether this memory is the host's.
-        tells_restarts: whether the policy remembers something that a new episode resets.
-    """
-
-    def __init__(self, env: JaxEnv, state: CollectorState, request: Request) -> None:
-        place = place_of(state)
+    def __init__(self, env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> None:
+        # The actor reads a NumPy key and tensors.
+        read = {name: torch_view(getattr(state, name)).cpu() for name in ("lane", "step")}
+        super().__init__(env, policy, state.replace(key=np.asarray(state.key), steps=state.steps_made, **read), request)
+        self._before, place = state, place_of(state)
         # The actor explores and makes the random steps.
         options = step_options(env, request)._replace(exploration_type=ExplorationType.RANDOM, random_steps=0)
-        config = StepConfig(
+        self._config = config = StepConfig(
             env=env,
             policy=RandomPolicy(env.action_spec),  # any policy without a state
             answer=_given_action,
             options=options,
             branches=not (waits_for_host(place) and starts_are_cheap(env, state.env_params)),
         )
-        self._config, self._before = config, state
         which = (state.num_lanes, options, config.branches)
         capacity = bucket(request.length)
         begin = compiled(env, ("crossing", capacity, *which), partial(_begin, config, capacity), place=place)
         follow_torch(*place.device_set)
         self._advance = compiled(env, ("crossing", *which), partial(_advance, config), donate_argnums=(0, 1))
-        self.state: CollectorState
-        self.state, self.columns, self.constants, self._keys = begin(state.replace(policy_state=None))
-        dtypes = dtypes_of(env)
-        self._root = {path: fixed(torch_view(value).to(dtypes[path])) for path, value in state.observation.items()}
+        self._now, self.columns, self._constants, self._keys = begin(state.replace(policy_state=None))
+        dtypes = {leaf.path: torch_dtype(leaf.dtype) for leaf in env.observation_leaves}
+        self._root = {path: fixed(torch_view(state.observation[path]).to(dtype)) for path, dtype in dtypes.items()}
         self.observation = assemble(env.observation_space, self._root)
-        self.on_cpu = all(root.device.type == "cpu" for root in self._root.values())
+        self.waits = any(root.device.type != "cpu" for root in self._root.values())
         self._into_jax = _crosser(env.action_spec, state.lane.device)
+        self._restarts_matter = policy.remembers(state.policy_state)
         self._held: Any = None
-        self.tells_restarts = False
 
-    def record(self, t: int) -> None:
-        """See `Stepper`: the step itself records observations, from memory that no policy writes."""
-
+    @override
     def step(self, t: int, action: Any) -> Tensor | None:
-        """See `Stepper`; the lanes that began another episode are a mask [P]."""
+        """See `Stepper`; observations are recorded by the step itself, from memory that no policy writes."""
         crossed = self._into_jax(action)
-        self.state, self.columns, root, fresh = self._advance(
-            self.state, self.columns, self._keys, np.int32(t), crossed
-        )
+        self._now, self.columns, root, fresh = self._advance(self._now, self.columns, self._keys, np.int32(t), crossed)
         for path, value in root.items():
-            if self.on_cpu:
-                self._root[path].numpy()[...] = np.asarray(value)
-            else:
+            if self.waits:
                 self._root[path].copy_(torch_view(value))
+            else:
+                self._root[path].numpy()[...] = np.asarray(value)
         self._held = (root, crossed)
-        if not self.tells_restarts:
+        if not self._restarts_matter:
             return None
         begun = torch_view(fresh)
-        return begun if not self.on_cpu or bool(begun.any()) else None
+        return begun if self.waits or bool(begun.any()) else None
 
-    def after(self) -> CollectorState:
-        """Return the state after the last step."""
-        if self._config.branches:
-            return self.state
-        begun, current = self.state.episode != self._before.episode, self.state.env_state.current
-        return self.state.changed(env_state=after_block(self._config.env, self._before.env_state, current, begun))
+    @override
+    def deliver(self, outputs: Columns) -> tuple[dict[str, Tensor], TensorDict]:
+        check_apart(outputs, self.state.observation)
+        recorded = {**self.columns, **self._constants}
+        columns = {path: torch_view(column)[: self.request.length] for path, column in recorded.items()}
+        return {}, checked_batch(self.env, typed(columns, self.env) | outputs)
+
+    @override
+    def after(self, policy_state: Any, counters: dict[str, Tensor]) -> CollectorState:
+        after: CollectorState = self._now
+        if not self._config.branches:
+            begun, current = after.episode != self._before.episode, after.env_state.current
+            after = after.changed(env_state=after_block(self.env, self._before.env_state, current, begun))
+        return after.replace(policy_state=policy_state)
 
 
 def _given_action(action: Any, policy_state: Any, observation: Any, key: Any) -> tuple[Any, dict[str, Any]]:
@@ -181,12 +147,12 @@ def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[Co
     jax = import_jax()
     spec = config.env.action_spec
     action = jax.ShapeDtypeStruct((state.num_lanes, *spec.shape), _jax_dtype(spec))
-    row = recorded_row(config, action, state)
-    del row["action",]  # the actor records the policy's outputs
+    columns = empty_columns(config, action, state, capacity)
+    del columns["action",]  # the actor records the policy's outputs
     copied: CollectorState = jax.tree.map(jax.numpy.copy, state)
     if not config.branches:  # starts are made at each step
         copied = copied.changed(env_state=SpareStarts(copied.env_state.current, (), jax.numpy.copy(state.episode)))
-    return copied, empty_columns(row, capacity), constant_columns(state, capacity), run_keys(state.key, state.lane)
+    return copied, columns, constant_columns(state, capacity), run_keys(state.key, state.lane)
 
 
 def _advance(config: StepConfig, state: CollectorState, columns: Row, keys: RunKeys, t: Any, action: Any) -> Any:

@@ -2,81 +2,61 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from typing_extensions import override
 
-from funcollect.core.batch import OUTCOME_KEYS
-from funcollect.core.loops import device_delivery
-from funcollect.core.loops.delivery import new_columns, reset_counters
-from funcollect.core.loops.eager import step_all
-from funcollect.core.loops.tensor import as_read, as_tensor, by_path, check_step, check_tensors, keep_infos
-from funcollect.core.request import Request, open_actor
-from funcollect.core.simulators.simulation import SimulatorHandle
+from funcollect.core.batch import reset_counters
+from funcollect.core.loops import eager
+from funcollect.core.loops.eager import timed
+from funcollect.core.loops.tensor import TensorLanes, TensorStepper, by_path, check_tensors
+from funcollect.core.request import Request
+from funcollect.core.simulators.simulation import LiveSimulators, SimulatorHandle
 from funcollect.core.state import CollectorState, all_lanes, first_state
 from funcollect.errors import ReplayError
-from funcollect.interop.memory import fixed
-from funcollect.interop.reads import reads_together
 from funcollect.keys import Key, Purpose, fold
-from funcollect.protocols import DeviceEnv, DeviceSimulators, Policy
-from funcollect.tree import Path, select
+from funcollect.protocols import DeviceEnv, DeviceSimulators, Policy, Transition
+from funcollect.tree import Path
 
 _SEEDS = 1 << 31  # simulators take seeds of 31 bits
 
 
-class DeviceSimulation:
-    """Simulators and the version of the state that may use them; see `Simulation`, which has lanes on the host."""
+class _DeviceSimulation(LiveSimulators):
+    """Simulators on a device, which are seeded once: to continue from any point they need no seed."""
 
-    renewed = None  # they are in this process
+    env: DeviceEnv
+    simulators: DeviceSimulators
 
     def __init__(self, env: DeviceEnv, key: Key, first_lane: int) -> None:
-        self.env = env
-        self.simulators = env.open()
-        self.version = 0
-        self.busy = self.closed = False
-        self.steps = 0
-        self.episode: Tensor | None = None  # [P], the latest one of each lane, whichever state is given
-        self.has_finished = False  # whether lanes may have been kept finished
+        super().__init__(env, env.open())
         self._first_lane = first_lane
+        self.has_finished = False  # whether lanes may have been kept finished
         self.rekey(key, [], 0)
-        self._finalizer = weakref.finalize(self, self.simulators.close)
 
+    @override
     def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
-        """Seed the next reset from `key`, for a run that continues after these episodes and steps."""
-        self.steps, self.episode = steps, None
+        self.steps = steps
+        self.episode: Tensor | None = None  # [P], the latest one of each lane, whichever state is given
         self._seed: int | None = int(fold(key, Purpose.RESET, self._first_lane, steps)[0]) % _SEEDS
 
-    def seed_again(self) -> None:
-        """Do nothing: simulators that continue from any point need no seed."""
-
     def reset(self) -> dict[Path, Tensor]:
-        """Begin an episode in each lane; return the observations, checked."""
+        """Begin an episode in each lane; return copies of the observations, checked."""
         root = by_path(self.env, self.simulators.reset(self._seed))
         self._seed, self.has_finished = None, False
         check_tensors(self.env, root, self.env.num_envs or 1)
-        return root
-
-    def release(self) -> SimulatorHandle:
-        """Return the handle of the next state."""
-        self.busy = False
-        simulation: Any = self  # as far as a handle uses it, a `Simulation`
-        return SimulatorHandle(simulation, self.version)
-
-    def close(self) -> None:
-        """Free the simulators, once."""
-        self.closed = True
-        self._finalizer()
+        return {path: value.clone() for path, value in root.items()}
 
 
 def init(env: DeviceEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
     """Implement `funcollect.init`."""
     lane = torch.arange(first_lane, first_lane + (env.num_envs or 1), device=env.device)
-    simulation = DeviceSimulation(env, key, first_lane)
+    simulation = _DeviceSimulation(env, key, first_lane)
     try:
-        root = {path: value.clone() for path, value in simulation.reset().items()}
+        root = simulation.reset()
         return first_state(env, policy, key, lane, total_lanes, env_state=simulation.release(), observation=root)
     except BaseException:
         simulation.close()
@@ -87,8 +67,8 @@ def reset(env: DeviceEnv, state: CollectorState, lanes: Tensor, *, stale: bool =
     """Implement `funcollect.reset`, of all lanes only."""
     if not bool(lanes.all()):
         raise ValueError(f"{env} resets its lanes itself, and otherwise all at once: leave the mask out")
-    simulation: Any = state.env_state.claim(stale=stale)
-    root = {path: value.clone() for path, value in simulation.reset().items()}
+    simulation: _DeviceSimulation = state.env_state.claim(stale=stale)
+    root = simulation.reset()
     begun = state.episode if simulation.episode is None else torch.maximum(state.episode, simulation.episode)
     simulation.episode = begun + 1
     return state.replace(
@@ -123,74 +103,44 @@ def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request)
     """Implement `funcollect.rollout`."""
     check_uncut(env, request.max_frames_per_traj)
     state.env_state.check()
-    root = {path: fixed(value) for path, value in state.observation.items()}
-    columns = new_columns(root, request)
-    actor = open_actor(env, policy, state, request, as_read(env, policy, root))
-    if state.env_state.simulation.has_finished and request.reset_when_done:
-        raise ValueError(
-            f"lanes of the state are finished, and {env} has begun other episodes in them: begin new ones with "
-            "funcollect.reset(env, state)"
-        )
-    simulation: Any = state.env_state.claim()  # not before: bad arguments have raised, and the state is unused
-    lanes = _Lanes(simulation.simulators, env, state, request, root, columns)
-    with reads_together():
-        with actor.running(), torch.no_grad():
-            step_all(lanes, actor, request.length)
-            policy_state, outputs = actor.finish()
-        counters, batch = device_delivery.deliver(env, state, request, columns, outputs)
-    simulation.simulators.check()
-    simulation.episode, simulation.steps = counters["episode"], state.steps_made + request.length
-    simulation.has_finished = not request.reset_when_done
-    after = state.replace(
-        env_state=simulation.release(),
-        observation={path: value.clone() for path, value in root.items()},
-        policy_state=policy_state,
-        steps=simulation.steps,
-        **counters,
-    )
-    return after, batch
+    return eager.run(_DeviceStepper(env, policy, state, request, TensorLanes.of(state, keyed=False)))
 
 
-class _Lanes:
-    """The stepper of simulators over tensors."""
+class _DeviceStepper(TensorStepper):
+    """Steps simulators over tensors.
 
-    def __init__(
-        self,
-        simulators: DeviceSimulators,
-        env: DeviceEnv,
-        state: CollectorState,
-        request: Request,
-        root: dict[Path, Tensor],
-        columns: dict[Path, Tensor],
-    ) -> None:
-        self._simulators = simulators
-        self._env, self._request, self._root, self._columns = env, request, root, columns
-        self._reward, self._terminated, self._truncated = (columns[path] for path in OUTCOME_KEYS)
-        self._finished = (state.terminated | state.truncated).to(env.device)
+    They step on with lanes that stay finished, which repeat their last observation in the batch.
+    """
 
-    def record(self, t: int) -> None:
-        """See `Stepper`."""
-        for path, value in self._root.items():
-            self._columns[path][t] = value
+    @override
+    def begin(self) -> None:
+        held: SimulatorHandle[_DeviceSimulation] = self.state.env_state
+        if held.simulation.has_finished and self.request.reset_when_done:
+            raise ValueError(
+                f"lanes of the state are finished, and {self.env} has begun other episodes in them: begin new ones "
+                "with funcollect.reset(env, state)"
+            )
+        self._simulation, self.waits = held.claim(), True
+        self._move = timed("environment", self._simulation.simulators.step)
 
-    def step(self, t: int, action: Any) -> Tensor | None:
-        """See `Stepper`; the lanes that began another episode are a mask [P].
+    @override
+    def _answer(self, t: int, action: Tensor) -> Transition:
+        answer: Transition
+        answer, self._after = self._move(action)
+        return answer
 
-        The simulators step on with the finished lanes, which repeat their last observation in the batch.
-        """
-        answer, after = self._simulators.step(as_tensor(action, self._env.device))
-        if t == 0:
-            check_step(self._env, answer, len(self._finished))
-        observed, following = by_path(self._env, answer.observation), by_path(self._env, after)
-        done: Tensor = answer.terminated | answer.truncated
-        if not self._request.reset_when_done:
-            kept = {path: self._columns[path][t] for path in self._root}
-            observed = select(self._finished, kept, observed)
-            self._finished = self._finished | done
-            following = observed
-        for path, value in observed.items():
-            self._columns["next", *path][t] = value
-            self._root[path].copy_(following[path])
-        self._reward[t], self._terminated[t], self._truncated[t] = answer.reward, answer.terminated, answer.truncated
-        keep_infos(self._columns, t, self._request.length, answer.info)
-        return done if self._request.reset_when_done else None
+    @override
+    def _continue(self, answer: Transition, observed: list[Tensor]) -> Iterable[Tensor]:
+        return by_path(self.env, self._after).values() if self.request.reset_when_done else observed
+
+    @override
+    def _restart(self, t: int, done: Tensor) -> Tensor:
+        return done
+
+    @override
+    def end(self, counters: dict[str, Tensor]) -> tuple[Any, dict[Path, Tensor]]:
+        simulation = self._simulation
+        simulation.simulators.check()
+        simulation.episode, simulation.steps = counters["episode"], self.state.steps_made + self.request.length
+        simulation.has_finished = not self.request.reset_when_done
+        return simulation.release(), {path: value.clone() for path, value in self.root.items()}

@@ -18,16 +18,7 @@ from funcollect.core.loops.blocks import OPTIONS as BLOCKS
 from funcollect.core.loops.blocks import BlockLoop, BlockOptions
 from funcollect.core.request import Request, StepOptions, check_state_kind, step_options
 from funcollect.core.state import CollectorState, all_lanes, origin_of, policy_start
-from funcollect.core.traced_step.columns import (
-    bucket,
-    cast,
-    constant_columns,
-    dtypes_of,
-    empty_columns,
-    recorded_row,
-    recorded_step,
-    write_row,
-)
+from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_step, typed, write_row
 from funcollect.core.traced_step.step import Row, make_step_config
 from funcollect.envs.jax_envs.checks import check_unchanged
 from funcollect.interop.bridge import follow_torch, torch_followed, torch_view
@@ -52,10 +43,9 @@ def init(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: in
 
 def _begun(env: JaxEnv, key: Any, first_lane: int, total_lanes: int, env_params: Any) -> CollectorState:
     first = partial(traced.init, env, RandomPolicy(env.action_spec), None, total_lanes=total_lanes)
-    begin = compiled(env, ("init", total_lanes), first)
+    begin: Callable[..., CollectorState] = compiled(env, ("init", total_lanes), first)
     follow_torch(import_jax().local_devices()[0])
-    state: CollectorState = begin(key=key, first_lane=first_lane, env_params=env_params)
-    return state
+    return begin(key=key, first_lane=first_lane, env_params=env_params)
 
 
 def reset(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
@@ -104,7 +94,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     if len(leaves[REWARD]) > request.length:
         leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
     with reads_together() if wait else nullcontext():
-        return after, batch_of(env, policy, state, cast(leaves, dtypes_of(env)))
+        return after, batch_of(env, policy, state, leaves)
 
 
 def bound_params(policy: Policy, request: Request) -> BoundParams:
@@ -134,9 +124,8 @@ def block_loop(
     made: dict[Hashable, BlockLoop] = memo_of(policy).setdefault("blocks", {})
     if (which, place) not in made:
         config = make_step_config(env, policy, state.num_lanes, fixed, branches=False)
-        made[which, place] = BlockLoop(
-            config, bound_params(policy, request), state, which, place=place, options=options
-        )
+        bound = bound_params(policy, request)
+        made[which, place] = BlockLoop(config, bound, state, which, place=place, options=options)
     return made[which, place]
 
 
@@ -152,13 +141,7 @@ def place_of(state: CollectorState) -> Any:
 
 
 def _loop(
-    env: JaxEnv,
-    policy: Policy,
-    options: StepOptions,
-    capacity: int,
-    bound: BoundParams,
-    state: CollectorState,
-    length: Any,
+    env: JaxEnv, policy: Policy, options: StepOptions, capacity: int, bound: BoundParams, state: Any, length: Any
 ) -> Any:
     """Trace the loop. The trip count is traced, since XLA would round a loop of one step differently."""
     config = make_step_config(env, policy, state.num_lanes, options)
@@ -168,13 +151,14 @@ def _loop(
         state, row = recorded_step(config, bound, carry[0], keys)
         return state, write_row(carry[1], row, t)
 
-    columns = empty_columns(recorded_row(config, bound, state), capacity)
+    columns = empty_columns(config, bound, state, capacity)
     after, columns = import_jax().lax.fori_loop(0, length, body, (state, columns))
     return after, columns | constant_columns(state, capacity)
 
 
 def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor]) -> TensorDict:
     """Return the batch of columns [T, P, ...], checked."""
+    leaves = typed(leaves, env)
     names = [path for path in leaves if len(path) == 1 and path not in ROOT_FLAGS and path not in state.observation]
     outputs = policy.finish({path: leaves.pop(path) for path in names}, env.action_spec)
     return checked_batch(env, leaves | outputs)

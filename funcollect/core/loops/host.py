@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from typing_extensions import override
 
-from funcollect.core.loops.delivery import TrajectoryLimit, deliver, new_columns, reset_counters
-from funcollect.core.loops.eager import step_all
-from funcollect.core.loops.recording import Recording
-from funcollect.core.request import Request, open_actor
-from funcollect.core.simulators.forking import fork_simulation
-from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulatorHandle
+from funcollect.core.batch import OUTCOME_KEYS, new_columns, reset_counters
+from funcollect.core.loops import eager
+from funcollect.core.loops.eager import Stepper, TrajectoryLimit, timed
+from funcollect.core.request import Request
+from funcollect.core.simulators.forking import rebuild, record_of
+from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState, all_lanes, first_state
-from funcollect.envs.host.host_env import NOT_RECORDED, bad_outcome, check_outcome
+from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome, check_outcome
 from funcollect.keys import Key
 from funcollect.policies.actors.checks import check_32_bits
-from funcollect.protocols import HostEnv, Outcome, Policy, SnapshotSimulators
+from funcollect.protocols import Columns, HostEnv, Outcome, Policy, SnapshotSimulators
 from funcollect.specs import assemble
-from funcollect.trajectories.final_observations import attach
+from funcollect.trajectories.final_observations import FinalObservations, attach
+from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
+from funcollect.tree import Path
+
+Array = npt.NDArray[Any]
 
 
 def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
@@ -64,72 +74,65 @@ def recover(env: HostEnv, state: CollectorState) -> CollectorState:
 
 def fork(env: HostEnv, state: CollectorState) -> CollectorState:
     """Implement `funcollect.fork`: rebuild the simulators and bring them to the same state."""
-    handle: SimulatorHandle = state.env_state
-    handle.check()
-    return state.changed(env_state=fork_simulation(handle.simulation, state))
+    state.env_state.check()
+    advice = "begin a second run with funcollect.init"
+    if env.seeding != "episode":
+        advice += ", or take the same simulator through funcollect.envs.from_gymnasium"
+    source: Simulation = state.env_state.simulation
+    return state.changed(env_state=rebuild(source.env, record_of(source, "forked", advice), state))
 
 
 def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
-    handle: SimulatorHandle = state.env_state
-    handle.check()
-    rows = handle.simulation.simulators.observation
-    views = {path: torch.from_numpy(row) for path, row in rows.items()}
-    columns = new_columns(views, request, compact=request.compact_obs)
-    recording = Recording(rows, columns, env.info_keys)
-    actor = open_actor(
-        env, policy, state, request, assemble(env.observation_space, views if policy.backend == "torch" else rows)
-    )
-    simulation = handle.claim()  # not before: bad arguments have raised, and the state has not been used
-    simulation.steps = state.steps_made + request.length
-    simulation.show(state.observation)
-    simulation.announce(request.reset_when_done)
-    stepper = HostStepper(simulation, recording, state, request)
-    with actor.running():
-        step_all(stepper, actor, request.length)
-        stepper.finish()
-        policy_state, outputs = actor.finish()
-    outputs = {path: column.cpu() for path, column in outputs.items()}
-    if policy.backend == "jax":
-        check_32_bits({leaf.path: columns[leaf.path] for leaf in env.observation_leaves})
-    columns |= recording.infos()
-    counters, batch, ages = deliver(env, state, request, columns, outputs, simulation.action_log.ages)
-    if request.compact_obs:
-        attach(batch.unlock_(), recording.final_observations(batch, rows))
-        batch.lock_()
-    simulation.action_log.extend(outputs[("action",)], ages)
-    after = state.replace(
-        env_state=simulation.release(),
-        observation=simulation.observation(),
-        policy_state=policy_state,
-        steps=simulation.steps,
-        **counters,
-    )
-    return after, batch
+    state.env_state.check()
+    return eager.run(_HostStepper(env, policy, state, request))
 
 
-class HostStepper:
+class _HostStepper(Stepper):
     """Steps simulators, and restarts lanes whose episode ends unless they stay finished."""
 
-    def __init__(self, simulation: Simulation, recording: Recording, state: CollectorState, request: Request) -> None:
-        self._simulation, self._recording, self._request = simulation, recording, request
-        self._lanes, self._reward = range(state.num_lanes), recording.reward
-        self._roots, self._nexts = recording.roots, recording.nexts
+    def __init__(self, env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> None:
+        super().__init__(env, policy, state, request)
+        self._simulation: Simulation = state.env_state.simulation
+        self._rows = rows = self._simulation.simulators.observation
+        views = {path: torch.from_numpy(row) for path, row in rows.items()}
+        self.observation = assemble(env.observation_space, views if policy.backend == "torch" else rows)
+        self.columns = new_columns(views, request, compact=request.compact_obs)
+        self._roots = [(self.columns[path].numpy(), row) for path, row in rows.items()]
+        nexts = () if request.compact_obs else rows.items()
+        self._nexts = [(self.columns["next", *path].numpy(), row) for path, row in nexts]
+        self._reward, self._terminated, self._truncated = (self.columns[path].numpy() for path in OUTCOME_KEYS)
+        self._infos: dict[str, list[Any]] = {key: [] for key in env.info_keys}
+        self._final: list[tuple[int, Array, list[Array]]] = []  # next observations without a column: step, lanes, rows
+        self._lanes = range(state.num_lanes)
         most = request.max_frames_per_traj
         self._limit = TrajectoryLimit(state.step.numpy(), most) if most else None
-        self._next_cut = _next_cut(self._limit, request)
-        self._finished = None if request.reset_when_done else FinishedLanes(simulation, _over(state))
-        live = simulation.simulators if self._finished is None else self._finished
-        self._send, self._receive = live.send, live.receive
-        self._outcome: Outcome
+        self._next_cut = self._first_due()
 
+    def _first_due(self) -> int:
+        """Return the first step at which a lane reaches the limit, or one after the rollout."""
+        return self.request.length if self._limit is None else min(self._limit.due.tolist())
+
+    @override
+    def begin(self) -> None:
+        state, request = self.state, self.request
+        simulation = state.env_state.claim()
+        simulation.steps = state.steps_made + request.length
+        simulation.show(state.observation)
+        simulation.announce(request.reset_when_done)
+        over = (state.terminated | state.truncated).nonzero()[:, 0].tolist()
+        self._finished = None if request.reset_when_done else _FinishedLanes(simulation, over)
+        live = simulation.simulators if self._finished is None else self._finished
+        self._send, self._receive = timed("environment", live.send), timed("environment", live.receive)
+        self._restart = timed("environment", simulation.restart)
+
+    @override
     def record(self, t: int) -> None:
-        """See `Stepper`."""
         for store, row in self._roots:
             store[t] = row
 
+    @override
     def step(self, t: int, action: Any) -> list[int] | None:
-        """See `Stepper`."""
         self._send(self._lanes, action if getattr(action, "is_cpu", True) else action.cpu())
         _, outcome = self._receive()
         for store, row in self._nexts:
@@ -142,33 +145,120 @@ class HostStepper:
         except NOT_RECORDED as error:
             raise bad_outcome(outcome, self._lanes) from error
         if info:
-            self._recording.inform(info)
-        return self._end(t, outcome) if over else None
+            self._inform(info)
+        return self._end_episodes(t, outcome) if over else None
 
-    def _end(self, t: int, outcome: Outcome) -> list[int] | None:
-        """End the episodes that are over with step `t`; return the lanes that began another one."""
-        ended = self._recording.end(t, outcome, self._limit)
+    def _inform(self, info: Sequence[Any]) -> None:
+        """Record copies of a step's infos: an environment may write the next ones into the same arrays."""
+        for (key, values), value in zip(self._infos.items(), info, strict=True):
+            try:
+                values.append(np.array(value))
+            except (TypeError, ValueError) as error:
+                raise bad_info(key, value, error) from error
+
+    def _end_episodes(self, t: int, outcome: Outcome) -> list[int] | None:
+        """Record the flags of a step in which some lanes are done; return the lanes that began another episode."""
+        _, terminated, truncated, _ = outcome
+        try:
+            if self._limit is not None:
+                truncated = list(map(operator.or_, truncated, self._limit.reached(t).tolist()))
+            ended = list(itertools.compress(self._lanes, map(operator.or_, terminated, truncated)))
+            for lane in ended:
+                self._terminated[t, lane] = terminated[lane]
+                self._truncated[t, lane] = truncated[lane]
+        except NOT_RECORDED as error:
+            raise bad_outcome(outcome, self._lanes) from error
+        if self.request.compact_obs:
+            self._keep(t, ended)
         if self._finished is not None:
             self._finished.add(ended)
             return None
-        self._simulation.restart(ended)
+        self._restart(ended)
         if self._limit is not None:
             self._limit.restart(t, ended)
-            self._next_cut = _next_cut(self._limit, self._request)
+            self._next_cut = self._first_due()
         return ended
 
-    def finish(self) -> None:
-        """Check the outcome of the last step, and record what follows it."""
+    def _keep(self, t: int, lanes: Any) -> None:
+        """Keep the next observations of step `t` in these lanes."""
+        self._final.append((t, np.asarray(lanes, np.int64), [row[lanes] for row in self._rows.values()]))
+
+    @override
+    def deliver(self, outputs: Columns) -> tuple[dict[str, Tensor], TensorDict]:
         check_outcome(self._outcome, self._lanes)
-        self._recording.finish()
+        if self.request.compact_obs:
+            self._keep(self.request.length - 1, (~(self._terminated[-1] | self._truncated[-1])).nonzero()[0])
+        outputs = {path: column.cpu() for path, column in outputs.items()}
+        if self.policy.backend == "jax":
+            check_32_bits({path: self.columns[path] for path in self._rows})
+        self.columns |= {("next", "info", key): _info_column(key, values) for key, values in self._infos.items()}
+        counters, batch = super().deliver(outputs)
+        if self.request.compact_obs:
+            attach(batch.unlock_(), self._final_observations(batch))
+            batch.lock_()
+        log = self._simulation.action_log
+        restarted = counters["episode"] != self.state.episode
+        log.extend(outputs["action",], torch.where(restarted, counters["step"], log.ages + self.request.length))
+        return counters, batch
+
+    def _final_observations(self, batch: TensorDict) -> FinalObservations:
+        """Return the next observations that no frame of a batch has at its root."""
+        time = np.concatenate([np.full(len(lanes), t) for t, lanes, _ in self._final])
+        at = (np.concatenate([lanes for _, lanes, _ in self._final]), time)[2 - batch.batch_dims :]
+        columns = zip(*(rows for _, _, rows in self._final), strict=True)
+        leaves = {path: torch.from_numpy(np.concatenate(each)) for path, each in zip(self._rows, columns, strict=True)}
+        return FinalObservations(batch[TRAJECTORY_IDS][at], batch[STEP][at], leaves)
+
+    @override
+    def end(self, counters: dict[str, Tensor]) -> tuple[SimulatorHandle, dict[Path, Tensor]]:
+        return self._simulation.release(), self._simulation.observation()
 
 
-def _next_cut(limit: TrajectoryLimit | None, request: Request) -> int:
-    """Return the first step at which a lane reaches the limit, or one after the rollout."""
-    return request.length if limit is None else min(limit.due.tolist())
+def _info_column(key: str, values: list[Any]) -> Tensor:
+    try:
+        column = np.array(values)
+        return torch.from_numpy(column.astype(np.float32) if column.dtype == np.float64 else column)
+    except (TypeError, ValueError) as error:
+        raise bad_info(key, values[0], error) from error
 
 
-def _over(state: CollectorState) -> list[int]:
-    """Return the lanes that are finished."""
-    lanes: list[int] = (state.terminated | state.truncated).nonzero()[:, 0].tolist()
-    return lanes
+class _FinishedLanes:
+    """Steps simulators while some of their lanes stay finished. A finished lane repeats its last outcome.
+
+    `deliver` replaces the rewards of finished lanes by zeros.
+    """
+
+    def __init__(self, simulation: Simulation, lanes: Iterable[int]) -> None:
+        self._simulation = simulation
+        self._lanes: set[int] = set()
+        self.add(lanes)
+
+    def add(self, lanes: Iterable[int]) -> None:
+        simulation = self._simulation
+        self._lanes.update(lanes)
+        self._live = [lane for lane in range(len(simulation.lanes)) if lane not in self._lanes]
+        self._rows = {path: array[[*self._lanes]] for path, array in simulation.simulators.observation.items()}
+        reward, terminated, truncated, info = simulation.last_outcome
+        # copies, since simulators may write the next outcome into the same arrays
+        self._columns: list[Any] = [[*np.array(column)] for column in (reward, terminated, truncated, *info)]
+
+    def send(self, lanes: Sequence[int], action: Any) -> None:
+        """Undo a policy's writes into the rows of finished lanes, and send the others their rows of the actions."""
+        simulators = self._simulation.simulators
+        for path, rows in self._rows.items():
+            simulators.observation[path][[*self._lanes]] = rows
+        if self._live:
+            simulators.send(self._live, action[self._live] if self._lanes else action)
+
+    def receive(self) -> tuple[Sequence[int], Outcome]:
+        """Return the lanes that were stepped, and the outcome of all."""
+        simulation = self._simulation
+        if not self._lanes:
+            _, simulation.last_outcome = simulation.simulators.receive()
+        elif self._live:
+            lanes, (reward, terminated, truncated, info) = simulation.simulators.receive()
+            for column, values in zip(self._columns, (reward, terminated, truncated, *info), strict=True):
+                for lane, value in zip(lanes, values, strict=True):
+                    column[lane] = value
+            simulation.last_outcome = self._columns[0], self._columns[1], self._columns[2], self._columns[3:]
+        return self._live, simulation.last_outcome

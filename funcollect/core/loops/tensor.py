@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,20 +10,19 @@ import optree
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from typing_extensions import override
 
-from funcollect.core.batch import OUTCOME_KEYS
-from funcollect.core.loops import device_delivery
-from funcollect.core.loops.delivery import TrajectoryLimit, deliver, new_columns, reset_counters
-from funcollect.core.loops.eager import step_all
-from funcollect.core.request import Request, open_actor, step_limit
+from funcollect.core.batch import OUTCOME_KEYS, new_columns, reset_counters
+from funcollect.core.loops import eager
+from funcollect.core.loops.eager import Stepper, TrajectoryLimit, timed
+from funcollect.core.request import Request, step_limit
 from funcollect.core.state import CollectorState, all_lanes, first_state
 from funcollect.envs.base import checked_start, checked_transition
 from funcollect.errors import EnvError
 from funcollect.interop.memory import fixed
-from funcollect.interop.reads import reads_together
 from funcollect.keys import Key, LaneKeys, Purpose
 from funcollect.messages import shown
-from funcollect.protocols import DeviceEnv, Policy, TorchEnv
+from funcollect.protocols import DeviceEnv, Policy, TorchEnv, Transition
 from funcollect.specs import assemble, disassemble, torch_dtype
 from funcollect.tree import NAMESPACE, Path, select
 
@@ -49,17 +47,29 @@ def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: 
 def reset(env: TorchEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
     """Implement `funcollect.reset` of the lanes of a mask [P]."""
     episode = state.episode + lanes
-    fresh, root = _begin(env, LaneKeys.of(state.key, Purpose.RESET, state.lane, episode), state.env_params)
-    return state.replace(
-        env_state=select(lanes, fresh, state.env_state),
-        observation=select(lanes, root, dict(state.observation)),
-        **reset_counters(state, lanes, episode),
-    )
+    start = _begin(env, LaneKeys.of(state.key, Purpose.RESET, state.lane, episode), state.env_params)
+    env_state, observation = select(lanes, start, (state.env_state, dict(state.observation)))
+    return state.replace(env_state=env_state, observation=observation, **reset_counters(state, lanes, episode))
+
+
+def recover(env: TorchEnv, state: CollectorState) -> CollectorState:
+    """Implement `funcollect.recover`: states are values and never stale."""
+    return reset(env, state, all_lanes(state))
+
+
+def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
+    """Implement `funcollect.fork`: the state itself, which is a value."""
+    return state
+
+
+def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
+    """Implement `funcollect.rollout`."""
+    return eager.run(TensorStepper(env, policy, state, request, TensorLanes.of(state), step_limit(env, request)))
 
 
 def _begin(env: TorchEnv, keys: LaneKeys, params: Any) -> Start:
     """Return state and observation of all lanes at the start of their episodes: a function of the arguments."""
-    env_state, observation = checked_start(env, env.reset(keys, params))
+    env_state, observation = checked_start(env, timed("environment", env.reset)(keys, params))
     return env_state, by_path(env, observation)
 
 
@@ -82,7 +92,7 @@ def check_tensors(env: TorchEnv | DeviceEnv, root: dict[Path, Tensor], num_lanes
         _check_tensor(env, f"observation {leaf.name!r}", root[leaf.path], shape, torch_dtype(leaf.dtype))
 
 
-def check_step(env: TorchEnv | DeviceEnv, answer: Any, num_lanes: int) -> None:
+def _check_step(env: TorchEnv | DeviceEnv, answer: Any, num_lanes: int) -> None:
     """Raise EnvError unless `step` returned reward and flags [P], the flags bool, and an observation of the space."""
     transition = checked_transition(env, answer)
     reward = transition.reward
@@ -98,43 +108,15 @@ def _check_tensor(env: TorchEnv | DeviceEnv, name: str, value: Any, shape: tuple
         raise EnvError(f"{name} of {env} is {got}, expected {dtype} {shape}: correct reset, step or the space")
 
 
-def recover(env: TorchEnv, state: CollectorState) -> CollectorState:
-    """Implement `funcollect.recover`: states are values and never stale."""
-    return reset(env, state, all_lanes(state))
-
-
-def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
-    """Implement `funcollect.fork`: the state itself, which is a value."""
-    return state
-
-
-def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
-    """Implement `funcollect.rollout`."""
-    loop = TensorLoop(env, request, TensorLanes.of(env, state))
-    actor = open_actor(env, policy, state, request, as_read(env, policy, loop.root))
-    wait = reads_wait(env.device)
-    with reads_together() if wait else nullcontext():
-        with actor.running():
-            step_all(loop, actor, request.length)
-            policy_state, outputs = actor.finish()
-        if wait:
-            counters, batch = device_delivery.deliver(env, state, request, loop.columns, outputs)
-        else:
-            no_ages = torch.zeros(state.num_lanes, dtype=torch.int64)  # nothing is replayed
-            counters, batch, _ = deliver(env, state, request, loop.columns, outputs, no_ages)
-        after = state.replace(
-            env_state=loop.env_state,
-            observation={path: root.clone() for path, root in loop.root.items()},
-            policy_state=policy_state,
-            steps=state.steps_made + request.length,
-            **counters,
-        )
-    return after, batch
-
-
 def reads_wait(device: torch.device) -> bool:
     """Whether to read a tensor of this device is to wait for all work on it, so that the loop reads none."""
     return device.type != "cpu"
+
+
+def as_read(env: TorchEnv | DeviceEnv, policy: Policy, root: dict[Path, Tensor]) -> Any:
+    """Return the memory that a policy reads, in the space's structure. On the CPU, JAX reads NumPy faster."""
+    in_numpy = policy.backend != "torch" and env.device.type == "cpu"
+    return assemble(env.observation_space, {path: row.numpy() if in_numpy else row for path, row in root.items()})
 
 
 class TensorLanes(NamedTuple):
@@ -152,130 +134,134 @@ class TensorLanes(NamedTuple):
     step_keys: tuple[Any, Any]  # and to its steps
 
     @classmethod
-    def of(cls, env: TorchEnv, state: CollectorState) -> TensorLanes:
-        """The lanes of a state."""
-        lane = state.lane.to(env.device)
+    def of(cls, state: CollectorState, *, keyed: bool = True) -> TensorLanes:
+        """The lanes of a state; without keys unless they are `keyed`."""
+        start_keys, step_keys = (
+            LaneKeys.of(state.key, purpose, state.lane, 0).keys if keyed else (None, None)
+            for purpose in (Purpose.RESET, Purpose.DYNAMICS)
+        )
         return cls(
             env_state=state.env_state,
             env_params=state.env_params,
             observation=dict(state.observation),
-            lane=lane,
-            episode=state.episode.to(env.device),
-            step=state.step.to(env.device),
-            finished=(state.terminated | state.truncated).to(env.device),
+            lane=state.lane,
+            episode=state.episode,
+            step=state.step,
+            finished=state.terminated | state.truncated,
             steps=state.steps_made,
-            start_keys=LaneKeys.of(state.key, Purpose.RESET, lane, 0).keys,
-            step_keys=LaneKeys.of(state.key, Purpose.DYNAMICS, lane, 0).keys,
+            start_keys=start_keys,
+            step_keys=step_keys,
         )
 
 
-class TensorLoop:
-    """The stepper of environments written in Torch.
+class TensorStepper(Stepper):
+    """The stepper of environments whose lanes are tensors; `state` is only needed for the batch.
 
     Attributes:
-        env_state: the environment's state.
-        root: the observation by key, each [P, ...]: the same memory throughout, which the policy reads.
-        columns: the recorded entries, each [T, P, ...], under the batch's keys.
+        root: the observation by key, each [P, ...]: the same memory throughout.
     """
 
-    def __init__(self, env: TorchEnv, request: Request, lanes: TensorLanes) -> None:
-        self._env = env
-        self._request = request
-        self._begun = lanes
-        self.env_state: Any = lanes.env_state
-        self.root = {path: fixed(value) for path, value in lanes.observation.items()}
-        self._episode = lanes.episode
-        limit = step_limit(env, request)
-        self._limit = None if limit is None else TrajectoryLimit(lanes.step, limit)
-        self._finished = lanes.finished
-        self._reads_wait = reads_wait(env.device)
+    def __init__(
+        self, env: Any, policy: Policy, state: Any, request: Request, lanes: TensorLanes, limit: int | None = None
+    ) -> None:
+        super().__init__(env, policy, state, request)
+        self.waits = reads_wait(env.device)
+        self.root = {leaf.path: fixed(lanes.observation[leaf.path]) for leaf in env.observation_leaves}
+        self.observation = as_read(env, policy, self.root)
         self.columns = new_columns(self.root, request)
         self._reward, self._terminated, self._truncated = (self.columns[path] for path in OUTCOME_KEYS)
         self._roots = [self.columns[path] for path in self.root]
         self._nexts = [self.columns["next", *path] for path in self.root]
-
-    def record(self, t: int) -> None:
-        """See `Stepper`."""
-        for column, root in zip(self._roots, self.root.values(), strict=True):
-            column[t] = root
+        self._lanes, self._env_state, self._episode = lanes, lanes.env_state, lanes.episode
+        self._finished = lanes.finished
+        self._limit = None if limit is None else TrajectoryLimit(lanes.step, limit)
 
     def lanes(self) -> TensorLanes:
         """The lanes after all steps."""
-        length = self._request.length
-        return self._begun._replace(
-            env_state=self.env_state,
+        length = self.request.length
+        return self._lanes._replace(
+            env_state=self._env_state,
             observation=self.root,
             episode=self._episode,
-            step=self._begun.step if self._limit is None else self._limit.steps(length),
+            step=self._lanes.step if self._limit is None else self._limit.steps(length),
             finished=self._finished,
-            steps=self._begun.steps + length,
+            steps=self._lanes.steps + length,
         )
 
+    @override
+    def begin(self) -> None:
+        self._move = timed("environment", self.env.step)
+
+    @override
+    def record(self, t: int) -> None:
+        for column, root in zip(self._roots, self.root.values(), strict=True):
+            column[t] = root
+
+    @override
     def step(self, t: int, action: Any) -> Tensor | None:
         """See `Stepper`; the lanes that began another episode are a mask [P]."""
-        action, lanes = as_tensor(action, self._env.device), self._begun
+        env, restarting = self.env, self.request.reset_when_done
         with torch.no_grad():
-            key = LaneKeys(lanes.lane, lanes.step_keys, lanes.steps + t)
-            answer = self._env.step(key, self.env_state, action, lanes.env_params)
+            # a copy, since an environment's state may keep it
+            at_hand = isinstance(action, Tensor)
+            action = action.to(env.device, copy=True) if at_hand else torch.from_numpy(np.array(action)).to(env.device)
+            answer = self._answer(t, action)
             if t == 0:
-                check_step(self._env, answer, len(lanes.lane))
-            terminated, truncated, env_state = answer.terminated, answer.truncated, answer.env_state
+                _check_step(env, answer, len(self._finished))
+            truncated = answer.truncated
             if self._limit is not None:
                 truncated = truncated | self._limit.reached(t)
-            observed = disassemble(self._env.observation_space, answer.observation)
-            done: Tensor = terminated | truncated
-            if not self._request.reset_when_done:
-                kept = [column[t] for column in self._roots]
-                before = self.env_state, kept
-                env_state, observed = select(self._finished, before, (env_state, observed))
-                self._finished = self._finished | done
-            for root, column, value in zip(self.root.values(), self._nexts, observed, strict=True):
+            observed = disassemble(env.observation_space, answer.observation)
+            done: Tensor = answer.terminated | truncated
+            if not restarting:
+                observed = select(self._finished, [column[t] for column in self._roots], observed)
+            for column, value in zip(self._nexts, observed, strict=True):
                 column[t] = value
-                root.copy_(value)
             self._reward[t] = answer.reward
-            self._terminated[t] = terminated
+            self._terminated[t] = answer.terminated
             self._truncated[t] = truncated
-            keep_infos(self.columns, t, self._request.length, answer.info)
-            self.env_state = env_state
-            return self._restart(t, done) if self._request.reset_when_done else None
+            for name, value in answer.info.items():
+                path = ("next", "info", name)
+                if t == 0:
+                    self.columns[path] = value.new_empty(self.request.length, *value.shape)
+                self.columns[path][t] = value
+            for root, value in zip(self.root.values(), self._continue(answer, observed), strict=True):
+                root.copy_(value)
+            if restarting:
+                return self._restart(t, done)
+            self._finished = self._finished | done
+            return None
+
+    def _answer(self, t: int, action: Tensor) -> Transition:
+        lanes = self._lanes
+        key = LaneKeys(lanes.lane, lanes.step_keys, lanes.steps + t)
+        answer: Transition = self._move(key, self._env_state, action, lanes.env_params)
+        return answer
+
+    def _continue(self, answer: Transition, observed: list[Tensor]) -> Iterable[Tensor]:
+        """Keep the environment's state; return the observations [P, ...] that the policy reads next."""
+        restarting = self.request.reset_when_done
+        before, after = self._env_state, answer.env_state
+        self._env_state = after if restarting else select(self._finished, before, after)
+        return observed
 
     def _restart(self, t: int, done: Tensor) -> Tensor | None:
         """Begin another episode in the lanes of the mask `done` [P]; return the mask, or None if it has no lane.
 
         Where reads wait, the mask is not read.
         """
-        if not self._reads_wait and not bool(done.any()):
+        if not self.waits and not bool(done.any()):
             return None
-        lanes = self._begun
+        lanes = self._lanes
         self._episode = self._episode + done
         if self._limit is not None:
             self._limit.restart(t, done)
-        fresh, root = _begin(self._env, LaneKeys(lanes.lane, lanes.start_keys, self._episode), lanes.env_params)
-        self.env_state = select(done, fresh, self.env_state)
+        fresh, root = _begin(self.env, LaneKeys(lanes.lane, lanes.start_keys, self._episode), lanes.env_params)
+        self._env_state = select(done, fresh, self._env_state)
         for path, value in root.items():
             self.root[path].copy_(select(done, value, self.root[path]))
         return done
 
-
-def as_read(env: TorchEnv | DeviceEnv, policy: Policy, root: dict[Path, Tensor]) -> Any:
-    """Return the memory that a policy reads, in the space's structure. On the CPU, JAX reads NumPy faster."""
-    leaves: dict[Path, Any] = root
-    if policy.backend != "torch" and env.device.type == "cpu":
-        leaves = {path: value.numpy() for path, value in root.items()}
-    return assemble(env.observation_space, leaves)
-
-
-def keep_infos(columns: dict[Path, Tensor], t: int, length: int, info: Mapping[str, Tensor]) -> None:
-    """Record a step's infos, in columns that are made at the first step."""
-    for name, value in info.items():
-        path = ("next", "info", name)
-        if t == 0:
-            columns[path] = value.new_empty(length, *value.shape)
-        columns[path][t] = value
-
-
-def as_tensor(action: Any, device: torch.device) -> Tensor:
-    """A copy of a policy's action as a tensor on `device`: an environment's state may keep it."""
-    if isinstance(action, Tensor):
-        return action.to(device, copy=True)
-    return torch.from_numpy(np.array(action)).to(device)
+    @override
+    def end(self, counters: dict[str, Tensor]) -> tuple[Any, dict[Path, Tensor]]:
+        return self._env_state, {path: root.clone() for path, root in self.root.items()}

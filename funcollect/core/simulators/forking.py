@@ -19,14 +19,6 @@ from funcollect.processes.failures import UnsentResultError
 from funcollect.protocols import HostEnv, SavableSnapshots, Simulators, SimulatorsOfLanes, SnapshotSimulators
 
 
-def fork_simulation(source: Simulation, state: CollectorState) -> SimulatorHandle:
-    """Rebuild the simulators and bring them to the state of the source's. Raises as `funcollect.fork` does."""
-    advice = "begin a second run with funcollect.init"
-    if source.env.seeding != "episode":
-        advice += ", or take the same simulator through funcollect.envs.from_gymnasium"
-    return rebuild(source.env, record_of(source, "forked", advice), state)
-
-
 def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
     """Describe the state of simulators for `rebuild`.
 
@@ -39,12 +31,12 @@ def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
             f"{env} cannot be {aim}: {kept}, which a replay does not restore: normalise in the policy instead "
             "(funcollect.normalized; funcollect.scale_rewards for rewards)"
         )
+    if env.forking == "none" and env.seeding == "episode":
+        raise ReplayError(
+            f"{env} keeps no actions to replay, so it cannot be {aim}: make it without replayable=False (in "
+            f"a class of your own, without forking='none'), or {advice}"
+        )
     if env.forking == "none":
-        if env.seeding == "episode":
-            raise ReplayError(
-                f"{env} keeps no actions to replay, so it cannot be {aim}: make it without replayable=False (in "
-                f"a class of your own, without forking='none'), or {advice}"
-            )
         raise ReplayError(f"{env} is seeded by {env.seeding} and gives no snapshot, so it cannot be {aim}: {advice}")
     if source.changed_in_part:
         raise ReplayError(
@@ -74,22 +66,19 @@ def rebuild(
 
     They are new ones unless `simulators` are given. A `saved` record has its snapshot as plain data.
     """
-    copy = Simulation(env, record.key, state.lane, simulators)
-    forked = "continue without a fork: the state can still be used"
-    otherwise = "load with episodes='restart', which begins new ones" if saved else forked
+    copy, returns = Simulation(env, record.key, state.lane, simulators), None
     try:
-        _repeat_calls_before(copy, record, state)
+        if record.calls:
+            _repeat_earlier_calls(copy, record, state)
         if env.forking == "replay":
             returns = _replay(copy, record, state)
-            _compare(copy, state, otherwise)
-            _compare_returns(returns, state, otherwise)
         else:
-            restoring = cast(SnapshotSimulators, copy.simulators)
-            snapshot = record.snapshot
+            restoring, snapshot = cast(SnapshotSimulators, copy.simulators), record.snapshot
             if saved and isinstance(restoring, SavableSnapshots):
                 snapshot = restoring.snapshot_from(snapshot)
             restoring.restore(snapshot)
-            _compare(copy, state, otherwise)
+        forked = "continue without a fork: the state can still be used"
+        _compare(copy, returns, state, "load with episodes='restart', which begins new ones" if saved else forked)
     except BaseException:
         copy.close()
         raise
@@ -124,30 +113,6 @@ def _replay(copy: Simulation, record: SimulationRecord, state: CollectorState) -
     return returns
 
 
-def _repeat_calls_before(copy: Simulation, record: SimulationRecord, state: CollectorState) -> None:
-    """Repeat the calls of functions that were made before each lane's current episode, in some other episode."""
-    if not record.calls:
-        return
-    _restart(copy, range(len(record.episodes)), state)
-    replayed = copy.env.forking == "replay"
-    for call in record.calls:
-        lanes = call.lanes(record.episodes, during=False) if replayed else range(len(record.episodes))
-        _repeat_call(copy, lanes, call)
-
-
-def _repeat_calls(copy: Simulation, record: SimulationRecord, steps: int) -> None:
-    """Repeat the calls of functions that were made after so many steps, in lanes whose current episode had begun."""
-    for call in record.calls:
-        if call.steps == steps and (lanes := call.lanes(record.episodes, during=True)):
-            _repeat_call(copy, lanes, call)
-
-
-def _repeat_call(copy: Simulation, lanes: Sequence[int], call: AppliedCall) -> None:
-    """Repeat the call of a function in these lanes; nobody asks for its results."""
-    with contextlib.suppress(UnsentResultError):
-        cast(SimulatorsOfLanes, copy.simulators).apply(lanes, call.function, call.args)
-
-
 def _restart(copy: Simulation, lanes: Sequence[int], state: CollectorState) -> None:
     """Begin the state's current episode in these lanes, once or again."""
     for lane in lanes:
@@ -155,27 +120,41 @@ def _restart(copy: Simulation, lanes: Sequence[int], state: CollectorState) -> N
     copy.restart(lanes)
 
 
-def _compare_returns(returns: npt.NDArray[np.float64], state: CollectorState, otherwise: str) -> None:
-    """Raise ReplayError unless the replayed episodes brought the rewards of the state's."""
-    wrong = returns != state.returns.numpy()
-    if wrong.any():
-        lane = int(wrong.argmax())
+def _repeat_earlier_calls(copy: Simulation, record: SimulationRecord, state: CollectorState) -> None:
+    """Repeat the calls of functions that were made before each lane's current episode, in some other episode."""
+    _restart(copy, range(len(record.episodes)), state)
+    for call in record.calls:
+        replayed = copy.env.forking == "replay"
+        _repeat(copy, call.lanes(record.episodes, during=False) if replayed else range(len(record.episodes)), call)
+
+
+def _repeat_calls(copy: Simulation, record: SimulationRecord, steps: int) -> None:
+    """Repeat the calls of functions that were made after so many steps, in lanes whose current episode had begun."""
+    for call in record.calls:
+        if call.steps == steps and (lanes := call.lanes(record.episodes, during=True)):
+            _repeat(copy, lanes, call)
+
+
+def _repeat(copy: Simulation, lanes: Sequence[int], call: AppliedCall) -> None:
+    with contextlib.suppress(UnsentResultError):  # nobody asks for the results
+        cast(SimulatorsOfLanes, copy.simulators).apply(lanes, call.function, call.args)
+
+
+def _compare(copy: Simulation, returns: npt.NDArray[np.float64] | None, state: CollectorState, otherwise: str) -> None:
+    """Raise ReplayError unless the copy has the observations of the state, and its replay brought the same rewards."""
+    for path, value in copy.observation().items():
+        wanted = state.observation[path]
+        wrong = ~torch.isclose(value, wanted, rtol=0, atol=0, equal_nan=True).reshape(len(wanted), -1).all(-1)
+        if bool(wrong.any()):
+            raise ReplayError(
+                f"lane {int(wrong.nonzero()[0])}: replaying the episode's seed and actions gave another "
+                f"{'.'.join(path)}, expected the same: the environment is not a function of these. Let it draw from "
+                f"self.np_random, not from a global generator, or {otherwise}"
+            )
+    if returns is not None and (different := returns != state.returns.numpy()).any():
+        lane = int(different.argmax())
         raise ReplayError(
             f"lane {lane}: replaying the episode's seed and actions gave the return {returns[lane]}, expected "
             f"{float(state.returns[lane])}: a wrapper keeps numbers from earlier episodes, such as a running mean of "
             f"rewards. Scale rewards in the batch instead (funcollect.scale_rewards), or {otherwise}"
         )
-
-
-def _compare(copy: Simulation, state: CollectorState, otherwise: str) -> None:
-    """Raise ReplayError unless the copy has the observations of the state."""
-    for path, value in copy.observation().items():
-        wanted = state.observation[path]
-        wrong = ~torch.isclose(value, wanted, rtol=0, atol=0, equal_nan=True).reshape(len(wanted), -1).all(-1)
-        if bool(wrong.any()):
-            lane = int(wrong.nonzero()[0])
-            raise ReplayError(
-                f"lane {lane}: replaying the episode's seed and actions gave another {'.'.join(path)}, expected the "
-                "same: the environment is not a function of these. Let it draw from self.np_random, not from a global "
-                f"generator, or {otherwise}"
-            )

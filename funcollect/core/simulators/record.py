@@ -56,11 +56,8 @@ class ActionLog:
 
     def resume(self, actions: Tensor | None, ages: Tensor) -> None:
         """Continue the log with the result of another's `since_reset`, and its ages."""
-        self.ages = ages
-        self._chunks, self._length = deque(), 0
-        if actions is not None and len(actions):
-            self._chunks.append(actions)
-            self._length = len(actions)
+        given = [] if actions is None or not len(actions) else [actions]
+        self.ages, self._chunks, self._length = ages, deque(given), sum(map(len, given))
 
 
 class AppliedCall(NamedTuple):
@@ -78,25 +75,14 @@ class AppliedCall(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationRecord:
-    """What brings new simulators to the state of these: for `fork` in memory, for `save` in a file.
-
-    Attributes:
-        episodes: [P], the episode that each lane is in.
-        steps: steps of every lane since `init`.
-        unseeded: the lanes that get a seed at their next reset in any case.
-        ages: [P] int64, steps of the loop since each lane's reset.
-        actions: [max(ages), P, ...], the latest actions, for simulators that are replayed.
-        snapshot: that of simulators which give one.
-        last_outcome: that of the last step, which finished lanes repeat.
-        calls: of functions, in order.
-    """
+    """What brings new simulators to the state of these: for `fork` in memory, for `save` in a file."""
 
     key: Key
-    episodes: list[int]
-    steps: int
-    unseeded: set[int]
-    ages: Tensor
-    actions: Tensor | None
-    snapshot: Any
-    last_outcome: Outcome
-    calls: list[AppliedCall] = field(default_factory=list)
+    episodes: list[int]  # [P], the episode that each lane is in
+    steps: int  # of every lane since `init`
+    unseeded: set[int]  # lanes that get a seed at their next reset in any case
+    ages: Tensor  # [P] int64, steps of the loop since each lane's reset
+    actions: Tensor | None  # [max(ages), P, ...], the latest ones, for simulators that are replayed
+    snapshot: Any  # of simulators that give one
+    last_outcome: Outcome  # which finished lanes repeat
+    calls: list[AppliedCall] = field(default_factory=list)  # of functions, in order

@@ -7,19 +7,22 @@ many episodes each lane has begun, and the actions since, from which `fork` and 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Generic, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar, override
 
 from funcollect.core.simulators.record import LARGEST_LOG, ActionLog, AppliedCall, SimulationRecord
 from funcollect.errors import ClosedError, EnvError, NotCalledError, StaleStateError
 from funcollect.keys import Key, Purpose, lane_keys
 from funcollect.processes.failures import UnsentResultError
 from funcollect.protocols import (
+    DeviceEnv,
+    DeviceSimulators,
     HostEnv,
     Outcome,
     RenewedSimulators,
@@ -34,28 +37,20 @@ from funcollect.tree import Path
 _SEEDS = 64  # of episodes, drawn at once
 
 
-class Simulation:
-    """Simulators, their action log, and the version of the state that may use them."""
+class LiveSimulators:
+    """Simulators, and the version of the state that may use them.
 
-    def __init__(self, env: HostEnv, key: Key, lanes: Tensor, simulators: Simulators | None = None) -> None:
-        """Open simulators, or use those of another simulation."""
-        self.env = env
-        self._each_episode = env.seeding == "episode"
-        self.lanes: list[int] = lanes.tolist()
-        simulators = env.open() if simulators is None else simulators
+    Attributes:
+        steps: steps of every lane since `init`.
+    """
+
+    steps: int
+
+    def __init__(self, env: HostEnv | DeviceEnv, simulators: Simulators | DeviceSimulators) -> None:
         self._finalizer = weakref.finalize(self, simulators.close)  # first of all: Ctrl-C may come at any moment
-        self.simulators: Simulators = simulators
+        self.env, self.simulators = env, simulators
+        self.version, self.busy, self.closed = 0, False, False
         self.renewed = simulators if isinstance(simulators, RenewedSimulators) else None
-        self._restarting = simulators if isinstance(simulators, RestartingSimulators) else None
-        self._announced = False  # whether those know the seeds of the next episodes
-        self.version = 0
-        self.busy = False
-        self.closed = False
-        self.calls: list[AppliedCall] = []
-        self.changed_in_part = False  # whether a function raised, so that only some lanes' environments have changed
-        self.rekey(key, [-1] * len(self.lanes), 0)
-        self.action_log = ActionLog(len(self.lanes), LARGEST_LOG if env.forking == "replay" else 0)
-        self.last_outcome: Outcome = ((), (), (), ())  # read by `FinishedLanes`
 
     def __reduce__(self) -> Any:
         """Refuse to be copied or pickled: copies of MuJoCo and ALE would silently take another course."""
@@ -66,19 +61,55 @@ class Simulation:
 
     def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
         """Take further seeds from `key`, after the episodes with the numbers `episodes` [P] and so many steps."""
-        self.key = key
+        raise NotImplementedError
+
+    def seed_again(self) -> None:
+        """Give every lane a seed at its next reset: after a call that did not end, simulators may stand anywhere."""
+
+    def release(self) -> SimulatorHandle[Self]:
+        """Return the handle of the next state."""
+        self.busy = False
+        return SimulatorHandle(self, self.version)
+
+    def close(self) -> None:
+        """Free the simulators, once."""
+        self.closed = True
+        self._finalizer()
+
+
+class Simulation(LiveSimulators):
+    """Simulators of lanes on the host, and their action log."""
+
+    env: HostEnv
+    simulators: Simulators
+
+    def __init__(self, env: HostEnv, key: Key, lanes: Tensor, simulators: Simulators | None = None) -> None:
+        """Open simulators, or use those of another simulation."""
+        super().__init__(env, env.open() if simulators is None else simulators)
+        self._each_episode = env.seeding == "episode"
+        self.lanes: list[int] = lanes.tolist()
+        self._restarting = self.simulators if isinstance(self.simulators, RestartingSimulators) else None
+        self._announced = False  # whether those know the seeds of the next episodes
+        self.calls: list[AppliedCall] = []
+        self.changed_in_part = False  # whether a function raised, so that only some lanes' environments have changed
+        self.rekey(key, [-1] * len(self.lanes), 0)
+        self.action_log = ActionLog(len(self.lanes), LARGEST_LOG if env.forking == "replay" else 0)
+        self.last_outcome: Outcome = ((), (), (), ())  # which finished lanes repeat
+
+    @override
+    def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
+        self.key, self.episodes, self.steps = key, episodes, steps
         self.calls = [call._replace(episodes=[-1] * len(self.lanes)) for call in self.calls]
-        self.episodes = episodes
-        self.steps = steps
         self._seeds: list[tuple[int, list[int]]] = [(0, [])] * len(self.lanes)  # with the episode of the first one
         self._draw_seeds(slice(None))
         self.seed_again()
 
-    def _draw_seeds(self, lanes: slice, first: int | None = None) -> None:
-        """Draw seeds of some lanes, many at once, since NumPy then needs less for each.
+    @override
+    def seed_again(self) -> None:
+        self._unseeded = set(range(len(self.lanes)))
 
-        They are those of the episodes from `first` on, or from each lane's next one on.
-        """
+    def _draw_seeds(self, lanes: slice, first: int | None = None) -> None:
+        """Draw the seeds of some lanes' episodes from `first`, or from each lane's next one, on: many at once."""
         keys = lane_keys(self.key, Purpose.RESET, np.array(self.lanes))
         firsts = [episode + 1 if first is None else first for episode in self.episodes[lanes]]
         numbers = np.add.outer(np.array(firsts, np.uint32), np.arange(_SEEDS, dtype=np.uint32))
@@ -93,11 +124,6 @@ class Simulation:
         first, seeds = self._seeds[lane]
         return seeds[episode - first]
 
-    def renew(self) -> None:
-        """Get ready for a reset of all lanes, also after a call that did not end."""
-        if self.renewed is not None and self.renewed.renew():
-            self.seed_again()
-
     def _next_seeds(self, lanes: Sequence[int]) -> list[int | None]:
         """The seeds of the next episodes of some lanes, None where the generator of an earlier episode continues."""
         seeds: list[int | None] = []
@@ -106,15 +132,16 @@ class Simulation:
             seeds.append(self._seed(lane, self.episodes[lane] + 1) if seeded else None)
         return seeds
 
+    def renew(self) -> None:
+        """Get ready for a reset of all lanes, also after a call that did not end."""
+        if self.renewed is not None and self.renewed.renew():
+            self.seed_again()
+
     def announce(self, restarting: bool) -> None:
-        """Tell simulators that can use it whether, and how, lanes will be restarted at the ends of their episodes."""
+        """Announce whether, and how, lanes will be restarted to simulators that can use it."""
         if self._restarting is not None:
             every, self._announced = range(len(self.lanes)), restarting
             self._restarting.announce(every, self._next_seeds(every) if restarting else None)
-
-    def seed_again(self) -> None:
-        """Give every lane a seed at its next reset: after a call that did not end, simulators may stand anywhere."""
-        self._unseeded = set(range(len(self.lanes)))
 
     def restart(self, lanes: Sequence[int]) -> None:
         """Begin the next episode of each of `lanes`.
@@ -144,14 +171,15 @@ class Simulation:
 
     def record(self) -> SimulationRecord:
         """Describe the state of the simulators."""
+        forking = self.env.forking
         return SimulationRecord(
             key=self.key,
             episodes=list(self.episodes),
             steps=self.steps,
             unseeded=set(self._unseeded),
             ages=self.action_log.ages,
-            actions=self.action_log.since_reset() if self.env.forking == "replay" else None,
-            snapshot=cast(SnapshotSimulators, self.simulators).snapshot() if self.env.forking == "snapshot" else None,
+            actions=self.action_log.since_reset() if forking == "replay" else None,
+            snapshot=cast(SnapshotSimulators, self.simulators).snapshot() if forking == "snapshot" else None,
             last_outcome=self.last_outcome,
             calls=list(self.calls),
         )
@@ -159,10 +187,9 @@ class Simulation:
     def go_on_as(self, record: SimulationRecord) -> None:
         """Take over the saved record, once the simulators have been brought to that state."""
         self.episodes, self.steps = list(record.episodes), record.steps
-        self._unseeded = set(record.unseeded)
+        self._unseeded, self.calls = set(record.unseeded), list(record.calls)
         self.action_log.resume(record.actions, record.ages)
         self.last_outcome = record.last_outcome
-        self.calls = list(record.calls)
 
     def observation(self) -> dict[Path, Tensor]:
         """Return a copy of the current root observation."""
@@ -173,16 +200,6 @@ class Simulation:
         for path, array in self.simulators.observation.items():
             array[...] = observation[path].numpy()
 
-    def release(self) -> SimulatorHandle:
-        """Return the handle of the next state."""
-        self.busy = False
-        return SimulatorHandle(self, self.version)
-
-    def close(self) -> None:
-        """Free the simulators, once."""
-        self.closed = True
-        self._finalizer()
-
     def hand_over(self) -> Simulators:
         """The simulators, for another simulation; this one is closed."""
         self.closed = True
@@ -190,62 +207,17 @@ class Simulation:
         return self.simulators
 
 
-class FinishedLanes:
-    """Steps simulators while some of their lanes stay finished. A finished lane repeats its last outcome.
-
-    `deliver` replaces the rewards of finished lanes by zeros.
-    """
-
-    def __init__(self, simulation: Simulation, lanes: Iterable[int]) -> None:
-        self._simulation = simulation
-        self._every = range(len(simulation.lanes))
-        self.lanes: set[int] = set()
-        self._action: Any = None
-        self.add(lanes)
-
-    def add(self, lanes: Iterable[int]) -> None:
-        """Keep these lanes finished from now on."""
-        self.lanes.update(lanes)
-        self._live = [lane for lane in self._every if lane not in self.lanes]
-        self._rows = {path: array[[*self.lanes]] for path, array in self._simulation.simulators.observation.items()}
-
-    def send(self, lanes: Sequence[int], action: Any) -> None:
-        """Keep the actions [P, ...] of all lanes, and undo a policy's writes into the rows of finished ones."""
-        self._action = action
-        for path, rows in self._rows.items():
-            self._simulation.simulators.observation[path][[*self.lanes]] = rows
-
-    def receive(self) -> tuple[Sequence[int], Outcome]:
-        """Step the lanes that are not finished with the actions that were sent; return all lanes and their outcome."""
-        return self._every, self.step(self._action)
-
-    def step(self, action: Any) -> Outcome:
-        """Step the lanes that are not finished, with their rows of `action` [P, ...]; return the outcome of all."""
-        simulation, live = self._simulation, self._live
-        if not self.lanes:
-            simulation.simulators.send(self._every, action)
-            _, simulation.last_outcome = simulation.simulators.receive()
-        elif live:
-            reward, terminated, truncated, info = simulation.last_outcome
-            # copies, since simulators may write the next outcome into the same arrays
-            columns: list[Any] = [[*np.array(column)] for column in (reward, terminated, truncated, *info)]
-            simulation.simulators.send(live, action[live])
-            lanes, (reward, terminated, truncated, info) = simulation.simulators.receive()
-            for column, values in zip(columns, (reward, terminated, truncated, *info), strict=True):
-                for lane, value in zip(lanes, values, strict=True):
-                    column[lane] = value
-            simulation.last_outcome = columns[0], columns[1], columns[2], columns[3:]
-        return simulation.last_outcome
+Held = TypeVar("Held", bound=LiveSimulators, default=Any)
 
 
 @dataclass(frozen=True)
-class SimulatorHandle:
-    """A state's handle on a simulation, which can be used once."""
+class SimulatorHandle(Generic[Held]):
+    """A state's handle on simulators, which can be used once."""
 
-    simulation: Simulation
+    simulation: Held
     version: int
 
-    def claim(self, *, stale: bool = False) -> Simulation:
+    def claim(self, *, stale: bool = False) -> Held:
         """Use the handle: return its simulation, and make this and earlier handles stale. Raises as `check` does."""
         self.check(stale=stale)
         if self.simulation.busy:
@@ -265,16 +237,15 @@ class SimulatorHandle:
         With `stale`, a superseded handle is accepted, as `recover` does. Simulators in other processes are closed for
         a process that was forked from the one that started them.
         """
-        if self.simulation.closed:
-            raise ClosedError(
-                f"the simulators of {self.simulation.env} were closed: make a new state with funcollect.init"
-            )
-        if self.simulation.renewed is not None:
-            self.simulation.renewed.check_owner()
-        if self.version != self.simulation.version and not stale:
+        held = self.simulation
+        if held.closed:
+            raise ClosedError(f"the simulators of {held.env} were closed: make a new state with funcollect.init")
+        if held.renewed is not None:
+            held.renewed.check_owner()
+        if self.version != held.version and not stale:
             interrupted = "the call that used it did not end (an exception, or Ctrl-C)"
-            reason = interrupted if self.simulation.busy else "a later state has taken its place"
-            raise StaleStateError(_STALE.format(env=self.simulation.env, reason=reason))
+            reason = interrupted if held.busy else "a later state has taken its place"
+            raise StaleStateError(_STALE.format(env=held.env, reason=reason))
 
 
 _STALE = """this state over the simulators of {env} cannot be used again: {reason}.

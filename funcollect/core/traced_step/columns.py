@@ -72,9 +72,10 @@ def constant_columns(state: Traced, capacity: int) -> Row:
     return {path: jnp.broadcast_to(row, (capacity, *row.shape)) for path, row in rows.items()}
 
 
-def empty_columns(row: Row, capacity: int) -> Row:
-    """Trace columns of zeros for rows of these shapes and dtypes."""
-    return {path: import_jax().numpy.zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in row.items()}
+def empty_columns(config: StepConfig, bound: Any, state: Traced, capacity: int) -> Row:
+    """Trace columns of zeros for `recorded_row`."""
+    zeros, row = import_jax().numpy.zeros, recorded_row(config, bound, state)
+    return {path: zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in row.items()}
 
 
 def write_row(columns: dict[Name, Any], row: dict[Name, Any], t: Any) -> dict[Name, Any]:
@@ -99,15 +100,14 @@ def _widen(row: Row, *, dtypes: Dtypes, total_lanes: int) -> Row:
     return row | wide | {_TRAJECTORY: words.trajectory_ids(lane, episode, total_lanes)}
 
 
-def cast(leaves: dict[Path, Tensor], dtypes: Dtypes) -> dict[Path, Tensor]:
-    """Return the leaves in these dtypes: words as int64 over the same memory, others converted."""
-    return {path: _cast(leaf, dtypes.get(path, leaf.dtype)) for path, leaf in leaves.items()}
-
-
-def _cast(leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.int64 and leaf.dtype == torch.int32:
-        return words.as_int64(leaf)
-    return leaf.to(dtype)  # the leaf itself if it has the dtype
+def typed(leaves: dict[Path, Tensor], of: JaxEnv | Dtypes) -> dict[Path, Tensor]:
+    """Return the leaves in the dtypes of a batch: words as int64 over the same memory, others converted."""
+    dtypes = of if isinstance(of, dict) else dtypes_of(of)
+    wanted = ((path, leaf, dtypes.get(path, leaf.dtype)) for path, leaf in leaves.items())
+    return {
+        path: words.as_int64(leaf) if (dtype, leaf.dtype) == (torch.int64, torch.int32) else leaf.to(dtype)
+        for path, leaf, dtype in wanted
+    }
 
 
 def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes: int | None = None) -> TensorDict:
@@ -142,11 +142,13 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
     flat = _checked(arrays)
     check_time_first(flat.get(LANE))
     total = flat[_DONE].shape[-1] if total_lanes is None else total_lanes
-    dtypes = dtypes_of(env) if env is not None else _guessed(flat)
+    integers = np.dtype(flat["action",].dtype).kind in "iu"
+    guessed = _COUNTERS | ({("action",): torch.int64} if integers else {})
+    dtypes = guessed if env is None else dtypes_of(env)
     columns = _widening(frozenset(dtypes.items()), total)(flat)
     leaves = {path: torch_view(_gathered(column)) for path, column in columns.items()}
     single = env is not None and env.num_envs is None
-    return as_batch(cast(leaves, dtypes), single=single, time=flat[_DONE].ndim - 2)
+    return as_batch(typed(leaves, dtypes), single=single, time=flat[_DONE].ndim - 2)
 
 
 @cache
@@ -156,7 +158,6 @@ def _widening(dtypes: frozenset[tuple[Path, torch.dtype]], total_lanes: int) -> 
 
 
 def _checked(arrays: Any) -> Row:
-    """Return the arrays by path, after a check that they are those of a rollout."""
     check_kind("arrays", arrays, Mapping, "pass the dict that traced.rollout returned")
     flat = flatten(arrays)
     needed = [("action",), REWARD, _DONE, _EPISODE, _LANE]
@@ -176,8 +177,3 @@ def _gathered(column: Any) -> Any:
     """Return the column on one device, since DLPack does not support several."""
     devices = column.sharding.device_set
     return column if len(devices) == 1 else import_jax().device_put(column, min(devices, key=lambda each: each.id))
-
-
-def _guessed(flat: Row) -> Dtypes:
-    integers = np.dtype(flat["action",].dtype).kind in "iu"
-    return _COUNTERS | ({("action",): torch.int64} if integers else {})

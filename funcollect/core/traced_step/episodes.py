@@ -54,8 +54,7 @@ class TracedEpisodeStats(NamedTuple):
     @property
     def mean_return(self) -> Any:
         """Their mean return, [] or [players]; nan if none ended."""
-        dimensions = tuple(range(self.ended.ndim))
-        return self.returns.sum(dimensions) / self.count
+        return self.returns.sum(tuple(range(self.ended.ndim))) / self.count
 
     @property
     def mean_length(self) -> Any:
@@ -92,10 +91,9 @@ def episode_stats(batch: Batch, previous: TracedEpisodeStats | None = None) -> T
     >>> stats.returns.shape, bool(stats.count > 4), bool(stats.mean_return == stats.mean_length)
     ((50, 4), True, True)
     """
-    jax = import_jax()
     rows = _rows(batch)
     start = nothing_open(rows.episode[0], rows.reward[0]) if previous is None else _continued(rows, previous)
-    open_, (returns, lengths, ended) = jax.lax.scan(after_frame, start, rows)
+    open_, (returns, lengths, ended) = import_jax().lax.scan(after_frame, start, rows)
     return TracedEpisodeStats(returns, lengths, ended, open_)
 
 

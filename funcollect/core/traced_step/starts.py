@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from funcollect.core.checks import check_starts
+import numpy as np
+
 from funcollect.core.env_params import call_in_lanes, of_one_lane
-from funcollect.core.lanes import RunKeys, start_keys, varying, where_lanes
+from funcollect.core.lanes import RunKeys, varying, where_lanes
+from funcollect.envs.jax_envs.checks import differing
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, reset_lane
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.interop.memo import memo_of
+from funcollect.keys import Purpose
 from funcollect.protocols import JaxEnv
 
 Traced = Any  # a CollectorState of JAX arrays
@@ -32,7 +35,8 @@ class SpareStarts(NamedTuple):
 def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any, params: Any) -> Start:
     """Return state and observation [P, ...] at the start of the episodes: a function of key, lane and episode."""
     which = episode if env.starts == "fresh" else episode * 0
-    env_state, observation = call_in_lanes(partial(reset_lane, env), params, start_keys(keys, which), coming=True)
+    own = keys.at(Purpose.RESET, np.uint32(0), which.astype(np.uint32))
+    env_state, observation = call_in_lanes(partial(reset_lane, env), params, own, coming=True)
     begun: Start = varying(lane, (without_weak_types(env_state), observation))
     return begun
 
@@ -58,7 +62,11 @@ def _kept(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> tuple[Start, 
     try:
         next_start: Start = jax.lax.cond(refill, start_anew, lambda: lanes.next_start)
     except TypeError as error:
-        check_starts(lanes.next_start, jax.eval_shape(start_anew), error)
+        if difference := differing(lanes.next_start, jax.eval_shape(start_anew)):
+            raise ValueError(
+                f"the state does not fit the environment as JAX traces it now: {difference}; jax_enable_x64 may have "
+                "been set in between: make another state with init"
+            ) from error
         raise
     used = (lanes.next_start_used & ~refill) | (mask & (env.starts == "fresh"))
     return next_start, JaxEnvState(lanes.current, next_start, used)

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from funcollect.core.batch import NEXT_FLAGS, ROOT_FLAGS
 from funcollect.core.checks import check_next_state, check_policy_state
 from funcollect.core.env_params import call_in_lanes, of_restarted, recorded_params
 from funcollect.core.exploration import head_of
-from funcollect.core.lanes import RunKeys, dynamics_keys, varying, where_lanes
+from funcollect.core.lanes import RunKeys, varying, where_lanes
 from funcollect.core.request import StepOptions
 from funcollect.core.traced_step.starts import Traced, restarted
 from funcollect.envs.jax_envs.jax_env import step_lane
@@ -68,8 +69,8 @@ def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
         **{("next", *path): value for path, value in nexts.items()},
         **{("next", "info", name): value for name, value in moved.info.items()},
         ("next", "reward"): moved.reward,
-        **_flags(("next",), moved),
-        **_flags((), state),
+        **dict(zip(NEXT_FLAGS, (moved.terminated, moved.truncated, moved.terminated | moved.truncated), strict=True)),
+        **dict(zip(ROOT_FLAGS, (state.terminated, state.truncated, state.terminated | state.truncated), strict=True)),
         **{("collector", name): getattr(state, name) for name in ("episode", "step", "lane")},
         **recorded_params(env, state.env_params, state.num_lanes),
         ("collector", "policy_version"): import_jax().numpy.broadcast_to(state.policy_version, state.lane.shape),
@@ -85,11 +86,6 @@ def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
     if config.options.reset_when_done:
         return restart(env, after, keys, moved.terminated | moved.truncated), row
     return after.replace(terminated=moved.terminated, truncated=moved.truncated), row
-
-
-def _flags(prefix: Path, of: Any) -> Row:
-    flags = {"terminated": of.terminated, "truncated": of.truncated, "done": of.terminated | of.truncated}
-    return {(*prefix, name): flag for name, flag in flags.items()}
 
 
 def _act(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -> tuple[Any, dict[str, Any]]:
@@ -130,7 +126,7 @@ def _random_start(
 
 def _move(config: StepConfig, state: Traced, action: Any, keys: RunKeys) -> Transition:
     """Step the environment in all lanes, and truncate those that reach the limit."""
-    own = dynamics_keys(keys, state.steps), state.env_state.current, action
+    own = keys.at(Purpose.DYNAMICS, state.steps[1], state.steps[0]), state.env_state.current, action
     moved: Transition = call_in_lanes(partial(step_lane, config.env), state.env_params, *own)
     truncated = moved.truncated
     if (limit := config.options.limit) is not None:
@@ -140,13 +136,12 @@ def _move(config: StepConfig, state: Traced, action: Any, keys: RunKeys) -> Tran
 
 def _keep(env: JaxEnv, state: Traced, moved: Transition, finished: Any) -> Transition:
     """Return the transition in which the `finished` lanes [P] repeat their last state, without reward."""
-    before = Transition(
+    before = moved._replace(
         env_state=state.env_state.current,
         observation=assemble(env.observation_space, state.observation),
         reward=import_jax().numpy.zeros_like(moved.reward),
         terminated=state.terminated,
         truncated=state.truncated,
-        info=moved.info,
     )
     kept: Transition = where_lanes(finished, before, moved)
     return kept

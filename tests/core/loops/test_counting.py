@@ -7,7 +7,7 @@ import torch
 
 import funcollect as fc
 from funcollect.core.state import trajectory_ids
-from tests.support.compare import assert_same, leaves
+from tests.support.compare import leaves
 from tests.support.envs.counting import always, check, make_counting
 from tests.support.running import scaled
 
@@ -91,15 +91,6 @@ def test_a_single_environment_goes_on(backend):
 
 
 @pytest.mark.parametrize("backend", MANY)
-def test_one_lane_has_a_batch_dimension_and_ids_from_zero(backend):
-    env = make_counting(backend, ONE)
-    _, batch = fc.rollout(env, always(0), fc.init(env, always(0), seed=0), 6)
-    check(batch, "0.0 0.1 0.2t 1.0 1.1t 2.0")
-    assert batch.batch_size == (1, 6)
-    assert batch["collector", "traj_ids"].tolist() == [[0, 0, 0, 1, 1, 2]]
-
-
-@pytest.mark.parametrize("backend", MANY)
 def test_lanes_go_on_each_for_itself(backend):
     env = make_counting(backend, *THREE)
     policy = fc.random_policy(env)
@@ -151,27 +142,12 @@ def test_reset_of_some_lanes_and_of_all(backend):
     check(batch, "2.0 2.1", "2.0 2.1t", "3.0t 4.0")
 
 
-@pytest.mark.parametrize("backend", MANY)
-def test_step_is_a_rollout_without_time(backend):
-    env = make_counting(backend, *THREE)
-    policy = fc.random_policy(env)
-    _, whole = fc.rollout(env, policy, fc.init(env, policy, seed=1), 6)
-    state = fc.init(env, policy, seed=1)
-    transitions = []
-    for _ in range(6):
-        state, transition = fc.step(env, policy, state)
-        assert transition.batch_size == (3,)
-        assert transition.is_locked
-        transitions.append(transition)
-    assert_same(whole, torch.stack([each.clone() for each in transitions], -1))
-    check(whole, "0.0 0.1 0.2t 1.0 1.1t 2.0", "0.0 0.1t 1.0 1.1c 2.0 2.1t", "0.0 0.1 0.2 0.3t 1.0t 2.0")
-
-
 @pytest.mark.parametrize("backend", SINGLE)
 def test_a_transition_of_a_single_environment(backend):
     env = make_counting(backend, ONE, batched=False)
     _, transition = fc.step(env, always(2), fc.init(env, always(2), seed=0))
     assert transition.batch_size == ()
+    assert transition.is_locked
     shapes = {".".join(path): tuple(leaf.shape) for path, leaf in leaves(transition).items()}
     assert (shapes["observation"], shapes["action"], shapes["next.reward"], shapes["collector.step"]) == (
         (3,),

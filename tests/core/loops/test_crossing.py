@@ -78,15 +78,6 @@ def test_gives_what_the_fused_loop_gives(num_envs, options):
     assert batches[0]["action"].dtype == torch.int64
 
 
-def test_gives_what_the_fused_loop_gives_for_continuous_actions():
-    env = from_gymnax("Pendulum-v1", num_envs=2)
-    ours, fused = (
-        fc.torch_policy(lambda x: x[:, :1] * 2, compile="eager"),
-        fc.jax_policy(lambda params, x: x[:, :1] * 2, None),
-    )
-    assert_same(collect(env, ours, 20), collect(env, fused, 20))
-
-
 @pytest.mark.parametrize("make", KINDS)
 def test_cuts_change_nothing(cartpole, make):
     policy = eager(make(cartpole))
@@ -97,13 +88,6 @@ def test_cuts_change_nothing_for_a_policy_by_hand(cartpole):
     whole = collect(cartpole, ByHand(), LENGTH)
     assert_same(whole, collect(cartpole, ByHand(), *CUTS))
     assert torch.equal(whole["count"].long(), whole["collector", "step"])
-
-
-def test_cuts_change_nothing_with_a_frame_limit(cartpole):
-    policy = eager(torch_mlp(cartpole))
-    whole = collect(cartpole, policy, 20, 20, max_frames_per_traj=5)
-    assert_same(whole, collect(cartpole, policy, 7, 7, 6, 20, max_frames_per_traj=5))
-    assert whole["collector", "step"].max() == 4
 
 
 def test_a_recurrent_state_begins_anew_with_each_episode(cartpole):
@@ -135,25 +119,6 @@ def test_random_at_first(cartpole):
     assert torch.equal(actions, collected(5, 25))
 
 
-def test_deterministic_exploration_takes_the_mode(cartpole):
-    policy = eager(torch_mlp(cartpole))
-    batch = collect(cartpole, policy, 20, exploration_type=fc.ExplorationType.DETERMINISTIC)
-    wanted = policy.module(batch["observation"]).argmax(-1)
-    assert torch.equal(batch["action"], wanted)
-
-
-def test_weights_are_read_at_each_rollout(cartpole):
-    network = nn.Linear(4, 2)
-    policy = fc.torch_policy(network, head=fc.heads.greedy, compile="eager")
-    state = fc.init(cartpole, policy, seed=0)
-    for favourite in (0, 1, 0):
-        with torch.no_grad():
-            network.weight.zero_()
-            network.bias.copy_(torch.eye(2)[favourite])
-        state, batch = fc.rollout(cartpole, policy, state, 4)
-        assert (batch["action"] == favourite).all()
-
-
 def test_a_state_is_a_value(cartpole):
     policy = eager(torch_recurrent(cartpole))
     state, _ = fc.rollout(cartpole, policy, fc.init(cartpole, policy, seed=0), 8)
@@ -164,29 +129,6 @@ def test_a_state_is_a_value(cartpole):
             leaf.untyped_storage().fill_(1)
     _, second = fc.rollout(cartpole, policy, fc.fork(cartpole, state), 20)
     assert {path: bits(leaf) for path, leaf in leaves(second).items()} == kept
-
-
-def test_reset_goes_on_under_new_ids(cartpole):
-    policy = eager(torch_mlp(cartpole))
-    state, batch = fc.rollout(cartpole, policy, fc.init(cartpole, policy, seed=0), 4)
-    state = fc.reset(cartpole, state, torch.tensor([True, False, False]))
-    _, after = fc.rollout(cartpole, policy, state, 4)
-    assert after["collector", "step"][:, 0].tolist() == [0, 4, 4]
-    assert after["collector", "traj_ids"][0, 0] > batch["collector", "traj_ids"][0].max()
-
-
-def test_evaluate_counts_whole_episodes(cartpole):
-    assert len(fc.evaluate(cartpole, eager(torch_mlp(cartpole)), episodes=7, seed=0)) == 7
-
-
-def test_a_collector_takes_the_pair(cartpole):
-    with fc.SyncDataCollector(cartpole, nn.Sequential(nn.Linear(4, 2), ArgMax()), frames_per_batch=12, seed=0) as runs:
-        assert next(runs).batch_size == (3, 4)
-
-
-class ArgMax(nn.Module):
-    def forward(self, values):
-        return values.argmax(-1)
 
 
 def test_one_program_for_all_rollouts():
@@ -202,24 +144,6 @@ def test_one_program_for_all_rollouts():
     assert not compiled
 
 
-def test_explain_tells(cartpole):
-    plan = fc.explain(cartpole, eager(torch_mlp(cartpole)))
-    assert plan.loop == "crossing"
-    assert "the policy runs in Torch" in plan.why
-    assert "to where the policy reads it; each action to the environment; no parameters" in plan.copies
-    assert plan.noise.endswith("the lane and the step, drawn ahead for a whole rollout")
-    fused = fc.explain(cartpole, lean_jax())
-    assert fused.loop == "fused"
-    assert fused.copies.startswith("nothing")
-    assert fused.noise == "the policy draws none"
-
-
-def test_an_action_out_of_its_space_is_said(cartpole):
-    policy = fc.torch_policy(lambda x: torch.full((len(x),), 2**40), compile="eager")
-    with pytest.raises(fc.PolicyError, match="the action is outside its space"):
-        collect(cartpole, policy, 3)
-
-
 def test_an_output_under_an_observations_key(cartpole):
     policy = fc.torch_policy(lambda x: {"action": (x[:, 2] > 0).long(), "observation": x}, compile="eager")
     with pytest.raises(fc.PolicyError, match="collides with the observation"):
@@ -231,7 +155,7 @@ def test_on_a_gpu_the_host_waits_for_nothing(monkeypatch):
     env = from_gymnax("CartPole-v1", num_envs=64)
     policy = fc.torch_policy(nn.Linear(4, 2).cuda(), head=fc.heads.categorical, compile="eager")
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 32)  # compiles
-    calls = forbid_waits(monkeypatch, crossing._CrossingLoop, "step", "cuda")
+    calls = forbid_waits(monkeypatch, crossing._CrossingStepper, "step", "cuda")
     _, batch = fc.rollout(env, policy, state, 32)
     assert len(calls) == 32
     assert {leaf.device.type for leaf in leaves(batch).values()} == {"cuda"}

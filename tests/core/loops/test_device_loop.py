@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.core.loops import device_delivery, tensor
+from funcollect.core.loops import tensor
 from funcollect.core.loops.eager import step_all
+from funcollect.core.request import Request, step_limit
 from funcollect.interop.reads import reads_together
 from tests.support.compare import assert_same
 from tests.support.devices import NoReads
@@ -57,12 +58,14 @@ def test_nothing_is_read_before_the_batch_is_delivered(name, kind, kwargs, monke
     monkeypatch.setattr(tensor, "reads_wait", lambda device: True)
     env = fc.make_env(name, num_envs=4)
     policy = policies()[name, kind] or fc.random_policy(env)
-    request = fc.core.request.Request(length=30, **kwargs)
+    request = Request(length=30, **kwargs)
     state = fc.init(env, policy, seed=0)
-    loop = tensor.TensorLoop(env, request, tensor.TensorLanes.of(env, state))
+    lanes, limit = tensor.TensorLanes.of(state), step_limit(env, request)
+    stepper = tensor.TensorStepper(env, policy, state, request, lanes, limit)
+    stepper.begin()
     action = torch.zeros(4, *env.action_spec.shape, dtype=env.action_spec.dtype)
     still = SimpleNamespace(act=lambda t: action, restart=lambda lanes: None)
     actions = {("action",): action.expand(30, *action.shape)}
     with reads_together(), NoReads():
-        step_all(loop, still, request.length)
-        device_delivery.deliver(env, state, request, loop.columns, actions)
+        step_all(stepper, still, request.length)
+        stepper.deliver(actions)

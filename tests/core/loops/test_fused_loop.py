@@ -91,16 +91,6 @@ def test_an_old_state_gives_the_same_answer_and_a_fork_goes_the_same_way():
     assert_same(first, fc.rollout(env, policy, state, 40)[1])
 
 
-def test_a_step_is_a_rollout_of_one_without_time():
-    env, policy = foretold(3)
-    state = fc.init(env, policy, seed=0)
-    _, batch = fc.rollout(env, policy, state, 4)
-    for t in range(4):
-        state, row = fc.step(env, policy, state)
-        assert row.batch_size == (3,)
-        assert_same(row, batch[:, t])
-
-
 def test_a_mask_resets_its_lanes_alone():
     env, policy = foretold(3)
     state = fc.init(env, policy, seed=0)
@@ -307,20 +297,6 @@ def test_lengths_of_one_bucket_share_a_program():
     assert traces.count == once
     fc.rollout(env, policy, state, 105)
     assert traces.count > once
-
-
-def test_evaluate_and_explain():
-    env, policy = cartpole(8)
-    stats = fc.evaluate(env, policy, episodes=6, seed=0)
-    assert len(stats) == 6
-    again = fc.evaluate(env, policy, episodes=6, seed=0)
-    assert torch.equal(stats.returns, again.returns)
-    plan = fc.explain(env, policy)
-    assert plan.loop == "fused"
-    assert "drawn inside the loop" in plan.noise
-    assert "DLPack" in plan.copies
-    assert "values" in plan.forking
-    assert "seed of its own" in plan.seeding
 
 
 def test_frames_beyond_32_bits():

@@ -13,7 +13,7 @@ import funcollect as fc
 from funcollect.errors import EnvError, PolicyError
 from funcollect.specs import ActionSpec
 from tests.support.compare import assert_same, collect
-from tests.support.envs.jax_counting import counting, reset, step
+from tests.support.envs.jax_counting import counting, step
 from tests.support.running import in_soak
 
 HEADS = fc.heads
@@ -135,37 +135,6 @@ def test_extras_of_every_dtype_are_recorded_as_they_are():
         assert torch.equal(batch[name], wide.to(getattr(torch, name))), name
 
 
-class Alternating(fc.PolicyBase):
-    """A policy by the protocol alone: it answers with the parity of its own count."""
-
-    backend = "jax"
-    params = jnp.int32(4)
-
-    def noise(self, spec):
-        return None
-
-    def init(self, key, num_envs):
-        return jnp.zeros(num_envs, jnp.int32)
-
-    def prepare(self, params):
-        return self.params if params is None else params
-
-    def __call__(self, params, policy_state, observation, noise, spec, exploration):
-        mode = exploration.type is fc.ExplorationType.MODE
-        extras = {"mode": jnp.full(policy_state.shape, mode)}
-        return policy_state + 1, {"action": params + policy_state % 2, **extras}
-
-
-def test_a_policy_by_the_protocol():
-    env, policy = easy()[0], Alternating()
-    batch = collect(env, policy, 9, seed=0)
-    assert torch.equal(batch["action"], 4 + batch["collector", "step"] % 2)
-    assert not batch["mode"].any()
-    other = collect(env, policy, 9, seed=0, params=jnp.int32(5), exploration_type=fc.ExplorationType.MODE)
-    assert torch.equal(other["action"], batch["action"] + 1)
-    assert other["mode"].all()
-
-
 SPACES = {
     "discrete": (DISCRETE, {}),
     "one-hot": (DISCRETE, {"one_hot": True}),
@@ -199,31 +168,6 @@ def test_random_actions_fill_their_space(kind):
         low, high = (int(bound.min()) for bound in ActionSpec(space).bounds)
         assert actions.min() == low
         assert actions[..., 0].max() >= high if actions.ndim > 1 else actions.max() == high
-
-
-def masked(num_envs=3):
-    space = spaces.Dict({"action_mask": spaces.MultiBinary(3), "count": spaces.Discrete(99)})
-
-    def look(place):
-        return {"action_mask": jnp.arange(3) != place[1] % 3, "count": place[1]}
-
-    def start(key, params):
-        place, _ = reset(key, params)
-        return place, look(place)
-
-    def move(*arguments):
-        moved = step(*arguments)
-        return moved._replace(observation=look(moved.env_state))
-
-    return counting(num_envs, observation_space=space, reset=start, step=move)
-
-
-def test_random_actions_heed_a_mask():
-    env = masked()
-    batch = collect(env, fc.random_policy(env), 64, seed=0)
-    assert batch["action_mask"].dtype == torch.int8
-    assert batch["action_mask"].gather(-1, batch["action"][..., None]).all()
-    assert batch["action"].unique().tolist() == [0, 1, 2]
 
 
 def poisoned(head=None, outputs=3, value=jnp.nan):

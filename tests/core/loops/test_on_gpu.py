@@ -7,7 +7,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.core.loops import device as device_loop
-from funcollect.core.loops import fused, tensor
+from funcollect.core.loops import eager, fused, tensor
 from funcollect.core.loops.blocks import BlockOptions
 from funcollect.interop.cuda_graph import CudaGraph
 from tests.envs.test_torch_vector_env import LikeIsaacLab
@@ -59,7 +59,7 @@ def test_steps_of_torch_do_not_wait(device, env_id, monkeypatch):
         network(4, 2, device, fc.heads.categorical) if env_id == CARTPOLE else network(3, 2, device, fc.heads.normal)
     )
     calls = []
-    batch = twice(env, policy, lambda: calls.append(forbid_waits(monkeypatch, tensor, "step_all", device)))
+    batch = twice(env, policy, lambda: calls.append(forbid_waits(monkeypatch, eager, "step_all", device)))
     assert calls == [["step_all"]]
     assert {leaf.device.type for leaf in batch.values(True, True)} == {device}
 
@@ -81,7 +81,8 @@ def test_steps_of_simulators_on_the_device_do_not_wait(device, monkeypatch):
     inner = network(2, 3, device, None).module
     policy = fc.torch_policy(lambda x: inner(x["policy"]), head=fc.heads.categorical, device=device)
     calls = []
-    batch = twice(env, policy, lambda: calls.append(forbid_waits(monkeypatch, device_loop._Lanes, "step", device)))
+    owner = device_loop._DeviceStepper
+    batch = twice(env, policy, lambda: calls.append(forbid_waits(monkeypatch, owner, "step", device)))
     assert len(calls[0]) == LENGTH
     assert batch["next", "done"].any()
 

@@ -234,21 +234,17 @@ def test_gradients_go_to_params_that_are_given_and_to_none_that_are_frozen():
         assert not fc.differentiable_rollout(env, policy, state, LENGTH)[1]["action"].requires_grad
 
 
-def test_training_by_the_gradient_and_one_program():
-    env, module = spring(16), module_of(2, 1)
+def test_one_program_serves_all_updates():
+    env, module = spring(), module_of(2, 1)
     policy = fc.torch_policy(module)
-    optimizer = torch.optim.Adam(module.parameters(), 0.05)
-    state, rewards = fc.init(env, policy, seed=0), []
-    for _ in range(30):
+    state = fc.init(env, policy, seed=0)
+    for _ in range(3):
         state, batch = fc.differentiable_rollout(env, policy, state, 7)
-        optimizer.zero_grad()
         (-batch["next", "reward"].mean()).backward()
-        optimizer.step()
-        rewards.append(batch["next", "reward"].mean().item())
-    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
-    lowered = fc.lower_policy(policy, env)
-    programs = {str(which): each._cache_size() for which, each in memo_of(lowered).items()}
-    assert set(programs.values()) == {1}
+        with torch.no_grad():
+            module.weight -= 0.1 * module.weight.grad
+    programs = [each._cache_size() for each in memo_of(fc.lower_policy(policy, env)).values()]
+    assert set(programs) == {1}
 
 
 def test_what_cannot_be_differentiated_is_said():

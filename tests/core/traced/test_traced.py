@@ -348,8 +348,3 @@ TORCH = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
 def test_misuse_is_named(call, error, says):
     with pytest.raises(error, match=says):
         call()
-
-
-def test_a_typed_key_gives_what_its_words_give():
-    typed = start(key=jax.random.wrap_key_data(KEY))
-    jax.tree.map(np.testing.assert_array_equal, typed, start())
