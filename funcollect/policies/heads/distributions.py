@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,16 +68,13 @@ def _required(distribution: Callable[..., Any]) -> tuple[str, ...]:
         parameters = inspect.signature(distribution).parameters.values()
     except (TypeError, ValueError):
         return ()
-    positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(each.name for each in parameters if each.default is each.empty and each.kind in positional)
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(each.name for each in parameters if each.default is each.empty and each.kind in kinds)
 
 
 @dataclass(frozen=True)
 class FromDistribution(HeadBase):
-    """Samples from a distribution of another library; see `from_distribution`.
-
-    The network returns the distribution's parameters, in the order of `names`.
-    """
+    """See `from_distribution`. The network returns the distribution's parameters, in the order of `names`."""
 
     distribution: Callable[..., Any]
     chooses: ClassVar[bool] = False
@@ -96,9 +94,17 @@ class FromDistribution(HeadBase):
             )
         return tuple(in_32_bits(xp, part) for part in parts)
 
+    def _made(self, parameters: Parameters) -> Any:
+        return self.distribution(**dict(zip(self.names, parameters, strict=True)))
+
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Outputs:
         if xp is TORCH:
-            made = self._in_torch(parameters)
+            made = self._made(parameters)
+            if not isinstance(made, distributions.Distribution):
+                raise PolicyError(
+                    f"the head {self.name} made {shown(made)}, expected a torch.distributions.Distribution: return "
+                    "one, or use the head with funcollect.jax_policy"
+                )
             action = made.sample() if noise is not None else _mode(made, self.name)
             return {"action": action if spec.dtype.is_floating_point else action.to(spec.dtype)}  # Bernoulli has floats
         if noise is None:
@@ -112,8 +118,7 @@ class FromDistribution(HeadBase):
         if xp is TORCH and not action.is_floating_point():
             # Torch's Bernoulli takes floats; 16 bits would not hold an index.
             value = action.to(torch.promote_types(parameters[0].dtype, torch.float32))
-        score = self._made(parameters).log_prob(value)
-        return _summed(score, action.ndim - len(spec.shape))
+        return _summed(self._made(parameters).log_prob(value), action.ndim - len(spec.shape))
 
     def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
         made = self._made(parameters)
@@ -124,32 +129,17 @@ class FromDistribution(HeadBase):
         whole = made.batch_shape + made.event_shape if hasattr(made, "batch_shape") else made.mode().shape
         return _summed(entropy, len(whole) - len(spec.shape))
 
-    def _made(self, parameters: Parameters) -> Any:
-        return self.distribution(**dict(zip(self.names, parameters, strict=True)))
-
-    def _in_torch(self, parameters: Parameters) -> distributions.Distribution:
-        made = self._made(parameters)
-        if not isinstance(made, distributions.Distribution):
-            raise PolicyError(
-                f"the head {self.name} made {shown(made)}, expected a torch.distributions.Distribution: return one, or "
-                "use the head with funcollect.jax_policy"
-            )
-        return made
-
 
 def _mode(made: distributions.Distribution, name: str) -> torch.Tensor:
     """The mode, or the mean of a distribution that has none; PolicyError if it has neither."""
-    try:
-        mode = made.mode
-    except NotImplementedError:  # Torch defines none for some distributions
-        try:
-            return made.mean
-        except NotImplementedError as error:
-            raise PolicyError(
-                f"the head {name} made {shown(made)}, which has neither a mode nor a mean, expected one to act "
-                "deterministically: act with ExplorationType.RANDOM, or use a distribution that has one"
-            ) from error
-    return torch.where(mode.isnan(), made.mean, mode) if mode.is_floating_point() else mode
+    for statistic in ("mode", "mean"):
+        with contextlib.suppress(NotImplementedError):  # Torch defines none for some distributions
+            found: torch.Tensor = getattr(made, statistic)
+            return torch.where(found.isnan(), made.mean, found) if found.is_floating_point() else found
+    raise PolicyError(
+        f"the head {name} made {shown(made)}, which has neither a mode nor a mean, expected one to act "
+        "deterministically: act with ExplorationType.RANDOM, or use a distribution that has one"
+    )
 
 
 def _summed(score: Any, dims: int) -> Any:

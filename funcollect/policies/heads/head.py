@@ -61,21 +61,31 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class HeadBase:
-    """Base class of heads, which have no values unless they say otherwise."""
+    """Base class of heads, by default without noise and scores. The fields in `varying` may change during a run."""
 
     name: str
     names: tuple[str, ...]
     chooses: ClassVar[bool] = True  # whether a discrete action is one of the space's in any case
+    varying: ClassVar[tuple[str, ...]] = ()
 
     @property
     def values(self) -> Mapping[str, Any]:
-        return {}
+        return {name: getattr(self, name) for name in self.varying}
 
     def at(self, values: Mapping[str, Any]) -> Any:
         return replace(self, **values)
 
+    def noise(self, spec: ActionSpec) -> Noise | None:
+        return None
+
     def record(self, xp: Any, action: Any, spec: ActionSpec) -> Outputs:
         return {"action": action}
+
+    def log_prob(self, xp: Any, parameters: Parameters, outputs: Outputs, spec: ActionSpec) -> Any:
+        return None
+
+    def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
+        return None
 
 
 def chooses(head: Any) -> bool:
