@@ -22,9 +22,7 @@ from funcollect.policies.actors.actor import (
     array_over,
     device_of,
     lane_mask,
-    names_changed,
     select_program,
-    split_answer,
     split_call,
     tensor_over,
 )
@@ -142,15 +140,16 @@ class ProtocolActor(Actor):
     """Calls a policy at every step. The leaves of the policy's state are [P, ...].
 
     A policy in Torch gets its state and its noise on the device of the observation. For one in JAX, observations that
-    are tensors cross as in `DeviceActor`.
+    are tensors cross by DLPack, each way. That orders a reader after the writer: the call waits for the observation,
+    and Torch waits for the call when it reads the action. So the environment's next step may write the observation's
+    memory. `call` replaces the policy's: from its state, an observation and the step to its next state and outputs.
     """
 
-    def __init__(self, policy: Policy, inputs: ActorInputs) -> None:
-        self._policy = policy
-        self._inputs = inputs
+    def __init__(self, policy: Policy, inputs: ActorInputs, call: Callable[..., Any] | None = None) -> None:
+        self._policy, self._inputs, self._call = policy, inputs, call or self._called
         in_jax = policy.backend == "jax"
-        given: Any = (inputs.policy_state, inputs.initial_state, inputs.noise)
         self._device = device_of(inputs.observation)
+        given: Any = (inputs.policy_state, inputs.initial_state, inputs.noise)
         stays = in_jax or self._device.type == "cpu"
         self._state, self._initial, noise = given if stays else moved(given, self._device)
         if in_jax and noise is not None:
@@ -161,30 +160,30 @@ class ProtocolActor(Actor):
         self._crosses = in_jax and any(isinstance(leaf, Tensor) for leaf in tensors)
         self._as_tensor: Callable[[Any], Tensor] = tensor_over if self._crosses else torch.as_tensor
         self._held: Any = None
-        self._names: list[str] = []  # of the outputs in the order in which they are recorded, once they are known
+        self._wanted = (inputs.num_envs, *inputs.spec.shape)
         self._recorder = Recorder(inputs.observation, inputs.length)
 
     @override
     def running(self) -> contextlib.AbstractContextManager[Any]:
         return torch.no_grad()
 
+    def _called(self, state: Any, observation: Any, t: int) -> tuple[Any, Mapping[str, Any]]:
+        inputs = self._inputs
+        with self._generator():
+            answer = self._policy(inputs.params, state, observation, self._noise[t], inputs.spec, inputs.exploration)
+        return split_call(answer)
+
     @override
     def act(self, t: int) -> Any:
-        inputs, as_tensor = self._inputs, self._as_tensor
-        observation = optree.tree_map(array_over, inputs.observation) if self._crosses else inputs.observation
-        with self._generator():
-            answer = self._policy(
-                inputs.params, self._state, observation, self._noise[t], inputs.spec, inputs.exploration
-            )
-        self._state, outputs = split_call(answer)
-        action, extras = split_answer(outputs, None)
-        check_action(action, inputs.spec, inputs.num_envs)
-        names = sorted(extras)
-        if t == 0:
-            self._names = ["action", *names]
-        elif names != self._names[1:]:
-            raise names_changed(t, names, self._names[1:])
-        recorded = (as_tensor(action), *(as_tensor(extras[name]) for name in names))
+        observation = self._inputs.observation
+        if self._crosses:
+            observation = optree.tree_map(array_over, observation)
+        self._state, outputs = self._call(self._state, observation, t)
+        action = outputs["action"]
+        if t == 0 or getattr(action, "shape", None) != self._wanted:
+            check_action(action, self._inputs.spec, self._inputs.num_envs)
+        extras = self._recorder.ordered(t, {name: each for name, each in outputs.items() if name != "action"})
+        recorded = tuple(map(self._as_tensor, (action, *extras)))
         self._recorder.append(recorded)
         if not self._crosses:
             return action
@@ -203,20 +202,19 @@ class ProtocolActor(Actor):
 
     @override
     def finish(self) -> tuple[Any, Columns]:
-        columns: Columns = dict(zip(((name,) for name in self._names), self._recorder.columns(), strict=True))
+        paths = [(name,) for name in ("action", *(self._recorder.names or ()))]
+        columns: Columns = dict(zip(paths, self._recorder.columns(), strict=True))
         return self._state, self._policy.finish(columns, self._inputs.spec)
 
 
 def check_policy(policy: Any) -> None:
     """Raise TypeError unless `policy` is a policy."""
-    if not is_policy(policy):
-        if is_env(policy):
-            raise TypeError(f"policy is the environment {type(policy).__name__}, expected a Policy: env comes first")
+    if is_policy(policy):
+        return
+    if is_env(policy):
+        raise TypeError(f"policy is the environment {type(policy).__name__}, expected a Policy: env comes first")
+    mend = "wrap a module with funcollect.torch_policy, a JAX function with funcollect.jax_policy"
+    if not isinstance(policy, type) and (hasattr(policy, "prepare") or hasattr(policy, "backend")):
         missing = [name for name in vars(Policy) if not name.startswith("_") and not hasattr(policy, name)]
-        begun = hasattr(policy, "prepare") or hasattr(policy, "backend")
-        mend = (
-            f"it lacks {missing}: derive from funcollect.PolicyBase, which has all but backend, params and the call"
-            if begun and not isinstance(policy, type)
-            else "wrap a module with funcollect.torch_policy, a JAX function with funcollect.jax_policy"
-        )
-        raise TypeError(f"policy is {kind_of(policy)}, expected a Policy: {mend}")
+        mend = f"it lacks {missing}: derive from funcollect.PolicyBase, which has all but backend, params and the call"
+    raise TypeError(f"policy is {kind_of(policy)}, expected a Policy: {mend}")

@@ -18,7 +18,7 @@ from funcollect.errors import PolicyError
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import form
-from funcollect.policies.actors.checks import check_parameters, check_recurrent
+from funcollect.policies.actors.checks import check_recurrent, check_rows
 from funcollect.policies.heads.head import Head
 from funcollect.policies.numerics import jax_numerics
 from funcollect.specs import RESERVED, ActionSpec
@@ -29,13 +29,14 @@ _NARROW = {torch.int64: torch.int32, torch.float64: torch.float32}  # JAX's own 
 
 
 def split_call(answer: Any) -> tuple[Any, Mapping[str, Any]]:
-    """What a policy's call returned, the pair of its state and outputs; else PolicyError."""
+    """What a policy's call returned: its state, and its outputs, with an action; else PolicyError."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         raise PolicyError(
             f"the policy's call returned {form(answer)}, expected the pair (policy_state, outputs): return both, with "
             "the state that it was given if it has none"
         )
-    return answer[0], answer[1]
+    action, extras = split_answer(answer[1], None)
+    return answer[0], {"action": action, **extras}
 
 
 def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]]:
@@ -71,21 +72,13 @@ def read_answer(xp: Any, head: Head, answer: Any, spec: ActionSpec, rows: int) -
     """The parameters that a head reads in a policy's answer, each [rows, ...], and the extras to record."""
     inner, extras = split_answer(answer, head)
     parameters = head.parse(xp, inner, spec)
-    check_parameters(head.names, parameters, rows)
+    check_rows(dict(zip(head.names, parameters, strict=True)), rows)
     return parameters, extras
 
 
 def recurrent_names(leaves: Sequence[Any]) -> list[str]:
     """The keys under which a batch holds these leaves of a recurrent state."""
     return ["recurrent"] if len(leaves) == 1 else [f"recurrent_{index}" for index in range(len(leaves))]
-
-
-def names_changed(t: int, names: list[str], first: list[str]) -> PolicyError:
-    """The error for a step `t` whose extra outputs have other names than at the first step."""
-    return PolicyError(
-        f"step {t} of this batch: the policy returned the extra keys {names} after {first}: keep them the same at "
-        "every step"
-    )
 
 
 class Recorder:
@@ -101,11 +94,24 @@ class Recorder:
         self._memory = {memory_of(leaf) for leaf in tensors if isinstance(leaf, Tensor)}
         self._always_copy = always_copy
         self._length = length
+        self.names: list[str] | None = None  # of the extra outputs, once there were any
         self._first: tuple[Tensor, ...] = ()
         self._held: list[tuple[Tensor, ...]] = []
         self._written = 0
         self._columns: list[Tensor] = []
         self._copying = True
+
+    def ordered(self, t: int, extras: Mapping[str, Any]) -> list[Any]:
+        """The extra outputs of step `t` in the order of their names, which the first ones fix."""
+        names = sorted(extras)
+        if self.names is None:
+            self.names = names
+        elif names != self.names:
+            raise PolicyError(
+                f"step {t} of this batch: the policy returned the extra keys {names} after {self.names}: keep them the "
+                "same at every step"
+            )
+        return [extras[name] for name in names]
 
     def append(self, tensors: tuple[Tensor, ...]) -> None:
         """Record one step."""
@@ -151,6 +157,10 @@ class Recorder:
         return self._columns
 
 
+def _kinds(outputs: tuple[Any, ...]) -> list[str]:
+    return [f"{getattr(each, 'dtype', type(each).__name__)} {list(getattr(each, 'shape', ()))}" for each in outputs]
+
+
 def noise_by_step(noise: Tensor | None, run_device: torch.device) -> Callable[[int], Tensor | None]:
     """A function from a step to its noise [P, ...] on the policy's device; on the CPU always in the same memory."""
     if noise is None:
@@ -188,10 +198,6 @@ def device_of(observation: Any) -> torch.device:
     """The device of an observation's tensors; the CPU for arrays of NumPy."""
     leaves = optree.tree_leaves(observation, namespace=NAMESPACE)
     return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-
-
-def _kinds(outputs: tuple[Any, ...]) -> list[str]:
-    return [f"{getattr(each, 'dtype', type(each).__name__)} {list(getattr(each, 'shape', ()))}" for each in outputs]
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -6,11 +6,10 @@ from typing import Any
 
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, tracing
-from funcollect.policies.actors.actor import split_answer, split_call
+from funcollect.policies.actors.actor import split_call
 from funcollect.policies.actors.checks import check_action, check_rows
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
-from funcollect.policies.jax_functions.noise import Draw, draw_noise
-from funcollect.policies.jax_functions.program import TracedCall
+from funcollect.policies.jax_functions.program import Draw, TracedCall, draw_noise
 from funcollect.policies.numerics import jax_numerics
 from funcollect.policies.random_policy import RandomPolicy, action_mask, draw_actions, in_shares, random_noise
 from funcollect.protocols import BoundParams, Exploration, Policy, is_policy
@@ -35,8 +34,7 @@ def check_traceable(policy: Any) -> None:
 def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_type: ExplorationType) -> TracedCall:
     """The policy's step as a traced function that draws its own noise; TypeError if JAX cannot trace it."""
     check_traceable(policy)
-    jax = import_jax()
-    noise = policy.noise(spec)
+    jax, noise = import_jax(), policy.noise(spec)
     stochastic = exploration_type is ExplorationType.RANDOM
 
     def answer(bound: BoundParams, policy_state: Any, observation: Any, draw: Draw) -> tuple[Any, dict[str, Any]]:
@@ -48,12 +46,11 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
         else:
             exploration = Exploration(exploration_type, bound[1])
             with tracing("the call of the policy"):
-                policy_state, given = split_call(policy(bound[0], policy_state, observation, drawn, spec, exploration))
-            action, extras = split_answer(given, None)
-            outputs = {"action": action, **extras}
+                given = split_call(policy(bound[0], policy_state, observation, drawn, spec, exploration))
+            policy_state, outputs = given[0], dict(given[1])
         check_action(outputs["action"], spec, num_envs)
+        check_rows(outputs, num_envs)
         for name, output in outputs.items():
-            check_rows(name, output, num_envs)
             if jax.numpy.issubdtype(output.dtype, jax.dtypes.prng_key):
                 raise PolicyError(
                     f"the policy's output {name!r} is typed PRNG keys, expected numbers: return jax.random.key_data of "

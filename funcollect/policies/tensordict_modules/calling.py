@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from funcollect.arguments import check_arrays
 from funcollect.errors import PolicyError
 from funcollect.keys import generator_state, torch_generator
-from funcollect.tree import Path, flatten, nest, to_tensordict
+from funcollect.tree import Path, as_path, flatten, nest, to_tensordict
 
 _KEEP_STATES = ("OrnsteinUhlenbeckProcessModule", "MultiStepActorWrapper")  # of TorchRL: they read more than in_keys
 
@@ -25,7 +25,11 @@ INIT: Path = ("is_init",)  # True at the first step of a trajectory, as in Torch
 
 def paths_of(module: Any, keys: Literal["in_keys", "out_keys"]) -> list[Path]:
     """The paths of a module's keys; empty for a function."""
-    return [key if isinstance(key, tuple) else (key,) for key in getattr(module, keys, None) or ()]
+    return list(map(as_path, getattr(module, keys, None) or ()))
+
+
+def _parts(module: Any) -> list[nn.Module]:
+    return list(module.modules()) if isinstance(module, nn.Module) else []
 
 
 def run_module(
@@ -90,16 +94,14 @@ def names_of(paths: Iterable[Path]) -> list[str]:
 
 
 def by_path(observation: Any) -> dict[Path, Any]:
-    """The leaves of an observation, in a space's structure, by their keys in a batch."""
-    opened = _open(observation)
-    return flatten(opened if isinstance(observation, dict) else {"observation": opened})
+    """The leaves of an observation, in a space's structure, by their keys in a batch; a tuple's by their numbers."""
 
+    def opened(value: Any) -> Any:
+        if isinstance(value, tuple):
+            value = {str(index): part for index, part in enumerate(value)}
+        return {name: opened(part) for name, part in value.items()} if isinstance(value, dict) else value
 
-def _open(value: Any) -> Any:
-    """Nested dicts, with a tuple's parts under their numbers."""
-    if isinstance(value, tuple):
-        value = {str(index): part for index, part in enumerate(value)}
-    return {name: _open(part) for name, part in value.items()} if isinstance(value, dict) else value
+    return flatten(opened(observation if isinstance(observation, dict) else {"observation": observation}))
 
 
 def written_by(module: Any, path: Path) -> Path:
@@ -114,13 +116,11 @@ def reads_what_it_wrote(module: Any) -> bool:
     Modules of tensordict and TorchRL read their in_keys only, except those that keep a state. Functions of
     a TensorDict, and other libraries' modules, may read any key.
     """
-    if not isinstance(module, nn.Module):
-        return True
-    kinds = [type(part) for part in module.modules() if isinstance(part, TensorDictModuleBase)]
     return not isinstance(module, TensorDictModuleBase) or any(
-        kind.forward.__module__.partition(".")[0] not in ("tensordict", "torchrl")
-        or any(base.__name__ in _KEEP_STATES for base in kind.__mro__)
-        for kind in kinds
+        type(part).forward.__module__.partition(".")[0] not in ("tensordict", "torchrl")
+        or any(base.__name__ in _KEEP_STATES for base in type(part).__mro__)
+        for part in _parts(module)
+        if isinstance(part, TensorDictModuleBase)
     )
 
 
@@ -130,12 +130,11 @@ def carries_action(module: Any, written: Collection[Path]) -> bool:
     Where both come from a key between the parts, such as the output of a recurrent network, nobody can know.
     """
     derived: set[Path] = {("action",)}  # keys that follow from the action
-    for part in module.modules() if isinstance(module, nn.Module) else ():
-        if not isinstance(part, TensorDictModuleBase) or isinstance(part, TensorDictSequential):
-            continue
-        writes = paths_of(part, "out_keys")
-        if ("action",) in writes or not derived.isdisjoint(paths_of(part, "in_keys")):
-            derived.update(writes)
+    for part in _parts(module):
+        if isinstance(part, TensorDictModuleBase) and not isinstance(part, TensorDictSequential):
+            writes = paths_of(part, "out_keys")
+            if ("action",) in writes or not derived.isdisjoint(paths_of(part, "in_keys")):
+                derived.update(writes)
     return not derived.isdisjoint(written)
 
 
@@ -177,9 +176,8 @@ def _flat(given: Mapping[Any, Any]) -> dict[Path, Tensor]:
             f"initial_state is {type(given).__name__}, expected a dict of tensors by key: pass for example "
             "{'hidden': torch.zeros(8)}"
         )
-    by_path = {key: value for key, value in given.items() if isinstance(key, tuple)}
-    nested = {key: value for key, value in given.items() if not isinstance(key, tuple)}
-    states = {**flatten(nested), **by_path}
+    by_key = {key: value for key, value in given.items() if isinstance(key, tuple)}
+    states = {**flatten({key: value for key, value in given.items() if key not in by_key}), **by_key}
     check_arrays("initial_state", [*states.values()])
     return {path: torch.as_tensor(value) for path, value in states.items()}
 
@@ -187,17 +185,15 @@ def _flat(given: Mapping[Any, Any]) -> dict[Path, Tensor]:
 def _primed(module: Any) -> dict[Path, Tensor]:
     """The values that the primers of the module's parts fill in."""
     values: dict[Path, Tensor] = {}
-    for part in module.modules() if isinstance(module, nn.Module) else ():
-        make = getattr(part, "make_tensordict_primer", None)
-        if make is None:
+    for part in _parts(module):
+        if (make := getattr(part, "make_tensordict_primer", None)) is None:
             continue
         generator = generator_state(0)
         with torch_generator(generator):
-            filled = make()(TensorDict({}, batch_size=[]))
+            values |= flatten(make()(TensorDict({}, batch_size=[])))
         if not torch.equal(generator, generator_state(0)):
             raise ValueError(
                 f"{type(part).__name__} draws the initial state of an episode at random, expected a fixed one: pass "
                 "funcollect.tensordict_policy(policy, initial_state={...}), or leave that part out"
             )
-        values |= flatten(filled)
     return values

@@ -8,8 +8,8 @@ parts, called directly, give the same bits from the same random draws, the other
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from tensordict.nn import (
@@ -24,7 +24,6 @@ from funcollect.keys import device_states, set_device_states
 from funcollect.tree import Path, key_of
 
 Values = dict[str | Path, Any]
-ModuleCall = Callable[[nn.Module, tuple[Any, ...]], Any]
 
 _SEQUENCES = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
 # What samples, and whether it draws jointly.
@@ -35,74 +34,69 @@ class _NotPlainError(Exception):
     """A module that has to be called on a TensorDict."""
 
 
-class _Network:
+class Part(NamedTuple):
+    """A module without its TensorDict."""
+
+    run: Callable[..., None]  # writes its answers into `Values`; a second argument is called in place of the network
+    network: nn.Module | None = None  # that it calls, if it is no draw
+
+
+def _calling(part: TensorDictModule) -> Part:
     """A `TensorDictModule` around a module of positional arguments."""
+    network, reads, writes = part.module, list(map(_key, part.in_keys)), list(map(_key, part.out_keys))
 
-    def __init__(self, part: TensorDictModule) -> None:
-        self.module = part.module
-        self._reads = [_key(key) for key in part.in_keys]
-        self._writes = [_key(key) for key in part.out_keys]
-        self._alone = self._writes[0] if len(self._writes) == 1 else None
-
-    def run(self, values: Values, call: ModuleCall | None = None) -> None:
-        """Write the module's answers into `values`. `call` is used in place of calling the module."""
-        arguments = tuple([values[key] for key in self._reads])
-        answer = self.module(*arguments) if call is None else call(self.module, arguments)
-        if self._alone is not None and isinstance(answer, Tensor):
-            values[self._alone] = answer
+    def run(values: Values, call: Callable[..., Any] | None = None) -> None:
+        arguments = tuple([values[key] for key in reads])
+        answer = network(*arguments) if call is None else call(network, arguments)
+        if len(writes) == 1 and isinstance(answer, Tensor):
+            values[writes[0]] = answer
         else:
-            values.update(zip(self._writes, answer, strict=True))
+            values.update(zip(writes, answer, strict=True))
+
+    return Part(run, network)
 
 
-class _Draw:
-    """A `ProbabilisticTensorDictModule` that samples one action, `jointly` with its log-probability or before it."""
+def _drawing(part: ProbabilisticTensorDictModule, jointly: bool) -> Part:
+    """A part that samples one action, `jointly` with its log-probability or before it."""
+    (sample,), distribution_of = map(_key, part.dist_sample_keys), part.get_dist
+    log_prob = _key(part.log_prob_key) if part.return_log_prob else None
 
-    def __init__(self, part: ProbabilisticTensorDictModule, jointly: bool) -> None:
-        self._jointly = jointly
-        self._distribution = part.get_dist
-        (self._sample,) = map(_key, part.dist_sample_keys)
-        self._log_prob = _key(part.log_prob_key) if part.return_log_prob else None
-
-    def run(self, values: Values, call: ModuleCall | None = None) -> None:
-        """Write a sample, and its log-probability if the module returns that."""
-        distribution = self._distribution(values)
+    def run(values: Values, _: Any = None) -> None:
+        distribution = distribution_of(values)
         method = "rsample" if distribution.has_rsample else "sample"
-        both = getattr(distribution, f"{method}_and_log_prob", None) if self._jointly else None
-        if self._log_prob is None or both is None:
-            values[self._sample] = sample = getattr(distribution, method)()
-            if self._log_prob is not None:
-                values[self._log_prob] = distribution.log_prob(sample)
-        else:
-            values[self._sample], values[self._log_prob] = both()
+        both = getattr(distribution, f"{method}_and_log_prob", None) if jointly else None
+        if log_prob is not None and both is not None:
+            values[sample], values[log_prob] = both()
+            return
+        values[sample] = drawn = getattr(distribution, method)()
+        if log_prob is not None:
+            values[log_prob] = distribution.log_prob(drawn)
 
-
-Part = _Network | _Draw
+    return Part(run)
 
 
 def plain_parts(module: Any) -> list[Part] | None:
-    """The parts of `module`; None unless all of them are plain."""
+    """The parts of `module` in their order; None unless all of them are plain."""
     try:
-        return list(_parts(module))
+        return _parts(module)
     except _NotPlainError:
         return None
 
 
-def _parts(module: Any) -> Iterable[Part]:
-    """The parts of a module in their order; _NotPlainError unless all of them are plain."""
+def _parts(module: Any) -> list[Part]:
     if not isinstance(module, nn.Module) or module._forward_hooks or module._forward_pre_hooks:
         raise _NotPlainError
     forward = type(module).forward
     if forward in _SEQUENCES:
         inner: Any = module.module
-        return [
-            part for each in (inner.values() if isinstance(inner, nn.ModuleDict) else inner) for part in _parts(each)
-        ]
+        each = inner.values() if isinstance(inner, nn.ModuleDict) else inner
+        return [part for module in each for part in _parts(module)]
     if forward is TensorDictModule.forward and isinstance(module.module, nn.Module):
-        return [_Network(module)]
+        return [_calling(module)]
     own = type(module).__module__.partition(".")[0] in ("tensordict", "torchrl")
     jointly = _DRAWS.get(forward.__qualname__) if own else None
     if jointly is not None and isinstance(module, ProbabilisticTensorDictModule) and len(module.dist_sample_keys) == 1:
-        return [_Draw(module, jointly)]
+        return [_drawing(module, jointly)]
     raise _NotPlainError
 
 
@@ -112,59 +106,56 @@ def _key(key: Any) -> str | Path:
     raise _NotPlainError
 
 
-class EquivalenceCheck:
-    """Records one call of a policy, and checks whether its `plain_parts` alone return the same from `inputs`."""
+def compared(
+    parts: list[Part], inputs: Values, device: torch.device, run: Callable[[], Mapping[Path, Any]]
+) -> tuple[Mapping[Path, Any], bool]:
+    """Call `run`, one call of the policy that draws on `device`.
 
-    def __init__(self, parts: list[Part], inputs: Mapping[str | Path, Tensor], device: torch.device) -> None:
-        self._parts = parts
-        self._inputs = inputs
-        self._device = device  # where the parts draw
-        self._calls: dict[int, deque[tuple[Any, ...]]] = defaultdict(deque)
+    Return its outputs, and whether the parts, given the answers of its networks, write the same bits from `inputs`.
+    """
+    calls: dict[Any, deque[tuple[Any, ...]]] = defaultdict(deque)
 
-    def compare(self, run: Callable[[], Mapping[Path, Any]]) -> tuple[Mapping[Path, Any], bool]:
-        """Call `run`, one call of the policy. Return its outputs, and whether the parts return the same."""
-        before = self._generators()
-        networks = {id(part.module): part.module for part in self._parts if isinstance(part, _Network)}
-        handles = [each.register_forward_hook(self._note, with_kwargs=True) for each in networks.values()]
-        try:
-            outputs = run()
-        finally:
-            for handle in handles:
-                handle.remove()
-        after = self._generators()
-        self._set_generators(before)
-        try:
-            same = self._repeats(outputs) and all(map(torch.equal, self._generators(), after))
-        except Exception:  # a part that fails without a TensorDict is called on one
-            same = False
-        self._set_generators(after)
-        return outputs, same
+    def note(module: nn.Module, arguments: Any, named: Any, answer: Any) -> None:
+        calls[module].append((arguments, named, answer))
 
-    def _generators(self) -> list[Tensor]:
-        """The states of the global generators that the parts may draw from."""
-        return [torch.get_rng_state(), *device_states(self._device)]
-
-    def _set_generators(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        set_device_states(self._device, states[1:])
-
-    def _note(self, module: nn.Module, arguments: Any, named: Any, answer: Any) -> None:
-        self._calls[id(module)].append((arguments, named, answer))
-
-    def _repeats(self, outputs: Mapping[Path, Any]) -> bool:
-        """Whether the parts, given the recorded answers of the networks, write the same outputs bit for bit."""
-        values: Values = dict(self._inputs)
-        for part in self._parts:
-            part.run(values, self._recall)
-        return not any(self._calls.values()) and all(
-            leaf is own or (leaf.dtype == own.dtype and torch.equal(leaf, own))
-            for path, leaf in outputs.items()
-            for own in [values[key_of(path)]]
-        )
-
-    def _recall(self, module: nn.Module, arguments: tuple[Any, ...]) -> Any:
-        """The answer that `module` returned, if these were its arguments."""
-        noted, named, answer = self._calls[id(module)].popleft()
+    def recall(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
+        noted, named, answer = calls[module].popleft()
         if named or len(noted) != len(arguments) or not all(map(torch.equal, noted, arguments)):
             raise _NotPlainError
         return answer
+
+    def repeats() -> bool:
+        values = dict(inputs)
+        for part in parts:
+            part.run(values, recall)
+        pairs = [(leaf, values[key_of(path)]) for path, leaf in outputs.items()]
+        return not any(calls.values()) and all(
+            one is two or (one.dtype == two.dtype and torch.equal(one, two)) for one, two in pairs
+        )
+
+    before = _generators(device)
+    networks = dict.fromkeys(part.network for part in parts if part.network is not None)
+    handles = [each.register_forward_hook(note, with_kwargs=True) for each in networks]
+    try:
+        outputs = run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    after = _generators(device)
+    _set_generators(device, before)
+    try:
+        same = repeats() and all(map(torch.equal, _generators(device), after))
+    except Exception:  # a part that fails without a TensorDict is called on one
+        same = False
+    _set_generators(device, after)
+    return outputs, same
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    """The states of the global generators that the parts may draw from."""
+    return [torch.get_rng_state(), *device_states(device)]
+
+
+def _set_generators(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    set_device_states(device, states[1:])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, set_interaction_type
 from torch import Tensor, nn
 from typing_extensions import override
@@ -31,7 +32,7 @@ from funcollect.policies.tensordict_modules.calling import (
     run_module,
     written_by,
 )
-from funcollect.policies.tensordict_modules.parts import EquivalenceCheck, Part, Values, plain_parts
+from funcollect.policies.tensordict_modules.parts import Values, compared, plain_parts
 from funcollect.policies.torch_modules.torch_backed import (
     Compiler,
     TorchBacked,
@@ -172,8 +173,8 @@ def _check_networks(module: Any) -> None:
         if isinstance(part, TensorDictModule) and type(part).forward is TensorDictModule.forward:
             network, names = part.module, part._kwargs or ()
             called = getattr(network, part.method) if part.method else network
-            count = 0 if names else len(part.in_keys)
             wanted = f"an argument for each of the in_keys {part.in_keys} of its {type(part).__name__}"
+            count = 0 if names else len(part.in_keys)
             check_call(name_of(network), called, wanted, count, *names, *part.method_kwargs)
 
 
@@ -194,7 +195,6 @@ class TensorDictActor(Actor):
         self._written_to, self._carries = policy.written, reads_what_it_wrote(policy.module)
         self._never = torch.zeros(inputs.num_envs, 1, dtype=torch.bool, device=self._place)
         self._first = self._never if policy.reads_init and INIT not in self._inputs else None
-        self._names: list[Path] = []
         self._stateful = self._carries or bool(self._hidden) or self._first is not None
         self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self._stateful)
         # Parts without a TensorDict need a policy that samples, has no hidden states, and runs long enough to pay.
@@ -208,9 +208,14 @@ class TensorDictActor(Actor):
         hidden = {path: leaf for path, leaf in self._hidden.items() if self._written_to[path] != path}
         return hidden if self._first is None else {**hidden, INIT: self._first}
 
-    def _read(self) -> dict[Path, Tensor]:
-        """Everything that the module finds in its TensorDict."""
-        return {**self._inputs, **self._carried, **self._hidden, **self._given()}
+    def _called(self) -> TensorDictBase:
+        """The answer of the module itself, called on a TensorDict with all that it may read."""
+        inputs = {**self._inputs, **self._carried, **self._hidden, **self._given()}
+        return run_module(self._module, inputs, self._device, single=self._single)
+
+    def _outputs(self, answer: TensorDictBase) -> dict[Path, Any]:
+        """The outputs in its answer; [...] for a single environment."""
+        return outputs_of(answer, {*self._inputs, *self._given()})
 
     @override
     @contextlib.contextmanager
@@ -226,7 +231,10 @@ class TensorDictActor(Actor):
         if t == 0:
             written = self._begin()
         elif self._parts is not None:
-            written = self._call_parts(self._parts)
+            values = self._values.copy()
+            for part in self._parts:
+                part.run(values)
+            written = tuple([values[key] for key in self._keys])
         else:
             written = self._written(t)
         action = batched(written[self._action_at]) if self._single else written[self._action_at]
@@ -242,49 +250,35 @@ class TensorDictActor(Actor):
 
     def _begin(self) -> tuple[Tensor, ...]:
         """The first step fixes the entries to record: the outputs, [P, ...], or [...] for a single environment."""
-        inputs = self._read()
-
-        def run() -> dict[Path, Any]:
-            """The outputs of the module itself, called on a TensorDict. The parts are compared with these."""
-            answer = run_module(self._module, inputs, self._device, single=self._single)
-            return outputs_of(answer, {*self._inputs, *self._given()})
-
         if self._parts is None:
-            outputs: Mapping[Path, Any] = run()
+            outputs: Mapping[Path, Any] = self._outputs(self._called())
         else:
-            self._values = {key_of(path): leaf[0] if self._single else leaf for path, leaf in inputs.items()}
-            outputs, as_good = EquivalenceCheck(self._parts, self._values, self._run_device).compare(run)
-            self._parts = self._parts if as_good else None
+            self._values = {key_of(path): leaf[0] if self._single else leaf for path, leaf in self._inputs.items()}
+            outputs, same = compared(
+                self._parts, self._values, self._run_device, lambda: self._outputs(self._called())
+            )
+            self._parts = self._parts if same else None
         self._check({path: batched(leaf) for path, leaf in outputs.items()} if self._single else outputs)
         self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
         self._keys = list(map(key_of, self._names))
         self._action_at = self._names.index(("action",))
         return tuple(outputs[name] for name in self._names)
 
-    def _call_parts(self, parts: list[Part]) -> tuple[Tensor, ...]:
-        """The recorded outputs of a later step, from the parts without a TensorDict."""
-        values = self._values.copy()
-        for part in parts:
-            part.run(values)
-        return tuple([values[key] for key in self._keys])
-
     def _written(self, t: int) -> tuple[Tensor, ...]:
         """The recorded outputs of step `t`, from the module. PolicyError if it did not write one of them."""
-        answer = run_module(self._module, self._read(), self._device, single=self._single)
+        answer = self._called()
         written = tuple([answer.get(key, None) for key in self._keys])
         if any(leaf is None for leaf in written):
-            outputs = outputs_of(answer, {*self._inputs, *self._given()})
             raise PolicyError(
-                f"step {t} of this batch: the policy wrote {names_of(outputs)} after "
+                f"step {t} of this batch: the policy wrote {names_of(self._outputs(answer))} after "
                 f"{names_of(self._names)}: write the same keys at every step"
             )
         return written
 
     def _carry(self, written: Sequence[Tensor]) -> None:
         """Keep the entries of this step's outputs that the module reads at the next step."""
-        if self._hidden or self._carries:
-            by_name = dict(zip(self._names, written, strict=True))
-            self._hidden = {path: by_name[self._written_to[path]] for path in self._hidden}
+        by_name = dict(zip(self._names, written, strict=True))
+        self._hidden = {path: by_name[self._written_to[path]] for path in self._hidden}
         if self._carries:
             self._carried = {path: leaf for path, leaf in by_name.items() if may_be_read(path)}
         if self._first is not None:
@@ -309,11 +303,10 @@ class TensorDictActor(Actor):
         mask = lane_mask(lanes, self._rollout.num_envs)
         if self._first is not None:
             self._first = self._first | mask[:, None].to(self._place)
-        for path, leaf in self._hidden.items():
-            initial = self._initial[path].to(leaf.device)
-            self._hidden[path] = select(mask.to(leaf.device), initial, leaf)
-        for path, leaf in self._carried.items():
-            self._carried[path] = select(mask.to(leaf.device), torch.zeros_like(leaf), leaf)
+        for leaves in (self._hidden, self._carried):
+            for path, leaf in leaves.items():
+                start = self._initial[path].to(leaf.device) if leaves is self._hidden else torch.zeros_like(leaf)
+                leaves[path] = select(mask.to(leaf.device), start, leaf)
 
     @override
     def finish(self) -> tuple[TorchPolicyState, Columns]:

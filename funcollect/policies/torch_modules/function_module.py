@@ -21,7 +21,6 @@ _TENSORS = ("_parameters", "_buffers")
 _CONTAINERS = (dict, list, tuple, deque)  # not sets, whose order differs between processes
 _NO_MODULES = (*PLAIN, Tensor, type, ModuleType, BuiltinFunctionType)
 _LIBRARIES = {"torch", "jax", "jaxlib", "numpy", "tensordict", "funcollect", *sys.stdlib_module_names}
-_READ = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
 def as_module(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,27 +52,25 @@ class FunctionModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._referred = MappingProxyType(modules_of(self.function))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        owners, users = (
-            chain.from_iterable(each.modules() for each in part) for part in (self.children(), self._referred.values())
-        )
-        with _lent(owners, users):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        with _lent(self.children(), self._referred.values()):
             return self.function(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def _lent(owners: Iterable[nn.Module], users: Iterable[nn.Module]) -> Iterator[None]:
-    """Give the tensors of each owner to the user in the same place."""
-    pairs = [(owner, user) for owner, user in zip(owners, users, strict=True) if owner is not user]
-    before = [(vars(user), kind, vars(user)[kind]) for _, user in pairs for kind in _TENSORS]
+    """Give the tensors of each owner, and of its parts, to the user in the same place."""
+    each = (chain.from_iterable(module.modules() for module in part) for part in (owners, users))
+    pairs = [(vars(owner), vars(user)) for owner, user in zip(*each, strict=True) if owner is not user]
+    before = [{kind: user[kind] for kind in _TENSORS} for _, user in pairs]
     try:
         for owner, user in pairs:
-            for kind in _TENSORS:
-                vars(user)[kind] = vars(owner)[kind]
+            user.update({kind: owner[kind] for kind in _TENSORS})
         yield
     finally:
-        for own, kind, tensors in before:
-            own[kind] = tensors
+        for (_, user), tensors in zip(pairs, before, strict=True):
+            user.update(tensors)
 
 
 def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
@@ -97,7 +94,8 @@ def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
             continue
         seen[id(value)] = value
         if isinstance(value, nn.Module):
-            found[_free(name, found)] = value
+            free = (f"{name.replace('.', '_')}{f'_{number}' if number else ''}" for number in count())
+            found[next(each for each in free if each not in found)] = value
         elif isinstance(value, FunctionType):
             if str(value.__module__).partition(".")[0] not in _LIBRARIES:
                 names.update(*(code.co_names for code in _codes(value.__code__)))
@@ -117,20 +115,13 @@ def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
 
 def _referents(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function refers to, by name."""
-    steps = (step for code in _codes(function.__code__) for step in dis.get_instructions(code))
-    read = [step.argval for step in steps if step.opname in _READ]
+    steps = chain.from_iterable(map(dis.get_instructions, _codes(function.__code__)))
+    read = [step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     yield from ((name, function.__globals__[name]) for name in dict.fromkeys(read) if name in function.__globals__)
     yield from zip(function.__code__.co_freevars, map(content_of, function.__closure__ or ()), strict=True)
-    yield "default", function.__defaults__
-    yield "default", function.__kwdefaults__
+    yield from (("default", each) for each in (function.__defaults__, function.__kwdefaults__))
 
 
 def _codes(code: CodeType) -> list[CodeType]:
     """The code, and that of the functions inside."""
     return [code, *(inner for each in code.co_consts if isinstance(each, CodeType) for inner in _codes(each))]
-
-
-def _free(name: str, taken: Mapping[str, Any]) -> str:
-    """A name like this one for another submodule."""
-    name = name.replace(".", "_")
-    return next(each for number in count() if (each := f"{name}_{number}" if number else name) not in taken)

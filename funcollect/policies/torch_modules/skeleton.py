@@ -7,9 +7,11 @@ with the user's. So a change inside an attribute acts at once, and `Skeleton.fol
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -19,16 +21,11 @@ from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 
 from funcollect.policies.torch_modules.function_module import FunctionModule
-from funcollect.policies.torch_modules.settings import LEAVES, REGISTERED, Look, is_registry, parts_of
-
-_MOST_OBJECTS = 2_000  # that are looked through behind the attributes of a submodule
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-
-_Copies = dict[int, tuple[nn.Module, nn.Module]]  # by the id of the original: it, which so keeps its id, and its copy
+from funcollect.policies.torch_modules.settings import MOST_OBJECTS, REGISTERED, Look, own_attributes, walk
 
 
 class Skeleton:
-    """See the module's docstring. `root` is the copy of the user's module.
+    """See the module's docstring. `root` is the copy of the user's module, once `follow` has been called.
 
     What a forward pass writes into attributes stays in the copy until the module is changed.
     """
@@ -37,9 +34,9 @@ class Skeleton:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._copies: _Copies = {}
+        # By the id of the original: it, which so keeps its id, and its copy.
+        self._copies: dict[int, tuple[nn.Module, nn.Module]] = {}
         self._look: Look | None = None
-        self.follow()
 
     def __getstate__(self) -> dict[str, Any]:
         """The module alone. The first call of `follow` copies it again."""
@@ -49,16 +46,16 @@ class Skeleton:
         """Apply the changes of the module since the last call. Return whether there were any."""
         if self._look is not None and self._look.holds():
             return False
-        self._before, self._copies = self._copies, _Copies()
-        self._copied: list[Any] = []  # containers of submodules or of their methods, which are copied separately
-        self._open: set[int] = set()  # containers that are being copied
+        self._before, self._copies = self._copies, {}
+        self._rebuilt: list[Any] = []  # what holds submodules or methods of them, and is copied separately
+        self._open: set[int] = set()  # what is being copied
         self._entangled: str | None = None
         self.root = self._copy(self._module)
         self._before = {}
         parts = [part for part, _ in self._copies.values()]
         if not any(isinstance(part, torch.jit.ScriptModule) for part in parts):  # it changes where Python does not see
             registries = [getattr(part, kind) for part in parts for kind in REGISTERED]
-            self._look = Look(parts, [*map(vars, parts), *registries, *self._copied]).take()
+            self._look = Look([*parts, *map(vars, parts), *registries, *self._rebuilt])
         return True
 
     def parts(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
@@ -93,31 +90,16 @@ class Skeleton:
         """The value with modules replaced by their copies; the value itself if it has none."""
         if isinstance(value, nn.Module):
             return self._copy(value)
-        if isinstance(value, MethodType):
-            owner = self._moved(value.__self__)
-            return value if owner is value.__self__ else MethodType(value.__func__, owner)
-        if isinstance(value, partial):
-            parts = (value.func, value.args, value.keywords)
-            moved = tuple(map(self._moved, parts))
-            return value if all(map(is_, moved, parts)) else partial(moved[0], *moved[1], **moved[2])
-        return self._container(value) if isinstance(value, _CONTAINERS) and value else value
-
-    def _container(self, value: Any) -> Any:
-        """A container with its items moved, or the container itself if none of them is replaced."""
-        if id(value) in self._open:  # it holds itself
+        parts, rebuild = _opened(value)
+        if not parts or id(value) in self._open:  # it holds itself
             return value
         self._open.add(id(value))
-        items = list(value.values() if isinstance(value, dict) else value)
-        moved = list(map(self._moved, items))
+        moved = list(map(self._moved, parts))
         self._open.remove(id(value))
-        if all(map(is_, moved, items)):
+        if all(map(is_, moved, parts)):
             return value
-        self._copied.append(value)
-        if isinstance(value, dict):
-            other = copy.copy(value)
-            other.update(zip(value, moved, strict=True))
-            return other
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+        self._rebuilt.append(value)
+        return rebuild(moved)
 
     @property
     def entangled(self) -> str:
@@ -128,25 +110,35 @@ class Skeleton:
         return self._entangled
 
     def _entanglement(self, part: nn.Module) -> str:
-        if isinstance(part, TensorDictParams):
-            return "_param_td"
-        if isinstance(part, FunctionModule):
-            return ""
-        weights = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
-        seen: dict[int, Any] = {}  # by id; kept, so that no other object takes the id
+        if isinstance(part, (TensorDictParams, FunctionModule)):
+            return "_param_td" if isinstance(part, TensorDictParams) else ""
+        own = {*self._copies, *map(id, (*self._module.parameters(), *self._module.buffers()))}
 
         def reaches(value: Any) -> bool:
-            if isinstance(value, nn.Module):
-                return id(value) in self._copies
-            if isinstance(value, Tensor):
-                return id(value) in weights
-            if isinstance(value, LEAVES) or id(value) in seen or len(seen) == _MOST_OBJECTS:
-                return False
-            seen[id(value)] = value
-            return any(map(reaches, parts_of(value)))
+            met = islice(walk(self._moved(value), closed=(nn.Module, Tensor, weakref.ref)), MOST_OBJECTS)
+            return any(isinstance(each, (nn.Module, Tensor)) and id(each) in own for each in met)
 
-        own = {name: value for name, value in _shared(part).items() if not is_registry(part, name)}
-        return next((name for name, value in own.items() if reaches(self._moved(value))), "")
+        shared = _shared(part)
+        return next((name for name in own_attributes(part) if name in shared and reaches(shared[name])), "")
+
+
+def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The parts of a container, a method or a partial, and a function that makes one like it of others."""
+    if isinstance(value, MethodType):
+        return [value.__self__], lambda parts: MethodType(value.__func__, *parts)
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords], lambda parts: partial(parts[0], *parts[1], **parts[2])
+    if isinstance(value, dict):
+        return list(value.values()), partial(_updated, value)
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(value), lambda parts: type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return [], lambda parts: value
+
+
+def _updated(before: dict[Any, Any], values: list[Any]) -> dict[Any, Any]:
+    other = copy.copy(before)
+    other.update(zip(before, values, strict=True))
+    return other
 
 
 def bare(kind: type[nn.Module]) -> nn.Module:
