@@ -254,9 +254,7 @@ class TensorDictActor(Actor):
             outputs: Mapping[Path, Any] = self._outputs(self._called())
         else:
             self._values = {key_of(path): leaf[0] if self._single else leaf for path, leaf in self._inputs.items()}
-            outputs, same = compared(
-                self._parts, self._values, self._run_device, lambda: self._outputs(self._called())
-            )
+            outputs, same = compared(self._parts, self._values, self._run_device, lambda: self._outputs(self._called()))
             self._parts = self._parts if same else None
         self._check({path: batched(leaf) for path, leaf in outputs.items()} if self._single else outputs)
         self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
