@@ -41,9 +41,8 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         )
     if policy is None:
         return RandomPolicy(env.action_spec)
-    if isinstance(policy, TorchPolicy):
-        moved = place is not None and policy.run_device not in (None, place)
-        return policy.on(place) if moved else policy
+    if isinstance(policy, TorchPolicy) and place is not None and policy.run_device not in (None, place):
+        return policy.on(place)
     if is_policy(policy):
         return policy
     if not callable(policy):
@@ -51,10 +50,16 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
             f"policy is {shown(policy)}, expected a Policy, a torch.nn.Module, a function from observation to action, "
             "or None for random actions: pass one of these"
         )
-    if isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy):
+    parameters = _parameters(policy)
+    required = [each for each in parameters if each.default is each.empty and each.kind != each.VAR_KEYWORD]
+    if isinstance(policy, TensorDictModuleBase) or (len(required) == 1 and _is_tensordict(required[0])):
         return _on_tensordict(policy, env, place)
-    keys = _keys_of_arguments(policy, env)
-    _check_arguments(policy, env, keys)
+    keys, wanted = [], "one argument, the observation (a recurrent policy: funcollect.torch_policy with initial_state=)"
+    if isinstance(env.observation_space, spaces.Dict):
+        every = [*env.observation_space.spaces]
+        keys = _keys_of_arguments(every, parameters, [each.name for each in required])
+        wanted += f", or one for each of some of its keys {every}, by their names"
+    check_call("policy", policy, wanted, len(keys) or 1)
     return TorchPolicy(policy, None, None, place, keys=keys)
 
 
@@ -69,16 +74,11 @@ def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorD
     return TensorDictPolicy(policy, place, hidden_states)
 
 
-def _keys_of_arguments(policy: Any, env: Env) -> list[str]:
+def _keys_of_arguments(keys: list[str], parameters: list[inspect.Parameter], required: list[str]) -> list[str]:
     """The keys of a Dict space that the policy takes as arguments: those it names, else all of them in their order.
 
     Empty if the policy takes one argument without the name of a key. These are TorchRL's rules.
     """
-    space = env.observation_space
-    if not isinstance(space, spaces.Dict):
-        return []
-    parameters, keys = _parameters(policy), list(space.spaces)
-    required = [each.name for each in _required(parameters)]
     named = [each.name for each in parameters if each.name in keys]
     if named and set(required) <= set(keys):
         if [each.name for each in parameters if each.kind != each.KEYWORD_ONLY][: len(named)] != named:
@@ -90,36 +90,19 @@ def _keys_of_arguments(policy: Any, env: Env) -> list[str]:
     return keys if len(required) == len(keys) > 1 else []
 
 
-def _check_arguments(policy: Any, env: Env, keys: list[str]) -> None:
-    """Raise TypeError unless the policy takes the observation, or these keys of it."""
-    wanted = "one argument, the observation (a recurrent policy: funcollect.torch_policy with initial_state=)"
-    if isinstance(env.observation_space, spaces.Dict):
-        wanted += f", or one for each of some of its keys {[*env.observation_space.spaces]}, by their names"
-    check_call("policy", policy, wanted, len(keys) or 1)
-
-
 def _parameters(policy: Any) -> list[inspect.Parameter]:
     """The parameters of a module's forward or of a function; empty if they cannot be inspected."""
-    function = policy.forward if isinstance(policy, nn.Module) else policy
     try:
-        return list(inspect.signature(function).parameters.values())
+        return list(inspect.signature(policy.forward if isinstance(policy, nn.Module) else policy).parameters.values())
     except (TypeError, ValueError):
         return []
 
 
-def _required(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
-    """The arguments without which a policy cannot be called."""
-    return [each for each in parameters if each.default is each.empty and each.kind != each.VAR_KEYWORD]
-
-
-def _takes_tensordict(policy: Any) -> bool:
-    """Whether the one argument of a policy is a TensorDict, by its name or annotation."""
-    required = _required(_parameters(policy))
-    if len(required) != 1:
-        return False
-    name, annotation = required[0].name, required[0].annotation
-    if name in ("tensordict", "td"):
-        return True
+def _is_tensordict(argument: inspect.Parameter) -> bool:
+    """Whether an argument is a TensorDict, by its name or annotation."""
+    annotation = argument.annotation
     if isinstance(annotation, str):
-        return "TensorDict" in annotation
-    return isinstance(annotation, type) and issubclass(annotation, TensorDictBase)
+        annotated = "TensorDict" in annotation
+    else:
+        annotated = isinstance(annotation, type) and issubclass(annotation, TensorDictBase)
+    return annotated or argument.name in ("tensordict", "td")

@@ -6,6 +6,7 @@ An entry point is ``name = "module:factory"``; the factory is called as ``factor
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections import Counter
@@ -25,6 +26,7 @@ __all__ = ["GROUP", "PolicyPlugin", "find_policy", "make_policy", "offered_polic
 GROUP = "funcollect.policies"
 
 _FILE = "entry_points.txt"
+_WANTED = "expected a function of the environment: (env, **options) -> Policy"
 
 
 def make_policy(name: str, env: Env, /, **options: Any) -> Policy:
@@ -58,8 +60,7 @@ def find_policy(name: str) -> PolicyPlugin:
     offers = offered_policies()
     if name in offers:
         return offers[name]
-    same = {address: plugin for address, plugin in offers.items() if plugin.name == name}
-    if same:
+    if same := {address: plugin for address, plugin in offers.items() if plugin.name == name}:
         raise ValueError(
             f"{' and '.join(plugin.origin for plugin in same.values())} each offer a policy {name!r}, expected one: "
             f"say which, {' or '.join(map(repr, same))}"
@@ -144,19 +145,16 @@ class PolicyPlugin:
             raise self._broken(self.fault)
         if self.package:
             import_jax()  # before the package does, which would leave JAX without the library's settings
-        try:
+        with self._working("imported"):
             factory = EntryPoint(self.name, self.source, GROUP).load()
-        except (Exception, SystemExit) as error:  # a package's own code may raise anything
-            raise self._broken(f"cannot be imported: {_message(error)}") from error
-        wanted = "expected a function of the environment: (env, **options) -> Policy"
         try:
             signature = inspect.signature(factory)
         except (TypeError, ValueError) as error:
-            raise self._broken(f"is {shown(factory)}, {wanted}") from error
+            raise self._broken(f"is {shown(factory)}, {_WANTED}") from error
         try:
             signature.bind_partial(None)
         except TypeError:
-            raise self._broken(f"takes {signature}, {wanted}") from None
+            raise self._broken(f"takes {signature}, {_WANTED}") from None
         return factory  # type: ignore[no-any-return]
 
     def takes(self, option: str) -> bool:
@@ -172,21 +170,26 @@ class PolicyPlugin:
         try:
             signature.bind(None, **options)
         except TypeError as error:
-            _, *names = signature.parameters
             raise TypeError(
                 f"the policy {self.name!r} ({self.origin}) was given the options {sorted(options)}: {error}: it takes "
-                f"{names}"
+                f"{list(signature.parameters)[1:]}"
             ) from error
-        try:
+        with self._working(f"made for {env!r}"):
             policy = factory(env, **options)
-        except (Exception, SystemExit) as error:
-            raise self._broken(f"cannot be made for {env!r}: {_message(error)}") from error
         if not is_policy(policy):
             raise self._broken(
                 f"is {kind_of(policy)} as its factory returns it, expected a Policy: the factory should wrap it with "
                 "funcollect.jax_policy or funcollect.torch_policy"
             )
         return policy
+
+    @contextlib.contextmanager
+    def _working(self, what: str) -> Iterator[None]:
+        """Raise PluginError for whatever a package's own code raises."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            raise self._broken(f"cannot be {what}: {_message(error)}") from error
 
     def _broken(self, what: str) -> PluginError:
         return PluginError(f"the policy {self.name!r} ({self.origin}) {what}", reason=what)
