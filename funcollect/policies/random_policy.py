@@ -38,9 +38,6 @@ def random_policy(env: Env) -> RandomPolicy:
     >>> import funcollect as fc
     >>> env = fc.make_env("Pendulum-v1", num_envs=2)
     >>> policy = random_policy(env)
-    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
-    >>> batch["action"].shape
-    torch.Size([2, 4, 1])
     """
     if not is_env(env):
         raise TypeError(f"env is {kind_of(env)}, expected an Env: make one with funcollect.make_env")

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 
 import funcollect as fc
 from funcollect.cli import main
-from funcollect.policies.plugins import offered_policies
+from funcollect.policies.as_policy import offered_policies
 from tests.support.compare import assert_same, collect
 from tests.support.running import ROOT
 
@@ -120,7 +120,7 @@ def test_its_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 FRESH = f"""
 import sys
 import funcollect as fc
-from funcollect.policies.plugins import offered_policies
+from funcollect.policies.as_policy import offered_policies
 env = fc.make_env("CartPole-v1")
 assert "{NAME}" in offered_policies()
 assert not {{"{NAME}", "jax", "flax"}} & set(sys.modules)

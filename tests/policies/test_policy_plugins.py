@@ -12,8 +12,8 @@ import pytest
 
 import funcollect as fc
 from funcollect.cli import main
+from funcollect.policies.as_policy import offered_policies
 from funcollect.policies.mlp import mlp
-from funcollect.policies.plugins import offered_policies
 from tests.support.compare import collect
 
 GOOD = """

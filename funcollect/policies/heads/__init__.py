@@ -12,8 +12,7 @@ that each head's docstring lists, together with further outputs to record. Actio
 """
 
 from funcollect.policies.heads.built_in import boltzmann, categorical, epsilon_greedy, greedy, normal, tanh_normal
-from funcollect.policies.heads.distributions import from_distribution
-from funcollect.policies.heads.head import Head
+from funcollect.policies.heads.head import Head, from_distribution
 
 __all__ = [
     "Head", "boltzmann", "categorical", "epsilon_greedy", "from_distribution", "greedy", "normal", "tanh_normal",

@@ -16,7 +16,7 @@ from funcollect.arguments import check_number
 from funcollect.errors import PolicyError
 from funcollect.keys import Noise
 from funcollect.messages import form
-from funcollect.policies.heads.head import Head, HeadBase, Outputs, Parameters
+from funcollect.policies.heads.head import Head, Outputs, Parameters
 from funcollect.policies.numerics import encode_choices, in_32_bits
 from funcollect.specs import ActionSpec
 from funcollect.tree import ranked
@@ -45,7 +45,7 @@ def _decode(action: Any, spec: ActionSpec) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class _Discrete(HeadBase):
+class _Discrete(Head):
     """Base class of heads that read one number for each choice."""
 
     def check(self, spec: ActionSpec) -> None:
@@ -223,7 +223,7 @@ def boltzmann(temperature: float) -> Head:
 
 
 @dataclass(frozen=True)
-class Normal(HeadBase):
+class Normal(Head):
     """Samples from a normal distribution with independent components, for a floating Box; its mode is the mean.
 
     The network returns a pair (loc, scale), each [P, *action] float, scale positive; or one array [P, *action[:-1],

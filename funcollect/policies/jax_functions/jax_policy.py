@@ -1,4 +1,4 @@
-"""JAX functions as policies: one jitted call per step."""
+"""JAX functions as policies: one jitted call per step, or a part of a traced loop."""
 
 from __future__ import annotations
 
@@ -26,15 +26,25 @@ from funcollect.policies.actors.actor import (
     recurrent_names,
     select_program,
     split_answer,
+    split_call,
     split_recurrent,
 )
-from funcollect.policies.actors.checks import finish_columns
+from funcollect.policies.actors.checks import check_action, check_rows, finish_columns
 from funcollect.policies.base import HeadedPolicy, ProtocolActor
-from funcollect.policies.heads.head import Head, check_head, chooses
-from funcollect.policies.jax_functions.program import PROBE, PackedInputs, StepProgram, draw_noise, split_key
+from funcollect.policies.heads.head import Head, check_head
+from funcollect.policies.jax_functions.program import (
+    PROBE,
+    Draw,
+    PackedInputs,
+    StepProgram,
+    TracedCall,
+    draw_noise,
+    split_key,
+)
 from funcollect.policies.numerics import jax_numerics
+from funcollect.policies.random_policy import RandomPolicy, action_mask, draw_actions, in_shares, random_noise
 from funcollect.policies.weights import jax_arrays, matched
-from funcollect.protocols import Actor, ActorInputs, BoundParams, Columns, Exploration
+from funcollect.protocols import Actor, ActorInputs, BoundParams, Columns, Exploration, Policy, is_policy
 from funcollect.specs import ActionSpec, ExplorationType
 
 
@@ -71,10 +81,6 @@ def jax_policy(
 
     >>> import jax.numpy as jnp, funcollect as fc
     >>> policy = jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
-    >>> env = fc.make_env("CartPole-v1", num_envs=3)
-    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
-    >>> batch["action_log_prob"].shape
-    torch.Size([3, 5])
     """
     if isinstance(apply, (type, torch.nn.Module)) or not callable(apply):
         raise TypeError(
@@ -199,7 +205,7 @@ class FunctionPolicy(HeadedPolicy):
 
     @override
     def finish(self, columns: Columns, spec: ActionSpec, /) -> Columns:
-        columns = finish_columns(columns, spec, chosen=chooses(self.head), ties=self.ties)
+        columns = finish_columns(columns, spec, chosen=getattr(self.head, "chooses", False), ties=self.ties)
         columns.pop((PROBE,), None)
         return columns
 
@@ -294,3 +300,59 @@ class JaxActor(Actor):
     def finish(self) -> tuple[Any, Columns]:
         columns: Columns = {(field.name,): field.column(self._words) for field in self._fields}
         return self._recurrent, self._finish(columns, self._rollout.spec)
+
+
+def is_traceable(policy: Policy) -> bool:
+    """Whether `traced_policy` takes this policy."""
+    return isinstance(policy, RandomPolicy) or policy.backend == "jax"
+
+
+def check_traceable(policy: Any) -> None:
+    """Raise TypeError for a policy that is neither random nor one that JAX can trace."""
+    if not is_policy(policy) or not is_traceable(policy):
+        kind = f"a {policy.backend} policy" if is_policy(policy) else "no policy"
+        raise TypeError(
+            f"{type(policy).__name__} is {kind}, expected one that JAX can trace: pass "
+            "funcollect.lower_policy(policy, env), or use funcollect.jax_policy or funcollect.random_policy"
+        )
+
+
+def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_type: ExplorationType) -> TracedCall:
+    """The policy's step as a traced function that draws its own noise; TypeError if JAX cannot trace it."""
+    check_traceable(policy)
+    jax, noise = import_jax(), policy.noise(spec)
+    stochastic = exploration_type is ExplorationType.RANDOM
+
+    def answer(bound: BoundParams, policy_state: Any, observation: Any, draw: Draw) -> tuple[Any, dict[str, Any]]:
+        if isinstance(policy, RandomPolicy):
+            return policy_state, {"action": traced_random(spec, draw, observation)[0]}
+        drawn = None if noise is None else draw_noise(noise, draw)
+        if isinstance(policy, FunctionPolicy):
+            policy_state, outputs = policy.answer(spec, stochastic, bound, policy_state, observation, drawn)
+        else:
+            exploration = Exploration(exploration_type, bound[1])
+            with tracing("the call of the policy"):
+                given = split_call(policy(bound[0], policy_state, observation, drawn, spec, exploration))
+            policy_state, outputs = given[0], dict(given[1])
+        check_action(outputs["action"], spec, num_envs)
+        check_rows(outputs, num_envs)
+        for name, output in outputs.items():
+            if jax.numpy.issubdtype(output.dtype, jax.dtypes.prng_key):
+                raise PolicyError(
+                    f"the policy's output {name!r} is typed PRNG keys, expected numbers: return jax.random.key_data of "
+                    "them"
+                )
+        return policy_state, outputs
+
+    return answer
+
+
+def traced_random(spec: ActionSpec, draw: Draw, observation: Any) -> tuple[Any, Any]:
+    """The random actions [P, ...] that `RandomPolicy` draws from the same words, and their log-probabilities [P]."""
+    uniform = draw_noise(random_noise(spec), draw)
+    return draw_actions(jax_numerics(), spec, uniform, action_mask(observation, spec))
+
+
+def match_log_prob(log_prob: Any, like: Any) -> Any:
+    """Log-probabilities [P] in the shape of a policy's own: [P], or [P, n] in shares that add up to them."""
+    return import_jax().numpy.broadcast_to(in_shares(log_prob, like.shape), like.shape).astype(like.dtype)

@@ -18,21 +18,8 @@ from funcollect.keys import torch_generator
 from funcollect.messages import name_of
 from funcollect.policies.actors.actor import Recorder, device_of, lane_mask
 from funcollect.policies.actors.checks import check_action, check_tensor, finish_columns
-from funcollect.policies.tensordict_modules.calling import (
-    INIT,
-    batched,
-    by_path,
-    check_hidden,
-    initial_hidden_states,
-    may_be_read,
-    names_of,
-    outputs_of,
-    paths_of,
-    reads_what_it_wrote,
-    run_module,
-    written_by,
-)
-from funcollect.policies.tensordict_modules.parts import Values, compared, plain_parts
+from funcollect.policies.tensordict_modules import calling
+from funcollect.policies.tensordict_modules.calling import INIT, batched, by_path, names_of, paths_of
 from funcollect.policies.torch_modules.torch_backed import (
     Compiler,
     TorchBacked,
@@ -82,14 +69,12 @@ def tensordict_policy(
     >>> import torch, funcollect as fc
     >>> from tensordict.nn import TensorDictModule
     >>> policy = tensordict_policy(TensorDictModule(lambda x: (x[:, 2] > 0).long(), ["observation"], ["action"]))
-    >>> env = fc.make_env("CartPole-v1", num_envs=3)
-    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
-    >>> batch["action"].shape
-    torch.Size([3, 5])
     """
     check_callable(module, "a TensorDictModule or a function of a TensorDict", 1)
     check_compiler(compile, without=("inductor", "cudagraph"))
-    return TensorDictPolicy(module, checked_device(device), initial_hidden_states(module, initial_state), compile)
+    return TensorDictPolicy(
+        module, checked_device(device), calling.initial_hidden_states(module, initial_state), compile
+    )
 
 
 class TensorDictPolicy(TorchBacked):
@@ -106,7 +91,7 @@ class TensorDictPolicy(TorchBacked):
         super().__init__(module, device, hidden_states or None, compiler)
         self.hidden_states = dict(hidden_states or {})
         # By the path of each hidden state, the path of its next value.
-        self.written = {path: written_by(module, path) for path in self.hidden_states}
+        self.written = {path: calling.written_by(module, path) for path in self.hidden_states}
 
     @property
     def reads_init(self) -> bool:
@@ -115,7 +100,7 @@ class TensorDictPolicy(TorchBacked):
 
     @override
     def remembers(self, policy_state: Any, /) -> bool:
-        return bool(self.hidden_states) or self.reads_init or reads_what_it_wrote(self.module)
+        return bool(self.hidden_states) or self.reads_init or calling.reads_what_it_wrote(self.module)
 
     def moves_to(self, observation: Any) -> torch.device | None:
         """The device to which the module's inputs are moved; None if they stay where the `observation` is."""
@@ -149,9 +134,9 @@ class TensorDictPolicy(TorchBacked):
         """The nested outputs [P, ...] of `module`, which is this policy's module bound to parameters."""
         inputs, read = self.inputs_of(observation, recurrent)
         with set_interaction_type(exploration_type):
-            answer = run_module(module, inputs, self.moves_to(observation), single=single)
-            outputs = outputs_of(answer, read, single=single)
-        check_hidden(outputs, {path: inputs[path] for path in self.hidden_states}, self.written)
+            answer = calling.run_module(module, inputs, self.moves_to(observation), single=single)
+            outputs = calling.outputs_of(answer, read, single=single)
+        calling.check_hidden(outputs, {path: inputs[path] for path in self.hidden_states}, self.written)
         return nest(outputs)
 
     def recorded(self, answer: Any, recurrent: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
@@ -192,7 +177,7 @@ class TensorDictActor(Actor):
         self._hidden: dict[Path, Tensor] = dict(before.recurrent or {})
         self._carried: dict[Path, Tensor] = dict(before.carried or {})
         self._initial: dict[Path, Tensor] = initial.recurrent or {}
-        self._written_to, self._carries = policy.written, reads_what_it_wrote(policy.module)
+        self._written_to, self._carries = policy.written, calling.reads_what_it_wrote(policy.module)
         self._never = torch.zeros(inputs.num_envs, 1, dtype=torch.bool, device=self._place)
         self._first = self._never if policy.reads_init and INIT not in self._inputs else None
         self._stateful = self._carries or bool(self._hidden) or self._first is not None
@@ -200,8 +185,8 @@ class TensorDictActor(Actor):
         # Parts without a TensorDict need a policy that samples, has no hidden states, and runs long enough to pay.
         short = inputs.length < _WORTH_WATCHING
         whole = self._device is not None or self._stateful or not inputs.stochastic or short
-        self._parts = None if whole else plain_parts(self._module)
-        self._values: Values = {}
+        self._parts = None if whole else calling.plain_parts(self._module)
+        self._values: calling.Values = {}
 
     def _given(self) -> dict[Path, Tensor]:
         """The keys that the module reads besides the observation and does not write. They are recorded like outputs."""
@@ -211,11 +196,11 @@ class TensorDictActor(Actor):
     def _called(self) -> TensorDictBase:
         """The answer of the module itself, called on a TensorDict with all that it may read."""
         inputs = {**self._inputs, **self._carried, **self._hidden, **self._given()}
-        return run_module(self._module, inputs, self._device, single=self._single)
+        return calling.run_module(self._module, inputs, self._device, single=self._single)
 
     def _outputs(self, answer: TensorDictBase) -> dict[Path, Any]:
         """The outputs in its answer; [...] for a single environment."""
-        return outputs_of(answer, {*self._inputs, *self._given()})
+        return calling.outputs_of(answer, {*self._inputs, *self._given()})
 
     @override
     @contextlib.contextmanager
@@ -254,7 +239,9 @@ class TensorDictActor(Actor):
             outputs: Mapping[Path, Any] = self._outputs(self._called())
         else:
             self._values = {key_of(path): leaf[0] if self._single else leaf for path, leaf in self._inputs.items()}
-            outputs, same = compared(self._parts, self._values, self._run_device, lambda: self._outputs(self._called()))
+            outputs, same = calling.compared(
+                self._parts, self._values, self._run_device, lambda: self._outputs(self._called())
+            )
             self._parts = self._parts if same else None
         self._check({path: batched(leaf) for path, leaf in outputs.items()} if self._single else outputs)
         self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
@@ -278,7 +265,7 @@ class TensorDictActor(Actor):
         by_name = dict(zip(self._names, written, strict=True))
         self._hidden = {path: by_name[self._written_to[path]] for path in self._hidden}
         if self._carries:
-            self._carried = {path: leaf for path, leaf in by_name.items() if may_be_read(path)}
+            self._carried = {path: leaf for path, leaf in by_name.items() if calling.may_be_read(path)}
         if self._first is not None:
             self._first = self._never
 
@@ -291,7 +278,7 @@ class TensorDictActor(Actor):
         own = outputs.keys() - self._written_to.values()
         if taken := sorted({path[0] for path in own} & (RESERVED - {"action", "action_log_prob"})):
             raise PolicyError(f"the policy wrote {taken}, keys that a batch uses itself: rename these out_keys")
-        check_hidden(outputs, self._hidden, self._written_to)
+        calling.check_hidden(outputs, self._hidden, self._written_to)
 
     @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:

@@ -29,7 +29,7 @@ from funcollect.policies.actors.actor import (
     split_answer,
 )
 from funcollect.policies.actors.checks import check_action, check_recurrent, check_rows, check_tensor, finish_columns
-from funcollect.policies.heads.head import Head, check_head, chooses
+from funcollect.policies.heads.head import Head, check_head
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.torch_modules.torch_backed import (
     Compiler,
@@ -304,7 +304,7 @@ class TorchActor(Actor):
             if (log_prob := head.log_prob(TORCH, parameters, outputs, self._spec)) is not None:
                 outputs["action_log_prob"] = log_prob
         by_path: Columns = {(name,): column for name, column in outputs.items()}
-        return finish_columns(by_path, self._spec, parameters=read, chosen=chooses(head))
+        return finish_columns(by_path, self._spec, parameters=read, chosen=getattr(head, "chooses", False))
 
 
 def _head_in_torch(head: Head | None, inputs: ActorInputs, device: torch.device) -> Head | None:

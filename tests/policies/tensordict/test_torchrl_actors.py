@@ -34,7 +34,7 @@ from torchrl.objectives.value import GAE
 import funcollect as fc
 from funcollect.core.routes import route_of
 from funcollect.policies.as_policy import as_policy
-from funcollect.policies.tensordict_modules import parts
+from funcollect.policies.tensordict_modules import calling
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.testing import POLICY_CHECKS, check_policy
 from tests.support.cases import LocScale, mlp
@@ -241,7 +241,7 @@ def test_without_a_tensordict_the_answers_are_the_same(distribution, mode, monke
     env = fc.make_env(name, num_envs=3, **kwargs)
     policy = as_policy(actor_of(distribution), env)
     fast = collect(env, policy, 50, exploration_type=mode)
-    monkeypatch.setattr("funcollect.policies.tensordict_modules.tensordict_policy.plain_parts", lambda module: None)
+    monkeypatch.setattr(calling, "plain_parts", lambda module: None)
     assert_same(collect(env, policy, 50, exploration_type=mode), fast)
     dist = policy.module.get_dist(fast)
     torch.testing.assert_close(dist.log_prob(fast["action"]), fast["action_log_prob"])
@@ -255,11 +255,10 @@ def test_without_a_tensordict_the_answers_are_the_same(distribution, mode, monke
 def test_plain_actors_are_called_without_a_tensordict(distribution, monkeypatch):
     name, kwargs = DISTRIBUTIONS[distribution]
     env = fc.make_env(name, num_envs=3, **kwargs)
-    calls = []
-    run = parts._Draw.run
-    monkeypatch.setattr(parts._Draw, "run", lambda self, *args: calls.append(1) or run(self, *args))
+    calls, run = [], calling.run_module
+    monkeypatch.setattr(calling, "run_module", lambda *args, **options: calls.append(1) or run(*args, **options))
     collect(env, as_policy(actor_of(distribution), env), 30)
-    assert len(calls) == 30  # once to compare, then at each step but the first
+    assert len(calls) == 1  # to compare; not at the other steps
 
 
 class Loud(TensorDictModule):
@@ -317,7 +316,7 @@ def test_what_is_not_plain_is_run_as_it_is(kind, monkeypatch):
     env = fc.make_env("CartPole-v1", num_envs=3)
     policy = as_policy(NOT_PLAIN[kind](), env)
     batch = collect(env, policy, 40)
-    monkeypatch.setattr("funcollect.policies.tensordict_modules.tensordict_policy.plain_parts", lambda module: None)
+    monkeypatch.setattr(calling, "plain_parts", lambda module: None)
     assert_same(collect(env, policy, 40), batch)
     if kind == "a view":
         assert torch.equal(batch["logits"], batch["observation"][..., :2])
