@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
-from torchrl.modules import NormalParamExtractor, OneHotCategorical, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
 
 import funcollect as fc
 from funcollect.policies.as_policy import as_policy
@@ -137,65 +137,6 @@ def test_the_interaction_type_follows_the_exploration_type(default: InteractionT
     assert (drawn["action"] - 2 * drawn["loc"].tanh()).abs().mean() > 0.1
 
 
-def test_a_one_hot_actor_of_torchrl_drives_one_hot_actions() -> None:
-    module = ProbabilisticActor(
-        TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
-        in_keys=["logits"],
-        distribution_class=OneHotCategorical,
-        return_log_prob=True,
-    )
-    batch = collect(module, env=fc.make_env("CartPole-v1", num_envs=3, one_hot=True))
-    assert (batch["action"].sum(-1) == 1).all()
-    assert batch["action"].dtype == torch.int64
-    wanted = torch.distributions.Categorical(logits=batch["logits"]).log_prob(batch["action"].argmax(-1))
-    torch.testing.assert_close(batch["action_log_prob"], wanted)
-
-
-def test_draws_follow_the_seed_and_the_global_generator_is_put_back() -> None:
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    one = collect(actor(), **PENDULUM)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(77)
-    assert_same(collect(actor(), **PENDULUM), one)
-    assert not torch.equal(collect(actor(), seed=2, **PENDULUM)["action"], one["action"])
-
-
-@pytest.mark.parametrize("seed", [1, 4])  # in 4, many actions are saturated
-def test_draws_do_not_depend_on_what_the_caller_draws_between_batches(seed: int) -> None:
-    env = fc.make_env("Pendulum-v1", num_envs=3)
-    policy = as_policy(actor(), env)
-    state, batches = fc.init(env, policy, seed=seed), []
-    for length in (1, 9, 20):
-        torch.rand(3)
-        state, batch = fc.rollout(env, policy, state, length)
-        batches.append(batch)
-    assert_same(torch.cat(batches, -1), collect(actor(), seed=seed, **PENDULUM))
-
-
-def test_params_and_live_values() -> None:
-    module = TensorDictModule(nn.Linear(4, 2), ["observation"], ["action"])
-    with torch.no_grad():
-        module.module.weight.zero_()
-        module.module.bias.zero_()
-    greedy = TensorDictSequential(
-        TensorDictModule(module.module, ["observation"], ["scores"]),
-        TensorDictModule(lambda scores: scores.argmax(-1), ["scores"], ["action"]),
-    )
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    policy = as_policy(greedy, env)
-    up = policy.params.clone()
-    up["module", "0", "module", "bias"] = torch.tensor([0.0, 1.0])
-    state, seen = fc.init(env, policy, seed=0), []
-    for params in (None, up, None):
-        state, batch = fc.rollout(env, policy, state, 5, params=params)
-        seen.append(batch["action"].unique().tolist())
-    with torch.no_grad():
-        module.module.bias[1] = 1.0
-    seen.append(fc.rollout(env, policy, state, 5)[1]["action"].unique().tolist())
-    assert seen == [[0], [1], [0], [1]]
-
-
 class Overwriting(nn.Module):
     """Writes into its input and into a buffer that it hands out."""
 
@@ -214,16 +155,3 @@ class Overwriting(nn.Module):
 def test_a_module_that_overwrites_what_it_was_given_corrupts_nothing(name: str) -> None:
     batch = collect(Overwriting(), env=name)
     assert_same(batch, collect(push, env=name))
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (TensorDictModule(push, ["observation"], ["act"]), r"'act'.*'action'|expected 'action'"),
-        (TensorDictModule(lambda x: (push(x), x), ["observation"], ["action", "done"]), r"\['done'\]"),
-        (lambda td: td["observation"], "expected the TensorDict"),
-    ],
-)
-def test_what_is_no_policy_is_named(module: Any, message: str) -> None:
-    with pytest.raises(fc.PolicyError, match=message):
-        collect(module)

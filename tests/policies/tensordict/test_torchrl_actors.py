@@ -6,10 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import (
-    CompositeDistribution,
     InteractionType,
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
     TensorDictModule,
     TensorDictSequential,
     set_interaction_type,
@@ -25,11 +22,7 @@ from torchrl.modules import (
     ProbabilisticActor,
     QValueActor,
     TanhNormal,
-    ValueOperator,
-    set_recurrent_mode,
 )
-from torchrl.objectives import ClipPPOLoss
-from torchrl.objectives.value import GAE
 
 import funcollect as fc
 from funcollect.core.routes import route_of
@@ -96,30 +89,6 @@ def test_hidden_states_are_those_of_a_loop_by_hand(memory, keys, num_envs):
         carried = {key: step["next", key].clone() for key in keys}
         for key in keys:
             torch.testing.assert_close(batch["next", key][:, t], carried[key])
-
-
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
-def test_hidden_states_do_not_depend_on_cuts(name):
-    env = fc.make_env(name, num_envs=3)
-    policy = as_policy(recurrent_actor(lstm()), env)
-    whole = collect(env, policy, 60, max_frames_per_traj=13)
-    assert_same(collect(env, policy, 1, 12, 30, 17, max_frames_per_traj=13), whole)
-
-
-def test_what_an_lstm_collected_trains_it():
-    memory = lstm()
-    actor = recurrent_actor(memory)
-    critic = ValueOperator(mlp(4, 1, seed=1), in_keys=["observation"])
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    batch = collect(env, as_policy(actor, env), 100, seed=0).clone()
-    assert batch["next", "done"].any()
-    with set_recurrent_mode(True):
-        GAE(gamma=0.99, lmbda=0.95, value_network=critic)(batch)
-        answer = ClipPPOLoss(actor, critic)(batch)
-    assert abs(float(answer["kl_approx"])) < 1e-5  # the same log-probabilities, through every trajectory
-    assert float(answer["clip_fraction"]) == 0
-    (answer["loss_objective"] + answer["loss_critic"]).backward()
-    assert all(float(parameter.grad.abs().sum()) > 0 for parameter in memory.parameters())
 
 
 def cartpole():
@@ -320,29 +289,6 @@ def test_what_is_not_plain_is_run_as_it_is(kind, monkeypatch):
     assert_same(collect(env, policy, 40), batch)
     if kind == "a view":
         assert torch.equal(batch["logits"], batch["observation"][..., :2])
-
-
-def test_composite_actions_are_refused():
-    parts = {"left": torch.distributions.Categorical, "right": torch.distributions.Categorical}
-    actor = ProbabilisticTensorDictSequential(
-        TensorDictModule(
-            lambda x: (x[:, :2], x[:, 2:]),
-            ["observation"],
-            [("params", "left", "logits"), ("params", "right", "logits")],
-        ),
-        ProbabilisticTensorDictModule(
-            ["params"],
-            [("action", "left"), ("action", "right")],
-            distribution_class=CompositeDistribution,
-            distribution_kwargs={
-                "distribution_map": parts,
-                "name_map": {"left": ("action", "left"), "right": ("action", "right")},
-            },
-        ),
-    )
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    with pytest.raises(fc.PolicyError, match=r"'action\.left'.*expected 'action' among them"):
-        collect(env, as_policy(actor, env), 3)
 
 
 def test_keys_with_an_underscore_are_dropped_by_collectors():

@@ -88,7 +88,3 @@ def test_a_copy_in_another_process_looks_by_itself() -> None:
     other[1].eval()
     assert other[0].number != first
     assert settings.number == before
-
-
-def test_a_function_has_one() -> None:
-    assert ModuleSettings(None).number == 0
