@@ -187,7 +187,7 @@ def _network(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
                 "does not hold: leave the parameter out"
             )
         return partial(policy.called, policy.params if params is None else params)  # which may be traced
-    module = policy.uncompiled(policy.prepare(params))
+    module = TorchBacked.bound(policy, policy.prepare(params))  # not compiled: Torch differentiates it
 
     def call(observation: Any, recurrent: Any) -> tuple[Any, Any]:
         return split_recurrent(module(*policy.arguments(observation, recurrent)), recurrent)

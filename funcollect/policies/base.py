@@ -146,7 +146,7 @@ class ProtocolActor(Actor):
     """
 
     def __init__(self, policy: Policy, inputs: ActorInputs, call: Callable[..., Any] | None = None) -> None:
-        self._policy, self._inputs, self._call = policy, inputs, call or self._called
+        self._policy, self._inputs, self._call = policy, inputs, call
         in_jax = policy.backend == "jax"
         self._device = device_of(inputs.observation)
         given: Any = (inputs.policy_state, inputs.initial_state, inputs.noise)
@@ -178,7 +178,7 @@ class ProtocolActor(Actor):
         observation = self._inputs.observation
         if self._crosses:
             observation = optree.tree_map(array_over, observation)
-        self._state, outputs = self._call(self._state, observation, t)
+        self._state, outputs = (self._call or self._called)(self._state, observation, t)
         action = outputs["action"]
         if t == 0 or getattr(action, "shape", None) != self._wanted:
             check_action(action, self._inputs.spec, self._inputs.num_envs)

@@ -203,8 +203,9 @@ class NormalizedTorch(Normalized, TorchPolicy):
     def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
         if isinstance(params, tuple):
             return params
+        whole = self._whole(params)
         trainable, stats = (
-            {name.removeprefix(part): leaf for name, leaf in self._whole(params).items() if name.startswith(part)}
+            {name.removeprefix(part): leaf for name, leaf in whole.items() if name.startswith(part)}
             for part in ("policy.", "statistics.")
         )
         return trainable, self._statistics_in(stats) if stats else self.statistics

@@ -32,8 +32,8 @@ from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
 from funcollect.policies.tensordict_modules import calling
 from funcollect.policies.tensordict_modules.calling import INIT, by_path
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_modules.function_module import FunctionModule
 from funcollect.policies.torch_modules.settings import Look, unregistered
+from funcollect.policies.torch_modules.skeleton import FunctionModule
 from funcollect.policies.torch_modules.torch_backed import TorchPolicyState, lanes_of
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.specs import RESERVED, ExplorationType, Leaf, Space, assemble, disassemble

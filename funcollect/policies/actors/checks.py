@@ -29,8 +29,8 @@ _RULES = {  # or a log-probability is NaN
 }
 
 
-def check_action(action: Any, spec: ActionSpec, num_envs: int) -> None:
-    """Raise PolicyError unless `action` is [P, *spec.shape] of a dtype that the space can take."""
+def check_action(action: Any, spec: ActionSpec, num_envs: int, kind: type = object) -> None:
+    """Raise PolicyError unless `action` is [P, *spec.shape], of a dtype that the space takes, and of class `kind`."""
     wanted = (num_envs, *spec.shape)
     if not hasattr(action, "shape"):
         kind = type(action).__name__
@@ -45,6 +45,11 @@ def check_action(action: Any, spec: ActionSpec, num_envs: int) -> None:
         )
     if not _takes(spec, action.dtype):
         raise PolicyError(f"action has dtype {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it")
+    if not isinstance(action, kind):
+        raise PolicyError(
+            f"the policy's action is a {type(action).__module__}.{type(action).__name__}, expected a torch.Tensor: "
+            "return a tensor, or wrap a JAX function with funcollect.jax_policy"
+        )
 
 
 def _takes(spec: ActionSpec, dtype: Any) -> bool:
@@ -91,15 +96,6 @@ def checked_lead(action: Any, spec: ActionSpec, shapes: Mapping[Leaf, Sequence[i
                 "actions as collected"
             )
     return tuple(action.shape[:dims])
-
-
-def check_tensor(action: Any) -> None:
-    """Raise PolicyError unless `action` is a tensor."""
-    if not isinstance(action, Tensor):
-        raise PolicyError(
-            f"the policy's action is a {type(action).__module__}.{type(action).__name__}, expected a torch.Tensor: "
-            "return a tensor, or wrap a JAX function with funcollect.jax_policy"
-        )
 
 
 def check_rows(outputs: Mapping[str, Any], num_envs: int, kind: type = object) -> None:

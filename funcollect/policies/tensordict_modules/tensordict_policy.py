@@ -17,7 +17,7 @@ from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
 from funcollect.messages import name_of
 from funcollect.policies.actors.actor import Recorder, device_of, lane_mask
-from funcollect.policies.actors.checks import check_action, check_tensor, finish_columns
+from funcollect.policies.actors.checks import check_action, finish_columns
 from funcollect.policies.tensordict_modules import calling
 from funcollect.policies.tensordict_modules.calling import INIT, batched, by_path, names_of, paths_of
 from funcollect.policies.torch_modules.torch_backed import (
@@ -224,8 +224,7 @@ class TensorDictActor(Actor):
             written = self._written(t)
         action = batched(written[self._action_at]) if self._single else written[self._action_at]
         if t == 0 or action.shape[1:] != self._rollout.spec.shape:
-            check_action(action, self._rollout.spec, self._rollout.num_envs)
-            check_tensor(action)
+            check_action(action, self._rollout.spec, self._rollout.num_envs, Tensor)
         if self._stateful:
             self._recorder.append((*written, *([leaf[0] for leaf in given] if self._single else given)))
             self._carry(tuple(map(batched, written)) if self._single else written)

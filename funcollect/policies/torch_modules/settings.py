@@ -186,7 +186,7 @@ class ModuleSettings:
 
     def __init__(self, module: Any) -> None:
         self._module = module  # None has one setting
-        self._looks: list[tuple[int, Look]] = []  # with their numbers, that of the last call first; never written
+        self._looks: dict[int, Look] = {}  # by their numbers, the latest first; replaced as a whole
         self._count = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -200,18 +200,17 @@ class ModuleSettings:
         """
         if self._module is None:
             return 0
-        known = self._looks
-        found = next((each for each in known if each[1].holds()), None)
-        if found is None:
-            number = next((number for number, look in known if look.alike()), None)
+        looks = self._looks
+        number = next((number for number, look in looks.items() if look.holds()), None)
+        if number is None:
+            number = next((number for number, look in looks.items() if look.alike()), None)
             if number is None:
                 number = self._count = self._count + 1
-            found = number, Look.at(self._module)
-        if not known or found is not known[0]:
-            self._looks = [found, *(each for each in known if each[0] != found[0])][:_MOST_LOOKS]
-        if found[1].error:
-            raise found[1].error
-        return found[0]
+            others = [each for each in looks.items() if each[0] != number]
+            self._looks = looks = dict([(number, Look.at(self._module)), *others][:_MOST_LOOKS])
+        if error := looks[number].error:
+            raise error
+        return number
 
 
 def unregistered(module: nn.Module) -> str:

@@ -18,9 +18,8 @@ from funcollect.arguments import check_call
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.messages import clipped, name_of, shown
 from funcollect.policies.base import HeadedPolicy
-from funcollect.policies.torch_modules.function_module import FunctionModule, as_module
 from funcollect.policies.torch_modules.settings import ModuleSettings
-from funcollect.policies.torch_modules.skeleton import Skeleton
+from funcollect.policies.torch_modules.skeleton import FunctionModule, Skeleton, as_module
 from funcollect.policies.weights import check_shapes
 from funcollect.protocols import ActorInputs, Exploration
 from funcollect.specs import ActionSpec

@@ -28,7 +28,7 @@ from funcollect.policies.actors.actor import (
     recurrent_names,
     split_answer,
 )
-from funcollect.policies.actors.checks import check_action, check_recurrent, check_rows, check_tensor, finish_columns
+from funcollect.policies.actors.checks import check_action, check_recurrent, check_rows, finish_columns
 from funcollect.policies.heads.head import Head, check_head
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.torch_modules.torch_backed import (
@@ -167,10 +167,6 @@ class TorchPolicy(TorchBacked):
         twin.replace(self.module)
         return twin
 
-    def uncompiled(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
-        """The module over these parameters as Torch differentiates it; see `bound`."""
-        return super().bound(prepared)
-
     @override
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
         module = super().bound(prepared)
@@ -268,8 +264,7 @@ class TorchActor(Actor):
             if t == 0:
                 self._chosen = tuple(outputs)
         if t == 0 or action.shape != self._wanted:
-            check_action(action, self._spec, self._inputs.num_envs)
-            check_tensor(action)
+            check_action(action, self._spec, self._inputs.num_envs, Tensor)
         self._record(recorded)
         return action  # type: ignore[no-any-return]
 

@@ -14,8 +14,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 import funcollect as fc
-from funcollect.policies.torch_modules.function_module import modules_of
 from funcollect.policies.torch_modules.sending import dumps, pack, unpack
+from funcollect.policies.torch_modules.skeleton import modules_of
 from funcollect.policies.torch_modules.torch_policy import CompiledCall
 from tests.support.compare import collect
 
