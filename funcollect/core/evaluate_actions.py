@@ -26,8 +26,8 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.keys import key_from_seed
 from funcollect.messages import kind_of, shown
-from funcollect.policies.actors.actor import read_answer, recurrent_names, split_recurrent
-from funcollect.policies.actors.checks import checked_lead
+from funcollect.policies.base import read_answer, recurrent_names, split_recurrent
+from funcollect.policies.checks import checked_lead
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
 from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.population import Population

@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from funcollect.keys import Key, Noise, Purpose, draw_ahead
 from funcollect.messages import kind_of
-from funcollect.policies.actors.actor import device_of
-from funcollect.policies.base import PolicyBase
+from funcollect.policies.base import PolicyBase, device_of
 from funcollect.policies.heads.head import Head
 from funcollect.policies.numerics import TORCH, encode_choices
 from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, is_env

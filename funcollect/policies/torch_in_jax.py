@@ -27,7 +27,7 @@ from funcollect.interop.lowering import Lowered, lower_module
 from funcollect.interop.lowering.structure import jax_dtype, leaves_of, plain
 from funcollect.interop.memo import memo_of
 from funcollect.keys import key_from_seed, torch_generator
-from funcollect.policies.actors.checks import overlap
+from funcollect.policies.checks import overlap
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
 from funcollect.policies.tensordict_modules import calling
 from funcollect.policies.tensordict_modules.calling import INIT, by_path

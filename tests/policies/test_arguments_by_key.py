@@ -64,15 +64,6 @@ def test_keys_are_passed_by_name(make: Any, num_envs: int | None) -> None:
         assert (next(collector)["action"] == 0.5).all()
 
 
-@pytest.mark.needs("torchrl")
-@pytest.mark.parametrize("make", [Optional, Swapped])
-def test_over_an_environment_of_torchrl(make: Any) -> None:
-    from torchrl.envs import GymWrapper
-
-    with fc.SyncDataCollector(GymWrapper(TwoKeys()), make(), frames_per_batch=12) as collector:
-        assert (next(collector)["action"] == 0.5).all()
-
-
 @pytest.mark.parametrize("make", [KeywordOnly, Behind])
 def test_what_cannot_be_passed_by_position_is_refused(make: Any) -> None:
     with pytest.raises(TypeError, match=r"\['a', 'b'\] are keys of the observation.*reorder its arguments"):

@@ -60,21 +60,15 @@ WORKERS = functools.partial(fc.MultiSyncDataCollector, in_process=True)
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a function": (lambda: collect(two), r"policy takes \(observation.*, other.*, expected one argument, the obs"),
     "a module": (lambda: collect(Takes(two)), r"policy takes .*other"),
-    "of a factory": (lambda: collect(policy_factory=lambda: Takes(two)), r"policy takes .*other"),
     "in workers": (lambda: collect(Takes(two), ["CartPole-v1"], kind=WORKERS), r"policy takes .*other"),
     "of keys": (lambda: collect(three, Nested), r"for each of some of its keys \['mode', 'pixels'\]"),
     "torch_policy": (lambda: fc.torch_policy(Takes(two)), r"module takes .*other"),
     "a recurrent one": (lambda: fc.torch_policy(Takes(one), initial_state=torch.zeros(3)), "observation and the state"),
     "jax_policy": (lambda: fc.jax_policy(one, None), r"apply takes .*, expected a function \(params, observation\)"),
-    "a recurrent one in JAX": (lambda: fc.jax_policy(two, None, initial_state=torch.zeros(3)), r"observation, state\)"),
     "on a TensorDict": (lambda: fc.tensordict_policy(two), r"module takes .*expected a TensorDictModule or"),
     "a network of a TensorDict": (
         lambda: collect(TensorDictSequential(network(two, "observation"))),
         r"Takes takes .*other.*expected an argument for each of the in_keys \['observation'\] of its TensorDictModule",
-    ),
-    "a function in a TensorDict": (
-        lambda: collect(TensorDictModule(two, ["observation"], ["action"])),
-        "takes .*other",
     ),
     "a compiled module": (lambda: collect(torch.compile(Takes(two))), r"policy takes .*other"),
     "too few": (lambda: fc.tensordict_policy(network(one, "observation", "done")), "in_keys"),

@@ -45,7 +45,7 @@ from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memory import fixed
 from funcollect.interop.reads import reads_together
 from funcollect.keys import random_words
-from funcollect.policies.actors.checks import check_apart
+from funcollect.policies.checks import check_apart
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import JaxEnv, Policy
 from funcollect.specs import ActionSpec, ExplorationType, assemble

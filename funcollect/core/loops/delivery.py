@@ -19,7 +19,7 @@ from funcollect.core.batch import NEXT_FLAGS, OUTCOME_KEYS, REWARD, ROOT_FLAGS, 
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, trajectory_ids
 from funcollect.envs.host.host_env import check_rewards
-from funcollect.policies.actors.checks import check_apart
+from funcollect.policies.checks import check_apart
 from funcollect.protocols import Env
 from funcollect.tree import Path, select
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from funcollect.core.batch import NEXT_FLAGS, REWARD, ROOT_FLAGS, TERMINATED, TRUNCATED, checked_batch
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, trajectory_ids
-from funcollect.policies.actors.checks import check_apart
+from funcollect.policies.checks import check_apart
 from funcollect.protocols import Env
 from funcollect.tree import Path
 

@@ -18,7 +18,7 @@ from funcollect.envs.jax_envs.jax_env import step_lane
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.keys import Purpose
-from funcollect.policies.actors.checks import check_apart
+from funcollect.policies.checks import check_apart
 from funcollect.policies.jax_functions.jax_policy import match_log_prob, traced_policy, traced_random
 from funcollect.policies.jax_functions.program import TracedCall, drawing
 from funcollect.policies.numerics import jax_numerics

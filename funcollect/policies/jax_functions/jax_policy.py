@@ -19,7 +19,9 @@ from funcollect.interop.jax_setup import compiled, import_jax, tracing
 from funcollect.interop.memo import memo_of, set_since_use, variables_of
 from funcollect.keys import Key, Noise
 from funcollect.messages import name_of, note_arguments, shown
-from funcollect.policies.actors.actor import (
+from funcollect.policies.base import (
+    HeadedPolicy,
+    ProtocolActor,
     array_over,
     lane_mask,
     read_answer,
@@ -29,8 +31,7 @@ from funcollect.policies.actors.actor import (
     split_call,
     split_recurrent,
 )
-from funcollect.policies.actors.checks import check_action, check_rows, finish_columns
-from funcollect.policies.base import HeadedPolicy, ProtocolActor
+from funcollect.policies.checks import check_action, check_rows, finish_columns
 from funcollect.policies.heads.head import Head, check_head
 from funcollect.policies.jax_functions.program import (
     PROBE,

@@ -21,7 +21,7 @@ from funcollect.interop.bridge import jax_view
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memory import aligned
 from funcollect.keys import Noise
-from funcollect.policies.actors.checks import check_action, check_rows
+from funcollect.policies.checks import check_action, check_rows
 from funcollect.protocols import ActorInputs
 from funcollect.threefry import Pair, hashed_in_jax
 

@@ -16,8 +16,8 @@ from funcollect.arguments import check_call, checked_device
 from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
 from funcollect.messages import name_of
-from funcollect.policies.actors.actor import Recorder, device_of, lane_mask
-from funcollect.policies.actors.checks import check_action, finish_columns
+from funcollect.policies.base import Recorder, device_of, lane_mask
+from funcollect.policies.checks import check_action, finish_columns
 from funcollect.policies.tensordict_modules import calling
 from funcollect.policies.tensordict_modules.calling import INIT, batched, by_path, names_of, paths_of
 from funcollect.policies.torch_modules.torch_backed import (

@@ -19,16 +19,8 @@ from funcollect.arguments import check_arrays, check_flags, checked_device
 from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
 from funcollect.messages import note_arguments
-from funcollect.policies.actors.actor import (
-    Recorder,
-    device_of,
-    lane_mask,
-    memory_of,
-    noise_by_step,
-    recurrent_names,
-    split_answer,
-)
-from funcollect.policies.actors.checks import check_action, check_recurrent, check_rows, finish_columns
+from funcollect.policies.base import Recorder, device_of, lane_mask, memory_of, recurrent_names, split_answer
+from funcollect.policies.checks import check_action, check_recurrent, check_rows, finish_columns
 from funcollect.policies.heads.head import Head, check_head
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.torch_modules.torch_backed import (
@@ -300,6 +292,23 @@ class TorchActor(Actor):
                 outputs["action_log_prob"] = log_prob
         by_path: Columns = {(name,): column for name, column in outputs.items()}
         return finish_columns(by_path, self._spec, parameters=read, chosen=getattr(head, "chooses", False))
+
+
+def noise_by_step(noise: Tensor | None, run_device: torch.device) -> Callable[[int], Tensor | None]:
+    """A function from a step to its noise [P, ...] on the policy's device; on the CPU always in the same memory."""
+    if noise is None:
+        return lambda t: None
+    if run_device.type != "cpu":
+        return noise.to(run_device).__getitem__
+    noise = noise.cpu()
+    rows, current = noise.numpy(), noise[0].clone()
+    memory = current.numpy()
+
+    def copied(t: int) -> Tensor:
+        memory[...] = rows[t]
+        return current
+
+    return copied
 
 
 def _head_in_torch(head: Head | None, inputs: ActorInputs, device: torch.device) -> Head | None:

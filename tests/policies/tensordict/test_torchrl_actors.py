@@ -108,30 +108,6 @@ def test_a_primer_around_the_environment_says_how_hidden_states_begin():
     assert torch.equal(batch["recurrent_state_h"][:, 1:][goes_on], after[goes_on])
 
 
-class Count(nn.Module):
-    """Carries a count under a nested key."""
-
-    in_keys = ("observation", ("memory", "count"))
-    out_keys = ("action", ("next", "memory", "count"))
-
-    def forward(self, tensordict):
-        count = tensordict["memory", "count"]
-        tensordict["action"] = (tensordict["observation"][..., 2] > 0).long()
-        tensordict["next", "memory", "count"] = count + 1
-        count.zero_()  # what it was given is its own
-        return tensordict
-
-
-def test_an_initial_state_that_the_caller_gives():
-    policy = fc.tensordict_policy(Count(), initial_state={"memory": {"count": torch.tensor([7.0])}})
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    batch = collect(env, policy, 30, 30)
-    wanted = 7.0 + batch["collector", "step"]
-    assert torch.equal(batch["memory", "count"][..., 0], wanted)
-    assert torch.equal(batch["next", "memory", "count"][..., 0], wanted + 1)
-    assert "is_init" not in list(batch.keys())
-
-
 def test_epsilon_is_read_live_and_follows_the_exploration_type():
     spec = Categorical(2)
     values = TensorDictModule(nn.Linear(4, 2), ["observation"], ["action_value"])
