@@ -164,23 +164,32 @@ def _check_networks(module: Any) -> None:
 
 
 class TensorDictActor(Actor):
-    """Calls the module on one TensorDict per step, or its parts without a TensorDict if they return the same."""
+    """Calls the module on one TensorDict per step, or its parts without a TensorDict if they return the same.
+
+    The memory holds the keys that the module finds besides the observation: its hidden states, ``is_init`` if it reads
+    that, and for modules that may read what they wrote, the outputs of the step before.
+    """
 
     def __init__(self, policy: TensorDictPolicy, inputs: ActorInputs) -> None:
         self._rollout, self._single = inputs, inputs.single
         self._module, self._device = policy.bound(inputs.params), policy.moves_to(inputs.observation)
         self._generator = inputs.policy_state.generator.clone()
-        self._inputs = by_path(inputs.observation)
-        self._place = device_of(inputs.observation)
-        self._run_device = policy.run_device or self._place
+        self._inputs, place = by_path(inputs.observation), device_of(inputs.observation)
+        self._run_device = policy.run_device or place
         before, initial = (state.on(self._run_device) for state in (inputs.policy_state, inputs.initial_state))
-        self._hidden: dict[Path, Tensor] = dict(before.recurrent or {})
-        self._carried: dict[Path, Tensor] = dict(before.carried or {})
-        self._initial: dict[Path, Tensor] = initial.recurrent or {}
-        self._written_to, self._carries = policy.written, calling.reads_what_it_wrote(policy.module)
-        self._never = torch.zeros(inputs.num_envs, 1, dtype=torch.bool, device=self._place)
-        self._first = self._never if policy.reads_init and INIT not in self._inputs else None
-        self._stateful = self._carries or bool(self._hidden) or self._first is not None
+        self._hidden, self._carries = list(policy.written), calling.reads_what_it_wrote(policy.module)
+        self._memory: dict[Path, Tensor] = {
+            **(before.carried or {}),
+            **{each: before.recurrent[each] for each in self._hidden},
+        }
+        self._initial: dict[Path, Tensor] = dict(initial.recurrent or {})
+        self._next = dict(policy.written)  # by the path of each key with an initial value, that of its next value
+        self._added: dict[Path, Tensor] = {}  # next values that the module does not write
+        if policy.reads_init and INIT not in self._inputs:
+            never = torch.zeros(inputs.num_envs, 1, dtype=torch.bool, device=place)
+            self._memory[INIT], self._initial[INIT], self._next[INIT] = never, ~never, ("next", *INIT)
+            self._added["next", *INIT] = never
+        self._stateful = self._carries or bool(self._next)
         self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self._stateful)
         # Parts without a TensorDict need a policy that samples, has no hidden states, and runs long enough to pay.
         short = inputs.length < _WORTH_WATCHING
@@ -189,14 +198,12 @@ class TensorDictActor(Actor):
         self._values: calling.Values = {}
 
     def _given(self) -> dict[Path, Tensor]:
-        """The keys that the module reads besides the observation and does not write. They are recorded like outputs."""
-        hidden = {path: leaf for path, leaf in self._hidden.items() if self._written_to[path] != path}
-        return hidden if self._first is None else {**hidden, INIT: self._first}
+        """The keys in memory that the module does not write. They are recorded like outputs."""
+        return {path: leaf for path, leaf in self._memory.items() if self._next.get(path, path) != path}
 
     def _called(self) -> TensorDictBase:
         """The answer of the module itself, called on a TensorDict with all that it may read."""
-        inputs = {**self._inputs, **self._carried, **self._hidden, **self._given()}
-        return calling.run_module(self._module, inputs, self._device, single=self._single)
+        return calling.run_module(self._module, self._inputs | self._memory, self._device, single=self._single)
 
     def _outputs(self, answer: TensorDictBase) -> dict[Path, Any]:
         """The outputs in its answer; [...] for a single environment."""
@@ -227,7 +234,7 @@ class TensorDictActor(Actor):
             check_action(action, self._rollout.spec, self._rollout.num_envs, Tensor)
         if self._stateful:
             self._recorder.append((*written, *([leaf[0] for leaf in given] if self._single else given)))
-            self._carry(tuple(map(batched, written)) if self._single else written)
+            self._remember(tuple(map(batched, written)) if self._single else written)
         else:
             self._recorder.append(written)
         return action
@@ -248,6 +255,18 @@ class TensorDictActor(Actor):
         self._action_at = self._names.index(("action",))
         return tuple(outputs[name] for name in self._names)
 
+    def _check(self, outputs: Mapping[Path, Any]) -> None:
+        """Raise PolicyError unless the first outputs hold an action, the hidden states, and no reserved key."""
+        if ("action",) not in outputs:
+            raise PolicyError(
+                f"the policy wrote {names_of(outputs)}, expected 'action' among them: add it to the out_keys"
+            )
+        hidden = {path: self._next[path] for path in self._hidden}
+        own = outputs.keys() - hidden.values()
+        if taken := sorted({path[0] for path in own} & (RESERVED - {"action", "action_log_prob"})):
+            raise PolicyError(f"the policy wrote {taken}, keys that a batch uses itself: rename these out_keys")
+        calling.check_hidden(outputs, {path: self._memory[path] for path in hidden}, hidden)
+
     def _written(self, t: int) -> tuple[Tensor, ...]:
         """The recorded outputs of step `t`, from the module. PolicyError if it did not write one of them."""
         answer = self._called()
@@ -259,38 +278,19 @@ class TensorDictActor(Actor):
             )
         return written
 
-    def _carry(self, written: Sequence[Tensor]) -> None:
+    def _remember(self, written: Sequence[Tensor]) -> None:
         """Keep the entries of this step's outputs that the module reads at the next step."""
-        by_name = dict(zip(self._names, written, strict=True))
-        self._hidden = {path: by_name[self._written_to[path]] for path in self._hidden}
-        if self._carries:
-            self._carried = {path: leaf for path, leaf in by_name.items() if calling.may_be_read(path)}
-        if self._first is not None:
-            self._first = self._never
-
-    def _check(self, outputs: Mapping[Path, Any]) -> None:
-        """Raise PolicyError unless the first outputs hold an action, the hidden states, and no reserved key."""
-        if ("action",) not in outputs:
-            raise PolicyError(
-                f"the policy wrote {names_of(outputs)}, expected 'action' among them: add it to the out_keys"
-            )
-        own = outputs.keys() - self._written_to.values()
-        if taken := sorted({path[0] for path in own} & (RESERVED - {"action", "action_log_prob"})):
-            raise PolicyError(f"the policy wrote {taken}, keys that a batch uses itself: rename these out_keys")
-        calling.check_hidden(outputs, self._hidden, self._written_to)
+        outputs = dict(zip(self._names, written, strict=True)) | self._added
+        read = {path: leaf for path, leaf in outputs.items() if calling.may_be_read(path)} if self._carries else {}
+        self._memory = read | {path: outputs[after] for path, after in self._next.items()}
 
     @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
-        """Set these lanes' hidden states to their initial ones, other carried keys to zero, and ``is_init`` to True."""
-        if not self._stateful:
-            return
-        mask = lane_mask(lanes, self._rollout.num_envs)
-        if self._first is not None:
-            self._first = self._first | mask[:, None].to(self._place)
-        for leaves in (self._hidden, self._carried):
-            for path, leaf in leaves.items():
-                start = self._initial[path].to(leaf.device) if leaves is self._hidden else torch.zeros_like(leaf)
-                leaves[path] = select(mask.to(leaf.device), start, leaf)
+        """Set the memory of these lanes to its initial values, or to zero where there are none."""
+        mask = lane_mask(lanes, self._rollout.num_envs) if self._memory else torch.empty(0)
+        for path, leaf in self._memory.items():
+            start = self._initial[path].to(leaf.device) if path in self._initial else torch.zeros_like(leaf)
+            self._memory[path] = select(mask.to(leaf.device), start, leaf)
 
     @override
     def finish(self) -> tuple[TorchPolicyState, Columns]:
@@ -298,10 +298,8 @@ class TensorDictActor(Actor):
         if self._single:
             recorded = [column.unsqueeze(1) for column in recorded]
         columns = dict(zip([*self._names, *self._given()], recorded, strict=True))
-        if self._first is not None:
-            columns["next", *INIT] = torch.zeros_like(columns[INIT])
-        hidden, carried = (
-            {path: leaf.clone() for path, leaf in each.items()} for each in (self._hidden, self._carried)
-        )
-        state = TorchPolicyState(hidden or None, self._generator, carried or None)
+        columns |= {path: torch.zeros_like(columns[INIT]) for path in self._added}
+        kept = {path: leaf.clone() for path, leaf in self._memory.items() if self._next.get(path) not in self._added}
+        hidden = {path: kept.pop(path) for path in self._hidden}
+        state = TorchPolicyState(hidden or None, self._generator, kept or None)
         return state, finish_columns(columns, self._rollout.spec, ties=True)

@@ -148,7 +148,7 @@ class TorchPolicy(TorchBacked):
     def take_over(self, policy: TorchPolicy, module: nn.Module) -> None:
         """Begin as `policy`, over another module: for policies that are made of it."""
         vars(self).update({name: value for name, value in vars(policy).items() if name != "_memo"})
-        self._compiled = self._compiled and CompiledCall("inductor")
+        self._warned, self._compiled = False, self._compiled and CompiledCall("inductor")
         self.replace(module)
 
     def on(self, device: torch.device | None) -> TorchPolicy:
