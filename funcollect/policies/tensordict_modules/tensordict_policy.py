@@ -187,8 +187,8 @@ class TensorDictActor(Actor):
         self._added: dict[Path, Tensor] = {}  # next values that the module does not write
         if policy.reads_init and INIT not in self._inputs:
             never = torch.zeros(inputs.num_envs, 1, dtype=torch.bool, device=place)
-            self._memory[INIT], self._initial[INIT], self._next[INIT] = never, ~never, ("next", *INIT)
-            self._added["next", *INIT] = never
+            self._memory[INIT], self._initial[INIT] = never, torch.ones_like(never)
+            self._next[INIT], self._added["next", *INIT] = ("next", *INIT), never
         self._stateful = self._carries or bool(self._next)
         self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self._stateful)
         # Parts without a TensorDict need a policy that samples, has no hidden states, and runs long enough to pay.
