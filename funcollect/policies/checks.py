@@ -33,9 +33,9 @@ def check_action(action: Any, spec: ActionSpec, num_envs: int, kind: type = obje
     """Raise PolicyError unless `action` is [P, *spec.shape], of a dtype that the space takes, and of class `kind`."""
     wanted = (num_envs, *spec.shape)
     if not hasattr(action, "shape"):
-        kind = type(action).__name__
         raise PolicyError(
-            f"the policy's action is {kind}, expected an array of shape {wanted}: return a tensor or array"
+            f"the policy's action is {type(action).__name__}, expected an array of shape {wanted}: return a tensor or "
+            "array"
         )
     if tuple(action.shape) != wanted:
         raise PolicyError(

@@ -228,7 +228,8 @@ class NormalizedTorch(Normalized, TorchPolicy):
         Anything else stays as it is.
         """
         paired = isinstance(params, tuple) and len(params) == 2
-        trainable, stats = params if paired else (params, None)
+        pair: Any = params if paired else (params, None)
+        trainable, stats = pair
         if paired:
             check_kind("the statistics in params", stats, RunningStatistics, "pass the pair (trainable, statistics)")
             trainable = {} if trainable is None else trainable

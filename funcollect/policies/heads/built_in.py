@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -56,7 +57,8 @@ class _Discrete(Head):
             )
 
     def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
-        wanted, shape = spec.choices, getattr(answer, "shape", ())
+        wanted = spec.choices
+        shape: Sequence[int] = getattr(answer, "shape", ())
         if len(shape) < 2 or shape[-1] != wanted:
             raise PolicyError(
                 f"the policy returned {form(answer)}, the head {self.name} wants [P, {wanted}]: "

@@ -53,7 +53,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
     if isinstance(value, _MAPPINGS):
         return chain(value, value.values())
     if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
-        return value  # type: ignore[no-any-return]
+        return value
     if isinstance(value, weakref.ref):
         return (value(),)
     if (parts := referents(value)) is not None:
