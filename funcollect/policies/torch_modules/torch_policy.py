@@ -116,7 +116,7 @@ class CompiledCall:
                     f"compile='inductor' needs a C++ compiler, and {program!r} is not there: install g++, set CXX to "
                     "the one there is, or leave compile out"
                 )
-            options: Any = {"cpp_wrapper": True} if self._compiler == "inductor" else None  # half the cost of a small call
+            options: Any = {"cpp_wrapper": True} if self._compiler == "inductor" else None  # halves a small call's cost
             self._made = module, torch.compile(module, backend=self._compiler, options=options)
         return self._made[1]
 
