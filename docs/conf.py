@@ -89,7 +89,7 @@ _WITHOUT_ENTRY = """
     trajectories.final_observations.FinalObservations buffers.storages.packed_rows.RowLayout
     buffers.trajectory_index.segments.Segments
     envs.host.host_env.SimulatedEnv envs.jax_envs.jax_env.FunctionsEnv
-    policies.heads.distributions.FromDistribution policies.jax_functions.jax_policy.JaxPolicy
+    policies.heads.head.FromDistribution policies.jax_functions.jax_policy.JaxPolicy
     policies.normalized.NormalizedJax policies.normalized.NormalizedTorch
     policies.population.JaxPopulation policies.population.TorchPopulation
     policies.random_policy.RandomPolicy policies.tensordict_modules.tensordict_policy.TensorDictPolicy

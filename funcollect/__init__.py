@@ -83,10 +83,10 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.keys import Noise as Noise
     from funcollect.plots.recording import record as record
     from funcollect.policies import heads as heads
+    from funcollect.policies.as_policy import make_policy as make_policy
     from funcollect.policies.base import PolicyBase as PolicyBase
     from funcollect.policies.jax_functions.jax_policy import jax_policy as jax_policy
     from funcollect.policies.normalized import normalized as normalized
-    from funcollect.policies.plugins import make_policy as make_policy
     from funcollect.policies.population import population as population
     from funcollect.policies.random_policy import random_policy as random_policy
     from funcollect.policies.tensordict_modules.tensordict_policy import tensordict_policy as tensordict_policy

@@ -25,7 +25,7 @@ from funcollect.keys import (
     torch_generator,
     uniforms,
 )
-from funcollect.policies.jax_functions.noise import drawing
+from funcollect.policies.jax_functions.program import drawing
 from funcollect.threefry import Pair, Words, hashed, hashed_in_jax, hashed_in_numpy, is_on_gpu
 
 KEY = key_from_seed(12345)

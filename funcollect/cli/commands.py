@@ -21,8 +21,8 @@ from funcollect.cli.output import RunSummary, episode_table, layout, output_fold
 from funcollect.cli.subjects import make_env, make_filmed_env, make_policy, policy_named
 from funcollect.core.rollout_trajectories import is_limited
 from funcollect.plots.figures import check_figure
+from funcollect.policies.as_policy import PolicyPlugin, offered_policies
 from funcollect.policies.mlp import mlp
-from funcollect.policies.plugins import PolicyPlugin, offered_policies
 
 
 @contextmanager

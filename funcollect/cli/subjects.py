@@ -17,7 +17,7 @@ from torch import Tensor
 
 import funcollect as fc
 from funcollect.envs.registry import limited
-from funcollect.policies.plugins import PolicyPlugin, find_policy
+from funcollect.policies.as_policy import PolicyPlugin, find_policy
 from funcollect.protocols import is_env
 
 _IN_A_MODULE = re.compile(r"[\w.]+:[A-Za-z_]\w*")  # Gymnasium's module:Id-v0 has a version

@@ -25,8 +25,8 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.keys import key_from_seed
 from funcollect.messages import kind_of, shown
-from funcollect.policies.actors.actor import read_answer, recurrent_names, split_recurrent
-from funcollect.policies.actors.checks import checked_lead
+from funcollect.policies.base import read_answer, recurrent_names, split_recurrent
+from funcollect.policies.checks import checked_lead
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
 from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.population import Population
@@ -187,7 +187,7 @@ def _network(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
                 "does not hold: leave the parameter out"
             )
         return partial(policy.called, policy.params if params is None else params)  # which may be traced
-    module = policy.uncompiled(policy.prepare(params))
+    module = TorchBacked.bound(policy, policy.prepare(params))  # not compiled: Torch differentiates it
 
     def call(observation: Any, recurrent: Any) -> tuple[Any, Any]:
         return split_recurrent(module(*policy.arguments(observation, recurrent)), recurrent)

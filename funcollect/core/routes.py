@@ -18,8 +18,8 @@ from funcollect.interop.bridge import torch_view
 from funcollect.interop.cuda_graph import can_capture
 from funcollect.interop.jax_setup import default_device_type
 from funcollect.interop.memo import memo_of
-from funcollect.policies.heads.distributions import FromDistribution
-from funcollect.policies.jax_functions.traced_policy import is_traceable
+from funcollect.policies.heads.head import FromDistribution
+from funcollect.policies.jax_functions.jax_policy import is_traceable
 from funcollect.policies.population import Population, TorchPopulation
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_in_jax import LoweredPolicy, Source, example

@@ -37,8 +37,8 @@ from funcollect.envs.jax_envs.checks import check_functions
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, without_weak_types
+from funcollect.policies.jax_functions.jax_policy import check_traceable
 from funcollect.policies.jax_functions.program import PROBE
-from funcollect.policies.jax_functions.traced_policy import check_traceable
 from funcollect.policies.population import Population
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values

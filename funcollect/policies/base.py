@@ -1,10 +1,15 @@
-"""Base class of policies, and the actor that calls a policy at every step."""
+"""Base class of policies, and the actor that calls a policy at every step and records its outputs.
+
+The cost of a small network is dispatch. Work that can wait (stacking, log-probabilities, checks for NaN) therefore
+happens once, over the outputs of all steps, in `Actor.finish`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -13,27 +18,21 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.interop.bridge import jax_view
-from funcollect.interop.jax_setup import own_generator
+from funcollect.errors import PolicyError
+from funcollect.interop.bridge import jax_view, torch_view
+from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.keys import Key, Noise
-from funcollect.messages import kind_of
-from funcollect.policies.actors.actor import (
-    Recorder,
-    array_over,
-    device_of,
-    lane_mask,
-    names_changed,
-    select_program,
-    split_answer,
-    split_call,
-    tensor_over,
-)
-from funcollect.policies.actors.checks import check_action, finish_columns
+from funcollect.messages import form, kind_of
+from funcollect.policies.checks import check_action, check_recurrent, check_rows, finish_columns
 from funcollect.policies.heads.head import Head
+from funcollect.policies.numerics import jax_numerics
 from funcollect.policies.weights import copied, matched, state_dict_of
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy, is_env, is_policy
-from funcollect.specs import ActionSpec
+from funcollect.specs import RESERVED, ActionSpec
 from funcollect.tree import NAMESPACE, Path, moved, select
+
+_HELD_STEPS = 64
+_NARROW = {torch.int64: torch.int32, torch.float64: torch.float32}  # JAX's own dtypes, unless 64 bits are on
 
 
 class PolicyBase(ABC):
@@ -142,15 +141,16 @@ class ProtocolActor(Actor):
     """Calls a policy at every step. The leaves of the policy's state are [P, ...].
 
     A policy in Torch gets its state and its noise on the device of the observation. For one in JAX, observations that
-    are tensors cross as in `DeviceActor`.
+    are tensors cross by DLPack, each way. That orders a reader after the writer: the call waits for the observation,
+    and Torch waits for the call when it reads the action. So the environment's next step may write the observation's
+    memory. `call` replaces the policy's: from its state, an observation and the step to its next state and outputs.
     """
 
-    def __init__(self, policy: Policy, inputs: ActorInputs) -> None:
-        self._policy = policy
-        self._inputs = inputs
+    def __init__(self, policy: Policy, inputs: ActorInputs, call: Callable[..., Any] | None = None) -> None:
+        self._policy, self._inputs, self._call = policy, inputs, call
         in_jax = policy.backend == "jax"
-        given: Any = (inputs.policy_state, inputs.initial_state, inputs.noise)
         self._device = device_of(inputs.observation)
+        given: Any = (inputs.policy_state, inputs.initial_state, inputs.noise)
         stays = in_jax or self._device.type == "cpu"
         self._state, self._initial, noise = given if stays else moved(given, self._device)
         if in_jax and noise is not None:
@@ -161,30 +161,30 @@ class ProtocolActor(Actor):
         self._crosses = in_jax and any(isinstance(leaf, Tensor) for leaf in tensors)
         self._as_tensor: Callable[[Any], Tensor] = tensor_over if self._crosses else torch.as_tensor
         self._held: Any = None
-        self._names: list[str] = []  # of the outputs in the order in which they are recorded, once they are known
+        self._wanted = (inputs.num_envs, *inputs.spec.shape)
         self._recorder = Recorder(inputs.observation, inputs.length)
 
     @override
     def running(self) -> contextlib.AbstractContextManager[Any]:
         return torch.no_grad()
 
+    def _called(self, state: Any, observation: Any, t: int) -> tuple[Any, Mapping[str, Any]]:
+        inputs = self._inputs
+        with self._generator():
+            answer = self._policy(inputs.params, state, observation, self._noise[t], inputs.spec, inputs.exploration)
+        return split_call(answer)
+
     @override
     def act(self, t: int) -> Any:
-        inputs, as_tensor = self._inputs, self._as_tensor
-        observation = optree.tree_map(array_over, inputs.observation) if self._crosses else inputs.observation
-        with self._generator():
-            answer = self._policy(
-                inputs.params, self._state, observation, self._noise[t], inputs.spec, inputs.exploration
-            )
-        self._state, outputs = split_call(answer)
-        action, extras = split_answer(outputs, None)
-        check_action(action, inputs.spec, inputs.num_envs)
-        names = sorted(extras)
-        if t == 0:
-            self._names = ["action", *names]
-        elif names != self._names[1:]:
-            raise names_changed(t, names, self._names[1:])
-        recorded = (as_tensor(action), *(as_tensor(extras[name]) for name in names))
+        observation = self._inputs.observation
+        if self._crosses:
+            observation = optree.tree_map(array_over, observation)
+        self._state, outputs = (self._call or self._called)(self._state, observation, t)
+        action = outputs["action"]
+        if t == 0 or getattr(action, "shape", None) != self._wanted:
+            check_action(action, self._inputs.spec, self._inputs.num_envs)
+        extras = self._recorder.ordered(t, {name: each for name, each in outputs.items() if name != "action"})
+        recorded = tuple(map(self._as_tensor, (action, *extras)))
         self._recorder.append(recorded)
         if not self._crosses:
             return action
@@ -203,20 +203,188 @@ class ProtocolActor(Actor):
 
     @override
     def finish(self) -> tuple[Any, Columns]:
-        columns: Columns = dict(zip(((name,) for name in self._names), self._recorder.columns(), strict=True))
+        paths = [(name,) for name in ("action", *(self._recorder.names or ()))]
+        columns: Columns = dict(zip(paths, self._recorder.columns(), strict=True))
         return self._state, self._policy.finish(columns, self._inputs.spec)
 
 
 def check_policy(policy: Any) -> None:
     """Raise TypeError unless `policy` is a policy."""
-    if not is_policy(policy):
-        if is_env(policy):
-            raise TypeError(f"policy is the environment {type(policy).__name__}, expected a Policy: env comes first")
+    if is_policy(policy):
+        return
+    if is_env(policy):
+        raise TypeError(f"policy is the environment {type(policy).__name__}, expected a Policy: env comes first")
+    mend = "wrap a module with funcollect.torch_policy, a JAX function with funcollect.jax_policy"
+    if not isinstance(policy, type) and (hasattr(policy, "prepare") or hasattr(policy, "backend")):
         missing = [name for name in vars(Policy) if not name.startswith("_") and not hasattr(policy, name)]
-        begun = hasattr(policy, "prepare") or hasattr(policy, "backend")
-        mend = (
-            f"it lacks {missing}: derive from funcollect.PolicyBase, which has all but backend, params and the call"
-            if begun and not isinstance(policy, type)
-            else "wrap a module with funcollect.torch_policy, a JAX function with funcollect.jax_policy"
+        mend = f"it lacks {missing}: derive from funcollect.PolicyBase, which has all but backend, params and the call"
+    raise TypeError(f"policy is {kind_of(policy)}, expected a Policy: {mend}")
+
+
+def split_call(answer: Any) -> tuple[Any, Mapping[str, Any]]:
+    """What a policy's call returned: its state, and its outputs, with an action; else PolicyError."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise PolicyError(
+            f"the policy's call returned {form(answer)}, expected the pair (policy_state, outputs): return both, with "
+            "the state that it was given if it has none"
         )
-        raise TypeError(f"policy is {kind_of(policy)}, expected a Policy: {mend}")
+    action, extras = split_answer(answer[1], None)
+    return answer[0], {"action": action, **extras}
+
+
+def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]]:
+    """Split a policy's answer into what its head reads (without a head: the action) and the extras to record.
+
+    PolicyError if a dict lacks these keys, or has a key that a batch uses itself.
+    """
+    if not isinstance(answer, Mapping):
+        return answer, {}
+    names = ("action",) if head is None else head.names
+    if any(name not in answer for name in names):
+        mend = "return the action, or a dict that holds it" if head is None else f"the head {head.name} reads them"
+        raise PolicyError(
+            f"the policy returned the keys {sorted(map(str, answer))}, expected {list(names)} among them: {mend}"
+        )
+    parts = tuple(answer[name] for name in names)
+    extras = {name: value for name, value in answer.items() if head is not None or name != "action"}
+    own = RESERVED if head is not None else RESERVED - {"action_log_prob"}
+    if taken := sorted(own & set(extras)):
+        raise PolicyError(f"the policy returned {taken}, keys that a batch uses itself: rename them")
+    return parts if len(parts) > 1 else parts[0], extras
+
+
+def split_recurrent(answer: Any, before: Any) -> tuple[Any, Any]:
+    """A recurrent policy's answer and its next state, shaped like the one `before`; for None the answer and None."""
+    if before is None:
+        return answer, None
+    check_recurrent(answer, before)
+    return answer[0], answer[1]
+
+
+def read_answer(xp: Any, head: Head, answer: Any, spec: ActionSpec, rows: int) -> tuple[Any, Mapping[str, Any]]:
+    """The parameters that a head reads in a policy's answer, each [rows, ...], and the extras to record."""
+    inner, extras = split_answer(answer, head)
+    parameters = head.parse(xp, inner, spec)
+    check_rows(dict(zip(head.names, parameters, strict=True)), rows)
+    return parameters, extras
+
+
+def recurrent_names(leaves: Sequence[Any]) -> list[str]:
+    """The keys under which a batch holds these leaves of a recurrent state."""
+    return ["recurrent"] if len(leaves) == 1 else [f"recurrent_{index}" for index in range(len(leaves))]
+
+
+class Recorder:
+    """Records the outputs of every step, and stacks them into columns 64 steps at a time.
+
+    Thousands of live tensors would set off Python's full garbage collections, and a copy per step would cost a
+    dispatch. The first two steps show whether a policy returns memory that it writes again, or a view of its input; its
+    outputs are then copied at every step. `always_copy` is for a policy that may begin to do so later.
+    """
+
+    def __init__(self, observation: Any, length: int, *, always_copy: bool = False) -> None:
+        tensors = optree.tree_leaves(observation, namespace=NAMESPACE)
+        self._memory = {memory_of(leaf) for leaf in tensors if isinstance(leaf, Tensor)}
+        self._always_copy = always_copy
+        self._length = length
+        self.names: list[str] | None = None  # of the extra outputs, once there were any
+        self._first: tuple[Tensor, ...] = ()
+        self._held: list[tuple[Tensor, ...]] = []
+        self._written = 0
+        self._columns: list[Tensor] = []
+        self._copying = True
+
+    def ordered(self, t: int, extras: Mapping[str, Any]) -> list[Any]:
+        """The extra outputs of step `t` in the order of their names, which the first ones fix."""
+        names = sorted(extras)
+        if self.names is None:
+            self.names = names
+        elif names != self.names:
+            raise PolicyError(
+                f"step {t} of this batch: the policy returned the extra keys {names} after {self.names}: keep them the "
+                "same at every step"
+            )
+        return [extras[name] for name in names]
+
+    def append(self, tensors: tuple[Tensor, ...]) -> None:
+        """Record one step."""
+        if self._copying:
+            tensors = self._own(tensors)
+        self._held.append(tensors)
+        if len(self._held) == _HELD_STEPS:
+            self._write()
+
+    def _own(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Copies of one of the first steps' outputs. The second step decides whether later ones are also copied."""
+        if not self._first:
+            self._first = tensors
+            self._columns = [tensor.new_empty(self._length, *tensor.shape) for tensor in tensors]
+        elif self._written + len(self._held) == 1:
+            self._memory.update(memory_of(tensor) for tensor in self._first)
+            self._copying = self._always_copy or any(memory_of(tensor) in self._memory for tensor in tensors)
+        return tuple(tensor.clone() for tensor in tensors)
+
+    def _write(self) -> None:
+        start, self._written = self._written, self._written + len(self._held)
+        try:
+            for column, parts in zip(self._columns, zip(*self._held, strict=True), strict=True):
+                torch.stack(parts, out=column[start : self._written])
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise self._changed(start) from error
+        self._held.clear()
+
+    def _changed(self, start: int) -> PolicyError:
+        expected = _kinds(self._first)
+        for step, tensors in enumerate(self._held, start):
+            if (got := _kinds(tensors)) != expected:
+                return PolicyError(
+                    f"step {step} of this batch: the policy returned {got} (action first) after {expected}: keep the "
+                    "shapes and dtypes of its outputs the same"
+                )
+        return PolicyError(f"the policy's outputs {expected} cannot be stacked: return tensors")
+
+    def columns(self) -> list[Tensor]:
+        """Each output, [T, P, ...]."""
+        if self._held:
+            self._write()
+        return self._columns
+
+
+def _kinds(outputs: tuple[Any, ...]) -> list[str]:
+    return [f"{getattr(each, 'dtype', type(each).__name__)} {list(getattr(each, 'shape', ()))}" for each in outputs]
+
+
+@cache
+def select_program() -> Callable[[Any, Any, Any], Any]:
+    """Jitted: the lanes of a mask [P] from one pytree, the rest from another."""
+    return import_jax().jit(jax_numerics().select)  # type: ignore[no-any-return]
+
+
+def array_over(leaf: Tensor) -> Any:
+    """A leaf of an observation on an accelerator as an array of JAX, in 32 bits where JAX has no 64 by default."""
+    return jax_view(leaf.to(_NARROW.get(leaf.dtype, leaf.dtype)))
+
+
+def tensor_over(output: Any) -> Tensor:
+    """An output of a policy as a tensor, over its memory if it is an array of JAX."""
+    return torch_view(output) if isinstance(output, import_jax().Array) else torch.as_tensor(output)
+
+
+def device_of(observation: Any) -> torch.device:
+    """The device of an observation's tensors; the CPU for arrays of NumPy."""
+    leaves = optree.tree_leaves(observation, namespace=NAMESPACE)
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The address of the memory that a tensor is a view of."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def lane_mask(lanes: Sequence[int] | Tensor, num_envs: int) -> Tensor:
+    """[P] bool, True for `lanes`. They may already be such a mask, since listing the lanes of a GPU waits for it."""
+    if isinstance(lanes, Tensor):
+        return lanes
+    mask = torch.zeros(num_envs, dtype=torch.bool)
+    mask[list(lanes)] = True
+    return mask

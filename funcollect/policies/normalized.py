@@ -17,12 +17,12 @@ from funcollect.arguments import check_kind, check_number
 from funcollect.messages import shown
 from funcollect.policies.jax_functions.jax_policy import JaxPolicy
 from funcollect.policies.population import Population
+from funcollect.policies.torch_modules.torch_backed import named
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import matched
 from funcollect.protocols import Policy
 from funcollect.running_statistics import EPSILON, RunningStatistics, check_alike
 from funcollect.specs import Leaf, map_leaves
-from funcollect.tree import flatten
 
 
 def normalized(policy: Policy, stats: RunningStatistics, *, clip: float = 10.0) -> NormalizedTorch | NormalizedJax:
@@ -77,16 +77,13 @@ class Normalized(ABC):
     @property
     def statistics(self) -> RunningStatistics:
         """The statistics that the policy acts with; in Torch a copy."""
-        return self._acting()
+        stats: RunningStatistics = self.params[1]
+        return stats
 
     @statistics.setter
     def statistics(self, stats: RunningStatistics) -> None:
         check_alike(self.statistics, stats)
         self._act_with(stats)
-
-    @abstractmethod
-    def _acting(self) -> RunningStatistics:
-        """The statistics that the policy acts with."""
 
     @abstractmethod
     def _act_with(self, stats: RunningStatistics) -> None:
@@ -110,11 +107,6 @@ class NormalizedJax(Normalized, JaxPolicy):
 
         self.take_over(policy, apply, (policy.params, stats))
         self.clip = clip
-
-    @override
-    def _acting(self) -> RunningStatistics:
-        stats: RunningStatistics = self.params[1]
-        return stats
 
     @override
     def _act_with(self, stats: RunningStatistics) -> None:
@@ -180,11 +172,7 @@ class NormalizedTorch(Normalized, TorchPolicy):
         module = NormalizedModule(policy.module, stats, clip, policy.keys)
         module.statistics.to(policy.run_device)
         self.take_over(policy, module)
-
-    @property
-    @override
-    def clip(self) -> float:  # type: ignore[override]
-        return self._module.clip
+        self.clip = clip
 
     @override
     def owns(self, module: Any) -> bool:
@@ -194,11 +182,15 @@ class NormalizedTorch(Normalized, TorchPolicy):
     @override
     def params(self) -> tuple[TensorDict | None, RunningStatistics]:
         module = self._module.policy
-        return TensorDict.from_module(module) if isinstance(module, nn.Module) else None, self.statistics
+        trainable = TensorDict.from_module(module) if isinstance(module, nn.Module) else None
+        return trainable, self._statistics_in(dict(self._module.statistics.named_buffers()))
 
-    @override
-    def _acting(self) -> RunningStatistics:
-        return self._statistics_in(dict(self._module.statistics.named_buffers()))
+    def _statistics_in(self, buffers: Mapping[str, Tensor]) -> RunningStatistics:
+        mean, variance = (
+            {name: buffers[f"{part}{number}"].clone() for number, name in enumerate(self._module.names)}
+            for part in ("mean", "variance")
+        )
+        return RunningStatistics(buffers["count"].clone(), mean, variance)
 
     @override
     def _act_with(self, stats: RunningStatistics) -> None:
@@ -206,13 +198,6 @@ class NormalizedTorch(Normalized, TorchPolicy):
         with torch.no_grad():
             for name, tensor in _buffers(stats).items():
                 own[name].copy_(tensor)
-
-    def _statistics_in(self, buffers: Mapping[str, Tensor]) -> RunningStatistics:
-        moments = (
-            {name: buffers[f"{part}{number}"].clone() for number, name in enumerate(self._module.names)}
-            for part in ("mean", "variance")
-        )
-        return RunningStatistics(buffers["count"].clone(), *moments)
 
     @override
     def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
@@ -245,22 +230,20 @@ class NormalizedTorch(Normalized, TorchPolicy):
         paired = isinstance(params, tuple) and len(params) == 2
         pair: Any = params if paired else (params, None)
         trainable, stats = pair
-        trainable = TensorDict.from_module(trainable) if isinstance(trainable, nn.Module) else trainable
         if paired:
             check_kind("the statistics in params", stats, RunningStatistics, "pass the pair (trainable, statistics)")
             trainable = {} if trainable is None else trainable
-        if not isinstance(trainable, (Mapping, TensorDictBase)):
-            if not paired:
-                return params
-            raise TypeError(f"params is {shown(params)}, expected the pair (trainable, statistics): pass policy.params")
-        named = {".".join(path): leaf for path, leaf in flatten(trainable).items()}
-        if not paired and named.keys() <= self._own_tensors().keys():
-            return named
-        buffers = _buffers(stats if paired else self.statistics)
-        return {
-            **{f"policy.{name}": leaf for name, leaf in named.items()},
-            **{f"statistics.{name}": leaf for name, leaf in buffers.items()},
-        }
+        if not isinstance(trainable, (nn.Module, Mapping, TensorDictBase)):
+            if paired:
+                raise TypeError(
+                    f"params is {shown(params)}, expected the pair (trainable, statistics): pass policy.params"
+                )
+            return params
+        own = named(trainable)
+        if not paired and own.keys() <= self.tensors(None).keys():
+            return own
+        parts = {"policy": own, "statistics": _buffers(stats if paired else self.statistics)}
+        return {f"{part}.{name}": leaf for part, leaves in parts.items() for name, leaf in leaves.items()}
 
 
 def check_statistics(policy: Normalized, leaves: Sequence[Leaf]) -> None:

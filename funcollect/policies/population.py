@@ -6,12 +6,11 @@ import copy
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, wraps
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +29,10 @@ from funcollect.messages import shown
 from funcollect.policies.jax_functions.jax_policy import JaxPolicy
 from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.torch_modules.skeleton import bare
+from funcollect.policies.torch_modules.torch_backed import named
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import check_shapes, shapes_of
 from funcollect.protocols import Policy
-from funcollect.tree import flatten
 
 LaneIds = Sequence[int] | npt.NDArray[np.int64]  # neighbouring ids
 
@@ -89,8 +88,7 @@ def population(policy: Policy, params: Any) -> TorchPopulation | JaxPopulation:
     )
 
 
-@dataclass(frozen=True)
-class MemberLanes:
+class MemberLanes(NamedTuple):
     """Members in their order: the number of the first one, and for each the lanes for which it acts."""
 
     first: int
@@ -129,17 +127,28 @@ class MemberLanes:
         With `mapped`, members that have as many rows each are one call under `vmap`.
         """
         rows = self.rows(len(xp.leaves(inputs)[0]))
-        members = range(self.first, self.first + len(rows))
         if mapped and len(set(rows)) == 1:
-            own = xp.map(itemgetter(slice(members.start, members.stop)), params)
+            own = xp.map(itemgetter(slice(self.first, self.first + len(rows))), params)
             folded = xp.map(lambda leaf: leaf.reshape(len(rows), rows[0], *leaf.shape[1:]), inputs)
             return xp.map(lambda leaf: leaf.reshape(sum(rows), *leaf.shape[2:]), xp.vmap(call)(own, folded))
-        ends = np.cumsum((0, *rows)).tolist()
+        ends = pairwise(np.cumsum((0, *rows)).tolist())
         parts = [
-            call(xp.map(itemgetter(member), params), xp.map(itemgetter(slice(start, end)), inputs))
-            for member, (start, end) in zip(members, pairwise(ends), strict=True)
+            call(xp.map(itemgetter(member), params), xp.map(itemgetter(slice(*own)), inputs))
+            for member, own in enumerate(ends, self.first)
         ]
         return xp.map(lambda *leaves: xp.join(leaves), *parts)
+
+
+def _size_of(leaves: Iterable[Any]) -> int:
+    """N, the first axis of all parameters."""
+    sizes = {np.shape(leaf)[0] if np.ndim(leaf) else None for leaf in leaves}
+    if len(sizes) != 1 or None in sizes or 0 in sizes:
+        raise ValueError(
+            f"params have the first axes {sorted(sizes, key=str)}, expected the same one, the number of members: stack "
+            "the parameters of the members, as torch.func.stack_module_state or jax.tree.map(jnp.stack, …) do"
+        )
+    size: Any = sizes.pop()
+    return int(size)
 
 
 class Population(ABC):
@@ -161,24 +170,11 @@ class Population(ABC):
         """Act for a group with the current parameters of the whole population, of which this is a copy."""
 
 
-def _size_of(shapes: Sequence[tuple[int, ...]]) -> int:
-    """N, the first axis of all parameters."""
-    sizes = {shape[0] if shape else None for shape in shapes}
-    if len(sizes) != 1 or None in sizes or 0 in sizes:
-        raise ValueError(
-            f"params have the first axes {sorted(sizes, key=str)}, expected the same one, the number of members: stack "
-            "the parameters of the members, as torch.func.stack_module_state or jax.tree.map(jnp.stack, …) do"
-        )
-    (size,) = sizes
-    assert size is not None
-    return size
-
-
 class JaxPopulation(Population, JaxPolicy):
     """See `population`. `params` may be set: the next rollout reads them."""
 
     def __init__(self, policy: JaxPolicy, params: Any) -> None:
-        self.size = _size_of([np.shape(leaf) for leaf in import_jax().tree.leaves(params)])
+        self.size = _size_of(import_jax().tree.leaves(params))
         own = {name: (self.size, *shape) for name, shape in shapes_of(policy.params, "jax").items()}
         check_shapes(own, shapes_of(params, "jax"))
         self._member, self._group = policy.apply, MemberLanes(0, (1,) * self.size)
@@ -203,7 +199,7 @@ class JaxPopulation(Population, JaxPolicy):
 
     @override
     def _act_for(self, whole: JaxPopulation, group: MemberLanes) -> None:
-        size = _size_of([np.shape(leaf) for leaf in import_jax().tree.leaves(whole.params)])
+        size = _size_of(import_jax().tree.leaves(whole.params))
         if size != self.size:
             raise ValueError(f"params have {size} members, expected {self.size}: make another population for that many")
         if group != self._group:
@@ -219,10 +215,10 @@ class TorchPopulation(Population, TorchPolicy):
         check_kind(
             "params", params, (Mapping, TensorDictBase), "pass {**params, **buffers} of torch.func.stack_module_state"
         )
-        given = {".".join(path): torch.as_tensor(leaf) for path, leaf in flatten(params).items()}
-        self.size = _size_of([tuple(leaf.shape) for leaf in given.values()])
-        every, buffers = policy.tensors(None), dict(module.named_buffers())
-        stacked = {name: leaf.expand(self.size, *leaf.shape) for name, leaf in buffers.items()}
+        given = {name: torch.as_tensor(leaf) for name, leaf in named(params).items()}
+        self.size = _size_of(given.values())
+        every = policy.tensors(None)
+        stacked = {name: leaf.expand(self.size, *leaf.shape) for name, leaf in module.named_buffers()}
         stacked |= {name: leaf.to(every[name].dtype) if name in every else leaf for name, leaf in given.items()}
         once = {*dict(module.named_parameters()), *stacked}  # a parameter may have two names
         check_shapes(

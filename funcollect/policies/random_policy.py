@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -16,8 +15,7 @@ from typing_extensions import override
 
 from funcollect.keys import Key, Noise, Purpose, draw_ahead
 from funcollect.messages import kind_of
-from funcollect.policies.actors.actor import device_of
-from funcollect.policies.base import PolicyBase
+from funcollect.policies.base import PolicyBase, device_of
 from funcollect.policies.heads.head import Head
 from funcollect.policies.numerics import TORCH, encode_choices
 from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, is_env
@@ -39,9 +37,6 @@ def random_policy(env: Env) -> RandomPolicy:
     >>> import funcollect as fc
     >>> env = fc.make_env("Pendulum-v1", num_envs=2)
     >>> policy = random_policy(env)
-    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
-    >>> batch["action"].shape
-    torch.Size([2, 4, 1])
     """
     if not is_env(env):
         raise TypeError(f"env is {kind_of(env)}, expected an Env: make one with funcollect.make_env")
@@ -90,12 +85,12 @@ class RandomActor(Actor):
         self._observation, self._spec = inputs.observation, inputs.spec
         noise = inputs.noise.to(device_of(inputs.observation))
         self._noise = noise if action_mask(inputs.observation, inputs.spec) is not None else None
-        if self._noise is not None:
-            empty = partial(torch.empty, device=noise.device)
-            self.actions = empty((*noise.shape[:2], *inputs.spec.shape), dtype=inputs.spec.dtype)
-            self.log_prob = empty(noise.shape[:2])
-        else:
+        if self._noise is None:
             self.actions, self.log_prob = _draw(inputs.spec, noise, None)
+        else:
+            lead = noise.shape[:2]
+            self.actions = torch.empty((*lead, *inputs.spec.shape), dtype=inputs.spec.dtype, device=noise.device)
+            self.log_prob = torch.empty(lead, device=noise.device)
         self._block, self._rows = -1, tuple[Tensor, ...]()
 
     @override
@@ -123,12 +118,10 @@ class RandomStart:
     def __init__(
         self, actor: Actor, inputs: ActorInputs, key: Key, lanes: Any, start: int, count: int, head: Head | None
     ) -> None:
-        self._actor, self._head, self._spec = actor, head, inputs.spec
-        self._count = count
+        self._actor, self._head, self._spec, self._count = actor, head, inputs.spec, count
         noise = draw_ahead(random_noise(inputs.spec), key, lanes, start, count, Purpose.RANDOM_ACTION)
         self._random = RandomActor(replace(inputs, noise=noise))
-        self.running = actor.running
-        self.restart = actor.restart
+        self.running, self.restart = actor.running, actor.restart
 
     def act(self, t: int) -> Any:
         """A random action at first, then the policy's."""
@@ -138,19 +131,18 @@ class RandomStart:
     def finish(self) -> tuple[Any, Columns]:
         """The policy's outputs, with the actions and log-probabilities of the random steps replaced."""
         policy_state, columns = self._actor.finish()
-        columns[("action",)][: self._count] = self._random.actions
-        beside = {} if self._head is None else self._head.record(TORCH, self._random.actions, self._spec)
-        for name in beside.keys() - {"action"}:
-            columns[name,][: self._count] = beside[name]
+        actions = self._random.actions
+        beside = {"action": actions} if self._head is None else self._head.record(TORCH, actions, self._spec)
+        for name, column in {**beside, "action": actions}.items():
+            columns[name,][: self._count] = column
         if (column := columns.get(("action_log_prob",))) is not None:
             column[: self._count] = in_shares(self._random.log_prob, column.shape)
         return policy_state, columns
 
 
-def in_shares(log_prob: Any, shape: Sequence[int]) -> Any:
-    """Log-probabilities [...] in the `shape` [..., *parts] of a policy's own, whose parts add up to them."""
-    parts = shape[log_prob.ndim :]
-    return log_prob.reshape(*log_prob.shape, *[1] * len(parts)) / math.prod(parts)
+def _draw(spec: ActionSpec, uniform: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
+    action, log_prob = draw_actions(TORCH, spec, uniform, mask)
+    return action.to(spec.dtype), log_prob
 
 
 def action_mask(observation: Any, spec: ActionSpec) -> Any:
@@ -161,9 +153,10 @@ def action_mask(observation: Any, spec: ActionSpec) -> Any:
     return mask if getattr(mask, "shape", ())[1:] == (int(spec.space.n),) else None
 
 
-def _draw(spec: ActionSpec, uniform: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
-    action, log_prob = draw_actions(TORCH, spec, uniform, mask)
-    return action.to(spec.dtype), log_prob
+def in_shares(log_prob: Any, shape: Sequence[int]) -> Any:
+    """Log-probabilities [...] in the `shape` [..., *parts] of a policy's own, whose parts add up to them."""
+    parts = shape[log_prob.ndim :]
+    return log_prob.reshape(*log_prob.shape, *[1] * len(parts)) / math.prod(parts)
 
 
 def random_noise(spec: ActionSpec) -> Noise:
@@ -216,20 +209,12 @@ def _components(xp: Any, space: Any, uniform: Any) -> tuple[Any, Any]:
     """
     below, above = np.isfinite(space.low), np.isfinite(space.high)
     width = np.where(below & above, space.high.astype(np.float64) - space.low, 1)
-    has_low, has_high, bounded, low, high, density = (
-        xp.constant(each, uniform)
-        for each in (
-            below,
-            above,
-            below & above,
-            np.where(below, space.low, 0).astype(np.float32),
-            np.where(above, space.high, 0).astype(np.float32),
-            -np.log(width).astype(np.float32),
-        )
-    )
+    ends = (np.where(finite, end, 0) for finite, end in ((below, space.low), (above, space.high)))
+    low, high, density = (xp.constant(each.astype(np.float32), uniform) for each in (*ends, -np.log(width)))
     inside = xp.minimum(xp.maximum(low * (1 - uniform) + high * uniform, low), high)
     if (below & above).all():
         return inside, xp.broadcast(density, inside)[0]
+    has_low, has_high, bounded = (xp.constant(each, uniform) for each in (below, above, below & above))
     tail, normal = -xp.log(uniform), xp.ndtri(uniform)
     unbounded = xp.where(has_low, low + tail, xp.where(has_high, high - tail, normal))
     one_sided = xp.where(has_low | has_high, -tail, -0.5 * normal**2 - 0.5 * math.log(2 * math.pi))

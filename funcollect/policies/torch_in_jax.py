@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,20 +27,13 @@ from funcollect.interop.lowering import Lowered, lower_module
 from funcollect.interop.lowering.structure import jax_dtype, leaves_of, plain
 from funcollect.interop.memo import memo_of
 from funcollect.keys import key_from_seed, torch_generator
-from funcollect.policies.actors.checks import overlap
+from funcollect.policies.checks import overlap
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
-from funcollect.policies.tensordict_modules.calling import (
-    INIT,
-    by_path,
-    may_be_read,
-    names_of,
-    outputs_of,
-    reads_what_it_wrote,
-    run_module,
-)
+from funcollect.policies.tensordict_modules import calling
+from funcollect.policies.tensordict_modules.calling import INIT, by_path
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_modules.function_module import FunctionModule
 from funcollect.policies.torch_modules.settings import Look, unregistered
+from funcollect.policies.torch_modules.skeleton import FunctionModule
 from funcollect.policies.torch_modules.torch_backed import TorchPolicyState, lanes_of
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.specs import RESERVED, ExplorationType, Leaf, Space, assemble, disassemble
@@ -85,10 +78,11 @@ class LoweredPolicy(FunctionPolicy):
     def _lowered(self, observation: Any, recurrent: Any) -> Lowered:
         module = _checked_module(self.source)
         place = next((parameter.device for parameter in module.parameters()), None)
-        inputs = self.source.arguments(*_on(place, (observation, recurrent)))
+        given = (observation, recurrent) if place is None else moved((observation, recurrent), place)
+        inputs = self.source.arguments(*given)
         if isinstance(self.source, TensorDictPolicy):
-            given = TensorDict(inputs[0], batch_size=[len(leaves_of(observation)[0][0])])
-            inputs = (given[0] if self.single else given,)
+            batch = TensorDict(inputs[0], batch_size=[len(leaves_of(observation)[0][0])])
+            inputs = (batch[0] if self.single else batch,)
         with set_interaction_type(self.exploration_type):
             return lower_module(module, inputs)
 
@@ -124,8 +118,12 @@ class LoweredPolicy(FunctionPolicy):
         if not isinstance(joined, Joined):
             return joined
         follow_torch(*next(iter(joined.arrays.values())).devices())
-        copies: dict[str, Any] = compiled(self, "open", opened)(joined)
-        import_jax().block_until_ready(copies)  # before the memory is written again
+        return self._copied("open", opened, joined)
+
+    def _copied(self, which: str, function: Callable[[Any], Any], tensors: Any) -> dict[str, Any]:
+        """The result of a program, complete before the memory of `tensors` is written again."""
+        copies: dict[str, Any] = compiled(self, which, function)(tensors)
+        import_jax().block_until_ready(copies)
         return copies
 
     def _is_prepared(self, params: Any) -> bool:
@@ -141,12 +139,10 @@ class LoweredPolicy(FunctionPolicy):
         which = tuple((name, tensor.dtype, tensor.shape, tensor.device) for name, tensor in read.items())
         memo = memo_of(self)
         memories = vars(memo["joined"]) if "joined" in memo else {}
-        if which not in memories and not _can_join(read):
-            arrays = {name: argument(tensor.detach()) for name, tensor in read.items()}
-            copies: dict[str, Any] = compiled(self, "lay out", self.lowered.lay_out)(arrays)
-            import_jax().block_until_ready(copies)  # before the tensors are written again
-            return copies
         if which not in memories:
+            if not _can_join(read):
+                arrays = {name: argument(tensor.detach()) for name, tensor in read.items()}
+                return self._copied("lay out", self.lowered.lay_out, arrays)
             memories = vars(memo.setdefault("joined", threading.local()))  # another thread may still read its own
             memories[which] = JoinedMemory(read)
         memory = memories[which]
@@ -291,9 +287,10 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
     given: Any = (observation, recurrent)
     look = Look.at(module)
     with torch.no_grad():
-        copied = optree.tree_map(torch.clone, _on(source.run_device, given))
+        copied = optree.tree_map(torch.clone, given if source.run_device is None else moved(given, source.run_device))
         eager = source.call_module(module, *copied, policy.exploration_type, single=policy.single)
-    _check_forgets(policy, module, *copied)
+    if isinstance(source, TensorDictPolicy) and calling.reads_what_it_wrote(source.module):
+        _check_forgets(policy, module, *source.inputs_of(*copied))
     if not (look.holds() or look.alike()):
         raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
     inputs: Any = optree.tree_map(argument, plain(given if recurrent is not None else given[:1]))
@@ -302,51 +299,39 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
         ours = import_jax().jit(policy.apply)(params, *inputs)
     eager = plain(eager)
     policy.note(eager, *copied)
-    pairs = zip(
-        leaves_of(policy.to_outputs(eager, copied[1]))[0], map(to_torch, import_jax().tree.leaves(ours)), strict=True
-    )
+    theirs = leaves_of(policy.to_outputs(eager, copied[1]))[0]
+    pairs = zip(theirs, map(to_torch, import_jax().tree.leaves(ours)), strict=True)
     apart = max((_apart(one.cpu(), two.cpu()) for one, two in pairs if one.is_floating_point()), default=0.0)
     if apart > _TOLERANCE:
         name = type(module).__name__
         raise LoweringError(f"{name} and its lowered form differ by {apart:.1e}: use torch_policy(compile='eager')")
 
 
-def _check_forgets(policy: LoweredPolicy, module: Any, observation: Any, recurrent: Any) -> None:
+def _check_forgets(policy: LoweredPolicy, module: Any, inputs: dict[Path, Any], read: set[Path]) -> None:
     """Raise LoweringError for a policy on a TensorDict that reads its own outputs of the step before.
 
     A loop of JAX only carries hidden states that are declared. So the module is called twice, the second time with its
     first outputs, and has to return the same.
     """
-    source = policy.source
-    if not isinstance(source, TensorDictPolicy) or not reads_what_it_wrote(source.module):
-        return
-    inputs, read = source.inputs_of(observation, recurrent)
+    place, single = policy.source.run_device, policy.single
 
     def outputs_from(given: dict[Path, Any]) -> dict[Path, Any]:
-        with (
-            torch.no_grad(),
-            torch_generator(torch.get_rng_state(), source.run_device),
-            set_interaction_type(policy.exploration_type),
-        ):
-            answer = run_module(module, given, source.device, single=policy.single)
-            return outputs_of(answer, read, single=policy.single)
+        generator, way = torch_generator(torch.get_rng_state(), place), set_interaction_type(policy.exploration_type)
+        with torch.no_grad(), generator, way:
+            answer = calling.run_module(module, given, policy.source.device, single=single)
+            return calling.outputs_of(answer, read, single=single)
 
     first = outputs_from(inputs)
-    second = outputs_from(inputs | {path: leaf for path, leaf in first.items() if may_be_read(path)})
+    second = outputs_from(inputs | {path: leaf for path, leaf in first.items() if calling.may_be_read(path)})
     if others := [path for path, leaf in second.items() if not _same(first.get(path), leaf)]:
         raise LoweringError(
-            f"its {names_of(others)} depend on its outputs of the step before: give these keys a start with "
+            f"its {calling.names_of(others)} depend on its outputs of the step before: give these keys a start with "
             "funcollect.tensordict_policy(policy, initial_state={...}), and name them in the in_keys and out_keys"
         )
 
 
 def _same(one: Any, two: Any) -> bool:
     return one is two or (isinstance(one, Tensor) and torch.equal(one, two))
-
-
-def _on(device: torch.device | None, example: Any) -> Any:
-    """An example on `device`, or for None where it is."""
-    return example if device is None else moved(example, device)
 
 
 def _apart(one: Tensor, two: Tensor) -> float:

@@ -72,7 +72,7 @@ def check_shapes(expected: Shapes, got: Mapping[str, Any]) -> None:
         own = sorted(name for name in expected if expected[name] != got.get(name))
         pairs = itertools.zip_longest(own, sorted(got.keys() - expected.keys()))
         names = [name for pair in pairs for name in pair if name is not None]
-        found = [f"{name} is {_shape(got, name)}, expected {_shape(expected, name)}" for name in names[:_MOST_NAMES]]
+        found = [f"{name} is {_shown(got, name)}, expected {_shown(expected, name)}" for name in names[:_MOST_NAMES]]
         others = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         raise ValueError(
             f"params differ from the policy's own: {'; '.join(found)}{others}: pass arrays of the same structure and "
@@ -80,7 +80,7 @@ def check_shapes(expected: Shapes, got: Mapping[str, Any]) -> None:
         )
 
 
-def _shape(shapes: Mapping[str, Any], name: str) -> str:
+def _shown(shapes: Mapping[str, Any], name: str) -> str:
     shape = shapes.get(name, "absent")
     return shape if isinstance(shape, str) else str(tuple(shape))
 
@@ -112,8 +112,30 @@ def copied(own: Any, given: Any, backend: str) -> Any:
 
 
 def jax_arrays(tree: Any) -> Any:
-    """A pytree of numbers, arrays and tensors as live arrays of JAX without weak types."""
-    return import_jax().tree_util.tree_map_with_path(_jax_array, tree)
+    """A pytree of numbers, arrays and tensors as live arrays of JAX without weak types.
+
+    TypeError or ValueError, with the name of the parameter, for a leaf that cannot be one.
+    """
+    jax = import_jax()
+
+    def array_of(path: Any, leaf: Any) -> Any:
+        name = f"the parameter{jax.tree_util.keystr(path)}"
+        if not isinstance(leaf, jax.Array):
+            try:
+                return strong(jax.numpy.array(np.asarray(to_jax(leaf)) if isinstance(leaf, Tensor) else leaf))
+            except TypeError as error:
+                raise TypeError(
+                    f"{name} is {type(leaf).__name__}, expected an array or a number: give the arrays alone as params, "
+                    "and all else to the function (equinox.partition separates them)"
+                ) from error
+        if leaf.is_deleted():
+            raise ValueError(
+                f"{name} was donated or deleted, expected a live array: set policy.params, or pass params=, to the "
+                "result of the function that took it"
+            )
+        return strong(leaf)
+
+    return jax.tree_util.tree_map_with_path(array_of, tree)
 
 
 def weights_of(subject: Any) -> list[Tensor]:
@@ -134,23 +156,3 @@ def _by_name(params: Any, backend: str) -> dict[str, Any]:
         return {tools.keystr(path): leaf for path, leaf in tools.tree_leaves_with_path(params)}
     paths, leaves, _ = optree.tree_flatten_with_path(params, namespace=NAMESPACE)
     return {"".join(f"[{part!r}]" for part in path): leaf for path, leaf in zip(paths, leaves, strict=True)}
-
-
-def _jax_array(path: Any, leaf: Any) -> Any:
-    """Return the parameter at `path` as a JAX array; TypeError or ValueError, with its name, if it cannot be one."""
-    jax = import_jax()
-    name = f"the parameter{jax.tree_util.keystr(path)}"
-    if not isinstance(leaf, jax.Array):
-        try:
-            return strong(jax.numpy.array(np.asarray(to_jax(leaf)) if isinstance(leaf, Tensor) else leaf))
-        except TypeError as error:
-            raise TypeError(
-                f"{name} is {type(leaf).__name__}, expected an array or a number: give the arrays alone as params, and "
-                "all else to the function (equinox.partition separates them)"
-            ) from error
-    if leaf.is_deleted():
-        raise ValueError(
-            f"{name} was donated or deleted, expected a live array: set policy.params, or pass params=, to the "
-            "result of the function that took it"
-        )
-    return strong(leaf)

@@ -19,8 +19,8 @@ from funcollect.core.evaluate_actions import evaluate_actions
 from funcollect.envs.registry import make_env
 from funcollect.interop.bridge import to_jax
 from funcollect.keys import key_from_seed
-from funcollect.policies.actors.checks import check_action
 from funcollect.policies.as_policy import as_policy
+from funcollect.policies.checks import check_action
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.torch_modules.torch_backed import TorchBacked

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 
 import funcollect as fc
 from funcollect.cli import main
-from funcollect.policies.plugins import offered_policies
+from funcollect.policies.as_policy import offered_policies
 from tests.support.compare import assert_same, collect
 from tests.support.running import ROOT
 
@@ -71,13 +71,6 @@ def test_what_it_records_is_what_its_networks_say(loop: str) -> None:
     assert batch["action"].unique().tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
-def test_it_passes_every_check_of_a_policy(name: str) -> None:
-    made = fc.make_env(name, num_envs=2)
-    passed = fc.testing.check_policy(fc.make_policy(NAME, made, widths=[8]), made, steps=20).passed
-    assert {"log_probs", "state_dict"} <= set(passed)
-
-
 def test_weights_come_from_a_file(tmp_path: Path) -> None:
     one, other = (fc.make_policy(NAME, env(), widths=[8], seed=seed) for seed in (0, 1))
     np.savez(tmp_path / "weights.npz", **one.state_dict())  # type: ignore[attr-defined]
@@ -120,7 +113,7 @@ def test_its_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 FRESH = f"""
 import sys
 import funcollect as fc
-from funcollect.policies.plugins import offered_policies
+from funcollect.policies.as_policy import offered_policies
 env = fc.make_env("CartPole-v1")
 assert "{NAME}" in offered_policies()
 assert not {{"{NAME}", "jax", "flax"}} & set(sys.modules)

@@ -12,8 +12,8 @@ import pytest
 
 import funcollect as fc
 from funcollect.cli import main
+from funcollect.policies.as_policy import offered_policies
 from funcollect.policies.mlp import mlp
-from funcollect.policies.plugins import offered_policies
 from tests.support.compare import collect
 
 GOOD = """
@@ -152,12 +152,6 @@ def test_a_broken_package_is_named_and_breaks_no_other(code: str, says: str, pac
     assert fc.make_policy("walker", env()).backend == "jax"
 
 
-def test_a_reference_that_cannot_be_read(package: Callable[..., None]) -> None:
-    package("broken", "", "fallen = no module at all")
-    with pytest.raises(fc.PluginError, match=r"'fallen' \(broken 1.0\) cannot be imported"):
-        fc.make_policy("fallen", env())
-
-
 def test_metadata_that_cannot_be_read(package: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     package("broken", "", "no equals sign")
     package("walkers", GOOD, "walker = walkers:make")
@@ -207,13 +201,6 @@ def _lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return {name: " ".join([state, *rest]) for state, name, *rest in rows}
 
 
-def test_a_broken_policy_is_one_line_and_two(package: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    package("broken", "import no_such_library", "fallen = broken:make")
-    assert main(["explain", "CartPole-v1", "--policy", "fallen"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("funcollect: error: the policy 'fallen' (broken 1.0) cannot be imported")
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -235,11 +222,3 @@ def test_options_on_the_command_line(
     assert f"ValueError: {[value, 0]}" in capsys.readouterr().err
     assert main([*command, "--option", "seed=8"]) == 2
     assert f"ValueError: {[value, 8]}" in capsys.readouterr().err
-
-
-def test_check_takes_a_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "CartPole-v1", "--policy", "mlp", "--steps", "20"]) == 0
-    report = fc.testing.check_policy(mlp(env(3), seed=0), env(3), steps=20)
-    assert capsys.readouterr().out == f"{report}\n"
-    assert main(["check", "CartPole-v1", "-o", "seed=3"]) == 2
-    assert "without --policy" in capsys.readouterr().err

@@ -1,11 +1,16 @@
-"""Policies that take other arguments than they would be called with raise where that is known, before any step."""
+"""Arguments of policies: wrong ones raise where that is known, and keys of a Dict space are passed by name."""
+
+from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
@@ -60,21 +65,15 @@ WORKERS = functools.partial(fc.MultiSyncDataCollector, in_process=True)
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a function": (lambda: collect(two), r"policy takes \(observation.*, other.*, expected one argument, the obs"),
     "a module": (lambda: collect(Takes(two)), r"policy takes .*other"),
-    "of a factory": (lambda: collect(policy_factory=lambda: Takes(two)), r"policy takes .*other"),
     "in workers": (lambda: collect(Takes(two), ["CartPole-v1"], kind=WORKERS), r"policy takes .*other"),
     "of keys": (lambda: collect(three, Nested), r"for each of some of its keys \['mode', 'pixels'\]"),
     "torch_policy": (lambda: fc.torch_policy(Takes(two)), r"module takes .*other"),
     "a recurrent one": (lambda: fc.torch_policy(Takes(one), initial_state=torch.zeros(3)), "observation and the state"),
     "jax_policy": (lambda: fc.jax_policy(one, None), r"apply takes .*, expected a function \(params, observation\)"),
-    "a recurrent one in JAX": (lambda: fc.jax_policy(two, None, initial_state=torch.zeros(3)), r"observation, state\)"),
     "on a TensorDict": (lambda: fc.tensordict_policy(two), r"module takes .*expected a TensorDictModule or"),
     "a network of a TensorDict": (
         lambda: collect(TensorDictSequential(network(two, "observation"))),
         r"Takes takes .*other.*expected an argument for each of the in_keys \['observation'\] of its TensorDictModule",
-    ),
-    "a function in a TensorDict": (
-        lambda: collect(TensorDictModule(two, ["observation"], ["action"])),
-        "takes .*other",
     ),
     "a compiled module": (lambda: collect(torch.compile(Takes(two))), r"policy takes .*other"),
     "too few": (lambda: fc.tensordict_policy(network(one, "observation", "done")), "in_keys"),
@@ -115,3 +114,60 @@ COMPILED = TensorDictModule(torch.compile(Takes(one), backend="eager"), ["observ
 def test_any_number_of_arguments_passes(policy: Any) -> None:
     with collect(policy, env=lambda: fc.make_env("CartPole-v1", num_envs=2)) as collector:
         assert next(collector)["action"].eq(0).all()
+
+
+class TwoKeys(gymnasium.Env[Any, Any]):
+    """Halves under `b`, zeros under `a`."""
+
+    observation_space = spaces.Dict(a=spaces.Box(-1, 1, (2,)), b=spaces.Box(-1, 1, (2,)))
+    action_space = spaces.Box(-1, 1, (2,))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return {"a": np.zeros(2, np.float32), "b": np.full(2, 0.5, np.float32)}, {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], 0.0, False, False, {}
+
+
+class Optional(nn.Module):
+    def forward(self, a: Any, b: Any = None) -> Any:
+        return a if b is None else b
+
+
+class BothOptional(nn.Module):
+    def forward(self, b: Any = None, a: Any = None) -> Any:
+        return a if b is None else b
+
+
+class Swapped(nn.Module):
+    def forward(self, b: Any, a: Any) -> Any:
+        return b + 0 * a
+
+
+class Further(nn.Module):
+    def forward(self, b: Any, a: Any, scale: float = 1.0) -> Any:
+        return scale * b + 0 * a
+
+
+class KeywordOnly(nn.Module):
+    def forward(self, a: Any, *, b: Any) -> Any:
+        return b
+
+
+class Behind(nn.Module):
+    def forward(self, a: Any, scale: float = 1.0, b: Any = None) -> Any:
+        return b
+
+
+@pytest.mark.parametrize("make", [Optional, BothOptional, Swapped, Further])
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_keys_are_passed_by_name(make: Any, num_envs: int | None) -> None:
+    kwargs = {} if num_envs is None else {"num_envs": num_envs}
+    with fc.SyncDataCollector(TwoKeys, make(), frames_per_batch=12, create_env_kwargs=kwargs) as collector:
+        assert (next(collector)["action"] == 0.5).all()
+
+
+@pytest.mark.parametrize("make", [KeywordOnly, Behind])
+def test_what_cannot_be_passed_by_position_is_refused(make: Any) -> None:
+    with pytest.raises(TypeError, match=r"\['a', 'b'\] are keys of the observation.*reorder its arguments"):
+        fc.SyncDataCollector(TwoKeys, make(), frames_per_batch=12)

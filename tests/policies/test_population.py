@@ -327,6 +327,8 @@ def test_parameters_have_the_dtypes_and_the_number_of_the_members() -> None:
     policy, members = POPULATIONS["torch"]()
     doubles = fc.population(members[0], {name: leaf.double() for name, leaf in policy.state_dict().items()})
     assert torch.equal(collected(environment(HOST), doubles)["action"], collected(environment(HOST), policy)["action"])
+    left_out, _ = torch.func.stack_module_state([member.module for member in members])  # buffers may be
+    assert fc.population(members[0], left_out).module[1].running_mean.shape == (SIZE, 8)
     policy, _ = POPULATIONS["jax"]()
     policy.params = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), policy.params)
     with pytest.raises(ValueError, match="params have 4 members, expected 2"):
@@ -382,11 +384,3 @@ def test_what_cannot_be_a_population() -> None:
     stats = fc.running_statistics.init(environment(HOST).observation_space)
     with pytest.raises(TypeError, match="a population"):
         fc.normalized(policy, stats)
-
-
-def test_buffers_may_be_left_out() -> None:
-    _, members = POPULATIONS["torch"]()
-    params, _ = torch.func.stack_module_state([member.module for member in members])
-    policy = fc.population(members[0], params)
-    assert policy.module[1].running_mean.shape == (SIZE, 8)
-    collected(environment(HOST), policy)

@@ -15,7 +15,6 @@ import funcollect as fc
 from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.random_policy import draw_actions
 from funcollect.specs import ActionSpec
-from tests.support.compare import assert_same
 
 
 class Endless(gymnasium.Env):
@@ -162,21 +161,6 @@ def test_a_mask_of_another_size_is_an_observation_like_any_other() -> None:
     assert_fair(batch["action"], 3)
 
 
-def test_actions_are_a_function_of_the_seed_and_leave_the_generators() -> None:
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    policy, before = fc.random_policy(env), torch.get_rng_state()
-    one, two, other = (fc.rollout(env, policy, fc.init(env, policy, seed=seed), 30)[1] for seed in (1, 1, 2))
-    assert_same(one, two)
-    assert not torch.equal(one["action"], other["action"])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_random_policy_has_no_params() -> None:
-    env = fc.make_env("CartPole-v1")
-    with pytest.raises(ValueError, match="random policy"):
-        fc.rollout(env, fc.random_policy(env), fc.init(env, fc.random_policy(env), seed=0), 3, params={"w": 1})
-
-
 class Recording:
     """A deterministic module with a head: always prefers action 1, and counts its calls."""
 
@@ -273,20 +257,3 @@ def test_random_frames_are_rounded_up_to_whole_batches(kind: str) -> None:
                 mixed[lane].append(random)
     first = [True, False, False] if kind == "async" else [True, True, False]  # two workers have one of two batches each
     assert all(of_lane[:3] == first and not any(of_lane[3:]) for of_lane in mixed.values())
-
-
-@pytest.mark.needs("torchrl")
-@pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The env passed to Collector is missing transforms:FutureWarning")
-@pytest.mark.filterwarnings("ignore:init_random_frames .60. is not exactly a multiple:UserWarning")
-def test_the_same_frames_are_random_over_torchrls_collector() -> None:
-    from tensordict.nn import TensorDictModule
-    from torchrl.collectors import Collector
-    from torchrl.envs import GymEnv
-
-    policy = TensorDictModule(lambda x: torch.zeros(*x.shape[:-1], 1), ["observation"], ["action"])
-    kwargs = {"frames_per_batch": 50, "total_frames": 200, "init_random_frames": 60}
-    theirs = [(batch["action"] != 0).any().item() for batch in Collector(GymEnv("Pendulum-v1"), policy, **kwargs)]
-    with fc.SyncDataCollector(GymEnv("Pendulum-v1"), policy, **kwargs) as collector:
-        ours = [(batch["action"] != 0).any().item() for batch in collector]
-    assert ours == theirs == [True, True, False, False]

@@ -13,7 +13,6 @@ import torch
 from tensordict import TensorDict
 
 import funcollect as fc
-from tests.support.compare import assert_same
 
 HIDDEN = 5
 WEIGHTS = np.random.default_rng(0).normal(size=(4 + HIDDEN, HIDDEN)).astype(np.float32)
@@ -96,13 +95,6 @@ def test_max_frames_per_traj_resets_it_too(env: Any, kind: Kind) -> None:
     assert_follows(batch)
 
 
-def test_a_finished_lane_that_stays_finished_is_not_restarted(env: Any, kind: Kind) -> None:
-    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
-    with fc.SyncDataCollector(env, policy, frames_per_batch=30, reset_when_done=False, seed=1) as collector:
-        counts = next(collector)["count"]
-    assert torch.equal(counts, torch.arange(11, 21, dtype=torch.int32).expand(3, -1))
-
-
 def test_the_last_observation_may_be_the_state(env: Any, kind: Kind) -> None:
     policy = kind.make(last_observation, kind.xp.full((4,), 9.0))
     state, batches = fc.init(env, policy, seed=1), []
@@ -114,66 +106,9 @@ def test_the_last_observation_may_be_the_state(env: Any, kind: Kind) -> None:
     assert torch.equal(batch["last"], torch.where(batch["collector", "step"][..., None] == 0, 9.0, last))
 
 
-def test_cutting_a_run_changes_nothing(env: Any, kind: Kind) -> None:
-    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
-    whole = fc.rollout(env, policy, fc.init(env, policy, seed=1), 30)[1]
-    state, parts = fc.init(env, policy, seed=1), []
-    for length in (1, 6, 1, 22):
-        state, part = fc.rollout(env, policy, state, length)
-        parts.append(part)
-    assert_same(torch.cat(parts, -1), whole)
-
-
 def counting_in_place(x: torch.Tensor, count: torch.Tensor) -> Any:
     count.add_(1)
     return {"action": push(x), "count": count}, count
-
-
-class Keeping(torch.nn.Module):
-    """Answers with a buffer of its own as the next state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = torch.zeros(3)
-
-    def forward(self, x: torch.Tensor, count: torch.Tensor) -> Any:
-        self.kept.copy_(count + 1)
-        return {"action": push(x), "count": self.kept}, self.kept
-
-
-@pytest.mark.parametrize("module", [counting_in_place, Keeping()], ids=["in place", "buffer"])
-@pytest.mark.parametrize("lengths", [(25,), (1, 24), (7, 1, 17)])
-def test_a_state_whose_memory_is_written_again_is_a_value_all_the_same(
-    env: Any, module: Any, lengths: tuple[int, ...]
-) -> None:
-    policy = fc.torch_policy(module, initial_state=torch.zeros(()))
-    states, batches = [fc.init(env, policy, seed=1)], []
-    kept = []
-    for length in lengths:
-        kept.append(states[-1].policy_state.recurrent.clone())
-        state, batch = fc.rollout(env, policy, states[-1], length)
-        states.append(state)
-        batches.append(batch)
-    batch = torch.cat(batches, -1)
-    assert torch.equal(batch["count"], batch["collector", "step"] + 1.0)
-    assert all(torch.equal(state.policy_state.recurrent, old) for state, old in zip(states, kept, strict=False))
-
-
-def test_a_lane_that_ends_at_the_first_step_does_not_hide_memory_written_again() -> None:
-    env = fc.make_env("CartPole-v1", num_envs=3, max_episode_steps=1)
-    policy = fc.torch_policy(counting_in_place, initial_state=torch.zeros(()))
-    batch = fc.rollout(env, policy, fc.init(env, policy, seed=1), 9)[1]
-    assert (batch["count"] == 1).all()
-
-
-def test_what_is_returned_to_the_caller_is_the_callers(env: Any, kind: Kind) -> None:
-    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=1), 4)
-    for leaf in batch.values(True, True):
-        leaf.zero_()
-    after = fc.rollout(env, policy, state, 6)[1]
-    again, _ = fc.rollout(env, policy, fc.init(env, policy, seed=1), 4)
-    assert_same(after, fc.rollout(env, policy, again, 6)[1])
 
 
 def test_the_initial_state_of_the_user_is_copied() -> None:

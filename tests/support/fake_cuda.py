@@ -15,8 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from funcollect import keys
 from funcollect.core import request
-from funcollect.policies import random_policy
-from funcollect.policies.actors import actor
+from funcollect.policies import base, random_policy
 from funcollect.policies.tensordict_modules import tensordict_policy
 from funcollect.policies.torch_modules import torch_policy
 from funcollect.tree import NAMESPACE
@@ -43,7 +42,7 @@ class FakeCuda(TorchFunctionMode):
         self.waits: list[str] = []
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._patches = [
-            *(mock.patch.object(module, "memory_of", id) for module in (actor, torch_policy)),  # there is no memory
+            *(mock.patch.object(module, "memory_of", id) for module in (base, torch_policy)),  # there is no memory
             *(mock.patch.object(module, "draw_ahead", _noise) for module in (request, random_policy)),  # no numbers
             *(
                 mock.patch.object(module, "torch_generator", _no_generator)

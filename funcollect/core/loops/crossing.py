@@ -36,7 +36,7 @@ from funcollect.interop.bridge import follow_torch, jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memory import fixed
 from funcollect.keys import random_words
-from funcollect.policies.actors.checks import check_apart
+from funcollect.policies.checks import check_apart
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import Columns, JaxEnv, Policy
 from funcollect.specs import ActionSpec, ExplorationType, assemble, torch_dtype

@@ -23,7 +23,7 @@ from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState, all_lanes, first_state
 from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome, check_outcome
 from funcollect.keys import Key
-from funcollect.policies.actors.checks import check_32_bits
+from funcollect.policies.checks import check_32_bits
 from funcollect.protocols import Columns, HostEnv, Outcome, Policy, SnapshotSimulators
 from funcollect.specs import assemble
 from funcollect.trajectories.final_observations import FinalObservations, attach

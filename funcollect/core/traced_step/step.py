@@ -19,10 +19,9 @@ from funcollect.envs.jax_envs.jax_env import step_lane
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.keys import Purpose
-from funcollect.policies.actors.checks import check_apart
-from funcollect.policies.jax_functions.noise import drawing
-from funcollect.policies.jax_functions.program import TracedCall
-from funcollect.policies.jax_functions.traced_policy import match_log_prob, traced_policy, traced_random
+from funcollect.policies.checks import check_apart
+from funcollect.policies.jax_functions.jax_policy import match_log_prob, traced_policy, traced_random
+from funcollect.policies.jax_functions.program import TracedCall, drawing
 from funcollect.policies.numerics import jax_numerics
 from funcollect.protocols import BoundParams, JaxEnv, Policy, Transition
 from funcollect.specs import assemble, disassemble

@@ -11,18 +11,9 @@ A network returns the distribution's parameters for P environments. It may also 
 that each head's docstring lists, together with further outputs to record. Actions have the dtype of the space.
 """
 
-from funcollect.policies.heads.boxes import normal, tanh_normal
-from funcollect.policies.heads.choices import boltzmann, categorical, epsilon_greedy, greedy
-from funcollect.policies.heads.distributions import from_distribution
-from funcollect.policies.heads.head import Head
+from funcollect.policies.heads.built_in import boltzmann, categorical, epsilon_greedy, greedy, normal, tanh_normal
+from funcollect.policies.heads.head import Head, from_distribution
 
 __all__ = [
-    "Head",
-    "boltzmann",
-    "categorical",
-    "epsilon_greedy",
-    "from_distribution",
-    "greedy",
-    "normal",
-    "tanh_normal",
-]
+    "Head", "boltzmann", "categorical", "epsilon_greedy", "from_distribution", "greedy", "normal", "tanh_normal",
+]  # fmt: skip

@@ -1,86 +1,77 @@
-"""What a head is: the protocol, and what heads share."""
+"""What a head is, and heads that are made of a distribution of another library."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
+import torch
+from torch import distributions
+
+from funcollect.errors import PolicyError
+from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.keys import Noise
-from funcollect.messages import shown
+from funcollect.messages import name_of, shown
+from funcollect.policies.numerics import TORCH, in_32_bits
 from funcollect.specs import ActionSpec
 
-__all__ = ["Head"]
+__all__ = ["Head", "from_distribution"]
 
 Parameters = tuple[Any, ...]  # of the distribution, each [..., n]
 Outputs = Mapping[str, Any]  # by their keys in a batch
 
 
-class Head(Protocol):
-    """The members of a head. `xp` holds the functions of `funcollect.policies.numerics`.
+@dataclass(frozen=True)
+class Head:
+    """The members of a head, which by default draws and scores nothing.
 
-    The network returns what `parse` reads, or a dict that holds it under the keys `names`.
+    `xp` holds the functions of `funcollect.policies.numerics`. The network returns what `parse` reads, or a dict that
+    holds it under the keys `names`.
     """
 
-    @property
-    def name(self) -> str:
-        """The head's name in `funcollect.heads`."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The keys under which a dict answer holds the parameters."""
+    name: str  # in `funcollect.heads`
+    names: tuple[str, ...]
+    chooses: ClassVar[bool] = True  # whether a discrete action is one of the space's in any case
+    varying: ClassVar[tuple[str, ...]] = ()  # the fields that may change during a run
 
     @property
     def values(self) -> Mapping[str, Any]:
         """The numbers that may change during a run, by name."""
+        return {name: getattr(self, name) for name in self.varying}
 
-    def at(self, values: Mapping[str, Any]) -> Head:
+    def at(self, values: Mapping[str, Any]) -> Any:
         """The head with other `values`: numbers, or arrays that broadcast against a batch [...]."""
+        return replace(self, **values)
 
     def check(self, spec: ActionSpec) -> None:
         """Raise ValueError if the action space does not suit."""
 
     def noise(self, spec: ActionSpec) -> Noise | None:
         """The random numbers to draw ahead for one step of one lane, or None."""
+        return None
 
     def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
         """The distribution's parameters, of checked shapes, from the network's answer."""
+        raise NotImplementedError
 
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Outputs:
         """The ``action`` and the entries recorded with it; `noise` is None for the mode."""
+        raise NotImplementedError
 
     def record(self, xp: Any, action: Any, spec: ActionSpec) -> Outputs:
         """What `sample` would have returned with an action that was chosen otherwise."""
+        return {"action": action}
 
     def log_prob(self, xp: Any, parameters: Parameters, outputs: Outputs, spec: ActionSpec) -> Any:
         """The log-probability [...] of what `sample` or `record` returned; None if the head defines none."""
+        return None
 
     def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
         """The entropy [...] in nats; None if the head defines none."""
-
-
-@dataclass(frozen=True)
-class HeadBase:
-    """Base class of heads, which have no values unless they say otherwise."""
-
-    name: str
-    names: tuple[str, ...]
-    chooses: ClassVar[bool] = True  # whether a discrete action is one of the space's in any case
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        return {}
-
-    def at(self, values: Mapping[str, Any]) -> Any:
-        return replace(self, **values)
-
-    def record(self, xp: Any, action: Any, spec: ActionSpec) -> Outputs:
-        return {"action": action}
-
-
-def chooses(head: Any) -> bool:
-    """Whether a discrete action is one of its space's because of the head; else it has to be checked."""
-    return isinstance(head, HeadBase) and head.chooses
+        return None
 
 
 def check_head(head: Any) -> None:
@@ -90,3 +81,121 @@ def check_head(head: Any) -> None:
             f"head is {shown(head)}, expected one of funcollect.heads: categorical, greedy, normal, tanh_normal, "
             "epsilon_greedy(0.1), boltzmann(1.0) or from_distribution(...)"
         )
+
+
+def from_distribution(distribution: Callable[..., Any], *names: str) -> FromDistribution:
+    """A head that samples from a distribution of Torch, or one with the interface of distrax.
+
+    The network returns the parameters `names`, one array or a tuple of them, each with leading dimensions [P]; or a
+    dict that holds them. They are passed to `distribution` by name. Log-probabilities and entropies of independent
+    components are added up.
+
+    Samples of Torch's distributions come from Torch's global generator, which runs from the policy's own state, so they
+    depend on how lanes are grouped. The policy's module is not fused with an environment written in JAX.
+
+    Args:
+        distribution: called with the parameters. For `torch_policy` it returns a `torch.distributions.Distribution`;
+            for `jax_policy` an object with ``sample(seed=key)``, ``mode()``, ``log_prob(action)`` and ``entropy()``.
+        names: its parameters; by default those that have no default value.
+
+    Raises:
+        TypeError: if `distribution` cannot be called, or names are neither given nor found.
+
+    >>> import torch, funcollect as fc
+    >>> head = fc.heads.from_distribution(torch.distributions.Beta, "concentration1", "concentration0")
+    >>> policy = fc.torch_policy(lambda x: (1 + x[:, :1].abs(), 1 + x[:, 1:2].abs()), head=head)
+    """
+    if not callable(distribution):
+        raise TypeError(
+            f"distribution is {shown(distribution)}, expected a class or a function that returns a distribution: pass "
+            "for example torch.distributions.Beta"
+        )
+    found = names or _required(distribution)
+    if not found or not all(isinstance(name, str) for name in found):
+        raise TypeError(
+            f"names is {shown(found)}, expected the parameters of {shown(distribution)} that the network returns: pass "
+            "for example from_distribution(torch.distributions.Categorical, 'logits')"
+        )
+    return FromDistribution(f"from_distribution({name_of(distribution)})", tuple(found), distribution)
+
+
+def _required(distribution: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the parameters without a default value."""
+    try:
+        parameters = inspect.signature(distribution).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(each.name for each in parameters if each.default is each.empty and each.kind in kinds)
+
+
+@dataclass(frozen=True)
+class FromDistribution(Head):
+    """See `from_distribution`. The network returns the distribution's parameters, in the order of `names`."""
+
+    distribution: Callable[..., Any]
+    chooses: ClassVar[bool] = False
+
+    def noise(self, spec: ActionSpec) -> Noise | None:
+        return Noise(kind="keys")  # Torch draws its own numbers instead
+
+    def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
+        parts = tuple(answer) if isinstance(answer, (tuple, list)) else (answer,)
+        if len(parts) != len(self.names) or not all(hasattr(part, "shape") for part in parts):
+            raise PolicyError(
+                f"the policy returned {shown(answer)}, the head {self.name} wants {list(self.names)}, an array each: "
+                "return these"
+            )
+        return tuple(in_32_bits(xp, part) for part in parts)
+
+    def _made(self, parameters: Parameters) -> Any:
+        return self.distribution(**dict(zip(self.names, parameters, strict=True)))
+
+    def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Outputs:
+        if xp is TORCH:
+            made = self._made(parameters)
+            if not isinstance(made, distributions.Distribution):
+                raise PolicyError(
+                    f"the head {self.name} made {shown(made)}, expected a torch.distributions.Distribution: return "
+                    "one, or use the head with funcollect.jax_policy"
+                )
+            action = made.sample() if noise is not None else _mode(made, self.name)
+            return {"action": action if spec.dtype.is_floating_point else action.to(spec.dtype)}  # Bernoulli has floats
+        if noise is None:
+            return {"action": self._made(parameters).mode()}
+        draw = import_jax().vmap(lambda key, *own: self._made(own).sample(seed=key))
+        with own_generator():
+            return {"action": draw(noise, *parameters)}
+
+    def log_prob(self, xp: Any, parameters: Parameters, outputs: Outputs, spec: ActionSpec) -> Any:
+        value = action = outputs["action"]
+        if xp is TORCH and not action.is_floating_point():
+            # Torch's Bernoulli takes floats; 16 bits would not hold an index.
+            value = action.to(torch.promote_types(parameters[0].dtype, torch.float32))
+        return _summed(self._made(parameters).log_prob(value), action.ndim - len(spec.shape))
+
+    def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
+        made = self._made(parameters)
+        try:
+            entropy = made.entropy()
+        except NotImplementedError:  # Torch defines none for some distributions
+            return None
+        whole = made.batch_shape + made.event_shape if hasattr(made, "batch_shape") else made.mode().shape
+        return _summed(entropy, len(whole) - len(spec.shape))
+
+
+def _mode(made: distributions.Distribution, name: str) -> torch.Tensor:
+    """The mode, or the mean of a distribution that has none; PolicyError if it has neither."""
+    for statistic in ("mode", "mean"):
+        with contextlib.suppress(NotImplementedError):  # Torch defines none for some distributions
+            found: torch.Tensor = getattr(made, statistic)
+            return torch.where(found.isnan(), made.mean, found) if found.is_floating_point() else found
+    raise PolicyError(
+        f"the head {name} made {shown(made)}, which has neither a mode nor a mean, expected one to act "
+        "deterministically: act with ExplorationType.RANDOM, or use a distribution that has one"
+    )
+
+
+def _summed(score: Any, dims: int) -> Any:
+    """A score [...] with what lies beyond the first `dims` dimensions, independent components, added up."""
+    return score.sum(tuple(range(dims, score.ndim))) if score.ndim > dims else score

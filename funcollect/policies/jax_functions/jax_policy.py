@@ -1,4 +1,4 @@
-"""JAX functions as policies, and their actors: one jitted call per step."""
+"""JAX functions as policies: one jitted call per step, or a part of a traced loop."""
 
 from __future__ import annotations
 
@@ -15,28 +15,37 @@ from typing_extensions import override
 
 from funcollect.arguments import check_arrays, check_call, check_flags
 from funcollect.errors import PolicyError
-from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import compiled, import_jax, tracing
 from funcollect.interop.memo import memo_of, set_since_use, variables_of
 from funcollect.keys import Key, Noise
 from funcollect.messages import name_of, note_arguments, shown
-from funcollect.policies.actors.actor import (
+from funcollect.policies.base import (
+    HeadedPolicy,
+    ProtocolActor,
     array_over,
     lane_mask,
     read_answer,
     recurrent_names,
     select_program,
     split_answer,
+    split_call,
     split_recurrent,
 )
-from funcollect.policies.actors.checks import check_action, finish_columns
-from funcollect.policies.base import HeadedPolicy, ProtocolActor
-from funcollect.policies.heads.head import Head, check_head, chooses
-from funcollect.policies.jax_functions.noise import draw_noise, split_key
-from funcollect.policies.jax_functions.program import PROBE, PackedInputs, StepProgram
+from funcollect.policies.checks import check_action, check_rows, finish_columns
+from funcollect.policies.heads.head import Head, check_head
+from funcollect.policies.jax_functions.program import (
+    PROBE,
+    Draw,
+    PackedInputs,
+    StepProgram,
+    TracedCall,
+    draw_noise,
+    split_key,
+)
 from funcollect.policies.numerics import jax_numerics
+from funcollect.policies.random_policy import RandomPolicy, action_mask, draw_actions, in_shares, random_noise
 from funcollect.policies.weights import jax_arrays, matched
-from funcollect.protocols import Actor, ActorInputs, BoundParams, Columns, Exploration
+from funcollect.protocols import Actor, ActorInputs, BoundParams, Columns, Exploration, Policy, is_policy
 from funcollect.specs import ActionSpec, ExplorationType
 
 
@@ -59,9 +68,7 @@ def jax_policy(
         head: one of `funcollect.heads`.
         initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree
             without a batch dimension. The call is then ``apply(params, observation, state) -> (answer, next_state)``.
-        record_state: records the recurrent state before each step, as ``recurrent``, or ``recurrent_0``,
-            ``recurrent_1``, … of its leaves, those of a dict in the order of sorted keys: `evaluate_actions` can then
-            begin anywhere in a batch.
+        record_state: as for `torch_policy`.
 
     `apply` is compiled. Whatever else it reads (attributes, global variables, a closure) keeps the value that it had
     then, so pass what changes in `params`.
@@ -75,10 +82,6 @@ def jax_policy(
 
     >>> import jax.numpy as jnp, funcollect as fc
     >>> policy = jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
-    >>> env = fc.make_env("CartPole-v1", num_envs=3)
-    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
-    >>> batch["action_log_prob"].shape
-    torch.Size([3, 5])
     """
     if isinstance(apply, (type, torch.nn.Module)) or not callable(apply):
         raise TypeError(
@@ -127,12 +130,10 @@ class FunctionPolicy(HeadedPolicy):
 
     @override
     def init(self, key: Key, num_envs: int, /) -> Any:
-        jax = import_jax()
-
-        def expand(leaf: Any) -> Any:
-            return jax.numpy.tile(jax.numpy.asarray(leaf), (num_envs, *[1] * np.ndim(leaf)))
-
-        return jax.tree.map(expand, self.initial_state)
+        jnp = import_jax().numpy
+        return import_jax().tree.map(
+            lambda leaf: jnp.tile(jnp.asarray(leaf), (num_envs, *[1] * np.ndim(leaf))), self.initial_state
+        )
 
     @override
     def __call__(
@@ -181,22 +182,31 @@ class FunctionPolicy(HeadedPolicy):
             raise
         return split_recurrent(answer, recurrent)
 
-    def program(self, inputs: ActorInputs) -> StepProgram:
-        """The jitted step for this action space and number of lanes; made once."""
-        memo: dict[Hashable, StepProgram] = memo_of(self)
-        which = ("host step", id(inputs.spec), inputs.stochastic, inputs.num_envs)
-        if which not in memo:  # the program holds the spec, so that no other one takes its id
-            memo[which] = StepProgram(partial(self.answer, inputs.spec, inputs.stochastic), inputs)
-        return memo[which]
-
     @override
     def actor(self, inputs: ActorInputs, /) -> Actor:
-        on_device = isinstance(import_jax().tree.leaves(inputs.observation)[0], Tensor)
-        return DeviceActor(self, inputs) if on_device else JaxActor(self, inputs)
+        if isinstance(import_jax().tree.leaves(inputs.observation)[0], Tensor):
+            return ProtocolActor(self, inputs, self._over_tensors(inputs))
+        return JaxActor(self, inputs)
+
+    def _over_tensors(self, inputs: ActorInputs) -> Callable[..., Any]:
+        """One step as a jitted call on arrays over tensors of an accelerator.
+
+        On the CPU an export to JAX costs more than the whole call, so there `JaxActor` reads NumPy rows.
+        """
+        spec, stochastic, bound = inputs.spec, inputs.stochastic, inputs.bound
+
+        def step(bound: BoundParams, policy_state: Any, observation: Any, noise: Any, t: Any) -> Any:
+            drawn = None if noise is None else noise[t]
+            return self.answer(spec, stochastic, bound, policy_state, observation, drawn)
+
+        program = compiled(self, ("device step", id(spec), stochastic), step)
+        device = next(iter(array_over(optree.tree_leaves(inputs.observation)[0]).devices()))
+        noise = None if inputs.noise is None else import_jax().device_put(inputs.noise.numpy(), device)
+        return lambda state, observation, t: program(bound, state, observation, noise, t)
 
     @override
     def finish(self, columns: Columns, spec: ActionSpec, /) -> Columns:
-        columns = finish_columns(columns, spec, chosen=chooses(self.head), ties=self.ties)
+        columns = finish_columns(columns, spec, chosen=getattr(self.head, "chooses", False), ties=self.ties)
         columns.pop((PROBE,), None)
         return columns
 
@@ -205,13 +215,7 @@ class JaxPolicy(FunctionPolicy):
     """See `jax_policy`. `params` may be set: the next rollout reads it."""
 
     def __init__(
-        self,
-        apply: Callable[..., Any],
-        params: Any,
-        head: Head | None,
-        initial_state: Any,
-        *,
-        record_state: bool = False,
+        self, apply: Callable[..., Any], params: Any, head: Head | None, initial_state: Any, *, record_state: bool
     ) -> None:
         super().__init__(apply, head, initial_state, record_state=record_state)
         self.params = params
@@ -227,26 +231,23 @@ class JaxPolicy(FunctionPolicy):
     def prepare(self, params: Any, /) -> Any:
         """Parameters on the device, once per version; None stands for the policy's own, read at each rollout.
 
-        Raises ValueError or TypeError for parameters unlike the policy's own, and for arrays that were donated.
+        Raises ValueError or TypeError for parameters unlike the policy's own, and for arrays that were donated;
+        PolicyError if a variable that the function refers to has been set since the first rollout.
         """
         jax = import_jax()
-        self._check_variables()
-        given = self.params if params is None else params
-        leaves = jax.tree.leaves(given)
-        if self._prepared and len(leaves) == len(self._prepared[0]) and all(map(_is_still, leaves, self._prepared[0])):
-            return self._prepared[1]
-        prepared = jax_arrays(given if params is None else matched(self.params, given, self.backend))
-        if all(isinstance(leaf, jax.Array) for leaf in leaves):
-            self._prepared = (leaves, prepared)
-        return prepared
-
-    def _check_variables(self) -> None:
-        """Raise PolicyError if a variable that the function refers to has been set since the first rollout."""
         if changed := set_since_use(self, self._variables):
             raise PolicyError(
                 f"the policy's function refers to {', '.join(changed)}, set since it was compiled, which has no "
                 "effect: pass changing values in params, or make another policy with funcollect.jax_policy"
             )
+        given = self.params if params is None else params
+        leaves, last = jax.tree.leaves(given), self._prepared
+        if last and len(leaves) == len(last[0]) and all(map(_is_still, leaves, last[0])):
+            return last[1]
+        prepared = jax_arrays(given if params is None else matched(self.params, given, self.backend))
+        if all(isinstance(leaf, jax.Array) for leaf in leaves):
+            self._prepared = (leaves, prepared)
+        return prepared
 
 
 def _is_still(one: Any, two: Any) -> bool:
@@ -262,10 +263,13 @@ class JaxActor(Actor):
     """Calls the policy on NumPy rows on the host: one jitted call per step, and one array that is read back."""
 
     def __init__(self, policy: FunctionPolicy, inputs: ActorInputs) -> None:
-        program = policy.program(inputs)
+        memo: dict[Hashable, StepProgram] = memo_of(policy)
+        which = ("host step", id(inputs.spec), inputs.stochastic, inputs.num_envs)
+        if which not in memo:  # the program holds the spec, so that no other one takes its id
+            memo[which] = StepProgram(partial(policy.answer, inputs.spec, inputs.stochastic), inputs)
+        program = memo[which]
         self._rollout = inputs
-        self._step = program.step
-        self._plain = program.plain
+        self._step, self._plain, self._fields = program.step, program.plain, program.fields
         self._finish = policy.finish
         self._params = program.params(inputs)
         self._recurrent = inputs.policy_state
@@ -273,7 +277,6 @@ class JaxActor(Actor):
         # A call that returns a state would commit it to the buffer's device, and JAX would compile again for that.
         self._buffer = self._inputs.argument(self._params) if self._plain else self._inputs.buffer
         self._noise: Any = [None] * inputs.length if inputs.noise is None else inputs.noise.numpy()
-        self._fields = program.fields
         self._words = np.empty((inputs.length, inputs.num_envs, self._fields[-1].stop), np.int32)
         action = self._fields[0]
         self._scalar = not action.shape and np.dtype(action.dtype) == np.int32
@@ -300,36 +303,57 @@ class JaxActor(Actor):
         return self._recurrent, self._finish(columns, self._rollout.spec)
 
 
-class DeviceActor(ProtocolActor):
-    """Calls the policy on Torch tensors on an accelerator: one jitted call per step, DLPack each way.
+def is_traceable(policy: Policy) -> bool:
+    """Whether `traced_policy` takes this policy."""
+    return isinstance(policy, RandomPolicy) or policy.backend == "jax"
 
-    On the CPU an export to JAX costs more than the whole call, so there `JaxActor` reads NumPy rows. DLPack orders a
-    reader after the writer: the call waits for the observation, and Torch waits for the call when it reads the action.
-    So the environment's next step may write the observation's memory.
-    """
 
-    def __init__(self, policy: FunctionPolicy, inputs: ActorInputs) -> None:
-        super().__init__(policy, inputs)
-        spec, stochastic = inputs.spec, inputs.stochastic
+def check_traceable(policy: Any) -> None:
+    """Raise TypeError for a policy that is neither random nor one that JAX can trace."""
+    if not is_policy(policy) or not is_traceable(policy):
+        kind = f"a {policy.backend} policy" if is_policy(policy) else "no policy"
+        raise TypeError(
+            f"{type(policy).__name__} is {kind}, expected one that JAX can trace: pass "
+            "funcollect.lower_policy(policy, env), or use funcollect.jax_policy or funcollect.random_policy"
+        )
 
-        def step(
-            bound: BoundParams, policy_state: Any, observation: Any, noise: Any, t: Any
-        ) -> tuple[Any, dict[str, Any]]:
-            drawn = None if noise is None else noise[t]
-            return policy.answer(spec, stochastic, bound, policy_state, observation, drawn)
 
-        self._step, self._bound = compiled(policy, ("device step", id(spec), stochastic), step), inputs.bound
-        device = next(iter(array_over(optree.tree_leaves(inputs.observation)[0]).devices()))
-        self._noise = None if inputs.noise is None else import_jax().device_put(inputs.noise.numpy(), device)
+def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_type: ExplorationType) -> TracedCall:
+    """The policy's step as a traced function that draws its own noise; TypeError if JAX cannot trace it."""
+    check_traceable(policy)
+    jax, noise = import_jax(), policy.noise(spec)
+    stochastic = exploration_type is ExplorationType.RANDOM
 
-    @override
-    def act(self, t: int) -> Tensor:
-        observation = optree.tree_map(array_over, self._inputs.observation)
-        self._state, outputs = self._step(self._bound, self._state, observation, self._noise, t)
-        if t == 0:
-            check_action(outputs["action"], self._inputs.spec, self._inputs.num_envs)
-            self._names = sorted(outputs)
-        tensors = {name: torch_view(outputs[name]) for name in self._names}
-        self._recorder.append(tuple(tensors.values()))
-        self._held = (observation, outputs)  # until the next call is under way
-        return tensors["action"]
+    def answer(bound: BoundParams, policy_state: Any, observation: Any, draw: Draw) -> tuple[Any, dict[str, Any]]:
+        if isinstance(policy, RandomPolicy):
+            return policy_state, {"action": traced_random(spec, draw, observation)[0]}
+        drawn = None if noise is None else draw_noise(noise, draw)
+        if isinstance(policy, FunctionPolicy):
+            policy_state, outputs = policy.answer(spec, stochastic, bound, policy_state, observation, drawn)
+        else:
+            exploration = Exploration(exploration_type, bound[1])
+            with tracing("the call of the policy"):
+                given = split_call(policy(bound[0], policy_state, observation, drawn, spec, exploration))
+            policy_state, outputs = given[0], dict(given[1])
+        check_action(outputs["action"], spec, num_envs)
+        check_rows(outputs, num_envs)
+        for name, output in outputs.items():
+            if jax.numpy.issubdtype(output.dtype, jax.dtypes.prng_key):
+                raise PolicyError(
+                    f"the policy's output {name!r} is typed PRNG keys, expected numbers: return jax.random.key_data of "
+                    "them"
+                )
+        return policy_state, outputs
+
+    return answer
+
+
+def traced_random(spec: ActionSpec, draw: Draw, observation: Any) -> tuple[Any, Any]:
+    """The random actions [P, ...] that `RandomPolicy` draws from the same words, and their log-probabilities [P]."""
+    uniform = draw_noise(random_noise(spec), draw)
+    return draw_actions(jax_numerics(), spec, uniform, action_mask(observation, spec))
+
+
+def match_log_prob(log_prob: Any, like: Any) -> Any:
+    """Log-probabilities [P] in the shape of a policy's own: [P], or [P, n] in shares that add up to them."""
+    return import_jax().numpy.broadcast_to(in_shares(log_prob, like.shape), like.shape).astype(like.dtype)

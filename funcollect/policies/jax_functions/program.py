@@ -1,4 +1,7 @@
-"""A JAX policy's step as one jitted call: few arguments in, one array out, since each costs a microsecond or more."""
+"""A JAX policy's step as one jitted call: few arguments in, one array out, since each costs a microsecond or more.
+
+Also the noise of policies in traced code: the numbers that `funcollect.keys.draw_ahead` draws on the host.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,15 @@ from funcollect.errors import PolicyError
 from funcollect.interop.bridge import jax_view
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memory import aligned
-from funcollect.policies.actors.checks import check_action, check_rows
+from funcollect.keys import Noise
+from funcollect.policies.checks import check_action, check_rows
 from funcollect.protocols import ActorInputs
+from funcollect.threefry import Pair, hashed_in_jax
 
 Words = npt.NDArray[np.int32]
 # From bound parameters, a state, an observation, and noise or a function that draws it.
 TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]
+Draw = Callable[[int], Any]  # draws as many words for each lane: uint32 [width, P]
 
 PROBE = "what the head reads"  # NaN if the inputs of a head are, for heads without a log-probability
 
@@ -113,15 +119,15 @@ def _carrier(dtype: Any) -> Any:
 
 def layout(outputs: Mapping[str, Any], num_envs: int) -> tuple[OutputField, ...]:
     """The fields of a row, the action first; PolicyError for an output that is complex or lacks a row per lane."""
+    check_rows(outputs, num_envs)
     fields: list[OutputField] = []
     start = 0
     for name in sorted(outputs, key=lambda name: (name != "action", name)):
-        check_rows(name, outputs[name], num_envs)
-        shape = outputs[name].shape
-        if np.dtype(outputs[name].dtype).kind == "c":
+        (_, *shape), dtype = outputs[name].shape, outputs[name].dtype
+        if np.dtype(dtype).kind == "c":
             raise PolicyError(f"the policy's output {name!r} is complex, expected real numbers: return two outputs")
-        words = math.prod(shape[1:]) * np.dtype(_carrier(outputs[name].dtype)).itemsize // 4
-        fields.append(OutputField(name, shape[1:], outputs[name].dtype, start, start + words))
+        words = math.prod(shape) * np.dtype(_carrier(dtype)).itemsize // 4
+        fields.append(OutputField(name, tuple(shape), dtype, start, start + words))
         start += words
     return tuple(fields)
 
@@ -184,3 +190,40 @@ class PackedInputs:
         rest = iter(others)
         leaves = [next(words) if is_word else next(rest) for is_word in self._are_words]
         return import_jax().tree.unflatten(self._treedef, leaves), next(words, None)
+
+
+def drawing(keys: Pair, steps: Any) -> Draw:
+    """Draws with the lanes' keys [P] at the step with the number `steps` [2], low word first."""
+    return partial(_words, keys, steps)
+
+
+def _words(keys: Pair, steps: Any, width: int) -> Any:
+    """One hash for each word, over lanes in the last dimension: XLA then uses the processor's vectors."""
+    jnp = import_jax().numpy
+    number = jnp.arange(width, dtype=jnp.uint32)[:, None]
+    first, second = hashed_in_jax(keys, (1 + number // 2) | steps[1] << np.uint32(16), steps[0])
+    return jnp.where(number % 2 == 0, first, second)
+
+
+def draw_noise(noise: Noise, draw: Draw) -> Any:
+    """The noise of one step: [P, *shape] float32, or uint32 keys [P, 2] or [2]."""
+    jax = import_jax()
+    words = draw(noise.words)
+    if noise.kind in ("key", "keys"):
+        return words[:, 0] if noise.kind == "key" else words.T
+    centred = (words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)
+    drawn = centred * np.float32(2.0**-23)
+    if noise.kind == "gumbel":
+        drawn = -jax.numpy.log(-jax.numpy.log(drawn))
+    elif noise.kind == "normal":
+        drawn = jax.scipy.special.ndtri(drawn)
+    return drawn.T.reshape(-1, *noise.shape)
+
+
+def split_key(words: Any, num_envs: int) -> tuple[Any, Draw]:
+    """Another key like `words`, [2] or [P, 2], for a function's own use, and independent draws for P lanes."""
+    jnp = import_jax().numpy
+    pair, none = (words[..., 0], words[..., 1]), np.uint32(0)
+    lanes = np.arange(1, 1 + num_envs, dtype=np.uint32) if words.ndim == 1 else np.uint32(1)
+    own = jnp.stack(hashed_in_jax(pair, none, none), -1)
+    return own, drawing(hashed_in_jax(pair, none, lanes), np.zeros(2, np.uint32))

@@ -1,31 +1,53 @@
 """Calls a module on a TensorDict, and finds its outputs and the hidden states that it carries as keys.
 
 A module that carries a hidden state reads `key` and writes ``("next", key)``, or it reads and writes `key` itself.
+
+A TensorDict costs more than a small network at each step. So for a sequence of plain `TensorDictModule`s and
+`ProbabilisticTensorDictModule`s, the first step of a rollout runs the policy as it is and records the calls. If the
+parts, called one after another on a plain dict, give the same bits from the same random draws, the other steps call
+these, in half the time.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase, TensorDictSequential
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+)
 from torch import Tensor, nn
 
 from funcollect.arguments import check_arrays
 from funcollect.errors import PolicyError
-from funcollect.keys import generator_state, torch_generator
-from funcollect.tree import Path, flatten, nest, to_tensordict
+from funcollect.keys import device_states, generator_state, set_device_states, torch_generator
+from funcollect.tree import Path, as_path, flatten, key_of, nest, to_tensordict
 
 _KEEP_STATES = ("OrnsteinUhlenbeckProcessModule", "MultiStepActorWrapper")  # of TorchRL: they read more than in_keys
+
+Values = dict[str | Path, Any]
+
+_SEQUENCES = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
+# What samples, and whether it draws jointly.
+_DRAWS = {"ProbabilisticTensorDictModule.forward": False, "SafeProbabilisticModule.forward": True}
 
 INIT: Path = ("is_init",)  # True at the first step of a trajectory, as in TorchRL's InitTracker
 
 
 def paths_of(module: Any, keys: Literal["in_keys", "out_keys"]) -> list[Path]:
     """The paths of a module's keys; empty for a function."""
-    return [key if isinstance(key, tuple) else (key,) for key in getattr(module, keys, None) or ()]
+    return list(map(as_path, getattr(module, keys, None) or ()))
+
+
+def _parts(module: Any) -> list[nn.Module]:
+    return list(module.modules()) if isinstance(module, nn.Module) else []
 
 
 def run_module(
@@ -90,16 +112,14 @@ def names_of(paths: Iterable[Path]) -> list[str]:
 
 
 def by_path(observation: Any) -> dict[Path, Any]:
-    """The leaves of an observation, in a space's structure, by their keys in a batch."""
-    opened = _open(observation)
-    return flatten(opened if isinstance(observation, dict) else {"observation": opened})
+    """The leaves of an observation, in a space's structure, by their keys in a batch; a tuple's by their numbers."""
 
+    def opened(value: Any) -> Any:
+        if isinstance(value, tuple):
+            value = {str(index): part for index, part in enumerate(value)}
+        return {name: opened(part) for name, part in value.items()} if isinstance(value, dict) else value
 
-def _open(value: Any) -> Any:
-    """Nested dicts, with a tuple's parts under their numbers."""
-    if isinstance(value, tuple):
-        value = {str(index): part for index, part in enumerate(value)}
-    return {name: _open(part) for name, part in value.items()} if isinstance(value, dict) else value
+    return flatten(opened(observation if isinstance(observation, dict) else {"observation": observation}))
 
 
 def written_by(module: Any, path: Path) -> Path:
@@ -114,13 +134,11 @@ def reads_what_it_wrote(module: Any) -> bool:
     Modules of tensordict and TorchRL read their in_keys only, except those that keep a state. Functions of
     a TensorDict, and other libraries' modules, may read any key.
     """
-    if not isinstance(module, nn.Module):
-        return True
-    kinds = [type(part) for part in module.modules() if isinstance(part, TensorDictModuleBase)]
     return not isinstance(module, TensorDictModuleBase) or any(
-        kind.forward.__module__.partition(".")[0] not in ("tensordict", "torchrl")
-        or any(base.__name__ in _KEEP_STATES for base in kind.__mro__)
-        for kind in kinds
+        type(part).forward.__module__.partition(".")[0] not in ("tensordict", "torchrl")
+        or any(base.__name__ in _KEEP_STATES for base in type(part).__mro__)
+        for part in _parts(module)
+        if isinstance(part, TensorDictModuleBase)
     )
 
 
@@ -130,12 +148,11 @@ def carries_action(module: Any, written: Collection[Path]) -> bool:
     Where both come from a key between the parts, such as the output of a recurrent network, nobody can know.
     """
     derived: set[Path] = {("action",)}  # keys that follow from the action
-    for part in module.modules() if isinstance(module, nn.Module) else ():
-        if not isinstance(part, TensorDictModuleBase) or isinstance(part, TensorDictSequential):
-            continue
-        writes = paths_of(part, "out_keys")
-        if ("action",) in writes or not derived.isdisjoint(paths_of(part, "in_keys")):
-            derived.update(writes)
+    for part in _parts(module):
+        if isinstance(part, TensorDictModuleBase) and not isinstance(part, TensorDictSequential):
+            writes = paths_of(part, "out_keys")
+            if ("action",) in writes or not derived.isdisjoint(paths_of(part, "in_keys")):
+                derived.update(writes)
     return not derived.isdisjoint(written)
 
 
@@ -177,9 +194,8 @@ def _flat(given: Mapping[Any, Any]) -> dict[Path, Tensor]:
             f"initial_state is {type(given).__name__}, expected a dict of tensors by key: pass for example "
             "{'hidden': torch.zeros(8)}"
         )
-    by_path = {key: value for key, value in given.items() if isinstance(key, tuple)}
-    nested = {key: value for key, value in given.items() if not isinstance(key, tuple)}
-    states = {**flatten(nested), **by_path}
+    by_key = {key: value for key, value in given.items() if isinstance(key, tuple)}
+    states = {**flatten({key: value for key, value in given.items() if key not in by_key}), **by_key}
     check_arrays("initial_state", [*states.values()])
     return {path: torch.as_tensor(value) for path, value in states.items()}
 
@@ -187,17 +203,146 @@ def _flat(given: Mapping[Any, Any]) -> dict[Path, Tensor]:
 def _primed(module: Any) -> dict[Path, Tensor]:
     """The values that the primers of the module's parts fill in."""
     values: dict[Path, Tensor] = {}
-    for part in module.modules() if isinstance(module, nn.Module) else ():
-        make = getattr(part, "make_tensordict_primer", None)
-        if make is None:
+    for part in _parts(module):
+        if (make := getattr(part, "make_tensordict_primer", None)) is None:
             continue
         generator = generator_state(0)
         with torch_generator(generator):
-            filled = make()(TensorDict({}, batch_size=[]))
+            values |= flatten(make()(TensorDict({}, batch_size=[])))
         if not torch.equal(generator, generator_state(0)):
             raise ValueError(
                 f"{type(part).__name__} draws the initial state of an episode at random, expected a fixed one: pass "
                 "funcollect.tensordict_policy(policy, initial_state={...}), or leave that part out"
             )
-        values |= flatten(filled)
     return values
+
+
+class _NotPlainError(Exception):
+    """A module that has to be called on a TensorDict."""
+
+
+class Part(NamedTuple):
+    """A module without its TensorDict."""
+
+    run: Callable[..., None]  # writes its answers into `Values`; a second argument is called in place of the network
+    network: nn.Module | None = None  # that it calls, if it is no draw
+
+
+def _calling(part: TensorDictModule) -> Part:
+    """A `TensorDictModule` around a module of positional arguments."""
+    network, reads, writes = part.module, list(map(_key, part.in_keys)), list(map(_key, part.out_keys))
+
+    def run(values: Values, call: Callable[..., Any] | None = None) -> None:
+        arguments = tuple([values[key] for key in reads])
+        answer = network(*arguments) if call is None else call(network, arguments)
+        if len(writes) == 1 and isinstance(answer, Tensor):
+            values[writes[0]] = answer
+        else:
+            values.update(zip(writes, answer, strict=True))
+
+    return Part(run, network)
+
+
+def _drawing(part: ProbabilisticTensorDictModule, jointly: bool) -> Part:
+    """A part that samples one action, `jointly` with its log-probability or before it."""
+    (sample,), distribution_of = map(_key, part.dist_sample_keys), part.get_dist
+    log_prob = _key(part.log_prob_key) if part.return_log_prob else None
+
+    def run(values: Values, _: Any = None) -> None:
+        distribution = distribution_of(values)
+        method = "rsample" if distribution.has_rsample else "sample"
+        both = getattr(distribution, f"{method}_and_log_prob", None) if jointly else None
+        if log_prob is not None and both is not None:
+            values[sample], values[log_prob] = both()
+            return
+        values[sample] = drawn = getattr(distribution, method)()
+        if log_prob is not None:
+            values[log_prob] = distribution.log_prob(drawn)
+
+    return Part(run)
+
+
+def plain_parts(module: Any) -> list[Part] | None:
+    """The parts of `module` in their order; None unless all of them are plain."""
+    try:
+        return _plain(module)
+    except _NotPlainError:
+        return None
+
+
+def _plain(module: Any) -> list[Part]:
+    if not isinstance(module, nn.Module) or module._forward_hooks or module._forward_pre_hooks:
+        raise _NotPlainError
+    forward = type(module).forward
+    if forward in _SEQUENCES:
+        inner: Any = module.module
+        each = inner.values() if isinstance(inner, nn.ModuleDict) else inner
+        return [part for module in each for part in _plain(module)]
+    if forward is TensorDictModule.forward and isinstance(module.module, nn.Module):
+        return [_calling(module)]
+    own = type(module).__module__.partition(".")[0] in ("tensordict", "torchrl")
+    jointly = _DRAWS.get(forward.__qualname__) if own else None
+    if jointly is not None and isinstance(module, ProbabilisticTensorDictModule) and len(module.dist_sample_keys) == 1:
+        return [_drawing(module, jointly)]
+    raise _NotPlainError
+
+
+def _key(key: Any) -> str | Path:
+    if isinstance(key, str) or (isinstance(key, tuple) and len(key) > 1):
+        return key
+    raise _NotPlainError
+
+
+def compared(
+    parts: list[Part], inputs: Values, device: torch.device, run: Callable[[], Mapping[Path, Any]]
+) -> tuple[Mapping[Path, Any], bool]:
+    """Call `run`, one call of the policy that draws on `device`.
+
+    Return its outputs, and whether the parts, given the answers of its networks, write the same bits from `inputs`.
+    """
+    calls: dict[Any, deque[tuple[Any, ...]]] = defaultdict(deque)
+
+    def note(module: nn.Module, arguments: Any, named: Any, answer: Any) -> None:
+        calls[module].append((arguments, named, answer))
+
+    def recall(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
+        noted, named, answer = calls[module].popleft()
+        if named or len(noted) != len(arguments) or not all(map(torch.equal, noted, arguments)):
+            raise _NotPlainError
+        return answer
+
+    def repeats() -> bool:
+        values = dict(inputs)
+        for part in parts:
+            part.run(values, recall)
+        pairs = [(leaf, values[key_of(path)]) for path, leaf in outputs.items()]
+        return not any(calls.values()) and all(
+            one is two or (one.dtype == two.dtype and torch.equal(one, two)) for one, two in pairs
+        )
+
+    before = _generators(device)
+    networks = dict.fromkeys(part.network for part in parts if part.network is not None)
+    handles = [each.register_forward_hook(note, with_kwargs=True) for each in networks]
+    try:
+        outputs = run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    after = _generators(device)
+    _set_generators(device, before)
+    try:
+        same = repeats() and all(map(torch.equal, _generators(device), after))
+    except Exception:  # a part that fails without a TensorDict is called on one
+        same = False
+    _set_generators(device, after)
+    return outputs, same
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    """The states of the global generators that the parts may draw from."""
+    return [torch.get_rng_state(), *device_states(device)]
+
+
+def _set_generators(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    set_device_states(device, states[1:])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, set_interaction_type
 from torch import Tensor, nn
 from typing_extensions import override
@@ -15,23 +16,10 @@ from funcollect.arguments import check_call, checked_device
 from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
 from funcollect.messages import name_of
-from funcollect.policies.actors.actor import Recorder, device_of, lane_mask
-from funcollect.policies.actors.checks import check_action, check_tensor, finish_columns
-from funcollect.policies.tensordict_modules.calling import (
-    INIT,
-    batched,
-    by_path,
-    check_hidden,
-    initial_hidden_states,
-    may_be_read,
-    names_of,
-    outputs_of,
-    paths_of,
-    reads_what_it_wrote,
-    run_module,
-    written_by,
-)
-from funcollect.policies.tensordict_modules.parts import EquivalenceCheck, Part, Values, plain_parts
+from funcollect.policies.base import Recorder, device_of, lane_mask
+from funcollect.policies.checks import check_action, finish_columns
+from funcollect.policies.tensordict_modules import calling
+from funcollect.policies.tensordict_modules.calling import INIT, batched, by_path, names_of, paths_of
 from funcollect.policies.torch_modules.torch_backed import (
     Compiler,
     TorchBacked,
@@ -81,14 +69,12 @@ def tensordict_policy(
     >>> import torch, funcollect as fc
     >>> from tensordict.nn import TensorDictModule
     >>> policy = tensordict_policy(TensorDictModule(lambda x: (x[:, 2] > 0).long(), ["observation"], ["action"]))
-    >>> env = fc.make_env("CartPole-v1", num_envs=3)
-    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
-    >>> batch["action"].shape
-    torch.Size([3, 5])
     """
     check_callable(module, "a TensorDictModule or a function of a TensorDict", 1)
     check_compiler(compile, without=("inductor", "cudagraph"))
-    return TensorDictPolicy(module, checked_device(device), initial_hidden_states(module, initial_state), compile)
+    return TensorDictPolicy(
+        module, checked_device(device), calling.initial_hidden_states(module, initial_state), compile
+    )
 
 
 class TensorDictPolicy(TorchBacked):
@@ -105,7 +91,7 @@ class TensorDictPolicy(TorchBacked):
         super().__init__(module, device, hidden_states or None, compiler)
         self.hidden_states = dict(hidden_states or {})
         # By the path of each hidden state, the path of its next value.
-        self.written = {path: written_by(module, path) for path in self.hidden_states}
+        self.written = {path: calling.written_by(module, path) for path in self.hidden_states}
 
     @property
     def reads_init(self) -> bool:
@@ -114,7 +100,7 @@ class TensorDictPolicy(TorchBacked):
 
     @override
     def remembers(self, policy_state: Any, /) -> bool:
-        return bool(self.hidden_states) or self.reads_init or reads_what_it_wrote(self.module)
+        return bool(self.hidden_states) or self.reads_init or calling.reads_what_it_wrote(self.module)
 
     def moves_to(self, observation: Any) -> torch.device | None:
         """The device to which the module's inputs are moved; None if they stay where the `observation` is."""
@@ -148,9 +134,9 @@ class TensorDictPolicy(TorchBacked):
         """The nested outputs [P, ...] of `module`, which is this policy's module bound to parameters."""
         inputs, read = self.inputs_of(observation, recurrent)
         with set_interaction_type(exploration_type):
-            answer = run_module(module, inputs, self.moves_to(observation), single=single)
-            outputs = outputs_of(answer, read, single=single)
-        check_hidden(outputs, {path: inputs[path] for path in self.hidden_states}, self.written)
+            answer = calling.run_module(module, inputs, self.moves_to(observation), single=single)
+            outputs = calling.outputs_of(answer, read, single=single)
+        calling.check_hidden(outputs, {path: inputs[path] for path in self.hidden_states}, self.written)
         return nest(outputs)
 
     def recorded(self, answer: Any, recurrent: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
@@ -172,45 +158,56 @@ def _check_networks(module: Any) -> None:
         if isinstance(part, TensorDictModule) and type(part).forward is TensorDictModule.forward:
             network, names = part.module, part._kwargs or ()
             called = getattr(network, part.method) if part.method else network
-            count = 0 if names else len(part.in_keys)
             wanted = f"an argument for each of the in_keys {part.in_keys} of its {type(part).__name__}"
+            count = 0 if names else len(part.in_keys)
             check_call(name_of(network), called, wanted, count, *names, *part.method_kwargs)
 
 
 class TensorDictActor(Actor):
-    """Calls the module on one TensorDict per step, or its parts without a TensorDict if they return the same."""
+    """Calls the module on one TensorDict per step, or its parts without a TensorDict if they return the same.
+
+    The memory holds the keys that the module finds besides the observation: its hidden states, ``is_init`` if it reads
+    that, and for modules that may read what they wrote, the outputs of the step before.
+    """
 
     def __init__(self, policy: TensorDictPolicy, inputs: ActorInputs) -> None:
         self._rollout, self._single = inputs, inputs.single
         self._module, self._device = policy.bound(inputs.params), policy.moves_to(inputs.observation)
         self._generator = inputs.policy_state.generator.clone()
-        self._inputs = by_path(inputs.observation)
-        self._place = device_of(inputs.observation)
-        self._run_device = policy.run_device or self._place
+        self._inputs, place = by_path(inputs.observation), device_of(inputs.observation)
+        self._run_device = policy.run_device or place
         before, initial = (state.on(self._run_device) for state in (inputs.policy_state, inputs.initial_state))
-        self._hidden: dict[Path, Tensor] = dict(before.recurrent or {})
-        self._carried: dict[Path, Tensor] = dict(before.carried or {})
-        self._initial: dict[Path, Tensor] = initial.recurrent or {}
-        self._written_to, self._carries = policy.written, reads_what_it_wrote(policy.module)
-        self._never = torch.zeros(inputs.num_envs, 1, dtype=torch.bool, device=self._place)
-        self._first = self._never if policy.reads_init and INIT not in self._inputs else None
-        self._names: list[Path] = []
-        self._stateful = self._carries or bool(self._hidden) or self._first is not None
+        self._hidden, self._carries = list(policy.written), calling.reads_what_it_wrote(policy.module)
+        self._memory: dict[Path, Tensor] = {
+            **(before.carried or {}),
+            **{each: before.recurrent[each] for each in self._hidden},
+        }
+        self._initial: dict[Path, Tensor] = dict(initial.recurrent or {})
+        self._next = dict(policy.written)  # by the path of each key with an initial value, that of its next value
+        self._added: dict[Path, Tensor] = {}  # next values that the module does not write
+        if policy.reads_init and INIT not in self._inputs:
+            never = torch.zeros(inputs.num_envs, 1, dtype=torch.bool, device=place)
+            self._memory[INIT], self._initial[INIT] = never, torch.ones_like(never)
+            self._next[INIT], self._added["next", *INIT] = ("next", *INIT), never
+        self._stateful = self._carries or bool(self._next)
         self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self._stateful)
         # Parts without a TensorDict need a policy that samples, has no hidden states, and runs long enough to pay.
         short = inputs.length < _WORTH_WATCHING
         whole = self._device is not None or self._stateful or not inputs.stochastic or short
-        self._parts = None if whole else plain_parts(self._module)
-        self._values: Values = {}
+        self._parts = None if whole else calling.plain_parts(self._module)
+        self._values: calling.Values = {}
 
     def _given(self) -> dict[Path, Tensor]:
-        """The keys that the module reads besides the observation and does not write. They are recorded like outputs."""
-        hidden = {path: leaf for path, leaf in self._hidden.items() if self._written_to[path] != path}
-        return hidden if self._first is None else {**hidden, INIT: self._first}
+        """The keys in memory that the module does not write. They are recorded like outputs."""
+        return {path: leaf for path, leaf in self._memory.items() if self._next.get(path, path) != path}
 
-    def _read(self) -> dict[Path, Tensor]:
-        """Everything that the module finds in its TensorDict."""
-        return {**self._inputs, **self._carried, **self._hidden, **self._given()}
+    def _called(self) -> TensorDictBase:
+        """The answer of the module itself, called on a TensorDict with all that it may read."""
+        return calling.run_module(self._module, self._inputs | self._memory, self._device, single=self._single)
+
+    def _outputs(self, answer: TensorDictBase) -> dict[Path, Any]:
+        """The outputs in its answer; [...] for a single environment."""
+        return calling.outputs_of(answer, {*self._inputs, *self._given()})
 
     @override
     @contextlib.contextmanager
@@ -226,69 +223,37 @@ class TensorDictActor(Actor):
         if t == 0:
             written = self._begin()
         elif self._parts is not None:
-            written = self._call_parts(self._parts)
+            values = self._values.copy()
+            for part in self._parts:
+                part.run(values)
+            written = tuple([values[key] for key in self._keys])
         else:
             written = self._written(t)
         action = batched(written[self._action_at]) if self._single else written[self._action_at]
         if t == 0 or action.shape[1:] != self._rollout.spec.shape:
-            check_action(action, self._rollout.spec, self._rollout.num_envs)
-            check_tensor(action)
+            check_action(action, self._rollout.spec, self._rollout.num_envs, Tensor)
         if self._stateful:
             self._recorder.append((*written, *([leaf[0] for leaf in given] if self._single else given)))
-            self._carry(tuple(map(batched, written)) if self._single else written)
+            self._remember(tuple(map(batched, written)) if self._single else written)
         else:
             self._recorder.append(written)
         return action
 
     def _begin(self) -> tuple[Tensor, ...]:
         """The first step fixes the entries to record: the outputs, [P, ...], or [...] for a single environment."""
-        inputs = self._read()
-
-        def run() -> dict[Path, Any]:
-            """The outputs of the module itself, called on a TensorDict. The parts are compared with these."""
-            answer = run_module(self._module, inputs, self._device, single=self._single)
-            return outputs_of(answer, {*self._inputs, *self._given()})
-
         if self._parts is None:
-            outputs: Mapping[Path, Any] = run()
+            outputs: Mapping[Path, Any] = self._outputs(self._called())
         else:
-            self._values = {key_of(path): leaf[0] if self._single else leaf for path, leaf in inputs.items()}
-            outputs, as_good = EquivalenceCheck(self._parts, self._values, self._run_device).compare(run)
-            self._parts = self._parts if as_good else None
+            self._values = {key_of(path): leaf[0] if self._single else leaf for path, leaf in self._inputs.items()}
+            outputs, same = calling.compared(
+                self._parts, self._values, self._run_device, lambda: self._outputs(self._called())
+            )
+            self._parts = self._parts if same else None
         self._check({path: batched(leaf) for path, leaf in outputs.items()} if self._single else outputs)
         self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
         self._keys = list(map(key_of, self._names))
         self._action_at = self._names.index(("action",))
         return tuple(outputs[name] for name in self._names)
-
-    def _call_parts(self, parts: list[Part]) -> tuple[Tensor, ...]:
-        """The recorded outputs of a later step, from the parts without a TensorDict."""
-        values = self._values.copy()
-        for part in parts:
-            part.run(values)
-        return tuple([values[key] for key in self._keys])
-
-    def _written(self, t: int) -> tuple[Tensor, ...]:
-        """The recorded outputs of step `t`, from the module. PolicyError if it did not write one of them."""
-        answer = run_module(self._module, self._read(), self._device, single=self._single)
-        written = tuple([answer.get(key, None) for key in self._keys])
-        if any(leaf is None for leaf in written):
-            outputs = outputs_of(answer, {*self._inputs, *self._given()})
-            raise PolicyError(
-                f"step {t} of this batch: the policy wrote {names_of(outputs)} after "
-                f"{names_of(self._names)}: write the same keys at every step"
-            )
-        return written
-
-    def _carry(self, written: Sequence[Tensor]) -> None:
-        """Keep the entries of this step's outputs that the module reads at the next step."""
-        if self._hidden or self._carries:
-            by_name = dict(zip(self._names, written, strict=True))
-            self._hidden = {path: by_name[self._written_to[path]] for path in self._hidden}
-        if self._carries:
-            self._carried = {path: leaf for path, leaf in by_name.items() if may_be_read(path)}
-        if self._first is not None:
-            self._first = self._never
 
     def _check(self, outputs: Mapping[Path, Any]) -> None:
         """Raise PolicyError unless the first outputs hold an action, the hidden states, and no reserved key."""
@@ -296,24 +261,36 @@ class TensorDictActor(Actor):
             raise PolicyError(
                 f"the policy wrote {names_of(outputs)}, expected 'action' among them: add it to the out_keys"
             )
-        own = outputs.keys() - self._written_to.values()
+        hidden = {path: self._next[path] for path in self._hidden}
+        own = outputs.keys() - hidden.values()
         if taken := sorted({path[0] for path in own} & (RESERVED - {"action", "action_log_prob"})):
             raise PolicyError(f"the policy wrote {taken}, keys that a batch uses itself: rename these out_keys")
-        check_hidden(outputs, self._hidden, self._written_to)
+        calling.check_hidden(outputs, {path: self._memory[path] for path in hidden}, hidden)
+
+    def _written(self, t: int) -> tuple[Tensor, ...]:
+        """The recorded outputs of step `t`, from the module. PolicyError if it did not write one of them."""
+        answer = self._called()
+        written = tuple([answer.get(key, None) for key in self._keys])
+        if any(leaf is None for leaf in written):
+            raise PolicyError(
+                f"step {t} of this batch: the policy wrote {names_of(self._outputs(answer))} after "
+                f"{names_of(self._names)}: write the same keys at every step"
+            )
+        return written
+
+    def _remember(self, written: Sequence[Tensor]) -> None:
+        """Keep the entries of this step's outputs that the module reads at the next step."""
+        outputs = dict(zip(self._names, written, strict=True)) | self._added
+        read = {path: leaf for path, leaf in outputs.items() if calling.may_be_read(path)} if self._carries else {}
+        self._memory = read | {path: outputs[after] for path, after in self._next.items()}
 
     @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
-        """Set these lanes' hidden states to their initial ones, other carried keys to zero, and ``is_init`` to True."""
-        if not self._stateful:
-            return
-        mask = lane_mask(lanes, self._rollout.num_envs)
-        if self._first is not None:
-            self._first = self._first | mask[:, None].to(self._place)
-        for path, leaf in self._hidden.items():
-            initial = self._initial[path].to(leaf.device)
-            self._hidden[path] = select(mask.to(leaf.device), initial, leaf)
-        for path, leaf in self._carried.items():
-            self._carried[path] = select(mask.to(leaf.device), torch.zeros_like(leaf), leaf)
+        """Set the memory of these lanes to its initial values, or to zero where there are none."""
+        mask = lane_mask(lanes, self._rollout.num_envs) if self._memory else torch.empty(0)
+        for path, leaf in self._memory.items():
+            start = self._initial[path].to(leaf.device) if path in self._initial else torch.zeros_like(leaf)
+            self._memory[path] = select(mask.to(leaf.device), start, leaf)
 
     @override
     def finish(self) -> tuple[TorchPolicyState, Columns]:
@@ -321,10 +298,8 @@ class TensorDictActor(Actor):
         if self._single:
             recorded = [column.unsqueeze(1) for column in recorded]
         columns = dict(zip([*self._names, *self._given()], recorded, strict=True))
-        if self._first is not None:
-            columns["next", *INIT] = torch.zeros_like(columns[INIT])
-        hidden, carried = (
-            {path: leaf.clone() for path, leaf in each.items()} for each in (self._hidden, self._carried)
-        )
-        state = TorchPolicyState(hidden or None, self._generator, carried or None)
+        columns |= {path: torch.zeros_like(columns[INIT]) for path in self._added}
+        kept = {path: leaf.clone() for path, leaf in self._memory.items() if self._next.get(path) not in self._added}
+        hidden = {path: kept.pop(path) for path in self._hidden}
+        state = TorchPolicyState(hidden or None, self._generator, kept or None)
         return state, finish_columns(columns, self._rollout.spec, ties=True)

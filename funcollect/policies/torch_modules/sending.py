@@ -8,7 +8,7 @@ from typing import Any
 
 import cloudpickle
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from funcollect.errors import LoweringError
 from funcollect.messages import shown
@@ -88,7 +88,6 @@ class _OnCpu(ByValue):
     """Puts what lies on an accelerator on the CPU: the memory of tensors, and the devices that objects name."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Pickle memory, or a device, of an accelerator as one of the CPU."""
         if isinstance(value, torch.TypedStorage):
             memory: Any = value._untyped_storage  # methods of `value` warn that it is deprecated
             if memory.device.type not in _NO_ACCELERATORS:
@@ -108,7 +107,6 @@ class _WithoutWeights(ByValue):
         self._number = {id(tensor): number for number, tensor in enumerate(self._weights)}
 
     def persistent_id(self, value: Any) -> Any:
-        """The record that replaces a weight."""
         if (number := self._number.get(id(value))) is None:
             return None
         trained = value.requires_grad if isinstance(value, nn.Parameter) else None
@@ -116,12 +114,13 @@ class _WithoutWeights(ByValue):
 
 
 class _Unpacker(pickle.Unpickler):
+    """Makes zeros shaped like each weight. A weight that occurs twice becomes one tensor."""
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self._tensors: dict[int, torch.Tensor] = {}
+        self._tensors: dict[int, Tensor] = {}
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        """Zeros shaped like the weight. A weight that occurs twice becomes one tensor."""
+    def persistent_load(self, pid: Any) -> Tensor:
         number, shape, dtype, device, trained = pid
         if number not in self._tensors:
             zeros = torch.zeros(shape, dtype=dtype, device=device)

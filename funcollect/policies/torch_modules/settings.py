@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Self
@@ -23,200 +23,39 @@ from funcollect.policies.weights import weights_of
 from funcollect.tree import flatten
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-LEAVES = (*PLAIN, Enum, type, BuiltinFunctionType, CodeType, ModuleType)  # into which nobody looks
 REGISTERED = ("_parameters", "_buffers", "_modules")
+MOST_OBJECTS = 2_000  # that are looked at behind one module
 
+_LEAVES = (*PLAIN, Enum, type, BuiltinFunctionType, CodeType, ModuleType)  # into which nobody looks
 _MAPPINGS = (dict, MappingProxyType)
-_SEQUENCES = (list, set, deque)
-_MOST_OBJECTS = 2_000
+_CONTAINERS = (*_MAPPINGS, list, set, deque)  # whose contents may change
 _MOST_LOOKS = 8  # at one module; a program is made for half as many
 
 
-class Look:
-    """Records the state of objects. `holds` shows cheaply whether it is still the same, `alike` whether it is equal."""
-
-    def __init__(
-        self, owners: Iterable[Any] = (), containers: Iterable[Any] = (), weights: Iterable[Tensor] = ()
-    ) -> None:
-        self.owners = list(owners)  # objects whose classes may change
-        self.containers = list(containers)  # dictionaries, lists and sets, for their contents
-        self.cells: list[Any] = []  # of closures, for their contents
-        self.tensors: list[Tensor] = []  # for how often they were written
-        self.arrays: list[Any] = []  # for their numbers
-        self.error: LoweringError | None = None  # why not all is looked at
-        self._weights = {id(each): each for each in weights}
-
-    @classmethod
-    def at(cls, module: Any) -> Self:
-        """A look at everything that a module is, except its weights, as far as Python shows it.
-
-        These are its submodules and their classes, hooks, the names, shapes and dtypes of tensors, and the values of
-        attributes, with all that these refer to. Not seen are global variables that a function reads, attributes in
-        ``__slots__`` or in C, and writes through ``.data`` to other tensors. There is an `error` for more than 2,000
-        objects.
-
-        >>> module = torch.nn.Dropout(0.1)
-        >>> look = Look.at(module)
-        >>> module.eval().p, look.holds()
-        (0.1, False)
-        >>> module.train().p, look.holds()
-        (0.1, True)
-        """
-        look = cls(weights=weights_of(module))
-        seen: dict[int, Any] = {}  # by id; kept, so that no other object takes the id
-        queue = deque([module])
-        while queue:
-            value = queue.popleft()
-            if isinstance(value, LEAVES) or id(value) in seen:
-                continue
-            if len(seen) == _MOST_OBJECTS:
-                look.error = LoweringError(
-                    f"its attributes lead to more than {_MOST_OBJECTS:,} objects, too many to look at before each "
-                    "rollout: keep environments, buffers and the like out of the module"
-                )
-                break
-            seen[id(value)] = value
-            queue += look._open(value)
-        return look.take()
-
-    def _open(self, value: Any) -> Iterable[Any]:
-        """Note what of a value can change without its being replaced, and return its parts."""
-        if isinstance(value, Tensor):
-            self.tensors += () if id(value) in self._weights else (value,)
-            return ()
-        if isinstance(value, weakref.ref):
-            return (value(),)
-        if isinstance(value, np.ndarray | np.generic):
-            self.arrays.append(value)
-        elif isinstance(value, (*_MAPPINGS, *_SEQUENCES)):
-            self.containers.append(value)
-        elif isinstance(value, FunctionType):
-            self.cells += value.__closure__ or ()
-        elif hasattr(value, "__dict__"):
-            self.owners.append(value)
-        return parts_of(value)
-
-    def take(self) -> Self:
-        """Record the current state."""
-        self._sizes = list(map(len, self.containers))
-        self._objects, self._versions = self._objects_now(), self._versions_now()
-        return self
-
-    def holds(self) -> bool:
-        """Whether the state is the recorded one: the same objects, and none of the tensors and arrays written."""
-        return self._compares(is_)
-
-    def alike(self) -> bool:
-        """Whether it may stand for the recorded one: plain values are equal, and weights have the same form."""
-        return self._compares(self._equal)
-
-    def _compares(self, same: Callable[[Any, Any], bool]) -> bool:
-        if list(map(len, self.containers)) != self._sizes:
-            return False
-        objects = self._objects_now()
-        return (
-            len(objects) == len(self._objects)
-            and all(map(same, objects, self._objects))
-            and self._versions_now() == self._versions
-        )
-
-    def _equal(self, now: Any, before: Any) -> bool:
-        if now is before:
-            return True
-        if id(before) in self._weights:
-            return isinstance(now, Tensor) and _form(now) == _form(before)
-        if type(now) is not type(before):  # 1, 1.0 and True are equal
-            return False
-        if isinstance(now, PLAIN):
-            return bool(now == before)
-        if isinstance(now, weakref.ref):
-            return self._equal(now(), before())
-        if isinstance(now, dict):
-            return self._equal([*now, *now.values()], [*before, *before.values()])
-        if isinstance(now, (list, tuple, deque)):
-            return len(now) == len(before) and all(map(self._equal, now, before))
-        parts = referents(now)
-        return parts is not None and _code(now) == _code(before) and self._equal(parts, referents(before))
-
-    def _objects_now(self) -> list[Any]:
-        """The classes of owners, and the contents of containers and of cells."""
-        objects: list[Any] = list(map(type, self.owners))
-        for each in self.containers:
-            if each:
-                objects += each
-                if isinstance(each, _MAPPINGS):
-                    objects += each.values()
-        objects += [content_of(cell) for cell in self.cells]
-        return objects
-
-    def _versions_now(self) -> list[Any]:
-        arrays = [(each.dtype, each.shape, each.tobytes()) for each in self.arrays]
-        return [*map(_version_of, self.tensors), *arrays]
+def walk(root: Any, closed: tuple[type, ...] = (Tensor,)) -> Iterator[Any]:
+    """What an object leads to, itself first, each once and without plain values; not what is behind `closed` kinds."""
+    seen: dict[int, Any] = {}  # by id; kept, so that no other object takes the id
+    queue = deque([root])
+    while queue:
+        value = queue.popleft()
+        if isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        yield value
+        if not isinstance(value, closed):
+            queue += _parts_of(value)
 
 
-class ModuleSettings:
-    """Numbers the settings of a module, which are all that it is besides its weights; see `Look.at`."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module  # None has one setting
-        self._looks: list[tuple[int, Look]] = []  # with their numbers, that of the last call first; never written
-        self._count = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ModuleSettings, (self._module,)
-
-    @property
-    def number(self) -> int:
-        """The number of the current setting: the same one as when the module was like this before.
-
-        LoweringError if there is too much to compare.
-        """
-        if self._module is None:
-            return 0
-        known = self._looks
-        found = next((each for each in known if each[1].holds()), None)
-        if found is None:
-            number = next((number for number, look in known if look.alike()), None)
-            if number is None:
-                number = self._count = self._count + 1
-            found = number, Look.at(self._module)
-        if not known or found is not known[0]:
-            self._looks = [found, *(each for each in known if each[0] != found[0])][:_MOST_LOOKS]
-        number, look = found
-        if look.error:
-            raise look.error
-        return number
-
-
-def _form(tensor: Tensor) -> Any:
-    return tensor.dtype, None if is_lazy(tensor) else tensor.shape, tensor.device
-
-
-def _version_of(tensor: Tensor) -> int:
-    """How often a tensor was written in place; writes through ``.data`` do not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def content_of(cell: Any) -> Any:
-    """The object in a closure cell; None for an empty one."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def _code(value: Any) -> Any:
-    return getattr(value, "__code__", None)
-
-
-def parts_of(value: Any) -> Iterable[Any]:
-    """What a value leads to: what a container holds, what a function refers to, or an object's attributes, a dict."""
+def _parts_of(value: Any) -> Iterable[Any]:
+    """What a container holds, what a function refers to, or an object's attributes, a dict."""
     if isinstance(value, TensorDictBase):  # whose own attributes change as it is read
         return flatten(value).values()
     if isinstance(value, _MAPPINGS):
         return chain(value, value.values())
-    if isinstance(value, (*_SEQUENCES, tuple, frozenset)):
+    if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
         return value
+    if isinstance(value, weakref.ref):
+        return (value(),)
     if (parts := referents(value)) is not None:
         return parts
     attributes = getattr(value, "__dict__", None)
@@ -234,6 +73,146 @@ def referents(value: Any) -> tuple[Any, ...] | None:
     return None
 
 
+def content_of(cell: Any) -> Any:
+    """The object in a closure cell; None for an empty one."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+class Look:
+    """Records the state of objects. `holds` shows cheaply whether it is still the same, `alike` whether it is equal."""
+
+    error: LoweringError | None = None  # why not all is looked at
+
+    def __init__(self, values: Iterable[Any], weights: Iterable[Tensor] = ()) -> None:
+        self._weights = {id(each): each for each in weights}
+        self._owners: list[Any] = []  # objects whose classes may change
+        self._containers: list[Any] = []  # for their contents
+        self._cells: list[Any] = []  # of closures, for their contents
+        self._arrays: list[Any] = []  # for their numbers
+        self._tensors: list[Tensor] = []  # for how often they were written; through ``.data`` does not count
+        for value in values:
+            if isinstance(value, Tensor):
+                if id(value) not in self._weights:
+                    self._tensors.append(value)
+            elif isinstance(value, np.ndarray | np.generic):
+                self._arrays.append(value)
+            elif isinstance(value, _CONTAINERS):
+                self._containers.append(value)
+            elif isinstance(value, FunctionType):
+                self._cells += value.__closure__ or ()
+            elif hasattr(value, "__dict__"):
+                self._owners.append(value)
+        self._state = self._now()
+
+    @classmethod
+    def at(cls, module: Any) -> Self:
+        """A look at everything that a module is, except its weights, as far as Python shows it.
+
+        These are its submodules and their classes, hooks, the names, shapes and dtypes of tensors, and the values of
+        attributes, with all that these refer to. Not seen are global variables that a function reads, attributes in
+        ``__slots__`` or in C, and writes through ``.data`` to other tensors. There is an `error` for more than 2,000
+        objects.
+
+        >>> module = torch.nn.Dropout(0.1)
+        >>> look = Look.at(module)
+        >>> module.eval().p, look.holds()
+        (0.1, False)
+        >>> module.train().p, look.holds()
+        (0.1, True)
+        """
+        found = list(islice(walk(module), MOST_OBJECTS + 1))
+        look = cls(found[:MOST_OBJECTS], weights_of(module))
+        if len(found) > MOST_OBJECTS:
+            look.error = LoweringError(
+                f"its attributes lead to more than {MOST_OBJECTS:,} objects, too many to look at before each "
+                "rollout: keep environments, buffers and the like out of the module"
+            )
+        return look
+
+    def _now(self) -> tuple[list[int], list[Any], list[Any]]:
+        """The sizes of containers; the classes of owners, and what containers and cells hold; and all versions."""
+        objects: list[Any] = list(map(type, self._owners))
+        for each in self._containers:
+            if each:
+                objects += each
+                if isinstance(each, _MAPPINGS):
+                    objects += each.values()
+        objects += map(content_of, self._cells)
+        versions: list[Any] = [0 if each.is_inference() else each._version for each in self._tensors]
+        versions += [(each.dtype, each.shape, each.tobytes()) for each in self._arrays]
+        return list(map(len, self._containers)), objects, versions
+
+    def holds(self) -> bool:
+        """Whether the state is the recorded one: the same objects, and none of the tensors and arrays written."""
+        return self._compares(is_)
+
+    def alike(self) -> bool:
+        """Whether it may stand for the recorded one: plain values are equal, and weights have the same form."""
+        return self._compares(self._equal)
+
+    def _compares(self, same: Callable[[Any, Any], bool]) -> bool:
+        (sizes, objects, versions), before = self._now(), self._state
+        return sizes == before[0] and versions == before[2] and all(map(same, objects, before[1]))
+
+    def _equal(self, now: Any, before: Any) -> bool:
+        if now is before:
+            return True
+        if id(before) in self._weights:
+            return isinstance(now, Tensor) and _form(now) == _form(before)
+        if type(now) is not type(before):  # 1, 1.0 and True are equal
+            return False
+        if isinstance(now, PLAIN):
+            return bool(now == before)
+        if isinstance(now, weakref.ref):
+            return self._equal(now(), before())
+        if isinstance(now, dict):
+            return self._equal([*now, *now.values()], [*before, *before.values()])
+        if isinstance(now, (list, tuple, deque)):
+            return len(now) == len(before) and all(map(self._equal, now, before))
+        one, two = (getattr(each, "__code__", None) for each in (now, before))
+        parts = referents(now)
+        return parts is not None and one == two and self._equal(parts, referents(before))
+
+
+def _form(tensor: Tensor) -> Any:
+    return tensor.dtype, None if is_lazy(tensor) else tensor.shape, tensor.device
+
+
+class ModuleSettings:
+    """Numbers the settings of a module, which are all that it is besides its weights; see `Look.at`."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module  # None has one setting
+        self._looks: dict[int, Look] = {}  # by their numbers, the latest first; replaced as a whole
+        self._count = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleSettings, (self._module,)
+
+    @property
+    def number(self) -> int:
+        """The number of the current setting: the same one as when the module was like this before.
+
+        LoweringError if there is too much to compare.
+        """
+        if self._module is None:
+            return 0
+        looks = self._looks
+        number = next((number for number, look in looks.items() if look.holds()), None)
+        if number is None:
+            number = next((number for number, look in looks.items() if look.alike()), None)
+            if number is None:
+                number = self._count = self._count + 1
+            others = [each for each in looks.items() if each[0] != number]
+            self._looks = looks = dict([(number, Look.at(self._module)), *others][:_MOST_LOOKS])
+        if error := looks[number].error:
+            raise error
+        return number
+
+
 def unregistered(module: nn.Module) -> str:
     """Where `module` refers to a tensor or a module that is no parameter, buffer or submodule; empty if nowhere.
 
@@ -248,16 +227,16 @@ def unregistered(module: nn.Module) -> str:
                 f"{type(part).__name__} is a program of TorchScript, which torch.export does not take: pass the module "
                 "that it was made from"
             )
-        held = {name: value for name, value in vars(part).items() if not is_registry(part, name)}
-        for name, value in {**held, "forward": type(part).forward}.items():
+        for name, value in {**own_attributes(part), "forward": type(part).forward}.items():
             if any(isinstance(each, (Tensor, nn.Module)) and each is not part for each in _held(value)):
                 return f"{prefix}.{name}" if prefix else name
     return ""
 
 
-def is_registry(part: nn.Module, name: str) -> bool:
-    """Whether an attribute holds parameters, buffers or submodules. An RNN keeps a second list of its parameters."""
-    return name in REGISTERED or (name == "_flat_weights" and isinstance(part, nn.RNNBase))
+def own_attributes(part: nn.Module) -> dict[str, Any]:
+    """The attributes but the registries of tensors and submodules; an RNN keeps a second list of its parameters."""
+    left = (*REGISTERED, "_flat_weights") if isinstance(part, nn.RNNBase) else REGISTERED
+    return {name: value for name, value in vars(part).items() if name not in left}
 
 
 def _held(value: Any) -> Iterator[Any]:
@@ -266,8 +245,8 @@ def _held(value: Any) -> Iterator[Any]:
         yield from map(value.__globals__.get, value.__code__.co_names)
     if isinstance(value, FunctionType | MethodType):
         yield from referents(value) or ()
-    elif isinstance(value, (*_MAPPINGS, *_SEQUENCES, tuple)):
-        for each in parts_of(value):
+    elif isinstance(value, (*_CONTAINERS, tuple)):
+        for each in _parts_of(value):
             yield from _held(each)
     else:
         yield value

@@ -2,33 +2,50 @@
 
 Each submodule of the copy has its own dictionaries of parameters, buffers and submodules, and shares everything else
 with the user's. So a change inside an attribute acts at once, and `Skeleton.follow` applies attributes set later.
+
+A function that refers to modules becomes a module that has their weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dis
+import inspect
+import sys
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain, count, islice
 from operator import is_
-from types import MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 
-from funcollect.policies.torch_modules.function_module import FunctionModule
-from funcollect.policies.torch_modules.settings import LEAVES, REGISTERED, Look, is_registry, parts_of
+from funcollect.policies.torch_modules.settings import (
+    MOST_OBJECTS,
+    PLAIN,
+    REGISTERED,
+    Look,
+    content_of,
+    own_attributes,
+    referents,
+    walk,
+)
 
-_MOST_OBJECTS = 2_000  # that are looked through behind the attributes of a submodule
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-
-_Copies = dict[int, tuple[nn.Module, nn.Module]]  # by the id of the original: it, which so keeps its id, and its copy
+_MOST_REFERENTS = 1_000  # that are looked through for one function
+_TENSORS = ("_parameters", "_buffers")
+_ORDERED = (dict, list, tuple, deque)  # containers, but sets, whose order differs between processes
+_NO_MODULES = (*PLAIN, Tensor, type, ModuleType, BuiltinFunctionType)
+_LIBRARIES = {"torch", "jax", "jaxlib", "numpy", "tensordict", "funcollect", *sys.stdlib_module_names}
 
 
 class Skeleton:
-    """See the module's docstring. `root` is the copy of the user's module.
+    """See the module's docstring. `root` is the copy of the user's module, once `follow` has been called.
 
     What a forward pass writes into attributes stays in the copy until the module is changed.
     """
@@ -37,9 +54,9 @@ class Skeleton:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._copies: _Copies = {}
+        # By the id of the original: it, which so keeps its id, and its copy.
+        self._copies: dict[int, tuple[nn.Module, nn.Module]] = {}
         self._look: Look | None = None
-        self.follow()
 
     def __getstate__(self) -> dict[str, Any]:
         """The module alone. The first call of `follow` copies it again."""
@@ -49,16 +66,16 @@ class Skeleton:
         """Apply the changes of the module since the last call. Return whether there were any."""
         if self._look is not None and self._look.holds():
             return False
-        self._before, self._copies = self._copies, _Copies()
-        self._copied: list[Any] = []  # containers of submodules or of their methods, which are copied separately
-        self._open: set[int] = set()  # containers that are being copied
+        self._before, self._copies = self._copies, {}
+        self._rebuilt: list[Any] = []  # what holds submodules or methods of them, and is copied separately
+        self._open: set[int] = set()  # what is being copied
         self._entangled: str | None = None
         self.root = self._copy(self._module)
         self._before = {}
         parts = [part for part, _ in self._copies.values()]
         if not any(isinstance(part, torch.jit.ScriptModule) for part in parts):  # it changes where Python does not see
             registries = [getattr(part, kind) for part in parts for kind in REGISTERED]
-            self._look = Look(parts, [*map(vars, parts), *registries, *self._copied]).take()
+            self._look = Look([*parts, *map(vars, parts), *registries, *self._rebuilt])
         return True
 
     def parts(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
@@ -93,31 +110,16 @@ class Skeleton:
         """The value with modules replaced by their copies; the value itself if it has none."""
         if isinstance(value, nn.Module):
             return self._copy(value)
-        if isinstance(value, MethodType):
-            owner = self._moved(value.__self__)
-            return value if owner is value.__self__ else MethodType(value.__func__, owner)
-        if isinstance(value, partial):
-            parts = (value.func, value.args, value.keywords)
-            moved = tuple(map(self._moved, parts))
-            return value if all(map(is_, moved, parts)) else partial(moved[0], *moved[1], **moved[2])
-        return self._container(value) if isinstance(value, _CONTAINERS) and value else value
-
-    def _container(self, value: Any) -> Any:
-        """A container with its items moved, or the container itself if none of them is replaced."""
-        if id(value) in self._open:  # it holds itself
+        parts, rebuild = _opened(value)
+        if not parts or id(value) in self._open:  # it holds itself
             return value
         self._open.add(id(value))
-        items = list(value.values() if isinstance(value, dict) else value)
-        moved = list(map(self._moved, items))
+        moved = list(map(self._moved, parts))
         self._open.remove(id(value))
-        if all(map(is_, moved, items)):
+        if all(map(is_, moved, parts)):
             return value
-        self._copied.append(value)
-        if isinstance(value, dict):
-            other = copy.copy(value)
-            other.update(zip(value, moved, strict=True))
-            return other
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+        self._rebuilt.append(value)
+        return rebuild(moved)
 
     @property
     def entangled(self) -> str:
@@ -128,25 +130,35 @@ class Skeleton:
         return self._entangled
 
     def _entanglement(self, part: nn.Module) -> str:
-        if isinstance(part, TensorDictParams):
-            return "_param_td"
-        if isinstance(part, FunctionModule):
-            return ""
-        weights = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
-        seen: dict[int, Any] = {}  # by id; kept, so that no other object takes the id
+        if isinstance(part, (TensorDictParams, FunctionModule)):
+            return "_param_td" if isinstance(part, TensorDictParams) else ""
+        own = {*self._copies, *map(id, (*self._module.parameters(), *self._module.buffers()))}
 
         def reaches(value: Any) -> bool:
-            if isinstance(value, nn.Module):
-                return id(value) in self._copies
-            if isinstance(value, Tensor):
-                return id(value) in weights
-            if isinstance(value, LEAVES) or id(value) in seen or len(seen) == _MOST_OBJECTS:
-                return False
-            seen[id(value)] = value
-            return any(map(reaches, parts_of(value)))
+            met = islice(walk(self._moved(value), closed=(nn.Module, Tensor, weakref.ref)), MOST_OBJECTS)
+            return any(isinstance(each, (nn.Module, Tensor)) and id(each) in own for each in met)
 
-        own = {name: value for name, value in _shared(part).items() if not is_registry(part, name)}
-        return next((name for name, value in own.items() if reaches(self._moved(value))), "")
+        shared = _shared(part)
+        return next((name for name in own_attributes(part) if name in shared and reaches(shared[name])), "")
+
+
+def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The parts of a container, a method or a partial, and a function that makes one like it of others."""
+    if isinstance(value, MethodType):
+        return [value.__self__], lambda parts: MethodType(value.__func__, *parts)
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords], lambda parts: partial(parts[0], *parts[1], **parts[2])
+    if isinstance(value, dict):
+        return list(value.values()), partial(_updated, value)
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(value), lambda parts: type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return [], lambda parts: value
+
+
+def _updated(before: dict[Any, Any], values: list[Any]) -> dict[Any, Any]:
+    other = copy.copy(before)
+    other.update(zip(before, values, strict=True))
+    return other
 
 
 def bare(kind: type[nn.Module]) -> nn.Module:
@@ -165,3 +177,107 @@ def _is_compiled(part: nn.Module) -> bool:
     """Whether this is what `torch.compile` returned; its class is imported late, since that takes seconds."""
     kind = type(part)
     return kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo")
+
+
+def as_module(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A `FunctionModule` for a function, a method or an object that refers to modules; anything else as it is."""
+    if isinstance(function, nn.Module) or not (found := modules_of(function)):
+        return function
+    return FunctionModule(function, found)
+
+
+class FunctionModule(nn.Module):
+    """Calls `function`. The modules that it refers to are the submodules, by the names that they have there.
+
+    The skeleton of a policy has other submodules, shallow copies with tensors of their own. During a call the modules
+    that the function itself refers to have those tensors.
+    """
+
+    def __init__(self, function: Callable[..., Any], found: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in found.items():
+            self.add_module(f"{name}_" if hasattr(self, name) else name, module)
+        self._referred = MappingProxyType(dict(found))  # a skeleton copies modules in other containers
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_referred"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Find the modules again: in another process a function that is imported refers to modules made there."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._referred = MappingProxyType(modules_of(self.function))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        with _lent(self.children(), self._referred.values()):
+            return self.function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _lent(owners: Iterable[nn.Module], users: Iterable[nn.Module]) -> Iterator[None]:
+    """Give the tensors of each owner, and of its parts, to the user in the same place."""
+    each = (chain.from_iterable(module.modules() for module in part) for part in (owners, users))
+    pairs = [(vars(owner), vars(user)) for owner, user in zip(*each, strict=True) if owner is not user]
+    before = [{kind: user[kind] for kind in _TENSORS} for _, user in pairs]
+    try:
+        for owner, user in pairs:
+            user.update({kind: owner[kind] for kind in _TENSORS})
+        yield
+    finally:
+        for (_, user), tensors in zip(pairs, before, strict=True):
+            user.update(tensors)
+
+
+def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
+    """The modules that a function refers to, by name: in its closure, globals and defaults, and in attributes it reads.
+
+    So with the functions to which it refers, except those of Torch, JAX, NumPy and Python's own library. Raises
+    TypeError for a tensor beside them that is trained: nothing could save it, or send it to a worker.
+    """
+    found: dict[str, nn.Module] = {}
+    names = {"__wrapped__"}  # of the attributes that are looked at
+    seen: dict[int, Any] = {}  # by id; kept, so that no other object takes the id
+    queue: deque[tuple[str, Any]] = deque([("module", function)])
+    while queue and len(seen) < _MOST_REFERENTS:
+        name, value = queue.popleft()
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise TypeError(
+                f"the policy's function refers to the tensor {name!r}, which requires a gradient, expected modules "
+                "with such tensors: make it a parameter of an nn.Module, so that it is saved and sent to workers"
+            )
+        if id(value) in seen or isinstance(value, _NO_MODULES):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            free = (f"{name.replace('.', '_')}{f'_{number}' if number else ''}" for number in count())
+            found[next(each for each in free if each not in found)] = value
+        elif isinstance(value, FunctionType):
+            if str(value.__module__).partition(".")[0] not in _LIBRARIES:
+                names.update(*(code.co_names for code in _codes(value.__code__)))
+                queue += _referents(value)
+        elif (parts := referents(value)) is not None:
+            queue += [(name, part) for part in parts]
+        elif isinstance(value, _ORDERED):
+            items = islice(value.items() if isinstance(value, dict) else enumerate(value), _MOST_REFERENTS)
+            queue += [(f"{name}_{key}", each) for key, each in items]
+        else:
+            call = inspect.getattr_static(type(value), "__call__", None)
+            names.update(getattr(getattr(call, "__code__", None), "co_names", ()))
+            attributes = getattr(value, "__dict__", {})
+            queue += [(name, call), *((each, part) for each, part in attributes.items() if each in names)]
+    return found
+
+
+def _referents(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function refers to, by name."""
+    steps = chain.from_iterable(map(dis.get_instructions, _codes(function.__code__)))
+    read = [step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    yield from ((name, function.__globals__[name]) for name in dict.fromkeys(read) if name in function.__globals__)
+    yield from zip(function.__code__.co_freevars, map(content_of, function.__closure__ or ()), strict=True)
+    yield from (("default", each) for each in (function.__defaults__, function.__kwdefaults__))
+
+
+def _codes(code: CodeType) -> list[CodeType]:
+    """The code, and that of the functions inside."""
+    return [code, *(inner for each in code.co_consts if isinstance(each, CodeType) for inner in _codes(each))]

@@ -18,9 +18,8 @@ from funcollect.arguments import check_call
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.messages import clipped, name_of, shown
 from funcollect.policies.base import HeadedPolicy
-from funcollect.policies.torch_modules.function_module import FunctionModule, as_module
 from funcollect.policies.torch_modules.settings import ModuleSettings
-from funcollect.policies.torch_modules.skeleton import Skeleton
+from funcollect.policies.torch_modules.skeleton import FunctionModule, Skeleton, as_module
 from funcollect.policies.weights import check_shapes
 from funcollect.protocols import ActorInputs, Exploration
 from funcollect.specs import ActionSpec
@@ -67,10 +66,7 @@ def check_callable(module: Any, expected: str, arguments: int) -> None:
 
 
 def lanes_of(initial: Any, num_lanes: int, device: torch.device | None) -> Any:
-    """Copies of the recurrent state of one environment for each lane, [P, ...]; None for None.
-
-    They lie on `device`, or for None where the state is.
-    """
+    """Copies of the recurrent state of one environment for each lane, [P, ...], on `device` or where it is."""
 
     def expand(leaf: Any) -> Tensor:
         tensor = torch.as_tensor(leaf, device=device)
@@ -93,9 +89,10 @@ def replaced(policy: Any, subject: Any) -> Any:
     return policy
 
 
-def _is_changed(copied: Tensor) -> bool:
-    """Whether a copy has been written since it was made, as far as Torch counts that."""
-    return not copied.is_inference() and copied._version > 0
+def named(params: Any) -> dict[str, Any]:
+    """Parameters by dotted name, from a module, or from a dict or TensorDict that may be nested."""
+    given = TensorDict.from_module(params) if isinstance(params, nn.Module) else params
+    return {".".join(path): leaf for path, leaf in flatten(given).items()}
 
 
 class TorchBacked(HeadedPolicy):
@@ -121,19 +118,32 @@ class TorchBacked(HeadedPolicy):
         self.replace(module)
 
     def __repr__(self) -> str:
-        module = self._module
-        return f"{type(self).__name__}({name_of(module.function if isinstance(module, FunctionModule) else module)})"
+        return f"{type(self).__name__}({name_of(self._given)})"
 
     def replace(self, module: Callable[..., Any]) -> None:
         """Run another module, or function, from now on."""
-        module = as_module(module)
+        self._module = module = as_module(module)
         own = module if isinstance(module, nn.Module) else None
-        self._module = module
         self._settings = ModuleSettings(own)
         self._skeleton = Skeleton(own) if own is not None else None
-        self._list_slots()
-        if self.device is not None and any(tensor.device != self.device for tensor in self._own_tensors().values()):
+        self._parameters: _Slots = {}
+        self._buffers: _Slots = {}
+        self._copies: dict[str, Tensor] = {}  # of buffers, which `bound` made last
+        self._follow()
+        if self.device is not None and any(tensor.device != self.device for tensor in self.tensors(None).values()):
             self._check_apart(f"the policy cannot be copied to {self.device}", "move it there before")
+
+    def _follow(self) -> None:
+        """Apply the changes of the module to the skeleton, and find where both hold each parameter and buffer."""
+        if self._skeleton is None or not self._skeleton.follow():
+            return
+        self._parameters, self._buffers, self._copies = {}, {}, {}
+        for prefix, source, target in self._skeleton.parts():
+            for slots, kind in ((self._parameters, "_parameters"), (self._buffers, "_buffers")):
+                own, copied = getattr(source, kind), getattr(target, kind)
+                for key, tensor in own.items():
+                    if tensor is not None:
+                        slots[f"{prefix}.{key}" if prefix else key] = (own, copied, key)
 
     def _check_apart(self, consequence: str, way: str) -> None:
         """Raise ValueError if the skeleton would use tensors of the user's module in place of the bound ones."""
@@ -143,27 +153,6 @@ class TorchBacked(HeadedPolicy):
                 f"module itself, expected no such reference: {way}, or pass policy_factory, a function that builds it"
             )
 
-    def _list_slots(self) -> None:
-        """Find the dictionaries in which the module and its skeleton hold each parameter and buffer."""
-        self._parameters: _Slots = {}
-        self._buffers: _Slots = {}
-        self._copies: dict[str, Tensor] = {}  # of buffers, which `bound` made last
-        for prefix, source, target in self._skeleton.parts() if self._skeleton else ():
-            for slots, kind in ((self._parameters, "_parameters"), (self._buffers, "_buffers")):
-                own, copied = getattr(source, kind), getattr(target, kind)
-                for key, tensor in own.items():
-                    if tensor is not None:
-                        slots[f"{prefix}.{key}" if prefix else key] = (own, copied, key)
-
-    def _update_skeleton(self) -> None:
-        """Apply the changes of the module since the last call to the skeleton."""
-        if self._skeleton and self._skeleton.follow():
-            self._list_slots()
-
-    def _own_tensors(self) -> dict[str, Tensor]:
-        """The module's current parameters and buffers by dotted name."""
-        return {name: source[key] for name, (source, _, key) in (self._parameters | self._buffers).items()}
-
     @property
     def module(self) -> Callable[..., Any]:
         """The user's module or function; a function that refers to modules within one that has these.
@@ -172,9 +161,13 @@ class TorchBacked(HeadedPolicy):
         """
         return self._module
 
+    @property
+    def _given(self) -> Callable[..., Any]:
+        return self._module.function if isinstance(self._module, FunctionModule) else self._module
+
     def owns(self, module: Any) -> bool:
         """Whether this is the module or function that the user gave."""
-        own = self._module.function if isinstance(self._module, FunctionModule) else self._module
+        own = self._given
         return module is own or module is self._module or (isinstance(module, MethodType) and module == own)
 
     @property
@@ -213,22 +206,37 @@ class TorchBacked(HeadedPolicy):
 
     def _matched(self, params: Any) -> dict[str, Tensor]:
         """`params` by dotted name, checked against the module's."""
-        if isinstance(params, nn.Module):
-            params = TensorDict.from_module(params)
-        if not isinstance(params, (Mapping, TensorDictBase)):
+        if not isinstance(params, (nn.Module, Mapping, TensorDictBase)):
             raise TypeError(
                 f"params is {type(params).__name__}, expected a TensorDict or a state dict of the module: pass "
                 "policy.params or module.state_dict()"
             )
-        self._update_skeleton()
-        own = self._own_tensors()
-        given = {".".join(path): value for path, value in flatten(params).items()}
+        own, given = self.tensors(None), named(params)
         wanted = own.keys() & (self._parameters.keys() | given.keys())  # buffers may be left out
         kinds = {
             name: tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for name, each in given.items()
         }
         check_shapes({name: tuple(own[name].shape) for name in wanted}, kinds)
         return {name: given[name] for name in own if name in given}
+
+    def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """The module's current parameters and buffers by name, replaced by those in `prepared`; none for a function."""
+        self._follow()
+        own = {name: source[key] for name, (source, _, key) in (self._parameters | self._buffers).items()}
+        return own | (prepared or {})
+
+    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
+        """A copy of `params`, or of the module's own, by dotted name. `load` and `prepare` take it."""
+        given = self.params if params is None else params
+        return {name: leaf.detach().clone() for name, leaf in named({} if given is None else given).items()}
+
+    def load(self, params: Any) -> None:
+        """Write `params` into the user's module."""
+        if self._skeleton is not None:
+            given, own = self._matched(params), self.tensors(None)
+            with torch.no_grad():
+                for name, value in given.items():
+                    own[name].copy_(value)
 
     @override
     def init(self, key: Key, num_envs: int, /) -> TorchPolicyState:
@@ -276,7 +284,7 @@ class TorchBacked(HeadedPolicy):
         """
         if self._skeleton is None:
             return self._module
-        self._update_skeleton()
+        self._follow()
         self._warn_of_written_buffers()
         for name, (source, target, key) in self._parameters.items():
             tensor = source[key] if prepared is None else prepared[name]
@@ -285,6 +293,10 @@ class TorchBacked(HeadedPolicy):
             buffer: Any = source[key] if prepared is None else prepared.get(name, source[key])
             target[key] = self._copies[name] = buffer.detach().to(self.device or source[key].device, copy=True)
         return self._skeleton.root
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The copies of the module's buffers that `bound` made, as the module has left them."""
+        return {name: target[key] for name, (_, target, key) in self._buffers.items()}
 
     def _warn_of_written_buffers(self) -> None:
         """Warn, once, if the module has written the copies of its buffers that `bound` made last."""
@@ -301,26 +313,7 @@ class TorchBacked(HeadedPolicy):
                 stacklevel=2,
             )
 
-    def buffers(self) -> dict[str, Tensor]:
-        """The copies of the module's buffers that `bound` made, as the module has left them."""
-        return {name: target[key] for name, (_, target, key) in self._buffers.items()}
 
-    def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """The module's current parameters and buffers by name, replaced by those in `prepared`; none for a function."""
-        self._update_skeleton()
-        return self._own_tensors() | (prepared or {})
-
-    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
-        """A copy of `params`, or of the module's own, by dotted name. `load` and `prepare` take it."""
-        given = self.params if params is None else params
-        if isinstance(given, nn.Module):
-            given = TensorDict.from_module(given)
-        return {".".join(path): leaf.detach().clone() for path, leaf in flatten({} if given is None else given).items()}
-
-    def load(self, params: Any) -> None:
-        """Write `params` into the user's module."""
-        if self._skeleton is not None:
-            given, own = self._matched(params), self._own_tensors()
-            with torch.no_grad():
-                for name, value in given.items():
-                    own[name].copy_(value)
+def _is_changed(copied: Tensor) -> bool:
+    """Whether a copy has been written since it was made, as far as Torch counts that."""
+    return not copied.is_inference() and copied._version > 0

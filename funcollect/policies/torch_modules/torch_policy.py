@@ -19,25 +19,9 @@ from funcollect.arguments import check_arrays, check_flags, checked_device
 from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
 from funcollect.messages import note_arguments
-from funcollect.policies.actors.actor import (
-    Recorder,
-    device_of,
-    lane_mask,
-    memory_of,
-    names_changed,
-    noise_by_step,
-    recurrent_names,
-    split_answer,
-)
-from funcollect.policies.actors.checks import (
-    check_action,
-    check_parameters,
-    check_recurrent,
-    check_rows,
-    check_tensor,
-    finish_columns,
-)
-from funcollect.policies.heads.head import Head, check_head, chooses
+from funcollect.policies.base import Recorder, device_of, lane_mask, memory_of, recurrent_names, split_answer
+from funcollect.policies.checks import check_action, check_recurrent, check_rows, finish_columns
+from funcollect.policies.heads.head import Head, check_head
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.torch_modules.torch_backed import (
     Compiler,
@@ -49,8 +33,6 @@ from funcollect.policies.torch_modules.torch_backed import (
 from funcollect.protocols import Actor, ActorInputs, Columns
 from funcollect.specs import ExplorationType
 from funcollect.tree import select
-
-_OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"cpp_wrapper": True}}  # half the cost of a call of a small network
 
 
 def torch_policy(
@@ -123,21 +105,20 @@ class CompiledCall:
 
     def __init__(self, compiler: str) -> None:
         self._compiler = compiler
-        self._module: Callable[..., Any] | None = None
-        self._call: Callable[..., Any] | None = None
+        self._made: tuple[Any, Callable[..., Any]] | None = None  # the module, and its compiled call
 
     def __call__(self, module: Callable[..., Any], run_device: torch.device) -> Callable[..., Any]:
         """The compiled `module`. Torch compiles it at its first call, and again only for another object."""
-        if self._call is None or self._module is not module:
+        if self._made is None or self._made[0] is not module:
             program = os.environ.get("CXX", "g++")
             if run_device.type == "cpu" and shutil.which(program) is None:
                 raise PolicyError(
                     f"compile='inductor' needs a C++ compiler, and {program!r} is not there: install g++, set CXX to "
                     "the one there is, or leave compile out"
                 )
-            self._module = module
-            self._call = torch.compile(module, backend=self._compiler, options=_OPTIONS.get(self._compiler))
-        return self._call
+            options: Any = {"cpp_wrapper": True} if self._compiler == "inductor" else None  # halves a small call's cost
+            self._made = module, torch.compile(module, backend=self._compiler, options=options)
+        return self._made[1]
 
     def __reduce__(self) -> Any:
         """Pickle the name of the compiler alone: another process compiles again."""
@@ -166,16 +147,9 @@ class TorchPolicy(TorchBacked):
 
     def take_over(self, policy: TorchPolicy, module: nn.Module) -> None:
         """Begin as `policy`, over another module: for policies that are made of it."""
-        TorchPolicy.__init__(
-            self,
-            module,
-            policy.head,
-            policy.initial_state,
-            policy.device,
-            policy.compiler,
-            policy.keys,
-            record_state=policy.record_state,
-        )
+        vars(self).update({name: value for name, value in vars(policy).items() if name != "_memo"})
+        self._warned, self._compiled = False, self._compiled and CompiledCall("inductor")
+        self.replace(module)
 
     def on(self, device: torch.device | None) -> TorchPolicy:
         """A policy like this one, over the same module, that runs on another device."""
@@ -184,10 +158,6 @@ class TorchPolicy(TorchBacked):
         twin._compiled = self._compiled and CompiledCall("inductor")
         twin.replace(self.module)
         return twin
-
-    def uncompiled(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
-        """The module over these parameters as Torch differentiates it; see `bound`."""
-        return super().bound(prepared)
 
     @override
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
@@ -226,27 +196,24 @@ class TorchActor(Actor):
     """One forward pass per step; log-probabilities and checks once at the end."""
 
     def __init__(self, policy: TorchPolicy, inputs: ActorInputs) -> None:
-        self._inputs = inputs
-        self._policy = policy
+        self._inputs, self._policy = inputs, policy
         module = policy.bound(inputs.params)
         self._module = partial(_call_on_keys, module, policy.keys) if policy.keys else module
         leaves = optree.tree_leaves(inputs.observation)
         self._run_device = run_device = policy.run_device or device_of(leaves)
         away = any(leaf.device != run_device for leaf in leaves)
         self._move = partial(optree.tree_map, lambda leaf: leaf.to(run_device)) if away else None
-        self._head = head_in_torch(policy.head, inputs, run_device)
+        self._head = _head_in_torch(policy.head, inputs, run_device)
         self._noise = noise_by_step(inputs.noise if inputs.stochastic else None, run_device)
-        self._observation = inputs.observation
-        self._spec = inputs.spec
-        self._recurrent = _copied(inputs.policy_state.on(run_device).recurrent)
+        self._observation, self._spec = inputs.observation, inputs.spec
+        self.recurrent = _copied(inputs.policy_state.on(run_device).recurrent)  # the current one of all lanes, or None
         self._initial = inputs.initial_state.on(run_device).recurrent
-        self._state_names = recurrent_names(optree.tree_leaves(self._recurrent)) if policy.record_state else []
+        self._state_names = recurrent_names(optree.tree_leaves(self.recurrent)) if policy.record_state else []
         self._read = set(map(memory_of, leaves))
         self._generator = inputs.policy_state.generator.clone()
         self._wanted = torch.Size((inputs.num_envs, *inputs.spec.shape))
-        self._names: list[str] | None = None  # of the extra outputs, once a dict has been returned
         self._chosen: tuple[str, ...] = ("action",)  # the keys of the head's samples
-        self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self._recurrent is not None)
+        self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self.recurrent is not None)
         self._record = self._recorder.append
 
     @override
@@ -259,37 +226,37 @@ class TorchActor(Actor):
     def act(self, t: int) -> Tensor:
         observation = self._observation if self._move is None else self._move(self._observation)
         # Copies, since a module may write the next state into the memory of this one.
-        before = [leaf.clone() for leaf in optree.tree_leaves(self._recurrent)] if self._state_names else ()
+        before = [leaf.clone() for leaf in optree.tree_leaves(self.recurrent)] if self._state_names else ()
         try:
-            answer = (
-                self._module(observation) if self._recurrent is None else self._module(observation, self._recurrent)
-            )
+            answer = self._module(observation) if self.recurrent is None else self._module(observation, self.recurrent)
         except Exception as error:
-            arguments = self._policy.arguments(observation, self._recurrent)
-            note_arguments(error, "the policy's module", arguments, self._recurrent)
+            arguments = self._policy.arguments(observation, self.recurrent)
+            note_arguments(error, "the policy's module", arguments, self.recurrent)
             raise
-        if self._recurrent is not None:
+        if self.recurrent is not None:
             if t == 0:
-                check_recurrent(answer, self._recurrent)
-            answer, self._recurrent = answer[0], self._apart(answer[1])
-        extras: tuple[Tensor, ...] = ()
+                check_recurrent(answer, self.recurrent)
+            answer, self.recurrent = answer[0], self._apart(answer[1])
+        extras: Sequence[Tensor] = ()
         if type(answer) is not Tensor and isinstance(answer, Mapping):
-            answer, extras = self._open(t, answer)
+            answer, by_name = split_answer(answer, self._head)
+            if self._recorder.names is None:
+                check_rows(by_name, self._inputs.num_envs, Tensor)
+            extras = self._recorder.ordered(t, by_name)
         if self._head is None:
             action = answer
             recorded = (action, *before, *extras)
         else:
             parameters = self._head.parse(TORCH, answer, self._spec)
             if t == 0:
-                check_parameters(self._head.names, parameters, self._inputs.num_envs, Tensor)
+                check_rows(dict(zip(self._head.names, parameters, strict=True)), self._inputs.num_envs, Tensor)
             outputs = self._head.sample(TORCH, parameters, self._noise(t), self._spec)
             action = outputs["action"]
             recorded = (*outputs.values(), *before, *parameters, *extras)
             if t == 0:
                 self._chosen = tuple(outputs)
         if t == 0 or action.shape != self._wanted:
-            check_action(action, self._spec, self._inputs.num_envs)
-            check_tensor(action)
+            check_action(action, self._spec, self._inputs.num_envs, Tensor)
         self._record(recorded)
         return action  # type: ignore[no-any-return]
 
@@ -298,28 +265,11 @@ class TorchActor(Actor):
         shared = any(memory_of(leaf) in self._read for leaf in optree.tree_leaves(recurrent))
         return _copied(recurrent) if shared else recurrent
 
-    def _open(self, t: int, answer: Mapping[str, Any]) -> tuple[Any, tuple[Tensor, ...]]:
-        """Split a dict into the head's inputs, or the action, and the extras, whose names the first step fixes."""
-        inner, extras = split_answer(answer, self._head)
-        names = sorted(extras)
-        if self._names is None:
-            self._names = names
-            for name in names:
-                check_rows(name, extras[name], self._inputs.num_envs, Tensor)
-        elif names != self._names:
-            raise names_changed(t, names, self._names)
-        return inner, tuple(extras[name] for name in names)
-
     @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
-        if self._recurrent is not None:
+        if self.recurrent is not None:
             mask = lane_mask(lanes, self._inputs.num_envs).to(self._run_device)
-            self._recurrent = select(mask, self._initial, self._recurrent)
-
-    @property
-    def recurrent(self) -> Any:
-        """The current recurrent state of all lanes, or None."""
-        return self._recurrent
+            self.recurrent = select(mask, self._initial, self.recurrent)
 
     def recorded(self) -> list[Tensor]:
         """Everything recorded so far, each [T, P, ...], in the order that `outputs_of` knows."""
@@ -327,35 +277,50 @@ class TorchActor(Actor):
 
     @override
     def finish(self) -> tuple[TorchPolicyState, Columns]:
-        return TorchPolicyState(_copied(self._recurrent), self._generator), self.outputs_of(self.recorded())
+        return TorchPolicyState(_copied(self.recurrent), self._generator), self.outputs_of(self.recorded())
 
     def outputs_of(self, recorded: Sequence[Tensor]) -> Columns:
         """The outputs for the batch, checked, from what was recorded."""
-        spec, head, names, chosen = self._spec, self._head, self._names or (), (*self._chosen, *self._state_names)
-        few = len(chosen)
-        own = len(recorded) - len(names)
+        head, names, chosen = self._head, self._recorder.names or (), (*self._chosen, *self._state_names)
+        few, own = len(chosen), len(recorded) - len(names)
         outputs = dict(zip((*chosen, *names), (*recorded[:few], *recorded[own:]), strict=True))
         read: Columns = {}
         if head is not None:
             parameters = tuple(recorded[few:own])
             read = {(name,): each for name, each in zip(head.names, parameters, strict=True)}
-            if (log_prob := head.log_prob(TORCH, parameters, outputs, spec)) is not None:
+            if (log_prob := head.log_prob(TORCH, parameters, outputs, self._spec)) is not None:
                 outputs["action_log_prob"] = log_prob
         by_path: Columns = {(name,): column for name, column in outputs.items()}
-        return finish_columns(by_path, spec, parameters=read, chosen=chooses(head))
+        return finish_columns(by_path, self._spec, parameters=read, chosen=getattr(head, "chooses", False))
 
 
-def head_in_torch(head: Head | None, inputs: ActorInputs, device: torch.device) -> Head | None:
+def noise_by_step(noise: Tensor | None, run_device: torch.device) -> Callable[[int], Tensor | None]:
+    """A function from a step to its noise [P, ...] on the policy's device; on the CPU always in the same memory."""
+    if noise is None:
+        return lambda t: None
+    if run_device.type != "cpu":
+        return noise.to(run_device).__getitem__
+    noise = noise.cpu()
+    rows, current = noise.numpy(), noise[0].clone()
+    memory = current.numpy()
+
+    def copied(t: int) -> Tensor:
+        memory[...] = rows[t]
+        return current
+
+    return copied
+
+
+def _head_in_torch(head: Head | None, inputs: ActorInputs, device: torch.device) -> Head | None:
     """A policy's head with the values of this rollout, as tensors on `device`."""
-    values = inputs.exploration.values
-    return head.at({name: _number_on(device, value) for name, value in values.items()}) if head and values else head
 
+    def on_device(value: Any) -> Tensor:
+        if type(value) is float and device.type != "cpu":  # written there, since to copy it there would be to wait
+            return torch.full((), value, device=device)
+        return torch.as_tensor(value, device=device)
 
-def _number_on(device: torch.device, value: Any) -> Tensor:
-    """A number as a tensor []; on a GPU it is written there, since to copy it there would be to wait."""
-    if type(value) is float and device.type != "cpu":
-        return torch.full((), value, device=device)
-    return torch.as_tensor(value, device=device)
+    values = {name: on_device(value) for name, value in inputs.exploration.values.items()}
+    return head.at(values) if head and values else head
 
 
 def _call_on_keys(module: Callable[..., Any], keys: Sequence[str], observation: Mapping[str, Any], *rest: Any) -> Any:

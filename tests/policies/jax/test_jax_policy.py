@@ -1,6 +1,7 @@
+"""Policies of JAX functions, over NumPy rows and over tensors."""
+
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
+from funcollect.core.loops import tensor
 from funcollect.policies.jax_functions.program import layout, pack
+from funcollect.specs import assemble
+from tests.support.cases import jax_keyed, jax_mlp, jax_recurrent, make_env
 from tests.support.compare import assert_same, collect
 
 SCALE = 1.0
@@ -90,12 +94,6 @@ def test_packing_and_unpacking_give_back_every_bit() -> None:
         assert back.tobytes() == wide.tobytes() + wide[::-1].tobytes(), field.name
 
 
-def test_an_output_without_a_row_per_environment_is_refused() -> None:
-    policy = fc.jax_policy(lambda _, x: {"action": push(x), "mean": x.mean()}, {})
-    with pytest.raises(fc.PolicyError, match=r"'mean'.*\(\).*\[3, \.\.\.\]"):
-        collect(fc.make_env("CartPole-v1", num_envs=3), policy, 3)
-
-
 def keyed(params: Any, x: Any, key: Any) -> Any:
     words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     own = jnp.broadcast_to(words, (len(x), 2))
@@ -154,20 +152,6 @@ def test_it_compiles_once_over_many_rollouts_with_new_weights(name: str, as_nump
     assert apply.traces == first
 
 
-def test_params_may_be_set_and_are_read_at_each_rollout() -> None:
-    env, policy = fc.make_env("CartPole-v1", num_envs=2), fc.jax_policy(Traced(), weights(-1.0), head=fc.heads.greedy)
-    state, before = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
-    policy.params = weights(1.0)
-    state, after = fc.rollout(env, policy, state, 5)
-    assert [before["action"].unique().tolist(), after["action"].unique().tolist()] == [[0], [1]]
-    array = np.array([0.0, -1.0], np.float32)
-    policy.params = {"w": np.zeros((4, 2), np.float32), "b": array}
-    state, one = fc.rollout(env, policy, state, 5)
-    array[:] = [0.0, 1.0]
-    state, two = fc.rollout(env, policy, state, 5)
-    assert [one["action"].unique().tolist(), two["action"].unique().tolist()] == [[0], [1]]
-
-
 def test_params_are_prepared_once_per_version() -> None:
     policy = fc.jax_policy(Traced(), weights(1.0))
     own = policy.prepare(None)
@@ -176,13 +160,6 @@ def test_params_are_prepared_once_per_version() -> None:
     other = policy.prepare(weights(2.0))
     assert other is not own
     assert other["b"].tolist() == [0, 2]
-
-
-@pytest.mark.parametrize("params", [{"w": jnp.zeros((4, 2))}, weights(1.0) | {"c": 1.0}, {"w": 1.0, "b": 1.0}, None])
-def test_params_of_another_structure_are_refused(params: Any) -> None:
-    policy = fc.jax_policy(Traced(), weights(1.0))
-    with pytest.raises(ValueError, match="params differ from the policy's own:"):
-        policy.prepare([params])
 
 
 def test_an_exception_of_a_function_tells_what_it_was_called_with() -> None:
@@ -204,58 +181,12 @@ def test_an_initial_state_of_all_lanes_is_named_where_the_function_fails() -> No
     assert any("without a dimension of lanes" in note for note in error.value.__notes__)
 
 
-class Structured(gymnasium.Env):
-    observation_space = spaces.Dict(
-        b=spaces.Box(-1, 1, (2,)),
-        a=spaces.Dict(c=spaces.Box(0, 255, (3,), np.uint8), d=spaces.Discrete(5)),
-        t=spaces.Tuple([spaces.MultiBinary(2), spaces.Box(-1, 1, (1,), np.float64)]),
-    )
-    action_space = spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.space = copy.deepcopy(self.observation_space)
-        self.space.seed(seed)
-        self.left = 3
-        return self.space.sample(), {}
-
-    def step(self, action: Any) -> Any:
-        self.left -= 1
-        return self.space.sample(), 0.0, self.left == 0, False, {}
-
-
-@pytest.mark.parametrize("dtype", [None, np.float64])
-def test_a_structured_observation_comes_as_it_is(dtype: Any) -> None:
-    def apply(_: Any, x: Any) -> Any:
-        action = (x["b"][:, 0] > 0).astype(jnp.int32)
-        return {
-            "action": action,
-            "c": x["a"]["c"],
-            "d": x["a"]["d"],
-            "flags": x["t"][0],
-            "box": x["t"][1],
-            "b2": x["b"],
-        }
-
-    batch = collect(fc.make_env(Structured, num_envs=2, dtype=dtype), fc.jax_policy(apply, {}), 10)
-    assert torch.equal(batch["action"], (batch["b"][..., 0] > 0).long())
-    for name, path in {"c": ("a", "c"), "d": ("a", "d"), "flags": ("t", "0"), "box": ("t", "1"), "b2": ("b",)}.items():
-        assert torch.equal(batch[name], batch[path].to(batch[name].dtype)), name
-
-
 @both
 def test_deterministic_exploration_takes_the_mode(name: str) -> None:
     policy = fc.jax_policy(lambda p, x: {"logits": x[:, :2] * p}, 3.0, head=fc.heads.categorical)
     for kind, equal in [("DETERMINISTIC", True), ("MODE", True), ("RANDOM", False)]:
         batch = collect(fc.make_env(name, num_envs=2), policy, 30, exploration_type=fc.ExplorationType[kind])
         assert torch.equal(batch["action"], batch["logits"].argmax(-1)) == equal
-
-
-def test_torch_and_jax_see_equal_noise() -> None:
-    env, scale = fc.make_env("torch/CartPole-v1", num_envs=3), 3.0
-    one = collect(env, fc.jax_policy(lambda p, x: x[:, :2] * p, scale, head=fc.heads.categorical), 60)
-    two = collect(env, fc.torch_policy(lambda x: x[:, :2] * scale, head=fc.heads.categorical), 60)
-    assert torch.equal(one["action"], two["action"])
-    torch.testing.assert_close(one["action_log_prob"], two["action_log_prob"])
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "gymnax/CartPole-v1"])
@@ -327,3 +258,85 @@ def test_an_integer_that_needs_64_bits(x64: bool) -> None:
                 continue
             with pytest.raises(fc.PolicyError, match=r"lane 0, step 0 .*'observation' does not fit .* \[2147483648\]"):
                 fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+
+
+@pytest.fixture
+def over_tensors(monkeypatch):
+    """The path that an accelerator takes, taken on the CPU."""
+
+    monkeypatch.setattr(tensor, "as_read", lambda env, policy, root: assemble(env.observation_space, root))
+
+
+@pytest.mark.parametrize("make", [jax_mlp, jax_keyed, jax_recurrent])
+@pytest.mark.parametrize("name", ["torch/CartPole-v1", "torch/Pendulum-v1"])
+def test_cuts_change_nothing(over_tensors, make, name):
+    env = make_env(name, 3)
+    policy = make(env)
+    whole = collect(env, policy, 40)
+    assert_same(whole, collect(env, policy, 1, 2, 37))
+    assert whole["next", "done"].any()
+
+
+def test_answers_as_over_rows(over_tensors, request):
+    env = make_env("torch/CartPole-v1", 3)
+    policy = fc.jax_policy(lambda params, x: (x[:, 2] > 0).astype(jnp.int32), None)
+    over = collect(env, policy, 40)
+    request.getfixturevalue("monkeypatch").undo()
+    assert_same(over, collect(env, policy, 40))
+
+
+def test_a_recurrent_state_begins_anew_with_each_episode(over_tensors):
+    env = make_env("torch/CartPole-v1", 3)
+
+    def apply(params, x, count):
+        return {"action": (x[:, 2] > 0).astype(jnp.int32), "count": count}, count + 1
+
+    policy = fc.jax_policy(apply, None, initial_state=jnp.zeros((), jnp.int32))
+    batch = collect(env, policy, 40)
+    assert torch.equal(batch["count"].long(), batch["collector", "step"])
+
+
+class Counting(fc.PolicyBase):
+    """A policy of a user's own with noise, and a state."""
+
+    backend, params = "jax", None
+
+    def noise(self, spec, /):
+        return fc.Noise(kind="normal", shape=(2,))
+
+    def init(self, key, num_envs, /):
+        return jnp.zeros(num_envs, jnp.int32)
+
+    def __call__(self, params, count, observation, noise, spec, exploration, /):
+        action = (observation[:, 2] + noise.sum(-1) > 0).astype(jnp.int32)
+        return count + 1, {"action": action, "count": count}
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
+def test_the_state_of_a_policy_of_ones_own_begins_anew_with_each_episode(name):
+    batch = collect(make_env(name, 3), Counting(), 60)
+    assert torch.equal(batch["count"].long(), batch["collector", "step"])
+    assert batch["next", "done"].any()
+
+
+def test_a_policy_of_ones_own_answers_as_over_rows(over_tensors, request):
+    env = make_env("torch/CartPole-v1", 3)
+    over = collect(env, Counting(), 40)
+    request.getfixturevalue("monkeypatch").undo()
+    assert_same(over, collect(env, Counting(), 40))
+
+
+def test_nan_from_the_policy_is_said(over_tensors):
+    env = make_env("torch/Pendulum-v1", 3)
+    policy = fc.jax_policy(lambda params, x: x[:, :1] * jnp.nan, None)
+    with pytest.raises(fc.PolicyError, match="lane 0, step 0 of this batch: action is NaN"):
+        collect(env, policy, 3)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_cuts_change_nothing():
+    env = fc.make_env("torch/CartPole-v1", num_envs=3, device="cuda")
+    policy = jax_mlp(env)
+    whole = collect(env, policy, 40)
+    assert whole["action"].is_cuda
+    assert_same(whole, collect(env, policy, 1, 2, 37))

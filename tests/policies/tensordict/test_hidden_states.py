@@ -5,7 +5,7 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, set_recurrent_mode
+from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
 import funcollect as fc
 from funcollect.core import routes
@@ -68,17 +68,6 @@ def policy_of(make, compiler=None):
     return fc.tensordict_policy(module, initial_state=START.get(make.__name__), compile=compiler)
 
 
-def sampling(compiler=None):
-    net = TensorDictModule(mlp(5, 2), ["embedding"], ["logits"])
-    module = ProbabilisticActor(
-        TensorDictSequential(lstm(), net),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
-    return fc.tensordict_policy(module, compile=compiler)
-
-
 def assert_states(one, two):
     """The same policy states, within rounding."""
     assert type(one) is type(two)
@@ -116,11 +105,6 @@ def test_a_fused_batch_is_that_of_crossing_at_each_step(cartpole, make):
             assert not batch["next", "is_init"].any()
 
 
-def test_a_single_environment():
-    env = from_gymnax("CartPole-v1")
-    assert_close(collect(env, policy_of(lstm, "xla"), 20, 20), collect(env, policy_of(lstm, "eager"), 40))
-
-
 @pytest.mark.parametrize("make", [lstm, own] if SCALE > 1 else [own])
 def test_other_environments_with_a_lowered_policy(make):
     for name in ("CartPole-v1", "torch/CartPole-v1"):
@@ -131,13 +115,6 @@ def test_other_environments_with_a_lowered_policy(make):
         assert_states(state.policy_state, wanted.policy_state)
         fc.close(state)
         fc.close(wanted)
-
-
-def test_explain_tells_the_way(cartpole):
-    plan = fc.explain(cartpole, policy_of(lstm))
-    assert (plan.loop, "module is lowered" in plan.why) == ("fused", True)
-    plan = fc.explain(cartpole, sampling())
-    assert (plan.loop, "not lowered" in plan.why) == ("crossing", True)
 
 
 @pytest.mark.parametrize("make", FUSED if SCALE > 1 else FUSED[1:])
@@ -169,19 +146,6 @@ def test_ways_take_over_from_one_another(cartpole, make):
     for rows in (whole[:, 15:30], whole[:, 30:]):
         other, batch = fc.rollout(cartpole, fused, other, 15)
         assert_close(batch, rows)
-
-
-def test_a_checkpoint_goes_on(cartpole):
-    def collector():
-        return fc.SyncDataCollector(cartpole, policy_of(lstm), frames_per_batch=36, seed=0)
-
-    with collector() as first, collector() as one, collector() as two:
-        next(first)
-        for each in (one, two):
-            each.load_state_dict(first.state_dict())
-        batch = next(one)
-        assert_same(batch, next(two))
-        assert batch["is_init"][:, 0].all()  # on other episodes
 
 
 def test_inside_a_function_of_the_caller(cartpole):

@@ -1,5 +1,8 @@
+"""Policies on a TensorDict, and what they find at the next step of what they wrote."""
+
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -7,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
-from torchrl.modules import NormalParamExtractor, OneHotCategorical, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
 
 import funcollect as fc
 from funcollect.policies.as_policy import as_policy
@@ -15,6 +18,8 @@ from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from tests.support.compare import assert_same
+from tests.support.policies.stateful_policies import Count
+from tests.support.running import in_soak
 
 
 def collect(policy: Any, length: int = 30, env: Any = "CartPole-v1", seed: int = 1, **options: Any) -> TensorDict:
@@ -137,65 +142,6 @@ def test_the_interaction_type_follows_the_exploration_type(default: InteractionT
     assert (drawn["action"] - 2 * drawn["loc"].tanh()).abs().mean() > 0.1
 
 
-def test_a_one_hot_actor_of_torchrl_drives_one_hot_actions() -> None:
-    module = ProbabilisticActor(
-        TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
-        in_keys=["logits"],
-        distribution_class=OneHotCategorical,
-        return_log_prob=True,
-    )
-    batch = collect(module, env=fc.make_env("CartPole-v1", num_envs=3, one_hot=True))
-    assert (batch["action"].sum(-1) == 1).all()
-    assert batch["action"].dtype == torch.int64
-    wanted = torch.distributions.Categorical(logits=batch["logits"]).log_prob(batch["action"].argmax(-1))
-    torch.testing.assert_close(batch["action_log_prob"], wanted)
-
-
-def test_draws_follow_the_seed_and_the_global_generator_is_put_back() -> None:
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    one = collect(actor(), **PENDULUM)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(77)
-    assert_same(collect(actor(), **PENDULUM), one)
-    assert not torch.equal(collect(actor(), seed=2, **PENDULUM)["action"], one["action"])
-
-
-@pytest.mark.parametrize("seed", [1, 4])  # in 4, many actions are saturated
-def test_draws_do_not_depend_on_what_the_caller_draws_between_batches(seed: int) -> None:
-    env = fc.make_env("Pendulum-v1", num_envs=3)
-    policy = as_policy(actor(), env)
-    state, batches = fc.init(env, policy, seed=seed), []
-    for length in (1, 9, 20):
-        torch.rand(3)
-        state, batch = fc.rollout(env, policy, state, length)
-        batches.append(batch)
-    assert_same(torch.cat(batches, -1), collect(actor(), seed=seed, **PENDULUM))
-
-
-def test_params_and_live_values() -> None:
-    module = TensorDictModule(nn.Linear(4, 2), ["observation"], ["action"])
-    with torch.no_grad():
-        module.module.weight.zero_()
-        module.module.bias.zero_()
-    greedy = TensorDictSequential(
-        TensorDictModule(module.module, ["observation"], ["scores"]),
-        TensorDictModule(lambda scores: scores.argmax(-1), ["scores"], ["action"]),
-    )
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    policy = as_policy(greedy, env)
-    up = policy.params.clone()
-    up["module", "0", "module", "bias"] = torch.tensor([0.0, 1.0])
-    state, seen = fc.init(env, policy, seed=0), []
-    for params in (None, up, None):
-        state, batch = fc.rollout(env, policy, state, 5, params=params)
-        seen.append(batch["action"].unique().tolist())
-    with torch.no_grad():
-        module.module.bias[1] = 1.0
-    seen.append(fc.rollout(env, policy, state, 5)[1]["action"].unique().tolist())
-    assert seen == [[0], [1], [0], [1]]
-
-
 class Overwriting(nn.Module):
     """Writes into its input and into a buffer that it hands out."""
 
@@ -216,14 +162,186 @@ def test_a_module_that_overwrites_what_it_was_given_corrupts_nothing(name: str) 
     assert_same(batch, collect(push, env=name))
 
 
+needs_torchrl = pytest.mark.needs("torchrl")
+theirs_warn = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
+
+
+def count(tensordict: TensorDictBase) -> TensorDictBase:
+    return Count()(tensordict)
+
+
+def assert_counts(batch: TensorDictBase) -> None:
+    """From 0 in the first trajectory of a lane; a restarted lane is given zeros, so it goes on with 1."""
+    collector = batch["collector"]
+    first = collector["traj_ids"] % 2**40 == collector["lane"]
+    assert torch.equal(batch["count"], collector["step"] + (~first).long())
+
+
+ENVS = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
+
+
+@pytest.mark.parametrize("make", [Count, lambda: count], ids=["module", "function"])
+@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize("lengths", [*in_soak([(60,)]), (1, 20, 39)])
+def test_what_is_written_is_read_at_the_next_step(name: str, make: Any, lengths: tuple[int, ...]) -> None:
+    env, policy = fc.make_env(name, num_envs=3), fc.tensordict_policy(make())
+    state, batches = fc.init(env, policy, seed=0), []
+    for length in lengths:
+        state, batch = fc.rollout(env, policy, state, length, max_frames_per_traj=12)
+        batches.append(batch)
+    assert_counts(torch.cat(batches, 1))
+    fc.close(state)
+
+
+def test_what_is_written_once_stays() -> None:
+    def policy(tensordict: TensorDictBase) -> TensorDictBase:
+        if "value" not in tensordict.keys():  # noqa: SIM118  (a TensorDict's own test for keys)
+            tensordict["value"] = torch.arange(1.0, 4.0)
+        return tensordict.set("action", tensordict["observation"][:, 2].gt(0).long())
+
+    env = fc.make_env("CartPole-v1", num_envs=3)
+    state, batch = fc.rollout(env, fc.tensordict_policy(policy), fc.init(env, fc.tensordict_policy(policy), seed=0), 9)
+    assert torch.equal(batch["value"], torch.arange(1.0, 4.0)[:, None].expand(3, 9))
+    fc.close(state)
+
+
+COLLECTORS: dict[str, Any] = {
+    "one environment": lambda policy, **kwargs: fc.SyncDataCollector("CartPole-v1", policy, **kwargs),
+    "workers": lambda policy, **kwargs: fc.MultiSyncDataCollector(["CartPole-v1"] * 2, policy, **kwargs),
+    "async": lambda policy, **kwargs: fc.MultiaSyncDataCollector(["CartPole-v1"] * 2, policy, **kwargs),
+}
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_over_collectors(kind: str) -> None:
+    kwargs = {"frames_per_batch": 40, "total_frames": 160, "max_frames_per_traj": 12}
+    lanes = 1 if kind == "one environment" else 2
+    with COLLECTORS[kind](Count(), **kwargs) as collector:
+        for batch in collector:
+            later = batch["collector", "traj_ids"] % 2**40 > lanes - 1
+            assert torch.equal(batch["count"], batch["collector", "step"] + later.long())
+
+
+@needs_torchrl
+@theirs_warn
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_the_first_episodes_are_those_of_torchrl(lanes: int | None) -> None:
+    from torchrl.collectors import Collector
+    from torchrl.envs import GymEnv, SerialEnv
+
+    def env() -> Any:
+        return GymEnv("Pendulum-v1") if lanes is None else SerialEnv(lanes, lambda: GymEnv("Pendulum-v1"))
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        before = td.get("count", torch.full(td.batch_size, -1.0))
+        return td.update({"count": before + 1, "action": 0.1 * before.unsqueeze(-1)})
+
+    theirs = next(iter(Collector(env(), policy, frames_per_batch=100, total_frames=100, trust_policy=True)))
+    with fc.SyncDataCollector(env(), fc.tensordict_policy(policy), frames_per_batch=100) as collector:
+        ours = next(collector)
+    assert torch.equal(ours["count"], theirs["count"])
+    assert torch.equal(ours["action"], theirs["action"])
+
+
+@needs_torchrl
+@theirs_warn
+@pytest.mark.parametrize("derived", [False, True])
+def test_noise_of_ornstein_and_uhlenbeck_is_correlated(derived: bool) -> None:
+    from torchrl.collectors import Collector
+    from torchrl.envs import GymEnv
+    from torchrl.modules import OrnsteinUhlenbeckProcessModule
+
+    class Derived(OrnsteinUhlenbeckProcessModule):
+        """A user's own, which changes nothing."""
+
+    env = GymEnv("Pendulum-v1")
+    actor = TensorDictModule(nn.Linear(3, 1), ["observation"], ["action"])
+    for parameter in actor.parameters():
+        nn.init.zeros_(parameter)
+    noise = (Derived if derived else OrnsteinUhlenbeckProcessModule)(
+        spec=env.action_spec, sigma=0.2, theta=0.15, eps_init=1.0, eps_end=1.0, annealing_num_steps=10
+    )
+    policy = TensorDictSequential(actor, noise)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of TorchRL, about the key is_init
+        theirs = next(iter(Collector(env, policy, frames_per_batch=200, total_frames=200)))
+        ours = next(fc.SyncDataCollector(GymEnv("Pendulum-v1"), policy, frames_per_batch=200))
+        lanes = next(fc.SyncDataCollector(["Pendulum-v1"] * 2, policy, frames_per_batch=400))
+    for batch in (theirs, ours, lanes[0], lanes[1]):
+        action = batch["action"][:, 0] - batch["action"].mean()
+        assert (action[1:] * action[:-1]).mean() / action.square().mean() > 0.8
+
+
+@needs_torchrl
+def test_actions_of_several_steps_are_played_out() -> None:
+    from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
+    from torchrl.modules import MultiStepActorWrapper
+
+    network = nn.Sequential(nn.Linear(3, 4), nn.Unflatten(-1, (4, 1)))
+    policy = MultiStepActorWrapper(TensorDictModule(network, ["observation"], ["action"]), n_steps=4)
+    envs = TransformedEnv(SerialEnv(2, lambda: GymEnv("Pendulum-v1")), InitTracker())
+    for env in (envs, ["Pendulum-v1"] * 2):
+        with fc.SyncDataCollector(env, policy, frames_per_batch=36, max_frames_per_traj=6) as collector:
+            batch = next(collector)
+        step = batch["collector", "step"]
+        assert torch.equal(batch["counter"][..., 0], step.int() % 4 + 1)
+        for lane in range(2):
+            for t, at in enumerate(step[lane].tolist()):
+                planned = network(batch["observation"][lane, t - at % 4])
+                torch.testing.assert_close(batch["action"][lane, t], planned[at % 4].detach())
+
+
+class Memory(nn.Module):
+    """A recurrent network whose state has one key, which it reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4 + 3, 3), nn.Linear(3, 2)
+
+    def forward(self, observation: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        memory = torch.tanh(self.inner(torch.cat([observation, memory], -1)))
+        logits = self.head(memory)
+        return logits.argmax(-1), logits, memory
+
+
 @pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (TensorDictModule(push, ["observation"], ["act"]), r"'act'.*'action'|expected 'action'"),
-        (TensorDictModule(lambda x: (push(x), x), ["observation"], ["action", "done"]), r"\['done'\]"),
-        (lambda td: td["observation"], "expected the TensorDict"),
-    ],
+    ("name", "way"),
+    [("CartPole-v1", None), ("CartPole-v1", "xla"), ("torch/CartPole-v1", None)]
+    + [("gymnax/CartPole-v1", way) for way in ("xla", "eager")],
 )
-def test_what_is_no_policy_is_named(module: Any, message: str) -> None:
-    with pytest.raises(fc.PolicyError, match=message):
-        collect(module)
+def test_an_announced_state_begins_with_each_trajectory(name: str, way: Any) -> None:
+    torch.manual_seed(0)
+    network = Memory()
+    module = TensorDictModule(network, ["observation", "memory"], ["action", "logits", "memory"])
+    policy = fc.tensordict_policy(module, initial_state={"memory": torch.full((3,), 0.5)}, compile=way)
+    env = fc.make_env(name, num_envs=3)
+    state = fc.init(env, policy, seed=0)
+    assert (state.policy_state.recurrent["memory",] == 0.5).all()
+    batches = []
+    for length in (1, 20, 19):
+        state, batch = fc.rollout(env, policy, state, length, max_frames_per_traj=12)
+        batches.append(batch)
+    batch = torch.cat(batches, 1)
+    memory = torch.full((3, 3), 0.5)
+    for t in range(40):
+        fresh = batch["collector", "step"][:, t] == 0
+        memory = torch.where(fresh[:, None], 0.5, memory)
+        _, logits, memory = network(batch["observation"][:, t], memory)
+        torch.testing.assert_close(batch["logits"][:, t], logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(batch["memory"][:, t], memory, rtol=1e-4, atol=1e-5)
+    fc.close(state)
+
+
+@needs_torchrl
+@theirs_warn
+def test_a_start_that_is_drawn_at_random_is_refused() -> None:
+    from torchrl.modules import ConsistentDropoutModule
+
+    layers = [
+        TensorDictModule(nn.Linear(4, 2), ["observation"], ["hidden"]),
+        ConsistentDropoutModule(p=0.5, in_keys="hidden", input_shape=(2,)),
+    ]
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"ConsistentDropoutModule draws the initial state.* initial_state="):
+        fc.SyncDataCollector("CartPole-v1", TensorDictSequential(*layers), frames_per_batch=8)
+    assert torch.equal(torch.get_rng_state(), before)

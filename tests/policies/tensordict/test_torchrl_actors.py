@@ -6,10 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import (
-    CompositeDistribution,
     InteractionType,
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
     TensorDictModule,
     TensorDictSequential,
     set_interaction_type,
@@ -25,16 +22,12 @@ from torchrl.modules import (
     ProbabilisticActor,
     QValueActor,
     TanhNormal,
-    ValueOperator,
-    set_recurrent_mode,
 )
-from torchrl.objectives import ClipPPOLoss
-from torchrl.objectives.value import GAE
 
 import funcollect as fc
 from funcollect.core.routes import route_of
 from funcollect.policies.as_policy import as_policy
-from funcollect.policies.tensordict_modules import parts
+from funcollect.policies.tensordict_modules import calling
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.testing import POLICY_CHECKS, check_policy
 from tests.support.cases import LocScale, mlp
@@ -98,30 +91,6 @@ def test_hidden_states_are_those_of_a_loop_by_hand(memory, keys, num_envs):
             torch.testing.assert_close(batch["next", key][:, t], carried[key])
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
-def test_hidden_states_do_not_depend_on_cuts(name):
-    env = fc.make_env(name, num_envs=3)
-    policy = as_policy(recurrent_actor(lstm()), env)
-    whole = collect(env, policy, 60, max_frames_per_traj=13)
-    assert_same(collect(env, policy, 1, 12, 30, 17, max_frames_per_traj=13), whole)
-
-
-def test_what_an_lstm_collected_trains_it():
-    memory = lstm()
-    actor = recurrent_actor(memory)
-    critic = ValueOperator(mlp(4, 1, seed=1), in_keys=["observation"])
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    batch = collect(env, as_policy(actor, env), 100, seed=0).clone()
-    assert batch["next", "done"].any()
-    with set_recurrent_mode(True):
-        GAE(gamma=0.99, lmbda=0.95, value_network=critic)(batch)
-        answer = ClipPPOLoss(actor, critic)(batch)
-    assert abs(float(answer["kl_approx"])) < 1e-5  # the same log-probabilities, through every trajectory
-    assert float(answer["clip_fraction"]) == 0
-    (answer["loss_objective"] + answer["loss_critic"]).backward()
-    assert all(float(parameter.grad.abs().sum()) > 0 for parameter in memory.parameters())
-
-
 def cartpole():
     return GymEnv("CartPole-v1", categorical_action_encoding=True)
 
@@ -137,30 +106,6 @@ def test_a_primer_around_the_environment_says_how_hidden_states_begin():
     goes_on = ~batch["next", "done"][:, :-1, 0]
     after = batch["next", "recurrent_state_h"][:, :-1]
     assert torch.equal(batch["recurrent_state_h"][:, 1:][goes_on], after[goes_on])
-
-
-class Count(nn.Module):
-    """Carries a count under a nested key."""
-
-    in_keys = ("observation", ("memory", "count"))
-    out_keys = ("action", ("next", "memory", "count"))
-
-    def forward(self, tensordict):
-        count = tensordict["memory", "count"]
-        tensordict["action"] = (tensordict["observation"][..., 2] > 0).long()
-        tensordict["next", "memory", "count"] = count + 1
-        count.zero_()  # what it was given is its own
-        return tensordict
-
-
-def test_an_initial_state_that_the_caller_gives():
-    policy = fc.tensordict_policy(Count(), initial_state={"memory": {"count": torch.tensor([7.0])}})
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    batch = collect(env, policy, 30, 30)
-    wanted = 7.0 + batch["collector", "step"]
-    assert torch.equal(batch["memory", "count"][..., 0], wanted)
-    assert torch.equal(batch["next", "memory", "count"][..., 0], wanted + 1)
-    assert "is_init" not in list(batch.keys())
 
 
 def test_epsilon_is_read_live_and_follows_the_exploration_type():
@@ -241,7 +186,7 @@ def test_without_a_tensordict_the_answers_are_the_same(distribution, mode, monke
     env = fc.make_env(name, num_envs=3, **kwargs)
     policy = as_policy(actor_of(distribution), env)
     fast = collect(env, policy, 50, exploration_type=mode)
-    monkeypatch.setattr("funcollect.policies.tensordict_modules.tensordict_policy.plain_parts", lambda module: None)
+    monkeypatch.setattr(calling, "plain_parts", lambda module: None)
     assert_same(collect(env, policy, 50, exploration_type=mode), fast)
     dist = policy.module.get_dist(fast)
     torch.testing.assert_close(dist.log_prob(fast["action"]), fast["action_log_prob"])
@@ -255,11 +200,10 @@ def test_without_a_tensordict_the_answers_are_the_same(distribution, mode, monke
 def test_plain_actors_are_called_without_a_tensordict(distribution, monkeypatch):
     name, kwargs = DISTRIBUTIONS[distribution]
     env = fc.make_env(name, num_envs=3, **kwargs)
-    calls = []
-    run = parts._Draw.run
-    monkeypatch.setattr(parts._Draw, "run", lambda self, *args: calls.append(1) or run(self, *args))
+    calls, run = [], calling.run_module
+    monkeypatch.setattr(calling, "run_module", lambda *args, **options: calls.append(1) or run(*args, **options))
     collect(env, as_policy(actor_of(distribution), env), 30)
-    assert len(calls) == 30  # once to compare, then at each step but the first
+    assert len(calls) == 1  # to compare; not at the other steps
 
 
 class Loud(TensorDictModule):
@@ -317,33 +261,10 @@ def test_what_is_not_plain_is_run_as_it_is(kind, monkeypatch):
     env = fc.make_env("CartPole-v1", num_envs=3)
     policy = as_policy(NOT_PLAIN[kind](), env)
     batch = collect(env, policy, 40)
-    monkeypatch.setattr("funcollect.policies.tensordict_modules.tensordict_policy.plain_parts", lambda module: None)
+    monkeypatch.setattr(calling, "plain_parts", lambda module: None)
     assert_same(collect(env, policy, 40), batch)
     if kind == "a view":
         assert torch.equal(batch["logits"], batch["observation"][..., :2])
-
-
-def test_composite_actions_are_refused():
-    parts = {"left": torch.distributions.Categorical, "right": torch.distributions.Categorical}
-    actor = ProbabilisticTensorDictSequential(
-        TensorDictModule(
-            lambda x: (x[:, :2], x[:, 2:]),
-            ["observation"],
-            [("params", "left", "logits"), ("params", "right", "logits")],
-        ),
-        ProbabilisticTensorDictModule(
-            ["params"],
-            [("action", "left"), ("action", "right")],
-            distribution_class=CompositeDistribution,
-            distribution_kwargs={
-                "distribution_map": parts,
-                "name_map": {"left": ("action", "left"), "right": ("action", "right")},
-            },
-        ),
-    )
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    with pytest.raises(fc.PolicyError, match=r"'action\.left'.*expected 'action' among them"):
-        collect(env, as_policy(actor, env), 3)
 
 
 def test_keys_with_an_underscore_are_dropped_by_collectors():

@@ -53,57 +53,6 @@ def assert_untouched(module: nn.Module, before: dict[str, Any]) -> None:
     assert all(torch.equal(after[name][1], before[name][1]) for name in before)
 
 
-FORMS: dict[str, Any] = {
-    "tensordict": TensorDict.from_module,
-    "state dict": lambda module: module.state_dict(),
-    "parameters": lambda module: dict(module.named_parameters()),
-    "the policy's own": lambda module: make_policy(module).params,
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("nested", [False, True])
-def test_params_act_in_place_of_the_modules_own(env: Any, form: str, nested: bool) -> None:
-    down, up = linear(-1.0), linear(1.0)
-    if nested:
-        down, up = nn.Sequential(nn.Sequential(down)), nn.Sequential(nn.Sequential(up))
-    policy, before = make_policy(down), snapshot(down)
-    assert collect(env, policy)["action"].unique().tolist() == [0]
-    assert collect(env, policy, params=FORMS[form](up))["action"].unique().tolist() == [1]
-    assert collect(env, policy)["action"].unique().tolist() == [0]
-    assert_untouched(down, before)
-
-
-def test_params_are_good_for_their_rollout_only(env: Any) -> None:
-    policy = make_policy(linear(-1.0))
-    state = fc.init(env, policy, seed=0)
-    actions = []
-    for params in [None, TensorDict.from_module(linear(1.0)), None]:
-        state, batch = fc.rollout(env, policy, state, 4, params=params)
-        actions.append(batch["action"].unique().tolist())
-    assert actions == [[0], [1], [0]]
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_none_reads_the_live_values_at_each_rollout(env: Any, fused: bool) -> None:
-    module = linear(-1.0)
-    policy = make_policy(module)
-    state, before = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
-    optimizer = torch.optim.Adam(module.parameters(), lr=3.0, fused=fused)
-    (module(torch.zeros(1, 4)) * torch.tensor([1.0, -1.0])).sum().backward()
-    optimizer.step()
-    state, after = fc.rollout(env, policy, state, 5)
-    assert before["action"].unique().tolist() == [0]
-    assert after["action"].unique().tolist() == [1]
-
-
-def test_parameters_replaced_by_others_are_read_too(env: Any) -> None:
-    module = linear(-1.0)
-    policy = make_policy(module)
-    module.bias = nn.Parameter(torch.tensor([0.0, 1.0]))
-    assert collect(env, policy)["action"].unique().tolist() == [1]
-
-
 def test_a_trainer_may_use_the_module_during_a_rollout(env: Any) -> None:
     """The module that runs is a skeleton: hooks see it, and the user's own keeps its gradients and parameters."""
     module, seen = linear(1.0), []
@@ -299,38 +248,3 @@ def test_a_scripted_module_is_followed(env: Any) -> None:
             acted[0].bias.add_(1.0)
         batch = collect(env, policy)
         assert torch.equal(batch["action"], acted(batch["observation"]).argmax(-1))
-
-
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
-    "a tensor": (torch.zeros(3), TypeError, "expected a TensorDict or a state dict"),
-    "a list": ([torch.zeros(3)], TypeError, "expected a TensorDict or a state dict"),
-    "missing": ({"weight": torch.zeros(2, 4)}, ValueError, r"bias is absent, expected \(2,\)"),
-    "unknown": (
-        {"weight": torch.zeros(2, 4), "bias": torch.zeros(2), "x": torch.zeros(1)},
-        ValueError,
-        r"x is \(1,\), expected absent",
-    ),
-    "misshapen": (
-        {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)},
-        ValueError,
-        r"weight is \(2, 3\), expected \(2, 4\)",
-    ),
-    "no tensor": ({"weight": torch.zeros(2, 4), "bias": 1.0}, ValueError, "bias is float, expected"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_params_that_do_not_fit_are_refused_and_the_state_stays_good(env: Any, case: str) -> None:
-    params, kind, message = WRONG[case]
-    policy = make_policy(linear(1.0))
-    state = fc.init(env, policy, seed=0)
-    with pytest.raises(kind, match=message):
-        fc.rollout(env, policy, state, 3, params=params)
-    fc.rollout(env, policy, state, 3)
-
-
-def test_a_function_has_no_params(env: Any) -> None:
-    policy = fc.torch_policy(lambda x: torch.zeros(len(x)).long())
-    assert policy.params is None
-    with pytest.raises(ValueError, match="function without a module"):
-        collect(env, policy, params={"weight": torch.zeros(1)})

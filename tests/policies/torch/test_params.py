@@ -115,42 +115,6 @@ def test_a_policys_own_params_are_what_it_takes():
         assert len(list(policy.params.keys(True, True))) == len(module.state_dict())
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_buffers_and_modes_are_read_live_and_never_written(training):
-    """Batch statistics in training mode belong to the user's module."""
-    env = make_env("CartPole-v1", 8)
-    module = nn.Sequential(nn.BatchNorm1d(4), mlp(4, 2)).train(training)
-    policy = fc.torch_policy(module, head=fc.heads.categorical)
-
-    def between(batch):
-        after = {key: tensor.clone() for key, tensor in module.state_dict().items()}
-        assert all(torch.equal(tensor, before[key]) for key, tensor in after.items())
-        module.eval()
-        module[0].running_mean.fill_(3.0)
-
-    before = snapshot(module)
-    changed = collect(env, policy, between)
-    twin = nn.Sequential(nn.BatchNorm1d(4), mlp(4, 2)).eval()
-    twin[0].running_mean.fill_(3.0)
-    state = fc.init(env, fc.torch_policy(twin, head=fc.heads.categorical), seed=0)
-    logits = twin(changed["observation"][:, 30:].reshape(-1, 4)).log_softmax(-1)
-    chosen = logits.gather(-1, changed["action"][:, 30:].reshape(-1, 1))[:, 0].reshape(8, 30)
-    assert torch.allclose(chosen, changed["action_log_prob"][:, 30:], atol=1e-5)
-    fc.close(state)
-
-
-def test_a_gradient_may_run_through_a_batch_that_was_collected():
-    """The rollout itself records no graph, and the module's parameters still take gradients."""
-    env = make_env("CartPole-v1", 3)
-    module, policy = policies()["plain"]
-    batch = collect(env, policy)
-    assert not any(leaf.requires_grad for leaf in batch.values(True, True))
-    log_prob = module(batch["observation"]).log_softmax(-1).gather(-1, batch["action"][..., None])[..., 0]
-    assert torch.allclose(log_prob, batch["action_log_prob"], atol=1e-5)
-    log_prob.mean().backward()
-    assert all(parameter.grad is not None for parameter in module.parameters())
-
-
 def jax_policy(params):
     return fc.jax_policy(lambda params, x: x @ params["w"], params, head=fc.heads.categorical)
 
@@ -182,19 +146,3 @@ def test_numpy_parameters_written_in_place_are_seen():
 
     wanted = collect(env, jax_policy({"w": jnp.asarray(one)}), params=(None, {"w": jnp.asarray(two)}))
     assert_same(wanted, collect(env, policy, between))
-
-
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
-def test_a_collector_acts_with_what_it_is_given(name):
-    _, policy = policies()["plain"]
-    other, wanted = policies(seed=1)["plain"]
-    with fc.SyncDataCollector(make_env(name, 3), policy, frames_per_batch=60, seed=0) as collector:
-        first = next(collector)
-        collector.update_policy_weights_(other.state_dict())
-        second = next(collector)
-    assert second["collector", "policy_version"].unique().tolist() == [1]
-    state = fc.init(env := make_env(name, 3), policy, seed=0)
-    state, before = fc.rollout(env, policy, state, 20)
-    state, after = fc.rollout(env, wanted, state, 20)
-    assert_same(first, before)
-    assert_same(second.exclude(("collector", "policy_version")), after.exclude(("collector", "policy_version")))

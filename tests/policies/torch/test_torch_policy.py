@@ -1,6 +1,8 @@
+"""Policies of Torch modules, eager and compiled by `torch.compile`."""
+
 from __future__ import annotations
 
-import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor, nn
 
 import funcollect as fc
+from funcollect.policies.torch_modules.torch_policy import CompiledCall
 from tests.support.compare import assert_same, collect
 
 ENVS = ["CartPole-v1", "torch/CartPole-v1"]
@@ -129,51 +132,7 @@ def test_a_module_that_writes_its_observation_does_not_corrupt_the_data(name: st
     assert batches[0]["next", "done"].any()
 
 
-def structured(space: gymnasium.Space[Any]) -> Any:
-    """An environment of three steps an episode whose observations are samples of `space`."""
-
-    class Sampler(gymnasium.Env):
-        observation_space = copy.deepcopy(space)
-        action_space = gymnasium.spaces.Discrete(2)
-
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            self.observation_space.seed(seed)
-            self.left = 3
-            return self.observation_space.sample(), {}
-
-        def step(self, action: Any) -> Any:
-            self.left -= 1
-            return self.observation_space.sample(), 0.0, self.left == 0, False, {}
-
-    return fc.make_env(Sampler, num_envs=2)
-
-
 BOX, BYTES = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Box(0, 255, (3,), np.uint8)
-
-
-def test_a_dict_observation_comes_as_a_dict_nested_as_it_is() -> None:
-    env = structured(gymnasium.spaces.Dict(b=BOX, a=gymnasium.spaces.Dict(c=BYTES, d=gymnasium.spaces.Discrete(5))))
-
-    def module(x: dict[str, Any]) -> dict[str, Tensor]:
-        assert list(x) == ["b", "a"]
-        assert [(leaf.dtype, leaf.shape) for leaf in x["a"].values()] == [(torch.uint8, (2, 3)), (torch.int64, (2,))]
-        return {"action": (x["b"][:, 0] > 0).long(), "sum": x["b"].sum(-1) + x["a"]["c"].sum(-1) + x["a"]["d"]}
-
-    batch = collect(env, fc.torch_policy(module), 10)
-    assert torch.equal(batch["action"], (batch["b"][..., 0] > 0).long())
-    assert torch.equal(batch["sum"], batch["b"].sum(-1) + batch["a", "c"].sum(-1) + batch["a", "d"])
-
-
-def test_a_tuple_observation_comes_as_a_tuple() -> None:
-    env = structured(gymnasium.spaces.Tuple([BOX, gymnasium.spaces.Discrete(5)]))
-
-    def module(x: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        box, choice = x
-        return {"action": choice % 2, "first": box[:, 0]}
-
-    batch = collect(env, fc.torch_policy(module), 10)
-    assert torch.equal(batch["action"], batch["observation", "1"] % 2)
-    assert torch.equal(batch["first"], batch["observation", "0"][..., 0])
 
 
 class Drawing(nn.Module):
@@ -193,18 +152,6 @@ def test_a_module_may_draw_from_the_global_generator_which_is_put_back(policy: A
     assert len(one["drawn"].unique()) == 90
     assert torch.equal(before, torch.manual_seed(0).get_state())
     assert torch.equal(after, torch.manual_seed(99).get_state())
-
-
-def test_the_generator_is_put_back_after_an_error() -> None:
-    def module(x: Tensor) -> Tensor:
-        torch.rand(3)
-        raise ZeroDivisionError
-
-    env, policy = make_env("CartPole-v1"), fc.torch_policy(module)
-    state, before = fc.init(env, policy, seed=0), torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError):
-        fc.rollout(env, policy, state, 3)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 class Angles(gymnasium.ObservationWrapper[Any, Any, Any]):
@@ -239,19 +186,6 @@ def test_a_network_of_another_dtype_is_named_where_it_fails() -> None:
     assert "call module.float(), or pass make_env(dtype=)" in error.value.__notes__[-1]
 
 
-def test_an_initial_state_of_all_lanes_is_named_where_the_module_fails() -> None:
-    cell = nn.GRUCell(4, 5)
-
-    def recurrent(observation: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        state = cell(observation, state)
-        return state[:, :2], state
-
-    policy = fc.torch_policy(recurrent, initial_state=torch.zeros(3, 5), head=fc.heads.categorical)
-    with pytest.raises(ValueError, match="hidden") as error:
-        collect(fc.make_env("CartPole-v1", num_envs=3), policy, 5)
-    assert "initial_state is that of one environment, without a dimension of lanes" in error.value.__notes__[-1]
-
-
 @both
 def test_outputs_carry_no_gradients(name: str) -> None:
     batch = collect(make_env(name), fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical), 5)
@@ -268,15 +202,66 @@ def test_a_device_at_which_everything_is_already_changes_nothing(name: str) -> N
     assert fc.torch_policy(push, device="cpu").run_device == torch.device("cpu")
 
 
-def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="cuda:99"):
-        fc.torch_policy(push, device="cuda:99")
+ENV = "CartPole-v1"
 
 
-@both
-def test_deterministic_exploration_takes_the_mode(name: str) -> None:
-    linear = nn.Linear(4, 2)
-    policy = fc.torch_policy(lambda x: {"logits": linear(x)}, head=fc.heads.categorical)
-    for kind, equal in [("DETERMINISTIC", True), ("MODE", True), ("RANDOM", False)]:
-        batch = collect(make_env(name), policy, 30, exploration_type=fc.ExplorationType[kind])
-        assert torch.equal(batch["action"], batch["logits"].argmax(-1)) == equal
+def net():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Dropout(0.9), nn.Linear(3, 2)).eval()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor's import
+def test_compiled_is_eager_within_rounding_and_weights_are_live():
+    env = fc.make_env(ENV, num_envs=3)
+    module = net()
+    policy = fc.torch_policy(module, head=fc.heads.categorical, compile="inductor")
+    eager = fc.torch_policy(module, head=fc.heads.categorical)
+    batch = collect(env, policy, 20)
+    assert torch.equal(batch["action"], collect(env, eager, 20)["action"])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        with torch.no_grad():
+            module[3].bias += torch.tensor([0.0, 1000.0])
+        batch = collect(env, policy, 20)
+        assert (batch["action"] == 1).all()
+    with torch.no_grad():
+        module[3].bias -= torch.tensor([0.0, 1000.0])
+    mode = fc.ExplorationType.DETERMINISTIC
+    ours, own = (collect(env, each, 20, exploration_type=mode) for each in (policy, eager))
+    torch.testing.assert_close(ours["action_log_prob"], own["action_log_prob"])
+
+
+def test_training_mode_is_the_modules_own():
+    """Of `torch.compile` without Inductor, which takes its time."""
+    env = fc.make_env(ENV, num_envs=3)
+    module = net()
+    policy = fc.torch_policy(module, head=fc.heads.categorical, compile="inductor")
+    policy._compiled = CompiledCall("eager")
+    whole = collect(env, policy, 30)["action_log_prob"]
+    module.train()
+    assert not torch.equal(collect(env, policy, 30)["action_log_prob"], whole)
+    module.eval()
+    assert torch.equal(collect(env, policy, 30)["action_log_prob"], whole)
+
+
+def test_a_compiled_policy_is_pickled_without_its_code():
+    policy = fc.torch_policy(net(), head=fc.heads.categorical, compile="inductor")
+    copied = pickle.loads(pickle.dumps(policy))
+    assert copied.compiler == "inductor"
+    assert torch.equal(copied.module[3].bias, policy.module[3].bias)
+
+
+def test_a_compiler_that_is_not_there_is_said(monkeypatch):
+    for wrong in ("jit", "cuda", True):
+        with pytest.raises(ValueError, match=r"expected one of \['xla', 'eager', 'inductor', 'cudagraph'\], or None"):
+            fc.torch_policy(net(), compile=wrong)
+    with pytest.raises(ValueError, match=r"expected one of \['xla', 'eager'\], or None"):
+        fc.tensordict_policy(net(), compile="inductor")
+    with pytest.raises(ValueError, match=r"compile='callback' was removed: leave compile out"):
+        fc.torch_policy(net(), compile="callback")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    env = fc.make_env(ENV)
+    policy = fc.torch_policy(net(), head=fc.heads.categorical, compile="inductor")
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(fc.PolicyError, match=r"needs a C\+\+ compiler, and 'no-such-compiler' is not there"):
+        fc.rollout(env, policy, state, 3)

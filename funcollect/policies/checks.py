@@ -29,13 +29,13 @@ _RULES = {  # or a log-probability is NaN
 }
 
 
-def check_action(action: Any, spec: ActionSpec, num_envs: int) -> None:
-    """Raise PolicyError unless `action` is [P, *spec.shape] of a dtype that the space can take."""
+def check_action(action: Any, spec: ActionSpec, num_envs: int, kind: type = object) -> None:
+    """Raise PolicyError unless `action` is [P, *spec.shape], of a dtype that the space takes, and of class `kind`."""
     wanted = (num_envs, *spec.shape)
     if not hasattr(action, "shape"):
-        kind = type(action).__name__
         raise PolicyError(
-            f"the policy's action is {kind}, expected an array of shape {wanted}: return a tensor or array"
+            f"the policy's action is {type(action).__name__}, expected an array of shape {wanted}: return a tensor or "
+            "array"
         )
     if tuple(action.shape) != wanted:
         raise PolicyError(
@@ -45,11 +45,28 @@ def check_action(action: Any, spec: ActionSpec, num_envs: int) -> None:
         )
     if not _takes(spec, action.dtype):
         raise PolicyError(f"action has dtype {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it")
+    if not isinstance(action, kind):
+        raise PolicyError(
+            f"the policy's action is a {type(action).__module__}.{type(action).__name__}, expected a torch.Tensor: "
+            "return a tensor, or wrap a JAX function with funcollect.jax_policy"
+        )
 
 
 def _takes(spec: ActionSpec, dtype: Any) -> bool:
     kind = next((kind for kind in ("float", "complex") if kind in str(dtype)), "int")
     return kind == ("float" if spec.dtype.is_floating_point else "int")
+
+
+def _encoding(action: Any, spec: ActionSpec, num_envs: int) -> str:
+    """Advice for an action that is right but for its encoding, or that is logits; empty otherwise."""
+    other = tuple(spec.space.shape or ()) if spec.one_hot else (spec.choices,)
+    if not spec.categories or tuple(action.shape) != (num_envs, *other):
+        return ""
+    if spec.one_hot:
+        return ", in one-hot rows; or make the environment without one_hot=True, for integers"
+    if "float" in str(action.dtype):
+        return "; if these are logits, pass head=funcollect.heads.categorical; for one-hot rows, make_env(one_hot=True)"
+    return "; or make the environment with one_hot=True (funcollect.make_env), for one-hot rows"
 
 
 def checked_lead(action: Any, spec: ActionSpec, shapes: Mapping[Leaf, Sequence[int]]) -> tuple[int, ...]:
@@ -69,58 +86,29 @@ def checked_lead(action: Any, spec: ActionSpec, shapes: Mapping[Leaf, Sequence[i
         raise ValueError(
             f"the batch's action has dtype {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it"
         )
-    if spec.categories and not isinstance(action, Tensor) and not isinstance(action, import_jax().core.Tracer):
-        _check_indices(action, spec)
-    return tuple(action.shape[: action.ndim - len(spec.shape)])
+    dims = action.ndim - len(spec.shape)
+    if spec.categories and not isinstance(action, (Tensor, import_jax().core.Tracer)):  # JAX would score another one
+        wrong = _outside(torch.from_numpy(np.array(action)), spec)
+        if bool(wrong.any()):
+            at = wrong.nonzero()[0].tolist()[:dims]
+            raise ValueError(
+                f"the batch's action at {at} is {action[tuple(at)].tolist()}, expected one of {spec.space}: pass "
+                "actions as collected"
+            )
+    return tuple(action.shape[:dims])
 
 
-def _check_indices(action: Any, spec: ActionSpec) -> None:
-    """Raise ValueError for a choice outside the space, for which JAX would score another one."""
-    wrong = _outside(torch.from_numpy(np.array(action)), spec)
-    if bool(wrong.any()):
-        at = wrong.nonzero()[0].tolist()[: action.ndim - len(spec.shape)]
-        value = action[tuple(at)].tolist()
-        raise ValueError(
-            f"the batch's action at {at} is {value}, expected one of {spec.space}: pass actions as collected"
-        )
-
-
-def _encoding(action: Any, spec: ActionSpec, num_envs: int) -> str:
-    """Advice for an action that is right but for its encoding, or that is logits; empty otherwise."""
-    other = tuple(spec.space.shape or ()) if spec.one_hot else (spec.choices,)
-    if not spec.categories or tuple(action.shape) != (num_envs, *other):
-        return ""
-    if not spec.one_hot and "float" in str(action.dtype):
-        return "; if these are logits, pass head=funcollect.heads.categorical; for one-hot rows, make_env(one_hot=True)"
-    if spec.one_hot:
-        return ", in one-hot rows; or make the environment without one_hot=True, for integers"
-    return "; or make the environment with one_hot=True (funcollect.make_env), for one-hot rows"
-
-
-def check_tensor(action: Any) -> None:
-    """Raise PolicyError unless `action` is a tensor."""
-    if not isinstance(action, Tensor):
-        raise PolicyError(
-            f"the policy's action is a {type(action).__module__}.{type(action).__name__}, expected a torch.Tensor: "
-            "return a tensor, or wrap a JAX function with funcollect.jax_policy"
-        )
-
-
-def check_rows(name: str, output: Any, num_envs: int, kind: type = object) -> None:
-    """Raise PolicyError unless `output` is an array (of class `kind`) with a row per environment."""
-    shape = tuple(output.shape) if isinstance(output, kind) and hasattr(output, "shape") else None
-    if shape is None or shape[:1] != (num_envs,):
-        got = type(output).__name__ if shape is None else f"of shape {shape}"
-        raise PolicyError(
-            f"the policy's output {name!r} is {got}, expected {'a tensor' if kind is Tensor else 'an array'} of shape "
-            f"[{num_envs}, ...]: return one row per environment"
-        )
-
-
-def check_parameters(names: Iterable[str], parameters: Iterable[Any], num_envs: int, kind: type = object) -> None:
-    """Raise PolicyError unless each of a head's parameters has a row per environment: others would be broadcast."""
-    for name, each in zip(names, parameters, strict=True):
-        check_rows(name, each, num_envs, kind)
+def check_rows(outputs: Mapping[str, Any], num_envs: int, kind: type = object) -> None:
+    """Raise PolicyError unless each output is an array (of class `kind`) with a row per environment."""
+    for name, output in outputs.items():
+        shape = tuple(output.shape) if isinstance(output, kind) and hasattr(output, "shape") else None
+        if shape is None or shape[:1] != (num_envs,):
+            got = type(output).__name__ if shape is None else f"of shape {shape}"
+            wanted = "a tensor" if kind is Tensor else "an array"
+            raise PolicyError(
+                f"the policy's output {name!r} is {got}, expected {wanted} of shape [{num_envs}, ...]: return one row "
+                "per environment"
+            )
 
 
 def overlap(one: Path, two: Path) -> bool:
@@ -158,11 +146,64 @@ def check_recurrent(answer: Any, before: Any) -> None:
         )
 
 
-def check_numbers(columns: Columns, causes: Columns | None = None) -> None:
+def check_32_bits(observation: Columns) -> None:
+    """Raise PolicyError for the first integer that a policy in JAX has got as another, since JAX has 32 bits of it."""
+    for path, column in observation.items():
+        if column.dtype in (torch.int64, torch.uint64) and bool((wrong := beyond_32_bits(column)).any()):
+            what = f"the observation {'.'.join(path)!r} does not fit into the 32 bits that JAX has here"
+            mend = "turn 64 bits on with jax.config.update('jax_enable_x64', True), or let the environment scale it"
+            _raise_at(wrong, what, column, mend)
+
+
+def _outside(action: Tensor, spec: ActionSpec) -> Tensor:
+    """Whether numbers of discrete actions [..., *shape] are outside the space; per choice for one-hot rows."""
+    low, high = spec.bounds
+    action = action.long()  # Torch compares no unsigned integers of more than 8 bits
+    wrong = (action < low.to(action.device)) | (action > high.to(action.device))
+    if spec.one_hot:
+        hot = [part.sum(-1) != 1 for part in torch.split(action, list(spec.categories), -1)]
+        wrong = torch.stack(hot, -1) | wrong.any(-1, True)
+    return wrong
+
+
+def finish_columns(
+    columns: Columns, spec: ActionSpec, *, parameters: Columns | None = None, chosen: bool = False, ties: bool = False
+) -> Columns:
+    """A policy's output `columns`, checked, the action in the dtype of its space.
+
+    `parameters` are the inputs of a head; its log-probability, if it has one, is NaN if they are. `chosen` is True if a
+    head chose the action. With `ties`, only the first of several ones in a one-hot row counts, as it does for
+    environments: TorchRL's value policies return several where values are equal.
+    """
+    if ties and spec.one_hot:
+        parts = torch.split(columns["action",], list(spec.categories), -1)
+        first = torch.cat([part * (part.cumsum(-1) == 1) for part in parts], -1)
+        columns = columns | {("action",): first}
+    if parameters and ("action_log_prob",) not in columns:
+        _check_numbers(parameters, {})
+    action = columns["action",]
+    _check_numbers({("action",): action}, parameters or {})
+    if not (chosen and spec.categories):  # a floating action may lie outside its Box: many environments clip it
+        if action.is_floating_point():
+            what = "the action is infinite, expected finite numbers"
+            complain_if(action.sum(), math.isinf, lambda: _raise_at(torch.isinf(action), what, action, _LOOK))
+        else:
+            wrong = _outside(action, spec)
+            complain_if(wrong.any(), bool, partial(_raise_outside, wrong, action, spec))
+    _check_numbers({path: column for path, column in columns.items() if column is not action}, parameters or {})
+    return columns | {("action",): action.to(spec.dtype)}
+
+
+def _raise_outside(wrong: Tensor, action: Tensor, spec: ActionSpec) -> None:
+    wanted = f"one-hot rows for {spec.space}" if spec.one_hot else spec.space
+    _raise_at(wrong, f"the action is outside its space, expected {wanted}", action, "return one of these")
+
+
+def _check_numbers(columns: Columns, causes: Columns) -> None:
     """Raise PolicyError for the first row that is NaN. It names those of `causes` that are NaN there already."""
     for path, column in columns.items():
         if column.is_floating_point():
-            complain_if(column.sum(), math.isnan, partial(_raise_nan, path, column, causes or {}))
+            complain_if(column.sum(), math.isnan, partial(_raise_nan, path, column, causes))
 
 
 def _raise_nan(path: Path, column: Tensor, causes: Columns) -> None:
@@ -185,67 +226,6 @@ def _raise_nan(path: Path, column: Tensor, causes: Columns) -> None:
 def _any_of_row(wrong: Tensor) -> Tensor:
     """Whether any number of each row [T, P, ...] is wrong: [T, P]."""
     return wrong.reshape(*wrong.shape[:2], -1).any(-1)
-
-
-def check_32_bits(observation: Columns) -> None:
-    """Raise PolicyError for the first integer that a policy in JAX has got as another, since JAX has 32 bits of it."""
-    for path, column in observation.items():
-        if column.dtype in (torch.int64, torch.uint64) and bool((wrong := beyond_32_bits(column)).any()):
-            what = f"the observation {'.'.join(path)!r} does not fit into the 32 bits that JAX has here"
-            mend = "turn 64 bits on with jax.config.update('jax_enable_x64', True), or let the environment scale it"
-            _raise_at(wrong, what, column, mend)
-
-
-def _outside(action: Tensor, spec: ActionSpec) -> Tensor:
-    """Whether numbers of discrete actions [..., *shape] are outside the space; per choice for one-hot rows."""
-    low, high = spec.bounds
-    action = action.long()  # Torch compares no unsigned integers of more than 8 bits
-    wrong = (action < low.to(action.device)) | (action > high.to(action.device))
-    if spec.one_hot:
-        hot = [part.sum(-1) != 1 for part in torch.split(action, list(spec.categories), -1)]
-        wrong = torch.stack(hot, -1) | wrong.any(-1, True)
-    return wrong
-
-
-def _check_choices(action: Tensor, spec: ActionSpec) -> None:
-    """Raise PolicyError for the first row of discrete actions [T, P, ...] that is outside its space."""
-    wrong = _outside(action, spec)
-    complain_if(wrong.any(), bool, partial(_raise_outside, wrong, action, spec))
-
-
-def finish_columns(
-    columns: Columns, spec: ActionSpec, *, parameters: Columns | None = None, chosen: bool = False, ties: bool = False
-) -> Columns:
-    """A policy's output `columns`, checked, the action in the dtype of its space.
-
-    `parameters` are the inputs of a head; its log-probability, if it has one, is NaN if they are. `chosen` is True if a
-    head chose the action. With `ties`, only the first of several ones in a one-hot row counts, as it does for
-    environments: TorchRL's value policies return several where values are equal.
-    """
-    if ties and spec.one_hot:
-        parts = torch.split(columns["action",], list(spec.categories), -1)
-        first = torch.cat([part * (part.cumsum(-1) == 1) for part in parts], -1)
-        columns = columns | {("action",): first}
-    if parameters and ("action_log_prob",) not in columns:
-        check_numbers(parameters)
-    action = columns["action",]
-    check_numbers({("action",): action}, parameters)
-    if not (chosen and spec.categories):  # a floating action may lie outside its Box: many environments clip it
-        if not action.is_floating_point():
-            _check_choices(action, spec)
-        else:
-            complain_if(action.sum(), math.isinf, partial(_raise_infinite, action))
-    check_numbers({path: column for path, column in columns.items() if column is not action}, parameters)
-    return columns | {("action",): action.to(spec.dtype)}
-
-
-def _raise_outside(wrong: Tensor, action: Tensor, spec: ActionSpec) -> None:
-    expected = f"one-hot rows for {spec.space}" if spec.one_hot else str(spec.space)
-    _raise_at(wrong, f"the action is outside its space, expected {expected}", action, "return one of these")
-
-
-def _raise_infinite(action: Tensor) -> None:
-    _raise_at(torch.isinf(action), "the action is infinite, expected finite numbers", action, _LOOK)
 
 
 def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str, causes: Columns | None = None) -> None:

@@ -1,1 +1,0 @@
-"""What a loop calls at each step: the actor protocol, its checks, and the actor of a plain policy."""
