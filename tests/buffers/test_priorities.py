@@ -159,6 +159,10 @@ def made(count=SIZE, **options):
     return buffer, buffer.extend(torch.arange(count))
 
 
+def frames(count):
+    return TensorDict({"x": torch.arange(count)}, [count])
+
+
 def priorities(buffer):
     return buffer.sampler.state()["weights"][: len(buffer)].tolist()
 
@@ -234,7 +238,7 @@ def test_an_index_of_something_else():
     with pytest.raises(ValueError, match=r"written is 500, expected 0 to 5, .* pass what written_at"):
         buffer.update_priority(index, 3.0, written=500)
     with pytest.raises(TypeError, match="index is TensorDict, expected integers"):
-        buffer.update_priority(TensorDict({"x": torch.arange(3)}, [3]), 3.0)
+        buffer.update_priority(frames(3), 3.0)
     assert priorities(buffer) == [2.0] * 5
 
 
@@ -243,12 +247,12 @@ def test_an_index_of_something_else():
 def test_frames_of_an_earlier_life(how, again, tmp_path):
     sampler = fc.PrioritizedSampler(SIZE, alpha=1.0, beta=1.0, eps=0)
     buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(SIZE), sampler=sampler)
-    index = buffer.extend(torch.arange(5))
+    index = buffer.extend(frames(5))
     buffer.dumps(tmp_path)
     buffer.empty() if how == "empty" else buffer.loads(tmp_path)
     buffer.update_priority(index, 5.0)
     assert set(priorities(buffer)) <= {1.0}
-    fresh = buffer.extend(torch.arange(again))
+    fresh = buffer.extend(frames(again))
     buffer.update_priority(index, 5.0)
     assert set(priorities(buffer)) == {1.0}
     buffer.update_priority(fresh, 2.0)

@@ -34,7 +34,7 @@ def everything(state):
     return state.memory.read(np.arange(len(state))).clone()
 
 
-@settings(max_examples=scaled(60), deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @given(
     streams(), st.integers(1, 60), st.integers(0, 9), st.booleans(),
     st.sampled_from([(True, None), (False, STACK), (True, STACK)]),
@@ -55,7 +55,8 @@ def test_the_same_frames_come_out(batches, capacity, seed, in_file, options):
         assert one.tolist() == two.tolist()
         assert_same(everything(shared), everything(plain))
         check_uses(storage)
-        check_aside(storage, everything(plain), plain.memory.index)
+        if compact_obs:
+            check_aside(storage, everything(plain), plain.memory.index)
     key = key_from_seed(seed)
     for spec in (fc.ring.Flat(9), fc.ring.Slices(num_slices=4, slice_len=3, strict_length=False)):
         assert_same(fc.ring.sample(shared, key, spec).clone(), fc.ring.sample(plain, key, spec).clone())
