@@ -13,15 +13,13 @@ import numpy as np
 import torch
 
 from funcollect.arguments import check_kind, check_optional_positive
-from funcollect.buffers.arrays import Bools, Ints
-from funcollect.buffers.samplers.indices import SampleIndices
-from funcollect.buffers.samplers.randomness import GeneratorSource
+from funcollect.buffers import Bools, Ints
+from funcollect.buffers.samplers.indices import SampleIndices, from_generator
 from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler, wanted_size
-from funcollect.buffers.storages.memmap_storage import RowsFile, attach, open_stacks
+from funcollect.buffers.segments import Frames, Segments, Trajectories
+from funcollect.buffers.storages.memmap_storage import RowsFile, attach
 from funcollect.buffers.storages.packed_rows import RowLayout
-from funcollect.buffers.trajectory_index.segments import Frames, Segments
-from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
-from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories
+from funcollect.buffers.trajectory_index import TrajectoryIndex
 from funcollect.messages import shown
 
 __all__ = ["ReplayReader"]
@@ -67,21 +65,21 @@ class ReplayReader:
         check_optional_positive("batch_size", batch_size)
         check_kind("generator", generator, (torch.Generator, type(None)), "pass a torch.Generator")
         self.sampler = RandomSampler() if sampler is None else sampler
-        over_trajectories = type(self.sampler) is SliceSampler and self.sampler.over == "trajectories"
-        if type(self.sampler) is not RandomSampler and not over_trajectories:
+        self._padded = copy.copy(self.sampler)  # short slices are drawn with padding, so that all are equally long
+        self._pad_output = True  # whether the padding stays
+        if type(self._padded) is SliceSampler and self._padded.options["over"] == "trajectories":
+            options = self._padded.options
+            self._pad_output = options["pad_output"]
+            self._padded.options = options | {"pad_output": not options["strict_length"]}
+        elif type(self.sampler) is not RandomSampler:
             raise TypeError(
                 f"the reader's sampler is {shown(sampler)}, expected a RandomSampler, or a SliceSampler over "
                 "trajectories: the others need to be notified of each extend"
             )
-        self._padded = copy.copy(self.sampler)  # short slices are drawn with padding, so that all are equally long
-        if isinstance(self._padded, SliceSampler):
-            self._padded.pad_output = not self._padded.strict_length
         self.directory, self.batch_size = Path(directory), batch_size
-        self._file = attach(self.directory)
-        self._layout = _layout(self._file.header)
-        self._stacks = open_stacks(self._file.header, self.directory)
+        self._file, self._layout, self._stacks = attach(self.directory)
         self._view = FileView(self._file, self._layout, self.sampler.trajectories)
-        self._random_source = GeneratorSource(generator)
+        self._random_source = from_generator(generator)
 
     def __len__(self) -> int:
         oldest, written = self._file.span
@@ -91,20 +89,17 @@ class ReplayReader:
         """A random batch of frames, copied; see `ReplayBuffer.sample`."""
         wanted = wanted_size(batch_size, self.batch_size)
         drawn, numbers = self._draw(wanted)
-        batch = self._read(drawn)
-        while (gone := np.any(numbers < self._file.oldest, axis=1)).any():
+        while True:
+            sample = drawn if self._pad_output else drawn.shortened()
+            batch = self._read(sample)
+            gone = np.any(numbers < self._file.oldest, axis=1)
+            if not gone.any():
+                return sample.finish(batch)
             other, others = self._draw(wanted)
             drawn, numbers = _redrawn(drawn, other, gone), np.where(gone[:, None], others, numbers)
-            batch = self._read(drawn)
-        return self._shaped(drawn).finish(batch)
-
-    def _shaped(self, drawn: SampleIndices) -> SampleIndices:
-        """The drawn frames as the sampler returns them."""
-        return drawn if getattr(self.sampler, "pad_output", False) else drawn.shortened()
 
     def _read(self, drawn: SampleIndices) -> Any:
         """The drawn frames. Some may be overwritten while they are read."""
-        drawn = self._shaped(drawn)
         gathered = self._layout.gather(self._file.rows, drawn.slots)
         if drawn.mask is not None:
             gathered[torch.from_numpy(~drawn.mask)] = 0
@@ -188,15 +183,3 @@ def _redrawn(drawn: SampleIndices, other: SampleIndices, gone: Bools) -> SampleI
     if isinstance(last, np.ndarray) and isinstance(other.last, np.ndarray):
         last = np.where(gone, other.last, last)
     return replace(drawn, slots=np.where(rows, other.slots, drawn.slots), mask=mask, last=last)
-
-
-def _layout(header: dict[str, Any]) -> RowLayout:
-    """The layout of the rows, from the header of their file; raises if a reader cannot use them."""
-    if header["compact_obs"]:
-        raise ValueError(
-            "the storage has compact_obs, so its next observations are in the memory of its process: build it without "
-            "compact_obs for readers"
-        )
-    if header["rows"] is None:
-        raise TypeError("the storage holds trees, whose structure is not in its file: store TensorDicts for readers")
-    return RowLayout.from_json(header["rows"])

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from funcollect.arguments import check_count, check_function, check_kind, check_optional_positive
 from funcollect.buffers import dumping, ring
-from funcollect.buffers.samplers.indices import SampleIndices
+from funcollect.buffers.samplers.indices import SampleIndices, from_generator
 from funcollect.buffers.samplers.prioritized import PrioritizedSampler
-from funcollect.buffers.samplers.randomness import GeneratorSource
 from funcollect.buffers.samplers.uniform import RandomSampler, Sampler, SamplerWithoutReplacement, wanted_size
 from funcollect.buffers.storages import ListStorage, Storage
 from funcollect.interrupts import Uninterrupted
@@ -83,12 +82,11 @@ class ReplayBuffer:
         check_kind("generator", generator, (torch.Generator, type(None)), "pass torch.Generator().manual_seed(0), say")
         if writer not in (None, "round robin"):
             raise ValueError(f'writer is {writer!r}, expected "round robin", the only one there is: leave it out')
-        for name, part in {"storage": self.storage, "sampler": self.sampler}.items():
-            owner = _OWNERS.get(part)
-            if owner is not None and owner() is not None:
+        for name, part in (("storage", self.storage), ("sampler", self.sampler)):
+            if _OWNERS.get(part, lambda: None)() is not None:
                 raise ValueError(f"{name} {part} belongs to another buffer, expected one of its own: make another")
         check_optional_positive("batch_size", batch_size)
-        for name, function in {"transform": transform, "collate_fn": collate_fn}.items():
+        for name, function in (("transform", transform), ("collate_fn", collate_fn)):
             if function is not None:
                 check_function(name, function, "a function of a batch", 1)
         if prefetch is not None:
@@ -102,7 +100,7 @@ class ReplayBuffer:
         self.state = ring.init(self.storage, trajectories=self.sampler.trajectories)
         self._by_priority = isinstance(self.sampler, PrioritizedSampler)
         self._before = 0  # frames written to rings before the present one
-        self._random_source = GeneratorSource(generator)
+        self._random_source = from_generator(generator)
         self._lock = threading.RLock()
         self._ahead: deque[_PrefetchedSample] = deque()
         self._prefetch = prefetch or 0
@@ -138,9 +136,11 @@ class ReplayBuffer:
 
     def _extend(self, data: Any) -> Tensor:
         with self._lock, Uninterrupted():
-            self.state, slots = ring.extended(self.state, data)
+            memory = self.state.memory
+            slots = memory.extend(data)
+            self.state = ring.RingState(memory, memory.version)
             self._ahead.clear()
-            self.sampler.extended(self.state.memory, slots.numpy())
+            self.sampler.extended(memory, slots.numpy())
             return self._note(slots) if self._by_priority else slots
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
@@ -165,12 +165,11 @@ class ReplayBuffer:
     def update_priority(self, index: Any, priority: Any, written: Any = None) -> None:
         """Set the priorities of the frames in these slots, for a `PrioritizedSampler`.
 
-        Rows of -1 are ignored, and so are frames that have been overwritten since `index` was returned: the frames that
-        are now in their slots keep their priorities. The tensor that `extend`, `add` or `sample` returned records when
-        that was, and so do the tensors that share its memory: slices, `view`, `detach`. A copy does not, so it needs
-        `written`, which `written_at` of the original returns; without it, the priorities are those of the frames that
-        are in the slots now. Copies are ``index[mask]``, ``index.flip(0)``, ``index.int()``, ``index.cuda()``,
-        ``index.numpy()``, ``index.tolist()`` and an unpickled index.
+        Rows of -1 are ignored, and so are frames that have been overwritten since `index` was returned. The tensor that
+        `extend`, `add` or `sample` returned records when that was, and so do its views. A copy needs `written`, which
+        `written_at` of the original returns, else the priorities are those of the frames that are in the slots now.
+        Copies are ``index[mask]``, ``index.flip(0)``, ``index.int()``, ``index.cuda()``, ``index.numpy()``,
+        ``index.tolist()`` and an unpickled index.
 
         Args:
             index: ``[N]`` slots, as `extend` returned them or ``info["index"]`` has them.
@@ -195,12 +194,11 @@ class ReplayBuffer:
         return getattr(index.untyped_storage(), _WRITTEN, None) if isinstance(index, Tensor) else None
 
     def _note(self, index: Tensor) -> Tensor:
-        """Note at the memory of these slots, which views share, how many frames the buffer has been given."""
+        """Note at the memory of these slots how many frames the buffer has been given."""
         setattr(index.untyped_storage(), _WRITTEN, self._before + self.state.memory.written)
         return index
 
     def _gather(self, drawn: SampleIndices) -> _Sample:
-        """Read the drawn frames: the batch, and its info."""
         batch = drawn.finish(self.state.memory.read(drawn.slots, drawn.mask))
         index = torch.from_numpy(drawn.index)
         return batch, {"index": self._note(index) if self._by_priority else index, **drawn.info}
@@ -250,12 +248,10 @@ class ReplayBuffer:
         An array, tensor or list of ints or bools selects among the filled slots, as `extend` returned them; so do an
         int and a slice with ``ndim=1``. With ``ndim > 1``, an int, a slice, ``...`` or a tuple of them is an index of
         the view ``[*lanes, time]`` of the steps that are held for every lane, oldest first: ``buffer[:, -8:]`` has the
-        eight newest steps of each lane. A lane is a row of the batches; if asynchronous workers fill one buffer, their
-        batches follow each other in it.
+        eight newest steps of each lane. A lane is a row of the batches, so those of asynchronous workers share lanes.
 
         Raises:
-            TypeError: for an index that consists of other things.
-            IndexError: for frames that are not there.
+            TypeError, IndexError: for an index that consists of other things, and for frames that are not there.
             ValueError: for such a view, if batches had different dimensions before time.
         """
         whole = self.storage.ndim > 1 and isinstance(index, (int, np.integer, slice, EllipsisType, tuple))
@@ -280,8 +276,7 @@ class ReplayBuffer:
             self._replace(ring.init(self.storage, trajectories=self.sampler.trajectories))
             self._ahead.clear()
 
-    def _replace(self, state: ring.RingState) -> None:
-        """Go on with another ring, whose frames are none of those that this one has had."""
+    def _replace(self, state: ring.RingState) -> None:  # whose frames are none of those that this ring has had
         capacity = self.state.memory.capacity
         self._before += -(-self.state.memory.written // capacity) * capacity
         self.state = state
@@ -304,9 +299,8 @@ class ReplayBuffer:
         check_kind("base", base, (str, os.PathLike, type(None)), "pass a directory, or leave it out")
         with self._lock:
             self._discard_prefetched()
-            dumping.dump(
-                Path(path), self.state.memory, self.sampler, self.generator, None if base is None else Path(base)
-            )
+            contents = dumping.Contents(self.state.memory, self.sampler, self.generator)
+            dumping.dump(Path(path), contents, None if base is None else Path(base))
 
     def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
         """Restore a dump: the next samples are the ones that the dumped buffer would have returned.
@@ -324,7 +318,7 @@ class ReplayBuffer:
         with self._lock:
             self._ahead.clear()
             fresh = ring.init(self.storage, trajectories=self.sampler.trajectories)
-            dumping.load(Path(path), fresh.memory, self.sampler, self.generator, allow_pickle)
+            dumping.load(Path(path), dumping.Contents(fresh.memory, self.sampler, self.generator), allow_pickle)
             self._replace(fresh)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -347,8 +341,6 @@ class ReplayBuffer:
 
 
 class _PrefetchedSample(NamedTuple):
-    """A sample that a thread is preparing."""
-
     batch_size: int
     drawn: SampleIndices
     future: Future[_Sample | None]
@@ -377,6 +369,5 @@ def _map(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def _check_part(name: str, part: Any, method: str, example: str) -> None:
-    """Raise TypeError unless `part` is an instance with this method, as every storage or sampler is."""
     if isinstance(part, type) or not hasattr(part, method):
         raise TypeError(f"{name} is {kind_of(part)}, expected a {name} of funcollect: pass for example {example}")

@@ -24,14 +24,12 @@ from tensordict import is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from funcollect.arguments import check_kind, check_positive
-from funcollect.buffers.arrays import Bools, Ints
-from funcollect.buffers.samplers.indices import Flat, SampleSpec, Slices
-from funcollect.buffers.samplers.randomness import KeySource
-from funcollect.buffers.storages.list_storage import ListStorage
-from funcollect.buffers.storages.storage import Incoming, Storage
+from funcollect.buffers import Bools, Ints
+from funcollect.buffers.samplers.indices import Flat, SampleSpec, Slices, from_key
+from funcollect.buffers.segments import Trajectories, check_linked
+from funcollect.buffers.storages.storage import ListStorage, Storage
 from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
-from funcollect.buffers.trajectory_index.trajectory_index import LazyIndex, TrajectoryIndex
-from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories, check_linked
+from funcollect.buffers.trajectory_index import LazyIndex, TrajectoryIndex
 from funcollect.errors import StaleStateError
 from funcollect.interrupts import Uninterrupted
 from funcollect.keys import Key
@@ -56,9 +54,7 @@ class RingMemory:
         self.lanes: tuple[int, ...] | None = None  # the batch dimensions before time of the newest batch
         self.since = 0  # the number of the first frame since when all batches have had them
         self.version = 0
-        self.dumped: str | None = (
-            None  # the name of the last dump, or of the loaded one: the ring begins with its frames
-        )
+        self.dumped: str | None = None  # the name of the last or the loaded dump: the ring begins with its frames
 
     def __len__(self) -> int:
         return min(self.written, self.capacity)
@@ -68,28 +64,30 @@ class RingMemory:
         """The trajectory index, up to date; None if the ring has none."""
         return None if self._lazy_index is None else self._lazy_index.current
 
-    def extend(self, data: Any) -> Ints:
-        """Write a batch ``[*B, T]``; return the slots of its frames [T, *B], with -1 for those that were not stored."""
-        batch = self.storage.admit(data)
+    def extend(self, data: Any) -> Tensor:
+        """Write a batch ``[*B, T]``, see `extend`. The caller must see to it that nothing interrupts this."""
+        if isinstance(data, list) and not isinstance(self.storage, ListStorage):
+            data = _stacked([next_observations(item) if is_compact(item) else item for item in data])
+        slots = torch.from_numpy(self._extend(next_observations(data) if is_compact(data) else data))
+        self.version += 1
+        return slots.movedim(0, -1)
+
+    def _extend(self, data: Any) -> Ints:
+        """Write a batch; return the slots of its frames [T, *B], with -1 for those that were not stored."""
+        batch, start = self.storage.admit(data), self.written
         *lanes, steps = batch.lead
         count = math.prod(batch.lead)
-        numbers = range(self.written, self.written + count)
-        oldest = max(numbers.stop - self.capacity, 0)  # the oldest frame that remains
-        skipped = max(count - self.capacity, 0)  # frames that later ones of the same batch would overwrite
         frames = None
         if self.trajectories is not None and count:
             check_linked(data)
-            frames = self.trajectories.frames(batch.leaves, batch.lead, self.written)
-        batch = self.storage.allocate(batch)
-        self.storage.announce(oldest, self.written)
-        self._write(batch, skipped, count - skipped)
-        self.written = numbers.stop
+            frames = self.trajectories.frames(batch.leaves, batch.lead, start)
+        self.storage.write(batch, start)
+        self.written += count
         if self.lanes != batch.lead[:-1] and count:
-            self.lanes, self.since = batch.lead[:-1], numbers.start
-        self.storage.announce(oldest, self.written)
+            self.lanes, self.since = batch.lead[:-1], start
         if self._lazy_index is not None and frames is not None:
-            self._lazy_index.extend(frames, numbers)
-        begin = numbers.start % self.capacity
+            self._lazy_index.extend(frames, range(start, self.written))
+        begin, skipped = start % self.capacity, max(count - self.capacity, 0)
         slots = np.arange(begin, begin + count)
         slots[self.capacity - begin :] %= self.capacity
         if self.storage.compact_obs:
@@ -98,7 +96,7 @@ class RingMemory:
             before = self.index.preceding(stored)
             linked = before != stored
             self.storage.settle(before[linked], stored[linked])
-        slots[:skipped] = -1
+        slots[:skipped] = -1  # later frames of the same batch are there
         return slots.reshape(steps, *lanes)
 
     def read(self, slots: Ints, mask: Bools | None = None) -> Any:
@@ -125,15 +123,6 @@ class RingMemory:
         missing = (self.since - oldest) % width  # frames of the oldest step, which other lanes have lost
         slots = np.arange(oldest + missing, self.written) % self.capacity
         return np.moveaxis(slots.reshape(-1, *self.lanes), 0, -1)
-
-    def _write(self, batch: Incoming, first: int, count: int) -> None:
-        """Write `count` frames of a batch, from its frame `first` on; they may wrap around to slot 0."""
-        start = (self.written + first) % self.capacity
-        fitting = min(count, self.capacity - start)
-        if fitting:
-            self.storage.write(start, batch, first, fitting)
-        if count > fitting:
-            self.storage.write(0, batch, first + fitting, count - fitting)
 
 
 @dataclass(frozen=True)
@@ -218,18 +207,10 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
     >>> indices
     tensor([3, 0, 1])
     """
-    with Uninterrupted():  # an interrupted write would leave frames that are partly old and partly new
-        return extended(state, batch)
-
-
-def extended(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
-    """Do what `extend` does, where nothing interrupts it."""
     memory = check_current(state)
-    if isinstance(batch, list) and not isinstance(memory.storage, ListStorage):
-        batch = _stacked([next_observations(item) if is_compact(item) else item for item in batch])
-    slots = torch.from_numpy(memory.extend(next_observations(batch) if is_compact(batch) else batch))
-    memory.version += 1
-    return RingState(memory, memory.version), slots.movedim(0, -1)
+    with Uninterrupted():  # an interrupted write would leave frames that are partly old and partly new
+        slots = memory.extend(batch)
+    return RingState(memory, memory.version), slots
 
 
 def _stacked(items: list[Any]) -> Any:
@@ -276,15 +257,12 @@ def slots_at(held: Ints, index: Any) -> Ints:
 
 
 def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:
-    """A random batch of frames; the same key gives the same batch.
+    """A random batch of frames ``[N, ...]``, copied, on the storage's device; the same key gives the same batch.
 
     Args:
         state: the ring's current state.
         key: ``uint32[2]``, see `funcollect.keys.key_from_seed`.
         spec: `Flat` for single frames, `Slices` for slices of trajectories.
-
-    Returns:
-        A copy ``[N, ...]`` on the storage's device.
 
     Raises:
         StaleStateError: if the ring has been extended since this state.
@@ -301,7 +279,7 @@ def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:
     check_kind("spec", spec, (Flat, Slices), "pass for example Flat(256)")
     if getattr(key, "shape", None) != (2,) or key.dtype != np.uint32:
         raise TypeError(f"key is {shown(key)}, expected uint32 [2]: pass funcollect.keys.key_from_seed(0), say")
-    drawn = spec.draw(memory, KeySource(key))
+    drawn = spec.draw(memory, from_key(key))
     return drawn.finish(memory.read(drawn.slots, drawn.mask))
 
 

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.trajectories.final_observations import FinalObservations, detach, is_compact
-from funcollect.trajectories.split import ASSIGNABLE, MASK, STEP, TRAJECTORY_IDS, check_batch, require
+from funcollect.trajectories.split import ASSIGNABLE, MASK, STEP, TRAJECTORY_IDS, check_batch, optional, require
 from funcollect.tree import Path
 
 __all__ = ["next_observations"]
@@ -53,7 +53,8 @@ def next_observations(batch: TensorDictBase) -> TensorDictBase:
     result = batch.clone(recurse=False).unlock_()
     final = detach(result)
     assert final is not None
-    ids, step, mask = require(batch, TRAJECTORY_IDS, tail=()), require(batch, STEP, tail=()), batch.get(MASK, None)
+    ids, step = (require(batch, key, tail=()) for key in (TRAJECTORY_IDS, STEP))
+    mask = batch.get(MASK, None)
     alone = ~_followed(batch) if mask is None else ~_followed(batch) & mask
     device = final.step.device
     row = final.find(ids[alone].to(device), step[alone].to(device))
@@ -79,10 +80,10 @@ def _assign(leaf: Tensor, mask: Tensor, values: Tensor) -> None:
 
 def _followed(batch: TensorDictBase) -> Tensor:
     """Whether the frame after each one, in its row, is the next one of its trajectory: ``[*B, T]`` bool."""
-    ids, step = require(batch, TRAJECTORY_IDS, tail=()), require(batch, STEP, tail=())
+    ids, step = (require(batch, key, tail=()) for key in (TRAJECTORY_IDS, STEP))
     forward = step[..., 1:] == step[..., :-1] + 1
-    if batch.get("done", None) is not None:  # a finished lane repeats its last frame
-        forward = forward | require(batch, "done", tail=(1,))[..., 1:, 0]
+    if (finished := optional(batch, "done", tail=(1,))) is not None:  # a finished lane repeats its last frame
+        forward = forward | finished[..., 1:, 0]
     followed = torch.zeros_like(ids, dtype=torch.bool)
     followed[..., :-1] = (ids[..., 1:] == ids[..., :-1]) & forward
     return followed

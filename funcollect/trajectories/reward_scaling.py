@@ -12,7 +12,7 @@ from torch import Tensor
 from funcollect.arguments import check_kind, check_number
 from funcollect.interop.jax_setup import import_jax
 from funcollect.running_statistics import EPSILON, RunningStatistics, start, update
-from funcollect.trajectories.advantages import check_factor, discounted_sums
+from funcollect.trajectories.returns import check_factor, discounted_sums
 from funcollect.trajectories.split import LANE, check_followed, check_time_first, require
 from funcollect.trajectories.stats import CountedFrames, counted_frames
 
@@ -140,9 +140,8 @@ def _in_jax(
 
     values = reward.at[0].add(jnp.where(by_player(begun[0]), 0, gamma * before.returns))
     goes_on = by_player(jnp.concatenate([jnp.zeros_like(done[:1]), ~(done[:-1] | begun[1:])]))
-    returns = jnp.flip(
-        discounted_sums(jnp, jnp.flip(values, 0), jnp.flip(gamma * goes_on * jnp.ones_like(values), 0)), 0
-    )
+    discount = gamma * goes_on * jnp.ones_like(values)
+    returns = discounted_sums(jnp, values[::-1], discount[::-1])[::-1]
     repeated = batch.get("done")  # of finished lanes
     statistics = update(before.statistics, {_NAME: returns}, weights=None if repeated is None else ~repeated)
     deviation = jnp.sqrt(statistics.variance[_NAME] + EPSILON)

@@ -1,4 +1,4 @@
-"""Splits a batch into trajectories, one padded row for each.
+"""Splits a batch into trajectories, one padded row for each; and checks of batches.
 
 TorchRL's `split_trajectories` merges equal ids of adjacent rows and accepts at most two batch dimensions. Here a
 trajectory never extends beyond its row, and a batch may have any number of dimensions before time.
@@ -68,10 +68,9 @@ def split_trajectories(
         device of the batch, and shares no memory with it.
 
     Raises:
-        TypeError: if the batch is not a TensorDict, leaves are not tensors, ids are not integers, or arguments have
-            other types.
-        ValueError: if the batch has no batch dimensions or frames out of order, if `trajectory_key` is missing, if
-            there are neither ids nor end flags, if ids have another shape, and for nested tensors without frames.
+        TypeError: if the batch is not a TensorDict, leaves are not tensors, or ids are not integers.
+        ValueError: if the batch has no batch dimensions, frames out of order, or neither ids nor end flags of the
+            right shape, and for nested tensors without frames.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -100,10 +99,11 @@ def split_trajectories(
     check_order(batch)
     ids = _ids(batch, ids_key, None if trajectory_key else done_path)
     begins, held = _begins(batch, ids, done_path), None
-    if (found := next((key for key in (mask_key, MASK) if batch.get(key, None) is not None), None)) is not None:
-        held = require(batch, found, tail=()).bool()
-        begins[..., 1:] |= ~held[..., :-1]
-        batch = batch.exclude(found)
+    for key in (mask_key, MASK):
+        if held is None and (held := optional(batch, key, tail=())) is not None:
+            held = held.bool()
+            begins[..., 1:] |= ~held[..., :-1]
+            batch = batch.exclude(key)
     layout = _PaddedLayout(begins, held)
     if as_nested and not layout.shape[0]:
         raise ValueError("the batch has no frames, expected at least one: nested tensors cannot be empty")
@@ -138,7 +138,6 @@ class _PaddedLayout:
     """
 
     def __init__(self, begins: Tensor, held: Tensor | None) -> None:
-        """Compute the row and column of each frame in the table, and the table's shape."""
         self.dims, self.held = begins.ndim, held
         begins = begins if held is None else begins & held
         self.row = (begins.reshape(-1).cumsum(0) - 1).view(begins.shape)  # [*B, T] int64
@@ -181,26 +180,24 @@ class _PaddedLayout:
 
 def _begins(batch: TensorDictBase, ids: Tensor | None, done_path: Path) -> Tensor:
     """Whether each frame is the first of its trajectory: ``[*B, T]`` bool."""
-    begins = torch.zeros(
-        batch.batch_size, dtype=torch.bool, device=(batch.get(done_path) if ids is None else ids).device
-    )
+    device = (batch.get(done_path) if ids is None else ids).device
+    begins = torch.zeros(batch.batch_size, dtype=torch.bool, device=device)
     begins[..., :1] = True
     if batch.get(done_path, None) is not None:
         begins[..., 1:] = ends_of(batch, done_path)[..., :-1]
-        if batch.get(done_path[1:], None) is not None:
-            begins[..., 1:] &= ~require(batch, done_path[1:], tail=(1,))[..., 1:, 0]
+        if (finished := optional(batch, done_path[1:], tail=(1,))) is not None:
+            begins[..., 1:] &= ~finished[..., 1:, 0]
     if ids is not None:
         begins[..., 1:] |= (ids[..., 1:] != ids[..., :-1]) | steps_back(batch)
-    starts = batch.get(IS_FIRST, None)
-    return begins if starts is None else begins | require(batch, IS_FIRST, tail=())
+    starts = optional(batch, IS_FIRST, tail=())
+    return begins if starts is None else begins | starts
 
 
 def ends_of(batch: TensorDictBase, done_path: Path = ("next", "done")) -> Tensor:
     """Whether each frame is the last of its episode: ``[*B, T]`` bool. `MultiStep` takes ``next`` from later frames."""
     ends = require(batch, done_path, tail=(1,))[..., 0].bool()
-    if batch.get(STEPS_AHEAD, None) is None:
-        return ends
-    return ends & (require(batch, STEPS_AHEAD, tail=(1,))[..., 0] == 1)
+    ahead = optional(batch, STEPS_AHEAD, tail=(1,))
+    return ends if ahead is None else ends & (ahead[..., 0] == 1)
 
 
 def check_single_steps(batch: Mapping[str, object] | TensorDictBase) -> None:
@@ -214,12 +211,18 @@ def check_single_steps(batch: Mapping[str, object] | TensorDictBase) -> None:
 
 def steps_back(batch: TensorDictBase) -> Tensor:
     """Whether the step counter fails to increase to the next frame, as between joined runs: ``[*B, T - 1]`` bool."""
-    step = batch.get(STEP, None)
-    if not isinstance(step, Tensor) or step.shape != batch.batch_size:
+    (step,) = _counters(batch, STEP)
+    if step is None:
         return torch.zeros((), dtype=torch.bool)
     back = step[..., 1:] <= step[..., :-1]
-    finished = batch.get("done", None)  # the counter of a finished lane does not increase
-    return back if finished is None else back & ~require(batch, "done", tail=(1,))[..., 1:, 0]
+    finished = optional(batch, "done", tail=(1,))  # the counter of a finished lane does not increase
+    return back if finished is None else back & ~finished[..., 1:, 0]
+
+
+def _counters(batch: TensorDictBase, *keys: Path) -> list[Tensor | None]:
+    """The leaves under these keys; None if there is none, or if it has not one number per frame."""
+    leaves = [batch.get(key, None) for key in keys]
+    return [leaf if isinstance(leaf, Tensor) and leaf.shape == batch.batch_size else None for leaf in leaves]
 
 
 def check_order(batch: TensorDictBase) -> None:
@@ -227,16 +230,16 @@ def check_order(batch: TensorDictBase) -> None:
 
     In a row, a trajectory goes on with its next step. Another lane follows only after an end, except in a single row.
     """
-    ids, step, lane = (batch.get(key, None) for key in (TRAJECTORY_IDS, STEP, LANE))
-    if any(not isinstance(leaf, Tensor) or leaf.shape != batch.batch_size for leaf in (ids, step)):
+    ids, step, lane = _counters(batch, TRAJECTORY_IDS, STEP, LANE)
+    if ids is None or step is None:
         return
     wrong = (ids[..., 1:] == ids[..., :-1]) & (step[..., 1:] > step[..., :-1] + 1)
-    if isinstance(lane, Tensor) and lane.shape == batch.batch_size and batch.shape[:-1].numel() > 1:
+    if lane is not None and batch.shape[:-1].numel() > 1:
         wrong |= lane[..., 1:] != lane[..., :-1]
     if batch.get(("next", "done"), None) is not None:
         wrong &= ~ends_of(batch)[..., :-1]
-    if batch.get(MASK, None) is not None:
-        wrong &= require(batch, MASK, tail=())[..., 1:] & batch[MASK][..., :-1]
+    if (mask := optional(batch, MASK, tail=())) is not None:
+        wrong &= mask[..., 1:] & mask[..., :-1]
     if wrong.any():
         *row, time = wrong.nonzero()[0].tolist()
         before, after = (f"step {step[(*row, at)]} of trajectory {ids[(*row, at)]}" for at in (time, time + 1))
@@ -252,18 +255,16 @@ def check_followed(batch: TensorDictBase) -> None:
 
     Rows of a single frame may be samples of a buffer, of which nothing follows another.
     """
-    ids, step = (batch.get(key, None) for key in (TRAJECTORY_IDS, STEP))
-    if batch.shape[-1] < 2 or any(
-        not isinstance(leaf, Tensor) or leaf.shape != batch.batch_size for leaf in (ids, step)
-    ):
+    ids, step = _counters(batch, TRAJECTORY_IDS, STEP)
+    if batch.shape[-1] < 2 or ids is None or step is None:
         return
     goes_on = torch.ones_like(ids, dtype=torch.bool)
     if batch.get(("next", "done"), None) is not None:
         goes_on &= ~ends_of(batch)
-    if batch.get("done", None) is not None:
-        goes_on &= ~require(batch, "done", tail=(1,))[..., 0].bool()
-    if batch.get(MASK, None) is not None:
-        goes_on &= require(batch, MASK, tail=())
+    if (finished := optional(batch, "done", tail=(1,))) is not None:
+        goes_on &= ~finished[..., 0].bool()
+    if (mask := optional(batch, MASK, tail=())) is not None:
+        goes_on &= mask
     in_place = int(((ids[..., 1:] == ids[..., :-1]) & (step[..., 1:] == step[..., :-1] + 1) & goes_on[..., :-1]).sum())
     if 2 * in_place >= (count := int(goes_on.sum())):
         return
@@ -324,6 +325,11 @@ def require(batch: TensorDictBase, key: str | Path, *, tail: tuple[int, ...] | N
             "time is the last batch dimension"
         )
     return leaf
+
+
+def optional(batch: TensorDictBase, key: str | Path, *, tail: tuple[int, ...] | None) -> Tensor | None:
+    """The same; None if the batch has no such key."""
+    return None if batch.get(key, None) is None else require(batch, key, tail=tail)
 
 
 def readable(key: str | Path) -> str:

@@ -68,12 +68,7 @@ def test_the_sync_collector(lanes, ndim):
 
 
 @pytest.mark.parametrize(("transport", "cat_results", "lanes", "ndim"), [
-    ("processes", "stack", None, 2),
-    ("processes", "stack", 3, 3),
-    ("serial", 0, None, 1),
-    ("processes", 0, 3, 2),
-    ("serial", -1, None, 1),
-    ("processes", -1, 3, 2),
+    ("serial", "stack", None, 2), ("processes", "stack", 3, 3), ("serial", 0, None, 1), ("processes", -1, 3, 2),
 ])  # fmt: skip
 def test_sync_workers(transport, cat_results, lanes, ndim):
     check_slices(fill(of_workers(SYNC, transport, lanes, cat_results=cat_results), ndim))
@@ -86,9 +81,8 @@ def test_rows_of_frames_are_not_taken_for_frames():
         buffer.extend(next(collector))
 
 
-@pytest.mark.parametrize("transport", ["serial", "processes"])
-@pytest.mark.parametrize(("lanes", "ndim"), [(None, 1), (3, 2)])
-def test_async_workers(lanes, ndim, transport):
+@pytest.mark.parametrize(("transport", "lanes", "ndim"), [("serial", None, 1), ("processes", 3, 2)])
+def test_async_workers(transport, lanes, ndim):
     """Whichever worker was first."""
     check_slices(fill(of_workers(ASYNC, transport, lanes), ndim))
 

@@ -31,6 +31,10 @@ def test_views_of_lanes_and_time(data):
         assert found.shape == whole[index].shape
         assert torch.equal(found["x"], whole[index])
     if data is fc:
+        workers = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100, ndim=3))
+        batch = TensorDict({"x": torch.arange(24).view(2, 3, 4)}, [2, 3, 4])
+        workers.extend(batch)
+        assert torch.equal(workers[:, 1:, 2]["x"], batch[:, 1:, 2]["x"])
         assert [buffer[index].names[-1:] for index in (slice(None), ..., 0, (0, slice(1, 3)))] == [["time"]] * 4
         assert [buffer[index].names for index in ((slice(None), -1), (..., -1))] == [[None]] * 2
 
@@ -92,13 +96,6 @@ def test_batches_of_different_lanes():
     assert torch.equal(buffer[:]["x"], batch_of(2, lanes=3, steps=4)["x"])
 
 
-def test_workers_and_lanes():
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100, ndim=3))
-    batch = TensorDict({"x": torch.arange(24).view(2, 3, 4)}, [2, 3, 4])
-    buffer.extend(batch)
-    assert torch.equal(buffer[:, 1:, 2]["x"], batch[:, 1:, 2]["x"])
-
-
 @pytest.mark.parametrize(
     ("data", "storage"),
     [(torchrl.data, "LazyTensorStorage"), (fc, "LazyTensorStorage"), (fc, "ListStorage")],
@@ -114,19 +111,21 @@ def test_short_slices_shorten_the_sample(data, storage):
 
 
 def test_weights_and_slots_of_short_slices():
-    sampler = fc.PrioritizedSliceSampler(20, 1.0, 1.0, slice_len=4, strict_length=False, traj_key="episode")
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(20), sampler=sampler, batch_size=40)
     frames = TensorDict({"x": torch.arange(7), "episode": torch.tensor([0, 0, 1, 1, 1, 1, 1])}, [7])
-    buffer.extend(frames)
-    sample, info = buffer.sample(return_info=True)
+
+    def made(**options):
+        sampler = fc.PrioritizedSliceSampler(
+            20, 1.0, 1.0, slice_len=4, strict_length=False, traj_key="episode", **options
+        )
+        buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(20), sampler=sampler, batch_size=40)
+        buffer.extend(frames)
+        return buffer
+
+    sample, info = made().sample(return_info=True)
     assert torch.equal(sample["x"], info["index"])
     assert info["priority_weight"].shape == sample.shape
     assert len(sample) < 40
-    padded = fc.PrioritizedSliceSampler(
-        20, 1.0, 1.0, slice_len=4, strict_length=False, pad_output=True, traj_key="episode"
-    )
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(20), sampler=padded, batch_size=40)
-    buffer.extend(frames)
+    buffer = made(pad_output=True)
     sample, info = buffer.sample(return_info=True)
     mask = sample["collector", "mask"]
     assert torch.equal(torch.where(mask, sample["x"], -1), info["index"])

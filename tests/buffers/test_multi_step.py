@@ -1,6 +1,5 @@
 """Returns over several steps, against a loop over frames."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,17 +97,3 @@ def test_frames_without_other_keys():
     batch["next", "reward"] = torch.ones(4, 1)
     memory.extend(batch)
     assert set(memory.sample(20).keys()) == {*batch.keys(), "original_reward", "steps_to_next_obs", "gamma"}
-
-
-@pytest.mark.parametrize(("gamma", "n_steps", "message"), [
-    (1.5, 3, "gamma is 1.5, expected a number in \\[0, 1"), (0.9, 0, "n_steps is 0"),
-])  # fmt: skip
-def test_bad_input(gamma, n_steps, message):
-    for make in (fc.MultiStep, fc.MultiStepSampler):
-        with pytest.raises(ValueError, match=message):
-            make(gamma=gamma, n_steps=n_steps)
-
-
-def test_a_batch_without_flags():
-    with pytest.raises(ValueError, match=r"no tensor next\.done"):
-        fc.MultiStep(0.9, 3)(batch_of([frames_of(0, [4])]).exclude(("next", "done")))

@@ -1,81 +1,69 @@
 """Buffers dumped and loaded: the same samples follow, whatever becomes of the files in between."""
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
 import resource
-from itertools import pairwise
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 import funcollect as fc
+from funcollect import files
 from funcollect.buffers import dumping
-from tests.support.compare import assert_same
-from tests.support.frames.streams_of_frames import batch_of, frames_of
+from tests.support.frames.stacked_frames import SAMPLERS, STACK, batches, check_alike, check_uses, extend, made
+from tests.support.running import in_soak
 
-SAMPLERS = {
-    "random": lambda: fc.RandomSampler(),
-    "without replacement": lambda: fc.SamplerWithoutReplacement(),
-    "slices": lambda: fc.SliceSampler(slice_len=3),
-    "windows": lambda: fc.SliceSampler(num_slices=4, over="windows", strict_length=False),
-    "priorities": lambda: fc.PrioritizedSampler(50, 0.8, 0.6),
-    "slices by priority": lambda: fc.PrioritizedSliceSampler(50, 0.8, 0.6, slice_len=3),
-}
-STORAGES = {
-    "memory": lambda path: fc.LazyTensorStorage(50, ndim=2),
-    "compact": lambda path: fc.LazyTensorStorage(50, ndim=2, compact_obs=True),
-    "file": lambda path: fc.LazyMemmapStorage(50, ndim=2, scratch_dir=path / "rows"),
-}
+PAIRS = [  # sampler, frame_stack, compact_obs, prefetch, storage
+    ("random", None, False, 2, fc.LazyMemmapStorage),
+    ("without replacement", STACK, False, 2, fc.LazyTensorStorage),
+    ("slices", STACK, True, None, fc.LazyMemmapStorage),
+    ("windows", None, True, 2, fc.LazyTensorStorage),
+    ("priorities", None, False, None, fc.LazyTensorStorage),
+    ("slices by priority", STACK, False, None, fc.LazyMemmapStorage),
+    ("n steps", STACK, True, 2, fc.LazyTensorStorage),
+]
+KINDS = (fc.LazyTensorStorage, fc.LazyMemmapStorage)
+PAIRS += in_soak(itertools.product(SAMPLERS, (None, STACK), (False, True), (None, 2), KINDS))
 
 
-def made(sampler, storage, path, seed=0, prefetch=None):
-    return fc.ReplayBuffer(
-        storage=STORAGES[storage](path), sampler=SAMPLERS[sampler](), batch_size=12, prefetch=prefetch,
-        generator=torch.Generator().manual_seed(seed),
-    )  # fmt: skip
-
-
-def batches():
-    lanes = [frames_of(lane, [5, 3, 7, 4, 6, 9], cut={1}) for lane in range(3)]
-    return [batch_of([lane[start : start + 6] for lane in lanes]) for start in range(0, 30, 6)]
-
-
-@pytest.mark.parametrize("prefetch", [None, 2])
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_the_next_sample_is_the_one_that_would_have_come(sampler, storage, prefetch, tmp_path):
-    buffer = made(sampler, storage, tmp_path, prefetch=prefetch)
-    *early, late = batches()
-    for batch in early:
-        buffer.extend(batch)
-        _, info = buffer.sample(return_info=True)
-        if "priority_weight" in info:
-            buffer.update_priority(info["index"], torch.arange(12.0))
-    buffer.dumps(tmp_path / "dump")
-    expected = [buffer.sample().clone() for _ in range(3)]
-    buffer.extend(late)
-    expected += [buffer.sample().clone() for _ in range(3)]
-    other = made(sampler, storage, tmp_path, seed=9, prefetch=prefetch)
-    other.loads(tmp_path / "dump")
-    for sample in expected[:3]:
-        assert_same(other.sample().clone(), sample)
-    other.extend(late)
-    for sample in expected[3:]:
-        assert_same(other.sample().clone(), sample)
-    assert_same(other[:].clone(), buffer[:].clone())
+@pytest.mark.parametrize(("sampler", "stack", "compact_obs", "prefetch", "kind"), PAIRS)
+def test_the_next_sample_is_the_one_that_would_have_come(sampler, stack, compact_obs, prefetch, kind, tmp_path):
+    """Through several turns, before and after dumps, in a buffer that has loaded one, and after it was emptied."""
+    options = {"sampler": sampler, "kind": kind, "compact_obs": compact_obs, "prefetch": prefetch}
+    plain, other = made(None, **options), made(stack, **options)
+    for number, batch in enumerate(batches()):
+        extend([plain, other], batch)
+        check_alike(plain, other)
+        if number % 2:
+            for name, buffer in (("plain", plain), ("other", other)):
+                if "priorit" in sampler:
+                    buffer.update_priority(torch.arange(12), torch.arange(12.0))
+                base = tmp_path / f"{name}{number - 2}" if number > 2 else None
+                buffer.dumps(tmp_path / f"{name}{number}", base=base)
+            loaded = made(stack, **options)
+            loaded.loads(tmp_path / f"other{number}")
+            check_uses(loaded.storage)
+            if number > 2:  # goes on in another process, which has loaded the dump
+                other = loaded
+            check_alike(plain, other)
+    for buffer in (plain, other):
+        buffer.empty()
+    for batch in batches(4):
+        extend([plain, other], batch)
+        check_alike(plain, other)
 
 
 def test_a_file_is_opened_again_where_it_lay(tmp_path):
-    first = made("slices", "file", tmp_path)
-    first.extend(batches()[0])
+    first, again = (fc.ReplayBuffer(storage=fc.LazyMemmapStorage(50, scratch_dir=tmp_path / "rows")) for _ in range(2))
+    first.extend(numbers(18))
     first.dumps(tmp_path / "dump")
-    again = made("slices", "file", tmp_path)
     again.loads(tmp_path / "dump")
-    again.extend(batches()[1])
-    assert len(again) == 36
+    again.extend(numbers(18, 18))
+    assert again[:]["x"].tolist() == [*range(36)]
 
 
 def numbers(count, start=0):
@@ -106,6 +94,7 @@ def test_a_dump_cut_off_leaves_the_former_one_whole(tmp_path, monkeypatch):
             sync(path)
 
         monkeypatch.setattr(dumping, "sync", cut)
+        monkeypatch.setattr(files, "sync", cut)
         try:
             with monkeypatch.context() as patched:
                 patched.setattr(dumping.Path, "mkdir", lambda path, **_: os.makedirs(path, exist_ok=True))
@@ -175,34 +164,28 @@ class Harmful:
 
 
 def test_no_code_from_a_file_runs_unasked(tmp_path):
-    buffer = fc.ReplayBuffer(storage=fc.ListStorage(5))
+    buffer, other = (fc.ReplayBuffer(storage=fc.ListStorage(5), collate_fn=list) for _ in range(2))
+    buffer.extend([1, "two", {"three": torch.arange(3)}])
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path)  # plain items need no code
+    assert other[:2] == [1, "two"]
+    assert other[2]["three"].tolist() == [0, 1, 2]
     buffer.extend([Harmful()])
     buffer.dumps(tmp_path)
-    other = fc.ReplayBuffer(storage=fc.ListStorage(5))
     with pytest.raises(ValueError, match=r"if you trust it, load it with buffer.loads\(…, allow_pickle=True\)"):
         other.loads(tmp_path)
-    assert len(other) == 0
+    assert len(other) == 3
     with pytest.raises(AssertionError, match="code from the file ran"):
         other.loads(tmp_path, allow_pickle=True)
 
 
-def test_plain_items_need_no_pickle(tmp_path):
-    buffer = fc.ReplayBuffer(storage=fc.ListStorage(5), collate_fn=list)
-    buffer.extend([1, "two", {"three": torch.arange(3)}])
-    buffer.dumps(tmp_path)
-    other = fc.ReplayBuffer(storage=fc.ListStorage(5), collate_fn=list)
-    other.loads(tmp_path)
-    assert other[:2] == [1, "two"]
-    assert other[2]["three"].tolist() == [0, 1, 2]
-
-
 def test_a_larger_sampler_goes_on_with_the_priorities_of_a_smaller_one(tmp_path):
-    made = [
+    buffers = [
         fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), sampler=fc.PrioritizedSampler(n, 1, 1)) for n in (9, 20, 9)
     ]
-    made[0].extend(numbers(9))
-    made[0].update_priority(torch.arange(9), torch.eye(9)[4])
-    for one, other in pairwise(made):
+    buffers[0].extend(numbers(9))
+    buffers[0].update_priority(torch.arange(9), torch.eye(9)[4])
+    for one, other in itertools.pairwise(buffers):
         one.dumps(tmp_path)
         other.loads(tmp_path)
         assert other.sample(5)["x"].tolist() == [4] * 5
@@ -248,19 +231,14 @@ def test_files_that_were_changed(tmp_path):
         fc.ReplayBuffer(storage=fc.ListStorage(5)).loads(tmp_path / "items")
 
 
-@pytest.mark.parametrize(("other", "message"), [
-    (lambda: plain(30), "max_size of the dump is 20, of this buffer 30: build the buffer like"),
-    (lambda: fc.ReplayBuffer(storage=fc.LazyTensorStorage(20, ndim=2)), "ndim of the dump is 1, of this buffer 2"),
-    (lambda: fc.ReplayBuffer(storage=fc.ListStorage(20)), "storage of the dump is rows, of this buffer list"),
-    (lambda: fc.ReplayBuffer(storage=fc.LazyTensorStorage(20), sampler=fc.SliceSampler(slice_len=2)),
-     "sampler of the dump is RandomSampler, of this buffer SliceSampler"),
-])  # fmt: skip
-def test_buffers_of_another_kind(other, message, tmp_path):
+def test_buffers_of_another_kind(tmp_path):
     buffer = plain()
     buffer.extend(numbers(4))
     buffer.dumps(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        other().loads(tmp_path)
+    with pytest.raises(ValueError, match="max_size of the dump is 20, of this buffer 30: build the buffer like"):
+        plain(30).loads(tmp_path)
+    with pytest.raises(ValueError, match="storage of the dump is rows, of this buffer list"):
+        fc.ReplayBuffer(storage=fc.ListStorage(20)).loads(tmp_path)
 
 
 def test_trees_have_no_file_format_and_nothing_is_nothing(tmp_path):

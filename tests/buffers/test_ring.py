@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.buffers.trajectory_index import trajectory_index
+from funcollect.buffers import trajectory_index
 from funcollect.keys import key_from_seed
 from tests.support.compare import assert_same
 from tests.support.frames.streams_of_frames import Oracle, batch_of, frames_of, streams

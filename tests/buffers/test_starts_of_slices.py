@@ -46,19 +46,6 @@ def check(sample, first):
     assert not sample["is_init"].all()
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_samples(storage, sampler):
-    buffer = fc.ReplayBuffer(storage=STORAGES[storage](), sampler=SAMPLERS[sampler](), batch_size=8 * LENGTH)
-    batch = episodes()
-    buffer.extend(batch[0] if storage == "list" else batch)
-    for _ in range(3):
-        check(buffer.sample(), slice(0, None, LENGTH))
-    everything = buffer[torch.arange(len(buffer))]
-    assert (everything["is_init"][:, 0] == (everything["collector", "step"] == 0)).all()  # still as it was
-    assert IS_FIRST not in everything.keys(True)
-
-
 @pytest.mark.parametrize("pad_output", [False, True])
 def test_short_slices(pad_output):
     sampler = fc.SliceSampler(slice_len=10, strict_length=False, pad_output=pad_output)
@@ -69,14 +56,15 @@ def test_short_slices(pad_output):
     check(sample, slice(0, None, 10) if pad_output else torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1] + 1]))
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_nested_flags(storage, sampler):
-    """Every ``is_init`` is marked, except those of next frames."""
+PAIRS = [*zip(STORAGES, [*SAMPLERS, *SAMPLERS], strict=False)]
+
+
+@pytest.mark.parametrize(("storage", "sampler"), PAIRS)
+def test_samples_and_nested_flags(storage, sampler):
+    """Every ``is_init`` is marked, except those of next frames; the stored ones stay as they were."""
     batch = episodes()
-    flags = batch["is_init"]
     for path in NESTED:
-        batch[path] = flags.clone()
+        batch[path] = batch["is_init"].clone()
     for init_key, marked in (
         ("is_init", {"is_init", *NESTED[:2]}), (("agents", "is_init"), {("agents", "is_init")}), (None, set()),
     ):  # fmt: skip
@@ -85,9 +73,13 @@ def test_nested_flags(storage, sampler):
         )
         buffer.extend(batch[0] if storage == "list" else batch)
         sample = buffer.sample()
+        assert sample[IS_FIRST].view(8, LENGTH).tolist() == [[True] + [False] * (LENGTH - 1)] * 8
         stored = (sample["collector", "step"] == 0)[:, None]
         for path in ("is_init", *NESTED):
             assert torch.equal(sample[path], stored | (sample[IS_FIRST][:, None] if path in marked else False))
+        everything = buffer[torch.arange(len(buffer))]
+        assert (everything["is_init"][:, 0] == (everything["collector", "step"] == 0)).all()
+        assert IS_FIRST not in everything.keys(True)
 
 
 @pytest.mark.parametrize("init_key", ["is_inti", ("agents", "is_init")])

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import math
 import pickle
 from dataclasses import dataclass, field
 
@@ -14,7 +13,7 @@ from tensordict import TensorDict
 
 import funcollect as fc
 from funcollect.trajectories.split import split_trajectories
-from funcollect.trajectories.stats import EpisodeStats, OpenReturn, episode_stats
+from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
 GOES_ON, TERMINATED, TRUNCATED, BOTH, CUT = range(5)
 
@@ -122,12 +121,8 @@ def check(stats, run):
 def test_a_whole_run_is_counted_to_the_bit(run):
     stats = episode_stats(run.batch)
     check(stats, run)
-    assert [column.dtype for column in (stats.returns, stats.lengths, stats.traj_ids, stats.lanes)] == [
-        torch.float64,
-        torch.int64,
-        torch.int64,
-        torch.int64,
-    ]
+    integers = (stats.lengths, stats.traj_ids, stats.lanes)
+    assert [column.dtype for column in (stats.returns, *integers)] == [torch.float64, *[torch.int64] * 3]
     assert stats.terminated.dtype == torch.bool
 
 
@@ -187,18 +182,15 @@ def test_asynchronous_workers_keep_what_they_have_open(data):
     assert opened(stats) == expected_open(run)
 
 
-def test_an_open_trajectory_is_dropped_once_its_lane_has_gone_on():
-    run = simulate([[GOES_ON, CUT, GOES_ON, GOES_ON]], torch.ones(1, 4, 1))
-    first = episode_stats(run.batch[:, :2])
-    assert opened(first) == {0: (0, 2, [2.0])}
-    assert opened(episode_stats(run.batch[:, 2:], first)) == {1: (0, 2, [2.0])}
-
-
-def test_an_open_trajectory_is_dropped_when_its_lane_is_found_finished():
-    run = simulate([[GOES_ON, TERMINATED, GOES_ON]], torch.ones(1, 3, 1), freeze=True)
-    first = episode_stats(run.batch[:, :1])
-    assert opened(first) == {0: (0, 1, [1.0])}
-    assert opened(episode_stats(run.batch[:, 2:], first)) == {}
+@pytest.mark.parametrize(("events", "freeze", "stop", "left"), [
+    ([GOES_ON, CUT, GOES_ON, GOES_ON], False, 2, {1: (0, 2, [2.0])}),  # its lane has gone on
+    ([GOES_ON, TERMINATED, GOES_ON], True, 1, {}),  # its lane is found finished
+])  # fmt: skip
+def test_an_open_trajectory_is_dropped(events, freeze, stop, left):
+    run = simulate([events], torch.ones(1, len(events), 1), freeze=freeze)
+    first = episode_stats(run.batch[:, :stop])
+    assert opened(first) == {0: (0, stop, [float(stop)])}
+    assert opened(episode_stats(run.batch[:, 2:], first)) == left
 
 
 @given(data=st.data())
@@ -237,15 +229,9 @@ def test_one_player_has_a_row_of_returns_and_several_a_table():
         stats = episode_stats(simulate([[GOES_ON, TERMINATED, GOES_ON]], torch.ones(1, 3, players)).batch)
         assert stats.returns.shape == shape
         assert stats.open_returns[1].value.shape == shape[1:]
-
-
-def test_no_episodes():
-    stats = episode_stats(simulate([[GOES_ON] * 3], torch.ones(1, 3, 1)).batch)
-    assert len(stats) == 0
-    assert stats.returns.shape == (0,)
-    assert math.isnan(stats.mean_return)
-    assert math.isnan(stats.mean_length)
-    assert repr(stats) == "EpisodeStats(0 episodes, mean return nan, mean length nan, 0 terminated, 1 open)"
+    with pytest.raises(ValueError, match="these episodes have 3"):
+        _ = stats.mean_return
+    assert repr(stats) == "EpisodeStats(1 episodes, 3 players, mean length 2, 1 terminated, 1 open)"
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (0, 3)])
@@ -257,26 +243,17 @@ def test_a_batch_without_frames_carries_everything_over(shape):
     assert opened(stats) == opened(first)
 
 
-def test_root_flags_may_be_absent():
-    run = simulate([[GOES_ON, TERMINATED]], torch.ones(1, 2, 1))
+def test_root_flags_may_be_absent_and_arguments_are_left_as_they_were():
+    run = simulate([[GOES_ON, TERMINATED, GOES_ON, GOES_ON]], torch.ones(1, 4, 1).double())
     check(episode_stats(run.batch.exclude("done")), run)
-
-
-def test_the_batch_and_what_came_before_are_left_as_they_were():
-    run = simulate([[GOES_ON] * 4], torch.ones(1, 4, 1))
-    first = episode_stats(run.batch[:, :2])
-    remembered, batch = copy.deepcopy(opened(first)), run.batch.clone()
-    episode_stats(run.batch[:, 2:].lock_(), first)
-    assert opened(first) == remembered
+    first, batch = episode_stats(run.batch[:, :3]), run.batch.clone()
+    before = rows(first), copy.deepcopy(opened(first))
+    episode_stats(run.batch[:, 3:].lock_(), first)
     assert (run.batch == batch).all()
-
-
-def test_results_share_no_memory_with_the_batch():
-    batch = simulate([[GOES_ON, TERMINATED, GOES_ON]], torch.ones(1, 3, 1).double()).batch
-    stats = episode_stats(batch)
-    before = rows(stats), opened(stats)
-    batch.zero_()
-    assert (rows(stats), opened(stats)) == before
+    run.batch.zero_()  # results share no memory with it
+    assert (rows(first), opened(first)) == before
+    copied = pickle.loads(pickle.dumps(first))
+    assert (rows(copied), opened(copied)) == before
 
 
 def test_means_and_concatenation():
@@ -287,19 +264,9 @@ def test_means_and_concatenation():
     assert repr(stats) == "EpisodeStats(2 episodes, mean return 4, mean length 1.5, 1 terminated, 1 open)"
     with pytest.raises(ValueError, match="parts is empty"):
         EpisodeStats.concatenate([])
-
-
-def test_statistics_travel_between_processes():
-    stats = episode_stats(simulate([[TERMINATED, GOES_ON]], torch.ones(1, 2, 1)).batch)
-    copied = pickle.loads(pickle.dumps(stats))
-    assert (rows(copied), opened(copied)) == (rows(stats), opened(stats))
-
-
-def test_several_players_have_no_common_mean():
-    stats = episode_stats(simulate([[TERMINATED]], torch.ones(1, 1, 2)).batch)
-    with pytest.raises(ValueError, match="these episodes have 2"):
-        _ = stats.mean_return
-    assert repr(stats) == "EpisodeStats(1 episodes, 2 players, mean length 1, 1 terminated, 0 open)"
+    none = episode_stats(simulate([[GOES_ON] * 3], torch.ones(1, 3, 1)).batch)
+    assert (len(none), none.returns.shape) == (0, (0,))
+    assert repr(none) == "EpisodeStats(0 episodes, mean return nan, mean length nan, 0 terminated, 1 open)"
 
 
 @pytest.mark.gpu
@@ -308,41 +275,31 @@ def test_on_a_gpu():
     check(episode_stats(run.batch.to("cuda")), run)
 
 
-ONE = {"returns": torch.zeros(0), "lengths": torch.zeros(0), "traj_ids": torch.zeros(0), "lanes": torch.zeros(0)}
+BAD = {
+    "dict": (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
+    "no dimensions": (lambda batch: TensorDict({}), ValueError, "no batch dimensions"),
+    "no reward": (lambda batch: batch.exclude(("next", "reward")), ValueError, "no tensor next.reward"),
+    "no counters": (lambda batch: batch.exclude("collector"), ValueError, "no tensor collector.traj_ids"),
+    "reward": (
+        lambda batch: batch.set(("next", "reward"), torch.zeros(1, 3)), ValueError,
+        r"next.reward has shape \[1, 3\], the batch wants \[1, 3, n\]"),
+    "flags": (
+        lambda batch: batch.set(("next", "done"), torch.zeros(1, 3, 2, dtype=torch.bool)), ValueError,
+        r"next.done has shape \[1, 3, 2\], the batch wants \[1, 3, 1\]"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
-        (lambda batch: TensorDict({}), ValueError, "no batch dimensions"),
-        (lambda batch: batch.exclude(("next", "reward")), ValueError, "no tensor next.reward"),
-        (lambda batch: batch.exclude(("next", "terminated")), ValueError, "no tensor next.terminated"),
-        (lambda batch: batch.exclude(("collector", "step")), ValueError, "no tensor collector.step"),
-        (lambda batch: batch.exclude("collector"), ValueError, "no tensor collector.traj_ids"),
-        (
-            lambda batch: batch.set(("next", "reward"), torch.zeros(1, 3)),
-            ValueError,
-            r"next.reward has shape \[1, 3\], the batch wants \[1, 3, n\]",
-        ),
-        (
-            lambda batch: batch.set(("next", "done"), torch.zeros(1, 3, 2, dtype=torch.bool)),
-            ValueError,
-            r"next.done has shape \[1, 3, 2\], the batch wants \[1, 3, 1\]",
-        ),
-    ],
-)
-def test_bad_input(change, error, message):
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    change, error, message = BAD[case]
     with pytest.raises(error, match=message):
         episode_stats(change(simulate([[GOES_ON] * 3], torch.ones(1, 3, 1)).batch))
 
 
 def test_another_number_of_players():
-    batch = simulate([[GOES_ON] * 3], torch.ones(1, 3, 2)).batch
-    head = OpenReturn(lane=0, length=1, value=torch.tensor(1.0, dtype=torch.float64))
-    previous = EpisodeStats(**ONE, terminated=torch.zeros(0, dtype=torch.bool), open_returns={0: head})
+    one, two = (simulate([[GOES_ON] * 3], torch.ones(1, 3, players)).batch for players in (1, 2))
     with pytest.raises(ValueError, match="rewards of 2 players, `previous` of 1"):
-        episode_stats(batch, previous)
+        episode_stats(two, episode_stats(one))
 
 
 def test_several_runs_are_taken_one_at_a_time():

@@ -69,14 +69,14 @@ def check(whole, compact):
     assert_same(fc.next_observations(compact), whole)
 
 
-@pytest.mark.parametrize("name", ENVS)
-@pytest.mark.parametrize(
-    "keywords",
-    [{}, {"max_frames_per_traj": 4}, {"set_truncated": True}, {"reset_when_done": False}, {"reset_at_each_iter": True}],
-    ids=lambda keywords: next(iter(keywords), "plain"),
-)
-def test_next_observations_come_back(name, keywords):
-    for whole, compact in both(ENVS[name], **keywords):
+KEYWORDS = ["", "max_frames_per_traj", "set_truncated", "reset_when_done", "reset_at_each_iter"]
+PAIRS = {*zip(ENVS, itertools.cycle(KEYWORDS), strict=False), *(("several", name) for name in KEYWORDS)}
+
+
+@pytest.mark.parametrize(("name", "keyword"), sorted(PAIRS) + in_soak(itertools.product(ENVS, KEYWORDS)))
+def test_next_observations_come_back(name, keyword):
+    values = {"max_frames_per_traj": 4, "set_truncated": True, "reset_when_done": False, "reset_at_each_iter": True}
+    for whole, compact in both(ENVS[name], **({keyword: values[keyword]} if keyword else {})):
         check(whole, compact)
 
 

@@ -87,43 +87,25 @@ def test_every_frame_stands_where_a_loop_puts_it(shape, data):
     check(batch_of(ids, next_done, done))
 
 
-def test_equal_ids_in_adjacent_rows_stay_apart():
-    result = check(batch_of([[4, 4, 4], [4, 4, 5]]))
-    assert result["action"].tolist() == [[1, 2, 3], [4, 5, 0], [6, 0, 0]]
-
-
-def test_equal_ids_apart_in_one_row_are_two_trajectories():
-    assert split_trajectories(batch_of([7, 8, 7]))["action"].tolist() == [[1], [2], [3]]
-
-
-def test_a_done_frame_ends_a_trajectory_whatever_the_ids_say():
-    result = split_trajectories(batch_of([0, 0, 0, 0], next_done=[False, True, False, True]))
-    assert result["action"].tolist() == [[1, 2], [3, 4]]
-
-
-def test_frames_of_a_lane_that_stays_finished_stay_with_their_trajectory():
-    result = split_trajectories(batch_of([0, 0, 0], [False, True, True], [False, False, True]))
-    assert result["action"].tolist() == [[1, 2, 3]]
-
-
-def test_three_batch_dimensions_come_in_row_order():
-    ids = torch.tensor([[[0, 0], [2, 4]], [[1, 1], [3, 3]]])
-    assert split_trajectories(batch_of(ids))["collector", "traj_ids"][:, 0].tolist() == [0, 2, 4, 1, 3]
+@pytest.mark.parametrize(("arguments", "rows"), [
+    (([[4, 4, 4], [4, 4, 5]],), [[1, 2, 3], [4, 5, 0], [6, 0, 0]]),  # equal ids in adjacent rows stay apart
+    (([7, 8, 7],), [[1], [2], [3]]),  # so do equal ids of one row
+    (([0, 0, 0, 0], [False, True, False, True]), [[1, 2], [3, 4]]),  # a done frame ends one, whatever the ids say
+    (([0, 0, 0], [False, True, True], [False, False, True]), [[1, 2, 3]]),  # but not of a lane that stays finished
+    (([[[0, 0], [2, 4]], [[1, 1], [3, 3]]],), [[1, 2], [3, 0], [4, 0], [5, 6], [7, 8]]),
+    (([[1 << 40, (1 << 40) + 1], [1 << 41, 1 << 41]],), [[1, 0], [2, 0], [3, 4]]),
+])  # fmt: skip
+def test_rows_by_hand(arguments, rows):
+    assert split_trajectories(batch_of(*arguments))["action"].tolist() == rows
 
 
 def test_ids_under_another_key():
     batch = batch_of([0, 0, 0])
     batch["episode"] = torch.tensor([0, 1, 1], dtype=torch.uint8)
-    assert split_trajectories(batch, trajectory_key="episode")["action"].tolist() == [[1, 0], [2, 3]]
-
-
-def test_a_batch_without_other_metadata_gets_its_mask():
-    batch = TensorDict({"episode": torch.tensor([0, 1, 1])}, [3])
-    assert split_trajectories(batch, trajectory_key="episode")["collector", "mask"].tolist() == [[1, 0], [1, 1]]
-
-
-def test_ids_beyond_32_bits():
-    check(batch_of(torch.tensor([[1 << 40, (1 << 40) + 1], [1 << 41, 1 << 41]])))
+    for each in (batch, batch.exclude("collector")):
+        split = split_trajectories(each, trajectory_key="episode")
+        assert split["action"].tolist() == [[1, 0], [2, 3]]
+        assert split["collector", "mask"].tolist() == [[1, 0], [1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -250,17 +232,11 @@ def test_jagged_trajectories_share_their_offsets():
     ]
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"prefix": 0}, TypeError, "prefix is 0, expected a key"),
-        ({"trajectory_key": 0}, TypeError, "trajectory_key is 0, expected a key"),
-        ({"trajectory_key": "episode"}, ValueError, "no tensor episode"),
-        ({"done_key": ()}, TypeError, r"done_key is \(\), expected a key"),
-        ({"done_key": "x"}, ValueError, "no tensor collector.traj_ids"),
-        ({"as_nested": "jagged"}, TypeError, "as_nested is 'jagged', expected a bool or a torch.layout"),
-    ],
-)
+@pytest.mark.parametrize(("kwargs", "error", "message"), [
+    ({"trajectory_key": "episode"}, ValueError, "no tensor episode"),
+    ({"done_key": "x"}, ValueError, "no tensor collector.traj_ids"),
+    ({"as_nested": "jagged"}, TypeError, "as_nested is 'jagged', expected a bool or a torch.layout"),
+])  # fmt: skip
 def test_bad_arguments(kwargs, error, message):
     with pytest.raises(error, match=message):
         split_trajectories(batch_by_ends(), **kwargs)
@@ -271,44 +247,26 @@ def test_nested_tensors_need_frames():
         split_trajectories(batch_of([0])[:0], as_nested=True)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
-        (lambda batch: TensorDict({}), ValueError, r"no batch dimensions, expected \[\*B, T\]"),
-        (without_ids, ValueError, "no tensor collector.traj_ids.*it has .*next.reward"),
-        (
-            lambda batch: batch.set(("collector", "traj_ids"), torch.zeros(2, 3)),
-            TypeError,
-            "float32, expected integers",
-        ),
-        (
-            lambda batch: batch.set(("collector", "traj_ids"), torch.zeros(2, 3, dtype=torch.bool)),
-            TypeError,
-            "bool, expected integers",
-        ),
-        (
-            lambda batch: batch.set(("collector", "traj_ids"), torch.zeros(2, 3, 1).long()),
-            ValueError,
-            r"collector.traj_ids has shape \[2, 3, 1\], the batch wants \[2, 3\]",
-        ),
-        (
-            lambda batch: batch.set(("next", "done"), torch.zeros(2, 3, dtype=torch.bool)),
-            ValueError,
-            r"next.done has shape \[2, 3\], the batch wants \[2, 3, 1\]",
-        ),
-        (
-            lambda batch: batch.set(("next", "name"), NonTensorData("x", batch_size=[2, 3])),
-            TypeError,
-            "next.name is NonTensorData, expected a tensor.*exclude",
-        ),
-        (
-            lambda batch: batch.set("names", NonTensorStack.from_list([["a", "b", "c"]] * 2)),
-            TypeError,
-            "names is NonTensorStack, expected a tensor",
-        ),
-    ],
-)
-def test_bad_input(change, error, message):
+BAD = {
+    "dict": (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
+    "no dimensions": (lambda batch: TensorDict({}), ValueError, r"no batch dimensions, expected \[\*B, T\]"),
+    "no ids": (without_ids, ValueError, "no tensor collector.traj_ids.*it has .*next.reward"),
+    "floating ids": (
+        lambda batch: batch.set(("collector", "traj_ids"), torch.zeros(2, 3)), TypeError, "float32, expected integers"),
+    "no trailing 1": (
+        lambda batch: batch.set(("next", "done"), torch.zeros(2, 3, dtype=torch.bool)), ValueError,
+        r"next.done has shape \[2, 3\], the batch wants \[2, 3, 1\]"),
+    "no tensor": (
+        lambda batch: batch.set(("next", "name"), NonTensorData("x", batch_size=[2, 3])), TypeError,
+        "next.name is NonTensorData, expected a tensor.*exclude"),
+    "no tensors": (
+        lambda batch: batch.set("names", NonTensorStack.from_list([["a", "b", "c"]] * 2)), TypeError,
+        "names is NonTensorStack, expected a tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    change, error, message = BAD[case]
     with pytest.raises(error, match=message):
         split_trajectories(change(batch_of([[0, 0, 1], [2, 2, 2]])))

@@ -1,8 +1,13 @@
 """The samplers of a `ReplayBuffer`."""
 
-from funcollect.buffers.samplers.multi_step import MultiStepSampler
 from funcollect.buffers.samplers.prioritized import PrioritizedSampler, PrioritizedSliceSampler
-from funcollect.buffers.samplers.uniform import RandomSampler, Sampler, SamplerWithoutReplacement, SliceSampler
+from funcollect.buffers.samplers.uniform import (
+    MultiStepSampler,
+    RandomSampler,
+    Sampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+)
 
 __all__ = [
     "MultiStepSampler",

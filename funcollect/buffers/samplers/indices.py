@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,9 +12,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.arguments import check_choice, check_flags, check_key, check_positive
-from funcollect.buffers.arrays import Bools, Ints
-from funcollect.buffers.samplers.randomness import RandomSource
-from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
+from funcollect.buffers import Bools, Floats, Ints
+from funcollect.buffers.trajectory_index import TrajectoryIndex
+from funcollect.keys import Key, Purpose, seed_of
 from funcollect.trajectories.split import IS_FIRST, MASK
 from funcollect.tree import Path
 
@@ -35,6 +35,33 @@ class BufferView(Protocol):
     def index(self) -> TrajectoryIndex | None: ...
 
     def __len__(self) -> int: ...
+
+
+class RandomSource(NamedTuple):
+    """The source of a sampler's random numbers."""
+
+    below: Callable[[int, int], Ints]  # ``below(limit, count)``: `count` uniform integers in ``[0, limit)``
+    uniform: Callable[[int], Floats]  # ``uniform(count)``: `count` uniform numbers in ``[0, 1)``
+    permutation: Callable[[int], Ints]  # ``permutation(count)``: the integers below `count` in random order
+
+
+def from_key(key: Key) -> RandomSource:
+    """Random numbers that are a function of a key."""
+    words = np.array([seed_of(key), int(Purpose.SAMPLE) << 48], np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=words))
+    return RandomSource(
+        lambda limit, count: generator.integers(limit, size=count), generator.random, generator.permutation
+    )
+
+
+def from_generator(generator: torch.Generator | None) -> RandomSource:
+    """Random numbers from a Torch generator, which advances; None means Torch's global generator."""
+    source: dict[str, Any] = {"generator": generator, "device": generator.device if generator else "cpu"}
+    return RandomSource(
+        lambda limit, count: torch.randint(limit, (count,), **source).numpy(force=True),
+        lambda count: torch.rand(count, dtype=torch.float64, **source).numpy(force=True),
+        lambda count: torch.randperm(count, **source).numpy(force=True),
+    )
 
 
 @dataclass(kw_only=True, slots=True)  # to freeze it would take three times as long to make one
@@ -199,7 +226,7 @@ class Slices:
             trajectory, begin = self._by_trajectory(index, random_source)
         else:
             slots = _draw(random_source, self.num_slices, len(memory), lambda some: self.begins(index, some))
-            trajectory, begin = index.member.take(slots).astype(np.int64), index.position.take(slots)
+            trajectory, begin = index.places(slots)
         if not len(trajectory):
             raise ValueError(too_long(self, index))
         drawn = self.along(index, trajectory, begin)
@@ -233,8 +260,7 @@ class Slices:
         stop = index.stop.take(trajectory)[:, None]
         mask = (position < stop).reshape(-1)
         slots = index.slot_lists.get(trajectory[:, None], np.minimum(position, stop - 1)).reshape(-1)
-        lengths = np.minimum(stop[:, 0] - begin, self.slice_len)
-        last = np.arange(len(trajectory)) * self.slice_len + lengths - 1
+        last = np.arange(-1, len(slots) - 1, self.slice_len) + np.minimum(stop[:, 0] - begin, self.slice_len)
         return SampleIndices(slots=slots, mask=mask, first=first, last=last, init_key=self.init_key)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,9 +14,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_number, check_positive
-from funcollect.buffers.arrays import Arrays, Floats, Ints
-from funcollect.buffers.samplers.indices import BufferView, SampleIndices, check_filled, too_long, trajectory_index_of
-from funcollect.buffers.samplers.randomness import RandomSource
+from funcollect.buffers import Arrays, Floats, Ints
+from funcollect.buffers.samplers.indices import (
+    BufferView,
+    RandomSource,
+    SampleIndices,
+    check_filled,
+    too_long,
+    trajectory_index_of,
+)
 from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler
 from funcollect.messages import shown
 from funcollect.tree import Path
@@ -56,7 +61,7 @@ class PrioritizedSampler(RandomSampler):
 
     def __init__(self, max_capacity: int, alpha: float, beta: float, eps: float = 1e-8) -> None:
         check_positive("max_capacity", max_capacity)
-        for name, value in {"alpha": alpha, "beta": beta, "eps": eps}.items():
+        for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
             check_number(name, value)
         self.max_capacity, self.alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
         self.empty()
@@ -125,8 +130,7 @@ class PrioritizedSampler(RandomSampler):
 
     def _weights(self, priority: Floats) -> Floats:
         """The weights [N], to which probabilities are proportional, of priorities [N]."""
-        weights: Floats = (priority + self.eps) ** self.alpha
-        return weights
+        return np.asarray((priority + self.eps) ** self.alpha)
 
     def _check(self, memory: BufferView) -> None:
         """Raise ValueError if the buffer is empty, or all weights are 0."""
@@ -141,12 +145,12 @@ class PrioritizedSampler(RandomSampler):
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         self._check(memory)
         slots = self._priorities.find(random_source.uniform(batch_size))
-        return SampleIndices(slots=slots, info={"priority_weight": self._corrections(slots)})
+        return SampleIndices(slots=slots, info=self._corrections(slots))
 
-    def _corrections(self, slots: Ints) -> Tensor:
+    def _corrections(self, slots: Ints) -> dict[str, Tensor]:
         """The importance weights [N] float32 of the frames in `slots` [N]."""
         ratio = self._priorities.get(slots) / self._priorities.least
-        return torch.from_numpy((ratio**-self.beta).astype(np.float32))
+        return {"priority_weight": torch.from_numpy((ratio**-self.beta).astype(np.float32))}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_capacity={self.max_capacity}, alpha={self.alpha}, beta={self.beta})"
@@ -218,16 +222,9 @@ class PrioritizedSliceSampler(PrioritizedSampler):
     ) -> None:
         super().__init__(max_capacity, alpha, beta, eps)
         self._slices = SliceSampler(
-            num_slices=num_slices,
-            slice_len=slice_len,
-            traj_key=traj_key,
-            trajectory_key=trajectory_key,
-            end_key=end_key,
-            strict_length=strict_length,
-            pad_output=pad_output,
-            init_key=init_key,
-            over="windows",
-        )
+            num_slices=num_slices, slice_len=slice_len, traj_key=traj_key, trajectory_key=trajectory_key,
+            end_key=end_key, strict_length=strict_length, pad_output=pad_output, init_key=init_key, over="windows",
+        )  # fmt: skip
         self.trajectories = self._slices.trajectories
 
     @override
@@ -241,9 +238,8 @@ class PrioritizedSliceSampler(PrioritizedSampler):
             if not len(begins):
                 raise ValueError(too_long(spec, index))
             slots = np.concatenate([slots, self._among(begins, random_source.uniform(missing))])
-        drawn = spec.along(index, index.member.take(slots).astype(np.int64), index.position.take(slots))
-        weight = self._corrections(slots).repeat_interleave(spec.slice_len)
-        drawn = replace(drawn, info={"priority_weight": weight})
+        drawn = spec.along(index, *index.places(slots))
+        drawn.info = self._corrections(slots.repeat(spec.slice_len))
         return drawn if spec.pad_output else drawn.shortened()
 
     def _among(self, slots: Ints, places: Floats) -> Ints:
@@ -252,8 +248,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         if not upto[-1] > 0:
             raise ValueError("every frame at which a slice can begin has priority 0: give some frame a positive one")
         places = np.minimum(places * upto[-1], math.nextafter(upto[-1], 0.0))
-        chosen: Ints = slots[np.searchsorted(upto, places, side="right")]
-        return chosen
+        return slots[np.searchsorted(upto, places, side="right")]
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {repr(self._slices).partition('(')[2]}"
@@ -275,15 +270,13 @@ class SumTree:
     """
 
     def __init__(self, capacity: int) -> None:
+        sizes = [capacity]
+        while sizes[-1] > _MOST_AT_TOP:
+            sizes[-1] += -sizes[-1] % _WIDTH
+            sizes.append(sizes[-1] // _WIDTH)
         # Each list has one array per level, the weights of the slots first.
-        self._sums: list[Floats] = []  # [blocks * width]; the last level has as many as there are
-        self._least: list[Floats] = []  # like `_sums`: the least positive weight below each; else infinite
-        while not self._sums or capacity > _MOST_AT_TOP:
-            if self._sums:
-                capacity = len(self._sums[-1]) // _WIDTH
-            padded = capacity if capacity <= _MOST_AT_TOP else capacity + -capacity % _WIDTH
-            self._sums.append(np.zeros(padded))
-            self._least.append(np.full(padded, np.inf))
+        self._sums: list[Floats] = [np.zeros(size) for size in sizes]
+        self._least: list[Floats] = [np.full(size, np.inf) for size in sizes]  # positive weight below each, if any
         self._top: Floats | None = None  # 0 and the running sums of the last level, until a weight changes
 
     def put(self, slots: Ints, weights: Floats) -> None:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_key, check_positive
-from funcollect.buffers.arrays import Arrays, Ints
-from funcollect.buffers.samplers.indices import BufferView, Flat, SampleIndices, Slices, check_filled
-from funcollect.buffers.samplers.randomness import RandomSource
-from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories
+from funcollect.buffers import Arrays, Ints
+from funcollect.buffers.samplers.indices import (
+    BufferView,
+    Flat,
+    RandomSource,
+    SampleIndices,
+    Slices,
+    check_filled,
+    trajectory_index_of,
+)
+from funcollect.buffers.segments import Trajectories
+from funcollect.trajectories.returns import MultiStep
+from funcollect.trajectories.split import MASK
 from funcollect.tree import Path
 
-__all__ = ["RandomSampler", "Sampler", "SamplerWithoutReplacement", "SliceSampler"]
+__all__ = ["MultiStepSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SliceSampler"]
 
 
 class Sampler(Protocol):
@@ -160,14 +171,12 @@ class SliceSampler(RandomSampler):
         num_slices: the number of slices in a sample, each of ``batch_size / num_slices`` frames. Give either this or
             `slice_len`.
         slice_len: the number of frames in a slice; a sample has ``batch_size / slice_len`` slices.
-        traj_key: the key of the trajectory ids; by default ``("collector", "traj_ids")``, see `ring.Trajectories`.
+        traj_key: the key of the trajectory ids, see `ring.Trajectories`.
         trajectory_key: another name for `traj_key`.
-        end_key: the key of the end flags; by default ``("next", "done")``.
-        strict_length: whether to draw only from trajectories that are long enough. If False, shorter ones are returned
-            whole, and the sample has fewer than ``batch_size`` frames then.
-        pad_output: pad them with zeros instead, see `ring.Slices`.
-        init_key: the flags that are True where a slice begins, nested ones included; None leaves them as stored.
-        over: whether all ``"trajectories"`` or all ``"windows"`` (possible slices) are equally likely.
+        end_key: the key of the end flags, see `ring.Trajectories`.
+        strict_length: whether to draw only from trajectories that are long enough. If False, a sample may have fewer
+            than ``batch_size`` frames.
+        pad_output, init_key, over: see `ring.Slices`.
         cache_values: accepted as by TorchRL, without effect: the trajectories are always known.
 
     Raises:
@@ -212,36 +221,25 @@ class SliceSampler(RandomSampler):
         check_flags(cache_values=cache_values)
         self.trajectories = Trajectories(traj_key=trajectory_key if traj_key is None else traj_key, end_key=end_key)
         self.num_slices, self.slice_len = num_slices, slice_len
-        self.strict_length, self.pad_output, self.init_key, self.over = strict_length, pad_output, init_key, over
+        self.options: dict[str, Any] = {
+            "strict_length": strict_length, "pad_output": pad_output, "init_key": init_key, "over": over,
+        }  # fmt: skip
         # This checks the arguments. The number that is not given follows from the batch size, so it is 1 here.
-        Slices(
-            num_slices=1 if num_slices is None else num_slices,
-            slice_len=1 if slice_len is None else slice_len,
-            strict_length=strict_length,
-            pad_output=pad_output,
-            init_key=init_key,
-            over=over,
-        )
+        sizes: dict[str, Any] = {"num_slices": num_slices, "slice_len": slice_len}
+        Slices(**{name: 1 if size is None else size for name, size in sizes.items()}, **self.options)
 
     def spec(self, batch_size: int) -> Slices:
         """The slices of a sample; ValueError if their number or length does not divide `batch_size`."""
         given = self.num_slices or self.slice_len or 1
-        if batch_size % given:
+        other, rest = divmod(batch_size, given)
+        if rest:
             name = "num_slices" if self.slice_len is None else "slice_len"
             raise ValueError(
                 f"batch_size is {batch_size}, {name} {given}, expected a positive multiple: sample for example "
-                f"{max(batch_size // given, 1) * given} frames"
+                f"{max(other, 1) * given} frames"
             )
-        other = batch_size // given
         num_slices, slice_len = (other, given) if self.num_slices is None else (given, other)
-        return Slices(
-            num_slices=num_slices,
-            slice_len=slice_len,
-            strict_length=self.strict_length,
-            pad_output=self.pad_output,
-            init_key=self.init_key,
-            over=self.over,
-        )
+        return Slices(num_slices=num_slices, slice_len=slice_len, **self.options)
 
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
@@ -249,5 +247,63 @@ class SliceSampler(RandomSampler):
 
     def __repr__(self) -> str:
         size = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
-        padded = ", pad_output=True" if self.pad_output else ""
-        return f"{type(self).__name__}({size}, strict_length={self.strict_length}{padded}, over={self.over!r})"
+        strict, padded, over = (self.options[name] for name in ("strict_length", "pad_output", "over"))
+        padding = ", pad_output=True" if padded else ""
+        return f"{type(self).__name__}({size}, strict_length={strict}{padding}, over={over!r})"
+
+
+@dataclass(kw_only=True, slots=True)
+class _Lookahead(SampleIndices):
+    """N frames, each with those that follow it: ``slots`` is ``[N * n_steps]``."""
+
+    returns: MultiStep
+
+    @property
+    @override
+    def index(self) -> Ints:
+        return self.slots[:: self.returns.n_steps]
+
+    @override
+    def finish(self, batch: Any) -> Any:
+        table = batch.reshape(-1, self.returns.n_steps)
+        had = table.get("collector", None)
+        if had is not None:
+            table.set("collector", had.clone(False))
+        table.set(MASK, torch.from_numpy(self.mask).to(batch.device).reshape(table.shape))
+        first = self.returns(table)[:, 0]
+        return first.exclude("collector" if had is None else MASK)
+
+
+class MultiStepSampler(RandomSampler):
+    """Single frames, drawn uniformly with replacement, with the n-step returns and next observations of `MultiStep`.
+
+    They are computed from the trajectories in the buffer, also across batches, up to the newest frame of each.
+
+    For `gamma`, `n_steps` and the errors, see `MultiStep`; for `traj_key` and `end_key`, see `SliceSampler`.
+
+    >>> import funcollect as fc
+    >>> sampler = MultiStepSampler(gamma=0.9, n_steps=3)
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(1000), sampler=sampler, batch_size=64)
+    >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=2, total_frames=200, seed=0) as collector:
+    ...     for batch in collector:
+    ...         indices = buffer.extend(batch)
+    >>> buffer.sample()["next", "reward"].max()
+    tensor(2.7100)
+    """
+
+    def __init__(
+        self, *, gamma: float, n_steps: int, traj_key: str | Path | None = None, end_key: str | Path | None = None
+    ) -> None:
+        self.returns = MultiStep(gamma, n_steps)
+        self.trajectories = Trajectories(traj_key=traj_key, end_key=end_key)
+
+    @override
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
+        check_filled(memory)
+        index, slots = trajectory_index_of(memory), random_source.below(len(memory), batch_size)
+        spec = Slices(num_slices=batch_size, slice_len=self.returns.n_steps, strict_length=False, pad_output=True)
+        drawn = spec.along(index, *index.places(slots))
+        return _Lookahead(slots=drawn.slots, mask=drawn.mask, returns=self.returns)
+
+    def __repr__(self) -> str:
+        return f"MultiStepSampler(gamma={self.returns.gamma}, n_steps={self.returns.n_steps})"

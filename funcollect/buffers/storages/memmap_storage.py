@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_kind
-from funcollect.buffers.arrays import Ints
-from funcollect.buffers.storages.frame_stacks import FrameStacks, StoredStacks, plane_layouts
-from funcollect.buffers.storages.packed_rows import RowLayout
-from funcollect.buffers.storages.plane_file import PLANES, OpenedPlaneFile, PlaneFile
+from funcollect.buffers import Ints
+from funcollect.buffers.storages.packed_rows import FrameLayout, RowLayout
+from funcollect.buffers.storages.planes import PLANES, FrameStacks, RowsInFile, room_for
 from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
 from funcollect.files import allocate
 
@@ -42,10 +41,9 @@ class LazyMemmapStorage(LazyTensorStorage):
         max_size: the capacity in frames.
         scratch_dir: the directory of the file, which is kept. By default a temporary file without a name, which ends
             with the storage or with the process, even if that is killed.
-        ndim: see `LazyTensorStorage`.
+        ndim, frame_stack: see `LazyTensorStorage`. The frames of stacks are in further files, which readers also use.
         device: the device of samples; by default the CPU. The rows are in the file in any case.
         compact_obs: see `LazyTensorStorage`. Separately stored observations are in memory, so readers are not possible.
-        frame_stack: see `LazyTensorStorage`. The frames of stacks are in further files, which readers also use.
         existsok: overwrite the file of an earlier storage.
 
     Raises:
@@ -80,45 +78,50 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._base = 0  # the number of the first frame after `empty`: for readers, numbers only increase
 
     @override
-    def _allocate(
-        self, layout: RowLayout, stacks: RowLayout | None, existsok: bool = False
-    ) -> tuple[Tensor, FrameStacks | None]:
+    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[Tensor, FrameStacks | None]:
         if self.scratch_dir is not None:
-            return self._allocate_in(self.scratch_dir, layout, stacks, existsok)
+            return self._allocate_in(self.scratch_dir, layout, existsok)
         with tempfile.TemporaryDirectory(prefix="funcollect-") as directory:  # open files live on without their names
-            return self._allocate_in(Path(directory), layout, stacks, existsok)
+            return self._allocate_in(Path(directory), layout, existsok)
 
-    def _allocate_in(
-        self, directory: Path, layout: RowLayout, stacks: RowLayout | None, existsok: bool
-    ) -> tuple[Tensor, FrameStacks | None]:
-        path = directory / _NAME
+    def _allocate_in(self, directory: Path, layout: FrameLayout, existsok: bool) -> tuple[Tensor, FrameStacks | None]:
+        path, former = directory / _NAME, {*directory.glob(PLANES.format("*"))}
         if path.exists() and not (existsok or self._existsok):
             raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
         directory.mkdir(parents=True, exist_ok=True)
-        saved = layout.to_json() if layout.structure is None else None
-        header: dict[str, Any] = {"rows": saved, "compact_obs": self.compact_obs}
-        planes = [] if stacks is None else plane_layouts(stacks)
-        shared, former = None, set(directory.glob(PLANES.format("*")))
+        columns = () if layout.stacks is None else layout.stacks.columns
+        planes = {(each.shape[1:], each.dtype): each.nbytes // each.shape[0] for each in columns}
+        nbytes = layout.rows.nbytes + sum(planes.values())
+        wanted = f"{self.max_size} frames of {nbytes} bytes, {self.max_size * nbytes} in all"
         try:
-            if stacks is not None:
-                files = [PlaneFile(directory / PLANES.format(secrets.token_hex(8)), plane.words) for plane, _ in planes]
-                shared = FrameStacks(stacks, files, self.max_size)
-                header |= {"stacks": stacks.to_json(), "planes": [file.path.name for file in files]}
-            self._file, rows = _create(path, header, self.max_size, layout.words)
-        except OSError as error:
+            with room_for(f"{directory} has no room for {wanted}"):
+                rows, stacks = self._create(path, layout)
+        except OSError:
             _remove({*directory.glob(PLANES.format("*"))} - former)
-            nbytes = layout.nbytes + sum(plane.nbytes for plane, _ in planes)
-            raise OSError(
-                error.errno,
-                f"{directory} has no room for {self.max_size} frames of {nbytes} bytes, {self.max_size * nbytes} in "
-                f"all ({os.strerror(error.errno or 0)}): give a smaller max_size, or another scratch_dir",
-            ) from error
+            raise
         _remove(former)
         self._base = 0
-        return rows, shared
+        return rows, stacks
+
+    def _create(self, path: Path, layout: FrameLayout) -> tuple[Tensor, FrameStacks | None]:
+        """Create the file, and those for planes."""
+        saved = layout.rows.to_json() if layout.rows.structure is None else None
+        header: dict[str, Any] = {"rows": saved, "compact_obs": self.compact_obs, "max_size": self.max_size}
+        files: list[RowsInFile] = []
+
+        def planes_of(words: int) -> RowsInFile:
+            files.append(RowsInFile(path.with_name(PLANES.format(secrets.token_hex(8))), words))
+            return files[-1]
+
+        stacks = None
+        if layout.stacks is not None:
+            stacks = FrameStacks(layout.stacks, planes_of, self.max_size)
+            header |= {"stacks": layout.stacks.to_json(), "planes": [file.path.name for file in files]}
+        self._file, rows = _create(path, json.dumps(header).encode(), self.max_size, layout.rows.words)
+        return rows, stacks
 
     @override
-    def announce(self, oldest: int, written: int) -> None:
+    def _announce(self, oldest: int, written: int) -> None:
         if self._file is not None:
             self._file.announce(self._base + oldest, self._base + written)
 
@@ -126,7 +129,12 @@ class LazyMemmapStorage(LazyTensorStorage):
     def empty(self) -> None:
         if self._file is not None:
             self._base = -(-self._file.span[1] // self.max_size) * self.max_size
-            self.announce(0, 0)
+            self._announce(0, 0)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink()
 
 
 class RowsFile:
@@ -156,10 +164,9 @@ class RowsFile:
         self._words[_WRITTEN] = written
 
 
-def _create(path: Path, header: Mapping[str, Any], rows: int, words: int) -> tuple[RowsFile, Tensor]:
+def _create(path: Path, header: bytes, rows: int, words: int) -> tuple[RowsFile, Tensor]:
     """Create a file with space for all rows; return it and its rows as a tensor ``[rows, words]``."""
-    text = json.dumps({**header, "max_size": rows}).encode()
-    offset = -(-(_JSON * _WORD + len(text)) // _PAGE) * _PAGE // _WORD  # words before the first row
+    offset = -(-(_JSON * _WORD + len(header)) // _PAGE) * _PAGE // _WORD  # words before the first row
     size = offset + rows * words
     # The file gets its name once it is complete. An old file is replaced, not truncated: a process that has mapped it
     # would be killed.
@@ -167,9 +174,9 @@ def _create(path: Path, header: Mapping[str, Any], rows: int, words: int) -> tup
     try:
         with open(fresh, "w+b") as file:
             allocate(file.fileno(), size * _WORD)
-            file.write(np.array([_MAGIC, offset, len(text)], np.int64).tobytes())
+            file.write(np.array([_MAGIC, offset, len(header)], np.int64).tobytes())
             file.seek(_JSON * _WORD)
-            file.write(text)
+            file.write(header)
     except OSError:
         fresh.unlink()
         raise
@@ -178,13 +185,8 @@ def _create(path: Path, header: Mapping[str, Any], rows: int, words: int) -> tup
     return RowsFile(mapped.numpy()), mapped[offset:].view(rows, words)
 
 
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.unlink()
-
-
-def attach(directory: Path) -> RowsFile:
-    """Open the file that another process writes in its `scratch_dir`, for reading."""
+def attach(directory: Path) -> tuple[RowsFile, RowLayout, FrameStacks | None]:
+    """The file that another process writes in its `scratch_dir`, the layout of its rows, and its stacks."""
     path = directory / _NAME
     if not path.exists():
         raise FileNotFoundError(
@@ -193,13 +195,16 @@ def attach(directory: Path) -> RowsFile:
     words = np.memmap(path, np.int64, "r")
     if words[0] != _MAGIC:
         raise ValueError(f"{path} was not written by a LazyMemmapStorage: give the scratch_dir of one")
-    return RowsFile(words.view(np.ndarray))
-
-
-def open_stacks(header: Mapping[str, Any], directory: Path) -> StoredStacks | None:
-    """The stacks of the file with this header; None if it has none."""
-    if "stacks" not in header:
-        return None
-    layout = RowLayout.from_json(header["stacks"])
-    planes = zip(header["planes"], plane_layouts(layout), strict=True)
-    return StoredStacks(layout, [OpenedPlaneFile(directory / name, plane.words) for name, (plane, _) in planes])
+    file = RowsFile(words.view(np.ndarray))
+    if file.header["compact_obs"]:
+        raise ValueError(
+            "the storage has compact_obs, so its next observations are in the memory of its process: build it without "
+            "compact_obs for readers"
+        )
+    if file.header["rows"] is None:
+        raise TypeError("the storage holds trees, whose structure is not in its file: store TensorDicts for readers")
+    layout, names = FrameLayout.from_json(file.header), iter(file.header.get("planes", ()))
+    if layout.stacks is None:
+        return file, layout.rows, None
+    stacks = FrameStacks(layout.stacks, lambda words: RowsInFile(directory / next(names), words, reading=True))
+    return file, layout.rows, stacks

@@ -1,7 +1,7 @@
 """Stores next observations only if the following frame does not contain the same bytes as its observation.
 
 The last observation of an episode, and that after the newest frame of each lane, are in no other frame. These are
-stored **aside**, in an array that grows as needed.
+stored **aside**, in rows that grow as needed.
 """
 
 from __future__ import annotations
@@ -13,29 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from funcollect.buffers.arrays import Arrays, Bools, Ints
-from funcollect.buffers.storages.frame_stacks import FrameStacks
+from funcollect.buffers import Arrays, Bools, Ints
 from funcollect.buffers.storages.packed_rows import RowLayout
-from funcollect.buffers.storages.plane_records import PlaneRecords
-from funcollect.specs import RESERVED
+from funcollect.buffers.storages.planes import FrameStacks, GrowingRows, RowPool
 from funcollect.tree import Path
 
 _AT_ONCE = 256  # frames compared at once
-
-
-def next_paths(leaves: Mapping[Path, Tensor]) -> list[Path]:
-    """The paths below ``next`` to whose leaf the root has one of the same shape and dtype; ValueError if none."""
-    found = []
-    for path, leaf in leaves.items():
-        root = leaves.get(path[1:]) if path[0] == "next" and path[1:] and path[1] not in RESERVED else None
-        if root is not None and root.shape == leaf.shape and root.dtype == leaf.dtype:
-            found.append(path)
-    if not found:
-        raise ValueError(
-            "the batch has no next observation of the same shape and dtype as an observation at its root, so "
-            f"compact_obs would save nothing; it has {sorted('.'.join(path) for path in leaves)}: leave compact_obs out"
-        )
-    return found
 
 
 class NextObservations:
@@ -47,32 +30,31 @@ class NextObservations:
 
     def __init__(self, layout: RowLayout, aside: RowLayout, rows: Tensor, stacks: FrameStacks | None) -> None:
         self.layout, self.aside = layout, aside
-        self.place = np.full(len(rows), -1)  # by slot: the index of its next observation aside; -1 if it is not there
+        self.place = np.full(len(rows), -1)  # by slot: the number of its next observation aside; -1 if it is not there
+        self.pool = RowPool(GrowingRows(aside.words))
         self._rows, self._stacks = rows, stacks
-        self._aside = torch.zeros(0, aside.words, dtype=torch.int64)
-        self._free = np.zeros(0, np.int64)
         # The fields of a next observation in `aside`, and of the observation at the root in `rows`.
         self._pairs = [(str(column.path), str(column.path[1:])) for column in aside.columns if column.nbytes]
 
     @property
     def nbytes(self) -> int:
         """The number of bytes allocated aside."""
-        return self._aside.nbytes
+        return self.pool.rows.nbytes
 
     def write(self, slots: Ints, leaves: Mapping[Path, Tensor], ndim: int, first: int) -> None:
         """Store the next observations of new frames aside; `settle` removes those that are not needed."""
         self._release(slots)
-        place = self._take(len(slots))
+        place = self.pool.take(len(slots))
         packed = torch.empty(len(slots), self.aside.words, dtype=torch.int64)
         self.aside.pack(packed, leaves, ndim, first)
-        self._aside[torch.from_numpy(place)] = packed
+        self.pool.rows[place] = packed.numpy()
         self.place[slots] = place
 
     def settle(self, slots: Ints, following: Ints) -> None:
         """Remove the next observations of frames in `slots` that equal the observations of their successors."""
         laid = self.place.take(slots) >= 0
         slots, following = slots[laid], following[laid]
-        rows, aside = self.layout.records(self._rows), self.aside.records(self._aside)
+        rows, aside = self.layout.records(self._rows), self.aside.records(torch.from_numpy(self.pool.rows))
         for start in range(0, len(slots), _AT_ONCE):
             some, after = slots[start : start + _AT_ONCE], following[start : start + _AT_ONCE]
             same = np.ones(len(some), np.bool_)
@@ -86,21 +68,9 @@ class NextObservations:
         place = self.place.take(slots)
         place = place[place >= 0]
         if self._stacks is not None:
-            self._stacks.release(self.aside, self._aside[torch.from_numpy(place)])
-        self._free = np.concatenate([self._free, place])
+            self._stacks.release(self.aside, torch.from_numpy(self.pool.rows[place]))
+        self.pool.give_back(place)
         self.place[slots] = -1
-
-    def _take(self, count: int) -> Ints:
-        """Return the indices of `count` free places aside, which are enlarged if they have too few."""
-        missing = count - len(self._free)
-        if missing > 0:
-            size = len(self._aside)
-            more = max(missing, size // 4)
-            self._aside = torch.cat([self._aside, self._aside.new_zeros(more, self.aside.words)])
-            self._free = np.concatenate([self._free, np.arange(size, size + more)])
-        cut = len(self._free) - count
-        taken, self._free = self._free[cut:], self._free[:cut]
-        return taken
 
     def read(self, slots: Ints, following: Ints, mask: Bools | None) -> dict[Path, Tensor]:
         """Copies of the next observations of the frames in `slots`; zeros where `mask` is False."""
@@ -110,7 +80,7 @@ class NextObservations:
         records, rows = self.aside.records(torch.from_numpy(packed)), self.layout.records(self._rows)
         for name, field in self._pairs:
             records[name] = rows[field][np.where(laid, 0, following)]  # `take` would copy all rows
-        packed[laid] = self._aside.numpy()[place[laid]]
+        packed[laid] = self.pool.rows[place[laid]]
         if mask is not None:
             packed[~mask] = 0
         leaves = zip(self.aside.columns, self.aside.leaves(torch.from_numpy(packed)), strict=True)
@@ -119,21 +89,20 @@ class NextObservations:
 
     def state(self) -> Arrays:
         """The stored next observations, as arrays by name."""
-        arrays = {"place": self.place, "aside": self._aside.numpy(), "free": self._free}
+        arrays = {"place": self.place, **self.pool.state()}
         if self._stacks is not None:
-            records = PlaneRecords(self._stacks, self.aside, self._aside)
-            used = enumerate(records.used(self.place[self.place >= 0]))
-            arrays |= {f"planes{pool}": records.read(pool, numbers) for pool, numbers in used}
+            used = self._stacks.used(self.aside, torch.from_numpy(self.pool.rows), self.place[self.place >= 0])
+            arrays |= {f"planes{pool}": planes for pool, planes in enumerate(used)}
         return arrays
 
     def load(self, state: Arrays) -> None:
         """Restore what `state` returned."""
-        self.place, self._free = state["place"], state["free"]
-        self._aside = torch.from_numpy(state["aside"])
+        self.place = state["place"]
+        self.pool.load(state)
         if self._stacks is not None:
-            pools = range(len(self._stacks.pools))
-            records = PlaneRecords(self._stacks, self.aside, self._aside)
-            records.load(self.place[self.place >= 0], ((pool, state[f"planes{pool}"]) for pool in pools))
+            planes = [state[f"planes{pool}"] for pool in range(len(self._stacks.pools))]
+            rows = torch.from_numpy(self.pool.rows)
+            self._stacks.renumber(self.aside, rows, self.place[self.place >= 0], planes)
 
 
 def _bytes(elements: npt.NDArray[np.void]) -> npt.NDArray[np.uint8]:

@@ -19,7 +19,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
-from funcollect.buffers.arrays import Ints
+from funcollect.buffers import Ints
+from funcollect.specs import RESERVED
 from funcollect.tree import Path, nest
 
 _WORD = 8  # bytes
@@ -59,14 +60,11 @@ def leaves_of(data: Any) -> dict[Path, Tensor]:
     if isinstance(data, TensorDictBase):
         return _add_leaves(data, (), {})
     paths, leaves, _ = optree.tree_flatten_with_path(data)
-    named = {tuple(map(str, path)): leaf for path, leaf in zip(paths, leaves, strict=True)}
-    for path, leaf in named.items():
-        _check_leaf(path, leaf)
-    return named
+    named = zip((tuple(map(str, path)) for path in paths), leaves, strict=True)
+    return {path: _checked(path, leaf) for path, leaf in named}
 
 
 def _add_leaves(node: TensorDictBase, prefix: Path, found: dict[Path, Tensor]) -> dict[Path, Tensor]:
-    """Add the leaves below a node at the path `prefix` to `found`, and return it."""
     for name, value in node.items():
         path = (*prefix, name)
         if type(value) is Tensor:
@@ -74,15 +72,14 @@ def _add_leaves(node: TensorDictBase, prefix: Path, found: dict[Path, Tensor]) -
         elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
             _add_leaves(value, path, found)
         else:
-            _check_leaf(path, value)
-            found[path] = value
+            found[path] = _checked(path, value)
     return found
 
 
-def _check_leaf(path: Path, leaf: Any) -> None:
-    """Raise TypeError unless the leaf is a tensor."""
+def _checked(path: Path, leaf: Any) -> Tensor:
+    """The leaf; TypeError unless it is a tensor."""
     if isinstance(leaf, Tensor):
-        return
+        return leaf
     if not path:
         wanted, mend = "a TensorDict, a tensor, or a tree of tensors", "store it in a ListStorage"
         if is_tensorclass(leaf):
@@ -166,7 +163,7 @@ class RowLayout:
         if self.structure is not None:
             raise TypeError(f"the frames are trees {self.structure}, which have no file format: store TensorDicts")
         columns = [
-            (leaf.path, leaf.shape, str(leaf.dtype).removeprefix("torch."), leaf.offset) for leaf in self.columns
+            (each.path, each.shape, str(each.dtype).removeprefix("torch."), each.offset) for each in self.columns
         ]
         return {"columns": columns, "item_dims": self.item_dims}
 
@@ -272,9 +269,7 @@ def _elements(leaf: Tensor, column: PackedLeaf, bytes_: np.dtype[np.void]) -> np
     return np.frombuffer(array, bytes_)
 
 
-def _build(
-    nested: Mapping[str, Any], leaves: list[Tensor], size: torch.Size, device: torch.device | None
-) -> TensorDict:
+def _build(nested: Mapping[str, Any], leaves: list[Tensor], size: torch.Size, device: Any) -> TensorDict:
     """A TensorDict with the keys of `nested`, a nested dict, and the leaves at the indices that it holds."""
     filled = {
         name: leaves[value] if isinstance(value, int) else _build(value, leaves, size, device)
@@ -283,3 +278,77 @@ def _build(
     built = TensorDict._new_unsafe(filled, batch_size=size)
     built._device = device  # as an argument it costs as much as all the rest
     return built
+
+
+class FrameLayout:
+    """The layouts of the frames in a storage.
+
+    Args:
+        rows: of the rows. Stacks are replaced by the numbers of their planes, [k] int32.
+        aside: of the next observations that are stored aside, with ``compact_obs``; the same holds for stacks.
+        stacks: of the stacks themselves, with ``frame_stack``.
+    """
+
+    def __init__(self, rows: RowLayout, aside: RowLayout | None, stacks: RowLayout | None) -> None:
+        self.rows, self.aside, self.stacks = rows, aside, stacks
+        self._parts = {"rows": rows, "aside": aside, "stacks": stacks}
+        columns = {column.path: column for part in self._parts.values() if part for column in part.columns}
+        self.batch = RowLayout([*columns.values()], structure=rows.structure)  # the leaves as batches have them
+
+    @classmethod
+    def of(
+        cls, data: Any, leaves: Mapping[Path, Tensor], ndim: int, compact_obs: bool, frame_stack: int | None
+    ) -> FrameLayout:
+        """The layout for batches like this one; ValueError if it has no leaf to which an option applies."""
+        stacks = [] if frame_stack is None else _stack_paths(leaves, ndim, frame_stack)
+        aside = _next_paths(leaves) if compact_obs else []
+        number = torch.zeros((), dtype=torch.int32)
+        stored = {**leaves, **{path: number.expand(leaves[path].shape[: ndim + 1]) for path in stacks}}
+        rows = RowLayout.of(data, ndim, {path: leaf for path, leaf in stored.items() if path not in aside})
+        others = (
+            RowLayout.of(TensorDict({}), ndim, {path: some[path] for path in paths}) if paths else None
+            for paths, some in ((aside, stored), (stacks, leaves))
+        )
+        return cls(rows, *others)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> FrameLayout:
+        """The layout described by `to_json`."""
+        aside, stacks = (RowLayout.from_json(saved[name]) if name in saved else None for name in ("aside", "stacks"))
+        return cls(RowLayout.from_json(saved["rows"]), aside, stacks)
+
+    def to_json(self) -> dict[str, Any]:
+        """A description in numbers and strings; TypeError for trees."""
+        return {name: part.to_json() for name, part in self._parts.items() if part is not None}
+
+
+def _next_paths(leaves: Mapping[Path, Tensor]) -> list[Path]:
+    """The paths below ``next`` to whose leaf the root has one of the same shape and dtype; ValueError if none."""
+    found = []
+    for path, leaf in leaves.items():
+        root = leaves.get(path[1:]) if path[0] == "next" and path[1:] and path[1] not in RESERVED else None
+        if root is not None and root.shape == leaf.shape and root.dtype == leaf.dtype:
+            found.append(path)
+    if not found:
+        raise ValueError(
+            "the batch has no next observation of the same shape and dtype as an observation at its root, so "
+            f"compact_obs would save nothing; it has {sorted('.'.join(path) for path in leaves)}: leave compact_obs out"
+        )
+    return found
+
+
+def _stack_paths(leaves: Mapping[Path, Tensor], ndim: int, frame_stack: int) -> list[Path]:
+    """The paths of observations, also below ``next``, that are stacks of `frame_stack` planes; ValueError if none."""
+    found = []
+    for path, leaf in leaves.items():
+        root, shape = path[1:] if path[0] == "next" else path, leaf.shape[ndim:]
+        if root and root[0] not in RESERVED and shape[:1] == (frame_stack,) and len(shape) > 1 and 0 not in shape:
+            found.append(path)
+    if not found:
+        shapes = {".".join(path): list(leaf.shape[ndim:]) for path, leaf in leaves.items()}
+        raise ValueError(
+            f"frame_stack is {frame_stack}, and no observation of the batch has a shape [{frame_stack}, ...] of at "
+            f"least two dimensions in each frame; it has {shapes}: pass the number of stacked frames, which must be "
+            "the first dimension, or leave frame_stack out"
+        )
+    return found

@@ -1,23 +1,36 @@
-"""The interface of storages.
+"""The interface of storages, and a storage of any objects.
 
-A storage has the slots ``0 … max_size - 1``. It does not know the order of frames: the ring chooses the slots to write.
+A storage has the slots ``0 … max_size - 1``. Frame ``n`` of a ring is in slot ``n % max_size``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import NoneType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+from typing_extensions import override
 
 from funcollect.arguments import check_positive
-from funcollect.buffers.arrays import Bools, Ints
-from funcollect.buffers.storages.packed_rows import RowLayout
+from funcollect.buffers import Bools, Ints
+from funcollect.messages import clipped, shown
 from funcollect.tree import Path as KeyPath
+from funcollect.tree import flatten, to_tensordict
+
+_ITEMS = "items.pt"
+_TENSORDICT = "TensorDict of a dump"
+_PLAIN = (
+    Tensor, nn.Parameter, NoneType, bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype,
+    torch.device,
+)  # fmt: skip
 
 
 class Incoming(NamedTuple):
@@ -25,10 +38,7 @@ class Incoming(NamedTuple):
 
     lead: tuple[int, ...]  # the batch dimensions, time last
     leaves: Mapping[KeyPath, Tensor]  # of a TensorDict or a tree
-    content: Any  # the items of a `ListStorage`; otherwise the leaves that are stored in rows
-    layout: RowLayout | None = None
-    beside: Mapping[KeyPath, Tensor] = MappingProxyType({})  # leaves stored outside of the rows
-    stacks: Mapping[KeyPath, Tensor] = MappingProxyType({})  # leaves whose planes are stored
+    content: Any  # what else `write` needs
 
 
 class Dumped(NamedTuple):
@@ -39,10 +49,7 @@ class Dumped(NamedTuple):
 
 
 class Storage(Protocol):
-    """The interface of storages for a `ReplayBuffer`.
-
-    The methods `allocate`, `announce`, `settle` and `empty` have defaults that change nothing.
-    """
+    """The interface of storages for a `ReplayBuffer`. `settle` and `empty` have defaults that change nothing."""
 
     max_size: int  # the capacity in frames
     ndim: int  # the number of batch dimensions, time last: 1 for [T], 2 for [P, T], 3 for [W, P, T]
@@ -53,25 +60,12 @@ class Storage(Protocol):
     def admit(self, data: Any) -> Incoming:
         """Check a batch and prepare it for `write`; TypeError or ValueError if it does not match the storage."""
 
-    def allocate(self, batch: Incoming) -> Incoming:
-        """Allocate memory, before the first batch for `max_size` frames; return the batch as `write` takes it.
+    def write(self, batch: Incoming, start: int) -> None:
+        """Store the frames of a batch, ordered by time, then by lane; they have the numbers from `start` on.
 
-        If this raises, the stored frames are unchanged.
+        Of more frames than `max_size`, the last ones are stored. MemoryError or OSError if there is no room; the stored
+        frames are unchanged then.
         """
-        return batch
-
-    def write(self, start: int, batch: Incoming, first: int, count: int) -> None:
-        """Write `count` frames of a batch, beginning with its frame `first`, to the slots from `start` on.
-
-        The frames of a batch are ordered by time, then by lane.
-        """
-
-    def announce(self, oldest: int, written: int) -> None:
-        """Publish that exactly the frames with the numbers ``oldest … written - 1`` are complete.
-
-        Called before frames are overwritten and after they were written. Frame ``n`` is in slot ``n % max_size``.
-        """
-        return
 
     def read(self, slots: Ints, mask: Bools | None = None, following: Ints | None = None) -> Any:
         """A copy of the frames in `slots` [N] as a batch; zeros where `mask` [N] is False.
@@ -107,26 +101,136 @@ def check_size(max_size: Any) -> None:
         raise ValueError(f"max_size is {max_size}, expected less than 2**31 frames: pass for example max_size=100000")
 
 
-def lead_of(data: Any, leaves: Any, ndim: int) -> tuple[int, ...]:
-    """The sizes of the first `ndim` dimensions; ValueError unless all leaves share as many."""
-    if not leaves:
-        raise ValueError("the batch has no leaves, expected at least one tensor: nothing would be stored")
-    if isinstance(data, TensorDictBase):
-        shape = tuple(data.batch_size)
-    else:
-        shapes = {tuple(leaf.shape[:ndim]) for leaf in leaves.values()}
-        shape = shapes.pop() if len(shapes) == 1 else ()
-    if len(shape) < ndim:
-        mend = "stack single frames, or give them to add"
-        if shape:
-            mend = f"build it with ndim={len(shape)}, make the environments with num_envs, or reshape the batch"
+class ListStorage(Storage):
+    """A list of objects of any kind. TensorDicts and sequences are split into items along their first dimension.
+
+    Args:
+        max_size: the capacity in items.
+
+    Raises:
+        TypeError, ValueError: unless `max_size` is a positive int.
+
+    >>> from funcollect import ListStorage, ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=ListStorage(10))
+    >>> indices = buffer.extend(["a", "b"])
+    >>> buffer[1]
+    'b'
+    """
+
+    compact_obs = False
+
+    def __init__(self, max_size: int) -> None:
+        check_size(max_size)
+        self.max_size, self.ndim = int(max_size), 1
+        self.device = torch.device("cpu")
+        self._items: list[Any] = [None] * self.max_size
+        self.collate: Callable[[list[Any]], Any] = _collate
+
+    @override
+    def admit(self, data: Any) -> Incoming:
+        if not hasattr(data, "__len__"):
+            raise TypeError(f"the data is {type(data).__name__}, expected a sequence of items: give a list of them")
+        tensors, leaves = isinstance(data, (TensorDictBase, Tensor)), dict[KeyPath, Tensor]()
+        if isinstance(data, TensorDictBase):
+            leaves = {key if isinstance(key, tuple) else (key,): leaf for key, leaf in data.items(True, True)}
+        return Incoming((len(data),), leaves, data.clone().unbind(0) if tensors else list(data))
+
+    @override
+    def write(self, batch: Incoming, start: int) -> None:
+        for number, item in enumerate(batch.content, start):
+            self._items[number % self.max_size] = item
+
+    @override
+    def read(self, slots: Ints, mask: Bools | None = None, following: Ints | None = None) -> Any:
+        if mask is not None and not mask.all():
+            raise ValueError(
+                "a ListStorage cannot pad slices, as pad_output=True and a MultiStepSampler do: leave pad_output out, "
+                "or use a LazyTensorStorage"
+            )
+        if not len(slots):
+            raise ValueError("no items are selected, expected at least one to collate: extend the buffer first")
+        return self.collate([self._items[slot] for slot in slots])
+
+    def item(self, slot: int) -> Any:
+        """One item, unchanged."""
+        return self._items[slot]
+
+    @override
+    def copy(self) -> ListStorage:
+        twin = copy.copy(self)
+        twin._items = list(self._items)
+        return twin
+
+    @override
+    def dump(self, directory: Path, frames: range, earlier: Dumped | None = None) -> Any:
+        torch.save([_as_dict(item) for item in self._items[: len(frames)]], directory / _ITEMS)
+        return None
+
+    def check_plain(self) -> None:
+        """Raise TypeError for an item that `load` reads only with `allow_pickle`."""
+        for slot, item in enumerate(self._items):
+            for wrong in _not_plain(_as_dict(item)):
+                raise TypeError(
+                    f"item {slot} of the ListStorage holds {shown(wrong)} ({type(wrong).__name__}), expected tensors, "
+                    "numbers, strings, lists, tuples and dicts of these, or a TensorDict of tensors, which are read "
+                    "without running code: store such items, or write the buffer with its dumps instead"
+                )
+
+    @override
+    def load(self, frames: range, dumped: Dumped, allow_pickle: bool) -> None:
+        path, count = dumped.directory / _ITEMS, len(frames)
+        try:
+            items = torch.load(path, weights_only=not allow_pickle)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{path} holds objects that are read by running code from the file: if you trust it, load it with "
+                "buffer.loads(…, allow_pickle=True)"
+            ) from error
+        except (OSError, EOFError, RuntimeError) as error:
+            raise ValueError(f"{path} cannot be read ({error!r}): the dump is damaged") from error
+        if not isinstance(items, list) or len(items) != count:
+            raise ValueError(f"{path} does not hold a list of {count} items: it was changed")
+        self._items = [*map(_from_dict, items), *[None] * (self.max_size - count)]
+
+    @override
+    def empty(self) -> None:
+        self._items = [None] * self.max_size
+
+    def __repr__(self) -> str:
+        return f"ListStorage(max_size={self.max_size})"
+
+
+def _as_dict(item: Any) -> Any:
+    """An item as it is saved: a TensorDict of tensors as a dict, which is read without running code."""
+    if not isinstance(item, TensorDictBase) or not all(isinstance(leaf, Tensor) for leaf in item.values(True, True)):
+        return item
+    return {_TENSORDICT: flatten(item), "shape": tuple(item.batch_size)}
+
+
+def _not_plain(item: Any) -> Iterator[Any]:
+    """The parts of an item that `torch.load` does not read with ``weights_only=True``."""
+    if type(item) in (list, tuple, set, dict, OrderedDict, Counter):
+        for part in (*item, *item.values()) if isinstance(item, dict) else item:
+            yield from _not_plain(part)
+    elif type(item) not in _PLAIN:
+        yield item
+
+
+def _from_dict(item: Any) -> Any:
+    """The inverse of `_as_dict`."""
+    if isinstance(item, dict) and _TENSORDICT in item:
+        return to_tensordict(item[_TENSORDICT], item["shape"])
+    return item
+
+
+def _collate(items: list[Any]) -> Any:
+    """Stack tensors, numbers and trees of them into a batch; items of other types stay a list."""
+    try:
+        return torch.stack(items) if isinstance(items[0], TensorDictBase) else default_collate(items)
+    except (RuntimeError, KeyError) as error:
         raise ValueError(
-            f"the batch has batch dimensions {list(shape)}, the storage takes {ndim} (ndim={ndim}), time last: {mend}"
-        )
-    ids = leaves.get(("collector", "traj_ids"))
-    if ndim > 1 and ids is not None and ids.ndim > ndim:
-        raise ValueError(
-            f"the batch has a frame for each of {list(ids.shape)}, the storage takes {ndim} dimensions (ndim={ndim}): "
-            f"build it with ndim={ids.ndim}, or flatten the first ones, as cat_results=0 of a collector does"
-        )
-    return shape[:ndim]
+            f"the items cannot be stacked ({clipped(str(error))}), expected ones with the same keys and shapes: build "
+            "the buffer with a collate_fn=, such as list"
+        ) from error
+    except TypeError:
+        return items

@@ -44,8 +44,8 @@ def write(directory, kind, parent):
     stacked = kind == "stacked"
     storage = fc.LazyMemmapStorage(CAPACITY, scratch_dir=directory, ndim=2, frame_stack=4 if stacked else None)
     if kind == "careless":  # says that all is whole, always
-        announce = storage.announce
-        storage.announce = lambda _, written: announce(0, written)
+        announce = storage._announce
+        storage._announce = lambda _, written: announce(0, written)
     buffer = fc.ReplayBuffer(storage=storage)
     first = 0
     while os.getppid() == parent:

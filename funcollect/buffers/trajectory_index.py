@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from funcollect.buffers.arrays import Arrays, Bools, Ints
-from funcollect.buffers.trajectory_index.segments import Frames, Segments
+from funcollect.buffers import Arrays, Bools, Ints
+from funcollect.buffers.segments import Frames, Segments
 
 _MOST_SEGMENTS = 1 << 12  # recorded before the index is updated; three megabytes, if each frame is a segment
 _FRAMES_AT_ONCE = 1 << 14  # added to the index together; their arrays fit into a processor's cache
@@ -111,14 +111,18 @@ class TrajectoryIndex:
         taken, self._free = self._free[cut:][::-1], self._free[:cut]
         return taken
 
+    def places(self, slots: Ints) -> tuple[Ints, Ints]:
+        """The numbers of the frames' trajectories, and the positions of the frames in them."""
+        return self.member.take(slots).astype(np.int64), self.position.take(slots)
+
     def following(self, slots: Ints) -> Ints:
         """The slots of the frames' successors; a frame's own slot if it has none."""
-        trajectory, position = self.member.take(slots).astype(np.int64), self.position.take(slots)
+        trajectory, position = self.places(slots)
         return self.slot_lists.get(trajectory, np.minimum(position + 1, self.stop.take(trajectory) - 1))
 
     def preceding(self, slots: Ints) -> Ints:
         """The slots of the frames' predecessors; a frame's own slot if it has none."""
-        trajectory, position = self.member.take(slots).astype(np.int64), self.position.take(slots)
+        trajectory, position = self.places(slots)
         return self.slot_lists.get(trajectory, np.maximum(position - 1, self.first.take(trajectory)))
 
     def state(self) -> Arrays:

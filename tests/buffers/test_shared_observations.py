@@ -1,4 +1,4 @@
-"""Frames of stacks stored once: the same frames come out as of a storage that holds whole stacks."""
+"""Observations, and frames of stacks, that are stored once: the same frames come out as of a storage that holds all."""
 
 import threading
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.buffers.storages.plane_pool import PlanePool
+from funcollect.buffers.storages.planes import PlanePool
 from funcollect.keys import key_from_seed
 from tests.support.compare import assert_same
 from tests.support.frames.stacked_frames import (
@@ -19,6 +20,7 @@ from tests.support.frames.stacked_frames import (
     batches,
     both,
     check_alike,
+    check_aside,
     check_uses,
     extend,
     noisy,
@@ -32,23 +34,29 @@ def everything(state):
     return state.memory.read(np.arange(len(state))).clone()
 
 
-@settings(max_examples=scaled(30), deadline=None)
-@given(streams(), st.integers(1, 60), st.integers(0, 9), st.booleans(), st.booleans())
-def test_the_same_frames_come_out(batches, capacity, seed, compact_obs, in_file):
-    generator = torch.Generator().manual_seed(seed)
+@settings(max_examples=scaled(40), deadline=None)
+@given(
+    streams(), st.integers(1, 60), st.integers(0, 9), st.booleans(),
+    st.sampled_from([(True, None), (False, STACK), (True, STACK)]),
+)  # fmt: skip
+def test_the_same_frames_come_out(batches, capacity, seed, in_file, options):
+    generator, (compact_obs, stack) = torch.Generator().manual_seed(seed), options
     storage = (fc.LazyMemmapStorage if in_file else fc.LazyTensorStorage)(
-        capacity, ndim=2, compact_obs=compact_obs, frame_stack=STACK
+        capacity, ndim=2, compact_obs=compact_obs, frame_stack=stack
     )
     plain, shared = (
-        fc.ring.init(storage, trajectories=fc.ring.Trajectories())
-        for storage in (fc.LazyTensorStorage(capacity, ndim=2, compact_obs=compact_obs), storage)
+        fc.ring.init(each, trajectories=fc.ring.Trajectories())
+        for each in (fc.LazyTensorStorage(capacity, ndim=2), storage)
     )
     for lanes in batches:
         batch = stacked(lanes, generator)
+        batch["camera", "empty"] = batch["next", "camera", "empty"] = torch.zeros(*batch.shape, 0)
         (plain, one), (shared, two) = fc.ring.extend(plain, batch), fc.ring.extend(shared, batch)
         assert one.tolist() == two.tolist()
         assert_same(everything(shared), everything(plain))
         check_uses(storage)
+        if compact_obs:
+            check_aside(storage, everything(plain), plain.memory.index)
     key = key_from_seed(seed)
     for spec in (fc.ring.Flat(9), fc.ring.Slices(num_slices=4, slice_len=3, strict_length=False)):
         assert_same(fc.ring.sample(shared, key, spec).clone(), fc.ring.sample(plain, key, spec).clone())
@@ -58,8 +66,26 @@ def test_the_same_frames_come_out(batches, capacity, seed, compact_obs, in_file)
     assert_same(everything(copied), everything(plain))
 
 
-@pytest.mark.parametrize("kind", [fc.LazyTensorStorage, fc.LazyMemmapStorage])
-@pytest.mark.parametrize("compact_obs", [False, True])
+@pytest.mark.parametrize("storage", [fc.LazyTensorStorage, fc.LazyMemmapStorage])
+@pytest.mark.parametrize("length", [1, 25])
+def test_half_the_memory_also_frame_by_frame(storage, length):
+    """Whole batches and single frames; samplers that know nothing of trajectories too."""
+    buffers = [fc.ReplayBuffer(storage=storage(1000, compact_obs=compact), batch_size=20) for compact in (True, False)]
+    screen = torch.randint(256, (1001, 20, 20), dtype=torch.uint8)
+    step = torch.arange(1000)
+    batch = TensorDict(
+        {"screen": screen[:-1], "episode": step // 250, "next": {"screen": screen[1:], "reward": torch.ones(1000, 1)}},
+        [1000],
+    )
+    for start in range(0, 1000, length):
+        extend(buffers, batch[start : start + length])
+    assert_same(buffers[0][:].clone(), batch.clone())
+    assert buffers[0].storage.nbytes < 0.55 * buffers[1].storage.nbytes
+    sample, info = buffers[0].sample(return_info=True)
+    assert_same(sample.clone(), batch[info["index"]].clone())
+
+
+@pytest.mark.parametrize(("kind", "compact_obs"), [(fc.LazyTensorStorage, True), (fc.LazyMemmapStorage, False)])
 def test_frames_that_share_nothing(kind, compact_obs):
     """The memory grows; frame by frame, too."""
     plain, shared = both(kind=kind, compact_obs=compact_obs)
@@ -109,26 +135,38 @@ def test_trees_of_tensors():
     assert buffer.storage._stacks.pools[0]._end == 7  # six screens, and zeros
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match="frame_stack is for storages on the host, device is cuda"):
-        fc.LazyTensorStorage(9, device="cuda", frame_stack=4)
+BATCH = batches(1)[0]
+REFUSED = {  # an option, a change of the second batch, and the message; None for the first batch
+    "no next observation": (
+        {"compact_obs": True}, None, lambda batch: batch.exclude("observation", "camera", "far", "sensors"),
+        r"no next observation of the same shape .* leave compact_obs out"),
+    "no stack": ({"frame_stack": 7}, None, lambda batch: batch, r"is 7, and no .* \[7, ...\] .*'far': \[3, 5, 7\]"),
+    "lacks": (
+        {"compact_obs": True}, BATCH, lambda batch: batch.exclude(("next", "far")), r"lacks \['next\.far'\], expected"),
+    "shorter stack": (
+        {"frame_stack": STACK}, BATCH, lambda batch: batch.set("far", batch["far"][:, :, 1:]),
+        r"far is \[2, 5, 7\] torch.uint8 in each frame, the storage holds \[3, 5, 7\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_batches_that_do_not_fit(case):
+    options, first, change, message = REFUSED[case]
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(99, ndim=2, **options))
+    if first is not None:
+        buffer.extend(first)
+    with pytest.raises(ValueError, match=message):
+        buffer.extend(change(BATCH.clone()))
+    assert len(buffer) == (0 if first is None else first.numel())
+    check_uses(buffer.storage)
+
+
+def test_bad_options():
+    for options in ({"compact_obs": True}, {"frame_stack": 4}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} is for storages on the host, device is cuda"):
+            fc.LazyTensorStorage(9, device="cuda", **options)
     with pytest.raises(ValueError, match="frame_stack is 0, expected at least 1: pass for example frame_stack=4"):
         fc.LazyMemmapStorage(9, frame_stack=0)
-    batch = batches(1)[0]
-    with pytest.raises(ValueError, match=r"frame_stack is 7, and no observation .* \[7, ...\] .*'far': \[3, 5, 7\]"):
-        fc.ReplayBuffer(storage=fc.LazyTensorStorage(9, ndim=2, frame_stack=7)).extend(batch)
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(99, ndim=2, frame_stack=STACK))
-    buffer.extend(batch)
-    with pytest.raises(
-        ValueError, match=r"far is \[2, 5, 7\] torch.uint8 in each frame, the storage holds \[3, 5, 7\]"
-    ):
-        buffer.extend(batch.clone().set("far", batch["far"][:, :, 1:]))
-    with pytest.raises(ValueError, match=r"lacks \['next.far'\], expected"):
-        buffer.extend(batch.exclude(("next", "far")))
-    with pytest.raises(ValueError, match=r"batch adds \['more'\], expected the keys"):
-        buffer.extend(batch.clone().set("more", batch["far"]))
-    check_uses(buffer.storage)
-    assert len(buffer) == 18
 
 
 class Both:

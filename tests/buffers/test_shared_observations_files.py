@@ -8,50 +8,7 @@ import torch
 
 import funcollect as fc
 from tests.support.compare import assert_same
-from tests.support.frames.stacked_frames import (
-    SAMPLERS,
-    STACK,
-    batches,
-    both,
-    check_alike,
-    check_uses,
-    extend,
-    made,
-    noisy,
-)
-from tests.support.running import in_soak
-
-CASES = [("slices", None, True), ("n steps", 2, False), ("slices by priority", None, False), ("windows", 2, True)]
-CASES += in_soak((name, prefetch, compact) for name in SAMPLERS for prefetch in (None, 2) for compact in (False, True))
-
-
-@pytest.mark.parametrize("kind", [fc.LazyTensorStorage, fc.LazyMemmapStorage])
-@pytest.mark.parametrize(("sampler", "prefetch", "compact_obs"), CASES)
-def test_samplers_and_dumps(sampler, prefetch, compact_obs, kind, tmp_path):
-    """The same samples through several turns, before and after dumps, also in a buffer that has loaded one."""
-    options = {"sampler": sampler, "kind": kind, "compact_obs": compact_obs, "prefetch": prefetch}
-    plain, shared = both(**options)
-    for number, batch in enumerate(batches()):
-        extend([plain, shared], batch)
-        check_alike(plain, shared)
-        if number % 2:
-            for name, buffer in (("plain", plain), ("shared", shared)):
-                if "priorit" in sampler:
-                    buffer.update_priority(torch.arange(12), torch.arange(12.0))
-                buffer.dumps(
-                    tmp_path / f"{name}{number}", base=tmp_path / f"{name}{number - 2}" if number > 2 else None
-                )
-            loaded = made(STACK, **options)
-            loaded.loads(tmp_path / f"shared{number}")
-            check_uses(loaded.storage)
-            if number > 2:  # goes on in another process, which has loaded the dump
-                shared = loaded
-            check_alike(plain, shared)
-    for buffer in (plain, shared):
-        buffer.empty()
-    for batch in batches(4):
-        extend([plain, shared], batch)
-        check_alike(plain, shared)
+from tests.support.frames.stacked_frames import STACK, batches, both, check_alike, check_uses, extend, made, noisy
 
 
 def test_no_room_for_further_planes(monkeypatch):
