@@ -18,6 +18,7 @@ from benchmarks.compare.comparison import AFTER, BEFORE, Comparison, Ratio, spee
 from benchmarks.compare.revisions import trees
 from benchmarks.compare.served import Block
 from benchmarks.compare.side import FailedError, Side
+from benchmarks.fused import _our_compile
 from benchmarks.harness import processes
 from benchmarks.harness.runner import AbsentError, module_of
 from tests.support.running import ROOT
@@ -260,3 +261,7 @@ def test_a_summary_counts_what_is_too_noisy():
     steady = {side: [Block(frames=1, wall=1.0, cpu=1.0)] * 9 for side in (BEFORE, AFTER)}
     text = compare.summary({"noisy": Comparison(blocks=noisy), "steady": Comparison(blocks=steady)})
     assert text.splitlines()[1].startswith("1 of them are too noisy")
+
+
+def test_the_loop_of_the_fused_benchmark_is_compiled_alone():
+    assert _our_compile("gymnax/CartPole-v1", 2, 4) > 0

@@ -21,7 +21,7 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu.built import NO_TIME, Builder
 from benchmarks.gpu.cells import CELLS, PROFILED
-from benchmarks.gpu.measures import memory, timeline, timing
+from benchmarks.gpu.measures import memory, profiles, timing
 from benchmarks.gpu.pairs import BY_HAND, contestants
 from benchmarks.harness.report import file_name, save
 from benchmarks.harness.runner import AbsentError, Options, Result
@@ -184,7 +184,7 @@ def test_kernels_of_both_frameworks_are_counted_and_idle_time_lies_between_them(
     lines = [SimpleNamespace(name=f"Stream #{number}", events=events) for number, events in enumerate(streams)]
     lines.append(SimpleNamespace(name="XLA Ops", events=[event("fusion", 0, 10)]))
     planes = [SimpleNamespace(name="/host:CPU", lines=lines), SimpleNamespace(name="/device:GPU:0", lines=lines)]
-    assert timeline.work_of(planes) == timeline.Work(kernels=3, copies=1, span=40e-9, busy=25e-9)
+    assert profiles.work_of(planes) == profiles.Work(kernels=3, copies=1, span=40e-9, busy=25e-9)
 
 
 def profile(**kwargs):
@@ -195,7 +195,7 @@ def test_results_become_tables_and_a_picture(tmp_path, capsys):
     cell = {"note": "gymnax/CartPole-v1: 1,024 lanes, 64 steps per batch", "median": {BY_HAND: 2e6, goals.FUSED: 1e6}}
     rates = {"frames_per_second": {name: [rate] for name, rate in cell["median"].items()}}
     first = {"machine": {}, "cartpole few": cell | rates | {"ratio_to_by_hand": {BY_HAND: 1.0, goals.FUSED: 0.5}}}
-    work = timeline.Work(kernels=30, copies=10, span=3e-5, busy=2e-5)._asdict()
+    work = profiles.Work(kernels=30, copies=10, span=3e-5, busy=2e-5)._asdict()
     measured = {"fused": profile(waited={"cuStreamSynchronize": 4}, copied={}, work=work), "without CUPTI": profile()}
     second = {"profiles": {"profiles": measured}, "memory": {"ratio": 1.1}}
     paths = [tmp_path / "gpu.json", tmp_path / "gpu-rest.json"]
