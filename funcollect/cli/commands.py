@@ -202,7 +202,7 @@ def make_env(arguments: argparse.Namespace, num_envs: int | None, **kwargs: Any)
 def make_filmed_env(arguments: argparse.Namespace) -> fc.Env:
     """Make a single environment that can be filmed: Gymnasium's, and factories that can, are asked to render."""
     name = arguments.env
-    if _IN_A_MODULE.fullmatch(name):
+    if _is_in_a_module(name):
         asked = "render_mode" in _parameters(_member(name))
     else:
         asked = "/" not in name or name.startswith("ale/")
