@@ -12,9 +12,10 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from benchmarks.harness.report import heading, save, setting
+from benchmarks.harness.report import compared, heading, save, setting
 from benchmarks.harness.runner import Options, module_of
 
 NAMES = (
@@ -72,7 +73,8 @@ def main() -> None:
     facts = setting(options)
     print(heading(benchmark.__doc__, facts), flush=True)
     results = {}
-    for result in benchmark.results(options):
+    measured = benchmark.results if hasattr(benchmark, "results") else partial(compared, benchmark.cells())
+    for result in measured(options):
         if result.table:  # otherwise a part of the final result
             print(f"\n{result.table}", flush=True)
         results[result.name] = result.data

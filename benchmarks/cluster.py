@@ -28,7 +28,7 @@ import psutil
 
 from benchmarks.contestants.cluster_peers import RLlib, cluster, contestants, our_actors
 from benchmarks.contestants.worker_envs import PAYLOAD_STEPS
-from benchmarks.harness.isolated import Isolated, interleaved
+from benchmarks.harness.isolated import Isolated, in_new_processes, interleaved, start_twice
 from benchmarks.harness.report import compare
 from benchmarks.harness.runner import AbsentError, Cell, Measured, Options, Result
 from benchmarks.workers import OURS, OURS_ASYNC, frames_per_second, in_ms, with_shares
@@ -103,30 +103,14 @@ def _cost(contestant: Any, count: int) -> dict[str, float]:
 
 def starts(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Return the seconds that Ray and the collectors take to start."""
-    seconds: dict[str, list[float]] = {}
-    absent: dict[str, str] = {}
-    for _ in range(max(rounds // 5, 1)):
-        for name, (make, work) in _starters().items():
-            try:
-                process = Isolated(make)
-                for what, took in process.ask(work).items():
-                    seconds.setdefault(what, []).append(took)
-                process.close()
-            except AbsentError as error:
-                absent[name] = f"{name} {error}"
-    return seconds, absent
-
-
-def _starters() -> dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, float]]]]:
-    """For each contestant: what is built before the clock starts, and a function that returns the seconds."""
-    made: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, float]]]] = {
-        name: (partial(importlib.import_module, library), partial(_start_twice, name=name))
+    makers: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, float]]]] = {
+        name: (partial(importlib.import_module, library), partial(_start, name=name))
         for name, library in _STARTS.items()
     }
-    return made | {"rllib": (partial(RLlib, 2, 100), _start_of_rllib)}
+    return in_new_processes(makers | {"rllib": (partial(RLlib, 2, 100), _start_of_rllib)}, rounds)
 
 
-def _start_twice(_: Any, name: str) -> dict[str, float]:
+def _start(_: Any, name: str) -> dict[str, float]:
     took = {}
     if name != LIMIT:
         import ray
@@ -134,13 +118,7 @@ def _start_twice(_: Any, name: str) -> dict[str, float]:
         began = time.perf_counter()
         ray.init(**cluster(2))
         took["ray.init"] = time.perf_counter() - began
-    for which in ("first", "second"):
-        began = time.perf_counter()
-        contestant = contestants(ENV, 2, 100)[name]()
-        contestant.run()
-        took[f"{name}, {which}"] = time.perf_counter() - began
-        contestant.close()
-    return took
+    return took | start_twice(name, contestants(ENV, 2, 100)[name])
 
 
 def _start_of_rllib(contestant: RLlib) -> dict[str, float]:

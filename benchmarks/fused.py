@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.contestants import scans
-from benchmarks.contestants.peers import Batches
+from benchmarks.contestants.peers import Batches, Rollouts
 from benchmarks.harness.isolated import Isolated
 from benchmarks.harness.report import compare
 from benchmarks.harness.runner import Cell, Factory, Options, Result, measure
@@ -60,35 +60,19 @@ def _sizes() -> Iterator[tuple[str, int]]:
 
 def _cell(env_id: str, num_envs: int) -> Cell:
     length = batch_length(env_id, num_envs)
-    contestants: dict[str, Factory] = {OURS: partial(Ours, our_pair, env_id, num_envs, length)}
+    contestants: dict[str, Factory] = {OURS: partial(ours, our_pair, env_id, num_envs, length)}
     contestants["scan"] = partial(scans.Scan, env_id, num_envs, length)
     if num_envs > 1:  # a batch of so many single steps takes minutes
-        contestants["crossing"] = partial(Ours, torch_pair, env_id, num_envs, length)
+        contestants["crossing"] = partial(ours, torch_pair, env_id, num_envs, length)
     if (suite := env_id.partition("/")[0]) in ("brax", "jumanji") and num_envs == 64:
         contestants |= torchrl_contestants(suite, env_id.partition("/")[2], num_envs)
     note = f"frames_per_batch {num_envs * length:,} ({length:,} per environment)"
-    ours = [name for name in (OURS, "crossing") if name in contestants]
-    return Cell(name=f"{env_id} {num_envs}", note=note, contestants=contestants, block=1.0, ours=ours)
+    names = [name for name in (OURS, "crossing") if name in contestants]
+    return Cell(name=f"{env_id} {num_envs}", note=note, contestants=contestants, block=1.0, ours=names)
 
 
-class Ours:
-    """Our rollout, state in and state out."""
-
-    def __init__(self, pair: Callable[[str, int], tuple[Any, Any]], env_id: str, num_envs: int, length: int) -> None:
-        import funcollect as fc
-
-        self._env, self._policy = pair(env_id, num_envs)
-        self._state = fc.init(self._env, self._policy, seed=0)
-        self._length = length
-
-    def run(self) -> int:
-        import funcollect as fc
-
-        self._state, batch = fc.rollout(self._env, self._policy, self._state, self._length)
-        return int(batch.numel())
-
-    def close(self) -> None:
-        pass
+def ours(pair: Callable[[str, int], tuple[Any, Any]], env_id: str, num_envs: int, length: int) -> Rollouts:
+    return Rollouts(*pair(env_id, num_envs), length)
 
 
 def batch_length(env_id: str, num_envs: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from benchmarks.harness.report import quartiles, table
+from benchmarks.harness.report import child, quartiles, table
 from benchmarks.harness.runner import Options, Result
 
 FRAME = (84, 84, 4)
@@ -52,16 +51,9 @@ def results(options: Options) -> Iterator[Result]:
         for num_envs in SIZES:
             name = f"{how} {num_envs}"
             if options.only in name:
+                length = int(BATCH * options.scale / (2 * np.prod(FRAME) * num_envs))
                 rounds = max(1, options.rounds // ROUNDS_PER_PROCESS)
-                yield _result(name, [_child(how, num_envs, options.scale) for _ in range(rounds)])
-
-
-def _child(how: str, num_envs: int, scale: float) -> dict[str, int]:
-    length = int(BATCH * scale / (2 * np.prod(FRAME) * num_envs))
-    command = [sys.executable, "-m", "benchmarks.memory", how, str(num_envs), str(length)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    measured: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return measured
+                yield _result(name, [child(__name__, how, num_envs, length) for _ in range(rounds)])
 
 
 def _result(name: str, measured: list[dict[str, int]]) -> Result:

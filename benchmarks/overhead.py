@@ -19,7 +19,8 @@ from torch import Tensor
 
 from benchmarks.collect import LENGTHS
 from benchmarks.contestants.networks import torch_module
-from benchmarks.harness.report import quartiles, table
+from benchmarks.contestants.peers import Rollouts
+from benchmarks.harness.report import quartile_row, quartiles, table
 from benchmarks.harness.runner import Cell, Measured, Options, Result, measure
 
 SIZES = (1, 64)
@@ -58,25 +59,19 @@ class Steps:
         pass
 
 
-class Rollouts:
-    """Our rollout, state in and state out."""
+class OurSteps(Rollouts):
+    """Our rollouts; a frame is one step of all lanes."""
 
     def __init__(self, num_envs: int, length: int, make_policy: Callable[[int], tuple[Any, Any]]) -> None:
         import funcollect as fc
 
         module, head = make_policy(num_envs)
-        self._env = fc.make_env(Still, num_envs=None if num_envs == 1 else num_envs)
-        self._policy = fc.torch_policy(module, head=getattr(fc.heads, head) if head else None)
-        self._state = fc.init(self._env, self._policy, seed=0)
-        self._rollout, self._close = fc.rollout, fc.close
-        self._length = length
+        env = fc.make_env(Still, num_envs=None if num_envs == 1 else num_envs)
+        super().__init__(env, fc.torch_policy(module, head=getattr(fc.heads, head) if head else None), length)
 
     def run(self) -> int:
-        self._state, _ = self._rollout(self._env, self._policy, self._state, self._length)
+        super().run()
         return self._length
-
-    def close(self) -> None:
-        self._close(self._state)
 
 
 def mlp(num_envs: int) -> tuple[Any, str | None]:
@@ -126,7 +121,7 @@ def cells() -> Iterator[tuple[Cell, int]]:
                 name=f"{make_policy.__name__} {num_envs}",
                 note=f"rollouts of {LENGTHS[num_envs]:,} steps of {num_envs} environments",
                 contestants={
-                    "rollout": partial(Rollouts, *work, make_policy),
+                    "rollout": partial(OurSteps, *work, make_policy),
                     "env.step": partial(bare_env, *work),
                     "policy": partial(bare_policy, *work, make_policy),
                 },
@@ -148,9 +143,6 @@ def _result(cell: Cell, num_envs: int, measured: Measured) -> Result:
         for whole, env, policy in zip(times["rollout"], times["env.step"], times["policy"], strict=True)
     ]
     times["ours per lane"] = [time / num_envs for time in times["ours"]]
-    rows = []
-    for name, values in times.items():
-        low, middle, high = quartiles(values)
-        rows.append((name, f"{middle:.2f}", f"{low:.2f}-{high:.2f}"))
+    rows = [quartile_row(name, values) for name, values in times.items()]
     data = {"note": cell.note, "microseconds": times, "median": {name: quartiles(times[name])[1] for name in times}}
     return Result(name=cell.name, table=f"{table((cell.name, 'µs/step', 'quartiles'), rows)}\n  {cell.note}", data=data)

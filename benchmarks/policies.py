@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.contestants.loops import Loop, torch_act
+from benchmarks.contestants.peers import Rollouts
 from benchmarks.contestants.pixels import HostPixels, jax_pixels
 from benchmarks.contestants.policy_networks import Network, network
 from benchmarks.harness.report import compare
@@ -48,7 +49,7 @@ def _cell(name: str, num_envs: int) -> Cell:
     names = ["lowered", "native"]
     names += ["crossing"] if num_envs == CALLED else []
     names += ["host xla", "host eager"] if num_envs <= MOST_SIMULATORS else []
-    contestants: dict[str, Factory] = {each: partial(Ours, name, each, num_envs, length) for each in names}
+    contestants: dict[str, Factory] = {each: partial(ours, name, each, num_envs, length) for each in names}
     if name == "mlp" and num_envs <= MOST_SIMULATORS:
         contestants["loop"] = partial(Loop, "CartPole-v1", num_envs, length, torch_act, reseed=False)
     note = f"frames_per_batch {num_envs * length:,} ({length:,} per environment)"
@@ -66,27 +67,8 @@ def _with_pairs(result: Result, rates: Mapping[str, Sequence[float]]) -> Result:
     return replace(result, table=f"{result.table}\n  {line}", data={**result.data, "pairs": pairs})
 
 
-class Ours:
-    """Our rollout, state in and state out."""
-
-    def __init__(self, name: str, way: str, num_envs: int, length: int) -> None:
-        import funcollect as fc
-
-        self._env = _env(name, num_envs, host=way.startswith("host"))
-        self._policy = _policy(network(name), way)
-        self._state = fc.init(self._env, self._policy, seed=0)
-        self._length = length
-
-    def run(self) -> int:
-        import funcollect as fc
-
-        self._state, batch = fc.rollout(self._env, self._policy, self._state, self._length)
-        return int(batch.numel())
-
-    def close(self) -> None:
-        import funcollect as fc
-
-        fc.close(self._state)
+def ours(name: str, way: str, num_envs: int, length: int) -> Rollouts:
+    return Rollouts(_env(name, num_envs, host=way.startswith("host")), _policy(network(name), way), length)
 
 
 def _env(name: str, num_envs: int, *, host: bool) -> Any:

@@ -24,8 +24,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from benchmarks.harness.report import compare
-from benchmarks.harness.runner import Cell, Factory, Options, Result, measure
+from benchmarks.harness.runner import Cell, Factory
 
 OURS = "funcollect"
 BATCH, SLICES, EXTEND = 256, 32, 1_000
@@ -50,12 +49,6 @@ class Call:
 
     def close(self) -> None:
         del self._call
-
-
-def results(options: Options) -> Iterator[Result]:
-    for each in cells():
-        if options.only in each.name:
-            yield compare(each, measure(each, options), OURS)
 
 
 def cells() -> Iterator[Cell]:

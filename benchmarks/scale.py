@@ -13,7 +13,6 @@ import gc
 import itertools
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from benchmarks.harness.report import quartiles, table
+from benchmarks.harness.report import child, quartiles, table
 from benchmarks.harness.runner import Options, Result, one_thread
 from benchmarks.memory import kernel
 
@@ -69,18 +68,14 @@ def results(options: Options) -> Iterator[Result]:
         yield _result("workers", {f"{each} workers": _children(options, "workers", each) for each in WORKERS})
     if options.only in "batches of one step":
         marks = [int(each * options.scale) for each in MARKS]
-        rows = {f"{mark:,} batches": [each] for mark, each in zip(marks, _child("batches", *marks), strict=True)}
+        rows = {
+            f"{mark:,} batches": [each] for mark, each in zip(marks, child(__name__, "batches", *marks), strict=True)
+        }
         yield _result("batches of one step", rows)
 
 
 def _children(options: Options, what: str, size: int) -> list[dict[str, float]]:
-    return [_child(what, size) for _ in range(options.rounds)]
-
-
-def _child(what: str, *sizes: int) -> Any:
-    command = [sys.executable, "-m", "benchmarks.scale", what, *map(str, sizes)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return [child(__name__, what, size) for _ in range(options.rounds)]
 
 
 def _result(name: str, rows: dict[str, list[dict[str, float]]]) -> Result:

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.contestants.networks import HIDDEN
+from benchmarks.contestants.networks import tanh_mlp
 from benchmarks.contestants.peers import Batches
-from benchmarks.harness.report import compare
-from benchmarks.harness.runner import Cell, Options, Result, measure
+from benchmarks.harness.runner import Cell
 
 OURS = "funcollect"
 WORK = {  # id: environments, steps of each per batch, inputs (None for screens), choices
@@ -29,15 +28,9 @@ WORK = {  # id: environments, steps of each per batch, inputs (None for screens)
 }
 
 
-def results(options: Options) -> Iterator[Result]:
-    for cell in cells():
-        if options.only in cell.name:
-            yield compare(cell, measure(cell, options), OURS)
-
-
 def cells() -> Iterator[Cell]:
     for name, (num_envs, length, inputs, choices) in WORK.items():
-        network = partial(mlp, inputs, choices) if inputs else partial(convolutional, choices)
+        network = partial(tanh_mlp, inputs, choices) if inputs else partial(convolutional, choices)
         work = (name, num_envs, length, network)
         contestants: dict[str, Any] = {OURS: partial(ours, *work)}
         if name.startswith("envpool/"):
@@ -47,13 +40,6 @@ def cells() -> Iterator[Cell]:
             contestants["loop"] = partial(GameLoop, *work)
         note = f"{length} steps of each environment per batch"
         yield Cell(name=f"{name} {num_envs}", note=note, contestants=contestants)
-
-
-def mlp(inputs: int, choices: int) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, choices)
-    )
 
 
 class Scaled(nn.Module):

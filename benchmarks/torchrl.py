@@ -10,18 +10,11 @@ from collections.abc import Iterator
 from functools import partial
 
 from benchmarks.contestants.peers import Batches, TorchRLLoop, torchrl_actor, torchrl_collector, torchrl_env
-from benchmarks.harness.report import compare
-from benchmarks.harness.runner import Cell, Options, Result, measure
+from benchmarks.harness.runner import Cell
 
 ENV = "CartPole-v1"
 LENGTHS = {1: 1000, 8: 250}  # num_envs: steps of each environment per batch
 OURS = "funcollect"
-
-
-def results(options: Options) -> Iterator[Result]:
-    for cell in cells():
-        if options.only in cell.name:
-            yield compare(cell, measure(cell, options), OURS)
 
 
 def cells() -> Iterator[Cell]:

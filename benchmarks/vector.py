@@ -24,11 +24,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from benchmarks.contestants.networks import tanh_mlp
 from benchmarks.contestants.peers import Batches
 from benchmarks.contestants.worker_envs import continuous, make, network
 from benchmarks.harness.report import compare, table
 from benchmarks.harness.runner import AbsentError, Cell, Options, Result, measure, one_thread
-from benchmarks.suites import chosen, mlp
+from benchmarks.suites import chosen
 
 OURS = "2 workers"
 SLOW_POLICY = 5e-3  # seconds
@@ -57,7 +58,7 @@ class Work:
     device: str = "cpu"
 
     def module(self) -> nn.Module:
-        own = (mlp(4, 2) if self.name.startswith(("work/", "sleep/")) else network(self.name)).to(self.device)
+        own = (tanh_mlp(4, 2) if self.name.startswith(("work/", "sleep/")) else network(self.name)).to(self.device)
         return Slow(own) if self.policy == "slow" else own
 
 

@@ -27,8 +27,8 @@ from typing import Any
 
 from benchmarks.contestants import hand_overs
 from benchmarks.contestants.worker_peers import Independent, ours, peers
-from benchmarks.harness.isolated import Isolated, interleaved
-from benchmarks.harness.report import compare, quartiles, table
+from benchmarks.harness.isolated import Isolated, in_new_processes, interleaved, start_twice
+from benchmarks.harness.report import compare, quartile_row, table
 from benchmarks.harness.runner import AbsentError, Cell, Contestant, Measured, Options, Result
 
 OURS, OURS_ASYNC = "funcollect sync", "funcollect async"
@@ -127,40 +127,22 @@ def with_shares(result: Result, *pairs: tuple[str, str]) -> Result:
 
 def starts(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Return the seconds until the first batch of the first and the second collector of a process."""
-    seconds: dict[str, list[float]] = {}
-    absent: dict[str, str] = {}
-    for _ in range(max(rounds // 5, 1)):
-        for name, library in _LIBRARIES.items():
-            try:
-                process = Isolated(partial(importlib.import_module, library))
-                for which, took in zip(("first", "second"), process.ask(_start_twice, name), strict=True):
-                    seconds.setdefault(f"{name}, {which}", []).append(took)
-                process.close()
-            except AbsentError as error:
-                absent[name] = f"{name} {error}"
-    return seconds, absent
+    makers = {
+        name: (partial(importlib.import_module, library), partial(_start, name=name))
+        for name, library in _LIBRARIES.items()
+    }
+    return in_new_processes(makers, rounds)
 
 
-def _start_twice(_: Any, name: str) -> list[float]:
+def _start(_: Any, name: str) -> dict[str, float]:
     work = ("CartPole-v1", 2, 100)
-    makers = {OURS: partial(ours, "MultiSyncDataCollector", *work), **peers(*work)}
-    took = []
-    for _ in range(2):
-        start = time.perf_counter()
-        contestant = makers[name]()
-        contestant.run()
-        took.append(time.perf_counter() - start)
-        contestant.close()
-    return took
+    return start_twice(name, {OURS: partial(ours, "MultiSyncDataCollector", *work), **peers(*work)}[name])
 
 
 def in_ms(name: str, measured: tuple[Mapping[str, list[float]], Mapping[str, str]]) -> Result:
     """Return a table of every contestant's times."""
     seconds, absent = measured
-    rows = []
-    for who, values in seconds.items():
-        low, middle, high = (1_000 * value for value in quartiles(values))
-        rows.append((who, f"{middle:,.3f}", f"{low:,.3f}-{high:,.3f}"))
+    rows = [quartile_row(who, [1_000 * value for value in values], 3) for who, values in seconds.items()]
     rows += [(who, "absent", "") for who in absent]
     medians = {who: statistics.median(values) for who, values in seconds.items()}
     text = "\n".join([table((name, "ms", "quartiles"), rows), *(f"  {why}" for why in absent.values())])

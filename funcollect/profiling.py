@@ -107,15 +107,13 @@ class Profile:
             f"{self.frames:,} frames in {self.seconds:.3g} s: {self.frames_per_second:,.0f} frames/s; the first "
             f"batches, not counted, took {self.first_seconds:.3g} s"
         )
+        tables: list[list[tuple[str, ...]]] = []
+        for where, parts in self.timelines:
+            values = {**parts, "a frame": sum(parts.values())}
+            rows = [(part, f"{value:.2f}", f"{value / self.microseconds:.0%}") for part, value in values.items()]
+            tables.append([(where, "µs/frame", "share"), *rows])
         limits = [(what, f"{self.frames_per_second / rate:.0%}", f"{rate:,.0f}") for what, rate in self.limits]
-        tables = [*map(self._rows, self.timelines), [("limit", "reached", "frames/s"), *limits]]
-        return "\n\n".join([head, *map(table, tables)])
-
-    def _rows(self, timeline: Timeline) -> list[tuple[str, str, str]]:
-        """The table of a timeline: its parts, and their sum."""
-        values = {**timeline.parts, "a frame": sum(timeline.parts.values())}
-        rows = [(part, f"{value:.2f}", f"{value / self.microseconds:.0%}") for part, value in values.items()]
-        return [(timeline.where, "µs/frame", "share"), *rows]
+        return "\n\n".join([head, *map(table, tables), table([("limit", "reached", "frames/s"), *limits])])
 
     @property
     def advice(self) -> str:

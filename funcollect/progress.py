@@ -97,16 +97,11 @@ def track(
     episodes = window if isinstance(window, EpisodeWindow) else EpisodeWindow(window)
     given = [None if log_dir is None else TensorBoard(log_dir), logger]
     frames = getattr(batches, "total_frames", -1) if total is None else total
-    if disable is None and _in_notebook():
-        disable = False  # tqdm sees no terminal there
+    kernel = sys.modules.get("ipykernel.kernelapp")  # that it is imported is not enough: it may start kernels
+    if disable is None and kernel is not None and kernel.IPKernelApp.initialized():
+        disable = False  # tqdm sees no terminal in a notebook
     bar = partial(tqdm, total=frames if frames > 0 else None, unit=" frames", disable=disable, file=file)
     return Tracked(batches, episodes, bar, [each for each in given if each is not None])
-
-
-def _in_notebook() -> bool:
-    """Whether this process is a notebook's kernel. That IPython is imported is not enough: it may start kernels."""
-    kernel = sys.modules.get("ipykernel.kernelapp")
-    return kernel is not None and kernel.IPKernelApp.initialized()
 
 
 @dataclass(eq=False, repr=False)
@@ -126,16 +121,19 @@ class Tracked:
 
     def __iter__(self) -> Iterator[TensorDict]:
         self._frames = getattr(self._batches, "frames", self._frames)  # not 0 if the run continues after a break
-        workers = WorkersSummary(self._batches)
-        then = time.perf_counter()
+        workers, then = shown_workers(self._batches), time.perf_counter()
         with self._opened(), self._bar(initial=self._frames, unit_scale=True, dynamic_ncols=True) as bar:
             for batch in self._batches:
                 before, frames = self._frames, self._episodes.add(batch)
                 self._frames = getattr(self._batches, "frames", before + frames)  # a collector's are those of its run
-                self._show(bar, workers, self._frames - before)
+                frames = self._frames - before
+                bar.set_postfix(self._episodes.summary() | workers(), refresh=False)
+                if bar.total is not None:
+                    bar.total = max(bar.total, bar.n + frames)  # the last batch may exceed total_frames
+                bar.update(frames)
                 values, now = _means(self._episodes.last), time.perf_counter()
-                if self._frames > before:
-                    values, then = {"speed/frames_per_second": (self._frames - before) / (now - then), **values}, now
+                if frames:
+                    values, then = {"speed/frames_per_second": frames / (now - then), **values}, now
                 self._write(values, self._frames)
                 yield batch
 
@@ -149,13 +147,6 @@ class Tracked:
             self._looping = True
             open_now.callback(setattr, self, "_looping", False)
             yield
-
-    def _show(self, bar: Any, workers: WorkersSummary, frames: int) -> None:
-        """Update the bar after a batch, for which `frames` frames were collected."""
-        bar.set_postfix(self._episodes.summary() | workers.shown(), refresh=False)
-        if bar.total is not None:
-            bar.total = max(bar.total, bar.n + frames)  # the last batch may exceed total_frames
-        bar.update(frames)
 
     def _write(self, values: Mapping[str, float], frames: int) -> None:
         for logger in self._loggers:
@@ -208,29 +199,22 @@ def _means(episodes: EpisodeStats | None) -> dict[str, float]:
     return {**means, "episode/length": episodes.mean_length}
 
 
-class WorkersSummary:
-    """The entries of the bar for a collector's workers; waiting times count from the construction of this object on."""
+def shown_workers(collector: Any) -> Callable[[], dict[str, str]]:
+    """A function that returns the entries of the bar for a collector's workers, without zeros; waits count from now."""
+    workers = getattr(collector, "num_workers", 0) if hasattr(collector, "stats") else 0
+    before, began = collector.stats() if workers else {}, time.monotonic()
+    waits = (("reader_waited", "reader_waits", 1), ("workers_waited", "workers_wait", workers))
+    counts = {"lag": "policy_lag", "restarts": "restarts", "copies": "copies"}
 
-    def __init__(self, collector: Any) -> None:
-        self._collector = collector
-        self._workers = getattr(collector, "num_workers", 0) if hasattr(collector, "stats") else 0
-        self._before = collector.stats() if self._workers else {}
-        self._began = time.monotonic()
-
-    def shown(self) -> dict[str, str]:
-        """The entries of the bar, without zeros; none for a collector without workers."""
-        if not self._workers:
+    def entries() -> dict[str, str]:
+        if not workers:
             return {}
-        stats = self._collector.stats()
-        seconds = time.monotonic() - self._began
-        entries = {}
-        waits = (("reader_waited", "reader_waits", 1), ("workers_waited", "workers_wait", self._workers))
-        for key, name, waiting in waits:
-            share = (stats.get(key, 0.0) - self._before.get(key, 0.0)) / (seconds * waiting)
-            if share >= 0.005:
-                entries[name] = f"{share:.0%}"
-        counts = {"lag": "policy_lag", "restarts": "restarts", "copies": "copies"}
-        return entries | {name: str(stats[key]) for name, key in counts.items() if stats.get(key)}
+        stats, seconds = collector.stats(), time.monotonic() - began
+        shares = {name: (stats.get(key, 0.0) - before.get(key, 0.0)) / (seconds * of) for key, name, of in waits}
+        shown = {name: f"{share:.0%}" for name, share in shares.items() if share >= 0.005}
+        return shown | {name: str(stats[key]) for name, key in counts.items() if stats.get(key)}
+
+    return entries
 
 
 class TensorBoard:
@@ -252,15 +236,13 @@ class TensorBoard:
             raise ImportError(
                 "log_dir needs TensorBoard, which is not installed: pip install 'funcollect[viz]'"
             ) from error
-        if not isinstance(log_dir, (str, PathLike)):
-            raise TypeError(f"log_dir is {log_dir!r}, expected a path: pass for example log_dir='runs/first'")
+        check_kind("log_dir", log_dir, (str, PathLike), "pass for example log_dir='runs/first'")
         self._make: Any = SummaryWriter
         self._folder = fspath(log_dir)
         self._writer: Any = None
-        if "://" in self._folder:  # for example a bucket, which TensorBoard writes to itself
-            return
         try:
-            makedirs(log_dir, exist_ok=True)
+            if "://" not in self._folder:  # for example a bucket, which TensorBoard writes to itself
+                makedirs(log_dir, exist_ok=True)
         except OSError as error:
             raise OSError(
                 f"log_dir is {self._folder!r}, which cannot be made ({error}): name another folder"
@@ -310,8 +292,7 @@ class EpisodeWindow:
 
     def __init__(self, size: int = 100) -> None:
         check_positive("window", size, 100)
-        self.frames = 0
-        self.episodes = 0
+        self.frames = self.episodes = 0
         self.last: EpisodeStats | None = None
         self._returns: deque[list[float]] = deque(maxlen=size)  # [players] each
         self._lengths: deque[int] = deque(maxlen=size)

@@ -18,15 +18,19 @@ def discrete(env: gymnasium.Env[Any, Any]) -> bool:
     return isinstance(env.action_space, gymnasium.spaces.Discrete)
 
 
-def mlp(env: gymnasium.Env[Any, Any]) -> nn.Sequential:
-    """Return a network from observations [P, n] to logits or means; its weights depend on the sizes alone."""
-    inputs = env.observation_space.shape[0]
-    outputs = int(env.action_space.n) if discrete(env) else env.action_space.shape[0]
+def tanh_mlp(inputs: int, outputs: int) -> nn.Sequential:
+    """2x64 tanh; its weights depend on the sizes alone."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(
             nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, outputs)
         )
+
+
+def mlp(env: gymnasium.Env[Any, Any]) -> nn.Sequential:
+    """Return a network from observations [P, n] to logits or means."""
+    outputs = int(env.action_space.n) if discrete(env) else env.action_space.shape[0]
+    return tanh_mlp(env.observation_space.shape[0], outputs)
 
 
 class Gaussian(nn.Module):

@@ -25,6 +25,24 @@ class Batches:
         self._collector.shutdown()
 
 
+class Rollouts:
+    """Our rollouts, state in and state out."""
+
+    def __init__(self, env: Any, policy: Any, length: int) -> None:
+        import funcollect as fc
+
+        self._env, self._policy, self._length = env, policy, length
+        self._state = fc.init(env, policy, seed=0)
+        self._rollout, self._close = fc.rollout, fc.close
+
+    def run(self) -> int:
+        self._state, batch = self._rollout(self._env, self._policy, self._state, self._length)
+        return int(batch.numel())
+
+    def close(self) -> None:
+        self._close(self._state)
+
+
 class Float(nn.Module):
     """TorchRL hands on float64 observations as they are; a cast in the network costs less than its transform."""
 
@@ -64,18 +82,23 @@ def torchrl_env(env_id: str, num_envs: int) -> Any:
 
 def torchrl_actor(env_id: str) -> Any:
     """TorchRL's `ProbabilisticActor` around the network."""
+    env = gymnasium.make(env_id)
+    actor = probabilistic_actor(torch_module(env), choices=discrete(env))
+    env.close()
+    return actor
+
+
+def probabilistic_actor(module: nn.Module, *, choices: bool) -> Any:
+    """TorchRL's `ProbabilisticActor` around a module that gives logits, or loc and scale."""
     from tensordict.nn import TensorDictModule
     from torchrl.modules import IndependentNormal, ProbabilisticActor
 
-    env = gymnasium.make(env_id)
-    keys = ["logits"] if discrete(env) else ["loc", "scale"]
-    module = torch_module(env)
-    env.close()
+    keys = ["logits"] if choices else ["loc", "scale"]
     return ProbabilisticActor(
-        TensorDictModule(module if len(keys) == 1 else Float(module), in_keys=["observation"], out_keys=keys),
+        TensorDictModule(module if choices else Float(module), in_keys=["observation"], out_keys=keys),
         in_keys=keys,
         out_keys=["action"],
-        distribution_class=torch.distributions.Categorical if len(keys) == 1 else IndependentNormal,
+        distribution_class=torch.distributions.Categorical if choices else IndependentNormal,
         return_log_prob=True,
     )
 
@@ -105,32 +128,31 @@ class TorchRLLoop:
 
 
 class StableBaselines:
-    """Stable-Baselines3's PPO: one `collect_rollouts` over a `DummyVecEnv` per run.
+    """Stable-Baselines3's PPO: one `collect_rollouts` over a vector environment per run.
 
     Its policy has a value network of the same size beside the actor, which it evaluates at every step.
     """
 
-    def __init__(self, env_id: str, num_envs: int, length: int) -> None:
+    def __init__(self, env: Any, length: int, *, pixels: bool = False) -> None:
         from stable_baselines3 import PPO
-        from stable_baselines3.common.vec_env import DummyVecEnv
 
-        env = DummyVecEnv([lambda: gymnasium.make(env_id, disable_env_checker=True)] * num_envs)
-        self._model = PPO(
-            "MlpPolicy",
-            env,
-            n_steps=length,
-            batch_size=num_envs * length,
-            policy_kwargs={"net_arch": [64, 64]},
-            device="cpu",
-            seed=0,
-        )
+        policy: tuple[str, dict[str, Any]] = ("CnnPolicy", {}) if pixels else ("MlpPolicy", {"net_arch": [64, 64]})
+        options = {"n_steps": length, "batch_size": env.num_envs * length, "policy_kwargs": policy[1]}
+        self._model = PPO(policy[0], env, device="cpu", seed=0, **options)
         _, self._callback = self._model._setup_learn(total_timesteps=1)
-        self._length = length
 
     def run(self) -> int:
         model = self._model
-        model.collect_rollouts(model.env, self._callback, model.rollout_buffer, n_rollout_steps=self._length)
-        return self._length * model.n_envs
+        model.collect_rollouts(model.env, self._callback, model.rollout_buffer, n_rollout_steps=model.n_steps)
+        return int(model.n_steps * model.n_envs)
 
     def close(self) -> None:
         self._model.env.close()
+
+
+def dummy_loop(env_id: str, num_envs: int, length: int) -> StableBaselines:
+    """The same over a `DummyVecEnv`."""
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    makers = [lambda: gymnasium.make(env_id, disable_env_checker=True)] * num_envs
+    return StableBaselines(DummyVecEnv(makers), length)

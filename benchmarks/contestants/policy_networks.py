@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.contestants.networks import HIDDEN, tanh_mlp
 from benchmarks.contestants.pixels import ACTIONS, SHAPE
 
-HIDDEN = 64
 LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # of the CNN (Mnih et al., 2015): channels, kernel, stride
 GRID = (64, 7, 7)  # what the last of them gives
 
@@ -71,8 +71,7 @@ def _arrays(module: nn.Module) -> list[Any]:
 def _mlp() -> Network:
     import jax.numpy as jnp
 
-    sizes = [nn.Linear(4, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, ACTIONS)]
-    module = nn.Sequential(*sizes)
+    module = tanh_mlp(4, ACTIONS)
 
     def apply(params: Any, x: Any) -> Any:
         x = jnp.tanh(x @ params[0] + params[1])

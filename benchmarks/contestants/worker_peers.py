@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.contestants.peers import Batches, Float
+from benchmarks.contestants.peers import Batches, StableBaselines, probabilistic_actor
 from benchmarks.contestants.worker_envs import continuous, make, network
 from benchmarks.suites import chosen
 
@@ -65,20 +65,7 @@ def torchrl_env(name: str) -> Any:
 
 def torchrl_actor(name: str) -> Any:
     """Return TorchRL's `ProbabilisticActor` around the network; None (random actions) for payload environments."""
-    if name.startswith("payload/"):
-        return None
-    from tensordict.nn import TensorDictModule
-    from torchrl.modules import IndependentNormal, ProbabilisticActor
-
-    keys = ["loc", "scale"] if continuous(name) else ["logits"]
-    module = network(name)
-    return ProbabilisticActor(
-        TensorDictModule(Float(module) if continuous(name) else module, in_keys=["observation"], out_keys=keys),
-        in_keys=keys,
-        out_keys=["action"],
-        distribution_class=IndependentNormal if continuous(name) else torch.distributions.Categorical,
-        return_log_prob=True,
-    )
+    return None if name.startswith("payload/") else probabilistic_actor(network(name), choices=not continuous(name))
 
 
 class VectorLoop:
@@ -121,27 +108,12 @@ def _acting(name: str) -> Callable[[Any], Any]:
     return normal if continuous(name) else lambda rows: chosen(module, torch.from_numpy(rows)).numpy()
 
 
-class SubprocLoop:
-    """Stable-Baselines3's PPO over `SubprocVecEnv`, one `collect_rollouts` per run; its policy has a value network."""
+def subproc_loop(name: str, workers: int, length: int) -> StableBaselines:
+    """Stable-Baselines3's PPO over `SubprocVecEnv`."""
+    from stable_baselines3.common.vec_env import SubprocVecEnv
 
-    def __init__(self, name: str, workers: int, length: int) -> None:
-        from stable_baselines3 import PPO
-        from stable_baselines3.common.vec_env import SubprocVecEnv
-
-        env = SubprocVecEnv([partial(make, name)] * workers, start_method="forkserver")
-        policy = ("CnnPolicy", {}) if name.startswith("ale/") else ("MlpPolicy", {"net_arch": [64, 64]})
-        self._model = PPO(
-            policy[0], env, n_steps=length, batch_size=workers * length, policy_kwargs=policy[1], device="cpu", seed=0
-        )
-        _, self._callback = self._model._setup_learn(total_timesteps=1)
-
-    def run(self) -> int:
-        model = self._model
-        model.collect_rollouts(model.env, self._callback, model.rollout_buffer, n_rollout_steps=model.n_steps)
-        return int(model.n_steps * model.n_envs)
-
-    def close(self) -> None:
-        self._model.env.close()
+    env = SubprocVecEnv([partial(make, name)] * workers, start_method="forkserver")
+    return StableBaselines(env, length, pixels=name.startswith("ale/"))
 
 
 class Independent:
@@ -207,6 +179,6 @@ def peers(name: str, workers: int, length: int) -> dict[str, Callable[[], Any]]:
     return {
         "torchrl sync": partial(torchrl, "MultiSyncCollector", name, workers, length),
         "torchrl async": partial(torchrl, "MultiAsyncCollector", name, workers, length),
-        "sb3": partial(SubprocLoop, name, workers, length),
+        "sb3": partial(subproc_loop, name, workers, length),
         "gymnasium": partial(VectorLoop, name, workers, length),
     }

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from operator import methodcaller
@@ -118,6 +119,39 @@ def interleaved(
         for contestant in made.values():
             contestant.close()
     return found, absent
+
+
+def in_new_processes(
+    makers: Mapping[str, tuple[Callable[[], Any], Callable[[Any], dict[str, float]]]], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """What each work measures, by name, in a process for each of a few rounds; also return why others are absent.
+
+    `makers` have what is built before the work, which gets it.
+    """
+    found: dict[str, list[float]] = {}
+    absent: dict[str, str] = {}
+    for _ in range(max(rounds // 5, 1)):
+        for name, (make, work) in makers.items():
+            try:
+                process = Isolated(make)
+                for what, took in process.ask(work).items():
+                    found.setdefault(what, []).append(took)
+                process.close()
+            except AbsentError as error:
+                absent[name] = f"{name} {error}"
+    return found, absent
+
+
+def start_twice(name: str, make: Callable[[], Any]) -> dict[str, float]:
+    """The seconds until the first batch of the first and the second collector of a process."""
+    took = {}
+    for which in ("first", "second"):
+        began = time.perf_counter()
+        contestant = make()
+        contestant.run()
+        took[f"{name}, {which}"] = time.perf_counter() - began
+        contestant.close()
+    return took
 
 
 def _serve(end: Connection, make: Callable[[], Any]) -> None:

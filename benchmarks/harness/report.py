@@ -7,14 +7,16 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.runner import Cell, Measured, Options, Result
+from benchmarks.harness.runner import Cell, Measured, Options, Result, measure
 
 PACKAGES = (
     "funcollect",
@@ -143,6 +145,26 @@ def compare(cell: Cell, measured: Measured, ours: str) -> Result:
         "absent": measured.absent,
     }
     return Result(name=cell.name, table=f"{table(columns, rows)}\n  {notes}", data=data)
+
+
+def compared(cells: Iterable[Cell], options: Options, ours: str = "funcollect") -> Iterator[Result]:
+    """Measure the cells whose names hold what `options` ask for; the results of a module that has none of its own."""
+    for cell in cells:
+        if options.only in cell.name:
+            yield compare(cell, measure(cell, options), ours)
+
+
+def quartile_row(name: str, values: Sequence[float], digits: int = 2) -> tuple[str, str, str]:
+    """A name, the median, and the quartiles as text."""
+    low, middle, high = quartiles(values)
+    return name, f"{middle:,.{digits}f}", f"{low:,.{digits}f}-{high:,.{digits}f}"
+
+
+def child(module: str, *arguments: object) -> Any:
+    """What a module of the benchmarks prints last, as JSON, as a program in a process of its own."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _row(name: str, rates: Sequence[float], ratios: Sequence[float] | None) -> tuple[str, ...]:

@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parse(argv)
     try:
-        commands = importlib.import_module("funcollect.cli.commands")
-        getattr(commands, arguments.command)(arguments)
+        importlib.import_module("funcollect.cli.commands").run(arguments)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except MemoryError as error:
@@ -81,19 +80,14 @@ def _named_value(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _number(default: int | None, what: str = "") -> dict[str, Any]:
-    """An option that is an int of at least 1."""
-    shown = "; ".join(filter(None, (what, f"default: {default}" if default else "")))
-    return {"type": _count, "default": default, "metavar": "N", "help": shown}
+def _option(kind: Any, metavar: str, default: Any, what: str = "") -> dict[str, Any]:
+    """The keyword arguments of an option of this type."""
+    shown = "; ".join(filter(None, (what, "" if default is None else f"default: {default}")))
+    return {"type": kind, "default": default, "metavar": metavar, "help": shown}
 
 
-def _path(default: Path | None, what: str, metavar: str = "FILE") -> dict[str, Any]:
-    """An option that is a path."""
-    shown = f"{what}; default: {default}" if default else what
-    return {"type": Path, "default": default, "metavar": metavar, "help": shown}
-
-
-_SEED = {"type": int, "default": 0, "metavar": "S", "help": "default: 0"}
+_number, _path = partial(_option, _count, "N"), partial(_option, Path, "FILE")
+_SEED = _option(int, "S", 0)
 _LIMIT = _number(None, "truncate episodes after N steps")
 
 
@@ -108,8 +102,8 @@ def _add_commands(commands: Any) -> None:
     add("--frames", **_number(10_000, "in whole batches"))
     add("--frames-per-batch", **_number(None, "default: 128 per environment, at least 2000"))
     add("--max-episode-steps", **_LIMIT)
-    add("--seed", type=int, metavar="S", help="default: a new one, kept in stats.json")
-    add("--out", **_path(None, "for the batch, stats.json and returns.png", "DIR"))
+    add("--seed", **_option(int, "S", None, "default: a new one, kept in stats.json"))
+    add("--out", **_option(Path, "DIR", None, "for the batch, stats.json and returns.png"))
     add("--overwrite", action="store_true", help="replace an earlier run in DIR")
     example = "CartPole-v1 --policy mlp --weights weights.pt"
     add = command("evaluate", "run whole episodes and print their returns", example, lanes=8)
@@ -126,11 +120,8 @@ def _add_commands(commands: Any) -> None:
     add("--steps", **_number(100, "of a run, in which episodes end"))
     add("--max-episode-steps", **_LIMIT)
     add("--seed", **_SEED)
-    what, example = (
-        "show how an environment and a policy would run together",
-        "gymnax/CartPole-v1 --policy mlp --num-envs 64",
-    )
-    command("explain", what, example, lanes=1)
+    example = "gymnax/CartPole-v1 --policy mlp --num-envs 64"
+    command("explain", "show how an environment and a policy would run together", example, lanes=1)
     example = "HalfCheetah-v5 --policy mlp --out profile.png"
     add = command("profile", "measure where the time of a frame goes", example, lanes=8)
     add("--frames", **_number(10_000, "to time, in whole batches"))
@@ -165,8 +156,7 @@ def _command(
     if subject == "[ENV]":
         add("env", nargs="?", metavar="ENV", help="also make each of them for this environment")
     if subject == "ENV":
-        add("env", nargs="?", metavar="ENV", help="an id (torch/CartPole-v1), or module:factory")
-        add("--env", dest="env_option", metavar="ENV", help="the same as ENV")
+        add("env", metavar="ENV", help="an id (torch/CartPole-v1), or module:factory")
         if lanes is not None:
             add("--num-envs", **_number(lanes, "environments in one batch"))
         add("--policy", default=policy, metavar="NAME", help=policy_help)
@@ -187,11 +177,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(max_episode_steps=None)  # of commands without whole episodes
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_commands(commands)
-    arguments = parser.parse_args(argv)
-    if "env_option" in arguments:  # the environment may be given with `--env` as well
-        named = [each for each in (arguments.env, arguments.env_option) if each is not None]
-        if len(named) != 1:
-            found = f"{len(named)} environments are given, expected one: ENV, or --env ENV"
-            commands.choices[arguments.command].error(found)
-        arguments.env = named[0]
-    return arguments
+    return parser.parse_args(argv)

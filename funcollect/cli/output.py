@@ -84,8 +84,7 @@ def _reserve(path: Path, batch: TensorDict, *, steps: int) -> TensorDict:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         store = whole.memmap_like(path)
         for file in path.rglob("*.memmap"):
-            size = file.stat().st_size
-            if size:
+            if size := file.stat().st_size:
                 with file.open("r+b") as opened:
                     allocate(opened.fileno(), size)
     except (OSError, RuntimeError) as error:
@@ -98,33 +97,28 @@ class RunSummary:
     """Counts the episodes, frames and seconds of a run."""
 
     def __init__(self) -> None:
-        self._window = EpisodeWindow()
+        self._window, self._seconds = EpisodeWindow(), 0.0
         self._parts: list[EpisodeStats] = []
-        self._seconds = 0.0
 
     def follow(self, collector: Iterable[TensorDict]) -> Iterator[TensorDict]:
         """Iterate over the batches with a progress bar."""
         began = time.perf_counter()
         for batch in track(collector, window=self._window):
-            if self._window.last is not None:
-                self._parts.append(replace(self._window.last, open_returns={}))
+            assert self._window.last is not None
+            self._parts[-1:] = [replace(part, open_returns={}) for part in self._parts[-1:]]  # of the last one alone
+            self._parts.append(self._window.last)
             yield batch
         self._seconds = time.perf_counter() - began
 
     @property
     def episodes(self) -> EpisodeStats:
         """The episodes that ended, and those that were open at the end."""
-        whole = EpisodeStats.concatenate(self._parts)
-        return whole if self._window.last is None else replace(whole, open_returns=self._window.last.open_returns)
+        return EpisodeStats.concatenate(self._parts)
 
     def statistics(self) -> dict[str, Any]:
         """The counts of the run, and the spread of episode returns and lengths, as values for JSON."""
-        return {
-            "frames": self._window.frames,
-            "seconds": self._seconds,
-            "frames_per_second": self._window.frames / self._seconds,
-            **_episode_statistics(self.episodes),
-        }
+        counts = {"frames": self._window.frames, "seconds": self._seconds}
+        return {**counts, "frames_per_second": self._window.frames / self._seconds, **_statistics(self.episodes)}
 
     def table(self) -> str:
         """The statistics as two tables."""
@@ -133,10 +127,10 @@ class RunSummary:
 
 def episode_table(episodes: EpisodeStats) -> str:
     """The number of episodes, and the spread of their returns and lengths, as two tables."""
-    return _tables(_episode_statistics(episodes))
+    return _tables(_statistics(episodes))
 
 
-def _episode_statistics(episodes: EpisodeStats) -> dict[str, Any]:
+def _statistics(episodes: EpisodeStats) -> dict[str, Any]:
     """The counts of episodes, and the spread of their returns and lengths, as values for JSON."""
     terminated, returns = int(episodes.terminated.sum()), episodes.returns
     players = {"": returns} if returns.ndim == 1 else {f"_{n}": column for n, column in enumerate(returns.mT)}
@@ -167,9 +161,7 @@ def _spread(values: Tensor) -> dict[str, float | None]:
 
 def _number(value: float | None) -> str:
     """A number as text: commas in thousands, two decimals if it is a float; "-" for None."""
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
 
 
 def layout(batch: TensorDict) -> str:

@@ -4,8 +4,7 @@ Matplotlib, and imageio for films, are imported on first use: ``pip install 'fun
 registered with pyplot, so you need not close them.
 """
 
-from funcollect.plots.curves import lengths, returns
+from funcollect.plots.curves import lengths, profile, returns
 from funcollect.plots.episodes import episode, frames, video
-from funcollect.plots.profiles import profile
 
 __all__ = ["episode", "frames", "lengths", "profile", "returns", "video"]

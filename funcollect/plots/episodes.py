@@ -51,7 +51,11 @@ def episode(batch: TensorDictBase, traj_id: int | None = None, *, path: str | Pa
     ['observation', 'action', 'reward']
     """
     trajectory = pick(batch, traj_id)
-    leaves = _panels(trajectory)
+    for key in ("action", ("next", "reward")):
+        if trajectory.frames.get(key, None) is None:
+            raise ValueError(f"the batch has no {key}, expected actions and rewards by the data contract")
+    leaves = {".".join(path): leaf for path, leaf in trajectory.observations.items() if leaf.ndim <= 2}  # [T + 1, ...]
+    leaves |= {"action": trajectory.frames["action"], "reward": trajectory.frames["next", "reward"]}  # [T, ...]
     figure = new_figure(8, 1.2 + 1.7 * len(leaves))
     every = figure.subplots(len(leaves), sharex=True, squeeze=False)[:, 0]
     for axes, (label, leaf) in zip(every, leaves.items(), strict=True):
@@ -70,15 +74,6 @@ def episode(batch: TensorDictBase, traj_id: int | None = None, *, path: str | Pa
     return saved(figure, path)
 
 
-def _panels(trajectory: Trajectory) -> dict[str, Tensor]:
-    """The leaves to draw by label: observations [T + 1, ...], then actions and rewards [T, ...]."""
-    for key in ("action", ("next", "reward")):
-        if trajectory.frames.get(key, None) is None:
-            raise ValueError(f"the batch has no {key}, expected actions and rewards by the data contract")
-    leaves = {".".join(path): leaf for path, leaf in trajectory.observations.items() if leaf.ndim <= 2}
-    return {**leaves, "action": trajectory.frames["action"], "reward": trajectory.frames["next", "reward"]}
-
-
 def _draw(figure: Figure, axes: Any, values: npt.NDArray[Any], first: int, *, steps: bool) -> None:
     """Draw the values [N, components] from step `first` on; as steps, a value holds until the next one."""
     count, components = values.shape
@@ -95,17 +90,12 @@ def _draw(figure: Figure, axes: Any, values: npt.NDArray[Any], first: int, *, st
             axes.stairs(line, edges, baseline=None, **style)
         else:
             axes.plot(edges[:-1], line, **style)
-    _set_scale(axes, values)
     if components > 1:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small", frameon=False)
-
-
-def _set_scale(axes: Any, values: npt.NDArray[Any]) -> None:
-    """Put ticks for integers at integers, and give constant values a scale of their magnitude."""
     if (values == np.round(values)).all():
         axes.locator_params(axis="y", integer=True, nbins=5)
     axes.margins(y=0.1)
-    if values.min() == values.max():
+    if values.min() == values.max():  # a scale of its magnitude
         middle = float(values.min())
         axes.set_ylim(middle - max(1.0, abs(middle)), middle + max(1.0, abs(middle)))
     axes.grid(alpha=0.3)
@@ -144,7 +134,9 @@ def pick(batch: TensorDictBase, traj_id: int | None) -> Trajectory:
     check_batch(batch)
     batch = next_observations(batch)
     ids = require(batch, TRAJECTORY_IDS, tail=())
-    real = _real(batch)
+    mask, stays = batch.get(MASK, None), batch.get("done", None)
+    real = torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device) if mask is None else mask
+    real = real if stays is None else real & ~stays[..., 0]  # neither padding nor a lane that stays finished
     if not real.any():
         raise ValueError(f"the batch {list(batch.batch_size)} has no frames, expected one trajectory or more")
     if traj_id is None:
@@ -158,13 +150,6 @@ def pick(batch: TensorDictBase, traj_id: int | None) -> Trajectory:
     frames = batch[chosen.nonzero(as_tuple=True)].cpu()
     step = frames.get(("collector", "step"), None)
     return Trajectory(int(traj_id), frames if step is None else frames[step.argsort(stable=True)])
-
-
-def _real(batch: TensorDictBase) -> Tensor:
-    """The frames that are neither padding nor repeat the end of a lane that stays finished: [*B, T] bool."""
-    mask, stays = batch.get(MASK, None), batch.get("done", None)
-    real = torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device) if mask is None else mask
-    return real if stays is None else real & ~stays[..., 0]
 
 
 def _longest(batch: TensorDictBase, ids: Tensor, real: Tensor) -> int:
@@ -292,8 +277,17 @@ def _pictorial(trajectory: Trajectory, key: str | Path | None) -> Tensor:
 
 
 def _rgb(leaf: Tensor) -> npt.NDArray[np.uint8]:
-    """Pictures as [T, H, W, 3] uint8."""
-    pictures = _bytes(_channels_last(leaf))
+    """Pictures as [T, H, W, 3] uint8; floats must be in [0, 1], and are scaled to 255."""
+    pictures = _channels_last(leaf)
+    if pictures.is_floating_point():
+        low, high = (float(bound) for bound in pictures.aminmax())
+        if not (low >= 0 and high <= 1):
+            raise ValueError(
+                f"the pictures hold values from {low:.4g} to {high:.4g}, expected [0, 1], or uint8: scale them"
+            )
+        pictures = (pictures * 255).round().to(torch.uint8)
+    if pictures.dtype != torch.uint8:
+        raise TypeError(f"the pictures are {pictures.dtype}, expected uint8, or floats within [0, 1]: convert them")
     return pictures.expand(*pictures.shape[:-1], 3).numpy() if pictures.shape[-1] == 1 else pictures[..., :3].numpy()
 
 
@@ -315,17 +309,3 @@ def _channels_last(leaf: Tensor) -> Tensor:
                 f"a frame has shape {list(shape)}, expected [H, W], [H, W, C] with 1, 3 or 4 colours, [3, H, W], "
                 "[stack, H, W] or [stack, H, W, C]: choose another key"
             )
-
-
-def _bytes(pictures: Tensor) -> Tensor:
-    """Pictures as uint8; floats must be in [0, 1], and are scaled to 255."""
-    if pictures.dtype == torch.uint8:
-        return pictures
-    if not pictures.is_floating_point():
-        raise TypeError(f"the pictures are {pictures.dtype}, expected uint8, or floats within [0, 1]: convert them")
-    low, high = (float(bound) for bound in pictures.aminmax())
-    if not (low >= 0 and high <= 1):
-        raise ValueError(
-            f"the pictures hold values from {low:.4g} to {high:.4g}, expected [0, 1], or uint8: scale them"
-        )
-    return (pictures * 255).round().to(torch.uint8)

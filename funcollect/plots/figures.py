@@ -61,6 +61,7 @@ def check_figure(path: Path) -> None:
 Picture = npt.NDArray[np.uint8]
 
 _SUFFIXES = (".gif", ".mp4")
+_NO_FORK = "IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"
 
 
 @contextmanager
@@ -133,13 +134,9 @@ def _mp4(imageio: Any, path: Path, fps: float) -> Iterator[Callable[[Picture], N
 @contextmanager
 def _without_fork() -> Iterator[None]:
     """Let imageio-ffmpeg start its process without `fork`, which may hang, and warns, if JAX has threads."""
-    name = "IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
+    before = os.environ.get(_NO_FORK)
+    os.environ[_NO_FORK] = "1"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        os.environ.pop(_NO_FORK) if before is None else os.environ.update({_NO_FORK: before})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from tensordict import TensorDict
@@ -20,7 +20,7 @@ from funcollect.envs.host.host_env import Camera
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.plots.figures import Picture, check_film, film
-from funcollect.protocols import Env, Policy, RenderedEnv, Simulators
+from funcollect.protocols import Env, Policy, RenderedEnv
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
@@ -115,13 +115,6 @@ def _steps(
             yield state, batch
 
 
-@runtime_checkable
-class _Filmable(Simulators, Protocol):
-    """Simulators that can be filmed."""
-
-    def camera(self, lane: int) -> Camera: ...
-
-
 @contextmanager
 def _opened_camera(
     env: Env, state: CollectorState
@@ -140,20 +133,18 @@ def _opened_camera(
         if isinstance(env, RenderedEnv):
             with _rendering():
                 fps, draw = stack.enter_context(env.renderer())
-
-            def drawn(state: CollectorState) -> Any:
-                env_state = import_jax().tree.map(lambda leaf: leaf[0], state.env_state.current)
-                return draw(env_state, of_one_lane(state.env_params))
+            camera = None
         else:
             camera = _simulators_camera(env, state)
             fps = camera.fps
 
-            def drawn(state: CollectorState) -> Any:
-                return camera.shoot()
-
         def shoot(state: CollectorState) -> Picture:
             with _rendering():
-                array = np.asarray(drawn(state))
+                if camera is None:
+                    env_state = import_jax().tree.map(lambda leaf: leaf[0], state.env_state.current)
+                    array = np.asarray(draw(env_state, of_one_lane(state.env_params)))
+                else:
+                    array = np.asarray(camera.shoot())
             if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3:
                 raise EnvError(
                     f"render() gave {array.dtype} {list(array.shape)}, expected uint8 [H, W, 3]: return RGB pictures"
@@ -166,13 +157,14 @@ def _opened_camera(
 def _simulators_camera(env: Env, state: CollectorState) -> Camera:
     """The camera of simulators that render arrays; TypeError or ValueError for any others."""
     simulators = state.env_state.simulation.simulators if isinstance(state.env_state, SimulatorHandle) else None
-    if not isinstance(simulators, _Filmable):
+    opened: Callable[[int], Camera] | None = getattr(simulators, "camera", None)
+    if opened is None:
         known, mend = "a Gymnasium environment that renders", "make_env(id, render_mode='rgb_array') makes one"
         if env.backend == "jax":
             known = "one of gymnax, brax, MuJoCo Playground, jumanji or navix, or one with a method renderer()"
             mend = "add the method (its form is funcollect.envs.Renderer)"
         raise TypeError(f"{env} cannot be filmed, expected {known}: {mend}; plots.video saves pixel observations")
-    camera = simulators.camera(0)
+    camera = opened(0)
     if camera.mode != "rgb_array":
         raise ValueError(
             f"{env} has the render mode {camera.mode!r}, expected 'rgb_array': make it with "

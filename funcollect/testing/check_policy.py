@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from typing import Any
@@ -27,55 +28,49 @@ from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.policies.weights import state_dict_of
 from funcollect.protocols import Policy
 from funcollect.specs import ExplorationType
-from funcollect.testing import pair_checks
+from funcollect.testing import pairs
+from funcollect.testing.pairs import PolicyTrial
 from funcollect.testing.report import (
     Check,
     NotApplicableError,
     Report,
     bits_differ,
     digits,
-    expect_bits,
     expect_equal,
     expect_rows,
     fail,
     first_row,
+    mended_by,
     numbers_differ,
     run_checks,
     to_tensor,
 )
-from funcollect.testing.trial import PolicyTrial, check_run, recurrent_of
 from funcollect.tree import NAMESPACE, flatten
 
 DETERMINISTIC, RANDOM = ExplorationType.DETERMINISTIC, ExplorationType.RANDOM
-DRAWS = "it draws by itself, whatever the exploration type"
+_DRAWS = "it draws by itself, whatever the exploration type"
 _SCALES = (0.5, 3.0, 20.0)  # tried in turn, since a small change of the weights may not change an argmax
 _MOST_ACTIONS = 64  # whose probabilities are added up
 _CLOSE = 1e-3  # tolerance of log-probabilities
 
 
-def suits(trial: PolicyTrial) -> None:
-    """It is a policy, and suits these spaces."""
-    check_pair(trial.env, trial.policy)
-
-
+@mended_by("keep keys, shapes and dtypes the same")
 def answers(trial: PolicyTrial) -> None:
-    """Actions have the shape and dtype of their space; all outputs have a row per lane, and always the same keys."""
-    spec, wanted = trial.env.action_spec, None
-    for rows in trial.seen:
-        for way in (RANDOM, DETERMINISTIC):
-            columns = flatten(trial.query(rows, steps=2, exploration_type=way).columns)
-            check_action(columns[("action",)][:, 0], spec, trial.count)
-            for path, column in columns.items():
-                if column.shape[:2] != (trial.count, 2):
-                    expected = f"[{trial.count}, ...], a row for each environment"
-                    got = list(column.shape[:1] + column.shape[2:]) if column.ndim > 1 else []
-                    mend = "return [P, ...] for P environments"
-                    raise fail(f"the output {'.'.join(path)}", expected=expected, got=got, mend=mend)
-            kinds = {".".join(path): (list(each.shape[2:]), each.dtype) for path, each in columns.items()}
-            if wanted not in (None, kinds):
-                where = f"the outputs with exploration_type={way.name}"
-                raise fail(where, expected=wanted, got=kinds, mend="keep keys, shapes and dtypes the same")
-            wanted = kinds
+    """It suits the spaces: actions have their shape and dtype, outputs a row per lane, and always the same keys."""
+    check_pair(trial.env, trial.policy)
+    wanted = None
+    for rows, way in itertools.product(trial.seen, (RANDOM, DETERMINISTIC)):
+        columns = flatten(trial.query(rows, steps=2, exploration_type=way).columns)
+        check_action(columns[("action",)][:, 0], trial.env.action_spec, trial.count)
+        for path, column in columns.items():
+            if column.shape[:2] != (trial.count, 2):
+                got = list(column.shape[:1] + column.shape[2:]) if column.ndim > 1 else []
+                expected = f"[{trial.count}, ...], a row for each environment"
+                raise fail(f"the output {'.'.join(path)}", expected, got, "return [P, ...] for P environments")
+        kinds = {".".join(path): (list(each.shape[2:]), each.dtype) for path, each in columns.items()}
+        if wanted not in (None, kinds):
+            raise fail(f"the outputs with exploration_type={way.name}", wanted, kinds)
+        wanted = kinds
 
 
 def acts(trial: PolicyTrial) -> str | None:
@@ -86,43 +81,43 @@ def acts(trial: PolicyTrial) -> str | None:
         return None  # every rollout checks discrete actions
     numbers = action.cpu().numpy()
     outside = ((numbers < space.low) | (numbers > space.high)).reshape(*numbers.shape[:2], -1).any(-1)
-    if not outside.any():
-        return None
-    return f"{np.sum(outside)} of {outside.size} actions are outside the Box: the environment has to clip them"
+    few = f"{np.sum(outside)} of {outside.size} actions are outside the Box: the environment has to clip them"
+    return few if outside.any() else None
 
 
+@mended_by("keep nothing in self: what a policy remembers is its recurrent state, and its randomness is given")
 def pure(trial: PolicyTrial) -> None:
     """It modifies neither its observation nor its own parameters and buffers, and remembers nothing by itself."""
     before, weights = trial.seen[0], own_weights(trial.policy)
-    start = trial.policy.init(key_from_seed(trial.seed), trial.count)
-    first = trial.query(exploration_type=RANDOM, policy_state=_copied(start))
+    with torch.no_grad():
+        start = trial.policy.init(trial.key, trial.count)
+    first = trial.query(exploration_type=RANDOM, policy_state=copy.deepcopy(start))
     for path, rows in before.items():
         what = f"the observation {'.'.join(path)} after the policy was called"
-        expect_bits(first.rows[path], rows, what, "copy it before writing")
+        _expect_bits(first.rows[path], rows, what, "copy it before writing")
     trial.query(trial.seen[1], exploration_type=RANDOM, steps=2)
     trial.run(trial.steps)
     expect_unchanged(trial, weights)
-    again = trial.query(exploration_type=RANDOM, policy_state=_copied(start))
+    again = trial.query(exploration_type=RANDOM, policy_state=copy.deepcopy(start))
     what, source = "the second of two equal calls", "the first, with the same observation, state and noise"
-    mend = "keep nothing in self: what a policy remembers is its recurrent state, and its randomness is given"
-    expect_equal(again.columns, first.columns, what=what, source=source, mend=mend)
+    expect_equal(again.columns, first.columns, what, source)
 
 
-def _copied(tree: Any) -> Any:
-    """A pytree with copies of its tensors, since a policy may write into the state that it is given."""
-    return optree.tree_map(
-        lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE, none_is_leaf=True
-    )
+def _expect_bits(got: Tensor, wanted: Tensor, what: str, mend: str) -> None:
+    """Fail unless a tensor still has the bits of an earlier copy; `what` names it in the message, `mend` is the fix."""
+    one, two = (each.detach().reshape(1, 1, -1) for each in (got, wanted))
+    if one.shape != two.shape or bool(bits_differ(one, two).any()):
+        raise fail(what, f"unchanged, {digits(wanted)}", digits(got), mend)
 
 
+@mended_by("take the mode if exploration_type says so; call module.eval() if there is dropout")
 def deterministic(trial: PolicyTrial) -> None:
     """In deterministic mode, its outputs do not depend on the seed."""
     if place := _seed_changes(trial, noise=True):
         if not _knows_exploration(trial.policy):
-            raise NotApplicableError(DRAWS)
+            raise NotApplicableError(_DRAWS)
         where = f"{place}, with exploration_type=DETERMINISTIC"
-        mend = "take the mode if exploration_type says so; call module.eval() if there is dropout"
-        raise fail(where, expected="the same for every seed", got="another for another seed", mend=mend)
+        raise fail(where, "the same for every seed", "another for another seed")
 
 
 def _seed_changes(trial: PolicyTrial, *, noise: bool) -> str:
@@ -130,10 +125,10 @@ def _seed_changes(trial: PolicyTrial, *, noise: bool) -> str:
 
     The seed is that of the policy's own draws and, with `noise`, also that of the noise for its head.
     """
-    key, one = key_from_seed(trial.seed), flatten(trial.query().columns)
+    one = flatten(trial.query().columns)
     for shift in range(1, 9):  # with few choices and rows, two seeds may draw the same
         other = key_from_seed(trial.seed + shift)
-        two = flatten(trial.query(key=other, noise_key=other if noise else key).columns)
+        two = flatten(trial.query(key=other, noise_key=other if noise else trial.key).columns)
         for path, column in one.items():
             if place := first_row(numbers_differ(column, two[path])):
                 return f"row {place[0]}, {'.'.join(path)}"
@@ -142,75 +137,66 @@ def _seed_changes(trial: PolicyTrial, *, noise: bool) -> str:
 
 def _knows_exploration(policy: Policy) -> bool:
     """Whether the policy can read the exploration type where it draws, and so take the mode instead."""
-    if isinstance(policy, RandomPolicy):
-        return False
     if isinstance(policy, FunctionPolicy):
         return policy.head is not None and not policy.takes_key
     if not isinstance(policy, TorchBacked) or policy.head is not None:
-        return True
-    module = policy.module
-    return isinstance(module, nn.Module) and any(
-        isinstance(each, ProbabilisticTensorDictModule) for each in module.modules()
-    )
+        return not isinstance(policy, RandomPolicy)
+    parts = policy.module.modules() if isinstance(policy.module, nn.Module) else ()
+    return any(isinstance(part, ProbabilisticTensorDictModule) for part in parts)
 
 
+@mended_by("let no operation mix the batch dimension; batch norm in training mode does: call module.eval()")
 def rows_apart(trial: PolicyTrial) -> None:
     """Its outputs for a row depend on that row only, not on the other rows or on its position."""
     if _seed_changes(trial, noise=False):
-        raise NotApplicableError(DRAWS)
+        raise NotApplicableError(_DRAWS)
     rows, others = trial.seen
-    mend = "let no operation mix the batch dimension; batch norm in training mode does: call module.eval()"
-    wanted = trial.query().columns
-    beside = {path: torch.cat((rows[path][:1], others[path][1:])) for path in rows}
+    wanted, source = trial.query().columns, "the output for the same row (here called a lane) before"
+    beside = trial.query({path: torch.cat((rows[path][:1], others[path][1:])) for path in rows}).columns
+    expect_equal(beside[:1], wanted[:1], "the output beside other rows", source, differs=numbers_differ)
     order = torch.arange(trial.count).flip(0)
-    turned = {path: value[order] for path, value in rows.items()}
-    for what, got in (
-        ("the output beside other rows", trial.query(beside).columns[:1]),
-        ("the outputs for the rows in reverse order", trial.query(turned, order=order).columns[order]),
-    ):
-        source = "the output for the same row (here called a lane) before"
-        expect_equal(got, wanted[: len(got)], what=what, source=source, mend=mend, differs=numbers_differ)
+    turned = trial.query({path: value[order] for path, value in rows.items()}, order=order).columns[order]
+    expect_equal(turned, wanted, "the outputs for the rows in reverse order", source, differs=numbers_differ)
 
 
+@mended_by("let restart(lanes) give the initial state to these lanes, with the batch dimension first")
 def recurrent(trial: PolicyTrial) -> None:
     """The recurrent state is reset in a lane that begins an episode, and only there."""
-    state = recurrent_of(trial.policy.init(key_from_seed(trial.seed), trial.count))
-    if not optree.tree_leaves(state, namespace=NAMESPACE):
+
+    def leaves(**options: Any) -> list[Tensor]:
+        return [to_tensor(leaf) for leaf in optree.tree_leaves(trial.query(**options).recurrent, namespace=NAMESPACE)]
+
+    if not (once := leaves()):
         raise NotApplicableError("it has no recurrent state")
     if _seed_changes(trial, noise=False):
-        raise NotApplicableError(DRAWS)
-    once, twice, restarted = (
-        [to_tensor(leaf) for leaf in optree.tree_leaves(output.recurrent, namespace=NAMESPACE)]
-        for output in (trial.query(), trial.query(steps=2), trial.query(steps=2, restart=[0]))
-    )
+        raise NotApplicableError(_DRAWS)
+    twice, restarted = leaves(steps=2), leaves(steps=2, restart=[0])
     for number, (one, two, got) in enumerate(zip(once, twice, restarted, strict=True)):
         wanted = torch.cat((one[:1], two[1:])).unsqueeze(1)
         if place := first_row(numbers_differ(got.unsqueeze(1), wanted)):
             where = f"lane {place[0]}, leaf {number} of the recurrent state after a restart of lane 0"
             how = "begun anew, as after the episode's first step" if place[0] == 0 else "going on, as in its episode"
-            mend = "let restart(lanes) give the initial state to these lanes, with the batch dimension first"
-            raise fail(where, expected=f"{how}, {digits(wanted[place])}", got=digits(got[place[0]]), mend=mend)
+            raise fail(where, f"{how}, {digits(wanted[place])}", digits(got[place[0]]))
 
 
+@mended_by(
+    "score the recorded action under the weights and the observation that chose it (call module.eval() if there is "
+    "dropout or batch norm), let log_prob of the head depend on its arguments only, and let record return the keys "
+    "that sample returns"
+)
 def log_probs(trial: PolicyTrial) -> None:
     """Log-probabilities are those of `evaluate_actions`; over all discrete actions, probabilities add up to one."""
     wanted = _scores(trial, trial.batch)
     got = trial.batch["action_log_prob"].double().cpu().reshape(wanted.shape)
-    mend = (
-        "score the recorded action under the weights and the observation that chose it (call module.eval() if there is "
-        "dropout or batch norm), let log_prob of the head depend on its arguments only, and let record return the keys "
-        "that sample returns"
-    )
     wrong = ~torch.isclose(got, wanted, rtol=_CLOSE, atol=_CLOSE)
-    expect_rows(wrong, ("action_log_prob",), got, wanted, mend, note=", by evaluate_actions")
+    expect_rows(wrong, ("action_log_prob",), got, wanted, note=", by evaluate_actions")
     if 1 <= math.prod(trial.env.action_spec.categories or (0,)) <= _MOST_ACTIONS:
         _expect_normalised(trial)
 
 
 def _expect_normalised(trial: PolicyTrial) -> None:
     """Fail unless the probabilities of all actions, in the run's first rows, add up to one."""
-    spec = trial.env.action_spec
-    first = trial.batch[:, :1].clone()
+    spec, first = trial.env.action_spec, trial.batch[:, :1].clone()
     total = torch.zeros(first.shape, dtype=torch.float64)
     for chosen in itertools.product(*map(range, spec.categories)):
         if spec.one_hot:
@@ -228,7 +214,7 @@ def _scores(trial: PolicyTrial, batch: TensorDict) -> Tensor:
     policy = trial.policy
     if "action_log_prob" not in batch:
         raise NotApplicableError("it records no action_log_prob")
-    start = policy.init(key_from_seed(trial.seed), trial.lanes)
+    start = policy.init(trial.key, trial.lanes)
     given = to_jax(batch) if isinstance(policy, FunctionPolicy) else batch
     try:
         with torch.no_grad():
@@ -259,16 +245,15 @@ def other_weights(policy: Policy, scale: float) -> dict[str, Tensor]:
     }
 
 
+@mended_by("use the params that the call is given, not those of the constructor")
 def params_argument(trial: PolicyTrial) -> None:
     """`params=` replaces the policy's own parameters in a rollout, and leaves those unchanged."""
     weights = _trainable_weights(trial)
     got = trial.run(trial.steps, params=trial.policy.params)
-    mend = "let prepare(None) stand for the policy's own"
     what, source = "the run with params=policy.params", "the run with params=None"
-    expect_equal(got, trial.batch, what=what, source=source, mend=mend)
+    expect_equal(got, trial.batch, what, source, "let prepare(None) stand for the policy's own")
     if not any(_changes_outputs(trial, params=other_weights(trial.policy, scale)) for scale in _SCALES):
-        mend = "use the params that the call is given, not those of the constructor"
-        raise fail("the run with other params", expected="other outputs", got="the same", mend=mend)
+        raise fail("the run with other params", "other outputs", "the same")
     expect_unchanged(trial, weights)
 
 
@@ -290,44 +275,31 @@ def expect_unchanged(trial: PolicyTrial, weights: dict[str, Tensor]) -> None:
     """Fail if the policy's own parameters or buffers no longer have the bits of `weights`, an earlier copy."""
     mend = "let a rollout write to no weight or buffer, and load restore all of them"
     for name, value in own_weights(trial.policy).items():
-        expect_bits(value, weights[name], f"the policy's own {name}", mend)
+        _expect_bits(value, weights[name], f"the policy's own {name}", mend)
 
 
+@mended_by("let state_dict hold a copy of everything that load needs, and load use its argument")
 def state_dict(trial: PolicyTrial) -> None:
     """After `load` of an earlier `state_dict`, the policy acts as it did then."""
     policy, weights = trial.policy, _trainable_weights(trial)
     saved, before = policy.state_dict(), trial.batch
+
+    def changed(scale: float) -> bool:
+        policy.load(other_weights(policy, scale))
+        return _changes_outputs(trial)
+
     try:
-        for scale in _SCALES:
-            policy.load(other_weights(policy, scale))
-            if changed := _changes_outputs(trial):
-                break
+        if not any(map(changed, _SCALES)):
+            raise fail("the run after load", "other outputs", "the same")
     finally:
         policy.load(saved)
-    if not changed:
-        raise fail("the run after load", expected="other outputs", got="the same", mend="let load use its argument")
     expect_unchanged(trial, weights)
-    what = "the run after load(state_dict())"
-    mend = "let state_dict hold a copy of everything that load needs"
-    expect_equal(trial.run(trial.steps), before, what=what, source="the run before", mend=mend)
+    expect_equal(trial.run(trial.steps), before, "the run after load(state_dict())", "the run before")
 
 
 CHECKS: tuple[Check[PolicyTrial], ...] = (
-    suits,
-    answers,
-    acts,
-    pair_checks.generators,
-    pure,
-    pair_checks.same_seed,
-    pair_checks.cuts,
-    pair_checks.batch_memory,
-    pair_checks.save,
-    deterministic,
-    rows_apart,
-    recurrent,
-    log_probs,
-    params_argument,
-    state_dict,
+    *(answers, acts, pairs.generators, pure, pairs.same_seed, pairs.cuts, pairs.batch_memory, pairs.save),
+    *(deterministic, rows_apart, recurrent, log_probs, params_argument, state_dict),
 )
 
 
@@ -353,7 +325,7 @@ def check_policy(policy: Any, env: Any, *, steps: int = 40, seed: int = 0, **kwa
     >>> "log_probs" in check_policy(policy, "CartPole-v1", num_envs=2).passed
     True
     """
-    check_run(steps, seed)
+    pairs.check_run(steps, seed)
     made = make_env(env, **kwargs)
     trial = PolicyTrial(env=made, policy=as_policy(policy, made), steps=steps, seed=seed)
     return run_checks(f"{type(trial.policy).__name__} in {made!r}", CHECKS, trial)

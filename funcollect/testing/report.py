@@ -18,7 +18,19 @@ from funcollect.messages import clipped
 from funcollect.tree import Path, flatten
 
 Subject = TypeVar("Subject")
-Check = Callable[[Subject], str | None]  # the report shows its name, the first line of its docstring, and its result
+# The report shows a check's name, the first line of its docstring, and the remark that it may return.
+Check = Callable[[Subject], str | None]
+_MENDS: dict[Any, str] = {}
+
+
+def mended_by(mend: str) -> Callable[[Check[Subject]], Check[Subject]]:
+    """Register the fix that the messages of a check name, unless it names another one."""
+
+    def registered(check: Check[Subject]) -> Check[Subject]:
+        _MENDS[check] = mend
+        return check
+
+    return registered
 
 
 class NotApplicableError(Exception):
@@ -26,12 +38,12 @@ class NotApplicableError(Exception):
 
 
 class FailedError(Exception):
-    """A check found a fault; `run_checks` adds the name of the check to the message."""
+    """A check found a fault; the arguments are the fault, and its fix if it is not that of the check."""
 
 
-def fail(where: str, *, expected: object, got: object, mend: str) -> FailedError:
-    """The error of a failed check: the place, the expectation, the value and the fix `mend`. The caller raises it."""
-    return FailedError(f"{where}: expected {expected}, got {got}: {mend}")
+def fail(where: str, expected: object, got: object, mend: str = "") -> FailedError:
+    """The error of a failed check, which the caller raises."""
+    return FailedError(f"{where}: expected {expected}, got {got}", mend)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,19 +92,20 @@ def run_checks(label: str, checks: Sequence[Check[Subject]], subject: Subject) -
     """
     results: list[Result] = []
     for check in checks:
-        claim = (inspect.getdoc(check) or "").partition("\n")[0].rstrip(".")
+        name, claim = check.__name__, (inspect.getdoc(check) or "").partition("\n")[0].rstrip(".")
         try:
             note, applies = check(subject) or "", True
         except NotApplicableError as reason:
             note, applies = str(reason), False
         except Exception as error:
-            failed = isinstance(error, FailedError)
-            notes = (note for note in getattr(error, "__notes__", ()) if not note.startswith("---"))  # as JAX's does
-            what = str(error) if failed else "; ".join([f"{type(error).__name__}: {error}", *notes])
-            before = Report(subject=label, results=tuple(results))
-            message = f"{label} fails {check.__name__!r} ({claim}): {what}"
-            raise CheckError(message, check.__name__, before) from (error.__cause__ if failed else error)
-        results.append(Result(name=check.__name__, claim=claim, applies=applies, note=note))
+            if failed := isinstance(error, FailedError):
+                what = f"{error.args[0]}: {error.args[1] or _MENDS[check]}"
+            else:
+                notes = (note for note in getattr(error, "__notes__", ()) if not note.startswith("---"))  # as JAX's
+                what = "; ".join([f"{type(error).__name__}: {error}", *notes])
+            message, before = f"{label} fails {name!r} ({claim}): {what}", Report(subject=label, results=(*results,))
+            raise CheckError(message, name, before) from (error.__cause__ if failed else error)
+        results.append(Result(name=name, claim=claim, applies=applies, note=note))
     return Report(subject=label, results=tuple(results))
 
 
@@ -120,10 +133,9 @@ def numbers_differ(one: Tensor, two: Tensor) -> Tensor:
 def expect_equal(
     got: TensorDictBase,
     wanted: TensorDictBase,
-    *,
     what: str,
     source: str,
-    mend: str,
+    mend: str = "",
     differs: Callable[[Tensor, Tensor], Tensor] = bits_differ,
 ) -> None:
     """Fail unless two batches [P, T] are equal; in the message, `what` names `got`, and `source` names `wanted`."""
@@ -131,17 +143,23 @@ def expect_equal(
     kinds = [{path: (leaf.shape, leaf.dtype) for path, leaf in leaves.items()} for leaves in (ours, theirs)]
     if kinds[0] != kinds[1]:
         path = min(path for path in ours.keys() | theirs.keys() if kinds[0].get(path) != kinds[1].get(path))
-        expected = f"{kinds[1].get(path)} as in {source}"
-        raise fail(f"{what}, {'.'.join(path)}", expected=expected, got=kinds[0].get(path), mend=mend)
+        raise fail(f"{what}, {'.'.join(path)}", f"{kinds[1].get(path)} as in {source}", kinds[0].get(path), mend)
     places = {path: first_row(differs(leaf, theirs[path])) for path, leaf in ours.items()}
     if found := [(*place[::-1], path) for path, place in places.items() if place]:
         step, lane, path = min(found)
-        expected, row = f"{digits(theirs[path][lane, step])} as in {source}", digits(ours[path][lane, step])
-        raise fail(f"{what}, {spot(lane, step, path)}", expected=expected, got=row, mend=mend)
+        row, expected = (digits(leaves[path][lane, step]) for leaves in (ours, theirs))
+        raise fail(f"{what}, {spot(lane, step, path)}", f"{expected} as in {source}", row, mend)
 
 
 def expect_rows(
-    wrong: Tensor, path: Path, got: Tensor | str, expected: Tensor | str, mend: str, *, note: str = "", first: int = 0
+    wrong: Tensor,
+    path: Path,
+    got: Tensor | str,
+    expected: Tensor | str,
+    mend: str = "",
+    *,
+    note: str = "",
+    first: int = 0,
 ) -> None:
     """Fail at the earliest row of the mask `wrong` [P, T, ...] that is True.
 
@@ -150,14 +168,7 @@ def expect_rows(
     """
     if place := first_row(wrong):
         wanted, found = (each if isinstance(each, str) else digits(each[place]) for each in (expected, got))
-        raise fail(spot(place[0], first + place[1], path), expected=f"{wanted}{note}", got=found, mend=mend)
-
-
-def expect_bits(got: Tensor, wanted: Tensor, what: str, mend: str) -> None:
-    """Fail unless a tensor still has the bits of an earlier copy; `what` names it in the message, `mend` is the fix."""
-    one, two = (each.detach().reshape(1, 1, -1) for each in (got, wanted))
-    if one.shape != two.shape or bool(bits_differ(one, two).any()):
-        raise fail(what, expected=f"unchanged, {digits(wanted)}", got=digits(got), mend=mend)
+        raise fail(spot(place[0], first + place[1], path), f"{wanted}{note}", found, mend)
 
 
 def first_row(wrong: Tensor) -> tuple[int, int] | None:

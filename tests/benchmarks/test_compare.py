@@ -14,12 +14,11 @@ from scipy import stats
 
 import benchmarks
 from benchmarks import compare
-from benchmarks.compare.comparison import AFTER, BEFORE, Comparison
-from benchmarks.compare.ratios import Ratio, speed_ratio, verdict
-from benchmarks.compare.report import summary
+from benchmarks.compare.comparison import AFTER, BEFORE, Comparison, Ratio, speed_ratio, verdict
 from benchmarks.compare.revisions import trees
 from benchmarks.compare.served import Block
 from benchmarks.compare.side import FailedError, Side
+from benchmarks.fused import _our_compile
 from benchmarks.harness import processes
 from benchmarks.harness.runner import AbsentError, module_of
 from tests.support.running import ROOT
@@ -102,20 +101,12 @@ def test_the_import_leaves_the_settings_of_a_process_that_has_the_frameworks(mon
     assert dict(os.environ) == before
 
 
-def test_the_limits_for_nine_rounds_are_the_sixth_walsh_averages_from_either_end():
+def test_the_limits_are_walsh_averages():
     before = [2.0**power for power in (1, 2, 3, 4, 5, 6, 7, 8, 9)]  # the ratio of round i is 2**i
     ratio = speed_ratio(before, [1.0] * 9)
-    # Walsh averages of 1 .. 9 in order: 1, 1.5, 2, 2, 2.5, 2.5, ...; their median is 5.
-    assert ratio.low == pytest.approx(2**2.5)
-    assert ratio.high == pytest.approx(2**7.5)
-    assert ratio.estimate == pytest.approx(2**5)
-
-
-def test_six_rounds_are_the_fewest_with_an_interval():
-    # All six with the same sign have a probability of 1/64 on either side: the lowest and the highest average.
-    ratio = speed_ratio([2.0, 4.0, 8.0, 16.0, 32.0, 64.0], [1.0] * 6)
-    assert (ratio.low, ratio.high) == (pytest.approx(2), pytest.approx(64))
-    few = speed_ratio([2.0] * 5, [1.0] * 5)
+    # Walsh averages of 1 .. 9 in order: 1, 1.5, 2, 2, 2.5, 2.5, ...; their median is 5, the sixth ones are the limits.
+    assert (ratio.low, ratio.estimate, ratio.high) == pytest.approx((2**2.5, 2**5, 2**7.5))
+    few = speed_ratio([2.0] * 5, [1.0] * 5)  # six rounds are the fewest with an interval
     assert (few.low, few.estimate, few.high) == (0, pytest.approx(2), float("inf"))
 
 
@@ -127,23 +118,14 @@ def test_the_interval_agrees_with_the_signed_rank_test_of_scipy():
         assert level[0] > 0.05 >= level[1]
 
 
-def test_one_wild_round_does_not_decide():
-    steady = [1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0]
-    ratio = speed_ratio([*steady[:-1], 50.0], steady)
-    assert ratio.low <= 1 <= ratio.high < 1.1 * 50**0.5
-    assert verdict(ratio, 9) == "no slower"
-
-
 @pytest.mark.parametrize(
     ("low", "high", "rounds", "expected"),
     [
-        (0.9, 1.1, 9, "no slower"),
         (0.9, 1.0, 9, "no slower"),
         (1.0, 1.1, 9, "no slower"),
         (0.9, 0.99, 9, "slower"),
         (1.01, 1.1, 9, "faster"),
         (0.9, 0.99, 8, "unclear"),
-        (1.01, 1.1, 8, "unclear"),
     ],
 )
 def test_verdicts(low, high, rounds, expected):
@@ -180,8 +162,8 @@ def test_a_slower_revision_is_shown_and_saved(repository, tmp_path, capsys):
     assert "1 compared: 1 slower" in printed
     assert "stub, plain, funcollect" in printed
     saved = json.loads((tmp_path / "compare-plain.json").read_text())
-    assert saved["before"] == {"commit": git(repository, "rev-parse", "plain"), "uncommitted": False}
-    assert saved["after"] == {"commit": git(repository, "rev-parse", "slow"), "uncommitted": False}
+    for side, tag in (("before", "plain"), ("after", "slow")):
+        assert saved[side] == {"commit": git(repository, "rev-parse", tag), "uncommitted": False}
     contestant = saved["results"]["stub"]["plain"]["contestants"]["funcollect"]
     assert contestant["speed_ratio"]["wall"] == pytest.approx({"estimate": 0.5, "low": 0.5, "high": 0.5})
     assert contestant["seconds_per_frame"]["wall"]["after"] == pytest.approx([2e-6] * 9)
@@ -271,19 +253,15 @@ def test_every_benchmark_names_contestants_that_it_has():
             assert set(cell.ours) | set(cell.stale) <= set(cell.contestants), cell.name
 
 
-def test_too_few_rounds_have_no_interval(repository, tmp_path, capsys):
-    assert compared(repository, tmp_path, "plain", "slow", rounds=1)["funcollect"].verdict == "unclear"
-    assert "none  unclear" in capsys.readouterr().out
-    saved = json.loads((tmp_path / "compare-plain.json").read_text())
-    ratio = saved["results"]["stub"]["plain"]["contestants"]["funcollect"]["speed_ratio"]["wall"]
-    assert ratio == {"estimate": pytest.approx(0.5), "low": 0.0, "high": None}
-
-
 def test_a_summary_counts_what_is_too_noisy():
     noisy = {
         BEFORE: [Block(frames=1, wall=2.0 ** (each % 3), cpu=1.0) for each in range(9)],
         AFTER: [Block(frames=1, wall=1.0, cpu=1.0)] * 9,
     }
     steady = {side: [Block(frames=1, wall=1.0, cpu=1.0)] * 9 for side in (BEFORE, AFTER)}
-    text = summary({"noisy": Comparison(blocks=noisy), "steady": Comparison(blocks=steady)})
+    text = compare.summary({"noisy": Comparison(blocks=noisy), "steady": Comparison(blocks=steady)})
     assert text.splitlines()[1].startswith("1 of them are too noisy")
+
+
+def test_the_loop_of_the_fused_benchmark_is_compiled_alone():
+    assert _our_compile("gymnax/CartPole-v1", 2, 4) > 0

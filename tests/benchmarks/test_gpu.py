@@ -7,7 +7,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import benchmarks.gpu
 from benchmarks.gpu import (
@@ -22,8 +21,8 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu.built import NO_TIME, Builder
 from benchmarks.gpu.cells import CELLS, PROFILED
-from benchmarks.gpu.measures import memory, profiles, timeline, timing, waits
-from benchmarks.gpu.pairs import BY_HAND, Size, contestants
+from benchmarks.gpu.measures import memory, profiles, timing
+from benchmarks.gpu.pairs import BY_HAND, contestants
 from benchmarks.harness.report import file_name, save
 from benchmarks.harness.runner import AbsentError, Options, Result
 
@@ -171,27 +170,6 @@ def test_memory_held_together_is_compared_with_the_needs_of_each():
     assert "ratio" not in nothing["data"]
 
 
-def test_what_the_device_lacks_at_most_is_seen(monkeypatch):
-    free, looks = [100], []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (looks.append(free[0]) or free[0], 200))
-    lacks = memory.Lacks("cuda")
-    for free[0] in (90, 40, 95):
-        while looks[-1] != free[0]:
-            time.sleep(0.001)
-    assert lacks.most() == 60
-    assert memory.Lacks("cpu").most() is None
-
-
-def test_an_implicit_copy_to_the_host_is_named_by_its_line(monkeypatch):
-    def fails():
-        raise RuntimeError("Disallowed device-to-host transfer\nmore")
-
-    found = waits.guarded(SimpleNamespace(run=fails))
-    assert found.startswith("tests/benchmarks/test_gpu.py:")
-    assert found.endswith(": Disallowed device-to-host transfer")
-    assert waits.guarded(Work()) == ""
-
-
 def test_both_torch_routes_take_images():
     factories = contestants("gymnax/Breakout-MinAtar", 2, 3, "cpu")
     for name in ("Torch policy, lowered", "Torch policy, crossing"):
@@ -206,39 +184,18 @@ def test_kernels_of_both_frameworks_are_counted_and_idle_time_lies_between_them(
     lines = [SimpleNamespace(name=f"Stream #{number}", events=events) for number, events in enumerate(streams)]
     lines.append(SimpleNamespace(name="XLA Ops", events=[event("fusion", 0, 10)]))
     planes = [SimpleNamespace(name="/host:CPU", lines=lines), SimpleNamespace(name="/device:GPU:0", lines=lines)]
-    assert timeline.work_of(planes) == timeline.Work(kernels=3, copies=1, span=40e-9, busy=25e-9)
+    assert profiles.work_of(planes) == profiles.Work(kernels=3, copies=1, span=40e-9, busy=25e-9)
 
 
 def profile(**kwargs):
     return {"length": 10, "warned": {"a.py:1": 2, "b.py:2": 1}, "guarded": "", "work": None} | kwargs
 
 
-def test_a_part_of_a_profile_that_fails_leaves_the_others(monkeypatch):
-    event = SimpleNamespace(name="cuStreamSynchronize", start_ns=0, duration_ns=1)
-    plane = SimpleNamespace(name="/host:CPU", lines=[SimpleNamespace(name="driver", events=[event] * 3)])
-    options = Options(rounds=1, scale=1.0, only="", platform="cuda")
-    cell = SimpleNamespace(
-        size=lambda platform: Size("cartpole", 8, 4),
-        builds=lambda builder, platform: {BY_HAND: partial(builder.build, "one", partial(Work, 3))},
-    )
-    monkeypatch.setattr(profiles, "PROFILED", ["cell", "cell"])
-    monkeypatch.setattr(profiles, "CELLS", {"cell": cell})
-    monkeypatch.setattr(profiles, "torch_waits", lambda contestant: {"a.py:1": contestant.runs})
-    monkeypatch.setattr(profiles, "guarded", lambda contestant: contestant.run() and "")
-    label = "cartpole, 8 lanes, 4 steps: by hand"
-    for planes, row in (([plane], "2 (0.50)  3 (0.75)"), ([], "2 (0.50)")):
-        monkeypatch.setattr(profiles, "profiled", lambda contestant, planes=planes: planes)
-        *_, result = profiles.result(Builder(), options, NEVER)
-        assert row in " ".join(result.table.split()).replace(") ", ")  ")
-        assert list(result.data["errors"]) == [f"{label}, the guard"]
-        assert list(result.data["gaps"]) == ([] if planes else [f"{label}, the profiler"])
-
-
 def test_results_become_tables_and_a_picture(tmp_path, capsys):
     cell = {"note": "gymnax/CartPole-v1: 1,024 lanes, 64 steps per batch", "median": {BY_HAND: 2e6, goals.FUSED: 1e6}}
     rates = {"frames_per_second": {name: [rate] for name, rate in cell["median"].items()}}
     first = {"machine": {}, "cartpole few": cell | rates | {"ratio_to_by_hand": {BY_HAND: 1.0, goals.FUSED: 0.5}}}
-    work = timeline.Work(kernels=30, copies=10, span=3e-5, busy=2e-5)._asdict()
+    work = profiles.Work(kernels=30, copies=10, span=3e-5, busy=2e-5)._asdict()
     measured = {"fused": profile(waited={"cuStreamSynchronize": 4}, copied={}, work=work), "without CUPTI": profile()}
     second = {"profiles": {"profiles": measured}, "memory": {"ratio": 1.1}}
     paths = [tmp_path / "gpu.json", tmp_path / "gpu-rest.json"]

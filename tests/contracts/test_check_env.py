@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +17,7 @@ import funcollect as fc
 from funcollect.core import api
 from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.testing import ENV_CHECKS, check_env
+from tests.support.check_collector import expect_counters, expect_flags, expect_layout
 from tests.support.envs.jax_suites import functions_suite
 from tests.support.envs.snapshots import ForgetsInAFile, HostWalk
 from tests.support.faulty import faulty_envs as faulty
@@ -50,7 +49,7 @@ def vector() -> Any:
 
 
 NO_OBJECTS = {"own_resets"}  # for each lane
-TRACED = NO_OBJECTS | {"action_memory", "observation_memory"}  # these look into the policy's steps
+TRACED = NO_OBJECTS | {"policy_memory"}  # it looks into the policy's steps
 
 # One row per adapter and kind of source; a new adapter adds its own. What to check, and which checks need not apply.
 GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
@@ -85,7 +84,19 @@ SLOW = ("jax single", "jax functions", "jax game of two", "jax, cached resets")
 
 
 @pytest.mark.parametrize("name", [name for name in GOOD if name not in SLOW] + in_soak(SLOW))
-def test_a_good_environment_passes_every_check_that_applies(name: str) -> None:
+def test_a_good_environment_passes_every_check_that_applies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = api.rollout
+
+    def rollout(*args: Any, **kwargs: Any) -> Any:
+        """What the library itself writes is right, too."""
+        state, batch = good(*args, **kwargs)
+        rows = batch.unsqueeze(0) if batch.ndim == 1 else batch
+        expect_layout(batch)
+        expect_flags(rows)
+        expect_counters(rows)
+        return state, batch
+
+    monkeypatch.setattr(api, "rollout", rollout)
     make, kwargs, idle = GOOD[name]
     report = check_env(make(), steps=scaled(60), **kwargs)
     assert [result.name for result in report.results] == NAMES
@@ -98,22 +109,13 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("describes", lambda: replace(over(Walk)(), forking="copied"), r"forking: .*'replay'.*got 'copied'"),
     ("describes", lambda: replace(functions_suite().env, starts="Fresh"), r"starts: .*'fresh'.*got 'Fresh'"),
     ("describes", lambda: replace(over(Walk)(), observation_leaves=()), r"observation_leaves: .*\(2,\).*got \[\]"),
-    ("runs", over(faulty.ReturnsAShorterRow), r"lane \d.*shape \(1,\).*\(2,\)"),
-    ("runs", over(faulty.ReturnsNoInfo), r"lane 0: reset returned .*\(observation, info\)"),
     ("runs", lambda: faulty.BranchesInJax(3), r"(?s)TracerBoolConversionError: .*; step of .* write jax.numpy.where"),
-    ("runs", lambda: faulty.ChangesItsDtype(3), r"torch.float64.*torch.float32"),
     ("observations", over(faulty.LeavesItsSpace), r"lane \d, step \d+, next.observation: expected a value in Box"),
     ("observations", over(faulty.SeesNothing), r"next.observation: expected a value in Box.*nan"),
     ("rewards", over(faulty.PaysInfinitely), r"lane \d, step 5, next.reward: expected a finite number, got \[inf\]"),
-    ("runs", lambda: faulty.LosesItsReward(3), r"lane \d, step \d of this batch: the reward is NaN"),
-    (
-        "chained",
-        through(faulty.WritesOtherRows),
-        r"lane \d, step \d+, observation: .*next observation of the row before",
-    ),
+    ("chained", through(faulty.WritesOtherRows), r"lane \d, step \d+, observation: .*next observation of the row"),
     ("generators", over(faulty.DrawsFromNumPy), r"NumPy's global generator: .*moved by rollout.*self.np_random"),
     ("generators", over(faulty.DrawsFromPython), r"Python's global generator: .*moved by init"),
-    ("generators", over(faulty.DrawsFromTorch), r"Torch's global generator: .*moved by rollout"),
     ("same_seed", over(faulty.SeedsItself), r"the second run, lane 0, step 0, next.observation.*seed=0"),
     ("another_seed", over(faulty.IgnoresItsSeed), r"seed=1 than with seed=0.*differ from episode to episode"),
     ("cuts", through(faulty.ReplacesItsRows), r"the run cut into \[1, 20, 1, 20\], lane 0, step 1, next.observation"),
@@ -124,29 +126,20 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("resets", through(faulty.ForgetsToWrite, seeding="lane"), r"the root after an end: .*the terminal one still"),
     ("terminal", over(faulty.ResetsItself), r"next where an episode is \w+ated: .*without its own autoreset"),
     ("terminal", over(faulty.ResetsItselfAnywhere), r"at \d+ of \d+ such ends one like those that episodes begin with"),
-    ("reset_mask", through(faulty.ResetsASlice), r"lane 1, observation after a reset of lanes \[0, 2\]"),
+    ("reset_mask", through(faulty.ResetsASlice), r"lane 1, step 20, observation after a reset of lanes \[0, 2\]"),
     (
         "reset_mask",
         through(faulty.DisturbsAnother),
-        r"after a reset of lanes \[0, 2\], lane 1, .*no lane's step depend",
+        r"after a reset of lanes \[0, 2\], lane 1, .*no lane's step",
     ),
     ("lanes_alone", lambda: faulty.MixesItsLanes(3), r"lane 0 of the batch.*by itself.*depend on that lane only"),
-    ("action_memory", through(faulty.WritesItsAction), r"lane \d, step \d+, action: .*copy the action"),
-    ("observation_memory", through(faulty.LivesInItsRows), r"writes zeros over each observation, lane 0, step 0"),
+    ("policy_memory", through(faulty.WritesItsAction), r"lane \d, step \d+, action: .*copy the action"),
+    ("policy_memory", through(faulty.LivesInItsRows), r"writes zeros over each observation, lane 0, step 0"),
     ("batch_memory", through(faulty.KeepsItsAction, seeding="run"), r"whose batches were zeroed, lane \d"),
     ("old_states", lambda: faulty.MovesInPlace(3), r"the second rollout from one state.*write nothing in place"),
     ("fork", over(faulty.WearsOut), r"ReplayError: lane \d.*another observation"),
     ("fork", over(faulty.KeepsItsClock), r"the fork, lane \d, step \d+, .*reset sets back all that a step changes"),
-    (
-        "fork",
-        through(faulty.RestoresNothing, seeding="lane", forking="snapshot"),
-        r"ReplayError: lane \d.*another observation",
-    ),
-    (
-        "save",
-        lambda: HostWalk(ForgetsInAFile),
-        r"ReplayError: lane \d.*another observation",
-    ),
+    ("save", lambda: HostWalk(ForgetsInAFile), r"ReplayError: lane \d.*another observation"),
     ("close", over(faulty.CannotClose), r"lane 0: close raised OSError"),
 ]
 
@@ -163,71 +156,6 @@ def test_a_planted_fault_is_caught_by_its_check(check: str, make: Callable[[], A
     assert str(caught.value).count(repr(check)) == 1
 
 
-def spoilt(spoil: Callable[[Any], None]) -> Any:
-    """The library's rollout, with a batch got wrong."""
-    good = api.rollout
-
-    @functools.wraps(good)
-    def rollout(*args: Any, **kwargs: Any) -> Any:
-        state, batch = good(*args, **kwargs)
-        spoil(own := batch.clone())
-        return state, own
-
-    return rollout
-
-
-def no_truncated(batch: Any) -> None:
-    del batch["next", "truncated"]
-
-
-def wide_reward(batch: Any) -> None:
-    batch["next", "reward"] = batch["next", "reward"].double()
-
-
-def never_done(batch: Any) -> None:
-    batch["next", "done"].zero_()
-
-
-def late_done(batch: Any) -> None:
-    batch["done"][:, 1:] = batch["next", "done"][:, :-1]
-    batch["terminated"].copy_(batch["done"])
-
-
-def endless_steps(batch: Any) -> None:
-    batch["collector", "step"] += batch["collector", "traj_ids"]
-
-
-def one_id(batch: Any) -> None:
-    batch["collector", "traj_ids"].zero_()
-
-
-def ids_again(batch: Any) -> None:
-    batch["collector", "traj_ids"] %= 3
-
-
-LIBRARY_FAULTS = [
-    ("layout", no_truncated, r"next.truncated: expected .*torch.bool.*got None"),
-    ("layout", wide_reward, r"next.reward: expected .*torch.float32.*torch.float64"),
-    ("flags", never_done, r"next.done: expected terminated or truncated, got \[False\] with terminated=\[True\]"),
-    ("flags", late_done, r"lane \d, step \d+, done: expected False"),
-    ("counters", endless_steps, r"collector.step: expected 0, as the row before is done"),
-    ("counters", one_id, r"collector.traj_ids: expected another id after a done row"),
-    ("counters", ids_again, r"collector.traj_ids"),
-]
-
-
-@pytest.mark.parametrize(
-    ("check", "spoil", "words"), LIBRARY_FAULTS, ids=[spoil.__name__ for _, spoil, _ in LIBRARY_FAULTS]
-)
-def test_a_fault_of_the_library_is_caught(
-    check: str, spoil: Callable[[Any], None], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(api, "rollout", spoilt(spoil))
-    with pytest.raises(fc.CheckError, match=words) as caught:
-        check_env(over(Walk)(), steps=60)
-    assert caught.value.check == check, str(caught.value)
-
-
 def test_simulators_that_can_be_used_twice_from_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatorHandle, "check", lambda self, *, stale=False: None)
     with pytest.raises(fc.CheckError, match="a state used twice: expected StaleStateError") as caught:
@@ -236,7 +164,7 @@ def test_simulators_that_can_be_used_twice_from_one_state(monkeypatch: pytest.Mo
 
 
 def test_every_check_has_a_planted_fault() -> None:
-    assert {check for check, *_ in [*FAULTS, *LIBRARY_FAULTS]} == {*NAMES}
+    assert {check for check, *_ in FAULTS} == {*NAMES}
 
 
 def test_the_report_reads_as_a_table() -> None:
@@ -251,11 +179,10 @@ def test_the_report_reads_as_a_table() -> None:
 def test_a_time_limit_that_is_called_a_termination_is_remarked_on() -> None:
     def remark(kind: type[Walk], steps: int) -> str:
         report = check_env(over(kind)(), steps=steps)
-        return next(result.note for result in report.results if result.name == "flags")
+        return next(result.note for result in report.results if result.name == "runs")
 
     said = "terminations come after 6 steps, none later: if that is a limit, return truncated"
     assert remark(faulty.TerminatesAtItsLimit, 20) == f"9 of 9 {said}"
-    assert re.fullmatch(rf"\d+ of \d+ {said}", remark(faulty.TerminatesAtItsLimitOrBefore, 60))
     assert not remark(Walk, 60)
 
 
@@ -265,18 +192,19 @@ def test_a_reward_of_several_numbers_is_remarked_on() -> None:
     assert next(result.note for result in report.results if result.name == "rewards") == remark
 
 
-def test_an_instance_without_a_spec_is_told_what_to_pass() -> None:
-    with pytest.raises(
-        TypeError, match=r"cannot be copied: pass its class or a factory, check_env\(Walk, num_envs=3\)"
-    ):
+def test_bad_arguments() -> None:
+    words = r"cannot be copied: pass its class or a factory, check_env\(Walk, num_envs=3\)"
+    with pytest.raises(TypeError, match=words):
         check_env(Walk(), steps=10)
-
-
-def test_steps_are_checked() -> None:
     for steps, words in ((0, "steps is 0, expected at least 1"), (5, "steps is 5, expected at least 6")):
         with pytest.raises(ValueError, match=words):
             check_env("CartPole-v1", steps=steps)
+
+
+def test_the_fewest_steps_and_no_trace_in_the_global_generators() -> None:
+    before = torch.get_rng_state()
     assert check_env("CartPole-v1", steps=6, num_envs=2).passed
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_lanes_compared_may_be_given() -> None:
@@ -284,9 +212,3 @@ def test_the_lanes_compared_may_be_given() -> None:
     assert "lanes_alone" in report.passed
     with pytest.raises(fc.CheckError, match="lane 0 of the batch"):
         check_env(over(Walk)(), steps=30, single=fc.envs.from_gymnasium(faulty.WearsOut, num_envs=1))
-
-
-def test_global_generators_are_left_as_they_were() -> None:
-    before = torch.get_rng_state()
-    check_env("CartPole-v1", steps=10)
-    assert torch.equal(torch.get_rng_state(), before)

@@ -101,11 +101,8 @@ def explosive() -> Any:
 
 
 FAULTS: list[tuple[str, Callable[[], Any], str]] = [
-    ("suits", lambda: fc.torch_policy(mlp(2, 3), head=fc.heads.normal), r"normal needs a floating Box action space"),
+    ("answers", lambda: fc.torch_policy(mlp(2, 3), head=fc.heads.normal), r"normal needs a floating Box action space"),
     ("answers", faulty.AnswersOneRow, r"the output scores: expected \[3, ...\], a row for each environment, got \[2\]"),
-    ("answers", faulty.AnswersFloats, r"action has dtype torch.float32"),
-    ("answers", faulty.misshapen, r"action has shape \(3, 1\)"),
-    ("answers", lambda: faulty.without_action, r"the policy wrote \['move'\], expected 'action'"),
     ("answers", faulty.SaysMoreAtRandom, r"the outputs with exploration_type=DETERMINISTIC: expected .*'noise'.*got"),
     ("acts", explosive, r"lane \d, step \d+ of this batch: logits is NaN"),
     ("generators", faulty.DrawsFromNumPy, r"NumPy's global generator"),

@@ -1,6 +1,6 @@
 """The time dimension of every batch is named ``"time"``, as TorchRL names it: its modules find it by that name.
 
-Collectors are checked by `check_collector`, all adapters by `check_env` (`expect_layout`).
+Collectors and all adapters are checked by `expect_layout`, in `check_collector` and the tests of `check_env`.
 """
 
 from __future__ import annotations

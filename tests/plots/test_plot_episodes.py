@@ -43,14 +43,15 @@ def test_the_longest_whole_episode_unless_told_otherwise():
     assert plots.episode(batch).axes[0].get_title() == "trajectory 1: 4 frames, return 8, truncated"
     tail = batch[:, 2:6]  # lane 0: one frame, the two of episode 1, one; lane 1: two of episode 0, two of 1
     assert pick(tail, None).traj_id == 2
-
-
-def test_the_longest_where_none_is_whole():
-    batch = counted(3)[:, 1:]
-    figure = plots.episode(batch[1:], 1)
-    assert pick(batch[1:], None).traj_id == 1
+    part = batch[1:, 1:3]  # no whole one
+    figure = plots.episode(part, 1)
+    assert pick(part, None).traj_id == 1
     assert figure.axes[0].get_title().endswith("2 frames, return 4, goes on")
     assert figure.axes[-1].get_xlim() == (1, 3)
+    wide = batch.clone()
+    wide["collector", "traj_ids"] += 1 << 40  # beyond 32 bits
+    assert pick(wide, None).traj_id == (1 << 40) + 1
+    assert np.isfinite(plots.episode(wide).axes[0].get_ylim()).all()
 
 
 def test_split_batches_and_batches_in_rows_give_the_same():
@@ -78,7 +79,7 @@ def made(observation, action, players=1):
     return frames
 
 
-def test_each_kind_of_leaf():
+def test_each_kind_of_leaf(tmp_path):
     observation = {
         "joints": torch.randn(3, 2),
         "room": torch.tensor([4, 5, 6]),
@@ -87,7 +88,8 @@ def test_each_kind_of_leaf():
     }
     batch = made({**observation, "nested": {"x": torch.ones(3, 1)}}, torch.randn(3, 2), players=2)
     batch["logits"] = torch.randn(3, 2)  # a policy's output is no observation
-    figure = plots.episode(batch)
+    figure = plots.episode(batch, path=tmp_path / "episode.png")
+    assert (tmp_path / "episode.png").read_bytes().startswith(b"\x89PNG")
     panels = {axes.get_ylabel(): axes for axes in figure.axes}
     assert list(panels) == ["joints", "room", "wide", "nested.x", "action", "reward", ""]
     assert len(lines(panels["joints"])) == len(stairs(panels["action"])) == len(stairs(panels["reward"])) == 2
@@ -97,28 +99,13 @@ def test_each_kind_of_leaf():
     assert panels["joints"].get_title() == "trajectory 0: 3 frames, return 3/3, goes on"
 
 
-def test_an_environment_of_every_kind_is_drawn(tmp_path):
-    for name in ("CartPole-v1", "Pendulum-v1", "Blackjack-v1", "Ant-v5", "torch/Pendulum-v1"):
-        env = fc.make_env(name)
-        policy = fc.random_policy(env)
-        state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 30)
-        fc.close(state)
-        path = tmp_path / name.replace("/", "-")
-        plots.episode(batch, path=path.with_suffix(".png"))
-        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
         (lambda batch: batch.exclude("collector"), ValueError, "no tensor collector.traj_ids"),
         (lambda batch: batch.exclude("action"), ValueError, "has no action, expected actions and rewards"),
-        (
-            lambda batch: batch.exclude(("next", "reward")),
-            ValueError,
-            "has no .*reward.*, expected actions and rewards",
-        ),
+        (lambda batch: batch.exclude(("next", "reward")), ValueError, "has no .*reward.*, expected actions and"),
         (lambda batch: batch[:, :0], ValueError, r"the batch \[2, 0\] has no frames"),
     ],
 )
@@ -130,10 +117,3 @@ def test_batches_that_cannot_be_drawn(change, error, message):
 def test_an_id_that_is_not_there():
     with pytest.raises(ValueError, match=r"no trajectory 77, expected one of \[0, 1, 2, 3, 4, 5, 6\] \(7 in all\)"):
         plots.episode(counted(), 77)
-
-
-def test_ids_beyond_32_bits():
-    batch = counted().clone()
-    batch["collector", "traj_ids"] = batch["collector", "traj_ids"] + (1 << 40)
-    assert pick(batch, None).traj_id == (1 << 40) + 1
-    assert np.isfinite(plots.episode(batch).axes[0].get_ylim()).all()

@@ -35,11 +35,10 @@ def test_a_strip_goes_from_the_first_observation_to_the_terminal_one(tmp_path):
     assert [picture[0, 0].tolist() for picture in shown(figure)] == [[value] * 3 for value in (0, 30, 60, 90)]
     assert [axes.get_title() for axes in figure.axes] == ["step 0", "3", "6", "9"]
     assert (tmp_path / "strip.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("count", [1, 3, 100])
-def test_never_more_frames_than_there_are(count):
-    assert len(shown(plots.frames(made(rising(3, 6, 6)), count=count))) == min(count, 3)
+    for count in (1, 3, 100):  # never more frames than there are
+        assert len(shown(plots.frames(made(rising(3, 6, 6)), count=count))) == min(count, 3)
+    with pytest.raises(ValueError, match="count is 0, expected at least 1"):
+        plots.frames(made(rising(3, 6, 4)), count=0)
 
 
 @pytest.mark.parametrize(
@@ -50,20 +49,16 @@ def test_every_layout(shape):
     assert picture.shape == (6, 5, 3)
 
 
-def test_colours_and_stacks_are_told_apart():
+def test_colours_and_stacks_are_told_apart_and_floats_are_scaled():
     colours = torch.zeros(2, 3, 6, 5, dtype=torch.uint8)
     colours[:, 2] = 255  # blue
     (picture,) = shown(plots.frames(made(colours), count=1))
     assert picture[0, 0].tolist() == [0, 0, 255]
     stack = torch.zeros(2, 4, 6, 5, dtype=torch.uint8)
     stack[:, 3] = 99  # the newest
-    (picture,) = shown(plots.frames(made(stack), count=1))
-    assert (picture == 99).all()
-
-
-def test_floats_are_scaled():
-    (picture,) = shown(plots.frames(made(torch.full((2, 6, 4), 0.5)), count=1))
-    assert (picture == 128).all()
+    for screen, value in ((stack, 99), (torch.full((2, 6, 4), 0.5), 128)):
+        (picture,) = shown(plots.frames(made(screen), count=1))
+        assert (picture == value).all()
 
 
 def test_the_observation_is_named_where_there_are_several():
@@ -93,11 +88,6 @@ def test_what_is_no_picture(screen, error, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_count_of_nothing():
-    with pytest.raises(ValueError, match="count is 0, expected at least 1"):
-        plots.frames(made(rising(3, 6, 4)), count=0)
-
-
 def test_a_gif_holds_every_frame(tmp_path):
     path = tmp_path / "new" / "film.gif"
     assert plots.video(made(rising(10, 6, 4, 3)), path, fps=20) == 10
@@ -107,23 +97,17 @@ def test_a_gif_holds_every_frame(tmp_path):
         assert film.convert("RGB").getpixel((0, 0)) == (90, 90, 90)
 
 
-@pytest.mark.parametrize("shape", [(64, 48, 3), (63, 47, 3)])
-def test_an_mp4_holds_every_frame(shape, tmp_path):
+@pytest.mark.parametrize("screen", [rising(10, 64, 48, 3), rising(10, 63, 47, 3), torch.zeros(10, 64, 48)])
+def test_an_mp4_holds_every_frame(screen, tmp_path):
     path = tmp_path / "film.mp4"
-    assert plots.video(made(rising(10, *shape)), path, fps=20) == 10
-    frames, seconds = imageio_ffmpeg.count_frames_and_secs(str(path))
-    assert (frames, seconds) == (10, 0.5)
+    assert plots.video(made(screen), path, fps=20) == 10
+    assert imageio_ffmpeg.count_frames_and_secs(str(path)) == (10, 0.5)
 
 
-@pytest.mark.parametrize("suffix", ["gif", "mp4"])
-def test_the_same_picture_again_takes_its_time(suffix, tmp_path):
-    path = tmp_path / f"film.{suffix}"
-    assert plots.video(made(torch.zeros(10, 64, 48)), path, fps=20) == 10
-    if suffix == "gif":  # keeps equal pictures as one
-        with Image.open(path) as film:
-            assert film.info["duration"] * film.n_frames == 500
-    else:
-        assert imageio_ffmpeg.count_frames_and_secs(str(path)) == (10, 0.5)
+def test_equal_pictures_of_a_gif_take_their_time(tmp_path):
+    assert plots.video(made(torch.zeros(10, 64, 48)), tmp_path / "film.gif", fps=20) == 10
+    with Image.open(tmp_path / "film.gif") as film:  # which keeps them as one
+        assert film.info["duration"] * film.n_frames == 500
 
 
 def test_bad_names_and_rates(tmp_path):

@@ -109,23 +109,18 @@ def test_nothing_is_left_of_a_film_broken_off(suffix, fails_at, error, tmp_path)
         assert "MUJOCO_GL" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (
-            {"env": fc.make_env(Screen, mode=None)},
-            ValueError,
-            "has the render mode None, expected 'rgb_array': make it",
-        ),
-        ({"env": fc.make_env(Screen, mode="human")}, ValueError, "has the render mode 'human'"),
-        ({"env": fc.make_env("torch/CartPole-v1")}, TypeError, "cannot be filmed, expected a Gymnasium environment"),
-        ({"env": fc.make_env("CartPole-v1", parallel=True)}, ValueError, "has the render mode None"),
-        ({"env": fc.make_env(Screen, shape=(6, 4))}, fc.EnvError, r"uint8 \[6, 4\], expected uint8 \[H, W, 3\]"),
-        ({"fps": -1}, ValueError, "fps is -1, expected a positive"),
-        ({"episodes": 0}, ValueError, "episodes"),
-        ({"max_frames": 0}, ValueError, "max_frames"),
-    ],
-)
+BAD = [
+    ({"env": fc.make_env(Screen, mode=None)}, ValueError, "has the render mode None, expected 'rgb_array': make it"),
+    ({"env": fc.make_env("torch/CartPole-v1")}, TypeError, "cannot be filmed, expected a Gymnasium environment"),
+    ({"env": fc.make_env("CartPole-v1", parallel=True)}, ValueError, "has the render mode None"),
+    ({"env": fc.make_env(Screen, shape=(6, 4))}, fc.EnvError, r"uint8 \[6, 4\], expected uint8 \[H, W, 3\]"),
+    ({"fps": -1}, ValueError, "fps is -1, expected a positive"),
+    ({"episodes": 0}, ValueError, "episodes"),
+    ({"max_frames": 0}, ValueError, "max_frames"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD)
 def test_bad_arguments(arguments, error, message, tmp_path):
     given = {"env": fc.make_env(Screen), "policy": always(0), "path": tmp_path / "film.gif"} | arguments
     with pytest.raises(error, match=message):

@@ -20,7 +20,6 @@ from matplotlib import pyplot
 
 import funcollect as fc
 from funcollect.envs.jax_envs.renderers import mujoco_renderer, pixels_of
-from tests.plots.test_recording import colours
 from tests.support.envs.jax_counting import counting
 from tests.support.running import ROOT, in_soak
 
@@ -92,12 +91,6 @@ def test_each_picture_is_of_its_state_the_terminal_ones_too(num_envs, film, tmp_
             break
         wanted += [(after % 256, 0)] if done else []
     assert [tuple(picture[0, 0, :2].tolist()) for picture in pictures] == wanted
-
-
-def test_it_is_saved_at_its_own_speed(tmp_path):
-    env = dataclasses.replace(counting(), renderer=drawn([]))
-    stats = fc.record(env, fc.random_policy(env), tmp_path / "film.gif")
-    assert len(colours(tmp_path / "film.gif")) == int(stats.lengths[0]) + 1
 
 
 @pytest.mark.needs("gymnax>=1")
@@ -172,24 +165,26 @@ def test_physics():
         assert ended.returncode == 0, ended.stderr
 
 
-def test_a_window_without_a_display_is_not_opened(monkeypatch, tmp_path):
-    """MuJoCo would end the process."""
+def without_opengl(*_, **__):
+    raise mujoco.FatalError("an OpenGL platform library has not been loaded into this process")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("egl", r"an OpenGL platform .*set MUJOCO_GL=egl or osmesa before Python starts"),
+        (None, "there is no display, expected OpenGL by EGL or OSMesa"),  # MuJoCo would end the process
+    ],
+)
+def test_why_nothing_is_drawn(how, message, monkeypatch, tmp_path):
     for name in ("MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
-    env = dataclasses.replace(counting(), renderer=lambda: mujoco_renderer(None, 0.1, "data", {}))
-    with pytest.raises(fc.EnvError, match="there is no display, expected OpenGL by EGL or OSMesa"):
-        fc.record(env, fc.random_policy(env), tmp_path / "film.gif")
-
-
-def test_why_nothing_is_drawn(monkeypatch, tmp_path):
-    def without_display(*_, **__):
-        raise mujoco.FatalError("an OpenGL platform library has not been loaded into this process")
-
-    monkeypatch.setattr(mujoco, "Renderer", without_display)
-    monkeypatch.setenv("MUJOCO_GL", "egl")
+    if how:
+        monkeypatch.setenv("MUJOCO_GL", how)
+    monkeypatch.setattr(mujoco, "Renderer", without_opengl)
     model = mujoco.MjModel.from_xml_string("<mujoco/>")
     env = dataclasses.replace(counting(), renderer=lambda: mujoco_renderer(model, 0.1, "data", {}))
-    with pytest.raises(fc.EnvError, match=r"an OpenGL platform .*set MUJOCO_GL=egl or osmesa before Python starts"):
+    with pytest.raises(fc.EnvError, match=message):
         fc.record(env, fc.random_policy(env), tmp_path / "film.gif")
     assert not list(tmp_path.iterdir())
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import ipykernel.kernelapp
 import pytest
@@ -22,46 +22,32 @@ def drawn(text: str) -> str:
     return text.rstrip("\n").split("\r")[-1]
 
 
-def test_it_delivers_the_same_batches_in_order() -> None:
-    batches = seven_frames_each(3)
-    tracked = list(track(FakeCollector(batches), disable=True))
+def shown(batches: list[TensorDict], total_frames: int = -1, **options: Any) -> str:
+    """The text of a bar over these batches, which are delivered as they are."""
+    file = io.StringIO()
+    tracked = list(track(FakeCollector(batches, total_frames), disable=False, file=file, **options))
     assert all(one is other for one, other in zip(tracked, batches, strict=True))
+    return file.getvalue()
 
 
 def test_the_bar_shows_frames_rate_and_episodes() -> None:
-    file = io.StringIO()
-    for _ in track(FakeCollector(seven_frames_each(5), total_frames=70), disable=False, file=file):
-        pass
-    line = drawn(file.getvalue())
+    text = shown(seven_frames_each(5), total_frames=70)
+    line = drawn(text)
     assert line.startswith("100%")
     assert "70.0/70.0" in line
     assert re.search(r"[\d.]+k? frames/s", line)
     assert "episodes=14, return=10, length=5" in line  # 35 steps of 2 lanes, returns 0 + 1 + 2 + 3 + 4
-    assert file.getvalue().endswith("\n")
+    assert text.endswith("\n")
 
 
-def test_a_whole_last_batch_may_be_more_than_the_total() -> None:
-    file = io.StringIO()
-    for _ in track(FakeCollector(seven_frames_each(2), total_frames=20), disable=False, file=file):
-        pass
-    assert drawn(file.getvalue()).startswith("100%")
-    assert "28.0/28.0" in drawn(file.getvalue())
-
-
-def test_an_endless_collector_has_no_total() -> None:
-    file = io.StringIO()
-    for _ in track(FakeCollector(seven_frames_each(2), total_frames=-1), disable=False, file=file):
-        pass
-    line = drawn(file.getvalue())
+def test_the_total_of_the_bar() -> None:
+    line = drawn(shown(seven_frames_each(2), total_frames=20))  # a whole last batch may be more
+    assert line.startswith("100%")
+    assert "28.0/28.0" in line
+    line = drawn(shown(seven_frames_each(2)))  # endless
     assert "28.0 frames" in line
     assert "%" not in line
-
-
-def test_total_overrides_the_collectors() -> None:
-    file = io.StringIO()
-    for _ in track(FakeCollector(seven_frames_each(2), total_frames=-1), total=56, disable=False, file=file):
-        pass
-    assert drawn(file.getvalue()).startswith(" 50%")
+    assert drawn(shown(seven_frames_each(2), total=56)).startswith(" 50%")
 
 
 def test_nothing_is_drawn_where_nobody_looks() -> None:
@@ -114,48 +100,26 @@ def test_frames_of_whole_trajectories_are_those_of_the_run() -> None:
     assert "1.00k/1.00k" in drawn(file.getvalue())
 
 
-def test_an_exception_of_the_collector_closes_the_bar() -> None:
-    class Failing(FakeCollector):
-        def __iter__(self) -> Iterator[TensorDict]:
-            yield make_batch(0, 7)
-            raise RuntimeError("worker 3 died")
-
-    file = io.StringIO()
-    with pytest.raises(RuntimeError, match="worker 3"):
-        list(track(Failing([]), disable=False, file=file))
-    assert file.getvalue().endswith("\n")
-
-
-def test_returns_are_whole_across_batch_borders() -> None:
+def test_returns_are_whole_across_batch_borders_and_the_window_forgets_older_ones() -> None:
     window = EpisodeWindow()
     for start in range(0, 30, 3):  # no episode lies within one batch
         window.add(make_batch(start, 3))
-    assert window.episodes == 12
-    assert window.mean_returns == [10.0]
-    assert window.mean_length == LENGTH
-    assert window.frames == 60
-
-
-def test_the_window_forgets_older_episodes() -> None:
-    window = EpisodeWindow(2)
-    early = make_batch(0, 5)
+    assert (window.episodes, window.frames) == (12, 60)
+    assert (window.mean_returns, window.mean_length) == ([10.0], LENGTH)
+    window, early = EpisodeWindow(2), make_batch(0, 5)
     early["next", "reward"] *= 100
     window.add(early)
     assert window.mean_returns == [1000.0]
     window.add(make_batch(5, 5))
-    assert window.mean_returns == [10.0]
-    assert window.episodes == 4
+    assert (window.mean_returns, window.episodes) == ([10.0], 4)
 
 
-def test_before_the_first_episode() -> None:
+def test_before_the_first_episode_and_with_several_players() -> None:
     window = EpisodeWindow()
     window.add(make_batch(0, 3))
     assert window.mean_returns == []
     assert math.isnan(window.mean_length)
     assert window.summary() == {}
-
-
-def test_several_players_are_shown_apart() -> None:
     window = EpisodeWindow()
     window.add(make_batch(0, 5, players=2))
     assert window.mean_returns == [10.0, -10.0]
@@ -163,55 +127,47 @@ def test_several_players_are_shown_apart() -> None:
 
 
 def test_padding_counts_for_nothing_in_split_batches() -> None:
-    split = split_trajectories(make_batch(0, 7))
+    split, window = split_trajectories(make_batch(0, 7)), EpisodeWindow()
     assert split.numel() == 20
-    window = EpisodeWindow()
     assert window.add(split) == 14
-    assert window.episodes == 2
-    assert window.mean_returns == [10.0]
+    assert (window.episodes, window.mean_returns) == (2, [10.0])
 
 
 @pytest.mark.parametrize("lost", ["collector", ("next", "reward"), "next"])
 def test_of_batches_without_episodes_frames_are_shown(lost: str | tuple[str, ...]) -> None:
-    file = io.StringIO()
-    batches = [batch.exclude(lost) for batch in seven_frames_each(5)]
     window = EpisodeWindow()
-    for _ in track(FakeCollector(batches, total_frames=70), window=window, disable=False, file=file):
-        assert window.last is None
-    line = drawn(file.getvalue())
+    line = drawn(shown([batch.exclude(lost) for batch in seven_frames_each(5)], total_frames=70, window=window))
     assert "70.0/70.0" in line
     assert "episodes" not in line
+    assert window.last is None
 
 
 def test_a_window_can_be_read_meanwhile() -> None:
-    window = EpisodeWindow()
-    seen = []
+    window, seen = EpisodeWindow(), []
     for _ in track(FakeCollector(seven_frames_each(3)), window=window, disable=True):
         assert window.last is not None
         seen.append((window.frames, len(window.last)))
     assert seen == [(14, 2), (28, 2), (42, 4)]
 
 
-def test_a_batch_that_is_no_tensordict() -> None:
-    with pytest.raises(
-        TypeError, match=r"batch is \{'next': 1\}, expected TensorDictBase: track batches of a collector"
-    ):
+def test_bad_arguments() -> None:
+    with pytest.raises(TypeError, match=r"batch is .*, expected TensorDictBase: track batches of a collector"):
         list(track([{"next": 1}], disable=True))
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_an_empty_window_is_refused_where_it_is_given(size: int) -> None:
-    with pytest.raises(ValueError, match=rf"window is {size}, expected at least 1"):
-        track(FakeCollector([]), window=size)
+    for size in (0, -1):
+        with pytest.raises(ValueError, match=rf"window is {size}, expected at least 1"):
+            track(FakeCollector([]), window=size)
+    for batches in (3, "CartPole-v1", make_batch(0, 3)):
+        with pytest.raises(TypeError, match=r"batches is .*, expected a collector, or an iterable over batches"):
+            track(batches)  # type: ignore[arg-type]
 
 
 def test_who_waits_is_shown_as_a_share_of_the_time(monkeypatch):
     """Of 10 s since the beginning, the reader waited 4 and each of two workers 1; shares below 0.5 % are omitted."""
     stats = {"reader_waited": 3.0, "workers_waited": 5.0, "policy_lag": 1, "restarts": 0, "copies": 0}
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=iter([0.0, 100.0, 110.0, 510.0]).__next__))
-    assert progress.WorkersSummary(SimpleNamespace(num_workers=2)).shown() == {}  # a data loader
-    summary = progress.WorkersSummary(SimpleNamespace(num_workers=2, stats=stats.copy))
+    assert progress.shown_workers(SimpleNamespace(num_workers=2))() == {}  # a data loader
+    entries = progress.shown_workers(SimpleNamespace(num_workers=2, stats=stats.copy))
     stats |= {"reader_waited": 7.0, "workers_waited": 7.0}
-    assert summary.shown() == {"reader_waits": "40%", "workers_wait": "10%", "lag": "1"}
+    assert entries() == {"reader_waits": "40%", "workers_wait": "10%", "lag": "1"}
     stats["workers_waited"] = 5.1
-    assert summary.shown() == {"reader_waits": "1%", "lag": "1"}
+    assert entries() == {"reader_waits": "1%", "lag": "1"}

@@ -171,7 +171,7 @@ def test_check_collector(kind):
         kind, create_env_fn=["CartPole-v1"] * 2, policy=policy_for("CartPole-v1", "torch_mlp", 2), frames_per_batch=40,
         create_env_kwargs={"num_envs": 2}, in_process=False, lanes=4,
     )  # fmt: skip
-    assert {"layout", "trajectories", "seeds", "batch_memory", "weights", "checkpoint", "shutdown"} <= {*report.passed}
+    assert {"layout", "trajectories", "seeds", "batch_memory", "weights", "checkpoint", "ends"} <= {*report.passed}
 
 
 def test_parts_are_joined_as_views_are():

@@ -54,16 +54,6 @@ class Walk(gymnasium.Env[Any, Any]):
         return 1.0
 
 
-class ReturnsAShorterRow(Walk):
-    def seen(self) -> Any:
-        return super().seen()[: 2 - (self.time == 5)]
-
-
-class ReturnsNoInfo(Walk):
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return super().reset(seed=seed)[0]
-
-
 class LeavesItsSpace(Walk):
     def seen(self) -> Any:
         return super().seen() * (5 if self.time == 3 else 1) + (self.time == 3) * np.float32(4)
@@ -88,12 +78,6 @@ class DrawsFromPython(Walk):
     def start(self) -> Any:
         random.random()
         return super().start()
-
-
-class DrawsFromTorch(Walk):
-    def noise(self) -> Any:
-        torch.rand(1)
-        return super().noise()
 
 
 class SeedsItself(Walk):
@@ -140,12 +124,6 @@ class TerminatesAtItsLimit(Walk):
     def step(self, action: Any) -> Any:
         seen, reward, *_ = super().step(action)
         return seen, reward, self.time == 6, False, {}
-
-
-class TerminatesAtItsLimitOrBefore(Walk):
-    def step(self, action: Any) -> Any:
-        seen, reward, far, *_ = super().step(action)
-        return seen, reward, far or self.time == 6, False, {}
 
 
 class HidesItsEnds(Walk):
@@ -222,16 +200,6 @@ class ReplacesItsRows(Proxy):
         answer = super().receive()
         self.inner.observation = {path: array.copy() for path, array in self.observation.items()}
         return answer
-
-
-class RestoresNothing(Proxy):
-    """Gives an empty snapshot."""
-
-    def snapshot(self) -> None:
-        return None
-
-    def restore(self, snapshot: None) -> None:
-        self.reset(range(3), [0, 0, 0])
 
 
 class ForgetsToWrite(Proxy):
@@ -356,15 +324,3 @@ class MovesInPlace(TorchWalk):
     def move(self, place: Any, action: Any) -> Any:
         moved, *answer = super().move(place, action)
         return place.copy_(moved), *answer
-
-
-class ChangesItsDtype(TorchWalk):
-    def observe(self, place: Any) -> Any:
-        seen = super().observe(place)
-        return seen.double() if bool((seen.abs() > 0.12).any()) else seen
-
-
-class LosesItsReward(TorchWalk):
-    def move(self, place: Any, action: Any) -> Any:
-        moved, reward, terminated = super().move(place, action)
-        return moved, reward.log() * 0 + (place[:, 0] * 5).sqrt() * 0 + 1, terminated

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 import funcollect as fc
@@ -68,12 +66,6 @@ class AnswersOneRow(Plain):
     def __call__(self, *args: Any) -> Any:
         state, outputs = super().__call__(*args)
         return state, outputs | {"scores": outputs["scores"][:, :2].mean(0)}
-
-
-class AnswersFloats(Plain):
-    def __call__(self, *args: Any) -> Any:
-        state, outputs = super().__call__(*args)
-        return state, outputs | {"action": outputs["action"].float()}
 
 
 class SaysMoreAtRandom(Plain):
@@ -302,11 +294,3 @@ class LoadsNothing(TorchPolicy):
 
 def linear_in(kind: type[TorchPolicy]) -> Callable[[], Any]:
     return lambda: kind(linear(), fc.heads.categorical, None, None)
-
-
-def misshapen() -> Any:
-    return TensorDictModule(lambda x: x[:, 0].long()[:, None], ["observation"], ["action"])
-
-
-def without_action(tensordict: TensorDict) -> TensorDict:
-    return tensordict.set("move", tensordict["observation"])

@@ -71,17 +71,15 @@ def ppo(directory, batches):
             batch = next(collector)
             with torch.no_grad():
                 value, after = (critic(batch[key]) for key in ("observation", ("next", "observation")))
-            advantage, target = fc.gae(batch, value, after)
+            advantage, target = (each.reshape(-1) for each in fc.gae(batch, value, after))
             rows = batch.reshape(-1)
             for chosen in torch.randperm(len(rows), generator=generator).split(32):
                 some = rows[chosen]
                 logp = functional.log_softmax(actor(some["observation"]), -1).gather(-1, some["action"][:, None])[:, 0]
-                ratio = (logp - some["action_log_prob"]).exp()
-                gain = advantage.reshape(-1)[chosen]
-                loss = -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
-                loss = loss + functional.mse_loss(critic(some["observation"])[:, 0], target.reshape(-1)[chosen])
+                ratio = (logp - some["action_log_prob"]).exp().clamp(0.8, 1.2)
+                error = functional.mse_loss(critic(some["observation"])[:, 0], target[chosen])
                 optimizer.zero_grad()
-                loss.backward()
+                (error - (ratio * advantage[chosen]).mean()).backward()
                 optimizer.step()
             collector.update_policy_weights_()
             run.after(number, batch, generator=generator.get_state())
@@ -118,14 +116,14 @@ def dqn(directory, batches):
     return net
 
 
-def jax_ppo(directory, batches):
-    """PPO in JAX on a fused loop; its minibatches follow from the number of the batch."""
+def jax_gradient(directory, batches):
+    """Advantages times log-probabilities in JAX on a fused loop, with the moments of an optimizer."""
     import jax
     import jax.numpy as jnp
     import optax
 
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = {"in": (4, 16), "out": (16, 2), "value in": (4, 16), "value out": (16, 1)}
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"in": (4, 16), "out": (16, 2), "value": (4, 1)}
     params = {
         name: 0.3 * jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
@@ -135,27 +133,14 @@ def jax_ppo(directory, batches):
     def apply(params, observation):
         return jnp.tanh(observation @ params["in"]) @ params["out"]
 
-    @jax.jit
-    def critic(params, observation):
-        return jnp.tanh(observation @ params["value in"]) @ params["value out"]
-
     def loss(params, rows):
         logp = jnp.take_along_axis(jax.nn.log_softmax(apply(params, rows["observation"])), rows["action"], -1)[:, 0]
-        ratio = jnp.exp(logp - rows["before"])
-        gain = jnp.minimum(ratio * rows["gain"], jnp.clip(ratio, 0.8, 1.2) * rows["gain"])
-        return -gain.mean() + jnp.square(critic(params, rows["observation"])[:, 0] - rows["target"]).mean()
+        return -(logp * rows["gain"]).mean() + jnp.square(rows["observation"] @ params["value"] - rows["target"]).mean()
 
     @jax.jit
-    def update(params, moments, rows, number):
-        order = jax.random.permutation(jax.random.fold_in(jax.random.key(1), number), 64).reshape(4, 16)
-
-        def minibatch(carry, chosen):
-            params, moments = carry
-            grad = jax.grad(loss)(params, jax.tree.map(lambda column: column[chosen], rows))
-            change, moments = optimizer.update(grad, moments)
-            return (optax.apply_updates(params, change), moments), None
-
-        return jax.lax.scan(minibatch, (params, moments), order)[0]
+    def update(params, moments, rows):
+        change, moments = optimizer.update(jax.grad(loss)(params, rows), moments)
+        return optax.apply_updates(params, change), moments
 
     policy = fc.jax_policy(apply, params, head=fc.heads.categorical)
     env = fc.make_env("gymnax/CartPole-v1", num_envs=4)
@@ -168,26 +153,23 @@ def jax_ppo(directory, batches):
         collector.params = params if start == 0 else collector.params
         for number in range(start, batches):
             batch = next(collector)
-            value, after = (
-                torch.from_dlpack(critic(params, jnp.asarray(batch[key].numpy())))
-                for key in ("observation", ("next", "observation"))
-            )
-            gain, target = fc.gae(batch, value, after)
-            columns = {"gain": gain[..., 0], "target": target[..., 0], "before": batch["action_log_prob"]}
+            weight = torch.tensor(jax.device_get(params["value"]))
+            gain, target = fc.gae(batch, batch["observation"] @ weight, batch["next", "observation"] @ weight)
+            columns = {"gain": gain[..., 0], "target": target}
             columns |= {"observation": batch["observation"], "action": batch["action"][..., None]}
             rows = {name: jnp.asarray(column.flatten(0, 1).numpy()) for name, column in columns.items()}
-            params, moments = update(params, moments, rows, number)
+            params, moments = update(params, moments, rows)
             collector.update_policy_weights_(params)
             logged(directory, f"{number} {of_batch(batch)}")
             if (number + 1) % EVERY == 0:
                 checkpoint.save(number + 1, collector=collector, policy=params, optimizer=moments)
     weights = nn.Module()
     for name, value in params.items():
-        weights.register_buffer(name.replace(" ", "_"), torch.tensor(jax.device_get(value)))
+        weights.register_buffer(name, torch.tensor(jax.device_get(value)))
     return weights
 
 
-RUNS = {"ppo": ppo, "dqn": dqn, "jax": jax_ppo}
+RUNS = {"ppo": ppo, "dqn": dqn, "jax": jax_gradient}
 
 
 def main(kind, directory, batches):
