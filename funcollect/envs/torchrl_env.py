@@ -212,7 +212,7 @@ class TorchRLLanes(SimulatorsBase):
         except Exception as error:
             raise self._failed("step", error) from error
         self._broken_off = False
-        columns = self._column(after, self._layout.reward_key), *self._flags(after)
+        columns: Any = (self._column(after, self._layout.reward_key), *self._flags(after))
         self._write(after, lanes)
         if len(lanes) < self._num_envs:
             columns = tuple([each[lane] for lane in lanes] for each in columns)

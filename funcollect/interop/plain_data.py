@@ -64,12 +64,12 @@ class _Writer:
 
     def _nested(self, value: Any, where: str) -> list[Any]:
         """The structure of a container or a record; empty for anything else."""
-        kind = type(value)
-        if _RECORDS.get(kind.__name__) is kind:
+        kind: Any = type(value)
+        if kind in _RECORDS.values():
             names = kind._fields if isinstance(value, tuple) else [each.name for each in fields(kind)]
             return ["record", kind.__name__, self.encode({name: getattr(value, name) for name in names}, where)]
         kind = tuple if isinstance(value, tuple) else kind
-        if _SEQUENCES.get(kind.__name__) is kind:
+        if kind in _SEQUENCES.values():
             parts = [self.encode(each, f"{where}[{number}]") for number, each in enumerate(value)]
             return [kind.__name__, parts, *([value.maxlen] if kind is deque else [])]
         if isinstance(value, dict):

@@ -315,8 +315,9 @@ def _not_made(name: str, error: Exception) -> ValueError:
 
 def _rebuild(env: Any) -> Any:
     """Build another instance of `env` from its spec or, for a vector environment, its functions; else InUseError."""
+    is_vector = isinstance(env, VectorEnv)
     try:
-        if isinstance(env, VectorEnv):
+        if is_vector:
             return type(env)(env.env_fns, autoreset_mode=AutoresetMode.DISABLED)
         if env.spec is not None:
             return gymnasium.make(env.spec, disable_env_checker=True)

@@ -164,7 +164,8 @@ class _Copy:
         layers = _layers(env)
         if (names := _names(layers)) != (saved := data["layers"]):
             raise ReplayError(f"{env} has the wrappers {names}, the saved game {saved}: build it with the same")
-        attributes = from_data(*data["attributes"], (*layers, layers[-1].ale))
+        structure, arrays = data["attributes"]
+        attributes = from_data(structure, arrays, (*layers, layers[-1].ale))
         return cls(layers, attributes, _machine(data["machine"]))
 
 

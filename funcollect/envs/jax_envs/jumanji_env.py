@@ -80,8 +80,8 @@ def from_jumanji(
 
     common = (observed, _space(raw.action_spec), num_envs, one_hot, info_keys, starts)
     limited = getattr(raw.unwrapped, "time_limit", None) is not None
-    facts = {"default_params": numbers or None, "param_keys": param_keys, "renderer": partial(jumanji_renderer, raw)}
-    return jax_env(label, reset, step, *common, truncates=limited, **facts)
+    facts: dict[str, Any] = {"default_params": numbers or None, "param_keys": param_keys, "truncates": limited}
+    return jax_env(label, reset, step, *common, renderer=partial(jumanji_renderer, raw), **facts)
 
 
 def _plain(space: Space, observation: Any) -> Any:

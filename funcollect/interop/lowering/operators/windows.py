@@ -162,15 +162,14 @@ def _with_indices(pool: Operation) -> Operation:
     return lambda *arguments: (pool(*arguments), None)
 
 
-TABLE: Table = {
-    "convolution": Rule(convolution, weights=(1,)),
-}
+TABLE: Table = {"convolution": Rule(convolution, weights=(1,))}
 for _rank in (1, 2, 3):
+    _largest = partial(_max_pool, _rank)
     TABLE |= {
-        f"max_pool{_rank}d": partial(_max_pool, _rank),
+        f"max_pool{_rank}d": _largest,
         f"avg_pool{_rank}d": partial(_avg_pool, _rank),
         f"adaptive_avg_pool{_rank}d": partial(_adaptive_pool, jnp.mean, _rank),
         f"adaptive_max_pool{_rank}d": _with_indices(partial(_adaptive_pool, jnp.max, _rank)),
     }
     if _rank > 1:
-        TABLE[f"max_pool{_rank}d_with_indices"] = _with_indices(TABLE[f"max_pool{_rank}d"])
+        TABLE[f"max_pool{_rank}d_with_indices"] = _with_indices(_largest)
