@@ -17,15 +17,21 @@ from funcollect.messages import clipped, shown
 
 def check_positive(name: str, value: Any, example: int = 128) -> None:
     """Raise unless `value` is a positive int."""
-    _check_int(name, value, "a positive int", least=1, example=example)
+    _check_int(name, value, "a positive int", 1, example)
 
 
 def check_count(name: str, value: Any) -> None:
     """Raise unless `value` is an int that is not negative."""
-    _check_int(name, value, "an int of at least 0", least=0, example=0)
+    _check_int(name, value, "an int of at least 0", 0, 0)
 
 
-def _check_int(name: str, value: Any, wanted: str, *, least: int, example: int) -> None:
+def check_optional_positive(name: str, value: Any) -> None:
+    """Raise unless `value` is a positive int, or None."""
+    if value is not None:
+        check_positive(name, value)
+
+
+def _check_int(name: str, value: Any, wanted: str, least: int, example: int) -> None:
     if not _is_int(value):
         raise TypeError(f"{name} is {shown(value)}, expected {wanted}: pass for example {name}={example}")
     if value < least:
@@ -52,12 +58,6 @@ def check_num_envs(num_envs: Any) -> None:
         )
 
 
-def check_optional_positive(name: str, value: Any) -> None:
-    """Raise unless `value` is a positive int, or None."""
-    if value is not None:
-        check_positive(name, value)
-
-
 def check_flags(**values: Any) -> None:
     """Raise TypeError unless every value is a bool."""
     for name, value in values.items():
@@ -69,14 +69,12 @@ def check_number(
     name: str, value: Any, *, most: float = math.inf, positive: bool = False, example: float = 0.5
 ) -> None:
     """Raise unless `value` is a finite number in [0, `most`], and not 0 if it has to be `positive`."""
-    wanted = (
-        f"a number in [0, {most}]" if most < math.inf else "a positive number" if positive else "a number of at least 0"
-    )
-    mend = f"pass for example {name}={example}"
+    least = "a positive number" if positive else "a number of at least 0"
+    rule = f"expected {f'a number in [0, {most}]' if most < math.inf else least}: pass for example {name}={example}"
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {shown(value)}, expected {wanted}: {mend}")
+        raise TypeError(f"{name} is {shown(value)}, {rule}")
     if not 0 <= float(value) <= most or value == math.inf or (positive and value == 0):
-        raise ValueError(f"{name} is {value}, expected {wanted}: {mend}")
+        raise ValueError(f"{name} is {value}, {rule}")
 
 
 def check_key(name: str, key: Any, *, required: bool = False) -> None:
@@ -147,18 +145,14 @@ def check_arrays(name: str, leaves: Sequence[Any]) -> None:
 
 
 def checked_device(device: torch.device | str | None, name: str = "device") -> torch.device | None:
-    """Return the device that a caller named, with its index, or None for None; `name` is the argument's name.
-
-    Raises:
-        ValueError: if Torch cannot allocate memory on it.
-    """
+    """Return a device with its index, or None for None; ValueError if Torch cannot allocate memory on it."""
     if device is None:
         return None
     try:
         return torch.empty(0, device=torch.device(device)).device
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:  # depends on the device
-        reason = str(error).splitlines()[0]
+        reason = clipped(str(error).splitlines()[0], 200)
         raise ValueError(
-            f"{name} is {str(device)!r}, expected a device that Torch has here ({clipped(reason, 200)}): choose "
-            "another, such as 'cpu' or 'cuda:0'"
+            f"{name} is {str(device)!r}, expected a device that Torch has here ({reason}): choose another, such as "
+            "'cpu' or 'cuda:0'"
         ) from error

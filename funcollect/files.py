@@ -61,9 +61,7 @@ def sync(path: Path) -> None:
 def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     """The arrays that `numpy.savez` has written: a zip file, which has a checksum for each.
 
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: for a file that is damaged, or another kind of file.
+    Raises FileNotFoundError, or ValueError for a file that is damaged, or another kind of file.
     """
     with _reading(path), open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:  # `open` closes it
         return dict(saved)
@@ -84,9 +82,7 @@ def _reading(path: Path) -> Iterator[None]:
 def write_data(path: Path, kind: str, value: Any) -> None:
     """Write plain data (see `to_data`) to a file, which replaces an earlier one. `kind` says what the data describes.
 
-    Raises:
-        TypeError: for a value that is no plain data.
-        OSError: if the file cannot be written; an earlier one is unchanged.
+    Raises TypeError for a value that is no plain data, or OSError; an earlier file is unchanged then.
     """
     data, arrays = to_data(value)
     header = json.dumps({"kind": kind, "format": _FORMAT, "data": data}).encode()
@@ -95,12 +91,7 @@ def write_data(path: Path, kind: str, value: Any) -> None:
 
 
 def read_data(path: Path, kind: str) -> Any:
-    """Read what `write_data` has written for this kind.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: for a file that is damaged, or of another kind or format.
-    """
+    """Read what `write_data` has written; raises as `read_arrays` does, also for another kind or format."""
     arrays = read_arrays(path)
     with _reading(path):
         header = json.loads(arrays.pop(_HEADER).tobytes())

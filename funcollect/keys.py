@@ -204,7 +204,6 @@ def draw_on_device(noise: Noise, keys: tuple[Tensor, Tensor], steps: Tensor) -> 
 
 
 def _part_on_device(noise: Noise, keys: tuple[Tensor, Tensor], steps: Tensor, draws: int) -> Tensor:
-    """The noise of some steps [T, 1]."""
     if is_on_gpu(steps) and noise.kind in ("uniform", "gumbel"):
         drawn = noise_on_gpu(*_broadcast(keys, steps, draws), gumbel=noise.kind == "gumbel")
         return drawn[..., : noise.words].reshape(len(steps), -1, *noise.shape)
@@ -279,7 +278,6 @@ class LaneKeys:
         return cls(lanes, _keys_on_device(key, purpose, lanes), numbers)
 
     def __len__(self) -> int:
-        """P."""
         return len(self.lanes)
 
     def uniform(self, count: int) -> Tensor:

@@ -48,11 +48,7 @@ def kinds(value: Any) -> str:
 
 
 def form(answer: Any) -> str:
-    """What a user's function returned: the shapes of arrays, the keys of a dict, the type of anything else.
-
-    >>> form({"loc": 0.0}), form([1, None])
-    ("a dict with the keys ['loc']", "a list of ['int', 'NoneType']")
-    """
+    """What a user's function returned: the shapes of arrays, the keys of a dict, the type of anything else."""
     if hasattr(answer, "shape"):
         return f"an array of shape {tuple(answer.shape)}"
     if isinstance(answer, (tuple, list)):
@@ -63,20 +59,12 @@ def form(answer: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """The name of a value's class; of a class, its own name with the remark that it is one.
-
-    >>> kind_of(1.5), kind_of(float)
-    ('float', 'the class float')
-    """
+    """The name of a value's class; of a class, its own name with the remark that it is one."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def name_of(function: Any) -> str:
-    """The name of a function or a class; the class's name of anything else that is called.
-
-    >>> name_of(abs), name_of(dict), name_of(1.5)
-    ('abs', 'dict', 'float')
-    """
+    """The name of a function or a class; the class's name of anything else that is called."""
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -91,10 +79,8 @@ def note_arguments(error: Exception, function: str, arguments: tuple[Any, ...], 
         error.add_note("weights and observations have one dtype: call module.float(), or pass make_env(dtype=)")
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in optree.tree_leaves(recurrent)]
     if any(len(shape) > 2 and shape[0] == shape[1] for shape in shapes):
-        error.add_note(
-            "its state has the number of lanes twice: initial_state is that of one environment, without a "
-            "dimension of lanes"
-        )
+        own = "initial_state is that of one environment, without a dimension of lanes"
+        error.add_note(f"its state has the number of lanes twice: {own}")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -105,7 +91,5 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     policy     9%
     """
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = []
-    for name, *cells in rows:
-        lines.append("  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip())
+    lines = ("  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip() for name, *cells in rows)
     return "\n".join(lines)

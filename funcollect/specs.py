@@ -26,20 +26,8 @@ __all__ = ["ActionSpec", "ExplorationType", "Leaf", "observation_leaves"]
 Space = spaces.Space[Any]
 
 RESERVED = frozenset(
-    {
-        "action",
-        "action_log_prob",
-        "action_unsquashed",
-        "collector",
-        "done",
-        "env_params",
-        "next",
-        "reward",
-        "terminated",
-        "truncated",
-    }
-)
-
+    ("action", "action_log_prob", "action_unsquashed", "collector", "done", "env_params", "next", "reward")
+) | {"terminated", "truncated"}
 
 # Where a batch without next observations has those that no following frame has; see `funcollect.next_observations`.
 FINAL = ("collector", "final_observations")
@@ -105,33 +93,32 @@ def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tupl
 
 def _leaves(space: Space, path: Path, floating: np.dtype[Any]) -> list[Leaf]:
     """The leaves of the space at `path`, with `floating` as the dtype of floating boxes; TypeError for other spaces."""
-    match space:
-        case spaces.Dict():
-            parts = [(str(name), child) for name, child in space.spaces.items()]
-        case spaces.Tuple():
-            parts = [(str(index), child) for index, child in enumerate(space.spaces)]
-        case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
-            own = np.dtype(space.dtype)
-            return [Leaf(path=path, shape=tuple(space.shape or ()), dtype=floating if own.kind == "f" else own)]
-        case _:
-            raise TypeError(
-                f"the observation space at {'.'.join(path) or 'the root'} is {type(space).__name__}, expected Box, "
-                "Discrete, MultiDiscrete, MultiBinary, Dict or Tuple: flatten it with a Gymnasium wrapper"
-            )
-    return [leaf for name, child in parts for leaf in _leaves(child, (*path, name), floating)]
+    if (parts := _parts(space)) is not None:
+        return [leaf for name, child in parts for leaf in _leaves(child, (*path, str(name)), floating)]
+    if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+        raise TypeError(
+            f"the observation space at {'.'.join(path) or 'the root'} is {type(space).__name__}, expected Box, "
+            "Discrete, MultiDiscrete, MultiBinary, Dict or Tuple: flatten it with a Gymnasium wrapper"
+        )
+    own = np.dtype(space.dtype)
+    return [Leaf(path=path, shape=tuple(space.shape or ()), dtype=floating if own.kind == "f" else own)]
+
+
+def _parts(space: Space) -> list[tuple[Any, Space]] | None:
+    """The spaces that a Dict or a Tuple has, with their names or positions; None for any other space."""
+    if isinstance(space, spaces.Dict):
+        return [*space.spaces.items()]
+    return [*enumerate(space.spaces)] if isinstance(space, spaces.Tuple) else None
 
 
 def assemble(space: Space, flat: Mapping[Path, Any], path: Path | None = None) -> Any:
     """An observation in the form of its space (array, dict or tuple, nested) from the leaves of a batch, by path."""
     if path is None:
         path = () if isinstance(space, spaces.Dict) else ("observation",)
-    match space:
-        case spaces.Dict():
-            return {name: assemble(child, flat, (*path, str(name))) for name, child in space.spaces.items()}
-        case spaces.Tuple():
-            return tuple(assemble(child, flat, (*path, str(index))) for index, child in enumerate(space.spaces))
-        case _:
-            return flat[path]
+    if (parts := _parts(space)) is None:
+        return flat[path]
+    made = {name: assemble(child, flat, (*path, str(name))) for name, child in parts}
+    return made if isinstance(space, spaces.Dict) else tuple(made.values())
 
 
 def map_leaves(function: Callable[[str, Any], Any], observation: Any, name: str = "") -> Any:
@@ -153,14 +140,12 @@ def map_leaves(function: Callable[[str, Any], Any], observation: Any, name: str 
 
 def disassemble(space: Space, observation: Any) -> list[Any]:
     """The leaves of one environment's observation, in the order of `observation_leaves`."""
-    match space:
-        case spaces.Dict():
-            return [leaf for name, child in space.spaces.items() for leaf in disassemble(child, observation[name])]
-        case spaces.Tuple():
-            pairs = zip(space.spaces, observation, strict=True)
-            return [leaf for child, part in pairs for leaf in disassemble(child, part)]
-        case _:
-            return [observation]
+    if isinstance(space, spaces.Dict):
+        return [leaf for name, child in space.spaces.items() for leaf in disassemble(child, observation[name])]
+    if isinstance(space, spaces.Tuple):
+        pairs = zip(space.spaces, observation, strict=True)
+        return [leaf for child, part in pairs for leaf in disassemble(child, part)]
+    return [observation]
 
 
 @dataclass(frozen=True)
@@ -181,7 +166,6 @@ class ActionSpec:
     one_hot: bool = False
 
     def __post_init__(self) -> None:
-        """Check the space."""
         if not isinstance(self.space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
             raise TypeError(
                 f"the action space is {type(self.space).__name__}, expected Box, Discrete, MultiDiscrete or "
@@ -198,13 +182,9 @@ class ActionSpec:
     @cached_property
     def categories(self) -> tuple[int, ...]:
         """The number of choices of each discrete component; empty for Box and MultiBinary."""
-        match self.space:
-            case spaces.Discrete():
-                return (int(self.space.n),)
-            case spaces.MultiDiscrete():
-                return tuple(int(n) for n in self.space.nvec.ravel())
-            case _:
-                return ()
+        if isinstance(self.space, spaces.Discrete):
+            return (int(self.space.n),)
+        return tuple(self.space.nvec.ravel().tolist()) if isinstance(self.space, spaces.MultiDiscrete) else ()
 
     @cached_property
     def choices(self) -> int:

@@ -41,11 +41,7 @@ optree.register_pytree_node(TensorDict, _flatten, _unflatten, namespace=NAMESPAC
 
 
 def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
-    """A nested dict from a dict by paths.
-
-    >>> nest({("a",): 1, ("b", "c"): 2})
-    {'a': 1, 'b': {'c': 2}}
-    """
+    """A nested dict from a dict by paths: ``{"b": {"c": 2}}`` from ``{("b", "c"): 2}``."""
     nested: dict[str, Any] = {}
     for path, value in flat.items():
         node = nested
@@ -56,11 +52,7 @@ def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def flatten(nested: Mapping[str, Any], prefix: Path = ()) -> dict[Path, Any]:
-    """A dict by paths from a nested one; the inverse of `nest`.
-
-    >>> flatten({'a': 1, 'b': {'c': 2}})
-    {('a',): 1, ('b', 'c'): 2}
-    """
+    """A dict by paths from a nested one; the inverse of `nest`."""
     flat: dict[Path, Any] = {}
     for name, value in nested.items():
         path = (*prefix, str(name))

@@ -24,15 +24,11 @@ from funcollect.cli.output import RunSummary, episode_table, layout, output_fold
 from funcollect.core.rollout_trajectories import is_limited
 from funcollect.envs.registry import limited
 from funcollect.plots.figures import check_figure
-from funcollect.policies.as_policy import PolicyPlugin, offered_policies
+from funcollect.policies.as_policy import PolicyPlugin, find_policy, offered_policies
 from funcollect.policies.mlp import mlp
-<<<<<<< HEAD
-=======
-from funcollect.policies.plugins import PolicyPlugin, find_policy, offered_policies
 from funcollect.protocols import is_env
 
 _IN_A_MODULE = re.compile(r"[\w.]+:[A-Za-z_]\w*")  # Gymnasium's module:Id-v0 has a version
->>>>>>> s-tools
 
 
 def run(arguments: argparse.Namespace) -> None:

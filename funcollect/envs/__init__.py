@@ -4,11 +4,10 @@ from funcollect.envs.envpool_env import from_envpool
 from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
 from funcollect.envs.gymnasium_envs.ale import from_ale
 from funcollect.envs.host.host_env import HostEnvBase, SimulatorsBase, observation_rows
-from funcollect.envs.jax_envs.brax_env import from_brax, from_playground
 from funcollect.envs.jax_envs.functions import from_functional, from_functions
 from funcollect.envs.jax_envs.jax_env import JaxEnvBase
 from funcollect.envs.jax_envs.jumanji_env import from_jumanji
-from funcollect.envs.jax_envs.suites import from_gymnax, from_navix, from_pgx
+from funcollect.envs.jax_envs.suites import from_brax, from_gymnax, from_navix, from_pgx, from_playground
 from funcollect.envs.torch_env import CartPole, Pendulum, TorchEnvBase
 from funcollect.envs.torch_vector_env import from_torch_vector_env
 from funcollect.envs.torchrl_env import from_torchrl
@@ -28,37 +27,9 @@ from funcollect.protocols import (
 from funcollect.specs import ActionSpec, observation_leaves
 
 __all__ = [
-    "ActionSpec",
-    "CartPole",
-    "DeviceEnv",
-    "HostEnv",
-    "HostEnvBase",
-    "JaxEnv",
-    "JaxEnvBase",
-    "LaneKeys",
-    "Outcome",
-    "Pendulum",
-    "Renderer",
-    "SavableSnapshots",
-    "Simulators",
-    "SimulatorsBase",
-    "SnapshotSimulators",
-    "TorchEnv",
-    "TorchEnvBase",
-    "Transition",
-    "from_ale",
-    "from_brax",
-    "from_envpool",
-    "from_functional",
-    "from_functions",
-    "from_gymnasium",
-    "from_gymnax",
-    "from_jumanji",
-    "from_navix",
-    "from_pgx",
-    "from_playground",
-    "from_torch_vector_env",
-    "from_torchrl",
-    "observation_leaves",
-    "observation_rows",
-]
+    "ActionSpec", "CartPole", "DeviceEnv", "HostEnv", "HostEnvBase", "JaxEnv", "JaxEnvBase", "LaneKeys", "Outcome",
+    "Pendulum", "Renderer", "SavableSnapshots", "Simulators", "SimulatorsBase", "SnapshotSimulators", "TorchEnv",
+    "TorchEnvBase", "Transition", "from_ale", "from_brax", "from_envpool", "from_functional", "from_functions",
+    "from_gymnasium", "from_gymnax", "from_jumanji", "from_navix", "from_pgx", "from_playground",
+    "from_torch_vector_env", "from_torchrl", "observation_leaves", "observation_rows",
+]  # fmt: skip

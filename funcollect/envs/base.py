@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
+from gymnasium.wrappers import TimeLimit
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_function, check_num_envs
+from funcollect.arguments import check_function, check_num_envs, check_positive
 from funcollect.errors import EnvError
 from funcollect.messages import form
 from funcollect.protocols import Backend, DeviceEnv, JaxEnv, TorchEnv, Transition
@@ -54,6 +57,53 @@ class FirstThenNew:
     def __call__(self) -> Any:
         """An environment that nobody else uses."""
         return self._build() if self.made is None else self.taken()
+
+
+def with_time_limit(
+    factory: Callable[..., Any], kwargs: dict[str, Any], *, by_name: bool = False
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A factory and its keywords. If it does not take `max_episode_steps`, the limit is set on what it makes.
+
+    It takes that, unless `by_name`, if it takes any keyword.
+    """
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return factory, kwargs
+    kinds = {each.kind for each in parameters.values()}
+    takes = "max_episode_steps" in parameters or (inspect.Parameter.VAR_KEYWORD in kinds and not by_name)
+    if "max_episode_steps" not in kwargs or takes:
+        return factory, kwargs
+    others = {name: value for name, value in kwargs.items() if name != "max_episode_steps"}
+    check_positive("max_episode_steps", kwargs["max_episode_steps"], 500)
+    return partial(_limited, factory, kwargs["max_episode_steps"]), others
+
+
+def _limited(factory: Callable[..., Any], steps: int, **kwargs: Any) -> Any:
+    made = factory(**kwargs)
+    if isinstance(made, gymnasium.Env):
+        return TimeLimit(made, steps)
+    if not hasattr(made, "max_episode_steps"):
+        raise TypeError(
+            f"max_episode_steps was given with a factory that does not take it, and that made {type(made).__name__}, "
+            "expected a gymnasium.Env: leave it out"
+        )
+    if is_dataclass(made):
+        return replace(made, max_episode_steps=steps)  # type: ignore[type-var]
+    made.max_episode_steps = steps
+    return made
+
+
+def built(factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """What a factory returns; ValueError if it asks Gymnasium for an id that is not registered in this process."""
+    try:
+        return factory(**kwargs)
+    except gymnasium.error.UnregisteredEnv as error:
+        raise ValueError(
+            f"the factory asks for an id that is not registered in this process ({str(error).rstrip('.')}), and a "
+            "worker process lacks what a script has registered: name the module in the id ('module:Name-v0', "
+            "'ale_py:ALE/Pong-v5'), register it in the factory, or pass the id itself to make_env(…, num_workers=…)"
+        ) from error
 
 
 def check_spaces(env: Any) -> None:
@@ -126,7 +176,6 @@ class EnvBase:
     truncates: bool = False
 
     def __init__(self, num_envs: int | None = None) -> None:
-        """Set `num_envs`; TypeError if the subclass lacks a space."""
         check_num_envs(num_envs)
         check_spaces(self)
         if num_envs is not None:

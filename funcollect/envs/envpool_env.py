@@ -27,8 +27,7 @@ _OURS = {
     "env_seed": "pass a seed to funcollect.init, or to a collector",
     "batch_size": "all lanes are stepped together",
     "env_type": "Gymnasium's interface is used",
-    "parallel": "EnvPool is parallel itself: num_threads=",
-    "num_workers": "EnvPool is parallel itself: num_threads=",
+    **dict.fromkeys(("parallel", "num_workers"), "EnvPool is parallel itself: num_threads="),
 }
 _LARGEST_SEED = 2**31 - 1  # EnvPool takes int32
 
@@ -95,8 +94,7 @@ def from_envpool(
 
 def _spec_of(envpool: Any, task_id: str, config: dict[str, Any], info_keys: Sequence[str]) -> Any:
     """EnvPool's description of a task with its options; raises the errors of `from_envpool` if it cannot be adapted."""
-    known = envpool.list_all_envs()
-    if task_id not in known:
+    if task_id not in (known := envpool.list_all_envs()):
         near = difflib.get_close_matches(task_id, known, 3, 0.4) or ["CartPole-v1", "Pong-v5"]
         raise ValueError(f"EnvPool has no task {task_id!r}, expected one of envpool.list_all_envs(), such as {near}")
     if "max_episode_steps" in config:
@@ -120,7 +118,6 @@ def _spec_of(envpool: Any, task_id: str, config: dict[str, Any], info_keys: Sequ
 
 
 def _pool_of(envpool: Any, task_id: str, config: dict[str, Any], seeds: Sequence[int]) -> Any:
-    """A new pool of EnvPool's, with one seed for each lane."""
     pool = envpool.make_gymnasium(task_id, seed=[seed & _LARGEST_SEED for seed in seeds], **config)
     with warnings.catch_warnings(action="ignore"):
         _ = pool.observation_space  # EnvPool makes it on first use, with a warning: here, not at the first step
@@ -148,10 +145,8 @@ class EnvPoolLanes(SimulatorsBase):
     """
 
     def __init__(self, build: Callable[[Sequence[int]], Any], lives: bool, env: SimulatedEnv) -> None:
-        self._lives = lives
-        """Prepare the lanes that `env` describes; the first reset builds the pool."""
-        self._build = build  # makes a pool from one seed for each lane
-        self._pool: Any = None
+        self._lives, self._build = lives, build  # the latter makes a pool from one seed for each lane
+        self._pool: Any = None  # the first reset builds it
         self._decode = batch_decoder(env.action_spec)
         self._info_keys = env.info_keys
         self._num_envs = env.num_envs or 1

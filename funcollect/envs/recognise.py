@@ -37,7 +37,7 @@ def import_extra(module: str, package: str, extra: str) -> Any:
 
 
 def is_torchrl(env: Any) -> bool:
-    """Whether `env` is one of TorchRL's environments; does not import TorchRL."""
+    """Whether `env` is one of TorchRL's environments."""
     envs = sys.modules.get("torchrl.envs")
     return envs is not None and isinstance(env, envs.EnvBase)
 
@@ -82,32 +82,34 @@ def running_statistics(env: Any) -> tuple[str, ...]:
     These are the wrappers that have a `RunningMeanStd`, such as Gymnasium's `NormalizeObservation`, unless their
     ``update_running_mean`` is False, and TorchRL's `VecNorm` transforms, unless they are frozen.
     """
-    return tuple(dict.fromkeys(type(part).__name__ for part in _parts(env, set()) if _updates_statistics(part)))
+
+    def updates(part: Any) -> bool:
+        if any(type(value).__name__ == "RunningMeanStd" for value in _attributes(part)):
+            return bool(getattr(part, "update_running_mean", True))
+        normalises = any(base.__name__.startswith("VecNorm") for base in type(part).__mro__)
+        return normalises and not getattr(part, "frozen", False)
+
+    return tuple(dict.fromkeys(type(part).__name__ for part in _parts(env, set()) if updates(part)))
 
 
 def _parts(env: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield `env`, its wrappers, its transforms and the parts of its first lane.
+    """Yield `env`, its wrappers, its transforms and the parts of its first lane, but those whose ids are in `seen`.
 
-    If the lanes live in other processes, the first one is built here and closed again. Parts may refer to each other in
-    a circle, so `seen` has the ids of the parts that were yielded.
+    If the lanes live in other processes, the first one is built here and closed again.
     """
     if id(env) in seen:
         return
     seen.add(id(env))
     yield env
-    own: Mapping[str, Any] = {}
-    if isinstance(env, torch.nn.Module):  # TorchRL's environments are modules
-        own = vars(env)
-    elif isinstance(env, VectorEnv):
+    own: Mapping[str, Any] = vars(env) if isinstance(env, torch.nn.Module) else {}  # as TorchRL's environments are
+    if isinstance(env, VectorEnv):
         own = {name: getattr(env, name, None) for name in ("envs", "env_fns")}
     envs = [part for part in _attributes(env) if hasattr(type(part), "step") and hasattr(type(part), "reset")]
     for part in [*envs, *own.get("_modules", {}).values()]:
         yield from _parts(part, seen)
-    lanes = own.get("envs") or own.get("_envs")
-    factories = own.get("env_fns") or own.get("create_env_fn")
-    if lanes:
+    if lanes := own.get("envs") or own.get("_envs"):
         yield from _parts(lanes[0], seen)
-    elif factories:
+    elif factories := own.get("env_fns") or own.get("create_env_fn"):
         lane = factories[0]()
         yield from _parts(lane, seen)
         lane.close()
@@ -123,12 +125,3 @@ def _attributes(part: Any) -> list[Any]:
     for _ in range(2):
         found += [value for each in found if type(each) is dict for value in each.values()]
     return found
-
-
-def _updates_statistics(part: Any) -> bool:
-    """Whether a wrapper or transform normalises by statistics that it keeps updating."""
-    if any(type(value).__name__ == "RunningMeanStd" for value in _attributes(part)):
-        return bool(getattr(part, "update_running_mean", True))
-    return any(base.__name__.startswith("VecNorm") for base in type(part).__mro__) and not getattr(
-        part, "frozen", False
-    )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +12,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
 from funcollect import envs
-from funcollect.arguments import check_positive
-from funcollect.envs.base import EnvBase, FirstThenNew
-from funcollect.envs.gymnasium_envs.making import built, with_time_limit
+from funcollect.envs.base import EnvBase, FirstThenNew, built, with_time_limit
 from funcollect.envs.host.lane_workers.options import REMOVED
 from funcollect.envs.recognise import is_envpool, is_torchrl, refuse_foreign
 from funcollect.envs.torch_env import TORCH_ENVS
@@ -56,36 +52,34 @@ def make_env(env: Any, **kwargs: Any) -> Env:
         return env
     namespace, slash, name = env.partition("/") if isinstance(env, str) else ("", "", "")
     if slash and namespace in _NAMESPACES:
-        try:
+        few = "it takes num_envs, device and max_episode_steps"
+        which = few if namespace == "torch" else f"see funcollect.envs.from_{namespace}"
+        with _unexpected(f"'{env}'", f"leave it out; {which}"):
             made = partial(_NAMESPACES[namespace], name)
             return made(**kwargs) if namespace == "envpool" else limited(made, kwargs)
-        except TypeError as error:
-            if "unexpected keyword argument" not in str(error):
-                raise
-            few = "it takes num_envs, device and max_episode_steps"
-            which = few if namespace == "torch" else f"see funcollect.envs.from_{namespace}"
-            raise TypeError(f"'{env}': {error}: leave it out; {which}") from error
     if callable(env) and not isinstance(env, gymnasium.Env):
         return _from_callable(env, kwargs)
     return envs.from_gymnasium(env, **kwargs)
 
 
-def limited(make: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+@contextlib.contextmanager
+def _unexpected(name: str, mend: str) -> Iterator[None]:
+    """Say what to do about a keyword argument that is not taken."""
+    try:
+        yield
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise TypeError(f"{name}: {error}: {mend}") from error
+
+
+def limited(make: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
     """What `make` returns; if it takes no `max_episode_steps`, an environment in JAX or Torch with that limit."""
-    if "max_episode_steps" not in kwargs or "max_episode_steps" in inspect.signature(make).parameters:
-        return make(**kwargs)
-    env = make(**{name: value for name, value in kwargs.items() if name != "max_episode_steps"})
-    if not hasattr(env, "max_episode_steps"):
-        raise TypeError(f"{env!r} takes no max_episode_steps, which its loop would have to know: leave it out")
-    check_positive("max_episode_steps", kwargs["max_episode_steps"], 500)
-    if is_dataclass(env):
-        return replace(env, max_episode_steps=kwargs["max_episode_steps"])  # type: ignore[type-var]
-    env.max_episode_steps = kwargs["max_episode_steps"]
-    return env
+    factory, kwargs = with_time_limit(make, kwargs, by_name=True)
+    return factory(**kwargs)
 
 
 def _torch_env(name: str, **kwargs: Any) -> Env:
-    """The Torch environment with this name, without ``torch/``; ValueError if there is none."""
     if name not in TORCH_ENVS:
         raise ValueError(
             f"there is no Torch environment {name!r}, expected one of {sorted(TORCH_ENVS)}: leave 'torch/' out for "
@@ -94,16 +88,10 @@ def _torch_env(name: str, **kwargs: Any) -> Env:
     return TORCH_ENVS[name](**kwargs)
 
 
+_SUITES = ("ale", "brax", "envpool", "gymnax", "jumanji", "navix", "pgx", "playground")
 _NAMESPACES: dict[str, Callable[..., Env]] = {
-    "ale": envs.from_ale,
-    "brax": envs.from_brax,
-    "envpool": envs.from_envpool,
-    "gymnax": envs.from_gymnax,
-    "jumanji": envs.from_jumanji,
-    "navix": envs.from_navix,
-    "pgx": envs.from_pgx,
-    "playground": envs.from_playground,
     "torch": _torch_env,
+    **{name: getattr(envs, f"from_{name}") for name in _SUITES},
 }
 WORKER_ARGUMENTS = ("num_workers", "parallel", "timeout", *REMOVED)
 _ADAPTER_ARGUMENTS = ("num_envs", *WORKER_ARGUMENTS, "info_keys", "dtype", "one_hot", "replayable")
@@ -115,12 +103,8 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
     The adapter gets its own keyword arguments, and the factory all others; a class of environments gets all.
     """
     if isinstance(factory, type) and issubclass(factory, EnvBase):
-        try:
+        with _unexpected(factory.__name__, "leave it out, or take it in its __init__"):
             return make_env(limited(factory, kwargs))
-        except TypeError as error:
-            if "unexpected keyword argument" not in str(error):
-                raise
-            raise TypeError(f"{factory.__name__}: {error}: leave it out, or take it in its __init__") from error
     factory, kwargs = with_time_limit(factory, kwargs)
     given = {name: kwargs[name] for name in _ADAPTER_ARGUMENTS if name in kwargs}
     own = {name: value for name, value in kwargs.items() if name not in given}

@@ -14,11 +14,7 @@ from funcollect.specs import Space
 
 
 def box(shape: tuple[int, ...], dtype: npt.DTypeLike, low: Any = None, high: Any = None) -> Space:
-    """A Box of any dtype, bool included. Missing bounds are the dtype's range, or infinite for floats.
-
-    >>> box((2,), bool)
-    Box(False, True, (2,), bool)
-    """
+    """A Box of any dtype, bool included. Missing bounds are the dtype's range, or infinite for floats."""
     dtype = np.dtype(dtype)
     kind: Any = dtype.type  # Gymnasium's annotation knows no bool
     if dtype.kind == "b":

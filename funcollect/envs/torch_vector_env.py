@@ -92,8 +92,8 @@ def _adapted(
     """The environment over simulators, of which those that are made already have the facts about them."""
     made = simulators.made
     label = type(made).__name__
-    facts = {name: _member(made, name) for name in _NEEDED}
-    if missing := [name for name, value in facts.items() if value is None]:
+    lanes, space, action_space = (_member(made, name) for name in _NEEDED)
+    if missing := [name for name in _NEEDED if _member(made, name) is None]:
         raise TypeError(f"{label} lacks {missing}, expected Gymnasium's vector interface: wrap it so that it has them")
     mode = autoreset_mode(made)
     if mode not in (None, AutoresetMode.SAME_STEP):
@@ -101,12 +101,11 @@ def _adapted(
     place = checked_device(device if device is not None else _member(made, "device"))
     if place is None:
         raise TypeError(f"{label} has no device, expected where its tensors are: pass device=")
-    space = facts["single_observation_space"]
     return DeviceVectorEnv(
         label=label,
-        num_envs=facts["num_envs"],
+        num_envs=lanes,
         observation_space=space,
-        action_spec=ActionSpec(facts["single_action_space"], one_hot),
+        action_spec=ActionSpec(action_space, one_hot),
         observation_leaves=observation_leaves(space),
         info_keys=info_keys,
         device=place,
@@ -121,12 +120,16 @@ def _close_unused(simulators: FirstThenNew) -> None:
         _close(made)
 
 
+def _close(simulators: Any) -> None:
+    if hasattr(simulators, "close"):
+        simulators.close()
+
+
 def _only_once() -> Any:
     raise InUseError("the vector environment is in use by another state: pass a function that builds one instead")
 
 
 def _member(env: Any, name: str) -> Any:
-    """An attribute of an environment, or of the one that it wraps."""
     own = getattr(env, name, None)
     return getattr(getattr(env, "unwrapped", env), name, None) if own is None else own
 
@@ -148,7 +151,11 @@ class DeviceVectorEnv(AdaptedEnv):
 
 
 class VectorSimulators:
-    """The simulators of one state."""
+    """The simulators of one state.
+
+    Attributes:
+        lacking: whether episodes have ended without a last observation; a tensor, so that the host need not wait.
+    """
 
     def __init__(self, env: DeviceVectorEnv) -> None:
         self._env = env
@@ -156,28 +163,19 @@ class VectorSimulators:
         self._lanes = env.num_envs or 1
         self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of the infos, once they have come
         self.lacking = torch.zeros((), dtype=torch.bool, device=env.device)
-        """whether episodes have ended without a last observation; a tensor, so that the host need not wait for it"""
 
     def reset(self, seed: int | None) -> Any:
         """Begin an episode in each lane; return the observations [P, ...]."""
         self.lacking = torch.zeros_like(self.lacking)
-        answer = self._simulators.reset(seed=seed)
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            raise EnvError(f"reset of {self._env} returned {shown(answer)}, expected (observation, info): return both")
-        return self._assembled(self._observed("observation", answer[0]))
+        observation, _ = self._parts("reset", self._simulators.reset(seed=seed), "(observation, info)", 2)
+        return self._assembled(self._observed("observation", observation))
 
     def step(self, action: Tensor) -> tuple[Transition, Any]:
         """Step all lanes; return the transition, and the observations for the next step."""
         spec = self._env.action_spec
-        if spec.one_hot:
-            action = spec.from_one_hot(action, torch)
-        answer = self._simulators.step(action)
-        if not isinstance(answer, tuple) or len(answer) != 5:
-            raise EnvError(
-                f"step of {self._env} returned {shown(answer, 80)}, expected (observation, reward, terminated, "
-                "truncated, info): return these"
-            )
-        observation, reward, terminated, truncated, info = answer
+        answer = self._simulators.step(spec.from_one_hot(action, torch) if spec.one_hot else action)
+        wanted = "(observation, reward, terminated, truncated, info)"
+        observation, reward, terminated, truncated, info = self._parts("step", answer, wanted, 5)
         info = self._mapping("info", info)
         self._check("reward", reward, (self._lanes,))
         for name, flags in (("terminated", terminated), ("truncated", truncated)):
@@ -195,13 +193,20 @@ class VectorSimulators:
         infos = self._infos(done, info)
         return Transition(None, self._assembled(last), reward, terminated, truncated, infos), self._assembled(after)
 
+    def _parts(self, call: str, answer: Any, wanted: str, count: int) -> Any:
+        """The parts of what a call returned; EnvError for another number of them."""
+        if not isinstance(answer, tuple) or len(answer) != count:
+            mend = "both" if count == 2 else "these"
+            raise EnvError(f"{call} of {self._env} returned {shown(answer)}, expected {wanted}: return {mend}")
+        return answer
+
     def _observed(self, name: str, observation: Any) -> list[Tensor]:
         """The leaves of an observation, checked, floating ones as float32."""
         try:
             values = disassemble(self._env.observation_space, observation)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EnvError(
-                f"the {name} of {self._env} is {shown(observation, 80)}, expected the structure of its space "
+                f"the {name} of {self._env} is {shown(observation)}, expected the structure of its space "
                 f"{self._env.observation_space}: correct the simulators or the space"
             ) from error
         leaves = []
@@ -267,8 +272,3 @@ class VectorSimulators:
 def _chosen(done: Tensor, final: Tensor, after: Tensor) -> Tensor:
     """The last values of the lanes that are done [P], and the current ones of the others."""
     return torch.where(done.view(-1, *[1] * (after.ndim - 1)), final, after)
-
-
-def _close(simulators: Any) -> None:
-    if hasattr(simulators, "close"):
-        simulators.close()

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from funcollect.arguments import check_num_envs
 from funcollect.envs.base import FirstThenNew
-from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, call_of
+from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, call_of, of_everyone
 from funcollect.envs.host.lane_workers.options import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.envs.host.rows import Rows
@@ -89,10 +89,9 @@ def from_torchrl(
     with torch_generator(generator_state(0)):  # this builds a lane if they live in other processes
         statistics, limited = running_statistics(first), truncates(first)
     made = partial(_make, env, kwargs)
-    opener: Callable[[SimulatedEnv], Simulators]
+    opener: Callable[[SimulatedEnv], Simulators] = WorkerLanes
     if workers:
         first.close()
-        opener = WorkerLanes
     else:
         make = FirstThenNew(first, made)
         lanes = TorchRLLanes if first.batch_size else SingleLane
@@ -149,9 +148,7 @@ class TorchRLLanes(SimulatorsBase):
     """
 
     def __init__(self, env: Any, layout: TorchRLLayout, adapted: SimulatedEnv) -> None:
-        """Prepare TorchRL's `env`, which `adapted` describes; it is reset later."""
-        self._env = env
-        self._layout = layout
+        self._env, self._layout, self._first_lane = env, layout, adapted.first_lane
         self._action_path = as_path(layout.action_key)
         self._batched = bool(env.batch_size)
         self._num_envs = env.batch_size[0] if self._batched else 1
@@ -215,19 +212,16 @@ class TorchRLLanes(SimulatorsBase):
         except Exception as error:
             raise self._failed("step", error) from error
         self._broken_off = False
-        reward = self._column(after, self._layout.reward_key)
-        terminated, truncated = self._flags(after)
+        columns: Any = (self._column(after, self._layout.reward_key), *self._flags(after))
         self._write(after, lanes)
         if len(lanes) < self._num_envs:
-            reward, terminated, truncated = ([each[lane] for lane in lanes] for each in (reward, terminated, truncated))
-        return reward, terminated, truncated, ()
+            columns = tuple([each[lane] for lane in lanes] for each in columns)
+        return *columns, ()
 
     def _encoded(self, lanes: Sequence[int], action: Any) -> Tensor:
         """The action [k, ...] of these lanes, copied to one of all lanes [P, ...] in the environment's dtype."""
         tensor = action if isinstance(action, Tensor) else torch.tensor(np.asarray(action))
-        if len(lanes) < self._num_envs:  # the environment steps all of its lanes; the results of the others are dropped
-            some, tensor = tensor, tensor[:1].repeat_interleave(self._num_envs, 0)
-            tensor[list(lanes)] = some
+        tensor = of_everyone(tensor, lanes, self._num_envs) if len(lanes) < self._num_envs else tensor
         own = tensor if self._batched else tensor[0]
         return own.to(self._env.device or tensor.device, self._layout.action_dtype, copy=True)
 
@@ -254,20 +248,16 @@ class TorchRLLanes(SimulatorsBase):
 
     @staticmethod
     def _column(source: TensorDictBase, key: Any) -> Any:
-        """The leaf under `key`, which has one number or flag per lane, as a list of P."""
         return source.get(key).reshape(-1).tolist()
 
     def _write(self, source: TensorDictBase, lanes: Sequence[int]) -> None:
         """Copy the observations of `lanes` from a TensorDict to `observation`."""
-        everyone = len(lanes) == self._num_envs
         for rows, key in self._reads:
             values = source.get(key).numpy(force=True)
-            if not self._batched:
-                rows.write_lane(0, values)
-            elif everyone:
-                rows.write_batch(values)
+            if self._batched:
+                rows.write_batch(values, lanes, of_all=True)
             else:
-                rows.write_from_batch(values, lanes)
+                rows.write_lane(0, values)
 
     @override
     def close(self) -> None:
@@ -287,20 +277,15 @@ class TorchRLLanes(SimulatorsBase):
 class SingleLane(TorchRLLanes):
     """A single environment of TorchRL's."""
 
-    def __init__(self, env: Any, layout: TorchRLLayout, adapted: SimulatedEnv) -> None:
-        super().__init__(env, layout, adapted)
-        self._lane = adapted.first_lane  # as messages call it
-
     def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
         """Call a function with the environment, if its lane is among these."""
-        return [call_of(self._lane, function, self._env, args) for _ in lanes]
+        return [call_of(self._first_lane, function, self._env, args) for _ in lanes]
 
 
 class SeparateLanes(SimulatorsBase):
     """Single environments of TorchRL's, one for each lane."""
 
     def __init__(self, make: Callable[[], Any], env: SimulatedEnv) -> None:
-        """Make the environments that `env` describes; they are reset later."""
         self.observation = Rows(env).arrays
         self._first_lane = env.first_lane
         self._lanes: list[SingleLane] = []
@@ -315,22 +300,20 @@ class SeparateLanes(SimulatorsBase):
                 )
             self._lanes.append(SingleLane(made, layout, here))
 
-    def _call(self, lane: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of a lane; its EnvError names the lane."""
+    def _call(self, lane: int, name: str, argument: Any) -> Any:
         try:
-            return function(*args)
+            return getattr(self._lanes[lane], name)([0], argument)
         except EnvError as error:
             raise EnvError(f"lane {self._first_lane + lane}: {error}") from error
 
     @override
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
         for lane, seed in zip(lanes, seeds, strict=True):
-            self._call(lane, self._lanes[lane].reset, [0], [seed])
+            self._call(lane, "reset", [seed])
 
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
-        steps = enumerate(lanes)
-        outcomes = [self._call(lane, self._lanes[lane].step, [0], action[row : row + 1]) for row, lane in steps]
+        outcomes = [self._call(lane, "step", action[row : row + 1]) for row, lane in enumerate(lanes)]
         reward, terminated, truncated = ([each[column][0] for each in outcomes] for column in range(3))
         return reward, terminated, truncated, ()
 
@@ -345,8 +328,7 @@ class SeparateLanes(SimulatorsBase):
 
 
 def _processes_of(env: Any) -> set[BaseProcess]:
-    """The processes of a `ParallelEnv`, which may be under transforms; empty for any other environment."""
-    # `getattr` would be forwarded by a ParallelEnv to its processes
+    """The processes of a `ParallelEnv`, which forwards `getattr` to them, under transforms; else empty."""
     return {process for module in env.modules() for process in vars(module).get("_workers", ())}
 
 

@@ -113,7 +113,6 @@ def _without_transforms(env: Any) -> tuple[Any, list[tuple[Any, Any]]]:
 
 
 def _only(what: str, keys: Iterable[NestedKey], mend: str) -> NestedKey:
-    """The only one of the `keys`; ValueError, with the fix `mend`, if there are none or several."""
     names = list(keys)
     if len(names) != 1:
         raise ValueError(f"the environment has the {what} {names}, expected exactly one: {mend}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -162,23 +162,22 @@ def to_jax(tree: Any, *, copy: bool = False) -> Any:
     return nest({path: _to_jax(f"leaf {'.'.join(path)!r}", leaf, copy) for path, leaf in flatten(tree).items()})
 
 
-def _refuse_batch(batch: Any) -> NoReturn:
-    """Raise BridgeError: JAX calls this for a TensorDict among the arguments of a JAX function."""
-    raise BridgeError(
-        f"JAX got a {type(batch).__name__}, expected arrays: pass funcollect.interop.to_jax(batch), a nested "
-        "dict of them"
-    )
+def _refuse_batches(jax: Any) -> None:
+    """Have JAX raise BridgeError for a TensorDict among a function's arguments, which it would take for an array."""
 
+    def refuse(batch: Any) -> NoReturn:
+        raise BridgeError(
+            f"JAX got a {type(batch).__name__}, expected arrays: pass funcollect.interop.to_jax(batch), a nested "
+            "dict of them"
+        )
 
-def _register(jax: Any) -> None:
-    """Have JAX raise the error of `_refuse_batch` for a TensorDict, which it would otherwise take for an array."""
     with contextlib.suppress(ImportError, AttributeError):  # a private module, which other versions may lack
         from jax._src.core import pytype_aval_mappings
 
-        pytype_aval_mappings.setdefault(TensorDict, _refuse_batch)
+        pytype_aval_mappings.setdefault(TensorDict, refuse)
 
 
-with_jax(_register)
+with_jax(_refuse_batches)
 
 
 def _to_torch(name: str, array: Any, copy: bool) -> Tensor:
@@ -194,10 +193,7 @@ def _to_torch(name: str, array: Any, copy: bool) -> Tensor:
         raise BridgeError(f"{name} was donated or deleted, expected a live array: export it before, or don't donate it")
     if len(array.devices()) > 1:
         raise BridgeError(f"{name} lies on {len(array.devices())} devices, expected one: gather it with jax.device_put")
-    try:
-        tensor = torch_view(array)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise _not_crossed(name, array.dtype, "Torch", error) from error
+    tensor: Tensor = _crossed(torch_view, array, name, array.dtype, "Torch")
     return tensor.clone() if copy else tensor
 
 
@@ -213,16 +209,16 @@ def _to_jax(name: str, tensor: Any, copy: bool) -> Any:
     dense = _narrowed(name, tensor.detach()).resolve_conj().resolve_neg().contiguous()
     if copy and dense.data_ptr() == tensor.data_ptr():
         dense = dense.clone()
+    return _crossed(jax_view, dense, name, tensor.dtype, "JAX")
+
+
+def _crossed(view: Callable[[Any], Any], array: Any, name: str, dtype: Any, to: str) -> Any:
+    """The array in the framework `to`; BridgeError if DLPack refuses it."""
     try:
-        return jax_view(dense)
+        return view(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise _not_crossed(name, tensor.dtype, "JAX", error) from error
-
-
-def _not_crossed(name: str, dtype: Any, to: str, error: Exception) -> BridgeError:
-    """The error to raise if DLPack refused an array; `to` is the framework that should have received it."""
-    reason = clipped(str(error).splitlines()[0], 200)
-    return BridgeError(f"{name} is {dtype}, which did not cross to {to} ({reason}): cast it")
+        reason = clipped(str(error).splitlines()[0], 200)
+        raise BridgeError(f"{name} is {dtype}, which did not cross to {to} ({reason}): cast it") from error
 
 
 def _kind(given: Any) -> str:
@@ -264,5 +260,4 @@ def beyond_32_bits(tensor: Tensor) -> Tensor:
 
 
 def _has_64_bits() -> bool:
-    """Whether JAX keeps 64-bit numbers (``jax_enable_x64``), which it does not by default."""
     return bool(import_jax().dtypes.canonicalize_dtype(np.int64) == np.int64)

@@ -37,8 +37,7 @@ class CudaGraph(Generic[Output]):
     def __init__(
         self, function: Callable[[Any], Output], leaves: list[Any], treedef: Any, device: torch.device
     ) -> None:
-        self._function = function  # the graph reads the memory of the tensors that it refers to
-        self._treedef = treedef
+        self._function, self._treedef = function, treedef  # the graph reads the tensors that the function refers to
         with torch.inference_mode(mode=False), torch.no_grad():  # later calls may be outside of that mode, and write
             self._leaves = [
                 leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves

@@ -81,12 +81,10 @@ def default_device_type() -> str:
 
 def dispatch_note() -> str:
     """How JAX dispatches on the CPU, as text for `explain`."""
-    if import_jax().config.values.get("jax_cpu_enable_async_dispatch", True):
-        return (
-            "asynchronous CPU dispatch (JAX's default; "
-            "jax.config.update('jax_cpu_enable_async_dispatch', False) before first use makes small calls cheaper)"
-        )
-    return "synchronous CPU dispatch"
+    if not import_jax().config.values.get("jax_cpu_enable_async_dispatch", True):
+        return "synchronous CPU dispatch"
+    setting = "jax.config.update('jax_cpu_enable_async_dispatch', False)"
+    return f"asynchronous CPU dispatch (JAX's default; {setting} before first use makes small calls cheaper)"
 
 
 def strong(array: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,30 +25,21 @@ class JoinedPart(NamedTuple):
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False)
 class Joined:
-    """The tensors as arguments of a compiled call, a pytree of one array [n] for each dtype; see `opened`.
+    """The tensors as arguments of a compiled call, a pytree of one array [n] for each dtype; see `opened`."""
 
-    Args:
-        arrays: by dtype.
-        parts: the tensors in these arrays.
-        finish: what traced code makes of the tensors by name.
-    """
-
-    def __init__(self, arrays: Arrays, parts: tuple[JoinedPart, ...], finish: Callable[[Arrays], Arrays]) -> None:
-        self.arrays, self._parts, self._finish = arrays, parts, finish
+    arrays: Arrays  # by dtype
+    parts: tuple[JoinedPart, ...]  # the tensors in these arrays
+    finish: Callable[[Arrays], Arrays]  # what traced code makes of the tensors by name
 
     def opened(self) -> Arrays:
         """Trace the tensors by name."""
-        lax = import_jax().lax
-        flat = {
-            part.name: lax.slice_in_dim(self.arrays[part.dtype], part.first, part.first + math.prod(part.shape))
-            for part in self._parts
-        }
-        return self._finish({part.name: flat[part.name].reshape(part.shape) for part in self._parts})
-
-    def flatten(self) -> tuple[tuple[Arrays], Any]:
-        """The arrays, and what programs depend on."""
-        return (self.arrays,), (self._parts, self._finish)
+        tensors = {}
+        for name, dtype, first, shape in self.parts:
+            flat = import_jax().lax.slice_in_dim(self.arrays[dtype], first, first + math.prod(shape))
+            tensors[name] = flat.reshape(shape)
+        return self.finish(tensors)
 
 
 class JoinedMemory:
@@ -90,14 +82,16 @@ class JoinedMemory:
 def opened(tree: Any) -> Any:
     """Trace the pytree with the tensors of each `Joined` by name. Do it outside of loops."""
 
-    def is_joined(leaf: Any) -> bool:
-        return isinstance(leaf, Joined)
+    def open_leaf(leaf: Any) -> Any:
+        return leaf.opened() if isinstance(leaf, Joined) else leaf
 
-    return import_jax().tree.map(lambda leaf: leaf.opened() if is_joined(leaf) else leaf, tree, is_leaf=is_joined)
-
-
-def _register(jax: Any) -> None:
-    jax.tree_util.register_pytree_node(Joined, Joined.flatten, lambda fixed, arrays: Joined(*arrays, *fixed))
+    return import_jax().tree.map(open_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, Joined))
 
 
-with_jax(_register)
+with_jax(
+    lambda jax: jax.tree_util.register_pytree_node(
+        Joined,
+        lambda joined: ((joined.arrays,), (joined.parts, joined.finish)),  # the latter are what programs depend on
+        lambda fixed, arrays: Joined(*arrays, *fixed),
+    )
+)

@@ -85,10 +85,8 @@ def _content(name: str, owner: Any) -> Any:
 
 
 def _is_value(content: Any) -> bool:
-    """Whether this is a number, a string or an array."""
     return isinstance(content, (bool, int, float, str)) or (hasattr(content, "dtype") and hasattr(content, "shape"))
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """Whether two values of a variable are the same object, or equal numbers or strings."""
     return one is two or (type(one) is type(two) and isinstance(one, (bool, int, float, str)) and one == two)

@@ -53,7 +53,9 @@ def memory_error(error: RuntimeError, what: str) -> MemoryError | None:
     elif "DefaultCPUAllocator" in str(error):  # for which Torch has no class of its own
         lacking, mend = "this machine", ""
     elif "RESOURCE_EXHAUSTED" in str(error):
-        lacking, mend = "JAX", _free_torch()
+        with_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        back = ", or give back what Torch keeps and does not use: torch.cuda.empty_cache()"
+        lacking, mend = "JAX", back if with_gpu else ""
     else:
         return None
     return MemoryError(f"{lacking} has no memory for {what}{_holders()}: use fewer frames or environments{mend}")
@@ -69,13 +71,6 @@ def _holders() -> str:
         held["JAX"] = stats.get("pool_bytes", stats["bytes_in_use"])
     parts = [f"{name} {size / 2**30:.1f} GiB" for name, size in held.items()]
     return f" (of the GPU, {' and '.join(parts)} are held)" if parts else ""
-
-
-def _free_torch() -> str:
-    """The end of a message if JAX lacks memory: how Torch returns its cached memory; empty without a GPU."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return ""
-    return ", or give back what Torch keeps and does not use: torch.cuda.empty_cache()"
 
 
 def _free_jax() -> str:

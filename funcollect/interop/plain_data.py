@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -19,8 +19,8 @@ from funcollect.messages import shown
 Arrays = dict[str, npt.NDArray[Any]]
 
 _GENERATORS = {each.__name__: each for each in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)}
-_SEQUENCES = (list, tuple, deque, set, frozenset)
-_RECORDS: dict[str, type] = {}
+_SEQUENCES: dict[str, Callable[..., Any]] = {each.__name__: each for each in (list, tuple, deque, set, frozenset)}
+_RECORDS: dict[str, Any] = {}
 
 
 def allow(*kinds: type) -> None:
@@ -43,11 +43,6 @@ def to_data(value: Any, known: Sequence[Any] = ()) -> tuple[Any, Arrays]:
     return writer.encode(value, "the value"), writer.arrays
 
 
-def from_data(data: Any, arrays: Mapping[str, npt.NDArray[Any]], known: Sequence[Any] = ()) -> Any:
-    """Rebuild a value from the result of `to_data`, with other `known` objects in place of those."""
-    return _Reader(arrays, known).decode(data)
-
-
 class _Writer:
     """Encodes each value as itself, or as a list that begins with the name of its kind."""
 
@@ -65,31 +60,42 @@ class _Writer:
         if id(value) in self._seen:
             return ["again", self._seen[id(value)][0]]
         self._seen[id(value)] = len(self._seen), value
-        return self._new(value, where)
+        return self._nested(value, where) or self._leaf(value, where)
 
-    def _new(self, value: Any, where: str) -> Any:
-        kind = type(value)
-        if _RECORDS.get(kind.__name__) is kind:
-            return ["record", kind.__name__, self.encode({name: getattr(value, name) for name in _fields(kind)}, where)]
+    def _nested(self, value: Any, where: str) -> list[Any]:
+        """The structure of a container or a record; empty for anything else."""
+        kind: Any = type(value)
+        if kind in _RECORDS.values():
+            names = kind._fields if isinstance(value, tuple) else [each.name for each in fields(kind)]
+            return ["record", kind.__name__, self.encode({name: getattr(value, name) for name in names}, where)]
         kind = tuple if isinstance(value, tuple) else kind
-        if kind in _SEQUENCES:
+        if kind in _SEQUENCES.values():
             parts = [self.encode(each, f"{where}[{number}]") for number, each in enumerate(value)]
             return [kind.__name__, parts, *([value.maxlen] if kind is deque else [])]
         if isinstance(value, dict):
             items = [[self.encode(key, where), self.encode(each, f"{where}[{key!r}]")] for key, each in value.items()]
             return ["dict", items]
+        if kind is np.random.Generator and type(value.bit_generator).__name__ in _GENERATORS:
+            return ["generator", self.encode(value.bit_generator.state, where)]
+        return []
+
+    def _leaf(self, value: Any, where: str) -> list[Any]:
+        """The structure of bytes, an array, a tensor or a generator of Torch."""
+        kind = type(value)
         if kind is bytes:
             return ["bytes", self._store(np.frombuffer(value, np.uint8))]
         if (isinstance(value, np.generic) or kind is np.ndarray) and (stored := self._array(np.asarray(value))):
             return ["array" if kind is np.ndarray else "scalar", *stored]
-        if isinstance(value, Tensor) and _is_dense(value):
+        dense = isinstance(value, Tensor) and value.layout == torch.strided
+        if dense and not (value.is_meta or value.is_quantized or value.is_nested):  # its elements are in memory
             return ["tensor", *self._tensor(value.detach().resolve_conj().resolve_neg().cpu())]
-        if kind is np.random.Generator and type(value.bit_generator).__name__ in _GENERATORS:
-            return ["generator", self.encode(value.bit_generator.state, where)]
         if kind is torch.Generator:
             return ["torch_generator", self._store(value.get_state().numpy()), str(value.device)]
-        if _is_jax(value):
-            return self._jax(value)
+        if kind.__module__.startswith(("jax", "jaxlib")) and isinstance(value, (jax := import_jax()).Array):
+            if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+                words = np.asarray(jax.random.key_data(value))
+                return ["key", self._store(words), str(jax.random.key_impl(value))]
+            return ["jax", *self._bytes(np.asarray(value))]
         raise TypeError(f"{where} is {shown(value)} ({kind.__name__}), which cannot be saved as data")
 
     def _store(self, array: npt.NDArray[Any]) -> str:
@@ -106,7 +112,6 @@ class _Writer:
         return self._bytes(value) if value.dtype.names is None else []
 
     def _bytes(self, value: npt.NDArray[Any]) -> list[Any]:
-        """The name of an array's bytes, its dtype and its shape."""
         flat = np.ascontiguousarray(value).reshape(-1)
         return [self._store(flat.view(np.uint8)), value.dtype.name, [*value.shape]]
 
@@ -115,74 +120,44 @@ class _Writer:
         flat = value.contiguous().as_strided((value.numel(),), (1,))  # a single element may have another stride
         return self._store(flat.view(torch.uint8).numpy()), str(value.dtype).removeprefix("torch."), list(value.shape)
 
-    def _jax(self, value: Any) -> Any:
-        jax = import_jax()
-        if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
-            words = np.asarray(jax.random.key_data(value))
-            return ["key", self._store(words), str(jax.random.key_impl(value))]
-        return ["jax", *self._bytes(np.asarray(value))]
 
+def from_data(data: Any, arrays: Mapping[str, npt.NDArray[Any]], known: Sequence[Any] = ()) -> Any:
+    """Rebuild a value from the result of `to_data`, with other `known` objects in place of those."""
+    seen: list[Any] = []
 
-def _fields(kind: Any) -> Iterable[str]:
-    """The names of the fields of a record."""
-    return kind._fields if issubclass(kind, tuple) else [each.name for each in fields(kind)]
-
-
-def _is_dense(value: Tensor) -> bool:
-    """Whether a tensor's elements, as they are, are in memory."""
-    return value.layout == torch.strided and not (value.is_meta or value.is_quantized or value.is_nested)
-
-
-def _is_jax(value: Any) -> bool:
-    return type(value).__module__.startswith(("jax", "jaxlib")) and isinstance(value, import_jax().Array)
-
-
-class _Reader:
-    """Decodes the output of a `_Writer`."""
-
-    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], known: Sequence[Any]) -> None:
-        self._arrays = arrays
-        self._known = known
-        self._seen: dict[int, Any] = {}
-        self._count = 0
-
-    def decode(self, data: Any) -> Any:
-        """The value of a structure."""
+    def decode(data: Any) -> Any:
         if not isinstance(data, list):
             return data
         kind, *rest = data
-        if kind == "known":
-            return self._known[rest[0]]
-        if kind == "again":
-            return self._seen[rest[0]]
-        number = self._count
-        self._count += 1
-        made = self._made(kind, rest, number)
-        self._seen[number] = made
-        return made
+        if kind in ("known", "again"):
+            return (known if kind == "known" else seen)[rest[0]]
+        number = len(seen)
+        seen.append({} if kind == "dict" else [])  # before the parts, as one may refer to a list or a dict
+        seen[number] = made(kind, rest, seen[number])
+        return seen[number]
 
-    def _made(self, kind: str, rest: list[Any], number: int) -> Any:
-        """The value of a node that may be referred to by the number."""
-        if kind in _MAKERS:
-            values: list[Any] = []
-            if kind == "list":
-                self._seen[number] = values  # before its parts, as one may refer to it
-            values.extend(map(self.decode, rest[0]))
-            return values if kind == "list" else deque(values, rest[1]) if kind == "deque" else _MAKERS[kind](values)
+    def made(kind: str, rest: list[Any], empty: Any) -> Any:
+        if kind in _SEQUENCES:
+            empty.extend(map(decode, rest[0]))
+            return empty if kind == "list" else _SEQUENCES[kind](empty, *rest[1:])
         if kind == "dict":
-            table: dict[Any, Any] = {}
-            self._seen[number] = table
             for key, value in rest[0]:
-                name = self.decode(key)
-                table[name] = self.decode(value)
-            return table
-        if kind == "record":
-            return _RECORDS[rest[0]](**self.decode(rest[1]))
-        if kind == "generator":
-            return _generator(self.decode(rest[0]))
+                name = decode(key)
+                empty[name] = decode(value)
+            return empty
+        if kind in _MAKERS:
+            return _MAKERS[kind](*map(decode, rest))
         if kind not in _ARRAYS:
             raise ValueError(f"the data has a value of the unknown kind {kind!r}")
-        return _ARRAYS[kind](self._arrays[rest[0]], *rest[1:])
+        return _ARRAYS[kind](arrays[rest[0]], *rest[1:])
+
+    return decode(data)
+
+
+def _generator(state: Any) -> np.random.Generator:
+    bits = _GENERATORS[state["bit_generator"]]()
+    bits.state = state
+    return np.random.Generator(bits)
 
 
 def _numpy(array: npt.NDArray[Any], name: str | None = None, shape: Sequence[int] = ()) -> npt.NDArray[Any]:
@@ -195,37 +170,23 @@ def _numpy(array: npt.NDArray[Any], name: str | None = None, shape: Sequence[int
 def _tensor(array: npt.NDArray[Any], name: str, shape: list[int]) -> Tensor:
     if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
         raise ValueError(f"the data has a tensor of the unknown dtype {name!r}")
-    if not array.size:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(array.copy()).view(dtype).reshape(shape)
-
-
-def _jax_array(array: npt.NDArray[Any], name: str, shape: list[int]) -> Any:
-    return import_jax().numpy.array(_numpy(array, name, shape))
+    return torch.from_numpy(array.copy()).view(dtype).reshape(shape) if array.size else torch.empty(shape, dtype=dtype)
 
 
 def _jax_key(words: npt.NDArray[Any], name: str) -> Any:
-    jax = import_jax()
-    return jax.random.wrap_key_data(jax.numpy.asarray(words), impl=name)
+    return import_jax().random.wrap_key_data(import_jax().numpy.asarray(words), impl=name)
 
 
-def _generator(state: Any) -> np.random.Generator:
-    bits = _GENERATORS[state["bit_generator"]]()
-    bits.state = state
-    return np.random.Generator(bits)
-
-
-def _torch_generator(state: npt.NDArray[Any], device: str) -> torch.Generator:
-    return torch.Generator(device).set_state(torch.from_numpy(state.copy()))
-
-
-_MAKERS: dict[str, Callable[..., Any]] = {each.__name__: each for each in _SEQUENCES}
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "record": lambda name, members: _RECORDS[name](**members),
+    "generator": _generator,
+}
 _ARRAYS: dict[str, Callable[..., Any]] = {
     "array": _numpy,
     "bytes": lambda array: array.tobytes(),
     "scalar": lambda *stored: _numpy(*stored)[()],
     "tensor": _tensor,
-    "jax": _jax_array,
+    "jax": lambda *stored: import_jax().numpy.array(_numpy(*stored)),
     "key": _jax_key,
-    "torch_generator": _torch_generator,
+    "torch_generator": lambda state, device: torch.Generator(device).set_state(torch.from_numpy(state.copy())),
 }

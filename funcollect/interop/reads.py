@@ -5,18 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class _Doubt(NamedTuple):
-    number: Tensor  # []
-    is_wrong: Callable[[Any], bool]
-    complain: Callable[[], None]
-
-
+_Doubt = tuple[Tensor, Callable[[Any], bool], Callable[[], None]]  # as `complain_if` takes it
 _LATER: ContextVar[list[_Doubt] | None] = ContextVar("later", default=None)
 
 
@@ -24,7 +18,7 @@ def complain_if(number: Tensor, is_wrong: Callable[[Any], bool], complain: Calla
     """Call `complain`, which raises, if a tensor [] holds a wrong number: now, or at the end of `reads_together`."""
     doubts = _LATER.get()
     if doubts is not None:
-        doubts.append(_Doubt(number, is_wrong, complain))
+        doubts.append((number, is_wrong, complain))
     elif is_wrong(number.item()):
         complain()
 
@@ -39,8 +33,8 @@ def reads_together() -> Iterator[None]:
     finally:
         _LATER.reset(token)
     if doubts:
-        place = next((doubt.number.device for doubt in doubts if doubt.number.device.type != "cpu"), None)
-        numbers = torch.stack([doubt.number.to(place, torch.float32) for doubt in doubts]).tolist()
-        for doubt, number in zip(doubts, numbers, strict=True):
-            if doubt.is_wrong(number):
-                doubt.complain()
+        place = next((number.device for number, *_ in doubts if number.device.type != "cpu"), None)
+        numbers = torch.stack([number.to(place, torch.float32) for number, *_ in doubts]).tolist()
+        for (_, is_wrong, complain), number in zip(doubts, numbers, strict=True):
+            if is_wrong(number):
+                complain()

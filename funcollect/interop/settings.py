@@ -11,12 +11,8 @@ import cloudpickle
 import torch
 
 _OF_JAX = (
-    "jax_enable_x64",
-    "jax_threefry_partitionable",
-    "jax_default_prng_impl",
-    "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
+    *("jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl"),
+    *("jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion"),
 )
 
 

@@ -14,7 +14,7 @@ import torch
 import funcollect as fc
 from funcollect.keys import Purpose, fold, key_from_seed
 from tests.support.compare import assert_same, collect, leaves
-from tests.support.misuse import Misuse, refused, refused_then_mended, runs, table
+from tests.support.misuse import Misuse, refused, runs, table
 from tests.support.running import scaled
 
 CASES = {  # a limit on episodes, the length of a run
@@ -117,9 +117,8 @@ def test_observations_in_float64() -> None:
     batch = collect(env, fc.random_policy(env), 10, seed=0)
     assert batch["observation"].dtype == torch.float64
     narrow = make("HalfCheetah-v4")
-    assert torch.equal(
-        collect(narrow, fc.random_policy(narrow), 10, seed=0)["observation"], batch["observation"].float()
-    )
+    usual = collect(narrow, fc.random_policy(narrow), 10, seed=0)
+    assert torch.equal(usual["observation"], batch["observation"].float())
     batches = []
     for one_hot, act in ((False, lambda x: x % 4), (True, lambda x: torch.nn.functional.one_hot(x % 4, 4))):
         env = make("FrozenLake-v1", one_hot=one_hot)
@@ -159,9 +158,8 @@ def test_a_seed_set_again_begins_the_run_again() -> None:
     with fc.SyncDataCollector(env, frames_per_batch=90, seed=6) as collector:
         assert_same(next(collector), first)
     assert not torch.equal(again["observation"], first["observation"])  # other episodes, under other ids
-    assert not set(first["collector", "traj_ids"].unique().tolist()) & set(
-        again["collector", "traj_ids"].unique().tolist()
-    )
+    ids, others = (set(each["collector", "traj_ids"].unique().tolist()) for each in (first, again))
+    assert not ids & others
 
 
 def test_after_an_exception_the_run_is_seeded_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,90 +198,38 @@ def test_an_evaluation_has_a_pool_of_its_own() -> None:
     assert torch.equal(fc.rollout(env, policy, state, 20)[1]["observation"], whole["observation"][:, 20:])
 
 
-def test_explain_says_how_it_is_seeded() -> None:
-    env = make("CartPole-v1")
-    plan = fc.explain(env, fc.random_policy(env))
-    assert plan.seeding.startswith("run: all lanes are seeded together")
-    assert plan.forking.startswith("impossible")
+def given(**kwargs: Any) -> Any:
+    return lambda: fc.make_env("envpool/CartPole-v1", **kwargs)
 
 
-def good() -> Any:
-    return fc.make_env("envpool/CartPole-v1", num_envs=2)
+def built(take: Any) -> Any:
+    return lambda: take(envpool.make_gymnasium("CartPole-v1", num_envs=2))
+
+
+TAKEN = "task_id is CartPoleGymnasiumEnvPool … expected its name … make_env('envpool/CartPole-v1')"
+LIST = "expected one of envpool.list_all_envs() … 'CartPole-v1'"
 
 
 @table(
+    Misuse("an unknown task", lambda: fc.make_env("envpool/CartPole-v99"), ValueError, f"'CartPole-v99' … {LIST}"),
+    Misuse("no name", lambda: fc.make_env("envpool/"), ValueError, f"no task '' … {LIST}"),
+    Misuse("no time", given(max_episode_steps=0), ValueError, "max_episode_steps is 0 … expected at least 1"),
+    Misuse("a built pool", built(fc.make_env), TypeError, TAKEN),
+    Misuse("a built pool for the adapter", built(fc.envs.from_envpool), TypeError, TAKEN),
     Misuse(
-        "an unknown task",
-        lambda: fc.make_env("envpool/CartPole-v99"),
-        ValueError,
-        ("'CartPole-v99'", "expected one of envpool.list_all_envs()", "'CartPole-v1'"),
-        good,
+        "processes", given(num_workers=2), ValueError, "num_workers cannot … is parallel itself: num_threads= … leave"
+    ),
+    Misuse("a seed", given(seed=3), ValueError, "seed cannot be given … funcollect.init … leave it out"),
+    Misuse(
+        "another's", given(frame_skip=3), TypeError, "'CartPole-v1' … 'frame_skip' … it takes … 'max_episode_steps'"
     ),
     Misuse(
-        "no time",
-        lambda: fc.make_env("envpool/CartPole-v1", max_episode_steps=0),
-        ValueError,
-        ("max_episode_steps is 0", "expected at least 1"),
-        good,
-    ),
-    *[
-        Misuse(
-            f"the task {name!r}",
-            lambda name=name: fc.make_env(f"envpool/{name}"),
-            ValueError,
-            (f"no task {name!r}", "such as ['CartPole-v1'"),
-            good,
-        )
-        for name in ("", "qqqqqqqqqqqqqqqqqqqq")
-    ],
-    *[
-        Misuse(
-            f"a built pool for {take.__name__}",
-            lambda take=take: take(envpool.make_gymnasium("CartPole-v1", num_envs=2)),
-            TypeError,
-            ("task_id is CartPoleGymnasiumEnvPool", "expected its name", "make_env('envpool/CartPole-v1')"),
-            good,
-        )
-        for take in (fc.make_env, fc.envs.from_envpool)
-    ],
-    Misuse(
-        "processes",
-        lambda: fc.make_env("envpool/CartPole-v1", num_workers=2),
-        ValueError,
-        ("num_workers cannot be given", "EnvPool is parallel itself: num_threads=", "leave it out"),
-        lambda: fc.make_env("envpool/CartPole-v1", num_threads=2),
-    ),
-    Misuse(
-        "a seed",
-        lambda: fc.make_env("envpool/CartPole-v1", seed=3),
-        ValueError,
-        ("seed cannot be given", "funcollect.init", "leave it out"),
-        good,
-    ),
-    Misuse(
-        "an argument that the task lacks",
-        lambda: fc.make_env("envpool/CartPole-v1", frame_skip=3),
-        TypeError,
-        ("cannot make 'CartPole-v1'", "'frame_skip'", "it takes", "'max_episode_steps'"),
-        good,
-    ),
-    Misuse(
-        "an info key that the task lacks",
-        lambda: fc.make_env("envpool/CartPole-v1", info_keys=["lives"]),
-        ValueError,
-        ("no info key 'lives'", "expected one of ['elapsed_step', 'env_id'", "name one"),
-        good,
-    ),
-    Misuse(
-        "one_hot for a continuous action",
-        lambda: fc.make_env("envpool/HalfCheetah-v4", one_hot=True),
-        ValueError,
-        ("one_hot=True needs a Discrete",),
-        good,
+        "an info", given(info_keys=["lives"]), ValueError, "no info key 'lives' … one of ['elapsed_step', … name one"
     ),
 )
 def test_an_environment_given_wrongly(misuse: Misuse) -> None:
-    refused_then_mended(misuse)
+    with refused(misuse.error, misuse.says):
+        misuse.do()
 
 
 @pytest.mark.parametrize(

@@ -250,21 +250,19 @@ def test_an_environment_needs_no_base_class() -> None:
     assert_same(fc.rollout(known, policy, fc.init(known, policy, seed=3), 30)[1], batch)
 
 
+def informed(info: Any) -> dict[str, Any]:
+    return {"step": lambda *given: moved(given)._replace(info=info)}
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a start alone": ({"reset": lambda self, key, params: jnp.zeros(1)}, r"reset of .* expected the pair"),
     "a tuple": ({"step": lambda self, *given: (given[1], given[1], 0.0)}, "3 values, expected a Transition: return"),
-    "a list of infos": (
-        {"step": lambda *given: moved(given)._replace(info=[1])},
-        r"the infos that step of .* returned are a list of \['int'\], expected a dict of arrays: name them",
-    ),
+    "a list of infos": (informed([1]), r"the infos that step of .* are a list of \['int'\], expected a dict of arrays"),
     "an info in an info": (
-        {"step": lambda *given: moved(given)._replace(info={"cost": {"fuel": given[2]}})},
-        r"the info 'cost' that step of .* returned is a dict with the keys \['fuel'\], expected .*: give each array",
+        informed({"cost": {"fuel": 1}}),
+        r"info 'cost' .* a dict with the keys \['fuel'\], .*: give",
     ),
-    "a word as info": (
-        {"step": lambda *given: moved(given)._replace(info={"cost": "high"})},
-        "the info 'cost' that step of .* returned is str, expected a",
-    ),
+    "a word as info": (informed({"cost": "high"}), "the info 'cost' that step of .* returned is str, expected a"),
     "no reward": ({"step": lambda *given: moved(given)._replace(reward=None)}, "reward that step of .* is NoneType"),
     "no params": (
         {"reset": lambda self, key: (key, key)},

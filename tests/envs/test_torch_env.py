@@ -52,11 +52,6 @@ def random_actions(env: TorchEnvBase, count: int) -> Tensor:
     return torch.randn(count, LANES, 1, generator=generator) * 2  # some beyond the bounds, where it is clipped
 
 
-def balance(state: Tensor) -> Tensor:
-    """Keeps a pole up for hundreds of steps."""
-    return (state[:, 2] + 0.3 * state[:, 3] + 0.05 * state[:, 1] > 0).long()
-
-
 @both
 def test_every_step_is_gymnasiums_step(name: str, make: Any) -> None:
     """From the same float64 state and action: the same state, observation, reward and termination."""
@@ -75,23 +70,6 @@ def test_every_step_is_gymnasiums_step(name: str, make: Any) -> None:
         fallen += int(answer.terminated.sum())
         state = torch.where(answer.terminated[:, None], start(env, episode=fallen), answer.env_state)
     assert fallen > 3 or name == "Pendulum-v1"
-
-
-@both
-def test_a_free_run_stays_with_gymnasiums(name: str, make: Any) -> None:
-    env, actions = make(LANES), random_actions(make(LANES), 200)
-    state = start(env)
-    peers = [peer(name, row) for row in state]
-    for t in range(200):
-        action = balance(state) if name == "CartPole-v1" else actions[t]
-        answer = step(env, state, action)
-        for lane, other in enumerate(peers):
-            observation, reward, terminated, *_ = other.step(to_gymnasium(action[lane]))
-            torch.testing.assert_close(answer.observation[lane], torch.from_numpy(observation), rtol=1e-6, atol=1e-6)
-            assert float(answer.reward[lane]) == pytest.approx(float(reward), rel=1e-6, abs=1e-6)
-            assert not answer.terminated[lane]
-            assert not terminated
-        state = answer.env_state
 
 
 def test_cart_poles_fall_at_the_same_step() -> None:
@@ -175,43 +153,6 @@ def test_a_subclass_with_a_dict_observation(num_envs: int | None) -> None:
     assert torch.equal(batch["next", "reward"], batch["next", "place"])
     assert torch.equal(batch["next", "terminated"][..., 0], left >= 4)
     assert torch.equal(batch["next", "truncated"][..., 0], step == 4)
-
-
-def broken(**methods: Any) -> type[InParts]:
-    return type("Broken", (Grid,), methods)
-
-
-def moves(change: Any) -> Any:
-    return lambda self, place, action: change(*Grid.move(self, place, action))
-
-
-BROKEN: dict[str, tuple[type[InParts], str]] = {
-    "observation shape": (
-        broken(observe=lambda self, p: {"place": p["place"][:, 0].float(), "counts": {"left": p["left"]}}),
-        r"'place'.*\(3,\).*\(3, 1\)",
-    ),
-    "observation dtype": (
-        broken(observe=lambda self, p: {"place": p["place"], "counts": {"left": p["left"]}}),
-        r"'place'.*float64.*float32",
-    ),
-    "observation structure": (broken(observe=lambda self, p: {"place": p["place"].float()}), "counts"),
-    "reward shape": (broken(move=moves(lambda p, r, t: (p, r[:, None], t))), r"reward.*\(3, 1\).*3"),
-    "reward for all": (broken(move=moves(lambda p, r, t: (p, r.sum(), t))), r"reward.*\(\).*3"),
-    "a reward that is NaN": (
-        broken(move=moves(lambda p, r, t: (p, torch.where(torch.arange(len(r)) == 1, torch.nan, r), t))),
-        "lane 1, step 0 of this batch: the reward is NaN",
-    ),
-    "flag dtype": (broken(move=moves(lambda p, r, t: (p, r, t.float()))), r"terminated.*float32.*bool"),
-    "flag shape": (broken(move=moves(lambda p, r, t: (p, r, t[:, None]))), r"terminated.*\(3, 1\).*3"),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_subclass_that_breaks_its_contract_is_named(case: str) -> None:
-    make, message = BROKEN[case]
-    env = make(3)
-    with pytest.raises(fc.EnvError, match=message):
-        fc.rollout(env, fc.random_policy(env), fc.init(env, fc.random_policy(env), seed=0), 3)
 
 
 def test_a_subclass_without_its_parts_is_refused() -> None:

@@ -48,8 +48,7 @@ def test_int64_shares_memory_as_words():
 def test_trees_share_memory():
     tree = {"a": jnp.ones((2, 3)), "b": {"c": jnp.zeros(2, jnp.int32)}}
     batch = to_torch(tree, batch_size=(2,))
-    assert isinstance(batch, TensorDict)
-    assert batch.batch_size == (2,)
+    assert (type(batch), batch.batch_size) == (TensorDict, (2,))
     assert batch["b", "c"].data_ptr() == tree["b"]["c"].unsafe_buffer_pointer()
     back = to_jax(batch)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
@@ -74,39 +73,26 @@ def test_the_memory_outlives_its_first_owner():
     assert array.sum() == 3000
 
 
-def test_a_copy_is_its_own_and_a_view_is_live():
-    source = torch_aligned((16,))
-    shared, own = to_jax(source), to_jax(source, copy=True)
+def test_a_copy_is_its_own_as_a_narrowed_one_is_and_a_view_is_live():
+    source, wide = torch_aligned((16,)), torch.zeros(16, dtype=torch.int64)
+    shared, own, narrow = to_jax(source), to_jax(source, copy=True), to_jax(wide)
     source.fill_(5)
-    assert shared[0] == 5
-    assert own[0] == 0
+    wide.fill_(5)
+    assert (shared[0], own[0], narrow[0], narrow.dtype) == (5, 0, 0, jnp.int32)
     array = jnp.zeros(16)
     to_torch(array, copy=True).fill_(5)
     assert array[0] == 0
 
 
-def test_a_narrowed_copy_is_its_own_also_without_being_asked():
-    source = torch.zeros(16, dtype=torch.int64)
-    array = to_jax(source)
-    source.fill_(5)
-    assert array.dtype == jnp.int32
-    assert array[0] == 0
-
-
-def test_donated_arrays_are_refused():
-    array = jnp.zeros(8)
-    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
-    with pytest.raises(BridgeError, match="donated or deleted"):
-        to_torch(array)
-
-
-def test_exported_memory_survives_a_donation():
+def test_exported_memory_survives_a_donation_and_donated_arrays_are_refused():
     """JAX does not write into memory that Torch still reads."""
-    array = jnp.zeros(8)
-    tensor = to_torch(array)
-    after = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    array, donated = jnp.zeros(8), jnp.zeros(8)
+    tensor, donating = to_torch(array), jax.jit(lambda x: x + 1, donate_argnums=0)
+    assert donating(array)[0] == 1
     assert tensor.tolist() == [0.0] * 8
-    assert after[0] == 1
+    donating(donated)
+    with pytest.raises(BridgeError, match="donated or deleted"):
+        to_torch(donated)
 
 
 def test_unaligned_strided_expanded_and_permuted_tensors_keep_their_values():
@@ -125,15 +111,12 @@ def test_gradients_do_not_cross():
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**40 + 7])
-def test_integers_that_32_bits_do_not_hold(value):
-    with pytest.raises(BridgeError, match=rf"leaf 'a.b' holds {value}, expected numbers in .*as_words"):
-        to_jax({"a": {"b": torch.tensor([1, value])}})
-
-
-def test_integers_that_32_bits_hold():
+def test_integers_that_32_bits_hold_and_others(value):
     numbers = torch.tensor([2**31 - 1, -(2**31)])
     assert to_jax(numbers).tolist() == numbers.tolist()
     assert to_jax(torch.tensor([2**32 - 1], dtype=torch.uint64)).tolist() == [2**32 - 1]
+    with pytest.raises(BridgeError, match=rf"leaf 'a.b' holds {value}, expected numbers in .*as_words"):
+        to_jax({"a": {"b": torch.tensor([1, value])}})
     with pytest.raises(BridgeError, match=rf"holds {2**64 - 1}"):
         to_jax(torch.tensor([2**64 - 1], dtype=torch.uint64))
 

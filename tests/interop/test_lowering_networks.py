@@ -111,14 +111,3 @@ def test_places_on_corners_and_far_away():
     given = torch.randn(1, 2, 4, 5), torch.tensor([[places]])
     params, apply = fc.lower(Far(), given)
     assert_equal(Far()(*given), apply(params, *jax_inputs(given)))
-
-
-def test_under_vmap_and_scan():
-    module, inputs = made("whitened")
-    params, apply = fc.lower(module, inputs(2))
-    x = torch.randn(4, 3, 5)
-    wanted = torch.stack([module(each)[0] for each in x])
-    by_vmap = jax.vmap(lambda each: apply(params, each)[0])(x.numpy())
-    by_scan = jax.lax.scan(lambda carry, each: (carry, apply(params, each)[0]), 0, x.numpy())[1]
-    for got in (by_vmap, by_scan):
-        assert_equal(wanted, got, rtol=1e-4)

@@ -118,16 +118,8 @@ def test_norms_of_nan_and_over_no_axes():
 
 
 ACTIVATIONS = [
-    nn.ReLU,
-    nn.Tanh,
-    nn.GELU,
-    nn.SiLU,
-    nn.ELU,
-    nn.Softplus,
-    nn.Mish,
-    nn.LeakyReLU,
-    nn.Hardswish,
-    nn.Identity,
+    *(nn.ReLU, nn.Tanh, nn.GELU, nn.SiLU, nn.ELU, nn.Softplus),
+    *(nn.Mish, nn.LeakyReLU, nn.Hardswish, nn.Identity),
 ]
 VECTOR_LAYERS = [
     lambda width, new: (nn.Linear(width, new), new),
@@ -208,19 +200,10 @@ CALLS = {
 
 CANNOT_APPEAR = {
     # Python's `torch` never calls these, which are TorchScript's own.
-    "_unsafe_index.Tensor_hacked_twin",
-    "copy.Dict_Tensor",
-    "einsum.sublist",
-    "index.Tensor_hacked_twin",
-    "index_put.hacked_twin",
-    "split.default",
-    # The lengths of packed sequences are data, and so are the shapes of everything made from them.
-    "gru.data",
-    "lstm.data",
-    "rnn_relu.data",
-    "rnn_tanh.data",
-    # So is the shape of the places where a condition holds.
-    "where.default",
+    *("_unsafe_index.Tensor_hacked_twin", "copy.Dict_Tensor", "einsum.sublist", "index.Tensor_hacked_twin"),
+    *("index_put.hacked_twin", "split.default"),
+    # The lengths of packed sequences are data, as are the shapes of what is made of them; and where a condition holds.
+    *("gru.data", "lstm.data", "rnn_relu.data", "rnn_tanh.data", "where.default"),
     # Torch itself cannot export it: its decomposition takes the dtype for a number.
     "baddbmm.dtype",
 }

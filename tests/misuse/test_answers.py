@@ -79,8 +79,6 @@ HEADS_OF = {
 ANSWERING = [
     (name, kind, head) for name, heads in HEADS_OF.items() for kind in (of_torch, of_jax) for head in heads
 ] + [("CartPole-v1", of_torch, HEADS.from_distribution(torch.distributions.Categorical, "logits"))]
-
-
 SHAPES = [(3, (1,)), (3, ()), (2, ()), (3, (4,)), (1, ()), (2, (2, 1))]  # lanes, and what stands before the numbers
 
 
@@ -102,39 +100,19 @@ def test_a_network_without_a_row_per_environment(
     wrong("NaN logits", cartpole, LOGITS, with_one(LOGITS, NAN), AT, "logits is NaN", LOOK, head=HEADS.categorical),
     wrong("NaN values", cartpole, LOGITS, with_one(LOGITS, NAN), AT, "action_value is NaN", LOOK, head=HEADS.greedy),
     wrong("a NaN loc", pendulum, PAIR, (with_one(TORQUES, NAN), PAIR[1]), AT, "loc is NaN", LOOK, head=HEADS.normal),
-    wrong(
-        "a negative scale", pendulum, PAIR, (TORQUES, -PAIR[1]), "is NaN", "has to be positive", head=HEADS.tanh_normal
-    ),
+    wrong("a negative scale", pendulum, PAIR, (TORQUES, -PAIR[1]), "NaN", "has to be positive", head=HEADS.tanh_normal),
     wrong("an infinite loc", pendulum, PAIR, (with_one(TORQUES, INF), PAIR[1]), AT, "infinite", head=HEADS.normal),
     wrong("a NaN action", pendulum, TORQUES, with_one(TORQUES, NAN), AT, "action is NaN", "expected numbers", LOOK),
     wrong("an infinite action", pendulum, TORQUES, with_one(TORQUES, -INF), AT, "infinite", "expected finite", LOOK),
     wrong("NaN in an extra", cartpole, mixed(value=STILL), mixed(value=with_one(STILL, NAN)), AT, "value is NaN", LOOK),
-    wrong(
-        "no batch dimension", cartpole, ACTIONS, ACTIONS[0], "shape ()", "Discrete(2) wants (3,)", "return one", at=0
-    ),
+    wrong("no batch dimension", cartpole, ACTIONS, ACTIONS[0], "shape ()", "Discrete(2) wants (3,)", "return", at=0),
     wrong("a dimension too many", cartpole, ACTIONS, ACTIONS[:, None], "shape (3, 1)", "wants (3,)", "return one"),
-    wrong("a dimension too few", pendulum, TORQUES, TORQUES[:, 0], "shape (3,)", "wants (3, 1)", "return one", at=0),
-    wrong("one lane too few", pendulum, TORQUES, TORQUES[:2], "shape (2, 1)", "wants (3, 1)", "return one action"),
-    wrong(
-        "a float action", cartpole, ACTIONS, ACTIONS.float(), "dtype torch.float32", "wants torch.int64", "cast", at=0
-    ),
-    wrong("an integer torque", pendulum, TORQUES, ACTIONS[:, None], "dtype torch.int64", "torch.float32", "cast", at=0),
-    wrong(
-        "another dtype later", cartpole, mixed(v=ACTIONS), mixed(v=ACTIONS + 0.5), "step 2", "float32", "after", "keep"
-    ),
+    wrong("a float action", cartpole, ACTIONS, ACTIONS.float(), "torch.float32", "wants torch.int64", "cast", at=0),
+    wrong("another dtype later", cartpole, mixed(v=ACTIONS), mixed(v=ACTIONS + 0.5), "step 2", "float32", "after"),
     wrong("a list", cartpole, ACTIONS, [0, 1, 0], "action is list", "expected an array of shape (3,)", "return", at=0),
     wrong("a NumPy array", cartpole, ACTIONS, ACTIONS.numpy(), "a numpy.ndarray", "expected a torch.Tensor", at=0),
     wrong("no action", cartpole, mixed(), {"value": STILL}, "['value']", "expected ['action']", "return the", at=0),
-    wrong(
-        "no logits",
-        cartpole,
-        LOGITS,
-        {"value": STILL},
-        "['value']",
-        "expected ['logits']",
-        "the head categorical reads them",
-        head=HEADS.categorical,
-    ),
+    wrong("no logits", cartpole, LOGITS, {"v": STILL}, "['v']", "['logits']", "categorical", head=HEADS.categorical),
     wrong("too many logits", cartpole, LOGITS, STILL, "(3, 5)", "[P, 2]", "one number", head=HEADS.categorical, at=0),
     wrong("one number", pendulum, PAIR, TORQUES, "(3, 1)", "a pair (loc, scale)", "return these", head=HEADS.normal),
     wrong("an extra for one lane", cartpole, mixed(v=STILL), mixed(v=STILL[:1]), "'v' is of shape (1, 5)", *ROWS, at=0),
@@ -142,20 +120,8 @@ def test_a_network_without_a_row_per_environment(
     wrong("another extra later", cartpole, mixed(v=STILL), mixed(u=STILL), "['u'] after ['v']", "keep them the same"),
     wrong("a wider extra later", cartpole, mixed(v=STILL), mixed(v=STILL[:, :4]), "step 2", "[3, 4]", "after", "keep"),
     wrong("a key of a batch", cartpole, ACTIONS, mixed(next=STILL), "['next']", "a batch uses", "rename", at=0),
-    wrong(
-        "no recurrent state",
-        cartpole,
-        (ACTIONS, STILL),
-        ACTIONS,
-        "Tensor",
-        "(answer, next_state)",
-        "return",
-        at=0,
-        **STATE,
-    ),
-    wrong(
-        "a short state", cartpole, (ACTIONS, STILL), (ACTIONS, STILL[0]), "[[5]]", "[[3, 5]]", "return", at=0, **STATE
-    ),
+    wrong("no state", cartpole, (ACTIONS, STILL), ACTIONS, "Tensor", "(answer, next_state)", "return", at=0, **STATE),
+    wrong("a short one", cartpole, (ACTIONS, STILL), (ACTIONS, STILL[0]), "[[5]]", "[[3, 5]]", "return", at=0, **STATE),
 )
 def test_a_policy_that_answers_wrongly(misuse: Misuse) -> None:
     fails_then_runs(lambda: misuse.do()[0], lambda env: misuse.do()[1], misuse.error, misuse.says)
@@ -166,7 +132,6 @@ def test_a_policy_that_answers_wrongly(misuse: Misuse) -> None:
     [
         (spaces.Discrete(2), [0, 0, 1], [0, 2, 1], False),
         (spaces.Discrete(2, start=5), [5, 6, 5], [5, 4, 5], False),
-        (spaces.Discrete(2), [[1, 0]] * 3, [[1, 0], [1, 1], [0, 1]], True),
         (spaces.Discrete(2), [[1, 0]] * 3, [[1, 0], [2, -1], [0, 1]], True),
         (spaces.MultiDiscrete([2, 3]), [[1, 2]] * 3, [[1, 2], [2, 1], [0, 0]], False),
         (spaces.MultiDiscrete([2, 2]), [[1, 0, 0, 1]] * 3, [[1, 0, 0, 1], [1, 1, 0, 0], [1, 0, 0, 1]], True),
@@ -183,12 +148,7 @@ def test_an_action_outside_its_space(space: Any, good: Any, bad: Any, one_hot: b
 
 @pytest.mark.parametrize("action", [5, -1])
 def test_an_environment_that_refuses_an_action_outside_its_space(action: int) -> None:
-    says = (
-        "lane 1",
-        f"step(np.int64({action})) raised AssertionError",
-        "the action is not in Discrete(2)",
-        "look at the policy",
-    )
+    says = f"lane 1 … step(np.int64({action})) raised AssertionError … the action is not in Discrete(2) … the policy"
     bad = torch.tensor([0, action, 0])
     fails_then_runs(cartpole, lambda env: fc.torch_policy(Once(ACTIONS, bad)), fc.EnvError, says)
 

@@ -42,48 +42,31 @@ def masked(mask: Any) -> Any:
 
 def evaluated(**how: Any) -> Any:
     def act(env: Any, policy: Any, state: Any) -> None:
-        fc.evaluate(env, policy, **({"episodes": 2, "seed": 0} | how))
+        fc.evaluate(env, policy, episodes=1000, seed=0, **how)
 
     return act
 
 
-MASK = ("mask is", "expected bool (3,)", "one flag per lane")
-STATE = ("state is", "expected CollectorState", "pass the state that")
+MASK = "expected bool (3,) … one flag per lane"
+TYPE = "exploration_type is 'random' … expected a member of … RANDOM … funcollect.ExplorationType.DETERMINISTIC"
 
 
 @table(
+    Misuse("seed 2**64", seeded(2**64), ValueError, f"seed is {2**64} … expected 0 <= seed < 2**64 … take it modulo"),
+    Misuse("length 2**31", rolled(2**31), ValueError, f"length is {2**31} … expected less than … several rollouts"),
+    Misuse("length 0", rolled(0), ValueError, "length is 0 … expected at least 1 … length=128"),
+    Misuse("exploration by name", rolled(exploration_type="random"), TypeError, TYPE),
+    Misuse("a short mask", masked(torch.ones(2, dtype=torch.bool)), ValueError, f"torch.bool (2,) … {MASK}"),
+    Misuse("a mask of numbers", masked([0, 2, 1]), ValueError, f"torch.int64 (3,) … {MASK}"),
+    Misuse("a ragged mask", masked([[True], [True, False]]), ValueError, f"mask is … {MASK}"),
+    Misuse("swapped", lambda e, p, s: fc.init(p, e, seed=0), TypeError, "env is … env comes first … make"),
+    Misuse("a class", lambda e, p, s: fc.init(type(e), p, seed=0), TypeError, "env is the class … an Env … make_env"),
+    Misuse("none", lambda e, p, s: fc.init(e, None, seed=0), TypeError, "policy is None … a Policy … torch_policy"),
     Misuse(
-        "seed 2**64", seeded(2**64), ValueError, (f"seed is {2**64}", "expected 0 <= seed < 2**64", "take it modulo")
-    ),
-    Misuse("length 2**31", rolled(2**31), ValueError, (f"length is {2**31}", "expected less than", "several rollouts")),
-    Misuse("length 0", rolled(0), ValueError, ("length is 0", "expected at least 1", "length=128")),
-    Misuse("length True", rolled(True), TypeError, ("length is True", "expected a positive int", "length=128")),
-    Misuse(
-        "an exploration type by name",
-        rolled(exploration_type="random"),
-        TypeError,
-        ("exploration_type is 'random'", "expected a member of", "RANDOM", "funcollect.ExplorationType.DETERMINISTIC"),
-    ),
-    Misuse("a short mask", masked(torch.ones(2, dtype=torch.bool)), ValueError, ("torch.bool (2,)", *MASK[1:])),
-    Misuse("a mask of lane numbers", masked([0, 2, 1]), ValueError, ("torch.int64 (3,)", *MASK[1:])),
-    Misuse("a word for a mask", masked("all"), ValueError, ("mask is 'all'", *MASK[1:])),
-    Misuse("a ragged mask", masked([[True], [True, False]]), ValueError, MASK),
-    Misuse(
-        "swapped arguments", lambda e, p, s: fc.init(p, e, seed=0), TypeError, ("env is", "env comes first", "make")
-    ),
-    Misuse("an id", lambda e, p, s: fc.init("CartPole-v1", p, seed=0), TypeError, ("env is str", "an Env", "make_env")),
-    Misuse(
-        "a class", lambda e, p, s: fc.init(type(e), p, seed=0), TypeError, ("env is the class ", "an Env", "make_env")
+        "a list", lambda e, p, s: fc.fork(e, [s]), TypeError, "state is [CollectorState( … expected … pass the state"
     ),
     Misuse(
-        "no policy", lambda e, p, s: fc.init(e, None, seed=0), TypeError, ("policy is None", "a Policy", "torch_policy")
-    ),
-    Misuse("a fork of a batch", lambda e, p, s: fc.fork(e, [s]), TypeError, ("state is [CollectorState(", *STATE[1:])),
-    Misuse(
-        "too few frames to evaluate",
-        evaluated(episodes=1000, max_frames=10),
-        EvaluationError,
-        ("of 1000 episodes ended within max_frames=10", "raise max_frames", "time limit"),
+        "too few", evaluated(max_frames=3), EvaluationError, "of 1000 episodes ended within max_frames=3 … raise max"
     ),
 )
 def test_arguments_that_do_not_do(misuse: Misuse, env: Any) -> None:
@@ -100,12 +83,8 @@ def test_a_stale_state() -> None:
     state = fc.init(env, policy, seed=0)
     after, _ = fc.rollout(env, policy, state, 4)
     says = (
-        "simulators of HostEnv('CartPole-v1', num_envs=3)",
-        "a later state has taken its place",
-        "_, batch = funcollect.rollout(env, policy, state, 128)",
-        "state, batch = funcollect.rollout(env, policy, state, 128)",
-        "funcollect.fork(env, state)",
-        "funcollect.recover(env, state)",
+        "simulators of HostEnv('CartPole-v1', num_envs=3) … a later state has taken its place … "
+        "state, batch = funcollect.rollout(env, policy, state, 128) … fork(env, state) … recover(env, state)"
     )
     for use in (
         lambda: fc.rollout(env, policy, state, 4),
@@ -118,7 +97,7 @@ def test_a_stale_state() -> None:
             use()
     after, _ = fc.rollout(env, policy, after, 4)  # the live one goes on
     runs(env, policy, fc.recover(env, state))
-    with refused(StaleStateError, says[:2]):
+    with refused(StaleStateError, "a later state has taken its place"):
         fc.rollout(env, policy, after, 4)  # the recovered state has superseded it
 
 
@@ -128,9 +107,7 @@ def test_a_state_whose_call_did_not_end_says_so() -> None:
     state = fc.init(env, policy, seed=0)
     with pytest.raises(fc.EnvError):
         fc.rollout(env, policy, state, 8)
-    with refused(
-        StaleStateError, ("the call that used it did not end (an exception, or Ctrl-C)", "funcollect.recover")
-    ):
+    with refused(StaleStateError, "the call that used it did not end (an exception, or Ctrl-C) … funcollect.recover"):
         fc.rollout(env, policy, state, 8)
     runs(env, policy, fc.recover(env, state))
 
@@ -139,11 +116,9 @@ def test_a_state_whose_call_did_not_end_says_so() -> None:
     ("name", "other"),
     [
         ("CartPole-v1", "CartPole-v1"),
-        ("CartPole-v1", "torch/Pendulum-v1"),
         ("torch/CartPole-v1", "CartPole-v1"),
         ("torch/CartPole-v1", "torch/CartPole-v1"),
         ("gymnax/CartPole-v1", "gymnax/CartPole-v1"),
-        ("gymnax/CartPole-v1", "torch/CartPole-v1"),
     ],
 )
 def test_a_state_of_another_environment(name: str, other: str) -> None:
@@ -154,7 +129,7 @@ def test_a_state_of_another_environment(name: str, other: str) -> None:
         lambda: fc.reset(wrong, state),
         lambda: fc.fork(wrong, state),
     ):
-        with refused(ValueError, ("belongs to another environment", repr(wrong), "pass the env that it was made with")):
+        with refused(ValueError, f"belongs to another environment … {wrong!r} … pass the env that it was made with"):
             use()
     runs(env, state=state)
 
@@ -178,9 +153,7 @@ def test_a_closed_state() -> None:
         lambda: fc.reset(env, state),
         lambda: fc.fork(env, state),
     ):
-        with refused(
-            ClosedError, ("HostEnv('CartPole-v1', num_envs=3) were closed", "make a new state with funcollect.init")
-        ):
+        with refused(ClosedError, "HostEnv('CartPole-v1', num_envs=3) were closed … a new state with funcollect.init"):
             use()
     runs(env, policy)
 
@@ -196,13 +169,7 @@ def test_a_fork_of_what_does_not_follow_from_its_seed() -> None:
     env = fc.make_env([Rigged, Global])
     policy = fc.random_policy(env)
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
-    says = (
-        "lane 1",
-        "gave another observation",
-        "expected the same",
-        "self.np_random",
-        "the state can still be used",
-    )
+    says = "lane 1 … gave another observation … expected the same … self.np_random … the state can still be used"
     with refused(ReplayError, says):
         fc.fork(env, state)
     runs(env, policy, state)
@@ -211,7 +178,7 @@ def test_a_fork_of_what_does_not_follow_from_its_seed() -> None:
 def test_a_fork_of_an_instance_that_cannot_be_built_again() -> None:
     env = fc.make_env(Rigged())
     state = fc.init(env, fc.random_policy(env), seed=0)
-    with refused(InUseError, ("cannot be rebuilt", "it has no spec", "pass an id or a factory, or a list of")):
+    with refused(InUseError, "cannot be rebuilt … it has no spec … pass an id or a factory, or a list of"):
         fc.fork(env, state)
     runs(env, state=state)
 

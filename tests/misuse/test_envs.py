@@ -13,19 +13,21 @@ from funcollect.errors import InUseError
 from tests.support.envs.torch_parts import InParts
 from tests.support.misuse import Acting, Misuse, Rigged, refused, refused_then_mended, runs, table
 
+make = fc.make_env
 CARTPOLE = "CartPole-v1"
+WALK = "tests.support.faulty.faulty_envs:Walk"
 
 
 def gym(name: str = CARTPOLE) -> Any:
     return gymnasium.make(name, disable_env_checker=True)
 
 
-def vector(mode: AutoresetMode) -> Any:
-    return SyncVectorEnv([gym] * 2, autoreset_mode=mode)
+def vector() -> Any:
+    return SyncVectorEnv([gym] * 2, autoreset_mode=AutoresetMode.DISABLED)
 
 
 def good() -> Any:
-    return fc.make_env(CARTPOLE, num_envs=2)
+    return make(CARTPOLE, num_envs=2)
 
 
 class Unbuilt(fc.envs.CartPole):
@@ -54,18 +56,22 @@ class Spaceless(gymnasium.Env[Any, Any]):
     """It has both functions, but declares no space."""
 
 
+def five() -> Any:
+    return Acting(spaces.Discrete(5))
+
+
 def twice() -> Any:
     env = gym()
-    return fc.make_env([env, env])
+    return make([env, env])
 
 
 def shared_behind_wrappers() -> Any:
     env = gym()
-    return runs(fc.make_env(lambda: gymnasium.wrappers.TimeLimit(env, 9), num_envs=2))
+    return runs(make(lambda: gymnasium.wrappers.TimeLimit(env, 9), num_envs=2))
 
 
 def second_init() -> Any:
-    env = fc.make_env(Rigged())
+    env = make(Rigged())
     state = runs(env)
     try:
         runs(env)
@@ -76,10 +82,10 @@ def second_init() -> Any:
 
 def second_env_of_one_instance() -> Any:
     instance = Rigged()
-    env = fc.make_env(instance)
+    env = make(instance)
     state = runs(env)
     try:
-        runs(fc.make_env(instance))
+        runs(make(instance))
     finally:
         runs(env, state=state)
     return None
@@ -91,210 +97,76 @@ def keyed(*names: str, space: Any = None) -> Rigged:
     return Rigged(space=spaces.Dict(dict.fromkeys(names, box)), good=dict.fromkeys(names, Rigged().good))
 
 
+BUILT = "backs a state already … it has no spec … pass an id or a factory"
+BASE = "sets: call super().__init__(**kwargs)"
+
+
 @table(
+    Misuse("an id", lambda: make("No-v0"), ValueError, "'No-v0' … doesn't exist … gymnasium.registry … import", good),
+    Misuse("a version", lambda: make("CartPole-v99"), ValueError, "'CartPole-v99' … `v1` … gymnasium.registry"),
     Misuse(
-        "an unknown id",
-        lambda: fc.make_env("NoSuch-v0"),
+        "a class by name", lambda: make(WALK), ValueError, f"{WALK!r} … pass the class … import Walk … make_env(Walk,"
+    ),
+    Misuse("no module", lambda: make("no:A-v1"), ValueError, "'no:A-v1' … No module named 'no' … import the package"),
+    Misuse("of Torch", lambda: make("torch/Ant"), ValueError, "'Ant' … one of ['CartPole-v1', 'Pendulum-v1'] … leave"),
+    Misuse("a keyword of none", lambda: make(CARTPOLE, gravity=3), TypeError, "'CartPole-v1' … 'gravity' … leave out"),
+    Misuse(
+        "one of Torch", lambda: make("torch/CartPole-v1", a=1), TypeError, "'torch/CartPole-v1' … 'a' … it takes num"
+    ),
+    Misuse(
+        "a key twice", lambda: make(Rigged, info_keys=["a"] * 2), ValueError, "info_keys is ['a', 'a'] … each key once"
+    ),
+    Misuse("an instance twice", twice, ValueError, "same environment instance … one instance per lane"),
+    Misuse(
+        "one that is made", lambda: make([good()]), TypeError, "holds HostEnv('CartPole-v1' … its own: pass it alone"
+    ),
+    Misuse("an empty list", lambda: make([]), ValueError, "list of environments is empty … at least"),
+    Misuse("a count", lambda: make([gym, gym], num_envs=3), ValueError, "is 3 … the list holds 2 … leave num_envs out"),
+    Misuse("one for two", lambda: make(gym(), num_envs=2), ValueError, "is 2 … one environment instance … its id or a"),
+    Misuse("two of a vector", lambda: make(vector(), num_envs=2), ValueError, "num_envs cannot … a VectorEnv … leave"),
+    Misuse(
+        "a limit", lambda: make(gym(), max_episode_steps=5), ValueError, "max_episode_steps cannot … an environment in"
+    ),
+    Misuse(
+        "two of an Env", lambda: make(good(), num_envs=2), ValueError, "num_envs cannot be given with HostEnv( … pass"
+    ),
+    Misuse(
+        "two of a made",
+        lambda: make(lambda: fc.envs.CartPole(), num_envs=2),
         ValueError,
-        ("'NoSuch-v0'", "doesn't exist", "gymnasium.registry", "import the package"),
-        good,
+        "num_envs cannot … CartPole() … pass it when",
     ),
     Misuse(
-        "an unknown version",
-        lambda: fc.make_env("CartPole-v99"),
-        ValueError,
-        ("'CartPole-v99'", "`v1`", "gymnasium.registry"),
-        good,
+        "nothing", lambda: make(lambda: None), TypeError, "factory returned NoneType … expected an Env … return the"
     ),
     Misuse(
-        "the address of a class",
-        lambda: fc.make_env("tests.support.faulty.faulty_envs:Walk"),
-        ValueError,
-        ("'tests.support.faulty.faulty_envs:Walk'", "pass the class", "import Walk", "make_env(Walk, …)"),
-        good,
+        "nothing later", lambda: runs(make([gym, lambda: None])), TypeError, "lane 1 … NoneType … expected … return"
     ),
     Misuse(
-        "an id of a module that is not there",
-        lambda: fc.make_env("nosuch:CartPole-v1"),
-        ValueError,
-        ("'nosuch:CartPole-v1'", "No module named 'nosuch'", "import the package"),
-        good,
+        "wrapped twice", shared_behind_wrappers, ValueError, "lane 1 … backs a lane already … build a new one at each"
     ),
+    Misuse("a number", lambda: make(3), TypeError, "env is int … expected a Gymnasium id … or a list"),
+    Misuse("a second state", second_init, InUseError, BUILT, lambda: make(Rigged)),
+    Misuse("a second Env", second_env_of_one_instance, InUseError, BUILT),
     Misuse(
-        "an unknown Torch environment",
-        lambda: fc.make_env("torch/HalfCheetah-v5"),
-        ValueError,
-        ("'HalfCheetah-v5'", "expected one of ['CartPole-v1', 'Pendulum-v1']", "leave 'torch/' out"),
-        lambda: fc.make_env("torch/CartPole-v1"),
-    ),
-    Misuse(
-        "an argument that a Torch environment lacks",
-        lambda: fc.make_env("torch/CartPole-v1", one_hot=True),
-        TypeError,
-        ("'torch/CartPole-v1'", "'one_hot'", "it takes num_envs, device and max_episode_steps"),
-        lambda: fc.make_env("torch/CartPole-v1", num_envs=2, device="cpu"),
-    ),
-    Misuse(
-        "an argument that a Gymnasium environment lacks",
-        lambda: fc.make_env(CARTPOLE, gravity=3),
-        TypeError,
-        ("cannot make 'CartPole-v1'", "'gravity'", "leave out"),
-        good,
-    ),
-    Misuse("an instance twice", twice, ValueError, ("same environment instance", "one instance per lane"), good),
-    Misuse(
-        "an environment that is made",
-        lambda: fc.make_env([fc.make_env("CartPole-v1", num_envs=2)]),
-        TypeError,
-        ("holds HostEnv('CartPole-v1', num_envs=2)", "lanes of its own", "pass it alone"),
-        good,
-    ),
-    Misuse("an empty list", lambda: fc.make_env([]), ValueError, ("list of environments is empty", "at least"), good),
-    Misuse(
-        "num_envs against a list",
-        lambda: fc.make_env([gym, gym], num_envs=3),
-        ValueError,
-        ("num_envs is 3", "the list holds 2", "leave num_envs out"),
-        lambda: fc.make_env([gym, gym]),
-    ),
-    Misuse(
-        "num_envs with an instance",
-        lambda: fc.make_env(gym(), num_envs=2),
-        ValueError,
-        ("num_envs is 2", "one environment instance was given", "pass its id or a factory"),
-        lambda: fc.make_env(gym, num_envs=2),
-    ),
-    Misuse(
-        "num_envs with a vector environment",
-        lambda: fc.make_env(vector(AutoresetMode.DISABLED), num_envs=2),
-        ValueError,
-        ("num_envs cannot be given with a VectorEnv", "leave it out"),
-        lambda: fc.make_env(vector(AutoresetMode.DISABLED)),
-    ),
-    Misuse(
-        "keyword arguments with an instance",
-        lambda: fc.make_env(gym(), max_episode_steps=5),
-        ValueError,
-        ("max_episode_steps cannot be given with an environment instance", "leave it out"),
-        lambda: fc.make_env(gym()),
-    ),
-    Misuse(
-        "keyword arguments with an Env",
-        lambda: fc.make_env(good(), num_envs=2),
-        ValueError,
-        ("num_envs cannot be given with HostEnv('CartPole-v1', num_envs=2)", "pass it when you make that"),
-        good,
-    ),
-    Misuse(
-        "num_envs with a factory of an Env",
-        lambda: fc.make_env(lambda: fc.envs.CartPole(), num_envs=2),
-        ValueError,
-        ("num_envs cannot be given with CartPole()", "pass it when you make that"),
-        lambda: fc.make_env(lambda: fc.envs.CartPole(num_envs=2)),
-    ),
-    Misuse(
-        "a factory that returns nothing",
-        lambda: fc.make_env(lambda: None),
-        TypeError,
-        ("factory returned NoneType", "expected an Env", "return the environment"),
-        lambda: fc.make_env(lambda: gym()),
-    ),
-    Misuse(
-        "a factory for the second lane that returns nothing",
-        lambda: runs(fc.make_env([gym, lambda: None])),
-        TypeError,
-        ("lane 1", "returned NoneType", "expected a gymnasium.Env", "return the environment"),
-        lambda: fc.make_env([gym, gym]),
-    ),
-    Misuse(
-        "a factory that wraps the same instance",
-        shared_behind_wrappers,
-        ValueError,
-        ("lane 1", "backs a lane already", "build a new one at each call"),
-        lambda: fc.make_env(gym, num_envs=2),
-    ),
-    Misuse("a number", lambda: fc.make_env(3), TypeError, ("env is int", "expected a Gymnasium id", "or a list"), good),
-    Misuse(
-        "a second state over an instance without a spec",
-        second_init,
-        InUseError,
-        ("backs a state already", "it has no spec", "pass an id or a factory"),
-        lambda: fc.make_env(Rigged),
-    ),
-    Misuse(
-        "a second Env over an instance in use",
-        second_env_of_one_instance,
-        InUseError,
-        ("backs a state already", "it has no spec", "pass an id or a factory"),
-        lambda: fc.make_env(Rigged),
-    ),
-    Misuse(
-        "a vector environment that resets its lanes",
-        lambda: fc.make_env(vector(AutoresetMode.NEXT_STEP)),
-        ValueError,
-        ("autoreset_mode=NEXT_STEP", "expected autoreset_mode=AutoresetMode.DISABLED", "or pass the list"),
-        lambda: fc.make_env(vector(AutoresetMode.DISABLED)),
-    ),
-    Misuse(
-        "a Torch environment without a space",
+        "no space",
         Incomplete,
         TypeError,
-        ("Incomplete lacks ['action_space']", "expected as attributes of the class", "before super().__init__()"),
+        "Incomplete lacks ['action_space'] … of the class … before super().",
         Complete,
     ),
+    Misuse("not built", lambda: make(Unbuilt, num_envs=2), TypeError, f"Unbuilt lacks … {BASE}"),
     Misuse(
-        "a Torch environment whose constructor does not call that of the base class",
-        lambda: fc.make_env(Unbuilt, num_envs=2),
-        TypeError,
-        ("Unbuilt lacks what the constructor of its base class sets", "call super().__init__(**kwargs)"),
-        Complete,
+        "no spaces", lambda: make(Spaceless), TypeError, "Spaceless lacks ['observation_space', 'action_space'] … set"
     ),
     Misuse(
-        "a Gymnasium environment without spaces",
-        lambda: fc.make_env(Spaceless, num_envs=2),
-        TypeError,
-        (
-            "Spaceless lacks ['observation_space', 'action_space']",
-            "expected as attributes",
-            "before super().__init__()",
-        ),
-        good,
+        "two spaces", lambda: make([gym(), gym("Acrobot-v1")]), ValueError, "lane 1 has … (6,) … lane 0 has … use equal"
     ),
     Misuse(
-        "lanes with different observations",
-        lambda: fc.make_env([gym(), gym("Acrobot-v1")]),
-        ValueError,
-        ("lane 1 has the observation_space", "(6,)", "lane 0 has", "(4,)", "use equal spaces"),
-        good,
+        "two actions", lambda: runs(make([Rigged, five])), ValueError, "lane 1 has … Discrete(5) … Discrete(3) … use"
     ),
-    Misuse(
-        "factories of different actions",
-        lambda: runs(fc.make_env([Rigged, lambda: Acting(spaces.Discrete(5))])),
-        ValueError,
-        ("lane 1 has the action_space Discrete(5)", "lane 0 has Discrete(3)", "use equal spaces"),
-        lambda: fc.make_env([Rigged, Rigged]),
-    ),
-    Misuse(
-        "an observation key of a batch",
-        lambda: fc.make_env(keyed("position", "next")),
-        ValueError,
-        ("the observation key 'next' collides", "rename it", "taken are"),
-        lambda: fc.make_env(keyed("position", "my_next")),
-    ),
-    Misuse(
-        "an info key twice",
-        lambda: fc.make_env(Rigged, info_keys=["speed", "speed"]),
-        ValueError,
-        ("info_keys is ['speed', 'speed']", "expected each key once", "leave"),
-        lambda: fc.make_env(Rigged, info_keys=["speed"]),
-    ),
-    Misuse(
-        "the observation key info with info_keys",
-        lambda: fc.make_env(keyed("info"), info_keys=["speed"]),
-        ValueError,
-        ("'info' collides with info_keys", "rename it"),
-        lambda: fc.make_env(keyed("info")),
-    ),
+    Misuse("the key next", lambda: make(keyed("next")), ValueError, "key 'next' collides … rename it … taken are"),
+    Misuse("the key info", lambda: make(keyed("info"), info_keys=["a"]), ValueError, "'info' collides with info_keys"),
 )
 def test_an_environment_given_wrongly(misuse: Misuse) -> None:
     refused_then_mended(misuse)
@@ -311,9 +183,9 @@ def test_what_was_opened_for_nothing_is_closed_and_an_instance_is_given_back() -
     instance = Rigged()
     last = lambda: Acting(spaces.Discrete(5)) if wrong else Rigged()  # noqa: E731
     with refused(ValueError, ("lane 2 has the action_space",)):
-        fc.make_env([instance, factory, last])
+        make([instance, factory, last])
     assert [each.closed for each in made] == [1]
     assert instance.closed == 0
     wrong.clear()
-    fc.close(runs(fc.make_env([instance, factory, last])))
+    fc.close(runs(make([instance, factory, last])))
     assert instance.closed == 1

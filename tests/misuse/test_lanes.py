@@ -58,14 +58,7 @@ def seen(what: str, observation: Any, *says: str, **how: Any) -> Misuse:
     step("an array of rewards", swaps(1, np.ones(3)), "the reward array([1., 1., 1.])", "expected a number", "return"),
     step("a word for a reward", swaps(1, "high"), "the reward 'high'", "expected a number", "return a float"),
     step("an array of flags", swaps(2, np.zeros(2, bool)), "the terminated array", "expected a bool", "return (obs"),
-    step(
-        "no info key",
-        swaps(4, {"time": 0.1}),
-        "step returned no info key 'speed'",
-        "there are ['time']",
-        "name one that every step returns",
-        info_keys=["speed"],
-    ),
+    step("no info key", swaps(4, {"time": 0.1}), "no info key 'speed'", "['time']", "name one", info_keys=["speed"]),
     step("no info", swaps(4, None), "the info None", "expected a dict", "return one", info_keys=["speed"]),
     seen("a wrong shape", frames(3), "'observation' has shape (3,)", "wants (2,)", "correct the space"),
     seen("a shape that would broadcast", frames(1), "'observation' has shape (1,)", "wants (2,)", "correct"),
@@ -73,15 +66,7 @@ def seen(what: str, observation: Any, *says: str, **how: Any) -> Misuse:
     seen("complex numbers", np.ones(2, complex), "'observation' has dtype complex128", "wants float32", "cast"),
     seen("a float for an integer", 1.5, "has dtype float64", "wants int64", "cast", **CHOICE),
     seen("a number beyond its bytes", np.array([1, 300]), "has dtype int64", "wants uint8", "cast", **BYTES),
-    seen(
-        "a missing key",
-        {"position": np.ones(2, np.float32)},
-        "a dict with the keys ['position']",
-        "lacks the structure",
-        "['mode', 'position']",
-        "return every one",
-        **NESTED,
-    ),
+    seen("a missing key", {"position": frames(2)}, "the keys ['position']", "['mode', 'position']", "return", **NESTED),
     seen("a shape under a key", GOOD_DICT | {"position": frames(3)}, "'position' has", "(3,)", "wants (2,)", **NESTED),
     seen("a tuple too short", (1,), "a tuple of 1", "lacks the structure", "a tuple of 2", "return", **TUPLE),
 )
@@ -98,26 +83,15 @@ def test_a_wrong_count_of_values_is_named_within_a_wrapper_too() -> None:
     fails_then_runs(make, fc.random_policy, EnvError, says)
 
 
-def test_a_single_environment_names_its_lane_too() -> None:
-    says = ("lane 0", "the reward", "expected a number")
-    fails_then_runs(lambda: fc.make_env(Rigged(swaps(1, None))), fc.random_policy, EnvError, says)
-
-
 @pytest.mark.parametrize(("place", "value"), [(1, None), (2, "no"), (3, {})])
 def test_an_environment_that_is_always_wrong_is_found_in_its_first_batch(place: int, value: Any) -> None:
     class Wrong(Rigged):
         def step(self, action: Any) -> Any:
             return swaps(place, value)(super().step(action))
 
-    name = ("reward", "terminated", "truncated")[place - 1]
-    with refused(EnvError, ("lane 0", f"step returned the {name} {value!r}", "expected a", "return")):
-        runs(fc.make_env(Wrong))
-
-
-def test_a_wrong_flag_is_found_with_a_frame_limit() -> None:
-    env = lanes(swaps(3, np.zeros(2, bool)))
+    env, name = fc.make_env(Wrong), ("reward", "terminated", "truncated")[place - 1]
     policy = fc.random_policy(env)
-    with refused(EnvError, ("lane 1", "the truncated", "expected a bool")):
+    with refused(EnvError, ("lane 0", f"step returned the {name} {value!r}", "expected a", "return")):
         fc.rollout(env, policy, fc.init(env, policy, seed=0), 6, max_frames_per_traj=4)
 
 
@@ -154,12 +128,10 @@ def test_a_reset_that_goes_wrong(spoil: Any, says: tuple[str, ...]) -> None:
         return made[-1]
 
     env = fc.make_env([Rigged, build])
-    with refused(EnvError, ("lane 1", *says)):
-        fc.init(env, fc.random_policy(env), seed=0)
-    assert made[-1].closed == 1
-    with refused(EnvError, ("lane 1", *says)):
-        fc.SyncDataCollector(env, frames_per_batch=8)
-    assert made[-1].closed == 1
+    for begin in (lambda: fc.init(env, fc.random_policy(env), seed=0), lambda: fc.Collector(env, frames_per_batch=8)):
+        with refused(EnvError, ("lane 1", *says)):
+            begin()
+        assert made[-1].closed == 1
     fails_then_runs(lambda: fc.make_env([Rigged(), Ending(spoil)]), fc.random_policy, EnvError, ("lane 1", *says))
 
 
@@ -174,8 +146,7 @@ def test_ctrl_c_leaves_a_way_back(index: int) -> None:
 def test_a_reset_of_the_collector_that_is_broken_off_is_made_again() -> None:
     with fc.SyncDataCollector(lanes(raises(KeyboardInterrupt()), at=-1), frames_per_batch=6) as collector:
         next(collector)
-        broken = collector.state.env_state.simulation.simulators._envs[1]
-        broken.at = 0
+        collector.state.env_state.simulation.simulators._envs[1].at = 0
         with pytest.raises(KeyboardInterrupt):
             collector.reset()
         assert next(collector)["collector", "step"].tolist() == [[0, 1]] * 3
@@ -220,10 +191,7 @@ def vector(what: str, spoil: Any, *says: str) -> Misuse:
 @table(
     vector("step raises", raises(OSError("cut")), VECTOR, "step raised OSError('cut')", "begin new episodes"),
     vector("flags for one lane", swaps(2, np.zeros(1, bool)), RETURNED, "2 values each", "use Gymnasium's"),
-    vector("three values", lambda answer: answer[:3], RETURNED, "expected reward, terminated", "use Gymnasium's"),
     vector("a wrong shape", swaps(0, np.ones((2, 3))), SHAPE, "(2, 3)", "wants (2, 2)", "correct"),
-    vector("complex numbers", swaps(0, np.ones((2, 2), complex)), "lane 0", "complex128", "wants float32", "cast"),
-    vector("no array", swaps(0, [[1.0], 2.0]), VECTOR, "is list and no array", "wants", "correct"),
     vector("NaN", swaps(1, np.array([0.0, np.nan])), "lane 1, step 2", "the reward is NaN", "expected a number"),
 )
 def test_a_vector_environment_that_goes_wrong(misuse: Misuse) -> None:
@@ -259,7 +227,7 @@ def walk(what: str, method: str, change: Any, *says: str) -> Misuse:
     walk("a wrong dtype", "observe", lambda x: x.double(), "'observation' of Walk", "float64", "float32", "correct"),
     walk("no tensor", "observe", lambda x: x.tolist(), "'observation' of Walk", "is list", "expected", "correct"),
     walk("a wide reward", "move", swaps(1, torch.ones(3, 1)), "reward of Walk", "(3, 1)", "(3,)", "correct"),
-    walk("a number", "move", swaps(1, 1.0), "reward of Walk", "is float", "(3,)", "correct reset, step"),
+    walk("NaN", "move", swaps(1, torch.tensor([0.0, torch.nan, 0.0])), "lane 1, step 0 of this batch", "is NaN"),
     walk("one flag", "move", swaps(2, torch.tensor(True)), "terminated of Walk", "()", "(3,)", "correct"),
     walk("a float flag", "move", swaps(2, torch.zeros(3)), "terminated of Walk", "float32", "bool", "correct"),
 )
@@ -276,7 +244,7 @@ def test_a_torch_environment_that_lacks_a_key() -> None:
         def observe(self, place: Any) -> Any:
             return {"left": place.float()}
 
-    with refused(EnvError, ("the observation of Nested", "lacks the structure", "right", "correct the environment")):
+    with refused(EnvError, "the observation of Nested … lacks the structure … right … correct the environment"):
         runs(Nested(num_envs=3))
 
 

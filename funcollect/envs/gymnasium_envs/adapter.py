@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
+import gymnasium
 import numpy.typing as npt
-from gymnasium.vector import VectorEnv
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
-from funcollect.arguments import check_flags, check_keys
-from funcollect.envs.gymnasium_envs.atari_lanes import check_lives, is_atari
-from funcollect.envs.gymnasium_envs.lanes import GymEnv
-from funcollect.envs.gymnasium_envs.making import (
-    EnvSource,
-    Made,
-    check_lane,
-    factory_of,
-    open_lanes,
-    rebuild,
-    refuse,
-    sources_of,
-    taken,
-)
+from funcollect.arguments import check_flags, check_keys, check_num_envs
+from funcollect.envs.base import EnvBase, built, check_spaces, with_time_limit
+from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, check_lives, is_atari
+from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
 from funcollect.envs.gymnasium_envs.vector_lanes import GymVectorEnv, VectorLanes, check_autoreset
 from funcollect.envs.host.host_env import OpenerOf, SimulatedEnv
 from funcollect.envs.host.lane_workers.options import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
-from funcollect.envs.recognise import has_time_limit, running_statistics
-from funcollect.protocols import Forking, Simulators
+from funcollect.envs.recognise import has_time_limit, refuse_foreign, running_statistics
+from funcollect.errors import InUseError
+from funcollect.processes.life import SIGNS
+from funcollect.protocols import Forking, Simulators, is_env
 from funcollect.specs import ActionSpec, observation_leaves
 
+EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
 Opener = Callable[[SimulatedEnv], Simulators]  # makes the simulators of an adapted environment, once for each state
+_ATARI = re.compile(r"ALE/(?P<game>\w+)-v\d+|(?P<old>[A-Z]\w+?)(NoFrameskip|Deterministic)-v\d+")  # ids of Atari games
+_A_CLASS = re.compile(r"[\w.]+:[A-Za-z_]\w*")  # an address of Python, not an id of Gymnasium
+
+# By id: the environments that back a state, or did until it was closed.
+_TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def from_gymnasium(
@@ -88,20 +93,14 @@ def from_gymnasium(
     check_flags(one_hot=one_hot, replayable=replayable)
     workers, open_group = None, None
     if isinstance(env, VectorEnv):
-        refuse(
-            "a VectorEnv",
-            num_envs=num_envs,
-            parallel=parallel or None,
-            num_workers=num_workers or None,
-            timeout=None if timeout == LaneWorkers.timeout else timeout,
-            **kwargs,
-        )
+        own = {"num_envs": num_envs, "parallel": parallel or None, "num_workers": num_workers or None}
+        _refuse("a VectorEnv", **own, timeout=None if timeout == LaneWorkers.timeout else timeout, **kwargs)
         first: Any = env
         num_envs, opener, limited = env.num_envs, _open_vector(env), has_time_limit(env)
         label = f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__
         space, action_space = env.single_observation_space, env.single_action_space
     else:
-        sources = sources_of(env, num_envs)
+        sources = _sources_of(env, num_envs)
         if num_envs is not None or (isinstance(env, Sequence) and not isinstance(env, str)):
             num_envs = len(sources)
         workers = LaneWorkers.checked(len(sources), parallel=parallel, num_workers=num_workers, timeout=timeout)
@@ -115,12 +114,10 @@ def from_gymnasium(
             first, limited = made[0], all(map(has_time_limit, made))
         label = first.spec.id if first.spec is not None else type(first.unwrapped).__name__
         space, action_space = first.observation_space, first.action_space
-    leaves = observation_leaves(space, dtype)
-    spec = ActionSpec(action_space, one_hot)
+    leaves, spec = observation_leaves(space, dtype), ActionSpec(action_space, one_hot)
     if info_keys and any(leaf.path[0] == "info" for leaf in leaves):
         raise ValueError("the observation key 'info' collides with info_keys: rename it, or leave info_keys out")
-    statistics = running_statistics(first)
-    atari = is_atari(first)
+    statistics, atari = running_statistics(first), is_atari(first)
     if atari and not replayable:
         raise ValueError("replayable=False was given for Atari games, which are copied by snapshots: leave it out")
     copying: Forking = "snapshot" if atari else "replay" if replayable else "none"
@@ -141,40 +138,218 @@ def from_gymnasium(
     )
 
 
-def _open_here(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[list[GymEnv], Opener]:
-    """Environments that back the first state, and the opener of lanes in this process.
+def _sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> list[EnvSource]:
+    """The source of each lane; ValueError for an empty list, a wrong count, or an instance given for two lanes."""
+    if isinstance(env, Sequence) and not isinstance(env, str):
+        if not env:
+            raise ValueError("the list of environments is empty: pass at least one")
+        if num_envs not in (None, len(env)):
+            raise ValueError(f"num_envs is {num_envs}, but the list holds {len(env)} environments: leave num_envs out")
+        instances = [id(one) for one in env if isinstance(one, gymnasium.Env)]
+        if len(set(instances)) < len(instances):
+            raise ValueError("the same environment instance is in the list twice: pass one instance per lane")
+        return list(env)
+    check_num_envs(num_envs)
+    if isinstance(env, gymnasium.Env) and (num_envs or 1) > 1:
+        raise ValueError(
+            f"num_envs is {num_envs}, but one environment instance was given: pass its id or a factory, or a list"
+        )
+    return [env] * (num_envs or 1)
 
-    They are those of the first lane, and of every lane with another source.
-    """
-    factories = [factory_of(source, kwargs) for source in sources]
+
+def _open_here(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[list[GymEnv], Opener]:
+    """Environments for the first state (of the first lane, and of those with another source), and the opener."""
+    factories = [_factory_of(source, kwargs) for source in sources]
     made: list[GymEnv] = []
     with contextlib.ExitStack() as on_failure:
         for lane, (source, factory) in enumerate(zip(sources, factories, strict=True)):
             if lane and source is sources[0]:
                 continue
-            factories[lane] = own = factory if isinstance(factory, Made) else Made(factory(), factory)
+            factories[lane] = own = factory if isinstance(factory, _Made) else _Made(factory(), factory)
             made.append(own.env)
-            check_lane(lane, own.env, made[0], atari=is_atari(made[0]))
+            _check_lane(lane, own.env, made[0], atari=is_atari(made[0]))
             if own is not factory:
                 on_failure.callback(own.env.close)
         on_failure.pop_all()
-    return made, partial(open_lanes, factories, is_atari(made[0]))
+    return made, partial(_open_lanes, factories, is_atari(made[0]))
 
 
 def _open_in_workers(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[GymEnv, OpenerOf]:
     """A closed copy of the first lane's environment, for its spaces, and the openers of lanes in worker processes."""
-    factories = [factory_of(source, kwargs, in_worker=True) for source in sources]
-    first = factory_of(sources[0], kwargs)()
+    factories = [_factory_of(source, kwargs, in_worker=True) for source in sources]
+    first = _factory_of(sources[0], kwargs)()
     atari = is_atari(first)
-    check_lane(0, first, first, atari=atari)
+    _check_lane(0, first, first, atari=atari)
     first.close()
-    return first, lambda first, end: partial(open_lanes, factories[first:end], atari)
+    return first, lambda first, end: partial(_open_lanes, factories[first:end], atari)
 
 
 def _open_vector(vector: GymVectorEnv) -> Opener:
     """The opener over a vector environment: the first state gets it, and each later one a copy."""
     check_autoreset(vector)
     check_lives(vector)
-    build = partial(rebuild, vector)
-    made = Made(vector, build)
-    return lambda env: VectorLanes(taken(made()), env, build)
+    build = partial(_rebuild, vector)
+    made = _Made(vector, build)
+    return lambda env: VectorLanes(_taken(made()), env, build)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A factory over an environment that exists: a call returns it, or a new one if it backs a state already."""
+
+    env: Any
+    build: Callable[[], Any]  # makes a new one
+
+    def __call__(self) -> Any:
+        return self.build() if id(self.env) in _TAKEN else self.env
+
+
+def _taken(env: Any) -> Any:
+    _TAKEN[id(env)] = env
+    return env
+
+
+def _open_lanes(factories: Sequence[Callable[[], Any]], atari: bool, env: SimulatedEnv) -> Lanes:
+    """The simulators of an environment, one lane for each factory; whether these make Atari games.
+
+    On failure, the user's instances are released, and the environments built here are closed.
+    """
+    lanes: list[GymEnv] = []
+    try:
+        for lane, factory in enumerate(factories, env.first_lane):
+            made = factory()
+            _check_lane(lane, made, env, atari=atari)
+            if id(made) in _TAKEN or any(made.unwrapped is other.unwrapped for other in lanes):
+                raise ValueError(
+                    f"lane {lane}: the factory returned an environment that backs a lane already: build a new one at "
+                    "each call"
+                )
+            lanes.append(_taken(made))
+            SIGNS.count[0] += 1
+    except BaseException:
+        for factory, made in zip(factories, lanes, strict=False):
+            del _TAKEN[id(made)]
+            if not isinstance(factory, _Made) or factory.env is not made:
+                made.close()
+        raise
+    return (AtariLanes if atari else Lanes)(lanes, env)
+
+
+def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = False) -> Callable[[], Any]:
+    """A function without arguments that makes the environment of one lane, in this process or in a worker.
+
+    A worker's needs no import of what registers an id.
+    """
+    if isinstance(source, gymnasium.Env):
+        if in_worker:
+            raise ValueError(
+                f"num_workers, or parallel=True, was given with the instance {source}, which cannot move to another "
+                "process: pass its id or a factory"
+            )
+        _refuse("an environment instance", **kwargs)
+        return _Made(source, partial(_rebuild, source))
+    if isinstance(source, (str, EnvSpec)):
+        return partial(_make, _spec_of(source) if in_worker and isinstance(source, str) else source, kwargs)
+    refuse_foreign(source)
+    if is_env(source):
+        raise TypeError(f"the list of environments holds {source}, which has lanes of its own: pass it alone")
+    name = type(source).__name__
+    if isinstance(source, EnvBase):
+        raise TypeError(
+            f"{name} lacks what the constructor of its base class sets: call super().__init__(**kwargs) in its own, "
+            "after it has set the spaces"
+        )
+    if not callable(source):
+        raise TypeError(
+            f"env is {name}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env or a list: pass one of "
+            "these (an environment of a JAX suite goes to its adapter, such as funcollect.envs.from_gymnax)"
+        )
+    factory, kwargs = with_time_limit(source, kwargs)
+    return partial(built, factory, kwargs)
+
+
+def _spec_of(env_id: str) -> EnvSpec:
+    module, _, name = env_id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        return gymnasium.spec(name)
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        raise _not_made(env_id, error) from error
+
+
+def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
+    """What Gymnasium makes, without its checks at each step: outcomes are checked here, and the loop resets first."""
+    name = spec if isinstance(spec, str) else spec.id
+    try:
+        env = gymnasium.make(spec, disable_env_checker=True, **kwargs)
+    except TypeError as error:
+        if not kwargs:
+            raise
+        raise TypeError(
+            f"Gymnasium cannot make {name!r}: {error}; leave out the arguments that its constructor lacks, or "
+            "check the spelling of those that funcollect.envs.from_gymnasium documents, such as num_envs"
+        ) from error
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        raise _not_made(name, error) from error
+    if isinstance(env, TimeLimit) and isinstance(env.env, OrderEnforcing):
+        env.env = env.env.env
+    return env.env if isinstance(env, OrderEnforcing) else env
+
+
+def _not_made(name: str, error: Exception) -> ValueError:
+    mend = (
+        "look the id up in gymnasium.registry, and import the package that registers it first, or name the module in "
+        "the id ('module:Name-v0'), as workers of collectors need it"
+    )
+    if _A_CLASS.fullmatch(name):
+        module, _, member = name.partition(":")
+        mend = f"pass the class: from {module} import {member}, then make_env({member}, …)"
+    if found := _ATARI.fullmatch(name):
+        mend = (
+            f"write 'ale/{found['game'] or found['old']}', which has the usual preprocessing, or 'ale_py:{name}' for "
+            "the raw game"
+        )
+    return ValueError(f"Gymnasium cannot make {name!r}: {str(error).rstrip('.')}; {mend}")
+
+
+def _rebuild(env: Any) -> Any:
+    """Build another instance of `env` from its spec or, for a vector environment, its functions; else InUseError."""
+    is_vector = isinstance(env, VectorEnv)
+    try:
+        if is_vector:
+            return type(env)(env.env_fns, autoreset_mode=AutoresetMode.DISABLED)
+        if env.spec is not None:
+            return gymnasium.make(env.spec, disable_env_checker=True)
+        reason = "it has no spec"
+    except Exception as error:
+        reason = repr(error)
+    raise InUseError(
+        f"{env} backs a state already and cannot be rebuilt ({reason}): pass an id or a factory, or a list of "
+        "factories, instead of an instance"
+    )
+
+
+def _check_lane(lane: int, env: Any, first: GymEnv | SimulatedEnv, *, atari: bool) -> None:
+    """Raise unless `env` is a Gymnasium environment with the spaces of the first lane's, and Atari if that is."""
+    refuse_foreign(env)
+    if not isinstance(env, gymnasium.Env):
+        raise TypeError(
+            f"lane {lane}: the factory returned {type(env).__name__}, expected a gymnasium.Env: return the environment"
+        )
+    check_spaces(env)
+    for name in ("observation_space", "action_space"):
+        own, wanted = getattr(env, name), getattr(first, name)
+        if own != wanted:
+            raise ValueError(f"lane {lane} has the {name} {own}, lane 0 has {wanted}: use equal spaces in one batch")
+    if is_atari(env) != atari:
+        raise ValueError(
+            f"lane {lane} is {env}, lane 0 is {first}: put Atari games, which are seeded differently, in a "
+            "separate batch"
+        )
+
+
+def _refuse(what: str, **arguments: Any) -> None:
+    """Raise ValueError for arguments other than None, which cannot be given with `what`, since it is built already."""
+    if given := [name for name, value in arguments.items() if value is not None]:
+        raise ValueError(f"{', '.join(given)} cannot be given with {what}, which is built already: leave it out")

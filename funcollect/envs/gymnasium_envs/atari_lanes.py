@@ -34,7 +34,6 @@ _APART = 128  # calls between two copies: a copy takes as long as one or two ste
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, type, gymnasium.Space)
 _UNLIKELY = 1e-12  # the accepted probability that ALE still repeats an action from before those that were sent
 _CONSTANT = frozenset({"env", "ale", "spec", "_cached_spec", "observation_space", "_observation_space"})
-# Not saved either: a new game has the same ones.
 _SAME = _CONSTANT | {
     "action_space",
     "_action_space",
@@ -43,6 +42,7 @@ _SAME = _CONSTANT | {
     "_ezpickle_args",
     "_ezpickle_kwargs",
 }
+# The latter are not saved either: a new game has the same ones.
 _RESET = None  # in a list of actions: a reset without a seed
 
 
@@ -54,10 +54,7 @@ def is_atari(env: Any) -> bool:
 
 def _layers(env: Any) -> tuple[Any, ...]:
     """The wrappers of an environment, the outermost first, and at the end the environment without wrappers."""
-    layers = [env]
-    while isinstance(layers[-1], gymnasium.Wrapper):
-        layers.append(layers[-1].env)
-    return tuple(layers)
+    return (env, *_layers(env.env)) if isinstance(env, gymnasium.Wrapper) else (env,)
 
 
 class NextLife(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -67,7 +64,6 @@ class NextLife(gymnasium.Wrapper[Any, Any, Any, Any]):
     """
 
     def __init__(self, env: GymEnv) -> None:
-        """Wrap Gymnasium's `AtariPreprocessing`, which ends an episode with a life but always begins another game."""
         super().__init__(env)
         self._life_lost = False  # whether the last step ended a life, but not the game
 
@@ -140,7 +136,6 @@ class _Copy:
 
     @classmethod
     def of(cls, env: GymEnv) -> _Copy:
-        """Copy a game: the attributes of its layers, and the state of ALE's machine."""
         layers = _layers(env)
         changing = [{name: vars(layer)[name] for name in vars(layer).keys() - _CONSTANT} for layer in layers]
         return cls(layers, _copied(changing, layers, layers), layers[-1].ale.cloneState(include_rng=True))
@@ -156,32 +151,30 @@ class _Copy:
 
     def data(self) -> dict[str, Any]:
         """The copy as plain data; TypeError if the wrappers hold anything else that may change."""
-        known = (*self.layers, self.layers[-1].ale)
         changing = [
             {name: value for name, value in attributes.items() if name not in _SAME and not isinstance(value, _CODE)}
             for attributes in self.attributes
         ]
-        names = [type(layer).__name__ for layer in self.layers]
-        return {"layers": names, "attributes": to_data(changing, known), "machine": self.machine.__getstate__()}
+        own = to_data(changing, (*self.layers, self.layers[-1].ale))
+        return {"layers": _names(self.layers), "attributes": own, "machine": self.machine.__getstate__()}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any], env: GymEnv) -> _Copy:
         """The copy from its `data`, for a game with the same wrappers; ReplayError if its wrappers differ."""
         layers = _layers(env)
-        if (names := [type(layer).__name__ for layer in layers]) != data["layers"]:
-            raise ReplayError(
-                f"{env} has the wrappers {names}, the saved game {data['layers']}: build it with the same"
-            )
+        if (names := _names(layers)) != (saved := data["layers"]):
+            raise ReplayError(f"{env} has the wrappers {names}, the saved game {saved}: build it with the same")
         structure, arrays = data["attributes"]
         attributes = from_data(structure, arrays, (*layers, layers[-1].ale))
         return cls(layers, attributes, _machine(data["machine"]))
 
 
-def _machine(state: bytes) -> Any:
-    """ALE's state from its bytes."""
-    import ale_py
+def _names(layers: Sequence[Any]) -> list[str]:
+    return [type(layer).__name__ for layer in layers]
 
-    return ale_py.ALEState(state)
+
+def _machine(state: bytes) -> Any:
+    return sys.modules["ale_py"].ALEState(state)
 
 
 def _copied(attributes: list[dict[str, Any]], old: Sequence[Any], new: Sequence[Any]) -> list[dict[str, Any]]:
@@ -203,13 +196,11 @@ class _History:
     machine: Any = None  # ALE's state after all calls
 
     def data(self) -> dict[str, Any]:
-        """The history as plain data; raises as `_Copy.data` does."""
         copies = {name: each and each.data() for name, each in (("older", self.older), ("newer", self.newer))}
         return {**vars(self), **copies, "machine": self.machine.__getstate__()}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any], env: GymEnv) -> _History:
-        """The history from its `data`, for a game with the same wrappers; raises as `_Copy.from_data` does."""
         copies = {name: data[name] and _Copy.from_data(data[name], env) for name in ("older", "newer")}
         return cls(**{**data, **copies, "machine": _machine(data["machine"])})
 
@@ -218,14 +209,12 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
     """A game that records its recent calls, so that `follow` can bring another game to the same state."""
 
     def __init__(self, env: GymEnv) -> None:
-        """Wrap a game that has not been reset yet."""
         super().__init__(env)
         self._step = env.step
         self._unfit: Exception | None = None  # the error of a copy, if the wrappers cannot be copied
         self._begin(_History(None, None, None, [], []))
 
     def _begin(self, history: _History) -> None:
-        """Make this the history, to which further calls are added."""
         self._history = history
         self._calls = history.since
 
@@ -327,9 +316,8 @@ class AtariLanes(Lanes):
     def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
         results = []
         for lane in lanes:
-            game = self._games[lane]
-            results.append(call_of(self._first_lane + lane, function, game.env, args))
-            game.changed()
+            results.append(call_of(self._first_lane + lane, function, self._games[lane].env, args))
+            self._games[lane].changed()
         return results
 
     def snapshot(self) -> list[_History]:

@@ -28,7 +28,6 @@ class Lanes(SimulatorsBase):
     """One Gymnasium environment per lane, stepped one after the other."""
 
     def __init__(self, lanes: Sequence[GymEnv], env: SimulatedEnv) -> None:
-        """Prepare the environments in `lanes`, described by `env`, without resetting them."""
         self._envs = lanes
         self._steps: list[Callable[[Any], Any]] = [lane.step for lane in lanes]
         self._resets: list[Callable[..., Any]] = [lane.reset for lane in lanes]
@@ -116,11 +115,9 @@ class Lanes(SimulatorsBase):
             raise
 
     def _not_five(self, lane: int, answer: Any) -> EnvError:
-        """The EnvError for a step that returned anything but five values."""
         return EnvError(f"lane {self._first_lane + lane}: step returned {shown(answer)}, {_FIVE_VALUES}")
 
     def _raised(self, error: Exception, lane: int, action: Any) -> EnvError:
-        """The EnvError, which names the lane, for a step that raised."""
         where = f"lane {self._first_lane + lane}"
         if "values to unpack (expected 5" in str(error):  # by a wrapper, such as that of `max_episode_steps`
             return EnvError(f"{where}: step, within a wrapper: {error}, {_FIVE_VALUES}")
@@ -140,15 +137,14 @@ class Lanes(SimulatorsBase):
     def close(self) -> None:
         """Close every environment, then raise EnvError for the first one that could not be."""
         failed: list[tuple[int, Exception]] = []
-        for lane, env in enumerate(self._envs):
+        for lane, env in enumerate(self._envs, self._first_lane):
             try:
                 env.close()
             except Exception as error:
                 failed.append((lane, error))
             SIGNS.count[0] += 1
         for lane, reason in failed:
-            where = f"lane {self._first_lane + lane}"
-            raise EnvError(f"{where}: close raised {reason!r}: correct that; the others are closed") from reason
+            raise EnvError(f"lane {lane}: close raised {reason!r}: correct that; the others are closed") from reason
 
 
 def _copied(value: Any) -> Any:

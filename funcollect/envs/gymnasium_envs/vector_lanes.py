@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from funcollect.envs.base import autoreset_mode
 from funcollect.envs.gymnasium_envs.lanes import bad_reset, no_info_key
-from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, batch_decoder
+from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, batch_decoder, of_everyone
 from funcollect.envs.host.rows import Rows
 from funcollect.errors import EnvError
 from funcollect.messages import shown
@@ -27,8 +27,7 @@ _TO_DIE = 1.0  # seconds that a process may take to end after its pipe was close
 
 def check_autoreset(env: GymVectorEnv) -> None:
     """Raise ValueError if the vector environment resets its lanes itself."""
-    mode = autoreset_mode(env)
-    if mode == AutoresetMode.DISABLED:
+    if (mode := autoreset_mode(env)) == AutoresetMode.DISABLED:
         return
     mend = f"build {type(env).__name__} with that argument, or pass the list of its functions"
     if env.spec is not None:
@@ -67,9 +66,7 @@ class VectorLanes(SimulatorsBase):
     """A vector environment that is stepped as a whole, and reset by masks."""
 
     def __init__(self, vector: GymVectorEnv, env: SimulatedEnv, rebuild: Callable[[], GymVectorEnv]) -> None:
-        """Prepare `vector`, which is not reset yet, as the simulators of `env`; `rebuild` makes another like it."""
-        self._env = vector
-        self._rebuild = rebuild
+        self._env, self._rebuild = vector, rebuild
         self._broken_off = False  # whether the last call of the environment raised, so its processes may be unusable
         self._info_keys = env.info_keys
         self._started = False  # whether all lanes have been reset
@@ -78,17 +75,11 @@ class VectorLanes(SimulatorsBase):
         self._rows = Rows(env)
         self.observation = self._rows.arrays
 
-    def _mask(self, lanes: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """A mask [P] bool that is True for `lanes`."""
-        mask = np.zeros(self._env.num_envs, bool)
-        mask[list(lanes)] = True
-        return mask
-
     @override
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
         if not lanes:
             return  # Gymnasium takes no empty mask
-        mask = self._mask(lanes)
+        mask = np.isin(np.arange(self._env.num_envs), lanes)
         given = dict(zip(lanes, seeds, strict=True))
         by_lane = [given.get(lane) for lane in range(self._env.num_envs)]
         if self._broken_off and mask.all() and isinstance(self._env, AsyncVectorEnv):
@@ -105,17 +96,15 @@ class VectorLanes(SimulatorsBase):
         self._started = True
         self._ended[mask] = False
         self._broken_off = False
-        self._rows.write_from_batch(answer[0], lanes)
+        self._rows.write_batch(answer[0], lanes, of_all=True)
 
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
         actions, everyone = self._decode(action), len(lanes) == self._env.num_envs
-        if not everyone:  # the environment steps all of its lanes; the results of the others are dropped
-            some, actions = actions, np.repeat(actions[:1], self._env.num_envs, 0)
-            actions[list(lanes)] = some
+        actions = actions if everyone else of_everyone(actions, lanes, self._env.num_envs)
         self._broken_off = True
         try:
-            if not everyone and (over := self._ended & ~self._mask(lanes)).any():
+            if not everyone and (over := self._ended & np.isin(np.arange(len(self._ended)), lanes, invert=True)).any():
                 self._env.reset(options={"reset_mask": over})  # Gymnasium forbids to step a lane after its end
             observation, *answer, info = self._env.step(actions)
         except Exception as error:
@@ -125,10 +114,8 @@ class VectorLanes(SimulatorsBase):
         flags = outcome[1:] > 0
         self._ended = np.any(flags, axis=0)
         picked = self._pick(info)
-        if everyone:
-            self._rows.write_batch(observation)
-        else:
-            self._rows.write_from_batch(observation, lanes)
+        self._rows.write_batch(observation, lanes, of_all=True)
+        if not everyone:
             outcome, flags = outcome[:, list(lanes)], flags[:, list(lanes)]
             picked = [tuple(values[lane] for lane in lanes) for values in picked]
         return outcome[0].tolist(), flags[0].tolist(), flags[1].tolist(), picked
@@ -159,13 +146,12 @@ class VectorLanes(SimulatorsBase):
 
     @override
     def close(self) -> None:
-        if not isinstance(self._env, AsyncVectorEnv):
-            self._env.close()
+        if isinstance(self._env, AsyncVectorEnv) and self._broken_off:
+            _end_processes(self._env)
             return
         try:
-            if not self._broken_off:
-                self._env.close()
-                return
+            self._env.close()
         except (EOFError, OSError):
-            pass  # a process has ended
-        _end_processes(self._env)
+            if not isinstance(self._env, AsyncVectorEnv):
+                raise
+            _end_processes(self._env)  # one has ended

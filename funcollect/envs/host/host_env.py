@@ -23,8 +23,7 @@ from funcollect.protocols import Column, Env, Forking, HostEnv, Outcome, Seeding
 from funcollect.specs import ActionSpec
 from funcollect.tree import Path
 
-# What opens the simulators of the lanes ``first … end - 1``.
-OpenerOf = Callable[[int, int], Callable[["SimulatedEnv"], Simulators]]
+OpenerOf = Callable[[int, int], Callable[["SimulatedEnv"], Simulators]]  # opens the lanes ``first … end - 1``
 
 ONWARD = "correct that, or begin new episodes with funcollect.recover(env, state), as a collector does by itself"
 
@@ -51,36 +50,29 @@ def check_outcome(outcome: Outcome, lanes: Sequence[int]) -> None:
     """Raise EnvError for the first lane whose reward is no number, or whose flags are neither bools nor ints."""
     reward, terminated, truncated, _ = outcome
     flags = {*map(type, terminated), *map(type, truncated)}
-    if not (flags <= _FLAGS and set(map(type, reward)) <= _NUMBERS):
-        _check_outcome_slowly(outcome, lanes)
+    plain = flags <= _FLAGS and set(map(type, reward)) <= _NUMBERS
+    if not plain and (error := _fault(outcome, lanes)):
+        raise error
 
 
 def bad_outcome(outcome: Outcome, lanes: Sequence[int]) -> EnvError:
     """The error for an outcome that could not be recorded, for one of the reasons in `NOT_RECORDED`."""
-    try:
-        _check_outcome_slowly(outcome, lanes)
-    except EnvError as error:
-        return error
-    return EnvError(f"step returned {shown(outcome, 200)}, expected one reward and two flags per lane: correct that")
+    says = f"step returned {shown(outcome, 200)}, expected one reward and two flags per lane: correct that"
+    return _fault(outcome, lanes) or EnvError(says)
 
 
-def _check_outcome_slowly(outcome: Outcome, lanes: Sequence[int]) -> None:
-    reward, terminated, truncated, _ = outcome
+def _fault(outcome: Outcome, lanes: Sequence[int]) -> EnvError | None:
     flag = "a bool: return (observation, reward, terminated, truncated, info)"
-    _check_each("reward", reward, "biuf", "a number: return a float", lanes)
-    _check_each("terminated", terminated, "biu", flag, lanes)
-    _check_each("truncated", truncated, "biu", flag, lanes)
-
-
-def _check_each(name: str, values: Column, kinds: str, expected: str, lanes: Sequence[int]) -> None:
-    """Raise EnvError for the first lane whose value is not one number of these NumPy kinds, described by `expected`."""
-    for lane, value in zip(lanes, values, strict=False):
-        try:
-            array = np.asarray(value)
-        except (TypeError, ValueError, RuntimeError):
-            array = np.empty(0)
-        if array.shape or array.dtype.kind not in kinds:
-            raise EnvError(f"lane {lane}: step returned the {name} {shown(value, 60)}, expected {expected}")
+    wanted = (("reward", "biuf", "a number: return a float"), ("terminated", "biu", flag), ("truncated", "biu", flag))
+    for (name, kinds, expected), values in zip(wanted, outcome, strict=False):
+        for lane, value in zip(lanes, values, strict=False):
+            try:
+                array = np.asarray(value)
+            except (TypeError, ValueError, RuntimeError):
+                array = np.empty(0)
+            if array.shape or array.dtype.kind not in kinds:
+                return EnvError(f"lane {lane}: step returned the {name} {shown(value, 60)}, expected {expected}")
+    return None
 
 
 def bad_info(key: str, values: Column, error: Exception) -> EnvError:
@@ -169,12 +161,10 @@ def call_of(lane: int, function: Callable[..., Any], env: Any, args: tuple[Any, 
 
 
 class SimulatorsBase(ABC):
-    """Subclass this with `reset` and `step` for simulators that work in this process.
+    """Subclass this with `reset` and `step` for simulators that work in this process; `HostEnvBase` shows one.
 
     Attributes:
         observation: the current observations by key, each [P, ...], zeros at first: both methods write into it.
-
-    `HostEnvBase` shows one.
     """
 
     observation: Mapping[Path, npt.NDArray[Any]]
@@ -245,15 +235,22 @@ def batch_decoder(spec: ActionSpec) -> Callable[[Any], npt.NDArray[Any]]:
     return lambda action: np.asarray(action).astype(dtype)
 
 
-class _Numbers(dict[int, Any]):
-    """NumPy's numbers of a dtype by their values: it takes half as long to look one up as to make it."""
+def of_everyone(action: Any, lanes: Sequence[int], num_envs: int) -> Any:
+    """Actions [P, ...] of all lanes, from [k, ...] of these: for simulators that only step all lanes together."""
+    everyone = action[[0] * num_envs]
+    everyone[list(lanes)] = action
+    return everyone
 
-    def __init__(self, dtype: np.dtype[Any], start: int, count: int) -> None:
-        self._type = dtype.type
-        super().__init__({value: self._type(value) for value in range(start, start + min(count, 1024))})
+
+class _Numbers(dict[int, Any]):
+    """NumPy's numbers of a type by their values: it takes half as long to look one up as to make it."""
+
+    def __init__(self, kind: Callable[[int], Any]) -> None:
+        self._kind = kind
 
     def __missing__(self, value: int) -> Any:
-        return self._type(value)
+        made = self._kind(value)
+        return self.setdefault(value, made) if len(self) < 1024 else made
 
 
 def decoder(spec: ActionSpec) -> Callable[[Any], Sequence[Any]]:
@@ -264,10 +261,9 @@ def decoder(spec: ActionSpec) -> Callable[[Any], Sequence[Any]]:
     batch: Callable[[Any], Any] = batch_decoder(spec)
     if spec.space.shape:
         return batch
-    dtype = np.dtype(spec.space.dtype)
     if not spec.categories:
         return lambda action: [np.asarray(value) for value in batch(action)]
-    number = _Numbers(dtype, int(spec.start.min()), max(spec.categories)).__getitem__
+    number = _Numbers(np.dtype(spec.space.dtype).type).__getitem__
     if spec.one_hot:
         return lambda action: [*map(number, batch(action).tolist())]
     return lambda action: [*map(number, action.tolist())]

@@ -23,28 +23,23 @@ class LeafRows:
     """The current rows of one leaf, in `array` [P, *shape]; all methods raise EnvError for other shapes and dtypes."""
 
     def __init__(self, leaf: Leaf, array: Array, first_lane: int) -> None:
-        """Write into `array`; messages call its first row the lane `first_lane`."""
-        self.leaf = leaf
-        self.array = array
-        self._first_lane = first_lane
+        self.leaf, self.array, self._first_lane = leaf, array, first_lane
         casting: Literal["same_kind", "safe"] = "same_kind" if leaf.dtype.kind == "f" else "safe"
         dtypes = [np.dtype(kind) for kind in "?bhilqBHILQefd"]
         self.dtypes = {dtype for dtype in dtypes if np.can_cast(dtype, leaf.dtype, casting)}  # accepted as is
 
-    def write_batch(self, values: Any, lanes: Array | None = None) -> None:
-        """Write an array [P, *shape] or, if k lanes are given, [k, *shape] into their rows."""
-        wanted = self.array.shape if lanes is None else (len(lanes), *self.leaf.shape)
+    def write_batch(self, values: Any, lanes: Sequence[int] | Array | None = None, *, of_all: bool = False) -> None:
+        """Write an array [P, *shape], or the rows of k lanes from [k, *shape] or, if it is `of_all`, [P, *shape]."""
+        wanted = self.array.shape if lanes is None or of_all else (len(lanes), *self.leaf.shape)
         values = self._as_array("the vector environment", values, wanted)
+        if lanes is not None and of_all:
+            lanes = None if len(lanes) == len(values) else np.array(lanes)
+            values = values if lanes is None else values[lanes]
         if values.dtype in self.dtypes:
             self.array[... if lanes is None else lanes] = values
         else:
             for lane, value in zip(range(len(values)) if lanes is None else lanes, values, strict=True):
                 self.write_lane(lane, value)
-
-    def write_from_batch(self, values: Any, lanes: Sequence[int]) -> None:
-        """Write the rows of `lanes` only, from an array [P, *shape] of all lanes."""
-        index = np.array(lanes)
-        self.write_batch(self._as_array("the vector environment", values, self.array.shape)[index], index)
 
     def write_lane(self, lane: int, value: Any) -> None:
         """Write one lane's row. Any number is cast to a floating dtype; integers have to keep their values."""
@@ -82,7 +77,6 @@ class Rows:
     """The current observations of all lanes of an environment, for all leaves of its space."""
 
     def __init__(self, env: SimulatedEnv) -> None:
-        """Write into the environment's `memory`, [P, ...] by path; by default into new arrays of zeros."""
         self.space, leaves, num_envs = env.observation_space, env.observation_leaves, env.num_envs or 1
         self._first_lane = env.first_lane
         arrays = env.memory or observation_rows(env)
@@ -97,19 +91,15 @@ class Rows:
             self.plain = [only.array[lane, ...] for lane in range(num_envs)], only.dtypes, only.leaf.shape
 
     def _write_lane(self, lane: int, observation: Any) -> None:
-        """Write the observation of one lane."""
         for rows, value in zip(self.leaves, self._parts(lane, observation), strict=True):
             rows.write_lane(lane, value)
 
-    def write_batch(self, observations: Any, lanes: Array | None = None) -> None:
-        """Write a vector environment's observation, whose leaves are [P, ...], or [k, ...] for k of the `lanes`."""
+    def write_batch(
+        self, observations: Any, lanes: Sequence[int] | Array | None = None, *, of_all: bool = False
+    ) -> None:
+        """Write a vector environment's observation, whose leaves `LeafRows.write_batch` describes."""
         for rows, values in zip(self.leaves, self._parts(None, observations), strict=True):
-            rows.write_batch(values, lanes)
-
-    def write_from_batch(self, observations: Any, lanes: Sequence[int]) -> None:
-        """Write the rows of `lanes` only, from a vector environment's observation of all lanes."""
-        for rows, values in zip(self.leaves, self._parts(None, observations), strict=True):
-            rows.write_from_batch(values, lanes)
+            rows.write_batch(values, lanes, of_all=of_all)
 
     def _parts(self, lane: int | None, observation: Any) -> list[Any]:
         """The leaves of one lane's observation, or of all lanes' (None), in order; EnvError for another structure."""
@@ -124,7 +114,6 @@ class Rows:
 
 
 def _structure(observation: Any) -> str:
-    """The structure of an observation in words, for a message."""
     if isinstance(observation, Mapping):
         return f"a dict with the keys {sorted(map(str, observation))}"
     if isinstance(observation, (tuple, list)):

@@ -32,11 +32,10 @@ def check_functions(env: JaxEnv, params: Any) -> tuple[int, ...]:
         )
     _check_observation(env, "reset", begun[1])
     _check_observation(env, "step", moved.observation)
-    for name in ("terminated", "truncated"):
-        _check_leaf(f"{name} that step of {env!r} returned", getattr(moved, name), "bool []", (), np.dtype(bool))
-    reward: tuple[int, ...] = tuple(getattr(moved.reward, "shape", ()))
-    what = f"reward that step of {env!r} returned"
-    _check_leaf(what, moved.reward, "a number [] or [players]", reward[:1], np.dtype(np.float64))
+    reward: tuple[int, ...] = tuple(moved.reward.shape)
+    flag, number = ("bool []", (), np.dtype(bool)), ("a number [] or [players]", reward[:1], np.dtype(np.float64))
+    for name, wanted in (("terminated", flag), ("truncated", flag), ("reward", number)):
+        _check_leaf(f"{name} that step of {env!r} returned", getattr(moved, name), *wanted)
     return reward
 
 
@@ -61,13 +60,9 @@ def _attributes_of(env: JaxEnv) -> list[Variable]:
     if not isinstance(env, JaxEnvBase):
         return []
     own = itertools.takewhile(lambda each: each is not JaxEnvBase, type(env).__mro__)
-    plain = (
-        name
-        for each in own
-        for name, value in vars(each).items()
-        if not callable(value) and not hasattr(value, "__get__") and not name.startswith("__")
-    )
-    names = dict.fromkeys([*vars(env), *plain]).keys() - {"params", "_memo"}
+    members = itertools.chain.from_iterable(vars(each).items() for each in own)
+    plain = [name for name, value in members if not (callable(value) or hasattr(value, "__get__") or name[:2] == "__")]
+    names = {*vars(env), *plain} - {"params", "_memo"}
     return [(name, env) for name in sorted(names) if getattr(env, name, None) is not None]
 
 
@@ -83,13 +78,11 @@ def differing(one: Any, other: Any) -> str:
 
 
 def _described(tree: Any) -> dict[str, str]:
-    """The dtype and shape of each leaf of a pytree, as text, by its path."""
     tree_util = import_jax().tree_util
     return {tree_util.keystr(path): _words(leaf) for path, leaf in tree_util.tree_leaves_with_path(tree)}
 
 
 def _words(leaf: Any) -> str:
-    """The dtype and shape of an array as text, such as ``"float32 [4]"``; the type of anything else."""
     return f"{leaf.dtype} {list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 

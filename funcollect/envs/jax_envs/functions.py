@@ -66,8 +66,9 @@ def from_functions(
     """
     check_kind("name", name, str, "pass for example 'walk'")
     check_pure_functions("", reset, step)
-    options = (num_envs, one_hot, info_keys, starts, max_episode_steps, params)
-    env = jax_env(name, reset, step, observation_space, action_space, *options, param_keys=param_keys)
+    common = (observation_space, action_space, num_envs, one_hot, info_keys, starts)
+    facts = {"max_episode_steps": max_episode_steps, "params": params, "param_keys": param_keys}
+    env = jax_env(name, reset, step, *common, **facts)
     check_functions(env, env.params)
     return env
 
@@ -113,7 +114,7 @@ def from_functional(
         info = env.transition_info(env_state, action, state, *last)
         return Transition(state, observation, reward, env.terminal(state, key, *last), False, info)
 
-    options = (num_envs, one_hot, info_keys, starts, max_episode_steps)
-    made = jax_env(type(env).__name__, reset, step, env.observation_space, env.action_space, *options)
+    common = (env.observation_space, env.action_space, num_envs, one_hot, info_keys, starts)
+    made = jax_env(type(env).__name__, reset, step, *common, max_episode_steps=max_episode_steps)
     check_functions(made, made.params)
     return made

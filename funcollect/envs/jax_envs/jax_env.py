@@ -5,13 +5,15 @@ Here are their base class, what adapters return, and what adapters of suites sha
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 from gymnasium import spaces
 
 from funcollect.arguments import check_choice, check_keys, check_kind, check_num_envs, check_optional_positive
@@ -60,7 +62,6 @@ class JaxEnvBase(EnvBase, ABC):
     param_keys: Sequence[str] = ()
 
     def __init__(self, num_envs: int | None = None) -> None:
-        """Check and set `num_envs`; TypeError if the subclass lacks a space, or a function takes other arguments."""
         super().__init__(num_envs)
         check_pure_functions(f"{type(self).__name__}.", self.reset, self.step)
 
@@ -114,29 +115,20 @@ def jax_env(
     one_hot: bool = False,
     info_keys: Sequence[str] = (),
     starts: Starts = "fresh",
-    max_episode_steps: int | None = None,
-    params: Any = None,
-    default_params: Any = None,
-    param_keys: Sequence[str] = (),
-    **facts: Any,
+    **fields: Any,
 ) -> FunctionsEnv:
     """Make the environment of two functions of one lane; `from_functions` documents the arguments.
 
     `step` returns a Transition, or a tuple of its fields. Observation spaces get the integer dtypes that JAX has. The
-    `facts` are further fields of a `FunctionsEnv`: `truncates`, `renderer`.
+    `fields` are further ones of a `FunctionsEnv`.
     """
     check_kind("observation_space", observation_space, spaces.Space, "pass a space of gymnasium.spaces")
     check_kind("action_space", action_space, spaces.Space, "pass a space of gymnasium.spaces")
     check_num_envs(num_envs)
-    check_optional_positive("max_episode_steps", max_episode_steps)
     check_keys("info_keys", info_keys, "discount")
-    default_params = params if default_params is None else default_params
-    check_keys("param_keys", param_keys, "gravity")
-    for name in param_keys:
-        param_of(default_params, name)
     check_choice("starts", starts, get_args(Starts))
     observed = as_delivered(observation_space)
-    return FunctionsEnv(
+    env = FunctionsEnv(
         label=label,
         num_envs=num_envs,
         observation_space=observed,
@@ -145,12 +137,14 @@ def jax_env(
         reset=reset,
         step=_with_infos(label, step, tuple(info_keys)),
         starts=starts,
-        max_episode_steps=max_episode_steps,
-        params=params,
-        default_params=default_params,
-        param_keys=tuple(param_keys),
-        **facts,
+        **fields,
     )
+    check_optional_positive("max_episode_steps", env.max_episode_steps)
+    check_keys("param_keys", env.param_keys, "gravity")
+    env = replace(env, default_params=default_params(env), param_keys=tuple(env.param_keys))
+    for name in env.param_keys:
+        param_of(env.default_params, name)
+    return env
 
 
 @dataclass(frozen=True)
@@ -180,12 +174,7 @@ class Suite:
 
 
 def check_known(suite: str, name: str, known: Iterable[str]) -> None:
-    """Raise ValueError unless `name` is among a suite's `known` environments.
-
-    >>> check_known("brax", "Ant", ["ant", "hopper"])
-    Traceback (most recent call last):
-    ValueError: brax has no environment 'Ant', expected one of ['ant', 'hopper']: did you mean 'ant'?
-    """
+    """Raise ValueError unless `name` is among a suite's `known` environments; the message names similar ones."""
     known = sorted(known)
     if name in known:
         return
@@ -207,6 +196,16 @@ def first_observation(reset: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
     jax = import_jax()
     with own_generator():
         return jax.eval_shape(lambda key: reset(key, None)[1], jax.numpy.zeros(2, "uint32"))
+
+
+def copy_with(env: Any, wrapped: str, change: Callable[[Any], None]) -> Any:
+    """A copy of a suite's environment, changed under its wrappers, which hold it as `wrapped`: for one trace."""
+    copied = copy.copy(env)
+    if wrapped in vars(env):
+        setattr(copied, wrapped, copy_with(getattr(env, wrapped), wrapped, change))
+    else:
+        change(copied)
+    return copied
 
 
 def default_params(env: Any) -> Any:
@@ -254,6 +253,9 @@ def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]
     return recorded
 
 
+_OUTCOME = (("reward", np.float32, np.floating), ("terminated", bool, np.bool_), ("truncated", bool, np.bool_))
+
+
 def reset_lane(env: JaxEnv, key: Any, params: Any) -> tuple[Any, Any]:
     """Call the environment's `reset` within a JAX trace; EnvError unless it returns a state and an observation."""
     with tracing(f"reset of {env!r}"):
@@ -269,8 +271,8 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
     with tracing(f"step of {env!r}"):
         answer = env.step(key, env_state, action, params)
     transition = checked_transition(env, answer)
-
-    def converted(name: str, dtype: Any) -> Any:
+    converted = {}
+    for name, dtype, kind in _OUTCOME:
         value = getattr(transition, name)
         try:
             array = jnp.asarray(value)
@@ -278,15 +280,8 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
             raise EnvError(
                 f"the {name} that step of {env!r} returned is {returned(value)}, expected an array: return a number"
             ) from error
-        if not any(
-            jnp.issubdtype(array.dtype, kind) for kind in (jnp.integer, bool if dtype is bool else jnp.floating)
-        ):
+        if not (jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, kind)):
             wanted = "bool: compare, as in x > 2" if dtype is bool else "a number: reward comes before the two flags"
             raise EnvError(f"the {name} that step of {env!r} returned is {array.dtype}, expected {wanted}")
-        return array.astype(dtype)
-
-    return transition._replace(
-        reward=converted("reward", jnp.float32),
-        terminated=converted("terminated", bool),
-        truncated=converted("truncated", bool),
-    )
+        converted[name] = array.astype(dtype)
+    return transition._replace(**converted)

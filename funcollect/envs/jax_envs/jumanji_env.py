@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from funcollect.arguments import check_keys
 from funcollect.envs.jax_envs.checks import differing
-from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Suite, jax_env
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Suite, copy_with, jax_env
 from funcollect.envs.jax_envs.renderers import jumanji_renderer
 from funcollect.envs.spaces import box
 from funcollect.interop.jax_setup import import_jax, own_generator
@@ -27,6 +27,7 @@ _SUITE = Suite(
     ("observation_spec", "action_spec", "reset", "step"),
 )
 _GENERATORS = ("generator", "_generator")  # the attributes by which environments hold theirs
+_NUMBERS = (int, float, np.number)
 
 
 def from_jumanji(
@@ -65,9 +66,7 @@ def from_jumanji(
     label, raw = _SUITE.make(env, kwargs)
     observed = _space(raw.observation_spec)
     check_keys("params", params, "time_limit")
-    numbers = {name: _number(raw.unwrapped, name) for name in params}
-    for name, number in numbers.items():
-        _check_traceable(raw, name, number)
+    numbers = {name: _number(raw, name) for name in params}
 
     def reset(key: Any, given: Any) -> tuple[Any, Any]:
         state, timestep = _with(raw, given).reset(key)
@@ -79,11 +78,10 @@ def from_jumanji(
         observation = _plain(observed, timestep.observation)
         return Transition(state, observation, timestep.reward, over & ended, over & ~ended, timestep.extras)
 
-    options = (num_envs, one_hot, info_keys, starts)
+    common = (observed, _space(raw.action_spec), num_envs, one_hot, info_keys, starts)
     limited = getattr(raw.unwrapped, "time_limit", None) is not None
-    more: dict[str, Any] = {"truncates": limited, "renderer": partial(jumanji_renderer, raw)}
-    more |= {"default_params": numbers or None, "param_keys": param_keys}
-    return jax_env(label, reset, step, observed, _space(raw.action_spec), *options, **more)
+    facts: dict[str, Any] = {"default_params": numbers or None, "param_keys": param_keys, "truncates": limited}
+    return jax_env(label, reset, step, *common, renderer=partial(jumanji_renderer, raw), **facts)
 
 
 def _plain(space: Space, observation: Any) -> Any:
@@ -95,7 +93,6 @@ def _plain(space: Space, observation: Any) -> Any:
 
 
 def _space(spec: Any) -> Space:
-    """The Gymnasium counterpart of a spec of jumanji."""
     match type(spec).__name__:
         case "DiscreteArray":
             return spaces.Discrete(int(spec.num_values))
@@ -125,33 +122,31 @@ def _attribute(holder: Any, name: str) -> str | None:
 
 
 def _with(env: Any, numbers: Mapping[str, Any] | None) -> Any:
-    """For one trace a copy of an environment, under its wrappers, with other numbers in it and in its generator.
+    """A copy of an environment with other numbers in it and in its generator; without any the environment itself.
 
     A name stands for the attribute of the environment, of its generator, or of both, since environments copy those of
-    their generator. A leading underscore is left out. Without numbers it is the environment itself.
+    their generator. A leading underscore is left out.
     """
-    if numbers is None:
-        return env
-    copied = copy.copy(env)
-    if env.unwrapped is not env:
-        copied._env = _with(env._env, numbers)
-        return copied
-    for name in _GENERATORS:
-        if hasattr(vars(copied).get(name), "__dict__"):
-            setattr(copied, name, copy.copy(vars(copied)[name]))
-    for holder in _holders(copied):
-        for name, value in numbers.items():
-            if attribute := _attribute(holder, name):
-                setattr(holder, attribute, value)
-    return copied
+
+    def change(copied: Any) -> None:
+        for name in _GENERATORS:
+            if hasattr(vars(copied).get(name), "__dict__"):
+                setattr(copied, name, copy.copy(vars(copied)[name]))
+        for holder in _holders(copied):
+            for name, value in (numbers or {}).items():
+                if attribute := _attribute(holder, name):
+                    setattr(holder, attribute, value)
+
+    return env if numbers is None else copy_with(env, "_env", change)
 
 
-def _number(env: Any, name: str) -> Any:
-    """The value of a number; ValueError if there is none, or if environment and generator differ."""
-    found = [vars(holder)[attribute] for holder in _holders(env) if (attribute := _attribute(holder, name))]
-    if not found or not all(_is_number(value) for value in found):
-        members = [member for holder in _holders(env) for member in vars(holder).items()]
-        known = sorted({key.lstrip("_") for key, value in members if _is_number(value)})
+def _number(raw: Any, name: str) -> Any:
+    """The value of a number; ValueError if there is none, if environment and generator differ, or if it has to stay."""
+    env, holders = raw.unwrapped, _holders(raw.unwrapped)
+    found = [vars(holder)[attribute] for holder in holders if (attribute := _attribute(holder, name))]
+    if not found or not all(isinstance(value, _NUMBERS) for value in found):
+        members = [member for holder in holders for member in vars(holder).items()]
+        known = sorted({key.lstrip("_") for key, value in members if isinstance(value, _NUMBERS)})
         raise ValueError(
             f"params has {name!r}, expected numbers of {type(env).__name__} or its generator, such as {known}: correct "
             "the name"
@@ -161,15 +156,16 @@ def _number(env: Any, name: str) -> Any:
             f"params has {name!r}, which is {found[0]} in {type(env).__name__}, but {found[1]} in its generator, "
             "expected the same: make the environment from the generator"
         )
+    if why := _why_fixed(raw, name, found[0]):
+        raise ValueError(
+            f"params has {name!r}, which cannot change during a run of {type(env).__name__}, since its value is needed "
+            f"earlier, for example for a shape ({why}): leave it out, and make an environment for each value"
+        )
     return found[0]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number)
-
-
-def _check_traceable(env: Any, name: str, number: Any) -> None:
-    """Raise ValueError for a number whose value jumanji reads while JAX traces it, or does not read at all."""
+def _why_fixed(env: Any, name: str, number: Any) -> str:
+    """Why JAX cannot trace a number, whose value jumanji reads while it is traced, or not at all; empty if it can."""
     jax = import_jax()
     key, action = jax.ShapeDtypeStruct((2,), np.uint32), env.action_spec.generate_value()
     value = jax.ShapeDtypeStruct((), jax.numpy.asarray(number).dtype)
@@ -185,11 +181,6 @@ def _check_traceable(env: Any, name: str, number: Any) -> None:
             traced, shapes = jax.make_jaxpr(first_step, return_shape=True)(key, value)
             read = {id(variable) for step in traced.jaxpr.eqns for variable in step.invars}
             unused = "" if id(traced.jaxpr.invars[-1]) in read else "neither reset nor step reads it"
-            why = differing(wanted, shapes) or unused
+            return differing(wanted, shapes) or unused
         except Exception as error:
-            why = str(error).partition("\n")[0]
-    if why:
-        raise ValueError(
-            f"params has {name!r}, which cannot change during a run of {type(env.unwrapped).__name__}, since its value "
-            f"is needed earlier, for example for a shape ({why}): leave it out, and make an environment for each value"
-        )
+            return str(error).partition("\n")[0]

@@ -1,33 +1,52 @@
 """Adapters for suites of JAX environments.
 
-These are gymnax (https://github.com/RobertTLange/gymnax, of its releases 1.x and 0.0.x), navix
+These are brax (https://github.com/google/brax), gymnax (https://github.com/RobertTLange/gymnax, of its releases 1.x and
+0.0.x), MuJoCo Playground (https://github.com/google-deepmind/mujoco_playground), navix
 (https://github.com/epignatelli/navix), and pgx (https://github.com/sotetsuk/pgx) with games of one player or several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
-from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Suite, first_observation, jax_env
-from funcollect.envs.jax_envs.renderers import gymnax_renderer, navix_renderer
+from funcollect.arguments import check_optional_positive, check_positive
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Suite, copy_with, first_observation, jax_env
+from funcollect.envs.jax_envs.renderers import brax_renderer, gymnax_renderer, navix_renderer, playground_renderer
 from funcollect.envs.spaces import box, space_like
 from funcollect.interop.jax_setup import own_generator
 from funcollect.protocols import Starts, Transition
 from funcollect.specs import Space
 
+
+def _load_playground(registry: Any, name: str, **kwargs: Any) -> Any:
+    """Load an environment of MuJoCo Playground, with MJX's JAX implementation unless the arguments name one."""
+    if "config" not in kwargs and "impl" in registry.get_default_config(name):
+        kwargs["config_overrides"] = {"impl": "jax"} | (kwargs.get("config_overrides") or {})
+    return registry.load(name, **kwargs)
+
+
+_PHYSICS = ("reset", "step", "action_size")
+_BRAX = Suite("brax", "brax.envs", lambda envs: (envs._envs, envs.get_environment), _PHYSICS)
 _GYMNAX = Suite(
     "gymnax",
     "gymnax",
     lambda gymnax: (gymnax.registered_envs, lambda name, **kwargs: gymnax.make(name, **kwargs)[0]),
     ("reset_env", "step_env"),
 )
-_PGX = Suite("pgx", "pgx", lambda pgx: (pgx.available_envs(), pgx.make), ("init", "num_players", "num_actions"))
 _NAVIX = Suite("navix", "navix", lambda navix: (navix.registry(), navix.make), ("reset", "_step", "action_space"))
+_PGX = Suite("pgx", "pgx", lambda pgx: (pgx.available_envs(), pgx.make), ("init", "num_players", "num_actions"))
+_PLAYGROUND = Suite(
+    "playground",
+    "mujoco_playground",
+    lambda playground: (playground.registry.ALL_ENVS, partial(_load_playground, playground.registry)),
+    (*_PHYSICS, "unwrapped"),
+)
+_TRAINING = ("AutoResetWrapper", "EpisodeWrapper", "EvalWrapper", "VmapWrapper")  # in brax's and playground's names
 _TRUNCATION, _TERMINATION = 1, 2  # navix's step types; 0 is a transition
 
 
@@ -84,12 +103,10 @@ def from_gymnax(
             truncated = after.time >= params.max_steps_in_episode
         return Transition(after, observation, reward, terminated, truncated, info)
 
-    observed = _space(raw.observation_space(own), first_observation(reset))
-    actions = _space(raw.action_space(own))
-    options = (num_envs, one_hot, info_keys, starts)
-    more: dict[str, Any] = {"default_params": own, "param_keys": param_keys, "truncates": True}
-    more["renderer"] = partial(gymnax_renderer, raw, own)
-    return jax_env(f"gymnax/{raw.name}", reset, step, observed, actions, *options, **more)
+    observed, actions = _space(raw.observation_space(own), first_observation(reset)), _space(raw.action_space(own))
+    facts = {"default_params": own, "param_keys": param_keys, "renderer": partial(gymnax_renderer, raw, own)}
+    common = (observed, actions, num_envs, one_hot, info_keys, starts)
+    return jax_env(f"gymnax/{raw.name}", reset, step, *common, truncates=True, **facts)
 
 
 def _space(given: Any, delivered: Any = None) -> Space:
@@ -146,10 +163,9 @@ def from_navix(
         terminated, truncated = after.step_type == _TERMINATION, after.step_type == _TRUNCATION
         return Transition(after, after.observation, after.reward, terminated, truncated, after.info)
 
-    observed = space_like(first_observation(reset))
     actions: Space = spaces.Discrete(int(raw.action_space.maximum) + 1)
-    options = (num_envs, one_hot, info_keys, starts)
-    return jax_env(label, reset, step, observed, actions, *options, truncates=True, renderer=navix_renderer)
+    common = (space_like(first_observation(reset)), actions, num_envs, one_hot, info_keys, starts)
+    return jax_env(label, reset, step, *common, truncates=True, renderer=navix_renderer)
 
 
 def from_pgx(
@@ -189,7 +205,104 @@ def from_pgx(
     # pgx declares no observation space, so it is derived from the shapes and dtypes
     known: dict[str, Space] = {"current_player": spaces.Discrete(raw.num_players)}
     observed = {name: known.get(name) or space_like(part) for name, part in first_observation(reset).items()}
-    space = spaces.Dict(observed)
     with own_generator():  # pgx begins a game to find the number of its actions
         actions: Space = spaces.Discrete(raw.num_actions)
-    return jax_env(f"pgx/{raw.id}", reset, step, space, actions, num_envs, one_hot, max_episode_steps=max_episode_steps)
+    common = (spaces.Dict(observed), actions, num_envs, one_hot)
+    return jax_env(f"pgx/{raw.id}", reset, step, *common, max_episode_steps=max_episode_steps)
+
+
+def from_brax(
+    env: Any,
+    *,
+    num_envs: int | None = None,
+    episode_length: int = 1000,
+    info_keys: Sequence[str] = (),
+    starts: Starts = "fresh",
+    param_keys: Sequence[str] = (),
+    **kwargs: Any,
+) -> FunctionsEnv:
+    """A JAX environment over a raw brax one, without its training wrappers.
+
+    Args:
+        env: an id such as ``"ant"``, or an instance without wrappers that batch, count or reset.
+        episode_length: steps after which an episode is truncated.
+        info_keys: the keys of the state's `metrics` that a batch records under ``next.info``.
+        **kwargs: for `brax.envs.get_environment`, such as `backend`.
+        num_envs: see `from_functions`.
+        starts: see `from_functions`; ``"cached"`` is what brax's own autoreset does.
+        param_keys: see `from_functions`; the parameters are brax's system.
+
+    Raises the errors of `from_gymnax`, and ValueError for a training wrapper.
+
+    >>> from_brax("inverted_pendulum", num_envs=64)
+    JaxEnv('brax/inverted_pendulum', num_envs=64)
+    """
+    check_positive("episode_length", episode_length, 1000)
+    label, raw = _BRAX.make(env, kwargs)
+    facts = {"max_episode_steps": episode_length, "param_keys": param_keys, "renderer": partial(brax_renderer, raw)}
+    return _over_states(label, raw, "sys", (num_envs, False, info_keys, starts), facts)
+
+
+def from_playground(
+    env: Any,
+    *,
+    num_envs: int | None = None,
+    episode_length: int | None = None,
+    info_keys: Sequence[str] = (),
+    starts: Starts = "fresh",
+    param_keys: Sequence[str] = (),
+    **kwargs: Any,
+) -> FunctionsEnv:
+    """A JAX environment over a raw one of MuJoCo Playground, without its training wrappers.
+
+    The physics are MJX's ``"jax"`` implementation, which runs on every device, unless a `config` or
+    ``config_overrides={"impl": …}`` names another. The `action_repeat` of the config is not applied.
+
+    Args:
+        env: an id such as ``"CartpoleBalance"``, or an instance without wrappers that batch, count or reset.
+        episode_length: steps after which an episode is truncated; by default the config's.
+        **kwargs: for `mujoco_playground.registry.load`: `config`, `config_overrides`.
+        num_envs, info_keys: see `from_brax`.
+        starts: see `from_brax`; resets are slow here, so ``"cached"`` saves much time.
+        param_keys: see `from_brax`; the parameters are MJX's model.
+
+    Raises the errors of `from_brax`.
+
+    >>> from_playground("CartpoleBalance", num_envs=64)
+    JaxEnv('playground/CartpoleBalance', num_envs=64)
+    """
+    check_optional_positive("episode_length", episode_length)
+    label, raw = _PLAYGROUND.make(env, kwargs)
+    length = raw.unwrapped._config.episode_length if episode_length is None else episode_length
+    facts = {"max_episode_steps": length, "param_keys": param_keys, "renderer": partial(playground_renderer, raw)}
+    return _over_states(label, raw, "_mjx_model", (num_envs, False, info_keys, starts), facts)
+
+
+def _over_states(label: str, raw: Any, physics: str, common: tuple[Any, ...], facts: Mapping[str, Any]) -> FunctionsEnv:
+    """Adapt an environment with ``reset(key)`` and ``step(state, action)``: states have `obs`, `reward` and `done`.
+
+    Its attribute `physics` holds the parameters of the simulation. `common` and `facts` are arguments of `jax_env`.
+    """
+    inner = raw
+    while inner is not None:
+        if type(inner).__name__.endswith(_TRAINING):
+            raise ValueError(
+                f"{label} is wrapped in {type(inner).__name__}, expected an environment of one lane that neither "
+                "counts its steps nor resets itself: pass env.unwrapped"
+            )
+        inner = vars(inner).get("env")  # the environment that a wrapper wraps
+
+    def under(params: Any) -> Any:
+        return raw if params is None else copy_with(raw, "env", lambda inner: setattr(inner, physics, params))
+
+    def reset(key: Any, params: Any) -> tuple[Any, Any]:
+        state = under(params).reset(key)
+        return state, state.obs
+
+    def step(_: Any, env_state: Any, action: Any, params: Any) -> Transition:
+        state = under(params).step(env_state, action)
+        return Transition(state, state.obs, state.reward, state.done > 0, False, state.metrics)
+
+    observed, actions = space_like(first_observation(reset)), box((raw.action_size,), "float32", -1.0, 1.0)
+    own = getattr(raw.unwrapped, physics, None)
+    return jax_env(label, reset, step, observed, actions, *common, default_params=own, **facts)

@@ -52,9 +52,7 @@ class FlatModule(nn.Module):
 
     def __init__(self, module: nn.Module, treespec: Any, note: Callable[[Any], None]) -> None:
         super().__init__()
-        self.module = module
-        self._treespec = treespec
-        self._note = note
+        self.module, self._treespec, self._note = module, treespec, note
 
     def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
         """The leaves of the module's output."""
@@ -73,9 +71,10 @@ def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
     """
     operators = len(torch._C._dispatch_get_all_op_names())  # more once a library is imported that has its own
     table, name = _decompositions(operators), type(flat.module).__name__
+    sizes = {"leaves": tuple(map(_open_sizes, leaves))}
     try:
         with _quietly(), _lstm_states(), torch.enable_grad(), _NoShortcuts():
-            program = torch.export.export(flat, tuple(leaves), dynamic_shapes=_open_sizes(leaves), strict=False)
+            program = torch.export.export(flat, tuple(leaves), dynamic_shapes=sizes, strict=False)
             if not all(map(_is_covered, program.graph.nodes)):  # else this takes twice as long, and changes nothing
                 _detach_without_grad(program)
                 program = program.run_decompositions(table)
@@ -88,14 +87,10 @@ def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
     return program
 
 
-def _open_sizes(leaves: list[Tensor]) -> dict[str, Any]:
+def _open_sizes(leaf: Tensor) -> dict[int, Any]:
     """Leave every dimension open except those of images, and those of size 1, which Torch takes to be fixed."""
-
-    def of(leaf: Tensor) -> dict[int, Any]:
-        last = leaf.ndim if leaf.ndim <= _IMAGE else leaf.ndim - _IMAGE
-        return {i: Dim.AUTO for i in range(last) if leaf.shape[i] > 1}
-
-    return {"leaves": tuple(map(of, leaves))}
+    last = leaf.ndim if leaf.ndim <= _IMAGE else leaf.ndim - _IMAGE
+    return {i: Dim.AUTO for i in range(last) if leaf.shape[i] > 1}
 
 
 @lru_cache(maxsize=1)
@@ -117,17 +112,13 @@ class _NoShortcuts(TorchFunctionMode):
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__bool__ and _caller().endswith(_SKIPPING):
-            return True
+        if func is torch.Tensor.__bool__:
+            frame = sys._getframe(1)  # below, the innermost one outside of Torch
+            while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+                frame = frame.f_back
+            if frame.f_code.co_filename.endswith(_SKIPPING):
+                return True
         return func(*args, **(kwargs or {}))
-
-
-def _caller() -> str:
-    """The file of the innermost frame outside Torch and this file."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
-        frame = frame.f_back
-    return frame.f_code.co_filename
 
 
 @contextlib.contextmanager
@@ -218,7 +209,6 @@ def _remove_checks(program: ExportedProgram) -> None:
 
 
 def _is_effect(node: Any) -> bool:
-    """Whether a node calls an operator, its second argument, with a token, its first."""
     return node.target is torch.ops.higher_order.with_effects
 
 
@@ -236,114 +226,89 @@ def _check_writes(name: str, program: ExportedProgram) -> None:
 
 
 def _fault(node: Any) -> str | None:
-    """Why a node cannot be lowered, or None."""
+    """Why a node cannot be lowered, where it is, and what to do; None if it can."""
+    found: tuple[str, str] | None = None
     if node.op != "call_function":
         return None
-    name = str(node.target)
     if _is_effect(node):
-        return f"{node.args[1]} has a side effect, at {place_of(node)}: do that outside of the module"
-    if isinstance(node.target, torch._ops.OpOverload):
-        return _refusal(name, node) or _wide(node) or _narrowed(name, node)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return f"there is no rule for {name}, at {place_of(node)}: call it outside of the module, or write it as arrays"
-    return None
+        found = f"{node.args[1]} has a side effect", ": do that outside of the module"
+    elif isinstance(node.target, torch._ops.OpOverload):
+        found = _refusal(str(node.target), node) or _unlike(str(node.target), node)
+    elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        found = f"there is no rule for {node.target}", ": call it outside of the module, or write it as arrays"
+    return None if found is None else f"{found[0]}, at {place_of(node)}{found[1]}"
 
 
-def _refusal(name: str, node: Any) -> str | None:
-    """Why an ATen operator is refused (shapes that depend on data, random numbers, no rule), or None."""
+def _refusal(name: str, node: Any) -> tuple[str, str] | None:
+    """Why an ATen operator is refused (shapes that depend on data, random numbers, no rule) and what to do, or None."""
     kind = name.split(".")[1]
     if kind in _OF_DATA:
         return None  # the operator that gives the size or the number is refused instead
-    reason = "reads a number out of a tensor" if kind == "_local_scalar_dense" else None
-    value = node.meta.get("val")
+    value, fixed = node.meta.get("val"), ": use operations of a fixed shape, such as torch.where"
+    if kind == "_local_scalar_dense":
+        return f"{name} reads a number out of a tensor", fixed
     if isinstance(value, Tensor) and any(str(size).startswith("u") for size in value.shape):  # sizes made of data
-        reason = reason or "has an output whose shape depends on data"
-    if reason:
-        return f"{name} {reason}, at {place_of(node)}: use operations of a fixed shape, such as torch.where"
+        return f"{name} has an output whose shape depends on data", fixed
     if any(part in kind for part in _RANDOM):
-        return (
-            f"{name} draws random numbers, at {place_of(node)}: call module.eval() first if that is dropout or "
-            "noise of training, or take the noise as an input"
-        )
+        mend = ": call module.eval() first if that is dropout or noise of training, or take the noise as an input"
+        return f"{name} draws random numbers", mend
     if name not in rules():
-        return f"there is no rule for {name}, at {place_of(node)}: docs/concepts/lowering.md lists what is covered"
+        return f"there is no rule for {name}", ": docs/concepts/lowering.md lists what is covered"
     return None
 
 
-def _wide(node: Any) -> str | None:
-    """Why a node with 64-bit floating-point results is refused, which 32-bit JAX would round, or None."""
+def _unlike(name: str, node: Any) -> tuple[str, str] | None:
+    """Why the dtypes of an ATen operator are refused, which 32-bit JAX would round or view as others, or None."""
     try:
         for value in leaves_of(node.meta.get("val"))[0]:
             if isinstance(value, Tensor):
                 jax_dtype(value.dtype)
     except LoweringError as error:
-        return f"{error}, at {place_of(node)}"
-    return None
-
-
-def _narrowed(name: str, node: Any) -> str | None:
-    """Why ``view(dtype)`` is refused if one of the dtypes is a 64-bit integer, which JAX has in 32 bits, or None."""
-    if name != "aten.view.dtype":
-        return None
-    for dtype in (node.args[0].meta["val"].dtype, node.args[1]):
+        return str(error), ""
+    for dtype in (node.args[0].meta["val"].dtype, node.args[1]) if name == "aten.view.dtype" else ():
         if jax_dtype(dtype).itemsize != dtype.itemsize:
-            return (
-                f"{name} reads bits of {dtype}, and JAX has 32 bits here, at {place_of(node)}: cast with .to() instead"
-            )
+            return f"{name} reads bits of {dtype}, and JAX has 32 bits here", ": cast with .to() instead"
     return None
 
 
 def _reason(error: Exception) -> str:
     """Why `torch.export` raised this error, the place in the user's module, and the fix if it is known."""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    place = _place_of_error(error)
+    what, mend = "torch.export raised an error", clipped(first, 300)
     if keywords := _unknown_mask(error):
-        return (
-            f"it compares a mask to the causal one, which depends on data, at {place}: pass {keywords} as True or False"
-        )
-    if "DynamicOutputShape" in type(error).__name__:
-        return f"{first} has an output whose shape depends on data, at {place}: use operations of a fixed shape"
-    if "DataDependent" in type(error).__name__ or "data-dependent" in first:
-        return (
-            f"its control flow depends on data, at {place}: choose between values with torch.where instead of branching"
-        )
-    return f"torch.export raised an error, at {place}: {clipped(first, 300)}"
+        what, mend = "it compares a mask to the causal one, which depends on data", f"pass {keywords} as True or False"
+    elif "DynamicOutputShape" in type(error).__name__:
+        what, mend = f"{first} has an output whose shape depends on data", "use operations of a fixed shape"
+    elif "DataDependent" in type(error).__name__ or "data-dependent" in first:
+        what, mend = "its control flow depends on data", "choose between values with torch.where instead of branching"
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [(frame.filename, str(frame.lineno), frame.name, frame.line or "") for frame in frames]
+    place = _line([frame for frame in found if "tensordict/nn/" not in frame[0]]) or "an unknown place"
+    return f"{what}, at {place}: {mend}"
 
 
 def place_of(node: Any) -> str:
-    """The submodule and the source line of a node, as text.
-
-    The line is the innermost one outside Torch, or the innermost of all if no other file is involved.
-    """
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return ", ".join(part for part in (_module(stack), _line(frames)) if part) or "an unknown place"
-
-
-def _module(stack: list[tuple[str, Any]]) -> str:
-    """The innermost submodule of a node's stack, as its path and class; empty for an empty stack."""
-    if not stack:
-        return ""
-    path, kind = stack[-1]
-    path = path.removeprefix("module").removeprefix(".")  # the wrapper that is exported calls the user's module so
-    name = (kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
-    return f"{path!r} ({name})" if path else name
+    """The submodule and the source line of a node, as text."""
+    module, stack = "", list((node.meta.get("nn_module_stack") or {}).values())
+    if stack:
+        path, kind = stack[-1]
+        path = path.removeprefix("module").removeprefix(".")  # the wrapper that is exported calls the user's module so
+        name = (kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
+        module = f"{path!r} ({name})" if path else name
+    line = _line(_FRAME.findall(node.meta.get("stack_trace") or ""))
+    return ", ".join(filter(None, (module, line))) or "an unknown place"
 
 
 def _line(frames: list[tuple[str, str, str, str]]) -> str:
-    """``file:line: code`` of the innermost frame (file, line, function, code) outside Torch and this folder."""
+    """``file:line: code`` of the innermost frame outside Torch and this folder, or of all if there is no other.
+
+    A frame is its file, line, function and code.
+    """
     theirs = [frame for frame in frames if not frame[0].startswith((_TORCH, _OURS))] or frames
     if not theirs:
         return ""
     path, line, _, code = theirs[-1]
     return f"{path}:{line}: {code.strip()}".removesuffix(": ")  # generated code has no source
-
-
-def _place_of_error(error: BaseException) -> str:
-    """The innermost line outside Torch and this folder that an error passed through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    found = [(frame.filename, str(frame.lineno), frame.name, frame.line or "") for frame in frames]
-    return _line([frame for frame in found if "tensordict/nn/" not in frame[0]]) or "an unknown place"
 
 
 def _unknown_mask(error: BaseException) -> str | None:

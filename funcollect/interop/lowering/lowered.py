@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import to_jax, to_torch
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.program import LoweredProgram, Placeholder, Shape, inverse, make_program
+from funcollect.interop.lowering.program import Layout, LoweredProgram, Placeholder, Shape, inverse, make_program
 from funcollect.interop.lowering.structure import jax_dtype, leaves_of, paths_of
 from funcollect.tree import flatten
 
@@ -55,25 +55,21 @@ class Lowered:
             given = {".".join(path): leaf for path, leaf in flatten(params).items()}
         if absent := [name for name in self.names if name not in given]:
             raise KeyError(f"params lack {absent}, expected {self.names}: pass the whole state of the module")
-        tensors = {name: given[name].detach() for name in self.names}
-        permuted = {
-            name: tensor.permute(self._layouts.get(name, tuple(range(tensor.ndim)))) for name, tensor in tensors.items()
-        }
-        return to_jax(permuted, copy=True)  # type: ignore[no-any-return]
+        laid_out = {name: given[name].detach().permute(self._layout(name, given[name])) for name in self.names}
+        return to_jax(laid_out, copy=True)  # type: ignore[no-any-return]
+
+    def _layout(self, name: str, array: Any) -> Layout:
+        return self._layouts.get(name, tuple(range(array.ndim)))
 
     def lay_out(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Do the same as `prepare` inside a traced function, from arrays in Torch's layout; returns copies."""
         jnp = import_jax().numpy
-        layouts = {name: self._layouts.get(name, tuple(range(arrays[name].ndim))) for name in self.names}
-        return {name: jnp.copy(jnp.transpose(arrays[name], layouts[name])) for name in self.names}
+        return {name: jnp.copy(jnp.transpose(arrays[name], self._layout(name, arrays[name]))) for name in self.names}
 
     def restore(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
         """Copy arrays that are laid out as `prepare` returns them, gradients too, into Torch's layout."""
-        tensors = {name: to_torch(array, copy=True) for name, array in params.items()}
-        return {
-            name: tensor.permute(inverse(self._layouts[name])) if name in self._layouts else tensor
-            for name, tensor in tensors.items()
-        }
+        pairs = params.items()
+        return {name: to_torch(array, copy=True).permute(inverse(self._layout(name, array))) for name, array in pairs}
 
     def apply(self, params: Mapping[str, Any], *inputs: Any) -> Any:
         """The module's output for these inputs, as a pure function: for use in `jit`, `grad`, `vmap`, `scan`.

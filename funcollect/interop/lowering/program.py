@@ -178,13 +178,12 @@ def _slot(node: Any, spec: Any, exported: ExportedProgram) -> Placeholder:
 
 def _trace(program: LoweredProgram, leaves: list[Tensor]) -> None:
     """Trace the program once without computing, so that rules raise their errors now, not at the first call."""
-    jax = import_jax()
-    remaining = iter(leaves)
-
-    def stand_in(slot: Placeholder) -> Any:
-        if slot.constant is not None:
-            return slot.constant
-        tensor = next(remaining) if slot.parameter is None else slot.node.meta["val"]
-        return jax.ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype)) if slot.node.users else None
-
-    jax.eval_shape(program.run, list(map(stand_in, program.slots)))
+    remaining, values = iter(leaves), []
+    for slot in program.slots:
+        value = slot.constant
+        if value is None:
+            tensor = next(remaining) if slot.parameter is None else slot.node.meta["val"]
+            if slot.node.users:
+                value = import_jax().ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype))
+        values.append(value)
+    import_jax().eval_shape(program.run, values)

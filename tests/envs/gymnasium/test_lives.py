@@ -37,15 +37,9 @@ def fire(observation: torch.Tensor) -> torch.Tensor:
 
 
 POLICY = fc.torch_policy(fire)
+LOSING: Any = {"terminal_on_life_loss": True, "info_keys": ["lives"]}
 ENVS: dict[str, Any] = {
-    "id": lambda: fc.make_env(
-        "ale/Breakout",
-        num_envs=2,
-        frame_skip=1,
-        terminal_on_life_loss=True,
-        max_episode_steps=5000,
-        info_keys=["lives"],
-    ),
+    "id": lambda: fc.make_env("ale/Breakout", num_envs=2, frame_skip=1, **LOSING, max_episode_steps=5000),
     "factory": lambda: fc.make_env(build, num_envs=2, info_keys=["lives"]),
     "instances": lambda: fc.make_env([build(), build()], info_keys=["lives"]),
     "workers": lambda: fc.make_env(build, num_envs=2, num_workers=2, info_keys=["lives"]),
@@ -56,15 +50,8 @@ ENVS: dict[str, Any] = {
 def test_the_game_goes_on_after_a_lost_life(source: str) -> None:
     batch = collect(ENVS[source](), POLICY, 700, seed=0)
     for lane, rows in enumerate(batch):
-        wanted = plain_loop(
-            build(theirs=True),
-            seed=0,
-            actions=rows["action"].tolist(),
-            lane=lane,
-            lanes=2,
-            info_keys=["lives"],
-            reseed=False,
-        )
+        where: Any = {"lane": lane, "lanes": 2, "info_keys": ["lives"], "reseed": False}
+        wanted = plain_loop(build(theirs=True), seed=0, actions=rows["action"].tolist(), **where)
         ended = rows["next", "done"][:, 0]
         assert rows[LIVES][ended].tolist()[:6] == [4, 3, 2, 1, 0, 4]
         for path, column in wanted.items():
@@ -93,7 +80,7 @@ def test_envpool_goes_on_after_a_lost_life() -> None:
 @pytest.mark.parametrize("apart", [20, 500])
 def test_a_copy_is_in_the_same_life(monkeypatch: pytest.MonkeyPatch, copied: str, apart: int) -> None:
     monkeypatch.setattr(atari_lanes, "_APART", apart)
-    env = fc.make_env("ale/Breakout", num_envs=2, terminal_on_life_loss=True, info_keys=["lives"])
+    env = fc.make_env("ale/Breakout", num_envs=2, **LOSING)
     with fc.SyncDataCollector(env, POLICY, frames_per_batch=70, reset_when_done=False, seed=1) as collector:
         next(collector)
         state = collector.state

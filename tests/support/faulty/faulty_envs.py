@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import gymnasium
@@ -54,30 +55,23 @@ class Walk(gymnasium.Env[Any, Any]):
         return 1.0
 
 
-class LeavesItsSpace(Walk):
-    def seen(self) -> Any:
-        return super().seen() * (5 if self.time == 3 else 1) + (self.time == 3) * np.float32(4)
+def walk(name: str, **members: Any) -> Any:
+    """A `Walk` with other members."""
+    return type(name, (Walk,), members)
 
 
-class SeesNothing(Walk):
-    def seen(self) -> Any:
-        return super().seen() + (np.float32(np.nan) if self.time == 4 else 0)
+def jump(seen: Any, time: int) -> Any:
+    return seen * 5 + np.float32(4) if time == 3 else seen
 
 
-class PaysInfinitely(Walk):
-    def reward(self) -> Any:
-        return np.inf if self.time == 6 else 1.0
-
-
-class DrawsFromNumPy(Walk):
-    def noise(self) -> Any:
-        return np.random.normal(0, 0.1, 2)
-
-
-class DrawsFromPython(Walk):
-    def start(self) -> Any:
-        random.random()
-        return super().start()
+ReturnsAShorterRow = walk("ReturnsAShorterRow", seen=lambda self: Walk.seen(self)[: 2 - (self.time == 5)])
+ReturnsNoInfo = walk("ReturnsNoInfo", reset=lambda self, **how: Walk.reset(self, **how)[0])
+LeavesItsSpace = walk("LeavesItsSpace", seen=lambda self: jump(Walk.seen(self), self.time))
+SeesNothing = walk("SeesNothing", seen=lambda self: Walk.seen(self) * np.float32(np.nan if self.time == 4 else 1))
+PaysInfinitely = walk("PaysInfinitely", reward=lambda self: np.inf if self.time == 6 else 1.0)
+DrawsFromNumPy = walk("DrawsFromNumPy", noise=lambda self: np.random.normal(0, 0.1, 2))
+DrawsFromPython = walk("DrawsFromPython", start=lambda self: Walk.start(self) + 0 * random.random())
+DrawsFromTorch = walk("DrawsFromTorch", noise=lambda self: Walk.noise(self) + 0 * torch.rand(1).item())
 
 
 class SeedsItself(Walk):
@@ -120,10 +114,13 @@ class ResetsItself(Walk):
         return [self.reset()[0] if any(answer[1:3]) else seen, *answer]
 
 
-class TerminatesAtItsLimit(Walk):
-    def step(self, action: Any) -> Any:
-        seen, reward, *_ = super().step(action)
-        return seen, reward, self.time == 6, False, {}
+def limited(self: Any, action: Any, *, before: bool) -> Any:
+    seen, reward, far, *_ = Walk.step(self, action)
+    return seen, reward, (far and before) or self.time == 6, False, {}
+
+
+TerminatesAtItsLimit = walk("TerminatesAtItsLimit", step=partialmethod(limited, before=False))
+TerminatesAtItsLimitOrBefore = walk("TerminatesAtItsLimitOrBefore", step=partialmethod(limited, before=True))
 
 
 class HidesItsEnds(Walk):
@@ -200,6 +197,16 @@ class ReplacesItsRows(Proxy):
         answer = super().receive()
         self.inner.observation = {path: array.copy() for path, array in self.observation.items()}
         return answer
+
+
+class RestoresNothing(Proxy):
+    """Gives an empty snapshot."""
+
+    def snapshot(self) -> None:
+        return None
+
+    def restore(self, snapshot: None) -> None:
+        self.reset(range(3), [0, 0, 0])
 
 
 class ForgetsToWrite(Proxy):
@@ -315,12 +322,27 @@ class PaysThrice(BranchesInJax):
         return fc.envs.Transition(place, place, jax.numpy.ones(3), False, False)
 
 
-class MixesItsLanes(TorchWalk):
-    def move(self, place: Any, action: Any) -> Any:
-        return super().move(place, action + action.double().mean())
+def moving(name: str, move: Any) -> Any:
+    """A `TorchWalk` with another `move`."""
+    return type(name, (TorchWalk,), {"move": move})
 
 
-class MovesInPlace(TorchWalk):
-    def move(self, place: Any, action: Any) -> Any:
-        moved, *answer = super().move(place, action)
-        return place.copy_(moved), *answer
+def in_place(place: Any, moved: Any, *answer: Any) -> Any:
+    return place.copy_(moved), *answer
+
+
+def unpaid(place: Any, moved: Any, reward: Any, terminated: Any) -> Any:
+    return moved, reward.log() * 0 + (place[:, 0] * 5).sqrt() * 0 + 1, terminated
+
+
+MixesItsLanes = moving(
+    "MixesItsLanes", lambda self, x, action: TorchWalk.move(self, x, action + action.double().mean())
+)
+MovesInPlace = moving("MovesInPlace", lambda self, x, action: in_place(x, *TorchWalk.move(self, x, action)))
+LosesItsReward = moving("LosesItsReward", lambda self, x, action: unpaid(x, *TorchWalk.move(self, x, action)))
+
+
+class ChangesItsDtype(TorchWalk):
+    def observe(self, place: Any) -> Any:
+        seen = super().observe(place)
+        return seen.double() if bool((seen.abs() > 0.12).any()) else seen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.operators import Table, operator
+from funcollect.interop.lowering.operators import Table
 
 jax = import_jax()
 jnp, lax, special = jax.numpy, jax.lax, jax.scipy.special
@@ -42,7 +42,6 @@ def _scaled(alpha: Any, y: Any) -> Any:
 
 
 def _is_whole(x: Any) -> bool:
-    """Whether a number or an array holds integers or bools."""
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.integer)) or jnp.result_type(x) == jnp.bool_
 
 
@@ -51,30 +50,19 @@ def _with_floats(function: Any) -> Any:
     return lambda *arrays: function(*(x * 1.0 if _is_whole(x) else x for x in arrays))
 
 
-@operator("sgn sign")
 def sign(x: Any) -> Any:
-    """-1, 0 or 1; of NaN and of -0.0 it is 0. Of a complex number the one of absolute value 1 in its direction."""
+    """Of NaN and of -0.0 it is 0; of a complex number the one of absolute value 1 in its direction."""
     if jnp.iscomplexobj(x):
         size = jnp.abs(x)
         return x / jnp.where(size > 0, size, 1)
     return jnp.where(x > 0, 1, jnp.where(x < 0, -1, 0))
 
 
-@operator("add.Tensor|Scalar")
-def add(x: Any, y: Any, alpha: Any = 1) -> Any:
-    """Return x + alpha * y."""
-    return x + y if alpha == 1 else _single(x) + _scaled(alpha, y)
-
-
-@operator("sub.Tensor|Scalar")
 def sub(x: Any, y: Any, alpha: Any = 1) -> Any:
-    """Return x - alpha * y."""
     return x - y if alpha == 1 else _single(x) - _scaled(alpha, y)
 
 
-@operator("div.Tensor|Tensor_mode|Scalar|Scalar_mode")
 def div(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
-    """A quotient, exact or rounded down ("floor") or towards zero ("trunc")."""
     if rounding_mode == "floor":
         return jnp.floor_divide(x, y)
     if rounding_mode is None:
@@ -85,9 +73,7 @@ def div(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     return lax.div(*jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype)))
 
 
-@operator("pow.Tensor_Scalar|Tensor_Tensor|Scalar")
 def power(x: Any, y: Any) -> Any:
-    """A power; a whole number as the exponent is multiplied out."""
     if isinstance(y, float) and y.is_integer() and abs(y) < 2**31:
         return lax.integer_pow(x * 1.0, int(y))
     if isinstance(y, float) and y == 0.5:
@@ -95,23 +81,28 @@ def power(x: Any, y: Any) -> Any:
     return jnp.power(x, y)
 
 
-@operator("clamp.default|Tensor clamp_min.default|Tensor")
 def clamp(x: Any, low: Any = None, high: Any = None) -> Any:
-    """Values between two bounds; as in Torch, the gradient is 1 on a bound."""
+    """As in Torch, the gradient is 1 on a bound."""
     if low is not None:
         x = jnp.where(x < low, low, x)
     return x if high is None else jnp.where(x > high, high, x)
 
 
-@operator("lerp.Scalar|Tensor")
 def lerp(start: Any, end: Any, weight: Any) -> Any:
-    """A point between two others, computed from the nearer one, as infinite ends require."""
+    """Computed from the nearer of two points, as infinite ends require."""
     start, end, weight = _single(start), _single(end), _single(weight)
     way = end - start
     return jnp.where(jnp.abs(weight) < 0.5, start + weight * way, end - way * (1 - weight))
 
 
 TABLE: Table = {
+    "sgn sign": sign,
+    "add.Tensor|Scalar": lambda x, y, alpha=1: x + y if alpha == 1 else _single(x) + _scaled(alpha, y),
+    "sub.Tensor|Scalar": sub,
+    "div.Tensor|Tensor_mode|Scalar|Scalar_mode": div,
+    "pow.Tensor_Scalar|Tensor_Tensor|Scalar": power,
+    "clamp.default|Tensor clamp_min.default|Tensor": clamp,
+    "lerp.Scalar|Tensor": lerp,
     **{names: getattr(jnp, names.partition(".")[0]) for names in _NAMED_ALIKE.split()},
     **{names: _with_floats(function) for names, function in _OF_FLOATS.items()},
     "nan_to_num": lambda x, nan=None, posinf=None, neginf=None: jnp.nan_to_num(x, True, nan or 0.0, posinf, neginf),

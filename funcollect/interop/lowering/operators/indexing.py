@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.operators import Table, operator
+from funcollect.interop.lowering.operators import Table
 
 jax = import_jax()
 jnp = jax.numpy
@@ -15,7 +15,6 @@ _REDUCE = {"sum": "add", "prod": "multiply", "amax": "max", "amin": "min"}
 _MEAN, _MAXIMUM = 1, 2  # modes of an embedding bag in Torch, where 0 is the sum
 
 
-@operator("embedding")
 def embedding(weight: Any, indices: Any, padding: int = -1, scale: bool = False, sparse: bool = False) -> Any:
     """Rows of a table; the row of the padding has no gradient."""
     rows = jnp.take(weight, indices, 0)
@@ -24,7 +23,6 @@ def embedding(weight: Any, indices: Any, padding: int = -1, scale: bool = False,
     return jnp.where((indices == padding)[..., None], jax.lax.stop_gradient(rows), rows)
 
 
-@operator("_embedding_bag _embedding_bag_forward_only")
 def embedding_bag(
     weight: Any,
     indices: Any,
@@ -36,7 +34,6 @@ def embedding_bag(
     last_offset: bool = False,
     padding: int = -1,
 ) -> Any:
-    """Sums, means or maxima of rows of a table, in bags that begin at the offsets; zeros for an empty bag."""
     if scale:
         raise ValueError("gradients scaled by frequency are not covered: leave out scale_grad_by_freq=True")
     bags = offsets.shape[0] - last_offset
@@ -52,17 +49,13 @@ def embedding_bag(
     return total / jnp.maximum(counts, 1) if mode == _MEAN else total, None, None, None
 
 
-@operator("one_hot")
 def one_hot(indices: Any, num_classes: int = -1) -> Any:
-    """1 at each index, 0 elsewhere."""
     if num_classes < 0:
         raise ValueError("the number of classes would depend on data: pass num_classes")
     return jax.nn.one_hot(indices, num_classes, dtype=indices.dtype)
 
 
-@operator("gather")
 def gather(x: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
-    """Values along one axis; on the others the index may be smaller than the array."""
     if x.ndim == 0:
         return jnp.broadcast_to(x, index.shape)
     return x[_along(index, dim)]
@@ -76,13 +69,10 @@ def _along(index: Any, dim: int) -> tuple[Any, ...]:
 
 
 def _full(indices: Sequence[Any]) -> tuple[Any, ...]:
-    """The indices of all axes, with a full slice where Torch has None."""
     return tuple(slice(None) if each is None else each for each in indices)
 
 
-@operator("index_put")
 def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    """`x` with values written, or added, at the indices."""
     mask = indices[0]
     if len(indices) == 1 and mask.dtype == bool and jnp.ndim(values) == 0:
         mask = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
@@ -91,16 +81,12 @@ def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = Fa
     return at.add(values) if accumulate else at.set(values)
 
 
-@operator("scatter.src|value|reduce|value_reduce")
 def scatter(x: Any, dim: int, index: Any, src: Any, *, reduce: str = "set") -> Any:
-    """`x` with values along one axis written, or combined with its own by a method of JAX's `x.at[index]`."""
     part = src[tuple(map(slice, index.shape))] if jnp.ndim(src) else src
     return getattr(x.at[_along(index, dim)], reduce)(part)
 
 
-@operator("scatter_reduce.two")
 def scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
-    """`x` with values combined with its own along one axis."""
     if reduce not in _REDUCE or not include_self:
         raise ValueError(f"{reduce!r} with include_self={include_self} is not covered: use one of {list(_REDUCE)}")
     return scatter(x, dim, index, src, reduce=_REDUCE[reduce])
@@ -112,17 +98,23 @@ def _slices(x: Any, dim: int, at: Any, src: Any, reduce: str = "set") -> Any:
     return jnp.moveaxis(getattr(jnp.moveaxis(x, dim, 0).at[at], reduce)(moved), 0, dim)
 
 
-@operator("searchsorted.Tensor|Scalar")
 def searchsorted(
     edges: Any, x: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
 ) -> Any:
-    """The place of each value in one sorted sequence."""
     if edges.ndim > 1 or sorter is not None:
         raise ValueError("only one sorted sequence is covered: give it as a vector")
     return jnp.searchsorted(edges, x, side="right" if right or side == "right" else "left")
 
 
 TABLE: Table = {
+    "embedding": embedding,
+    "_embedding_bag _embedding_bag_forward_only": embedding_bag,
+    "one_hot": one_hot,
+    "gather": gather,
+    "index_put": index_put,
+    "scatter.src|value|reduce|value_reduce": scatter,
+    "scatter_reduce.two": scatter_reduce,
+    "searchsorted.Tensor|Scalar": searchsorted,
     "index_select": lambda x, dim, index: jnp.take(x, index, dim),
     "index.Tensor _unsafe_index.Tensor": lambda x, indices: x[_full(indices)],
     "scatter_add": lambda x, dim, index, src: scatter(x, dim, index, src, reduce="add"),

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.operators import Table, operator
+from funcollect.interop.lowering.operators import Rule, Table
 from funcollect.interop.lowering.operators.normalisation import scaled, vector_norm
 from funcollect.interop.lowering.operators.reduction import root
 
@@ -14,36 +14,27 @@ jax = import_jax()
 jnp = jax.numpy
 
 
-@operator("linear", weights=(1,))
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    """A layer [..., in] -> [..., out]."""
     return scaled(jnp.matmul(x, weight.T), None, bias)
 
 
-@operator("mm.dtype bmm.dtype")
 def matmul_to(x: Any, y: Any, dtype: Any) -> Any:
-    """A product of halves that is added up, and returned, in single precision."""
     return jnp.matmul(x, y, preferred_element_type=dtype)
 
 
-@operator("addmm addmv baddbmm")
 def addmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1, dtype: Any = None) -> Any:
-    """Return beta * bias + alpha * x @ y, with the product in a dtype if one is given."""
     product = matmul_to(x, y, dtype)
     product = product if alpha == 1 else alpha * product
     return product + (bias if beta == 1 else beta * bias)
 
 
-@operator("_cdist_forward")
 def cdist(x: Any, y: Any, p: float, mode: Any = None) -> Any:
-    """Distances in the p-norm between rows [..., N, D] and [..., M, D] -> [..., N, M]."""
     apart = x[..., :, None, :] - y[..., None, :, :]
     if p != 2:
         return (jnp.abs(apart) ** p).sum(-1) ** (1 / p)
     return root((apart**2).sum(-1))
 
 
-@operator("scaled_dot_product_attention")
 def attention(
     query: Any,
     key: Any,
@@ -55,7 +46,6 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Means of the values [..., S, V], weighted by how well queries [..., L, E] agree with keys [..., S, E]."""
     if dropout_p:
         raise ValueError("it drops weights in training mode: call module.eval() first")
     if enable_gqa:
@@ -77,6 +67,11 @@ def _masked_weights(scores: Any, mask: Any) -> Any:
 
 
 TABLE: Table = {
+    "linear": Rule(linear, weights=(1,)),
+    "mm.dtype bmm.dtype": matmul_to,
+    "addmm addmv baddbmm": addmm,
+    "_cdist_forward": cdist,
+    "scaled_dot_product_attention": attention,
     "mm bmm matmul mv dot": jnp.matmul,
     "vdot": jnp.vdot,
     "outer": jnp.outer,

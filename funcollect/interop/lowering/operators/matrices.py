@@ -9,24 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.operators import Table, operator
+from funcollect.interop.lowering.operators import Table
 
 jax = import_jax()
 jnp, linalg = jax.numpy, jax.lax.linalg
 
 
 def _adjoint(x: Any) -> Any:
-    """The conjugate transpose of each matrix."""
     return jnp.conj(x.mT)
 
 
-def _hermitian_jvp(primals: Any, tangents: Any) -> Any:
-    """The derivative rule of `_hermitian`: the tangent is made Hermitian."""
-    return primals[0], (tangents[0] + _adjoint(tangents[0])) / 2
-
-
 _hermitian = jax.custom_jvp(lambda x: x)  # of a matrix whose one triangle is read, Torch's gradient is symmetric
-_hermitian.defjvp(_hermitian_jvp)
+_hermitian.defjvp(lambda primals, tangents: (primals[0], (tangents[0] + _adjoint(tangents[0])) / 2))
 
 
 def _first(failed: Any) -> Any:
@@ -36,27 +30,21 @@ def _first(failed: Any) -> Any:
     return jnp.where(failed.any(-1), failed.argmax(-1) + 1, 0)
 
 
-@operator("linalg_cholesky_ex")
 def cholesky_ex(x: Any, *, upper: bool = False, check_errors: bool = False) -> Any:
-    """The Cholesky factor, and 0, or 1 where the matrix is not positive definite and the factor NaN."""
     source = _hermitian(_adjoint(x) if upper else x)
     lower = linalg.cholesky(source, symmetrize_input=False)
     failed = jnp.isnan(lower).any((-1, -2))
     return _adjoint(lower) if upper else lower, failed
 
 
-@operator("linalg_lu_factor_ex")
 def lu_factor_ex(x: Any, *, pivot: bool = True, check_errors: bool = False) -> Any:
-    """Both factors in one matrix, the pivots counted from 1, and the place of the first zero pivot."""
     if not pivot:
         raise ValueError("only factorisations with pivoting are covered: leave out pivot=False")
     factors, pivots, _ = linalg.lu(x)
     return factors, pivots + 1, _first(jnp.diagonal(factors, axis1=-2, axis2=-1) == 0)
 
 
-@operator("lu_unpack")
 def lu_unpack(factors: Any, pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
-    """The permutation P, the lower factor L and the upper factor U, whose product P L U is the matrix."""
     rows, columns = factors.shape[-2:]
     least = min(rows, columns)
     lower = jnp.tril(factors[..., :least], -1) + jnp.eye(rows, least, dtype=factors.dtype)
@@ -64,24 +52,13 @@ def lu_unpack(factors: Any, pivots: Any, unpack_data: bool = True, unpack_pivots
     return jax.nn.one_hot(order, rows, dtype=factors.dtype).mT, lower, jnp.triu(factors[..., :least, :])
 
 
-@operator("_linalg_eigh")
-def eigh(x: Any, uplo: str = "L", compute_v: bool = True) -> Any:
-    """The eigenvalues in ascending order, and the eigenvectors; one triangle of the matrix is read."""
-    vectors, values = linalg.eigh(x, lower=uplo.upper() == "L", symmetrize_input=False)
-    return values, vectors
-
-
-@operator("_linalg_svd")
 def svd(x: Any, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None) -> Any:
-    """The singular vectors and values, or the values alone."""
     if compute_uv:
         return jnp.linalg.svd(x, full_matrices=full_matrices)
     return None, jnp.linalg.svd(x, compute_uv=False), None
 
 
-@operator("linalg_qr")
 def qr(x: Any, mode: str = "reduced") -> Any:
-    """An orthogonal factor and an upper one."""
     if mode == "r":
         return None, jnp.linalg.qr(x, mode="r")
     return jnp.linalg.qr(x, mode=mode)
@@ -102,30 +79,18 @@ def _reflected(vectors: Any, scales: Any, onto: Any, conjugate: bool = False) ->
     return jax.lax.scan(step, onto, steps, reverse=not conjugate)[0]
 
 
-@operator("linalg_householder_product")
 def householder_product(vectors: Any, scales: Any) -> Any:
-    """The first columns of a product of Householder reflections."""
     eye = jnp.eye(*vectors.shape[-2:], dtype=vectors.dtype)
     return _reflected(vectors, scales, jnp.broadcast_to(eye, vectors.shape))
 
 
-@operator("ormqr")
 def ormqr(vectors: Any, scales: Any, other: Any, left: bool = True, transpose: bool = False) -> Any:
-    """A matrix times a product of Householder reflections, or times its adjoint, from the left or the right."""
     if left:
         return _reflected(vectors, scales, other, transpose)
     return _adjoint(_reflected(vectors, scales, _adjoint(other), not transpose))
 
 
-@operator("linalg_inv_ex")
-def inv_ex(x: Any, *, check_errors: bool = False) -> Any:
-    """The inverse, and the place of the first zero pivot, or 0 for an invertible matrix."""
-    return jnp.linalg.inv(x), lu_factor_ex(x)[2]
-
-
-@operator("_linalg_solve_ex")
 def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> Any:
-    """The solution of a x = b, or of x a = b; two intermediate factors; the place of the first zero pivot."""
     vectors = b.ndim == 1 or b.shape == a.shape[:-1]
     b = b[..., None] if vectors else b
     solved = jnp.linalg.solve(a, b) if left else jnp.linalg.solve(a.mT, b.mT).mT
@@ -133,29 +98,22 @@ def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -
 
 
 def _batched(a: Any, b: Any) -> tuple[Any, Any]:
-    """Both matrices, broadcast to equal batch dimensions."""
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return jnp.broadcast_to(a, batch + a.shape[-2:]), jnp.broadcast_to(b, batch + b.shape[-2:])
 
 
-@operator("linalg_solve_triangular")
 def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
-    """The solution of a triangular system."""
     a, b = _batched(a, b)
     return linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
 
 
-@operator("triangular_solve")
 def triangular(b: Any, a: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
-    """The solution of a triangular system, and the matrix; Torch has deprecated this operator."""
     a, b = _batched(a, b)
     options = {"lower": not upper, "transpose_a": transpose, "unit_diagonal": unitriangular}
     return linalg.triangular_solve(a, b, left_side=True, **options), a
 
 
-@operator("linalg_lu_solve")
 def lu_solve(factors: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: bool = False) -> Any:
-    """The solution of a system whose matrix, or its adjoint, has these factors."""
     if not left:
         return _adjoint(lu_solve(factors, pivots, _adjoint(b), adjoint=not adjoint))
     factors, b = _batched(factors, b)
@@ -170,9 +128,7 @@ def lu_solve(factors: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: b
     return jnp.take_along_axis(b, jnp.argsort(order, -2), -2)
 
 
-@operator("cholesky_solve")
 def cholesky_solve(b: Any, factor: Any, upper: bool = False) -> Any:
-    """The solution of a system whose matrix has this Cholesky factor."""
     first = _adjoint(factor) if upper else factor
     halfway = solve_triangular(first, b, upper=False)
     return solve_triangular(_adjoint(first), halfway, upper=True)
@@ -186,9 +142,7 @@ def _tolerance(x: Any, largest: Any, atol: Any, rtol: Any) -> Any:
     return jnp.maximum(rtol * largest, 0.0 if atol is None else atol)
 
 
-@operator("linalg_pinv.default|rcond_tensor|atol_rtol_tensor|atol_rtol_float")
 def pinv(x: Any, rtol: Any = None, hermitian: bool = False, *, atol: Any = None) -> Any:
-    """The pseudo-inverse, in which small singular values count as zero."""
     if not x.size:
         return x.mT
     if atol is not None:
@@ -198,9 +152,7 @@ def pinv(x: Any, rtol: Any = None, hermitian: bool = False, *, atol: Any = None)
     return jnp.linalg.pinv(x, rtol=rtol, hermitian=hermitian)
 
 
-@operator("linalg_matrix_rank.atol_rtol_tensor|atol_rtol_float")
 def matrix_rank(x: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> Any:
-    """The number of singular values that do not count as zero."""
     if not x.size:
         return jnp.zeros(x.shape[:-2], int)
     values = jnp.linalg.svd(x, compute_uv=False)
@@ -208,6 +160,22 @@ def matrix_rank(x: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool =
 
 
 TABLE: Table = {
+    "linalg_cholesky_ex": cholesky_ex,
+    "linalg_lu_factor_ex": lu_factor_ex,
+    "lu_unpack": lu_unpack,
+    "_linalg_eigh": lambda x, uplo="L", *_: linalg.eigh(x, lower=uplo.upper() == "L", symmetrize_input=False)[::-1],
+    "_linalg_svd": svd,
+    "linalg_qr": qr,
+    "linalg_householder_product": householder_product,
+    "ormqr": ormqr,
+    "linalg_inv_ex": lambda x, *, check_errors=False: (jnp.linalg.inv(x), lu_factor_ex(x)[2]),
+    "_linalg_solve_ex": solve_ex,
+    "linalg_solve_triangular": solve_triangular,
+    "triangular_solve": triangular,
+    "linalg_lu_solve": lu_solve,
+    "cholesky_solve": cholesky_solve,
+    "linalg_pinv.default|rcond_tensor|atol_rtol_tensor|atol_rtol_float": pinv,
+    "linalg_matrix_rank.atol_rtol_tensor|atol_rtol_float": matrix_rank,
     "cholesky": lambda x, upper=False: cholesky_ex(x, upper=upper)[0],
     "cholesky_inverse": lambda factor, upper=False: cholesky_solve(
         jnp.eye(factor.shape[-1], dtype=factor.dtype), factor, upper

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.operators import Table, operator
+from funcollect.interop.lowering.operators import Table
 from funcollect.interop.lowering.operators.reduction import axes_of, in_dtype, root
 
 jax = import_jax()
@@ -32,63 +32,41 @@ def _standard(x: Any, axes: Any, eps: float) -> tuple[Any, Any, Any]:
     return (x - mean) * scale, mean, scale
 
 
-def _last_axes(shape: Sequence[int]) -> tuple[int, ...]:
-    """The negative indices of as many last axes as `shape` has numbers."""
-    return tuple(range(-len(shape), 0))
-
-
-@operator("native_layer_norm")
 def native_layer_norm(
     x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> tuple[Any, Any, Any]:
-    """`x` normalised over its last axes, the mean, and one over the deviation."""
-    normal, mean, scale = _standard(x, _last_axes(shape), eps)
+    normal, mean, scale = _standard(x, tuple(range(-len(shape), 0)), eps)
     return scaled(normal, weight, bias), mean, scale
 
 
-@operator("rms_norm")
 def rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
-    """`x` divided by the root of the mean square over its last axes."""
     eps = float(jnp.finfo(x.dtype).eps) if eps is None else eps
-    square = jnp.square(x).mean(_last_axes(shape), keepdims=True)
+    square = jnp.square(x).mean(tuple(range(-len(shape), 0)), keepdims=True)
     return scaled(x * lax.rsqrt(square + eps), weight, None)
 
 
-@operator("native_group_norm")
 def native_group_norm(
     x: Any, weight: Any, bias: Any, n: int, channels: int, space: int, groups: int, eps: float
 ) -> tuple[Any, Any, Any]:
-    """`x` normalised over groups of channels, the mean, and one over the deviation."""
     normal, mean, scale = _standard(x.reshape(n, groups, -1), -1, eps)
     normal = scaled(normal.reshape(x.shape), by_channel(weight, x), by_channel(bias, x))
     return normal, mean[..., 0], scale[..., 0]
 
 
-@operator("group_norm")
-def group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn: bool = True) -> Any:
-    """`x` normalised over groups of channels."""
-    return native_group_norm(x, weight, bias, len(x), x.shape[1], math.prod(x.shape[2:]), groups, eps)[0]
-
-
-@operator("_native_batch_norm_legit_no_training")
 def batch_norm(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float) -> Any:
-    """`x` normalised by the running statistics of each channel."""
     scale = lax.rsqrt(variance + eps)
     normal = (x - by_channel(mean, x)) * by_channel(scale, x)
     empty = jnp.zeros(0, x.dtype)
     return scaled(normal, by_channel(weight, x), by_channel(bias, x)), empty, empty
 
 
-@operator("_native_batch_norm_legit.no_stats")
 def batch_norm_of_batch(x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:
-    """`x` normalised by the statistics of the batch itself, for layers that keep none."""
     normal, mean, scale = _standard(x, (0, *range(2, x.ndim)), eps)
     return scaled(normal, by_channel(weight, x), by_channel(bias, x)), mean.ravel(), scale.ravel()
 
 
-@operator("linalg_vector_norm")
 def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:  # noqa: A002
-    """The norm along axes, or of all elements; as in Torch, its gradient is 0 at 0."""
+    """As in Torch, its gradient is 0 at 0."""
     x = in_dtype(x, dtype)
     axes, size = axes_of(dim), jnp.abs(x)
     if math.isinf(ord):
@@ -101,4 +79,15 @@ def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dt
     return root(powers.sum(axes, keepdims=keepdim), ord)
 
 
-TABLE: Table = {"layer_norm": lambda x, shape, *arguments: native_layer_norm(x, shape, *arguments[:3])[0]}
+TABLE: Table = {
+    "native_layer_norm": native_layer_norm,
+    "rms_norm": rms_norm,
+    "native_group_norm": native_group_norm,
+    "group_norm": lambda x, groups, weight=None, bias=None, eps=1e-5, cudnn=True: native_group_norm(
+        x, weight, bias, len(x), x.shape[1], math.prod(x.shape[2:]), groups, eps
+    )[0],
+    "_native_batch_norm_legit_no_training": batch_norm,
+    "_native_batch_norm_legit.no_stats": batch_norm_of_batch,
+    "linalg_vector_norm": vector_norm,
+    "layer_norm": lambda x, shape, *arguments: native_layer_norm(x, shape, *arguments[:3])[0],
+}

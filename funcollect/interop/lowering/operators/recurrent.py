@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.operators import register
+from funcollect.interop.lowering.operators import Rule, Table
 from funcollect.interop.lowering.operators.linear import linear
 
 jax = import_jax()
@@ -17,7 +17,6 @@ Cell = Callable[[Any, Any, Any], Any]  # the input's gates, the hidden state's g
 
 
 def _gru(from_input: Any, from_hidden: Any, hidden: Any) -> Any:
-    """The next hidden state of a GRU."""
     reset_in, update_in, new_in = jnp.split(from_input, 3, -1)
     reset_hid, update_hid, new_hid = jnp.split(from_hidden, 3, -1)
     update = nn.sigmoid(update_in + update_hid)
@@ -26,30 +25,22 @@ def _gru(from_input: Any, from_hidden: Any, hidden: Any) -> Any:
 
 
 def _lstm(from_input: Any, from_hidden: Any, state: Any) -> Any:
-    """The next hidden state and the next cell of an LSTM."""
     entry, forget, new, output = jnp.split(from_input + from_hidden, 4, -1)
     cell = nn.sigmoid(forget) * state[1] + nn.sigmoid(entry) * jnp.tanh(new)
     return nn.sigmoid(output) * jnp.tanh(cell), cell
 
 
 def _elman(activation: Callable[[Any], Any]) -> Cell:
-    """Return the cell of a plain recurrent network."""
     return lambda from_input, from_hidden, hidden: activation(from_input + from_hidden)
 
 
-def _as_tuple(state: Any) -> Any:
-    """An LSTM's list of two states as a tuple; one state unchanged."""
-    return tuple(state) if isinstance(state, (list, tuple)) else state
-
-
 def _hidden(state: Any) -> Any:
-    """The hidden state, which is the first part of an LSTM's state and the whole state of other cells."""
     return state[0] if isinstance(state, tuple) else state
 
 
 def _step(cell: Cell, x: Any, state: Any, w_in: Any, w_hid: Any, b_in: Any = None, b_hid: Any = None) -> Any:
     """The state after one step of a cell, from an input [B, in] and a state [B, hidden], or two of an LSTM."""
-    state = _as_tuple(state)
+    state = tuple(state) if isinstance(state, list) else state  # of an LSTM
     return cell(linear(x, w_in, b_in), linear(_hidden(state), w_hid, b_hid), state)
 
 
@@ -86,7 +77,8 @@ def _layers(
     """Layers over time: the outputs, and the last states, stacked over layers and directions."""
     if train and dropout and layers > 1:
         raise ValueError("it drops activations between its layers in training mode: call module.eval() first")
-    states, swapped = _as_tuple(states), batch_first and x.ndim == 3
+    swapped = batch_first and x.ndim == 3
+    states = tuple(states) if isinstance(states, list) else states  # of an LSTM
     x = jnp.swapaxes(x, 0, 1) if swapped else x
     directions = 1 + both_ways
     size = len(params) // (layers * directions)
@@ -107,6 +99,8 @@ def _layers(
     return (x, *stacked) if isinstance(stacked, tuple) else (x, stacked)
 
 
-for _name, _cell in {"gru": _gru, "lstm": _lstm, "rnn_tanh": _elman(jnp.tanh), "rnn_relu": _elman(nn.relu)}.items():
-    register(__name__, f"{_name}.input", partial(_layers, _cell), weights=(2,))
-    register(__name__, f"{_name}_cell", partial(_step, _cell), weights=(2, 3))
+_CELLS = {"gru": _gru, "lstm": _lstm, "rnn_tanh": _elman(jnp.tanh), "rnn_relu": _elman(nn.relu)}
+TABLE: Table = {
+    **{f"{name}.input": Rule(partial(_layers, cell), weights=(2,)) for name, cell in _CELLS.items()},
+    **{f"{name}_cell": Rule(partial(_step, cell), weights=(2, 3)) for name, cell in _CELLS.items()},
+}

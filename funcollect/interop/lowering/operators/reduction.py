@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.operators import Table, operator
+from funcollect.interop.lowering.operators import Table
 
 jax = import_jax()
 jnp, lax = jax.numpy, jax.lax
@@ -38,33 +39,24 @@ def _reduction(function: Operation) -> Operation:
     )
 
 
-def _with_place(places: Operation) -> Operation:
-    """A rule for the extreme value along a dimension and its first place, which gets all the gradient."""
-    return lambda x, dim, keepdim=False: (
-        _picked(x, places(x, axis=dim, keepdims=True), dim, keepdim) if x.ndim else _only(x)
-    )
+def _picking(places: Operation) -> Operation:
+    """A rule for the values at one place [..., 1, ...] along a dimension, which get all the gradient, and for it."""
+
+    def rule(x: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
+        if not x.ndim:
+            return x, jnp.zeros((), int)
+        place = places(x, dim)
+        values = jnp.take_along_axis(x, place, dim)
+        return (values, place) if keepdim else (values.squeeze(dim), place.squeeze(dim))
+
+    return rule
 
 
-def _picked(x: Any, place: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
-    """The values at one place [..., 1, ...] along a dimension, and the places."""
-    values = jnp.take_along_axis(x, place, dim)
-    return (values, place) if keepdim else (values.squeeze(dim), place.squeeze(dim))
-
-
-def _only(x: Any) -> tuple[Any, Any]:
-    """The value of an array without dimensions, and its place, 0."""
-    return x, jnp.zeros((), int)
-
-
-@operator("var.correction")
 def var(x: Any, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
-    """The variance, divided by the count less the correction."""
     return jnp.var(x, axis=axes_of(dim), ddof=1 if correction is None else correction, keepdims=keepdim)
 
 
-@operator("std.correction")
 def std(x: Any, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
-    """The root of the variance."""
     return root(var(x, dim, correction, keepdim))
 
 
@@ -77,28 +69,22 @@ def _with_mean(spread: Operation) -> Operation:
 
 
 def _scan(function: Operation) -> Operation:
-    """A rule for a cumulative sum or product, also of arrays without dimensions."""
     return lambda x, dim, dtype=None: function(jnp.atleast_1d(x), dim, dtype=dtype).reshape(x.shape)
 
 
-@operator("topk")
 def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:  # noqa: A002
-    """The k largest or smallest, and their places."""
     moved = jnp.moveaxis(x, dim, -1)
     order = jnp.argsort(moved, axis=-1, stable=True, descending=largest)[..., :k]
     values = jnp.take_along_axis(moved, order, -1)
     return jnp.moveaxis(values, -1, dim), jnp.moveaxis(order, -1, dim)
 
 
-@operator("sort.default|stable")
 def sort(x: Any, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Any:
-    """Sorted values and their places; equal values stay in order."""
     order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
     return jnp.take_along_axis(x, order, dim), order
 
 
 def _missing(x: Any) -> Any:
-    """Where a value is NaN; of integers nowhere."""
     return x != x
 
 
@@ -110,24 +96,16 @@ def _ranked(x: Any, rank: Any, dim: int) -> Any:
     return jnp.take_along_axis(order, jnp.broadcast_to(rank, sizes), dim)
 
 
-@operator("nanmedian.dim")
-def nanmedian_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
-    """The lower median along a dimension and its place; NaN does not count."""
-    if not x.ndim:
-        return _only(x)
+def _nanmedian(x: Any, dim: int) -> Any:
+    """The place of the lower median; NaN does not count."""
     count = (~_missing(x)).sum(dim, keepdims=True)
-    return _picked(x, _ranked(x, jnp.maximum(count - 1, 0) // 2, dim), dim, keepdim)
+    return _ranked(x, jnp.maximum(count - 1, 0) // 2, dim)
 
 
-@operator("median.dim")
-def median_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
-    """The lower median along a dimension and its place, or NaN if there is one."""
-    if not x.ndim:
-        return _only(x)
-    place = _ranked(x, (x.shape[dim] - 1) // 2, dim)
-    missing = _missing(x)
-    place = jnp.where(missing.any(dim, keepdims=True), missing.argmax(dim, keepdims=True), place)
-    return _picked(x, place, dim, keepdim)
+def _median(x: Any, dim: int) -> Any:
+    """The place of the lower median, or of a NaN if there is one."""
+    place, missing = _ranked(x, (x.shape[dim] - 1) // 2, dim), _missing(x)
+    return jnp.where(missing.any(dim, keepdims=True), missing.argmax(dim, keepdims=True), place)
 
 
 def _shared_jvp(primals: Any, tangents: Any) -> Any:
@@ -141,29 +119,26 @@ _shared = jax.custom_jvp(lambda value, x: value)  # a value of an array: all ele
 _shared.defjvp(_shared_jvp)
 
 
-def _of_all(of_dim: Operation) -> Operation:
-    """A rule for the lower median of all elements; those that equal it share its gradient."""
+def _of_all(places: Operation) -> Operation:
+    """A rule for a median of all elements; those that equal it share its gradient."""
 
-    def of_all(x: Any) -> Any:
+    def rule(x: Any) -> Any:
         if not x.size:
             return jnp.asarray(jnp.nan, x.dtype)
-        return _shared(lax.stop_gradient(of_dim(x.ravel(), 0)[0]), x)
+        return _shared(lax.stop_gradient(_picking(places)(x.ravel())[0]), x)
 
-    return of_all
+    return rule
 
 
-@operator("mode")
-def mode(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
-    """The most frequent value along a dimension, of equally frequent ones the smallest, and its last place."""
-    if not x.ndim:
-        return _only(x)
+def _mode(x: Any, dim: int) -> Any:
+    """The last place of the most frequent value, of equally frequent ones of the smallest."""
     moved = lax.stop_gradient(jnp.moveaxis(x, dim, -1))
     same = moved[..., :, None] == moved[..., None, :]
     counts = same.sum(-1)
     smaller = (moved[..., None, :] < moved[..., :, None]).sum(-1)
     best = jnp.where(counts == counts.max(-1, keepdims=True), smaller, moved.shape[-1])
     last = moved.shape[-1] - 1 - jnp.flip(best, -1).argmin(-1, keepdims=True)
-    return _picked(x, jnp.moveaxis(last, -1, dim), dim, keepdim)
+    return jnp.moveaxis(last, -1, dim)
 
 
 def _running(further: Operation) -> Operation:
@@ -171,7 +146,7 @@ def _running(further: Operation) -> Operation:
 
     def scan(x: Any, dim: int) -> Any:
         if not x.ndim:
-            return _only(x)
+            return x, jnp.zeros((), int)
 
         def combine(left: Any, right: Any) -> Any:
             (one, at_one), (two, at_two) = left, right
@@ -186,6 +161,13 @@ def _running(further: Operation) -> Operation:
 
 
 TABLE: Table = {
+    "var.correction": var,
+    "std.correction": std,
+    "topk": topk,
+    "sort.default|stable": sort,
+    "nanmedian.dim": _picking(_nanmedian),
+    "median.dim": _picking(_median),
+    "mode": _picking(_mode),
     "sum.default|dim_IntList": _reduction(jnp.sum),
     "mean.default|dim": _reduction(jnp.mean),
     "prod.default|dim_int": _reduction(jnp.prod),
@@ -193,8 +175,8 @@ TABLE: Table = {
     "min amin": _reduction(jnp.min),
     "any.default|dim|dims": _reduction(jnp.any),
     "all.default|dim|dims": _reduction(jnp.all),
-    "max.dim": _with_place(jnp.argmax),
-    "min.dim": _with_place(jnp.argmin),
+    "max.dim": _picking(partial(jnp.argmax, keepdims=True)),
+    "min.dim": _picking(partial(jnp.argmin, keepdims=True)),
     "argmax": _reduction(jnp.argmax),
     "argmin": _reduction(jnp.argmin),
     "var_mean.correction": _with_mean(var),
@@ -204,11 +186,11 @@ TABLE: Table = {
     "cumprod": _scan(jnp.cumprod),
     "logcumsumexp": lambda x, dim: lax.cumlogsumexp(x, dim % x.ndim),
     "argsort.default|stable": lambda x, *arguments, **options: sort(x, *arguments, **options)[1],
-    "median": _of_all(median_dim),
-    "nanmedian": _of_all(nanmedian_dim),
-    "kthvalue": lambda x, k, dim=-1, keepdim=False: (
-        _picked(x, _ranked(x, k - 1, dim), dim, keepdim) if x.ndim else _only(x)  # k is counted from 1
-    ),
+    "median": _of_all(_median),
+    "nanmedian": _of_all(_nanmedian),
+    "kthvalue": lambda x, k, *arguments, **options: _picking(lambda x, dim: _ranked(x, k - 1, dim))(
+        x, *arguments, **options
+    ),  # k is counted from 1
     "cummax": _running(jnp.greater_equal),
     "cummin": _running(jnp.less_equal),
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.operators import operator
+from funcollect.interop.lowering.operators import Table
 
 jax = import_jax()
 jnp = jax.numpy
@@ -16,11 +16,6 @@ Taps = tuple[Any, Any]  # along one axis, the indices of pixels [taps, *out] and
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
 _NEAREST = 1
 _CUBIC = -0.75  # the free parameter of the cubic kernel, as Torch has it
-
-
-def _in_pixels(at: Any, size: int, align_corners: bool) -> Any:
-    """Convert to pixels: -1 and 1 are the centres of the outermost pixels, or their outer edges."""
-    return (at + 1) / 2 * (size - 1) if align_corners else ((at + 1) * size - 1) / 2
 
 
 def _clipped(at: Any, size: int) -> Any:
@@ -41,13 +36,11 @@ def _reflected(at: Any, size: int, align_corners: bool) -> Any:
 
 
 def _nearest(at: Any, size: int, pad: Pad) -> Taps:
-    """The one tap of nearest-neighbour interpolation at the points `at` [*out], in pixels."""
     place = jnp.round(pad(at, size))
     return place[None], jnp.ones_like(place)[None]
 
 
 def _linear(at: Any, size: int, pad: Pad) -> Taps:
-    """The two taps of linear interpolation at the points `at` [*out], in pixels."""
     at = pad(at, size)
     floor = jnp.floor(at)
     return jnp.stack([floor, floor + 1]), jnp.stack([floor + 1 - at, at - floor])
@@ -81,9 +74,7 @@ def _weighed(image: Any, taps: list[Taps]) -> Any:
     return jnp.where(inside, pixels * total, 0).sum(range(1, rank + 1))
 
 
-@operator("grid_sampler_2d grid_sampler_3d")
 def grid_sampler(x: Any, grid: Any, interpolation: int, padding: int, align_corners: bool) -> Any:
-    """Images [N, C, *in] at the points of a grid [N, *out, axes], whose coordinates begin with the last axis."""
     taps = (_linear, _nearest, _cubic)[interpolation]
 
     def pad(at: Any, size: int) -> Any:
@@ -93,9 +84,17 @@ def grid_sampler(x: Any, grid: Any, interpolation: int, padding: int, align_corn
 
     def one(image: Any, grid: Any) -> Any:
         axes = list(enumerate(image.shape[1:], start=1))
-        places = [(_in_pixels(grid[..., -axis], size, align_corners), size) for axis, size in axes]
+        places = []  # in pixels: -1 and 1 are the centres of the outermost ones, or their outer edges
+        for axis, size in axes:
+            at = grid[..., -axis] + 1
+            places.append((at / 2 * (size - 1) if align_corners else (at * size - 1) / 2, size))
         sampled = _weighed(image, [taps(at, size, pad) for at, size in places])
         known = jnp.isfinite(grid).all(-1) | (padding != _ZEROS) | (interpolation == _NEAREST)
         return jnp.where(known, sampled, jnp.nan)
 
     return jax.vmap(one)(x, grid)
+
+
+TABLE: Table = {
+    "grid_sampler_2d grid_sampler_3d": grid_sampler,
+}

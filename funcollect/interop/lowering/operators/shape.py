@@ -3,70 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.operators import Table, operator
+from funcollect.interop.lowering.operators import Table
 
 jax = import_jax()
 jnp, lax = jax.numpy, jax.lax
 
 
-@operator("squeeze.dim|dims")
 def squeeze(x: Any, dims: Any) -> Any:
-    """`x` without those of these axes that have size 1."""
     wanted = dims if isinstance(dims, Sequence) else [dims]
     return jnp.squeeze(x, tuple(dim for dim in wanted if x.ndim and x.shape[dim] == 1))
 
 
-@operator("expand")
 def expand(x: Any, shape: Sequence[int], implicit: bool = False) -> Any:
-    """`x` repeated along axes of size 1; -1 leaves an axis as it is."""
     lead = len(shape) - x.ndim
     sizes = [x.shape[i - lead] if wanted == -1 else wanted for i, wanted in enumerate(shape)]
     return jnp.broadcast_to(x, sizes)
 
 
-@operator("unfold")
 def unfold(x: Any, dim: int, size: int, step: int) -> Any:
-    """Windows along an axis, each along a new last axis."""
     starts = jnp.arange(0, (x.shape[dim] if x.ndim else 1) - size + 1, step)
     windows = jnp.atleast_1d(x).take(starts[:, None] + jnp.arange(size), dim)
     return jnp.moveaxis(windows, dim % max(x.ndim, 1) + 1, -1) if x.ndim else windows[0]
 
 
-@operator("cat")
 def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Arrays joined along an axis; empty vectors are skipped, as in Torch."""
+    """Empty vectors are skipped, as in Torch."""
     return jnp.concatenate([x for x in tensors if x.shape != (0,)] or tensors, dim)
 
 
-@operator("split.Tensor")
 def split(x: Any, size: int, dim: int = 0) -> Any:
-    """Parts of one size, and a smaller last one if something is left."""
     length = x.shape[dim]
     whole, rest = divmod(length, size) if length else (1, 0)
     return split_with_sizes(x, [min(size, length)] * whole + [rest] * bool(rest), dim)
 
 
-@operator("split_with_sizes")
 def split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> Any:
-    """Parts of these sizes."""
     borders = pairwise(accumulate(sizes, initial=0))
     return [lax.slice_in_dim(x, start, end, axis=dim) for start, end in borders]
 
 
-@operator("slice.Tensor")
 def slice_(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    """A range of slices along an axis."""
     ranges = [slice(None)] * x.ndim
     ranges[dim] = slice(start, end, step)
     return x[tuple(ranges)]
 
 
-@operator("_to_copy")
 def to_copy(x: Any, dtype: Any = None) -> Any:
     """A cast as Torch's: towards zero to integers, the real part of complex numbers."""
     if dtype is None:
@@ -82,17 +67,15 @@ def _widths(x: Any, pad: Sequence[int]) -> list[tuple[int, int]]:
     return [(0, 0)] * (x.ndim - len(pairs)) + pairs[::-1]
 
 
-def _constant_pad(x: Any, pad: Sequence[int], value: Any = 0) -> Any:
-    """`x` padded with a value; negative widths, which `jnp.pad` does not take, cut elements off."""
-    return lax.pad(x, jnp.asarray(value, x.dtype), [(*width, 0) for width in _widths(x, pad)])
-
-
-def _pad(mode: str, x: Any, pad: Sequence[int]) -> Any:
-    """`x` padded with its own values, in a mode of `jnp.pad`."""
-    return jnp.pad(x, _widths(x, pad), mode=mode)
-
-
 TABLE: Table = {
+    "squeeze.dim|dims": squeeze,
+    "expand": expand,
+    "unfold": unfold,
+    "cat": cat,
+    "split.Tensor": split,
+    "split_with_sizes": split_with_sizes,
+    "slice.Tensor": slice_,
+    "_to_copy": to_copy,
     "sym_size.int": lambda x, dim: int(x.shape[dim]),  # a number while a function is traced
     "view _unsafe_view": jnp.reshape,
     "view.dtype": lambda x, dtype: x.view(dtype),
@@ -114,9 +97,11 @@ TABLE: Table = {
     "tril": jnp.tril,
     "triu": jnp.triu,
     "diagonal": jnp.diagonal,
-    "constant_pad_nd": _constant_pad,
-    "reflection_pad1d reflection_pad2d reflection_pad3d": partial(_pad, "reflect"),
-    "replication_pad1d replication_pad2d replication_pad3d": partial(_pad, "edge"),
+    "constant_pad_nd": lambda x, pad, value=0: lax.pad(  # negative widths, which `jnp.pad` does not take, cut
+        x, jnp.asarray(value, x.dtype), [(*width, 0) for width in _widths(x, pad)]
+    ),
+    "reflection_pad1d reflection_pad2d reflection_pad3d": lambda x, pad: jnp.pad(x, _widths(x, pad), "reflect"),
+    "replication_pad1d replication_pad2d replication_pad3d": lambda x, pad: jnp.pad(x, _widths(x, pad), "edge"),
     "full": jnp.full,
     "full_like": jnp.full_like,
     "new_full": lambda x, shape, value, dtype=None: jnp.full(shape, value, dtype or x.dtype),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.operators import Table, operator
+from funcollect.interop.lowering.operators import Rule, Table
 from funcollect.interop.lowering.operators.normalisation import by_channel, scaled
 
 jax = import_jax()
@@ -19,7 +19,6 @@ jnp, lax = jax.numpy, jax.lax
 Operation = Callable[..., Any]
 
 
-@operator("convolution", weights=(1,))
 def convolution(
     x: Any,
     weight: Any,
@@ -31,7 +30,6 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Any:
-    """A convolution of [N, C, *space], or its transpose."""
     rank = x.ndim - 2
     stride, padding, dilation = _each(stride, rank), _each(padding, rank), _each(dilation, rank)
     if transposed:
@@ -94,7 +92,6 @@ def _windows(x: Any, start: Any, function: Any, kernel: Any, stride: Any, pads: 
 def _max_pool(
     rank: int, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
 ) -> Any:
-    """The largest element of each window."""
     kernel, padding, dilation = _each(kernel, rank), _each(padding, rank), _each(dilation, rank)
     stride = _each(stride, rank) or kernel
     sizes = zip(x.shape[-rank:], kernel, stride, padding, dilation, strict=True)
@@ -128,7 +125,6 @@ def _avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
-    """The mean of each window."""
     kernel, padding = _each(kernel, rank), _each(padding, rank)
     stride = _each(stride, rank) or kernel
     pads = [_pads(*size, 1, ceil_mode) for size in zip(x.shape[-rank:], kernel, stride, padding, strict=True)]
@@ -166,13 +162,14 @@ def _with_indices(pool: Operation) -> Operation:
     return lambda *arguments: (pool(*arguments), None)
 
 
-TABLE: Table = {}
+TABLE: Table = {"convolution": Rule(convolution, weights=(1,))}
 for _rank in (1, 2, 3):
+    _largest = partial(_max_pool, _rank)
     TABLE |= {
-        f"max_pool{_rank}d": partial(_max_pool, _rank),
+        f"max_pool{_rank}d": _largest,
         f"avg_pool{_rank}d": partial(_avg_pool, _rank),
         f"adaptive_avg_pool{_rank}d": partial(_adaptive_pool, jnp.mean, _rank),
         f"adaptive_max_pool{_rank}d": _with_indices(partial(_adaptive_pool, jnp.max, _rank)),
     }
     if _rank > 1:
-        TABLE[f"max_pool{_rank}d_with_indices"] = _with_indices(TABLE[f"max_pool{_rank}d"])
+        TABLE[f"max_pool{_rank}d_with_indices"] = _with_indices(_largest)
