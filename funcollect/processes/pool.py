@@ -94,13 +94,14 @@ class WorkerHandle(Protocol):
 class Transport(Protocol):
     """Starts workers, and reports which of them have answered."""
 
-    patient = True  # whether waiting for a worker takes time; if so, one that takes too long counts as hung
+    patient: bool = True  # whether waiting for a worker takes time; if so, one that takes too long counts as hung
 
     def start(self, job: Any) -> WorkerHandle:
         """A handle to a new worker for this job."""
 
     def check_room(self, jobs: Sequence[Any], first: int, present: Sequence[Any]) -> None:
         """Raise WorkerError if there is no room for new workers, with indices from `first`, beside the present ones."""
+        return
 
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
         """The keys of the handles that may have an answer; waits for the first one, at most `timeout` seconds."""
@@ -110,6 +111,7 @@ class Transport(Protocol):
 
     def leave(self) -> None:
         """Release the workers' resources, once all of them have ended."""
+        return
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class BatchLayout:
         if self._side_by_side:
             return column.flatten(1, 2).transpose(0, 1)
         if self.join == "stack":
-            column = column.unflatten(0, (len(self.lengths), -1))
+            column = column.view(len(self.lengths), self.lengths[0], *column.shape[1:])
             return column.squeeze(2) if self.single else column.transpose(1, 2)
         return column.squeeze(1) if self.single else column.transpose(0, 1)
 

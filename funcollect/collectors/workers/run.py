@@ -286,9 +286,9 @@ class WorkerRun(WorkerPool):
         self.gathering.discard()
         self.call_each("continue_run", saved, episodes)
         self._go_on_from(data, saved, new_envs=True)
-        for leaves, shape, *which, final in data["ready"]:
-            ready = ReadyBatch(to_batch(leaves, tuple(shape)), *which, final and FinalObservations(*final))
-            self.gathering.ready.append(ready)
+        for leaves, shape, version, workers, final in data["ready"]:
+            batch, whole = to_batch(leaves, tuple(shape)), final and FinalObservations(*final)
+            self.gathering.ready.append(ReadyBatch(batch, version, workers, whole))
         self.gathering.version, self.gathering.workers = data["gathered"]
 
     def _with_weights(self, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -79,11 +79,10 @@ def block_layout(
 def block_over(memory: Memory, layout: Layout) -> LaneBlock:
     """The arrays over this memory."""
     arrays = {path: leaf.numpy() for path, leaf in layout.leaves(memory).items()}
-    by_path: dict[str, Any] = {
-        name: {path[1:]: array for path, array in arrays.items() if path[0] == name and path[1:]}
-        for name in ("observation", "ends")
-    }
-    return LaneBlock(**by_path, **{path[0]: array for path, array in arrays.items() if not path[1:]})
+    columns: dict[str, Any] = {path[0]: array for path, array in arrays.items() if not path[1:]}
+    for name in ("observation", "ends"):
+        columns[name] = {path[1:]: array for path, array in arrays.items() if path[0] == name}
+    return LaneBlock(**columns)
 
 
 class Bell:
