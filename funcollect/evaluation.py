@@ -21,15 +21,13 @@ from funcollect.core.evaluate import evaluate
 from funcollect.core.request import check_exploration
 from funcollect.errors import ClosedError, EvaluationError
 from funcollect.keys import key_from_seed, seed_of
-from funcollect.messages import shown
 from funcollect.plots.figures import check_film
 from funcollect.plots.recording import check_filmed, record
 from funcollect.policies.torch_modules.sending import dumps
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
-from funcollect.processes.child import ChildProcess
-from funcollect.processes.failures import Failure
+from funcollect.processes.failures import Failure, sending
 from funcollect.processes.pool import Call, FailurePolicy, Loss, WorkerHandle, WorkerPool, WorkerRecord
-from funcollect.processes.serving import ProcessHandle, ProcessTransport, serve
+from funcollect.processes.serving import ProcessHandle, ProcessTransport, Served, serve
 from funcollect.processes.system import run_as_batch_work
 from funcollect.protocols import Policy, is_policy
 from funcollect.specs import ExplorationType
@@ -122,15 +120,7 @@ class Evaluator:
             policy=policy,
             policy_factory=policy_factory,
         )
-        transport = _EndsAtOnce(__name__, instead="call evaluate in the loop instead")
-        job = EvaluatorJob(
-            source=source,
-            episodes=episodes,
-            seed=seed,
-            max_frames=max_frames,
-            exploration_type=exploration_type,
-            film=film,
-        )
+        job = EvaluatorJob(source, episodes, seed, max_frames, exploration_type, film)
         own = policy is None or is_policy(policy)
         self._policy: Policy | None = policy if own else TorchPolicy(policy, None, None, None)
         self._size = waiting
@@ -138,7 +128,7 @@ class Evaluator:
         self._busy: tuple[int, Call] | None = None  # the step that is being evaluated
         self._ready: list[tuple[int, Call]] = []  # evaluations that have ended
         self.dropped = 0
-        self._pool = _Process(transport, [job], _PATIENT)
+        self._pool = _Process(_EndsAtOnce(__name__, "call evaluate in the loop instead"), [job], _PATIENT)
         self._finalizer = weakref.finalize(self, self._pool.close)
         try:
             self._pool.finish(self._pool.built)
@@ -225,11 +215,11 @@ class Evaluator:
             self._busy = newest[0], self._pool.call(0, "evaluate", *newest)
 
     @property
-    def _child(self) -> ChildProcess:
+    def _child(self) -> ProcessHandle:
         """The process."""
         handle = self._pool.records[0].handle
         assert isinstance(handle, ProcessHandle)
-        return handle.child
+        return handle
 
     def _check_open(self) -> None:
         if not self._child.open:
@@ -287,17 +277,17 @@ class _EndsAtOnce(ProcessTransport):
     def close(self, handles: Sequence[WorkerHandle]) -> None:
         for handle in handles:
             assert isinstance(handle, ProcessHandle)
-            _prioritize(handle.child, idle=False)
+            _prioritize(handle, idle=False)
             handle.kill()
 
 
-def _prioritize(child: ChildProcess, *, idle: bool) -> None:
+def _prioritize(child: ProcessHandle, *, idle: bool) -> None:
     """Change the priority of a process that has not ended; once it has, its number may be another process's."""
     if child.open and child.owned and not child.ended_by(0):
         run_as_batch_work(idle=idle, pid=child.pid)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EvaluatorJob:
     """What is evaluated, and how; see `Evaluator`."""
 
@@ -307,24 +297,16 @@ class EvaluatorJob:
     max_frames: int
     exploration_type: ExplorationType
     film: str | None
-
-    @property
-    def place(self) -> int:
-        """0: it is the only one."""
-        return 0
+    place: int = 0  # among the workers of the run: it is the only one
 
     def pack(self) -> bytes:
         """The job as bytes, everything in it on the CPU; TypeError if it cannot be sent."""
-        try:
+        mend = "pass functions that build them, create_env_fn and policy_factory"
+        with sending("the environment or the policy", "another process", mend):
             return dumps(self, on_cpu=True)
-        except Exception as error:
-            raise TypeError(
-                f"the environment or the policy cannot be sent to another process ({shown(error, 200)}): pass "
-                "functions that build them, create_env_fn and policy_factory"
-            ) from error
 
 
-class Evaluating:
+class Evaluating(Served):
     """The environment and the policy, built from a packed job."""
 
     def __init__(self, packed: bytes) -> None:
@@ -349,18 +331,10 @@ class Evaluating:
         seed = seed_of(key_from_seed(job.seed))  # one for the episodes and for the film
         given: dict[str, Any] = {"seed": seed, "params": params, "exploration_type": job.exploration_type}
         stats = evaluate(self._env, self._policy, episodes=job.episodes, max_frames=job.max_frames, **given)
-        if job.film is None:
-            return stats, None
-        path = job.film.format(step=step)
-        record(self._env, self._policy, path, **given)
+        path = None if job.film is None else job.film.format(step=step)
+        if path is not None:
+            record(self._env, self._policy, path, **given)
         return stats, path
-
-    def failure(self, error: BaseException) -> Failure:
-        """The `Failure` to send."""
-        return Failure.of(error)
-
-    def close(self) -> None:
-        """Do nothing: the process is ended at once, see `Evaluator`."""
 
 
 def main(fds: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
-from funcollect.collectors.cluster.jobs import NOT_HERE, RayJob, actor_jobs, check_class, number_of_collectors
+from funcollect.collectors.cluster.jobs import NOT_HERE, actor_jobs, check_class, number_of_collectors
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.keywords import ONLY_IN_TORCHRL, collector
 from funcollect.collectors.multi import MultiaSyncDataCollector
@@ -251,15 +251,14 @@ class RayCollector(WorkerCollector):
             columns.pop("policy_factory", None)
         elif self.policy is None and self.policy_factory is not None and "policy_factory" not in columns:
             raise ValueError("policy is None, and policy_factory lists those of the first collectors: pass a policy")
-        last = self.run.jobs[-1]
-        assert isinstance(last, RayJob)
+        last = self.run.records[-1].job
         jobs = actor_jobs(
             self.collector_class,
             count,
             columns,
             policy=self.policy if policy is None else policy,
             seed=self.run.seed,
-            shard=Shard(last.options.shard.index + last.workers, last.options.shard.count),
+            shard=Shard(last.options.shard.index + last.keywords.get("num_workers", 1), last.options.shard.count),
             workers=workers,
         )
         added = self.run.add(jobs, self._check_newcomer)
@@ -313,7 +312,7 @@ class RayCollector(WorkerCollector):
     @property
     def _places(self) -> list[list[int]]:
         """Each collector's first worker, and the number of workers when the run began. Ids follow from both."""
-        shards = [job.options.shard for job in self.run.jobs]
+        shards = [record.job.options.shard for record in self.run.records]
         return [[shards[worker].index, shards[worker].count] for worker in self.run.workers]
 
     def load_state_dict(self, state_dict: Any) -> None:

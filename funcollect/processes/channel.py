@@ -54,11 +54,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = (), *, plain: bool = False) -> None:
-        """Send an object. A `plain` one, without functions or classes of a script, is pickled faster.
-
-        Raises:
-            OSError: if the other end is closed.
-        """
+        """Send an object, faster if it is `plain`, without a script's functions; OSError if the other end is closed."""
         data = pickle.dumps(message, -1) if plain else cloudpickle.dumps(message, -1)
         if len(data) <= _PACKET:
             self._send(data, fds)
@@ -83,8 +79,7 @@ class Channel:
     def receive(self, *, wait: bool = True) -> tuple[Any, list[int]] | None:
         """The next object and its descriptors, which the caller has to close; None if there is no message yet.
 
-        Raises:
-            EOFError: if the other end is closed and everything has been read.
+        EOFError if the other end is closed and everything has been read.
         """
         try:
             data, fds = self._receive(0 if wait else _AT_ONCE)

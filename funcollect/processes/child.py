@@ -34,7 +34,7 @@ _TO_REPORT = 1.0  # seconds within which a process shows its Python stack
 
 
 class ChildSetup(NamedTuple):
-    """The settings of a child process, most of them copied from the process that starts it."""
+    """The settings of a child process or an actor, most of them copied from the process that starts it."""
 
     path: list[str]
     folder: str
@@ -59,13 +59,17 @@ class ChildSetup(NamedTuple):
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environ)
-        limit_threads(self.num_threads, accelerators=self.accelerators)
-        self.frameworks.apply()
+        self.apply_anywhere()
         take_place(self.place)
-        multiprocessing.current_process().authkey = self.authkey
         # All children would have the numbers of the server that has forked them.
         np.random.seed()
         torch.default_generator.seed()
+
+    def apply_anywhere(self) -> None:
+        """Take over what does not depend on the machine."""
+        limit_threads(self.num_threads, accelerators=self.accelerators)
+        self.frameworks.apply()
+        multiprocessing.current_process().authkey = self.authkey
 
 
 def limit_threads(num_threads: int, *, accelerators: bool) -> None:
@@ -121,11 +125,11 @@ class ChildProcess:
             given.callback(theirs.close)
             kept.callback(self.channel.close)
             self._status, reports = os.pipe()
-            given.callback(os.close, reports)
             kept.callback(os.close, self._status)
+            given.callback(os.close, reports)
             alive, self._life = os.pipe()
-            given.callback(os.close, alive)
             kept.callback(os.close, self._life)
+            given.callback(os.close, alive)
             self._stack = anonymous_file("stack")  # after the count of signs of life
             kept.callback(os.close, self._stack)
             self._clear_stack()
@@ -148,15 +152,10 @@ class ChildProcess:
         """The descriptors that become readable when a message has arrived or the process has ended."""
         return (self.channel.fileno(), self._status) if self.open else ()
 
-    def send(self, message: Any, fds: Sequence[int] = (), *, plain: bool = False) -> None:
+    def post(self, message: Any, fds: Sequence[int] = (), *, plain: bool = False) -> None:
         """Send a message (see `Channel.send`), without an error if the process has ended."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.channel.send(message, fds, plain=plain)
-
-    def open_end(self) -> int:
-        """A new descriptor, which becomes readable when the process has ended. ProcessLookupError if it has."""
-        pid = self.pid
-        return os.dup(self._status) if PORTABLE else os.pidfd_open(pid)
 
     def ended_by(self, until: float) -> bool:
         """Whether the process has ended; waits for its end, at most until `time.monotonic()` is `until`."""
@@ -199,7 +198,12 @@ class ChildProcess:
             os.kill(self._pid, signal.SIGUSR1)
         except ProcessLookupError:
             return ""
-        return self._dumped()
+        until, size, before = time.monotonic() + _TO_REPORT, COUNT_BYTES, 0
+        while time.monotonic() < until and not before == size > COUNT_BYTES:  # until it has stopped growing
+            self.ended_by(time.monotonic() + 0.02)
+            before, size = size, os.fstat(self._stack).st_size
+        shown = os.pread(self._stack, size - COUNT_BYTES, COUNT_BYTES)
+        return shown.decode(errors="replace") or "(it shows no Python stack)"
 
     def _clear_stack(self) -> None:
         """Let the next stack lie after the count. Both processes share the position in the file."""
@@ -209,18 +213,6 @@ class ChildProcess:
     def signs(self) -> int:
         """A number that has changed if the process has shown a sign of life (see `funcollect.processes.life`)."""
         return int.from_bytes(os.pread(self._stack, COUNT_BYTES, 0), sys.byteorder) if self.open else 0
-
-    def _dumped(self) -> str:
-        """The stack that the process writes, once it has stopped growing."""
-        until = time.monotonic() + _TO_REPORT
-        size = COUNT_BYTES
-        while time.monotonic() < until:
-            self.ended_by(time.monotonic() + 0.02)
-            before, size = size, os.fstat(self._stack).st_size
-            if before == size > COUNT_BYTES:
-                break
-        shown = os.pread(self._stack, size - COUNT_BYTES, COUNT_BYTES)
-        return shown.decode(errors="replace") or "(it shows no Python stack)"
 
     def kill(self) -> None:
         """End the process at once, whatever it does. Does nothing the second time."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import traceback
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import cloudpickle
@@ -19,6 +21,15 @@ _RESTARTS = itertools.count(1)  # by this process
 
 class UnsentResultError(TypeError):
     """A function has been called in a child process, and its result cannot be sent."""
+
+
+@contextlib.contextmanager
+def sending(what: str, where: str, mend: str) -> Iterator[None]:
+    """Raise TypeError in place of the exception of something that cannot be pickled."""
+    try:
+        yield
+    except Exception as error:
+        raise TypeError(f"{what} cannot be sent to {where} ({shown(error, 200)}): {mend}") from error
 
 
 def check_sendable(results: Any) -> None:

@@ -69,48 +69,30 @@ def main(control: int, alive: int) -> None:
 
 
 def _start(module: str, fds: list[int], children: dict[int, int], own: tuple[int, ...]) -> None:
-    """Start a worker. If that fails, close its descriptors: whoever asked for it then sees that it has ended."""
-    try:
-        if PORTABLE:
-            _spawn(module, children, fds)
-        else:
-            _fork(module, children, fds, own)
-    except OSError:
-        traceback.print_exc()
-        for fd in fds:
-            os.close(fd)
-
-
-def _spawn(module: str, children: dict[int, int], fds: list[int]) -> None:
-    """Start a worker as `_fork` does, but as a separate program."""
-    status, *others = fds
-    for fd in others:
-        os.set_inheritable(fd, True)
-    pid = os.posix_spawn(sys.executable, _command(module, others), os.environ, setpgroup=0)
-    _started(pid, children, status, others)
-
-
-def _fork(module: str, children: dict[int, int], fds: list[int], own: tuple[int, ...]) -> None:
-    """Fork a worker, which calls `main` of a module.
+    """Start a worker, by a fork or as a separate program, which calls `main` of a module, and report its id.
 
     The first descriptor is for reports, the others are the arguments of `main`. The worker closes the server's `own`.
+    If it cannot start, all are closed: whoever asked for it then sees that it has ended.
     """
-    importlib.import_module(module)  # here, so that later workers have it
     status, *others = fds
-    pid = os.fork()
-    if not pid:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for fd in (*own, status, *children.values()):
-            os.close(fd)
-        _become_worker(module, others)
-    _started(pid, children, status, others)
-
-
-def _started(pid: int, children: dict[int, int], status: int, others: list[int]) -> None:
-    """Report a new worker's id, and close the descriptors that only the worker needs."""
-    children[pid] = status
-    _report(status, pid)
+    try:
+        if PORTABLE:
+            for fd in others:
+                os.set_inheritable(fd, True)
+            pid = os.posix_spawn(sys.executable, _command(module, others), os.environ, setpgroup=0)
+        else:
+            importlib.import_module(module)  # here, so that later workers have it
+            if not (pid := os.fork()):
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for fd in (*own, status, *children.values()):
+                    os.close(fd)
+                _become_worker(module, others)
+        children[pid] = status
+        _report(status, pid)
+    except OSError:
+        traceback.print_exc()
+        os.close(status)
     for fd in others:
         os.close(fd)
 
@@ -127,7 +109,7 @@ def _reap(children: dict[int, int]) -> None:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return
+            pid = 0
         if not pid:
             return
         if (fd := children.pop(pid, None)) is not None:
@@ -160,7 +142,6 @@ def _become_worker(module: str, fds: list[int]) -> None:
 
 
 def _command(module: str, fds: list[int]) -> list[str]:
-    """The command line of a worker in a new interpreter."""
     return [sys.executable, "-c", program(module, f"main({fds})")]
 
 

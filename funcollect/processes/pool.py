@@ -21,7 +21,7 @@ from funcollect.errors import WorkerError
 from funcollect.interop.settings import send_main_by_value
 from funcollect.processes.child import OnFailure
 from funcollect.processes.failures import Failure, warn_of_restart
-from funcollect.processes.life import SIGNS, Silence
+from funcollect.processes.life import SIGNS
 
 _SLICE = 0.05  # seconds of one wait at most: another thread may have read the answer meanwhile
 _LATE = 0.5  # seconds of waiting from which on signs of life are looked for
@@ -51,7 +51,7 @@ class Call:
 class Answer(NamedTuple):
     """A worker's answer to a call: its result, or a `Failure`."""
 
-    number: int  # the call's
+    number: int
     value: Any
 
 
@@ -62,20 +62,10 @@ class Loss(NamedTuple):
     lane: int | None = None  # in which it has raised, counted over all workers
     traceback: str = ""  # its traceback, or its Python stack if it hangs
     cause: BaseException | None = None
+    silent: float = 0.0  # if it hangs: the seconds that it may be silent
 
 
-class WorkerJob(Protocol):
-    """What a worker is built from."""
-
-    @property
-    def place(self) -> int:
-        """Its place among the workers of a run."""
-
-    def pack(self) -> bytes:
-        """The job as bytes; TypeError if it cannot be sent."""
-
-
-class WorkerHandle(ABC):
+class WorkerHandle(Protocol):
     """Sends calls to one worker, and receives its answers."""
 
     @property
@@ -83,11 +73,9 @@ class WorkerHandle(ABC):
         """The kind and place of the worker, for error messages; empty if its index says enough."""
         return ""
 
-    @abstractmethod
     def send(self, call: Call) -> None:
         """Queue a call after those that were sent before. Never waits for the worker, never raises if it has died."""
 
-    @abstractmethod
     def receive(self) -> Answer | Loss | None:
         """The worker's next answer, or how it has ended; None if there is neither yet."""
 
@@ -99,33 +87,31 @@ class WorkerHandle(ABC):
         """Where the worker hangs: its Python stack, if it can be had."""
         return ""
 
-    @abstractmethod
     def kill(self) -> None:
         """End the worker at once, whatever it does. Does nothing the second time."""
 
 
-class Transport(ABC):
+class Transport(Protocol):
     """Starts workers, and reports which of them have answered."""
 
-    patient = True  # whether waiting for a worker takes time; if so, one that takes too long counts as hung
+    patient: bool = True  # whether waiting for a worker takes time; if so, one that takes too long counts as hung
 
-    @abstractmethod
     def start(self, job: Any) -> WorkerHandle:
         """A handle to a new worker for this job."""
 
-    def check_room(self, jobs: Sequence[Any], first: int, present: Sequence[Any]) -> None:  # noqa: B027 - most have room
+    def check_room(self, jobs: Sequence[Any], first: int, present: Sequence[Any]) -> None:
         """Raise WorkerError if there is no room for new workers, with indices from `first`, beside the present ones."""
+        return
 
-    @abstractmethod
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
         """The keys of the handles that may have an answer; waits for the first one, at most `timeout` seconds."""
 
-    @abstractmethod
     def close(self, handles: Sequence[WorkerHandle]) -> None:
         """Let the workers close what they hold, then end them."""
 
-    def leave(self) -> None:  # noqa: B027 - most need nothing
+    def leave(self) -> None:
         """Release the workers' resources, once all of them have ended."""
+        return
 
 
 @dataclass(frozen=True)
@@ -141,42 +127,38 @@ class FailurePolicy:
 class WorkerRecord:
     """What a pool knows about a worker."""
 
-    job: Any  # a `WorkerJob`
+    job: Any
     handle: WorkerHandle
     calls: deque[Call] = field(default_factory=deque)  # unanswered, oldest first
     first: Sequence[Call] = ()  # those that a replacement was sent first
     progress: Any = None  # where a replacement continues; None at the beginning
     tasks: int = 0  # rollouts, say, that this very process has finished
     failures: int = 0  # in a row
-    silence: Silence = field(default_factory=Silence)  # since the last answer or sign of life
+    silence: float = 0.0  # seconds of waiting since the last answer or sign of life
+    signs: int = 0  # of life, when they were last looked at
     newcomer: bool = False  # started beside workers that are at work, and not built yet
     retired: bool = False
 
 
 class WorkerPool(ABC):
-    """Workers that answer calls, one for each of `jobs`.
+    """Workers that answer calls, one for each of `jobs`: each has a `place` in the run, and ``pack() -> bytes``.
 
     Every method that reads answers raises an error if a worker was lost. All workers are ended then. A derived class
     says what answers mean, which failures refuse a call and leave the worker at work, and how a replacement begins.
-
-    Attributes:
-        built: the calls that build the first workers.
-        restarts: workers that were replaced.
-        waited: seconds in which the reader has waited for workers.
     """
 
-    def __init__(self, transport: Transport, jobs: Sequence[WorkerJob], failure_policy: FailurePolicy) -> None:
+    def __init__(self, transport: Transport, jobs: Sequence[Any], failure_policy: FailurePolicy) -> None:
         self._transport = transport
         self._failure_policy = failure_policy
         self.lock = threading.RLock()
-        self.restarts = 0
-        self.waited = 0.0
+        self.restarts = 0  # workers that were replaced
+        self.waited = 0.0  # seconds in which the reader has waited for workers
         self.closed = self._started = False
         self._checked = time.monotonic()
         send_main_by_value()
         self.records: list[WorkerRecord] = []
         try:
-            self.built = self.start(jobs)
+            self.built = self.start(jobs)  # the calls that build the first workers
         except BaseException:
             self.close()
             raise
@@ -199,13 +181,16 @@ class WorkerPool(ABC):
     def _error(self, worker: int, loss: Loss) -> Exception:
         """The error for a worker that was lost and is not replaced."""
 
-    def _continued(self, record: WorkerRecord, pending: Sequence[Call]) -> WorkerJob:
+    def _continued(self, record: WorkerRecord, pending: Sequence[Call]) -> Any:
         """The job of a replacement; `pending` are the calls that it is going to answer."""
-        job: WorkerJob = record.job
-        return job
+        return record.job
 
     def _first_calls(self, worker: int) -> Sequence[Call]:
         """The calls that a replacement needs before those."""
+        return ()
+
+    def _descriptors(self, worker: int) -> tuple[int, ...]:
+        """The file descriptors that a worker is built with."""
         return ()
 
     @property
@@ -213,12 +198,10 @@ class WorkerPool(ABC):
         """The indices of the workers at work."""
         return [worker for worker, record in enumerate(self.records) if not record.retired]
 
-    def start(self, jobs: Sequence[WorkerJob], *, newcomers: bool = False) -> list[Call]:
+    def start(self, jobs: Sequence[Any], *, newcomers: bool = False) -> list[Call]:
         """Start workers; return the calls that build them. Until newcomers are admitted, a failure ends only theirs.
 
-        Raises:
-            TypeError: for a job that cannot be sent, before any worker starts.
-            WorkerError: if there is no room for all of them.
+        TypeError for a job that cannot be sent, before any worker starts; WorkerError if there is no room for all.
         """
         packed = [job.pack() for job in jobs]
         with self.lock:
@@ -226,7 +209,11 @@ class WorkerPool(ABC):
             self._transport.check_room(jobs, first, [self.records[worker].job for worker in self.workers])
             for job in jobs:
                 self.records.append(WorkerRecord(job, self._transport.start(job), newcomer=newcomers))
-            return [self.call(worker, "describe", data) for worker, data in enumerate(packed, first)]
+            return [self.submit(self._describe(worker, data)) for worker, data in enumerate(packed, first)]
+
+    def _describe(self, worker: int, packed: bytes) -> Call:
+        """The call that builds a worker."""
+        return Call(worker, "describe", (packed,), self._descriptors(worker))
 
     def retire(self, worker: int) -> None:
         """End a worker without replacing it; its unanswered calls are dropped."""
@@ -245,7 +232,7 @@ class WorkerPool(ABC):
         with self.lock:
             record = self.records[call.worker]
             if not record.calls:
-                record.silence.seconds = 0.0
+                record.silence = 0.0
             record.calls.append(call)
             record.handle.send(call)
         return call
@@ -290,18 +277,21 @@ class WorkerPool(ABC):
         """Read the answers that have arrived, or those of the workers `ready`; return whether there was one."""
         with self.lock:
             try:
-                workers = self._transport.ready(self._asked, 0) if ready is None else ready
-                read = sum(map(self._read, workers))
+                read = sum(map(self._read, self._transport.ready(self._asked, 0) if ready is None else ready))
                 if self._transport.patient:
                     self._look_for_hangs()
                 return read > 0
             except BaseException as error:
-                self.close()  # an answer may have been read and not yet assigned to its call
+                self._broken_off()
                 if isinstance(error, OSError):
                     raise WorkerError(
                         f"the connection to a worker broke ({error!r}): build another collector"
                     ) from error
                 raise
+
+    def _broken_off(self) -> None:
+        """End all workers after an exception in `poll`: an answer may have been read and not given to its call."""
+        self.close()
 
     def _read(self, worker: int) -> bool:
         """Read one answer of a worker; return whether there was one. Only one, so that no worker gets ahead."""
@@ -313,7 +303,7 @@ class WorkerPool(ABC):
             return True
         call = next(call for call in record.calls if call.number == answer.number)
         if not isinstance(failure := answer.value, Failure):
-            record.silence.seconds = 0.0
+            record.silence = 0.0
             SIGNS.count[0] += 1  # for a process that awaits this one
             call.resolve(self._answered(record, call, answer.value))
         elif (refusal := self._refusal(record, call, failure)) is not None:
@@ -325,22 +315,30 @@ class WorkerPool(ABC):
         record.calls.remove(call)
         return True
 
+    def _owes(self, worker: int) -> bool:
+        """Whether somebody waits for this worker."""
+        return bool(self.records[worker].calls)
+
     def _look_for_hangs(self) -> None:
         """Lose each worker that has neither answered nor made a step in time."""
         now = time.monotonic()
         if (since := now - self._checked) < _SLICE:
             return
         self._checked = now
+        policy = self._failure_policy
         for worker, record in enumerate(self.records):
-            if not record.calls:
+            if not self._owes(worker):
                 continue
-            policy = self._failure_policy
             name, limit = ("timeout", policy.timeout) if record.tasks else ("start_timeout", policy.start_timeout)
-            waited = min(since, limit / 2)  # if this process was suspended, its workers may also have been
-            if record.silence.grows(waited, record.handle.signs, after=min(_LATE, limit / 2)) > limit:
-                doing = f"has not answered {record.calls[0].name!r}, nor made a step, for {limit:g} seconds"
-                told = f"{doing} ({name}={limit:g}); its Python stack is below"
-                self._lose(worker, Loss(told, traceback=record.handle.where()))
+            record.silence += min(since, limit / 2)  # if this process was suspended, its workers may also have been
+            if record.silence >= min(_LATE, limit / 2) and (signs := record.handle.signs()) != record.signs:
+                record.signs, record.silence = signs, 0.0
+                SIGNS.count[0] += 1  # for a process that awaits this one
+            if record.silence > limit:
+                doing = f"{record.calls[0].name!r}" if record.calls else "an order"
+                told = f"has not answered {doing}, nor made a step, for {limit:g} seconds ({name}={limit:g})"
+                stack = record.handle.where()
+                self._lose(worker, Loss(f"{told}; its Python stack is below", traceback=stack, silent=limit))
 
     def _lose(self, worker: int, loss: Loss) -> None:
         """Replace a worker that was lost, or end all workers and raise; a newcomer's calls end with the error."""
@@ -355,8 +353,7 @@ class WorkerPool(ABC):
         error = self._error(worker, loss)
         error.__cause__ = loss.cause
         if not record.newcomer:
-            self.close()
-            raise error
+            raise error  # and `poll` ends the others
         for call in [*record.calls]:
             call.resolve(error=error)
         self.retire(worker)
@@ -373,8 +370,8 @@ class WorkerPool(ABC):
         packed = job.pack()
         record.handle = self._transport.start(job)
         record.calls.clear()
-        record.tasks, record.silence.seconds = 0, 0.0
-        record.first = [Call(worker, "describe", (packed,)), *self._first_calls(worker)]
+        record.tasks, record.silence = 0, 0.0
+        record.first = [self._describe(worker, packed), *self._first_calls(worker)]
         for call in [*record.first, *pending]:
             if not call.done:
                 self.submit(call)

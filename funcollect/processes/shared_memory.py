@@ -19,11 +19,7 @@ _MAPPING = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # a page's first 
 
 
 def anonymous_file(name: str) -> int:
-    """The descriptor of a new file, which is in no folder and ends with its last descriptor. Linux keeps it in memory.
-
-    Args:
-        name: what Linux shows for the descriptor.
-    """
+    """The descriptor of a new file, which is in no folder and ends with its last descriptor. Linux shows its `name`."""
     if not PORTABLE:
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
@@ -33,8 +29,7 @@ def anonymous_file(name: str) -> int:
 def shared_memory(count: int, size: int) -> tuple[int, list[Memory]]:
     """Allocate `count` pieces of `size` bytes each; return the descriptor and the pieces.
 
-    Raises:
-        MemoryError: if there is not enough memory. Without the allocation, a process could be killed when it writes.
+    MemoryError if there is not enough. Without the allocation, a process could be killed when it writes.
     """
     fd = _portable_memory() if PORTABLE else os.memfd_create("funcollect")
     try:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 
 PORTABLE = sys.platform != "linux" or os.environ.get("FUNCOLLECT_PORTABLE") == "1"  # on Linux, to try it there
+_place: int | None = None  # of this process among those of its run; None if nobody has told it
 
 
 def check_platform(mend: str) -> None:
@@ -19,12 +20,7 @@ def check_platform(mend: str) -> None:
 
 def usable_cpus() -> list[int]:
     """The numbers of the processors that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-_place: int | None = None  # of this process among those of a run; None if nobody has told it
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
 
 
 def take_place(number: int) -> None:
@@ -60,9 +56,7 @@ def run_on(cpu: int) -> None:
 def run_as_batch_work(*, idle: bool, pid: int | None = None) -> None:
     """Let a process wait for others: with `idle` whenever there is other work, else only when it is woken.
 
-    Args:
-        idle: which of both. Leaving idle priority needs a privilege.
-        pid: the process id; None for the current process.
+    `pid` is None for the current process. Leaving idle priority needs a privilege.
     """
     with contextlib.suppress(OSError):  # it may not be allowed
         if not PORTABLE:

@@ -301,8 +301,8 @@ def test_nothing_is_called_where_a_process_has_ended():
     with fc.SyncDataCollector(env, fc.random_policy(env), frames_per_batch=8, seed=0) as collector:
         next(collector)
         worker = workers_of(collector.state)[1]
-        os.kill(worker._child.pid, signal.SIGKILL)
-        while not worker.has_ended():
+        os.kill(worker.pid, signal.SIGKILL)
+        while not worker.ended_by(0):
             time.sleep(0.01)
         with pytest.raises(fc.EnvError, match=r"lanes 2 to 3 \(worker 1\): its process was"):
             collector.apply(set_force, 20.0)

@@ -31,12 +31,11 @@ class Waiting(gymnasium.Wrapper):
         return self.env.reset(**kwargs)
 
 
-class Odd(gymnasium.Wrapper):
+class Odd(Waiting):
     """CartPole that cannot be stepped once a file is there."""
 
-    def __init__(self, file):
-        super().__init__(gymnasium.make("CartPole-v1"))
-        self.file = file
+    def reset(self, **kwargs):
+        return self.env.reset(**kwargs)
 
     def step(self, action):
         if os.path.exists(self.file):
@@ -144,30 +143,20 @@ def test_the_newest_weights_go_first_and_only_some_wait(tmp_path):
         assert [each.step for each in evaluator.wait()] == [0, 5, 4, 3]
 
 
-def test_weights_are_those_of_the_moment(tmp_path):
-    file = tmp_path / "go"
-    module = linear(0)
+@pytest.mark.parametrize("given", [False, True])
+def test_weights_are_those_of_the_moment(given, tmp_path):
+    """Also those that are given where there is no policy that could name them, with `policy_factory`."""
+    file, module = tmp_path / "go", linear(0)
     policy = fc.torch_policy(module, head=fc.heads.categorical)
     wanted = fc.evaluate(fc.make_env("CartPole-v1"), policy, **GIVEN)
-    with fc.Evaluator(lambda: Waiting(str(file)), policy, **GIVEN) as evaluator:
-        evaluator.submit(step=1)
-        evaluator.submit(step=2)
-        with torch.no_grad():
-            module.weight.mul_(-1)
-        file.touch()
-        for found in evaluator.wait():
-            same(found.stats, wanted)
-
-
-def test_given_params_are_those_of_the_moment(tmp_path):
-    """With `policy_factory`, there is no policy here that could name them."""
-    file, weight = tmp_path / "go", torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
-    policy = fc.torch_policy(nn.Linear(4, 2, bias=False), head=fc.heads.categorical)
-    wanted = fc.evaluate(fc.make_env("CartPole-v1"), policy, params={"weight": weight.clone()}, **GIVEN)
-    with fc.Evaluator(lambda: Waiting(str(file)), policy_factory=lambda: policy, **GIVEN) as evaluator:
+    weights = {name: each.detach().clone() for name, each in module.named_parameters()} if given else None
+    source = {"policy_factory": lambda: policy} if given else {"policy": policy}
+    with fc.Evaluator(lambda: Waiting(str(file)), **source, **GIVEN) as evaluator:
         for step in range(2):
-            evaluator.submit({"weight": weight}, step=step)
-        weight.mul_(-1)
+            evaluator.submit(weights, step=step)
+        with torch.no_grad():
+            for each in weights.values() if given else [module.weight]:
+                each.mul_(-1)
         file.touch()
         for found in evaluator.wait():
             same(found.stats, wanted)
@@ -246,28 +235,20 @@ def test_a_process_that_dies_is_reported_and_one_that_is_closed_stays_closed():
     wait_until(lambda: gone(pid))  # without a privilege, its end has idle priority too
 
 
-def test_films(tmp_path):
-    policy = fc.torch_policy(linear(0), head=fc.heads.categorical)
-    film = str(tmp_path / "after {step:05}.gif")
-    with fc.Evaluator(
-        "CartPole-v1", policy, create_env_kwargs={"render_mode": "rgb_array"}, film=film, episodes=1, seed=0
-    ) as evaluator:
-        evaluator.submit(step=7)
-        (found,) = evaluator.wait()
-    assert found.film == tmp_path / "after 00007.gif"
-    assert found.film.read_bytes().startswith(b"GIF")
-
-
 @pytest.mark.parametrize("members", [False, True])
 def test_a_film_of_the_first_of_several_environments(members, tmp_path):
-    given = {"create_env_kwargs": {"render_mode": "rgb_array", "num_envs": 4}, "film": str(tmp_path / "{step}.mp4")}
+    given = {
+        "create_env_kwargs": {"render_mode": "rgb_array", "num_envs": 4},
+        "film": str(tmp_path / "after {step:05}.mp4"),
+    }
     policy = fc.torch_policy(linear(0), head=fc.heads.categorical)
     if members:
         own = policy.state_dict()
         policy = fc.population(policy, {name: torch.stack([each, -each]) for name, each in own.items()})
     with fc.Evaluator("CartPole-v1", policy, **given, episodes=4, seed=0) as evaluator:
-        evaluator.submit()
+        evaluator.submit(step=7)
         (found,) = evaluator.wait()
+    assert found.film == tmp_path / "after 00007.mp4"
     frames, _ = imageio_ffmpeg.count_frames_and_secs(str(found.film))
     assert frames == int(found.stats.lengths[found.stats.lanes == 0]) + 1
 

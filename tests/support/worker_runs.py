@@ -1,7 +1,10 @@
 """Runs of collectors with workers: their processes, their trajectories, and waiting for what they do."""
 
+import gc
 import os
+import threading
 import time
+from pathlib import Path
 
 from tests.support.workers import by_lane
 
@@ -9,6 +12,23 @@ from tests.support.workers import by_lane
 def processes_of(collector):
     """The process numbers of a collector's workers."""
     return [record.handle.pid for record in collector.run.records]
+
+
+def children_of(pid):
+    """The numbers of the processes that the threads of a process have started."""
+    listed = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [*map(int, " ".join(listed).split())]
+
+
+def descendants(pid):
+    """The numbers of all processes below one."""
+    return [each for child in children_of(pid) for each in (child, *descendants(child))]
+
+
+def held():
+    """File descriptors, threads and child processes of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(children_of(os.getpid()))
 
 
 def gone(pid):

@@ -2,83 +2,101 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import mmap
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.cluster.packed_batch import PackedBatch, Packer
 from funcollect.collectors.cluster.resources import ray
 from funcollect.collectors.runner_timer import RolloutTimes
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.batch_layout import PackedLayout
-from funcollect.collectors.workers.worker import EnvCalls, Progress, RolloutReport, Worker, WorkerBase, WorkerInfo
-from funcollect.core.request import OwnColumns
+from funcollect.collectors.workers.batch_layout import copy_into, turned
+from funcollect.collectors.workers.worker import EnvCalls, Job, Progress, RolloutReport, Worker, WorkerInfo
+from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.errors import WorkerError
-from funcollect.interop.settings import FrameworkSettings
-from funcollect.processes.child import limit_threads
+from funcollect.processes.child import ChildSetup
 from funcollect.processes.failures import Failure
+from funcollect.processes.layout import Layout
 from funcollect.processes.life import SIGNS
 from funcollect.processes.serving import Answering
 from funcollect.processes.shared_memory import Memory
+from funcollect.tree import Path, aliased, flatten, nest
 
 
-class ActorSetup(NamedTuple):
-    """The settings of an actor's process."""
+def private_memory(size: int) -> Memory:
+    """`size` bytes that only this process has, aligned to a page."""
+    return np.frombuffer(mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
-    path: list[str]
-    num_threads: int
-    accelerators: bool  # whether JAX may see accelerators
-    frameworks: FrameworkSettings
-    authkey: bytes  # by which proxies of `multiprocessing.Manager` connect
+
+class PackedLayout(NamedTuple):
+    """How a batch lies in memory."""
+
+    layout: Layout
+    single: bool | None  # for leaves [T, P, ...]: whether the environment has no batch dimension; None for others
+
+    def batch(self, memory: Memory, count: int | None = None) -> TensorDict:
+        """The batch, whose leaves keep `memory` alive; with `count`, as many packed batches, stacked."""
+        leaves, first = self.layout.leaves(memory, count), int(count is not None)
+        if self.single is not None:
+            for path, leaf in leaves.items():
+                leaves[path] = leaf.squeeze(first + 1) if self.single else leaf.transpose(first, first + 1)
+        return aliased(nest(leaves), leaves["next", "done"].shape[:-1])
+
+
+class PackedBatch(NamedTuple):
+    """A batch as it is sent: its memory, and its layout, which only a worker's first batch has."""
+
+    packed_layout: PackedLayout | None
+    memory: Memory
 
 
 def worker_of(packed: bytes) -> PackingWorker:
-    """The worker for a packed `RayJob`."""
-    job = cloudpickle.loads(packed)
+    """The worker for a packed `Job`."""
+    job: Job = cloudpickle.loads(packed)
+    assert job.kind is not None
     if issubclass(job.kind, WorkerCollector):
         return NestedWorker(job.progress, job.collector(), job.applied)
-    return ClassWorker(job)
+    return PackingWorker(job)
 
 
-class PackingWorker(WorkerBase):
-    """A worker whose rollouts and weights are sent as one array each."""
+class PackingWorker(Worker):
+    """A worker whose rollouts and weights are sent as one array each. Its runner may be of the user's own class.
 
-    @cached_property
-    def _packer(self) -> Packer:
-        return Packer()
+    Each batch is packed into the same memory, from where it has to be copied before the next one.
+    """
 
-    def _single(self, batch: TensorDictBase) -> bool | None:
-        """Whether the environment of a rollout has no batch dimension; None for a batch of another kind."""
-        return None
+    _packed_layout: PackedLayout | None = None  # none before the first batch
+    _leaves: Mapping[Path, Tensor]  # views of the memory
+    _memory: Memory
 
     @override
     def collect(self) -> tuple[PackedBatch, RolloutReport]:
-        batch, report = self.roll_out(self._packer.columns)
-        return self._packer.pack(batch, self._single(batch)), report
+        known = self._packed_layout
+        columns = NOWHERE if known is None or known.single is None else self._leaves  # recorded there: without a copy
+        batch, report = self.roll_out(columns)
+        single = self._single(batch) if known is None else known.single
+        leaves = flatten(batch)
+        if single is not None:
+            leaves = {path: turned(leaf, single) for path, leaf in leaves.items()}
+        if known is None:
+            self._packed_layout = PackedLayout(Layout.of(leaves), single)
+            self._memory = private_memory(self._packed_layout.layout.size)
+            self._leaves = self._packed_layout.layout.leaves(self._memory)
+        copy_into(self._leaves, leaves)
+        return PackedBatch(self._packed_layout if known is None else None, self._memory), report
 
-    def fetch(self, version: int, policy: bytes | None, packed_layout: PackedLayout, memory: Memory) -> None:
-        """Copy weights, and act with them from now on."""
-        leaves = packed_layout.leaves(np.array(memory))  # a copy: what Ray shares is not written, nor kept
-        self.adopt({path[0]: leaf for path, leaf in leaves.items()}, version, policy)
-
-
-class ClassWorker(PackingWorker, Worker):
-    """A worker whose runner may be of the user's own class, which collects in its own way."""
-
-    @override
     def _single(self, batch: TensorDictBase) -> bool | None:
+        """Whether the environment of a rollout has no batch dimension; None for a batch of another kind."""
         single = self._runner.env.num_envs is None
         return single if batch.ndim == (1 if single else 2) else None
 
@@ -86,8 +104,13 @@ class ClassWorker(PackingWorker, Worker):
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
         if type(self._runner) is SyncDataCollector:
             return super()._rollout(columns)
-        assert isinstance(self._runner, SyncDataCollector)
-        return next(self._runner)
+        batch: TensorDictBase = next(self._collector)  # a class of the user's own collects in its own way
+        return batch
+
+    def fetch(self, version: int, policy: bytes | None, layout: Layout, memory: Memory) -> None:
+        """Copy weights, and act with them from now on."""
+        leaves = layout.leaves(np.array(memory))  # a copy: what Ray shares is not written, nor kept
+        self.adopt({path[0]: leaf for path, leaf in leaves.items()}, version, policy)
 
 
 class NestedWorker(PackingWorker):
@@ -96,15 +119,20 @@ class NestedWorker(PackingWorker):
     def __init__(self, progress: Progress, collector: WorkerCollector, applied: EnvCalls = ()) -> None:
         self._run = collector.run
         self._counted = (0, 0)  # restarts and lost frames, as last reported
-        super().__init__(progress, collector, applied)
+        self._begin(collector, progress, applied)
 
     @override
     def describe(self) -> WorkerInfo:
         return self._run.info._replace(lanes=sum(self._run.lanes), frames=self._collector.frames_of_batch)
 
     @override
+    def _single(self, batch: TensorDictBase) -> None:
+        return None
+
+    @override
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
-        return next(self._collector)
+        batch: TensorDictBase = next(self._collector)
+        return batch
 
     @override
     def _standing(self) -> tuple[Progress, int]:
@@ -144,11 +172,9 @@ class NestedWorker(PackingWorker):
 class RayWorker:
     """The actor. Ray runs `do` in the order of the calls, and the other methods in separate threads."""
 
-    def __init__(self, setup: ActorSetup) -> None:
+    def __init__(self, setup: ChildSetup) -> None:
         sys.path.extend(path for path in setup.path if path not in sys.path)
-        limit_threads(setup.num_threads, accelerators=setup.accelerators)
-        setup.frameworks.apply()
-        multiprocessing.current_process().authkey = setup.authkey
+        setup.apply_anywhere()
         self._answering = Answering(worker_of)
         self._one_at_a_time = threading.Lock()
         self._built = threading.Event()
@@ -156,7 +182,7 @@ class RayWorker:
         self._nothing_urgent.set()
 
     def do(self, name: str, *args: Any) -> Any:
-        """The answer to a call, or a `Failure`."""
+        """The answer to a call, or a `Failure`. The first one, ``"describe"``, builds the worker."""
         self._nothing_urgent.wait()
         with self._one_at_a_time:
             return self._answer(name, args)
@@ -170,7 +196,6 @@ class RayWorker:
             return self._answer(name, args)
 
     def _answer(self, name: str, args: tuple[Any, ...]) -> Any:
-        """The answer to a call; a `Failure` if it raised. The first one, ``"describe"``, builds the worker."""
         if name == "close":
             return self._answering.close()
         try:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
-from typing_extensions import override
-
 from funcollect.arguments import check_not_given, check_positive
-from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
 from funcollect.collectors.options import Shard, WorkerShard
-from funcollect.collectors.runner import Runner
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.jobs import job_of, listed, rows, want_accelerators
@@ -52,45 +48,16 @@ _NOT_REMOTE = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class RayJob(Job):
-    """Everything that the worker in an actor is built from."""
-
-    kind: type[Any]  # the class of the collector in the actor
-    workers: int  # of that collector, if it has workers
-    keywords: Mapping[str, Any]  # of that collector, apart from those of the whole run
-    config: Mapping[str, Any]  # Ray's options for the actor
-
-    def collector(self) -> CollectorBase:
-        """Build the collector in the actor."""
-        source, shard = self.source, self.options.shard
-        if issubclass(self.kind, WorkerCollector):
-            shard = WorkerShard(shard.index, shard.count)
-        collector: CollectorBase = self.kind(
-            source.create_env_fn, source.policy, seed=self.seed, shard=shard, **self.keywords
-        )
-        return collector
-
-    @override
-    def runner(self) -> Runner:
-        collector = self.collector()
-        assert isinstance(collector, Runner)
-        return collector
-
-
 def actor_jobs(
     kind: type[Any], count: int, columns: Mapping[str, Any], *, policy: Any, seed: int, shard: Shard, workers: int
-) -> list[RayJob]:
+) -> list[Job]:
     """The checked jobs of `count` actors, each with a collector of `workers` workers.
 
     `columns` are keywords, also of `RayCollector`: one value for all actors, or a list with one for each. `shard` is
     that of the first worker of the first actor. An actor has one CPU unless its `remote_configs` says otherwise, and a
-    fifth of a GPU if a device of any of them is one.
-
-    Raises:
-        TypeError, ValueError: for arguments that no actor would take.
+    fifth of a GPU if a device of any of them is one. TypeError or ValueError for arguments that no actor would take.
     """
-    jobs = []
+    jobs, nested = [], issubclass(kind, WorkerCollector)
     for index, row in enumerate(rows(count, columns, copies=workers)):
         config = dict(row.pop("remote_configs", None) or {})
         check_not_given("remote_configs", config, _NOT_REMOTE)
@@ -98,11 +65,11 @@ def actor_jobs(
         check_not_given("collector_kwargs", own, _NOT_FOR_ACTORS)
         _check_known(kind, own)
         (row,) = rows(1, row | own)
-        job = job_of(row, policy=policy, seed=seed, shard=Shard(shard.index + index * workers, shard.count))
+        place = (WorkerShard if nested else Shard)(shard.index + index * workers, shard.count)
+        job = job_of(row, policy=policy, seed=seed, shard=place)
         del row["create_env_fn"]
-        if issubclass(kind, WorkerCollector):
-            row["num_workers"] = workers
-        jobs.append(RayJob(**vars(job), kind=kind, workers=workers, keywords=row, config=config))
+        keywords = row | ({"num_workers": workers} if nested else {})
+        jobs.append(replace(job, kind=kind, keywords=keywords, config=config))
     default = {"num_cpus": 1} | ({"num_gpus": 0.2} if want_accelerators(jobs) else {})
     return [replace(job, config={**default, **job.config}) for job in jobs]
 
@@ -127,11 +94,7 @@ def check_class(kind: Any) -> None:
 
 
 def number_of_collectors(columns: Mapping[str, Any], num_collectors: int | None = None) -> int:
-    """The number of collectors, from the lists among these keywords; 1 without any.
-
-    Raises:
-        ValueError: for lists of different lengths.
-    """
+    """The number of collectors, from the lists among these keywords, which are of one length; 1 without any."""
     counts = {name: len(values) for name, given in columns.items() if (values := listed(given)) is not None}
     if num_collectors is not None:
         check_positive("num_collectors", num_collectors)

@@ -21,15 +21,14 @@ except ImportError as error:
 ray: Any = _ray  # half of it is typed
 
 _QUIET = {"include_dashboard": False, "logging_level": "warning"}
+_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # of an actor, by the names of resources
 
 
 class RaySession:
     """One use of Ray in this process. The first session may start Ray; the last one then shuts it down.
 
-    The config is for `ray.init`; None uses a running cluster, or else starts one on this machine.
-
-    Raises:
-        ValueError: for a config if Ray runs in this process already, with another one.
+    The config is for `ray.init`; None uses a running cluster, or else starts one on this machine. ValueError for one
+    that differs from that of Ray in this process.
     """
 
     _lock = threading.Lock()
@@ -55,24 +54,23 @@ class RaySession:
     def release(self) -> None:
         """Leave Ray. Does nothing the second time."""
         with RaySession._lock:
-            if not self._counted:
-                return
-            self._counted = False
-            RaySession._count -= 1
-            if RaySession._count == 0 and ray.is_initialized():
+            RaySession._count -= self._counted
+            if self._counted and RaySession._count == 0 and ray.is_initialized():
                 ray.shutdown()
+            self._counted = False
 
 
-def demand(config: Mapping[str, Any]) -> dict[str, float]:
+def _demand(config: Mapping[str, Any]) -> dict[str, float]:
     """The resources that an actor with these options asks for, by Ray's names."""
-    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    asked = {resource: config.get(option) for resource, option in named.items()} | dict(config.get("resources") or {})
+    asked = {resource: config.get(option) for resource, option in _OPTIONS.items()} | dict(
+        config.get("resources") or {}
+    )
     return {resource: amount for resource, amount in asked.items() if amount}
 
 
 def resources(configs: Sequence[Mapping[str, Any]]) -> str:
     """The resources that actors with these options request, and those of the cluster, for error messages."""
-    counts = Counter(_words(demand(config)) for config in configs)
+    counts = Counter(_words(_demand(config)) for config in configs)
     asked = "; ".join(f"{count} x ({words})" for words, count in counts.items())
     nodes = "; ".join(f"{node['NodeManagerAddress']} has {_words(node['Resources'])}" for node in _alive())
     return f"asked for [{asked}]; the cluster: [{nodes}], free: {_words(ray.available_resources())}"
@@ -83,7 +81,7 @@ def check_room(configs: Sequence[Mapping[str, Any]], first: int, taken: Sequence
 
     What is refused fits nowhere, however Ray places it. What is not refused may still have to wait for other jobs.
     """
-    wanted = [_units(demand(config)) for config in (*taken, *configs)]
+    wanted = [_units(_demand(config)) for config in (*taken, *configs)]
     refused = _left_over(wanted, [_units(node["Resources"]) for node in _alive()])
     if newcomers := [index for index in refused if index >= len(taken)]:
         worker = first + min(newcomers) - len(taken)

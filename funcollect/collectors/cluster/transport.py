@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import sys
 import time
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from tensordict import TensorDict
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.cluster.actor import ActorSetup, RayWorker
-from funcollect.collectors.cluster.jobs import RayJob
-from funcollect.collectors.cluster.packed_batch import MemoryPool, PackedBatch, RayAssembler, private_memory
+from funcollect.collectors.cluster.actor import PackedBatch, PackedLayout, RayWorker, private_memory
 from funcollect.collectors.cluster.resources import RaySession, check_room, ray, resources
-from funcollect.collectors.workers.batch_layout import PackedLayout, copy_into
-from funcollect.collectors.workers.gathering import WorkerGroup
+from funcollect.collectors.workers.batch_layout import copy_into
+from funcollect.collectors.workers.gathering import BatchAssembler, PendingBatch, WorkerGroup
 from funcollect.collectors.workers.run import Means
 from funcollect.collectors.workers.weights import WITH_WEIGHTS, WeightStore
-from funcollect.interop.settings import FrameworkSettings
+from funcollect.collectors.workers.worker import Job
+from funcollect.errors import WorkerError
+from funcollect.processes.child import ChildSetup
+from funcollect.processes.layout import Layout
 from funcollect.processes.pool import Answer, Call, Loss, Transport, WorkerHandle
+from funcollect.processes.shared_memory import Memory
 from funcollect.tree import Path
 
 _GROUPS = {"hurry": 1, "look": 1}  # threads of an actor besides the one that works
 _TO_CLOSE = 2.0  # seconds that actors have to close their environments
 _TO_REPORT = 1.0  # seconds within which an actor shows its Python stack
 _TO_FETCH = 30.0  # seconds within which an object that is there can be read
+_MOST_IDLE = 3  # pieces of a size that wait to be written again: fresh memory costs ten times a copy into warm one
 
 
 class RayHandle(WorkerHandle):
@@ -48,8 +51,12 @@ class RayHandle(WorkerHandle):
         self._packed_layout: PackedLayout | None = None
         self._signs: int = 0  # of life, as last reported
         self._signs_ref: Any = None  # to the next report, if it was asked for
-        self._node_ref = actor.node.options(concurrency_group="look").remote()
+        self._node_ref = self._look("node")
         self._gone = ""
+
+    def _look(self, name: str) -> Any:
+        """A reference to the answer of a method that the actor calls beside its work."""
+        return getattr(self.actor, name).options(concurrency_group="look").remote()
 
     @property
     @override
@@ -58,13 +65,8 @@ class RayHandle(WorkerHandle):
 
     def _node(self) -> str:
         """The node and the process of the actor; empty until it runs."""
-        if not ray.is_initialized() or not ray.wait([self._node_ref], timeout=0)[0]:
-            return ""
-        try:
-            node: str = ray.get(self._node_ref)
-        except ray.exceptions.RayError:
-            return ""
-        return node
+        node = _answer(self._node_ref) if ray.is_initialized() else None
+        return node if isinstance(node, str) else ""
 
     @override
     def send(self, call: Call) -> None:
@@ -103,7 +105,7 @@ class RayHandle(WorkerHandle):
         try:
             value = ray.get(ref, timeout=_TO_FETCH)
         except ray.exceptions.RayError as error:
-            self._gone = reason_of(error)
+            self._gone = _reason_of(error)
             return Loss(self._gone)
         if isinstance(value, tuple) and isinstance(packed_batch := value[0], PackedBatch):
             self._collects -= 1
@@ -113,12 +115,11 @@ class RayHandle(WorkerHandle):
 
     @override
     def signs(self) -> int:
-        if self._signs_ref is not None and ray.wait([self._signs_ref], timeout=0)[0]:
-            with contextlib.suppress(ray.exceptions.RayError):  # its next answer shows that it was lost
-                self._signs = ray.get(self._signs_ref)
-            self._signs_ref = None
-        if self._signs_ref is None:
-            self._signs_ref = self.actor.signs.options(concurrency_group="look").remote()
+        answer = None if self._signs_ref is None else _answer(self._signs_ref)
+        if self._signs_ref is None or answer is not None:
+            self._signs_ref = self._look("signs")
+        if isinstance(answer, int):  # else its next answer shows that it was lost
+            self._signs = answer
         return self._signs
 
     @override
@@ -127,14 +128,10 @@ class RayHandle(WorkerHandle):
             return ""
         if not self._node():
             return f"(it has not begun: {resources([self._config])})"
-        ref = self.actor.stack.options(concurrency_group="look").remote()
-        if not ray.wait([ref], timeout=_TO_REPORT)[0]:
+        stack = _answer(self._look("stack"), _TO_REPORT)
+        if stack is None:
             return "(it shows no Python stack: its process is stopped, or its interpreter is held)"
-        try:
-            stack: str = ray.get(ref)
-        except ray.exceptions.RayError as error:
-            return f"({reason_of(error)})"
-        return stack
+        return stack if isinstance(stack, str) else f"({_reason_of(stack)})"
 
     @override
     def kill(self) -> None:
@@ -145,26 +142,88 @@ class RayHandle(WorkerHandle):
         self._gone = self._gone or "was ended"
 
 
-def reason_of(error: BaseException) -> str:
+def _answer(ref: Any, timeout: float = 0) -> Any:
+    """A value that arrives within so many seconds, or the error of Ray in its place; None if neither does."""
+    if not ray.wait([ref], timeout=timeout)[0]:
+        return None
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayError as error:
+        return error
+
+
+def _reason_of(error: BaseException) -> str:
     """An error of Ray in one line, without its list of common causes."""
     lines = [line.strip() for line in str(error).splitlines() if ": " not in line[:24] or line.startswith("The actor")]
     cause, _, _ = " ".join(lines).partition(" Some common causes")
     return f"was lost ({type(error).__name__}: {cause[:400]})"
 
 
+class MemoryPool:
+    """Memory of this process that batches borrow, and return once no view of it lives."""
+
+    def __init__(self) -> None:
+        self._idle: defaultdict[int, list[Memory]] = defaultdict(list)
+
+    def lend(self, size: int) -> Memory:
+        """A piece of `size` bytes, not cleared."""
+        idle = self._idle[size]
+        memory = idle.pop() if idle else private_memory(size)
+        lent = np.frombuffer(memory, np.uint8)  # all views refer to this very array
+        weakref.finalize(lent, self._take_back, memory).atexit = False
+        return lent
+
+    def _take_back(self, memory: Memory) -> None:
+        idle = self._idle[len(memory)]
+        if len(idle) < _MOST_IDLE:
+            idle.append(memory)
+
+
+class RayAssembler(BatchAssembler):
+    """Copies rollouts of actors out of the object store; those of several actors are stacked."""
+
+    def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup, memory_pool: MemoryPool) -> None:
+        super().__init__(submit, group)
+        self._memory_pool = memory_pool
+
+    @override
+    def deliver(self, pending: PendingBatch) -> TensorDict:
+        packed_batches: list[PackedBatch] = [call.value[0] for call in pending.calls]
+        packed_layout = self._packed_layout(pending.calls, packed_batches)
+        memory = self._memory_pool.lend(len(packed_batches) * packed_layout.layout.size)
+        np.concatenate([packed_batch.memory for packed_batch in packed_batches], out=memory)
+        batch = packed_layout.batch(memory, None if self.group.join is None else len(packed_batches))
+        for call in pending.calls:
+            call.value = (None, call.value[1])  # so that the object store drops the rollout
+        return batch
+
+    def _packed_layout(self, calls: Sequence[Call], packed_batches: Sequence[PackedBatch]) -> PackedLayout:
+        """The layout of all these batches; `WorkerError` if they differ."""
+        first = packed_batches[0].packed_layout
+        assert first is not None
+        for call, packed_batch in zip(calls, packed_batches, strict=True):
+            if packed_batch.packed_layout != first:
+                raise WorkerError(
+                    f"worker {call.worker}: its batch has other leaves, shapes or dtypes than that of worker "
+                    f"{calls[0].worker}: give all workers equal spaces and policies",
+                    call.worker,
+                )
+        return first
+
+
 class RayWeightStore(WeightStore):
     """Weights as objects of Ray's store, which each node fetches once."""
 
     @override
-    def put(self, weights: Mapping[str, Tensor]) -> tuple[PackedLayout, Any]:
+    def put(self, weights: Mapping[str, Tensor]) -> tuple[Layout, Any]:
         leaves: dict[Path, Tensor] = {(name,): weight for name, weight in weights.items()}
-        packed_layout = PackedLayout.packed(leaves)
-        memory = private_memory(packed_layout.size)
-        copy_into(packed_layout.leaves(memory), leaves)
-        return packed_layout, ray.put(memory)
+        layout = Layout.of(leaves)
+        memory = private_memory(layout.size)
+        copy_into(layout.leaves(memory), leaves)
+        return layout, ray.put(memory)
 
     @override
-    def call(self, worker: int, held: tuple[PackedLayout, Any], version: int, policy: bytes | None) -> Call:
+    def call(self, worker: int, held: tuple[Layout, Any], version: int, policy: bytes | None) -> Call:
         return Call(worker, "fetch", (version, policy, *held))
 
     @override
@@ -173,26 +232,25 @@ class RayWeightStore(WeightStore):
 
 
 class RayTransport(Transport):
-    """Starts workers as actors of a Ray cluster, each with the options of Ray that its `RayJob` has.
+    """Starts workers as actors of a Ray cluster, each with the options of Ray that its `Job` has.
 
-    `init` is for `ray.init`, if Ray does not run in this process. `eager` actors take new weights before the rollouts
-    that they were sent earlier.
+    `init` is for `ray.init`, if Ray does not run in this process; `eager` is that of each `RayHandle`.
     """
 
     def __init__(self, init: Mapping[str, Any] | None, *, num_threads: int, accelerators: bool, eager: bool) -> None:
         self._session = RaySession(init)
-        self._setup = (num_threads, accelerators)
+        self._num_threads, self._accelerators = num_threads, accelerators
         self._eager = eager
 
     @override
-    def check_room(self, jobs: Sequence[RayJob], first: int, present: Sequence[RayJob]) -> None:
+    def check_room(self, jobs: Sequence[Job], first: int, present: Sequence[Job]) -> None:
         check_room([job.config for job in jobs], first, [job.config for job in present])
 
     @override
-    def start(self, job: RayJob) -> RayHandle:
+    def start(self, job: Job) -> RayHandle:
         kind = ray.remote(**job.config, max_restarts=0, max_task_retries=0, concurrency_groups=_GROUPS)(RayWorker)
-        authkey = bytes(multiprocessing.current_process().authkey)
-        actor = kind.remote(ActorSetup([*sys.path], *self._setup, FrameworkSettings.current(), authkey))
+        setup = ChildSetup.like_this(num_threads=self._num_threads, accelerators=self._accelerators)
+        actor = kind.remote(setup._replace(environ={}))  # its machine has its own
         return RayHandle(actor, job.config, eager=self._eager)
 
     @override

@@ -19,7 +19,7 @@ from funcollect.trajectories.final_observations import FinalObservations, attach
 class WorkerGroup(NamedTuple):
     """Workers whose rollouts make one batch."""
 
-    workers: Sequence[int]  # their indices
+    workers: tuple[int, ...]  # their indices
     lengths: tuple[int, ...]  # T of each
     join: Join | None  # how their rollouts make one batch; None for one worker alone
     single: bool  # whether their environments have no batch dimension
@@ -34,14 +34,15 @@ class PendingBatch:
 
 
 class BatchAssembler:
-    """Makes one batch of the rollouts of a group of workers: here as they come, over other transports in their memory.
+    """Makes batches of the rollouts of a group of workers: here as they come, over other transports in their memory.
 
     `submit` sends a call to its worker.
     """
 
     def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
         self._submit = submit
-        self._group = group
+        self.group = group
+        self.under_way: deque[PendingBatch] = deque()  # the batches that the workers have begun
         self.copies = 0  # batches that were delivered as copies, since the reader held views of every slot
 
     def room(self) -> bool:
@@ -50,7 +51,7 @@ class BatchAssembler:
 
     def begin(self) -> PendingBatch:
         """Make every worker of the group collect one rollout."""
-        return PendingBatch([self._submit(Call(worker, "collect")) for worker in self._group.workers])
+        return PendingBatch([self._submit(Call(worker, "collect")) for worker in self.group.workers])
 
     def complete(self, pending: PendingBatch) -> bool:
         """Whether a batch is complete once its calls are done; if not, `pending` has other calls afterwards."""
@@ -58,7 +59,7 @@ class BatchAssembler:
 
     def deliver(self, pending: PendingBatch) -> TensorDict:
         """The batch, unlocked, for the caller to keep."""
-        batch: TensorDict = joined([call.value[0] for call in pending.calls], self._group.join)
+        batch: TensorDict = joined([call.value[0] for call in pending.calls], self.group.join)
         return batch
 
     def restarted(self, worker: int) -> Sequence[Call]:
@@ -78,58 +79,41 @@ class ReadyBatch(NamedTuple):
     final: FinalObservations | None  # of a compact batch
 
 
-class Group(NamedTuple):
-    """Workers whose rollouts make one batch, and the batches that they have begun."""
-
-    workers: tuple[int, ...]
-    assembler: BatchAssembler
-    under_way: deque[PendingBatch]
-
-
 class Gathering:
     """Collects batches from the workers of `pool`, after sending them the latest `weights`.
 
     One rollout of every worker makes a batch, or each worker's rollouts are batches, in the order of their arrival.
     None is ever dropped, and an exception (Ctrl-C, for example) loses none: the next batch is the one that was awaited.
 
-    Args:
-        open_assembler: makes an assembler for batches of these workers.
-        join: how the rollouts of all workers make a batch; None for batches of one worker each.
-        ahead: the batches of the same workers that may have been begun, or be ready, when one is delivered. Batches of
-            all workers then lag as many updates of the weights behind.
-
-    Attributes:
-        groups: the workers of each batch, by their indices.
-        ready: batches that are delivered before all others.
-        version: of the weights in the last batch; the oldest, if its workers had different ones.
-        workers: whose rollouts are in the last batch.
+    `open_assembler` makes an assembler for batches of some workers. `ahead` is how many batches of the same workers may
+    have been begun, or be ready, when one is delivered. Batches of all workers `together` then lag as many updates of
+    the weights behind.
     """
 
     def __init__(
         self,
         pool: WorkerPool,
         weights: Weights,
-        open_assembler: Callable[[Sequence[int]], BatchAssembler],
+        open_assembler: Callable[[tuple[int, ...]], BatchAssembler],
         *,
-        join: Join | None,
+        together: bool,
         ahead: int,
     ) -> None:
         self._pool = pool
         self._weights = weights
         self._open_assembler = open_assembler
-        self.together = join is not None
-        self._ahead = ahead
-        self.groups: dict[tuple[int, ...], Group] = {}
-        self._arrived: deque[tuple[Group, PendingBatch]] = deque()
-        self.ready: deque[ReadyBatch] = deque()
-        self.version = 0
-        self.workers: Sequence[int] = ()
+        self.together, self._ahead = together, ahead
+        self.assemblers: dict[tuple[int, ...], BatchAssembler] = {}  # by the workers whose rollouts make a batch
+        self._arrived: deque[tuple[BatchAssembler, PendingBatch]] = deque()
+        self.ready: deque[ReadyBatch] = deque()  # batches that are delivered before all others
+        self.version = 0  # of the weights in the last batch; the oldest, if its workers had different ones
+        self.workers: Sequence[int] = ()  # whose rollouts are in the last batch
         self.set_workers(pool.workers)
 
     @property
     def copies(self) -> int:
         """Batches that were delivered as copies."""
-        return sum(group.assembler.copies for group in self.groups.values())
+        return sum(assembler.copies for assembler in self.assemblers.values())
 
     def next(self, *, more: bool) -> TensorDict:
         """The next batch; `more` is whether another one will be asked for."""
@@ -152,23 +136,25 @@ class Gathering:
 
     def _first(self) -> ReadyBatch:
         """The batch that arrived first."""
-        group, pending = self._arrived[0]
-        batch = group.assembler.deliver(pending)
+        assembler, pending = self._arrived[0]
+        batch = assembler.deliver(pending)
         self._arrived.popleft()
         reports: list[RolloutReport] = [call.value[-1] for call in pending.calls]
         final = [report.final for report in reports if report.final is not None]
         version = min(report.version for report in reports)
-        return ReadyBatch(batch, version, [*group.workers], FinalObservations.joined(final) if final else None)
+        return ReadyBatch(
+            batch, version, [*assembler.group.workers], FinalObservations.joined(final) if final else None
+        )
 
     def _go_on(self, most: int) -> None:
         """Queue the batches that have arrived, and let workers begin others, until each group has so many."""
         self._weights.send()
-        for group in self.groups.values():
-            workers, assembler, under_way = group
+        for workers, assembler in self.assemblers.items():
+            under_way = assembler.under_way
             while under_way and all(call.done for call in under_way[0].calls) and assembler.complete(under_way[0]):
-                self._arrived.append((group, under_way.popleft()))
+                self._arrived.append((assembler, under_way.popleft()))
             if len(under_way) < most:
-                ready = [each.workers for each, _ in self._arrived].count(workers)
+                ready = sum(each.group.workers == workers for each, _ in self._arrived)
                 ready += sum(workers[0] in each.workers for each in self.ready)
                 while len(under_way) + ready < most and (self.together or assembler.room()):
                     if self.together:
@@ -177,22 +163,22 @@ class Gathering:
 
     def settle(self) -> None:
         """Complete the batches that have been begun, and keep them in `ready`: no worker is at work then."""
-        for group in self.groups.values():
-            self._complete(group)
-        copies = [(group.assembler, group.assembler.copies) for group in self.groups.values()]
+        for assembler in self.assemblers.values():
+            self._complete(assembler)
+        copies = {assembler: assembler.copies for assembler in self.assemblers.values()}
         while self._arrived:
             self.ready.append(self._first())
-        for assembler, count in copies:
+        for assembler, count in copies.items():
             assembler.copies = count  # it is not the reader that holds these batches
 
-    def _complete(self, group: Group) -> None:
-        """Wait until the batches that a group has begun are complete."""
-        while group.under_way:
-            pending = group.under_way[0]
+    def _complete(self, assembler: BatchAssembler) -> None:
+        """Wait until the batches that a group of workers has begun are complete."""
+        while assembler.under_way:
+            pending = assembler.under_way[0]
             self._pool.finish(pending.calls)
-            while not group.assembler.complete(pending):
+            while not assembler.complete(pending):
                 self._pool.finish(pending.calls)
-            self._arrived.append((group, group.under_way.popleft()))
+            self._arrived.append((assembler, assembler.under_way.popleft()))
 
     def discard(self) -> None:
         """Drop the batches that have been begun and not delivered."""
@@ -202,20 +188,19 @@ class Gathering:
     def set_workers(self, workers: Sequence[int]) -> None:
         """Collect from these workers from now on. Batches that have been begun are completed, and delivered."""
         wanted = [tuple(workers)] if self.together else [(worker,) for worker in workers]
-        for each, group in self.groups.items():
+        for each, assembler in self.assemblers.items():
             if each not in wanted:
-                self._complete(group)
-        self.groups = {
-            each: self.groups.get(each) or Group(each, self._open_assembler(each), deque()) for each in wanted
-        }
+                self._complete(assembler)
+        self.assemblers = {each: self.assemblers.get(each) or self._open_assembler(each) for each in wanted}
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """The calls that the new process of a replaced worker needs first."""
-        assemblers = [group.assembler for group in self.groups.values() if worker in group.workers]
-        first = [call for assembler in assemblers for call in assembler.restarted(worker)]
+        first = [
+            call for workers, each in self.assemblers.items() if worker in workers for call in each.restarted(worker)
+        ]
         return [*first, *self._weights.restarted(worker)]
 
     def close(self) -> None:
         """Release the memory."""
-        for group in self.groups.values():
-            group.assembler.close()
+        for assembler in self.assemblers.values():
+            assembler.close()

@@ -41,8 +41,7 @@ class Means(NamedTuple):
     """How workers are reached, and how rollouts and weights travel: in this process, over processes, or over Ray."""
 
     transport: Transport
-    assembler: Callable[[Callable[[Call], Call], WorkerGroup], BatchAssembler]
-    """makes that of a group of workers; it sends calls by the function that it is given."""
+    assembler: Callable[[Callable[[Call], Call], WorkerGroup], BatchAssembler]  # makes that of a group of workers
     weight_store: WeightStore
 
 
@@ -71,16 +70,9 @@ class WorkerRun(WorkerPool):
     with the parameters of `policy`; for None they build their own. Batches are of all workers, put together by `join`,
     and with `prefetch` begun ahead; for None each is of one worker. If a worker cannot be built, `WorkerError` is
     raised, and no worker is left.
-
-    Attributes:
-        infos: the descriptions of all workers, also of those that have been removed.
-        weights: those that the workers act with.
-        gathering: of the batches.
-        next: `Gathering.next`, itself: a method would cost every batch another call.
-        seed: of the run.
-        lost: the frames of the rollouts that ended with their worker; as `restarts`, also of workers of workers.
-        idle: seconds that workers have spent between two rollouts.
     """
+
+    infos: dict[int, WorkerInfo]  # the descriptions of all workers, also of those that have been removed
 
     def __init__(
         self,
@@ -93,17 +85,19 @@ class WorkerRun(WorkerPool):
         prefetch: bool,
     ) -> None:
         self.seed = jobs[0].seed
-        self.lost, self.idle = 0, 0.0
+        self.lost = 0  # frames of rollouts that ended with their worker; as `restarts`, also of workers of workers
+        self.idle = 0.0  # seconds that workers have spent between two rollouts
         self._means, self._join = means, join
         super().__init__(means.transport, jobs, failure_policy)
         try:
-            self.infos: dict[int, WorkerInfo] = dict(enumerate(self.finish(self.built)))
+            self.infos = dict(enumerate(self.finish(self.built)))
             check_alike(self.infos)
             self.begin()
             self.weights = Weights(self, means.weight_store, policy)
-            ahead = _AHEAD if join is None else int(prefetch)
-            self.gathering = Gathering(self, self.weights, self._open_assembler, join=join, ahead=ahead)
-            self.next = self.gathering.next
+            together = join is not None
+            ahead = int(prefetch) if together else _AHEAD
+            self.gathering = Gathering(self, self.weights, self._open_assembler, together=together, ahead=ahead)
+            self.next = self.gathering.next  # a method would cost every batch another call
         except BaseException:
             self.close()
             means.weight_store.close()
@@ -168,11 +162,6 @@ class WorkerRun(WorkerPool):
         return self.gathering.restarted(worker)
 
     @property
-    def jobs(self) -> list[Job]:
-        """The jobs of all workers by their indices, also of those that have been removed."""
-        return [record.job for record in self.records]
-
-    @property
     def info(self) -> WorkerInfo:
         """The description of the first worker; all have equal spaces and as many environments."""
         return self.infos[0]
@@ -187,7 +176,7 @@ class WorkerRun(WorkerPool):
         """The frames in one rollout of each worker at work."""
         return [self.infos[worker].frames for worker in self.workers]
 
-    def _open_assembler(self, workers: Sequence[int]) -> BatchAssembler:
+    def _open_assembler(self, workers: tuple[int, ...]) -> BatchAssembler:
         """An assembler for batches of these workers' rollouts."""
         join, lengths = self._join, tuple(self.infos[worker].length for worker in workers)
         if len({*lengths}) > 1 and (join == "stack" or (join == 0 and self.info.num_envs)):
@@ -244,7 +233,7 @@ class WorkerRun(WorkerPool):
         self.infos |= infos
         for worker in workers:
             self.records[worker].newcomer = False
-            self.weights.join(worker)
+        self.weights.set_workers(self.workers)
         self.gathering.set_workers(self.workers)
         return workers
 
@@ -253,7 +242,7 @@ class WorkerRun(WorkerPool):
         self.gathering.set_workers([worker for worker in self.workers if worker not in workers])
         for worker in workers:
             self.retire(worker)
-            self.weights.leave(worker)
+        self.weights.set_workers(self.workers)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the workers, and which weights they act with."""
@@ -289,18 +278,17 @@ class WorkerRun(WorkerPool):
         """Continue from the result of `saved_run`."""
         saved = saved_workers(data, len(self.workers))
         for name, own in (("lanes", self.lanes), ("frames", self.frames)):
-            if data[f"{name}_of_workers"] != own:
+            if (was := data[f"{name}_of_workers"]) != own:
                 raise ValueError(
-                    f"the saved workers have {data[f'{name}_of_workers']} {name} in a batch, these have {own}: build "
-                    "the collector with as many environments and frames_per_batch"
+                    f"the saved workers have {was} {name} in a batch, these have {own}: build the collector with as "
+                    "many environments and frames_per_batch"
                 )
         self.gathering.discard()
         self.call_each("continue_run", saved, episodes)
         self._go_on_from(data, saved, new_envs=True)
         for leaves, shape, version, workers, final in data["ready"]:
-            batch = to_batch(leaves, tuple(shape))
-            ready = ReadyBatch(batch, version, workers, final and FinalObservations(*final))
-            self.gathering.ready.append(ready)
+            batch, whole = to_batch(leaves, tuple(shape)), final and FinalObservations(*final)
+            self.gathering.ready.append(ReadyBatch(batch, version, workers, whole))
         self.gathering.version, self.gathering.workers = data["gathered"]
 
     def _with_weights(self, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

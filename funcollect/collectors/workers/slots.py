@@ -18,13 +18,14 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, PackedLayout, columns_of, store
+from funcollect.collectors.workers.batch_layout import BatchLayout, columns_of, store
 from funcollect.collectors.workers.gathering import BatchAssembler, PendingBatch, WorkerGroup
 from funcollect.collectors.workers.run import Means
 from funcollect.collectors.workers.weights import WITH_WEIGHTS, WeightStore
 from funcollect.collectors.workers.worker import Job, RolloutReport, Worker
 from funcollect.core.request import NOWHERE
 from funcollect.errors import WorkerError
+from funcollect.processes.layout import Column, Layout
 from funcollect.processes.pool import Call
 from funcollect.processes.serving import ProcessTransport, serve
 from funcollect.processes.shared_memory import Memory, mapped, shared_memory
@@ -47,8 +48,8 @@ class BatchSlot:
 
     def _open(self) -> None:
         """Make the tensors of the slot, and record the reference counts that they have by themselves."""
-        leaves = self._layout.packed.leaves(self._memory)
-        self._leaves, self._size = nest(leaves), torch.Size(self._layout.packed.batch_size)
+        leaves = self._layout.leaves(self._memory)
+        self._leaves, self._size = nest(leaves), leaves["next", "done"].shape[:-1]
         self._first = next(iter(leaves.values()))
         self._address = self._first.data_ptr()
         self._storage = self._first.untyped_storage()
@@ -104,7 +105,7 @@ class SlotAssembler(BatchAssembler):
     def begin(self) -> PendingBatch:
         slot = self._free()[0]
         self._written.add(slot)
-        return PendingBatch([self._collect(worker, slot) for worker in self._group.workers], slot)
+        return PendingBatch([self._collect(worker, slot) for worker in self.group.workers], slot)
 
     def _collect(self, worker: int, slot: int) -> Call:
         return self._submit(Call(worker, "collect", (slot,), plain=True))
@@ -122,31 +123,31 @@ class SlotAssembler(BatchAssembler):
                 pending.calls[part] = self._submit(self._attach(part))
         return False
 
-    def _allocate(self, columns: Sequence[tuple[BatchColumn, ...]]) -> None:
+    def _allocate(self, columns: Sequence[tuple[Column, ...]]) -> None:
         """Allocate slots for rollouts with these columns, which have to be the same for each worker."""
-        first = self._group.workers[0]
-        for worker, own in zip(self._group.workers, columns, strict=True):
+        workers, lengths, join, single = self.group
+        for worker, own in zip(workers, columns, strict=True):
             if own != columns[0]:
                 one, other = (sorted(".".join(column.path) for column in set(each)) for each in (own, columns[0]))
                 raise WorkerError(
-                    f"worker {worker}: its batch has other leaves than that of worker {first}, {one} and "
+                    f"worker {worker}: its batch has other leaves than that of worker {workers[0]}, {one} and "
                     f"{other} with their dtypes and shapes: give all workers equal spaces and policies",
                     worker,
                 )
-        self._layout = BatchLayout(columns[0], self._group.lengths, self._group.join, self._group.single)
+        self._layout = BatchLayout(columns[0], lengths, join, single)
         try:
-            self._fd, memories = shared_memory(_SLOTS, self._layout.size)
+            self._fd, memories = shared_memory(_SLOTS, self._layout.whole.size)
         except MemoryError as error:
             raise WorkerError(
-                f"worker {first}: {error} as {_SLOTS} slots for rollouts: collect fewer frames at once, or "
+                f"worker {workers[0]}: {error} as {_SLOTS} slots for rollouts: collect fewer frames at once, or "
                 "let the machine have more memory",
-                first,
+                workers[0],
             ) from error
         self._slots = [BatchSlot(self._layout, memory) for memory in memories]
 
     def _attach(self, part: int) -> Call:
         """The call that makes a worker attach its part of every slot."""
-        return Call(self._group.workers[part], "attach", (self._layout, part, _SLOTS), (self._fd,))
+        return Call(self.group.workers[part], "attach", (self._layout, part, _SLOTS), (self._fd,))
 
     @override
     def deliver(self, pending: PendingBatch) -> TensorDict:
@@ -161,7 +162,7 @@ class SlotAssembler(BatchAssembler):
 
     @override
     def restarted(self, worker: int) -> Sequence[Call]:
-        return [self._attach(list(self._group.workers).index(worker))] if self._slots else []
+        return [self._attach(self.group.workers.index(worker))] if self._slots else []
 
     @override
     def close(self) -> None:
@@ -170,19 +171,19 @@ class SlotAssembler(BatchAssembler):
             self._slots, self._lent = [], set()
 
 
-def weights_in(memories: Sequence[Memory], layout: PackedLayout) -> list[dict[str, Tensor]]:
-    """The weights by name in each piece of memory, as views."""
-    return [{path[0]: leaf for path, leaf in layout.leaves(memory).items()} for memory in memories]
+def weights_in(memory: Memory, layout: Layout) -> dict[str, Tensor]:
+    """The weights by name in a piece of memory, as views."""
+    return {path[0]: leaf for path, leaf in layout.leaves(memory).items()}
 
 
 class _WeightSlots:
     """Slots for weights of the same names, shapes and dtypes, like `weights`. They are freed with this object."""
 
     def __init__(self, weights: Mapping[str, Tensor], count: int) -> None:
-        self.layout = PackedLayout.packed({(name,): weight for name, weight in weights.items()})
+        self.layout = Layout.of({(name,): weight for name, weight in weights.items()})
         self.fd, memories = shared_memory(count, self.layout.size)
         self._close = weakref.finalize(self, os.close, self.fd)
-        self._weights = weights_in(memories, self.layout)
+        self._weights = [weights_in(memory, self.layout) for memory in memories]
         self._held: weakref.WeakValueDictionary[int, _HeldWeights] = weakref.WeakValueDictionary()
 
     def write(self, weights: Mapping[str, Tensor]) -> _HeldWeights | None:
@@ -257,13 +258,8 @@ def over_processes(workers: int, *, num_threads: int, accelerators: bool, eager:
 
     `ChildSetup` describes the other keywords.
     """
-    transport = ProcessTransport(
-        __name__,
-        num_threads=num_threads,
-        accelerators=accelerators,
-        urgent=WITH_WEIGHTS if eager else (),
-        instead="use SyncDataCollector, or in_process=True",
-    )
+    instead, urgent = "use SyncDataCollector, or in_process=True", WITH_WEIGHTS if eager else ()
+    transport = ProcessTransport(__name__, instead, num_threads=num_threads, accelerators=accelerators, urgent=urgent)
     return Means(transport, SlotAssembler, SharedWeightStore(workers))
 
 
@@ -283,7 +279,7 @@ class SlotWorker(Worker):
         self._weights: Sequence[Mapping[str, Tensor]] = ()
 
     @override
-    def collect(self, slot: int = 0) -> tuple[tuple[BatchColumn, ...] | None, Any]:
+    def collect(self, slot: int = 0) -> tuple[tuple[Column, ...] | None, Any]:
         """Write a rollout into a slot; if there are none yet, keep it and return the columns that a slot needs."""
         columns = self._slots[slot] if self._slots else NOWHERE
         batch, report = self.roll_out(columns)
@@ -295,15 +291,15 @@ class SlotWorker(Worker):
 
     def attach(self, layout: BatchLayout, part: int, count: int, fd: int) -> tuple[None, RolloutReport] | None:
         """Attach the slots, and write the rollout that was kept for one; None if none was kept."""
-        self._slots = [layout.part(memory, part) for memory in mapped(fd, count, layout.size)]
+        self._slots = [layout.part(memory, part) for memory in mapped(fd, count, layout.whole.size)]
         if self._held is None:
             return None
         (batch, report, slot), self._held = self._held, None
         store(batch, self._slots[slot], self._single)
         return None, report._replace(idle=0.0, restarts=0, lost=0)  # those have been reported
 
-    def fetch(self, slot: int, version: int, policy: bytes | None, layout: PackedLayout, count: int, *fds: int) -> None:
+    def fetch(self, slot: int, version: int, policy: bytes | None, layout: Layout, count: int, *fds: int) -> None:
         """Copy weights. The first call, and the first one after a change of shapes, brings their memory."""
         if fds:
-            self._weights = weights_in(mapped(fds[0], count, layout.size), layout)
+            self._weights = [weights_in(memory, layout) for memory in mapped(fds[0], count, layout.size)]
         self.adopt(self._weights[slot], version, policy)

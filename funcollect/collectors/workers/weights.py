@@ -61,7 +61,6 @@ class _OfWorker:
     wanted: WeightsVersion | None = None  # that it will act with; None for those of its job
     sent: tuple[WeightsVersion, Call] | None = None  # the call is under way
     copied: int | None = None  # the number of the version that it acts with
-    earlier: WeightsVersion | None = None  # wanted in place of an update that the worker may refuse
 
 
 def share_weights(saved: Sequence[Any]) -> None:
@@ -93,40 +92,40 @@ class Weights:
         self._changes = PolicyChanges(self._policy)
         self.version = 0  # of the latest update
         self.own = True  # whether the latest update of all workers had the policy's own weights
-        self._refusal: BaseException | None = None  # the error of a worker that kept its previous weights
         self._latest: WeightsVersion | None = None
         self._of = {worker: _OfWorker() for worker in pool.workers}
 
     def update(self, params: Any, workers: Sequence[int]) -> None:
         """Make these workers act with a copy of `params`, or for None of the policy's own.
 
-        Raises:
-            TypeError: for a policy that has changed into one that cannot be sent.
-            ValueError: for parameters that do not fit the policy.
+        TypeError for a policy that has changed into one that cannot be sent, ValueError for parameters that do not fit.
         """
         weights, policy = self._named(params), self._changes.packed()
         with self._pool.lock:
             held = None if weights is None else self._write(weights)
             self.version, own = self.version + 1, params is None
-            if {*workers} >= {*self._pool.workers}:
-                self.own = own
             sent = self._weight_store.encode_params(params) if held is None else None
             version = WeightsVersion(self.version, held, sent, own, policy=policy)
+        if held is None and (params is not None or policy is not None):
+            self._take_or_refuse(version, workers)
+        with self._pool.lock:
             self._latest = version
-            may_be_refused = held is None and (params is not None or policy is not None)
-            chosen = [self._of[worker] for worker in workers]
-            for each in chosen:
-                each.earlier, each.wanted = each.wanted if may_be_refused else None, version
+            if {*workers} >= {*self._pool.workers}:
+                self.own = own
+            for worker in workers:
+                self._of[worker].wanted = version
         self.send()
-        if may_be_refused:  # only the workers can check whether it fits
-            while any(each.sent is not None for each in chosen):
-                self._pool.wait()
-                self.send()
-            for each in chosen:
-                each.earlier = None
-            refusal, self._refusal = self._refusal, None
-            if refusal is not None:
-                raise refusal
+
+    def _take_or_refuse(self, version: WeightsVersion, workers: Sequence[int]) -> None:
+        """Send weights that only the workers can check; raise the error of one that refuses them."""
+        self.flush()
+        calls = [self._pool.submit(self._call(worker, version)) for worker in workers]
+        while not all(call.done for call in calls):
+            self._pool.wait()
+        for worker, call in zip(workers, calls, strict=True):
+            if call.error is None:
+                self._of[worker] = _OfWorker(wanted=version, copied=version.number)
+        self._pool.finish(calls)
 
     def _named(self, params: Any) -> Mapping[str, Tensor] | None:
         """The weights by name; None if the policy has none in this process."""
@@ -160,12 +159,7 @@ class Weights:
         with self._pool.lock:
             for worker, each in self._of.items():
                 if each.sent is not None and each.sent[1].done:
-                    (version, call), each.sent = each.sent, None
-                    if call.error is None:
-                        each.copied = version.number
-                    else:
-                        self._refusal = call.error
-                        each.wanted = each.earlier if each.wanted is version else each.wanted
+                    each.copied, each.sent = each.sent[0].number, None
                 wanted = each.wanted
                 if each.sent is None and wanted is not None and wanted.number != each.copied:
                     each.sent = wanted, self._pool.submit(self._call(worker, wanted))
@@ -177,16 +171,11 @@ class Weights:
         name = "adopt" if version.loaded else "take_params"
         return Call(worker, name, (version.params, version.number, version.policy))
 
-    def join(self, worker: int) -> None:
-        """Make a worker that was added act with the latest weights."""
+    def set_workers(self, workers: Sequence[int]) -> None:
+        """Send weights to these workers from now on, the latest ones to those that were added."""
         with self._pool.lock:
-            self._of[worker] = _OfWorker(wanted=self._latest)
+            self._of = {worker: self._of.get(worker) or _OfWorker(wanted=self._latest) for worker in workers}
         self.send()
-
-    def leave(self, worker: int) -> None:
-        """Forget a worker."""
-        with self._pool.lock:
-            del self._of[worker]
 
     def flush(self) -> None:
         """Block until the latest weights have been sent to every worker. Later calls run with them."""
@@ -230,14 +219,10 @@ class Weights:
             if weights := state["policy_state_dict"]:
                 each.wanted = self._saved_version(state, weights, own=its_own)
                 each.copied = each.wanted.number
-
-        def version_of(worker: int) -> int:
-            return int(saved[worker]["policy_version"])
-
-        self._latest = self._of[max(saved, key=version_of)].wanted
-        with_own = [worker for worker, its_own in zip(saved, own_workers, strict=True) if its_own]
-        weights = saved[max(with_own, key=version_of)]["policy_state_dict"] if with_own else None
-        if own and self._policy is not None and weights:
+        by_version = sorted(zip(saved, own_workers, strict=True), key=lambda each: saved[each[0]]["policy_version"])
+        self._latest = self._of[by_version[-1][0]].wanted
+        owners = [worker for worker, its_own in by_version if its_own]
+        if own and self._policy is not None and owners and (weights := saved[owners[-1]]["policy_state_dict"]):
             self._policy.load(weights)
 
     def _saved_version(self, state: Mapping[str, Any], weights: Any, *, own: bool) -> WeightsVersion:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor
-from typing_extensions import override
 
 from funcollect.collectors.options import Options, RunnerSpec
 from funcollect.collectors.runner import Runner, check_saved
@@ -23,13 +21,12 @@ from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.rollout_trajectories import is_limited
 from funcollect.core.saving import Episodes, counts_in
 from funcollect.interop.plain_data import from_data
-from funcollect.messages import shown
 from funcollect.policies.torch_modules.sending import dumps, unpack
-from funcollect.processes.failures import Failure, UnsentResultError, check_sendable
+from funcollect.processes.failures import Failure, UnsentResultError, check_sendable, sending
 from funcollect.specs import ActionSpec, Leaf, Space
 from funcollect.trajectories.final_observations import FinalObservations, detach
 
-# Calls that have changed the environments of a worker: the names of methods of `WorkerBase`, and packed arguments.
+# Calls that have changed the environments of a worker: the names of methods of `Worker`, and packed arguments.
 EnvCalls = tuple[tuple[str, bytes], ...]
 
 
@@ -49,9 +46,8 @@ _SAVED = ("workers", "frames", "iter", "policy_version", "own_weights")
 def progress_of(state_dict: Mapping[str, Any]) -> Progress:
     """The progress of a worker that has loaded this state."""
     runners = runners_of(state_dict)
-    episode = max(int(each["episode"].max()) for each in runners)
-    steps = max(each["steps"] for each in runners)
-    return Progress(steps, episode, max(state_dict["iter"], 1), state_dict["frames"])
+    steps, episodes = max(each["steps"] for each in runners), [int(each["episode"].max()) for each in runners]
+    return Progress(steps, max(episodes), max(state_dict["iter"], 1), state_dict["frames"])
 
 
 def saved_workers(state_dict: Any, count: int) -> list[Mapping[str, Any]]:
@@ -99,39 +95,33 @@ class Job:
     seed: int  # of the run, the same for all workers
     progress: Progress = START  # where the worker continues from
     applied: EnvCalls = ()  # those so far
+    kind: type[Any] | None = None  # in an actor: the class of its collector; None for a runner
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # of that class, apart from those of the whole run
+    config: Mapping[str, Any] = field(default_factory=dict)  # Ray's options for the actor
 
     @property
     def place(self) -> int:
         """The worker's place among those of the run."""
         return self.options.shard.index
 
-    def runner(self) -> Runner:
-        """Build the runner."""
-        return Runner(self.source, self.options, seed=self.seed)
+    def collector(self) -> Any:
+        """Build what makes the rollouts."""
+        if self.kind is None:
+            return Runner(self.source, self.options, seed=self.seed)
+        given = {"seed": self.seed, "shard": self.options.shard, **self.keywords}
+        return self.kind(self.source.create_env_fn, self.source.policy, **given)
 
     def pack(self) -> bytes:
-        """The job as bytes. Functions are sent by value, also those of a notebook or a script.
-
-        Raises:
-            TypeError: for an environment or a policy that cannot be sent.
-        """
+        """The job as bytes, functions of a notebook or a script by value; TypeError if it cannot be sent."""
+        mend = "build what cannot be sent in functions, create_env_fn and policy_factory"
         try:
             return dumps(self)
-        except Exception as error:
-            raise TypeError(
-                f"worker {self.options.shard.index}: {self._unsent()} cannot be sent to a worker "
-                f"({shown(error, 200)}): build what cannot be sent in functions, create_env_fn and policy_factory"
-            ) from error
-
-    def _unsent(self) -> str:
-        """The keyword whose value cannot be sent."""
-        given: dict[str, Any] = vars(self.source) | {"postproc": self.options.postproc}
-        for name, value in given.items():
-            try:
-                dumps(value)
-            except Exception:
-                return name
-        return "its environment or policy"
+        except Exception:
+            given: dict[str, Any] = vars(self.source) | {"postproc": self.options.postproc}
+            for name, value in (given | {"its environment or policy": self}).items():
+                with sending(f"worker {self.options.shard.index}: {name}", "a worker", mend):
+                    dumps(value)
+            raise
 
 
 class WorkerInfo(NamedTuple):
@@ -165,17 +155,25 @@ class RolloutReport(NamedTuple):
         return (tuple(self.progress), *self[1:-1])
 
 
-class WorkerBase(ABC):
+class Worker:
     """Collects in a worker, for the collector that holds it. Each public method answers one call.
 
-    Args:
-        progress: where the worker continues from.
-        collector: makes the rollouts: a `Runner`, or a collector that has workers itself.
-        applied: calls that have changed the environments of the lost worker, as in `Job`.
+    A replacement continues from the job's `progress`, and repeats the calls that had changed the lost environments.
     """
 
-    def __init__(self, progress: Progress, collector: Any, applied: EnvCalls = ()) -> None:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._policy: bytes | None = None  # packed, if another one than the job's was sent
+        self._runner: Runner = job.collector()
+        self._timer: RunnerTimer | None = None
+        self._begin(self._runner, job.progress, job.applied)
+
+    def _begin(self, collector: Any, progress: Progress, applied: EnvCalls) -> None:
+        """Use this collector, which makes the rollouts: a `Runner`, or one that has workers itself."""
         self._collector = collector
+        self.reset, self.set_seed = collector.reset, collector.set_seed
+        self.state_dict, self.saved_run = collector.state_dict, collector.saved_run
+        self.close = collector.shutdown
         for name, packed in applied:
             with contextlib.suppress(UnsentResultError):  # nobody asks for the results again
                 getattr(self, name)(packed)
@@ -184,9 +182,23 @@ class WorkerBase(ABC):
             self.go_on(progress)
         self._ended = time.monotonic()
 
-    @abstractmethod
     def describe(self) -> WorkerInfo:
         """The worker's description."""
+        env = self._runner.env
+        lanes = env.num_envs or 1
+        return WorkerInfo(
+            env.num_envs,
+            self._runner.length,
+            env.observation_space,
+            env.observation_leaves,
+            env.action_spec,
+            repr(env),
+            lanes,
+            self._runner.length * lanes,
+            is_limited(env, self._job.options.max_frames_per_traj),
+            param_shapes(env),
+            self._runner.warning,
+        )
 
     def collect(self) -> tuple[Any, Any]:
         """One rollout, and its report, as the transport sends them."""
@@ -201,40 +213,44 @@ class WorkerBase(ABC):
         self._frames += batch.numel()
         return batch, RolloutReport(*self._standing(), idle, *self._losses(), detach(batch))
 
-    @abstractmethod
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
-        """One rollout."""
+        self._runner.begin_batch()
+        return self._runner.rollout_into(columns)
 
-    @abstractmethod
     def _standing(self) -> tuple[Progress, int]:
         """The progress after the last rollout, and the version of the weights that acted in it."""
+        state = self._runner.state
+        progress = Progress(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
+        return progress, int(state.policy_version)
 
     def _losses(self) -> tuple[int, int]:
         """How many of its own workers were replaced since the last rollout, and the lost frames."""
         return 0, 0
 
-    @abstractmethod
     def go_on(self, progress: Progress) -> None:
         """Begin new episodes as if the lanes had made this progress."""
+        self._runner.go_on(steps=progress.steps, episode=progress.episode)
 
-    @abstractmethod
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
         """Copy weights, by their names in the policy's `state_dict`, and act with them from now on.
 
         `version` is their number. `policy` is the policy's module or function, packed, if it has changed.
         """
+        self._replace(policy)
+        self._runner.policy.load(dict(weights))
+        self._runner.count_as(None, version)
 
-    @abstractmethod
     def take_params(self, params: Any, version: int, policy: bytes | None = None) -> None:
         """Act with `params` from now on; None for the policy's own."""
+        self._replace(policy)
+        if params is not None:
+            self._runner.policy.prepare(params)
+        self._runner.count_as(params, version)
 
-    def reset(self, mask: Tensor | None) -> None:
-        """Begin new episodes in the lanes of `mask` [L], or in all."""
-        self._collector.reset(mask)
-
-    def set_seed(self, seed: int) -> None:
-        """Begin new episodes, seeded by `seed`."""
-        self._collector.set_seed(seed)
+    def _replace(self, policy: bytes | None) -> None:
+        if policy is not None and policy != self._policy:
+            self._runner.replace_policy(unpack(policy))
+            self._policy = policy
 
     def apply(self, packed: bytes) -> list[Any]:
         """Call a function with every lane's environment."""
@@ -247,11 +263,6 @@ class WorkerBase(ABC):
         """Change the parameters of every lane's environment."""
         params, at_once = cloudpickle.loads(packed)
         self._collector.set_env_params(params, at_once=at_once)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that `load_state_dict` takes."""
-        saved: dict[str, Any] = self._collector.state_dict()
-        return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
@@ -266,104 +277,20 @@ class WorkerBase(ABC):
             each["key"] = own["key"]
         self.load_state_dict(state_dict)
 
-    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
-        """Plain data for `continue_run`, which then does what this worker would."""
-        saved: dict[str, Any] = self._collector.saved_run(episodes)
-        return saved
-
     def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
         """Continue from the result of `saved_run`."""
         self._collector.continue_run(saved, episodes)
         self._batches, self._frames = saved["iter"], saved["frames"]
 
-    @abstractmethod
     def start_timer(self) -> None:
         """Time the rollouts from now on."""
-
-    @abstractmethod
-    def stop_timer(self) -> list[RolloutTimes]:
-        """Stop timing, and return the times of each runner; empty unless a timer was started."""
-
-    def close(self) -> None:
-        """Free the simulators."""
-        self._collector.shutdown()
-
-    @abstractmethod
-    def failure(self, error: BaseException) -> Failure:
-        """The `Failure` to send for an exception that was raised in this worker."""
-
-
-class Worker(WorkerBase):
-    """A worker that runs its lanes itself."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._policy: bytes | None = None  # packed, if another one than the job's was sent
-        self._runner = job.runner()
-        self._timer: RunnerTimer | None = None
-        super().__init__(job.progress, self._runner, job.applied)
-
-    @override
-    def describe(self) -> WorkerInfo:
-        env = self._runner.env
-        lanes = env.num_envs or 1
-        frames = self._runner.length * lanes
-        return WorkerInfo(
-            env.num_envs,
-            self._runner.length,
-            env.observation_space,
-            env.observation_leaves,
-            env.action_spec,
-            repr(env),
-            lanes,
-            frames,
-            is_limited(env, self._job.options.max_frames_per_traj),
-            param_shapes(env),
-            self._runner.warning,
-        )
-
-    @override
-    def _rollout(self, columns: OwnColumns) -> TensorDictBase:
-        self._runner.begin_batch()
-        return self._runner.rollout_into(columns)
-
-    @override
-    def _standing(self) -> tuple[Progress, int]:
-        state = self._runner.state
-        progress = Progress(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
-        return progress, int(state.policy_version)
-
-    @override
-    def go_on(self, progress: Progress) -> None:
-        self._runner.go_on(steps=progress.steps, episode=progress.episode)
-
-    @override
-    def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
-        self._replace(policy)
-        self._runner.policy.load(dict(weights))
-        self._runner.count_as(None, version)
-
-    @override
-    def take_params(self, params: Any, version: int, policy: bytes | None = None) -> None:
-        self._replace(policy)
-        if params is not None:
-            self._runner.policy.prepare(params)
-        self._runner.count_as(params, version)
-
-    def _replace(self, policy: bytes | None) -> None:
-        if policy is not None and policy != self._policy:
-            self._runner.replace_policy(unpack(policy))
-            self._policy = policy
-
-    @override
-    def start_timer(self) -> None:
         self._timer = RunnerTimer(self._runner)
 
-    @override
     def stop_timer(self) -> list[RolloutTimes]:
+        """Stop timing, and return the times of each runner; empty unless a timer was started."""
         timer, self._timer = self._timer, None
         return [] if timer is None else [timer.stop()]
 
-    @override
     def failure(self, error: BaseException) -> Failure:
+        """The `Failure` to send for an exception that was raised in this worker."""
         return Failure.of(error, self._job.options.shard.index * (self._runner.env.num_envs or 1))

@@ -80,10 +80,7 @@ def test_torchrl_documented_call():
         max_frames_per_traj=50,
         init_random_frames=-1,
         reset_at_each_iter=-False,
-        collector_kwargs={
-            "device": "cpu",
-            "storing_device": "cpu",
-        },
+        collector_kwargs={"device": "cpu", "storing_device": "cpu"},
         num_collectors=1,
         total_frames=10000,
         frames_per_batch=200,

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from funcollect.collectors.cluster import transport as ray_transport
 from funcollect.processes import pool
 from tests.support.faulty.faulty_workers import Failing, Plain, SlowToReturn, die, hold_the_gil, sleep_forever, stumble
 from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, ROOT, SCALE, scaled
-from tests.support.worker_runs import check_trajectories, gone, run_out, wait_until
+from tests.support.worker_runs import check_trajectories, descendants, gone, run_out, wait_until
 from tests.support.workers import FOREVER, HangClock, ray_collector
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
@@ -154,16 +153,10 @@ def test_no_actor_outlives_its_driver(ray_cluster):
     code = DRIVER.format(root=str(ROOT), address=address)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
         (actor,) = map(int, driver.stdout.readline().split())
-        processes = descendants(actor)
+        processes = [actor, *descendants(actor)]
         assert len(processes) >= 3  # the actor, the server of its workers and a worker
         driver.kill()
     wait_until(lambda: all(map(gone, processes)))
-
-
-def descendants(process):
-    """Its own number and those of all that its threads have started, and so on."""
-    listed = [path.read_text() for path in pathlib.Path(f"/proc/{process}/task").glob("*/children")]
-    return [process, *(each for child in " ".join(listed).split() for each in descendants(int(child)))]
 
 
 OWN = """

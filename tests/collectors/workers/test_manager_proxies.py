@@ -5,7 +5,6 @@ import multiprocessing
 
 import pytest
 
-import funcollect as fc
 from tests.support.faulty.faulty_workers import Plain
 from tests.support.running import FORKS_OF_RAY
 from tests.support.workers import multi, ray_collector
@@ -25,30 +24,7 @@ class Counted(Plain):
         return super().step(action)
 
 
-def in_a_collector(make, env):
-    with make(create_env_fn=[env], policy=None, frames_per_batch=2) as collector:
-        next(collector)
-
-
-def in_lane_workers(env):
-    made = fc.make_env(env, num_envs=2, num_workers=1)
-    policy = fc.random_policy(made)
-    state, _ = fc.rollout(made, policy, fc.init(made, policy, seed=0), 2)
-    fc.close(state)
-
-
-def in_an_evaluator(env):
-    with fc.Evaluator(env, episodes=1, seed=0) as evaluator:
-        evaluator.submit()
-        evaluator.wait()
-
-
-KINDS = {
-    "a worker": functools.partial(in_a_collector, multi),
-    "an actor of Ray": functools.partial(in_a_collector, ray_collector),
-    "lanes over processes": in_lane_workers,
-    "an evaluator": in_an_evaluator,
-}
+KINDS = {"a process": multi, "an actor of Ray": ray_collector}
 
 
 @pytest.fixture(scope="module")
@@ -62,5 +38,7 @@ def test_an_environment_uses_a_proxy(kind, manager, request):
     if "Ray" in kind:
         request.getfixturevalue("ray_cluster")
     steps = manager.list()
-    KINDS[kind](functools.partial(Counted, steps))
+    env = functools.partial(Counted, steps)
+    with KINDS[kind](create_env_fn=[env], policy=None, frames_per_batch=2) as collector:
+        next(collector)
     assert steps[0] == 0

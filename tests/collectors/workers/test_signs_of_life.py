@@ -13,6 +13,7 @@ from funcollect.processes import pool
 from funcollect.processes.life import SIGNS
 from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.support.envs.counting import make_counting
+from tests.support.envs.lane_workers import workers_of
 from tests.support.faulty.faulty_workers import Plain
 from tests.support.running import FORKS_OF_RAY
 from tests.support.worker_runs import wait_until
@@ -106,12 +107,13 @@ def test_a_rollout_may_last_longer_than_the_timeout_of_its_worker(kind, tmp_path
 
 def test_an_order_may_last_longer_than_the_timeout_of_worker_lanes(tmp_path, monkeypatch):
     monkeypatch.setattr(lane_processes, "SLICE", 0.01)
-    env = lanes_of(tmp_path, 6, num_workers=1, timeout=0.02)
+    env = lanes_of(tmp_path, 6, num_workers=1, timeout=2)
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)
     clock = StepClock(tmp_path, 1.0, 12)
-    clock.signs = state.env_state.simulation.simulators._processes._workers[0]._child.signs
-    monkeypatch.setattr(lane_processes, "time", clock)
+    clock.signs = workers_of(state)[0].signs
+    for module in (lane_processes, pool):
+        monkeypatch.setattr(module, "time", clock)
     state, batch = fc.rollout(env, policy, state, 2)
     assert batch.numel() == 12
     monkeypatch.undo()

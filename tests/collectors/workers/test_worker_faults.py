@@ -31,7 +31,15 @@ from tests.support.faulty.faulty_workers import (
 )
 from tests.support.misuse import Rigged, raises, swaps
 from tests.support.running import LOSES_WORKERS, ROOT, scaled
-from tests.support.worker_runs import check_trajectories, gone, processes_of, run_out, wait_until
+from tests.support.worker_runs import (
+    check_trajectories,
+    children_of,
+    descendants,
+    gone,
+    processes_of,
+    run_out,
+    wait_until,
+)
 from tests.support.workers import COLLECTORS, FOREVER, TRANSPORTS, HangClock, by_lane, multi
 
 SYNC, ASYNC = COLLECTORS
@@ -167,7 +175,7 @@ def test_processes_of_an_environment_go_with_their_worker(act):
     collector = multi(SYNC, create_env_fn=made, frames_per_batch=20)
     next(collector)
     (worker,) = processes_of(collector)
-    others = [*children_of(worker), *(pid for child in children_of(worker) for pid in children_of(child))]
+    others = descendants(worker)
     assert len(others) == 3  # the server that forks, and two workers of the environment
     if act == "kill":
         os.kill(worker, signal.SIGSTOP)
@@ -276,11 +284,6 @@ def hangs(pid):
     return state == "T" or "nanosleep" in place
 
 
-def children_of(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return list(map(int, file.read().split()))
-
-
 def test_jobs_that_cannot_be_sent_release_the_transport_and_leave_no_newcomer(monkeypatch):
     left, own = [], {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 4}
     monkeypatch.setattr(InProcessTransport, "leave", lambda self: left.append(1))
@@ -293,7 +296,7 @@ def test_jobs_that_cannot_be_sent_release_the_transport_and_leave_no_newcomer(mo
         multi(transport="serial", **own, policy_factory=make)
     assert left == [1]
     with multi(fc.MultiaSyncDataCollector, "serial", **own) as collector:
-        job = collector.run.jobs[0]
+        job = collector.run.records[0].job
         bad = replace(job, source=replace(job.source, policy=None, policy_factory=make))
         with pytest.raises(TypeError, match="cannot be sent to a worker"):
             collector.run.add([job, bad], lambda info: None)

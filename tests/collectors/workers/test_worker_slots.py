@@ -1,6 +1,5 @@
 """Slots of shared memory: kept batches, slow readers, and nothing that is left behind."""
 
-import gc
 import itertools
 import os
 import threading
@@ -18,7 +17,7 @@ from funcollect.collectors.workers import slots
 from tests.support.compare import assert_same
 from tests.support.faulty.faulty_workers import Held, Plain
 from tests.support.running import scaled
-from tests.support.worker_runs import check_trajectories, gone, processes_of, wait_until
+from tests.support.worker_runs import check_trajectories, gone, held, processes_of, wait_until
 from tests.support.workers import COLLECTORS, by_lane, multi
 
 SYNC, ASYNC = COLLECTORS
@@ -68,12 +67,12 @@ def test_a_slot_is_not_written_while_any_view_of_it_lives(view):
         before = shown(kept)
         for _ in range(6):
             next(collector)
-        (group,) = collector.run.gathering.groups.values()
-        assert group.assembler.lent == {0}
+        (assembler,) = collector.run.gathering.assemblers.values()
+        assert assembler.lent == {0}
         assert shown(kept) == before
         del kept
         next(collector)
-        assert group.assembler.lent == set()
+        assert assembler.lent == set()
         assert collector.stats()["copies"] == 0
 
 
@@ -135,14 +134,6 @@ def test_a_fast_worker_does_not_wait_for_a_slow_one(tmp_path):
         file.touch()
         while next(collector)["collector", "lane"][0] != 1:
             pass
-
-
-def held():
-    """File descriptors, threads and child processes of this process."""
-    gc.collect()
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        children = len(file.read().split())
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), children
 
 
 @pytest.mark.parametrize("kind", COLLECTORS)

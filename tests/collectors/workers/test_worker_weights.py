@@ -51,28 +51,20 @@ def versions_of(batch):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_row_of_a_synchronous_batch_has_the_weights_set_before(transport):
-    module = Checksum()
-    with multi(SYNC, transport, create_env_fn=["CartPole-v1"] * 2, policy=module, frames_per_batch=20) as collector:
-        for version in range(5):
-            assert versions_of(next(collector)) == [version]
-            assert collector.stats()["policy_lag"] == 0
-            for _ in range(3):  # only the last one counts
-                module.become(version + 1)
-            collector.update_policy_weights_()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_with_prefetch_the_lag_is_one_batch(transport):
-    kwargs = {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 20, "prefetch": True}
-    module = Checksum()
-    with multi(SYNC, transport, policy=module, **kwargs) as collector:
-        seen = []
-        for version in range(1, 6):
-            seen += versions_of(next(collector))
+@pytest.mark.parametrize(
+    ("how", "seen"),
+    [({}, [0, 1, 2, 3, 4]), ({"prefetch": True}, [0, 0, 1, 2, 3]), ({"update_at_each_batch": True}, [0, 1, 2, 3, 4])],
+)
+def test_every_row_of_a_synchronous_batch_has_the_weights_set_before(how, seen, transport):
+    """With prefetch those that were set one batch earlier."""
+    module, kwargs = Checksum(), {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 20}
+    with multi(SYNC, transport, policy=module, **kwargs, **how) as collector:
+        for version, wanted in enumerate(seen, 1):
+            assert versions_of(next(collector)) == [wanted]
+            assert collector.stats()["policy_lag"] == (version - 1 - wanted)
             module.become(version)
-            collector.update_policy_weights_()
-        assert seen == [0, 0, 1, 2, 3]
+            if "update_at_each_batch" not in how:
+                collector.update_policy_weights_()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -113,16 +105,6 @@ def test_a_tight_loop_of_updates_is_never_read_half_way(kind):
                     seen[lane].append(number)
             if version >= scaled(1000) and min(len(set(numbers)) for numbers in seen.values()) > scaled(20):
                 break  # however slow one is, each has taken new weights again and again
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_update_at_each_batch(transport):
-    module = Checksum()
-    kwargs = {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 20, "update_at_each_batch": True}
-    with multi(SYNC, transport, policy=module, **kwargs) as collector:
-        for version in range(4):
-            module.become(version)
-            assert versions_of(next(collector)) == [version]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.collectors.workers.batch_layout import joined
 from funcollect.core.api import init_lanes
 from funcollect.processes import fork_server
 from tests.support.cases import make_env
@@ -20,7 +19,7 @@ from tests.support.check_collector import check_collector
 from tests.support.compare import assert_same
 from tests.support.envs.counting import always, check
 from tests.support.faulty.faulty_workers import Failing, Plain, Uneven, stumble
-from tests.support.running import LOSES_WORKERS
+from tests.support.running import LOSES_WORKERS, in_soak, scaled
 from tests.support.workers import COLLECTORS, TRANSPORTS, by_lane, counting_workers, multi, policy_for
 
 SYNC, ASYNC = COLLECTORS
@@ -28,30 +27,23 @@ LANES = ({"lengths": (3, 2)}, {"lengths": (2,), "truncated": (1,)}), ({"lengths"
 WORDS = ("0.0 0.1 0.2t", "0.0 0.1t 1.0"), ("0.0 0.1 0.2", "0.0 0.1 0.2t")
 
 
+BY_HAND = [("stack", True, (2, 2, 3)), (0, True, (4, 3)), (-1, True, (2, 6))]
+BY_HAND += [("stack", False, (2, 3)), (0, False, (6,)), (-1, False, (6,))]
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("cat_results", "shape"), [("stack", (2, 2, 3)), (0, (4, 3)), (-1, (2, 6))])
-def test_batched_environments_by_hand(transport, cat_results, shape):
-    made = counting_workers(*LANES)
-    with multi(
-        SYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=11, cat_results=cat_results
-    ) as c:
+@pytest.mark.parametrize(("cat_results", "batched", "shape"), BY_HAND)
+def test_environments_by_hand(transport, cat_results, batched, shape):
+    made = counting_workers(*(lanes if batched else lanes[:1] for lanes in LANES), batched=batched)
+    kwargs = {"frames_per_batch": 11 if batched else 5, "cat_results": cat_results}
+    with multi(SYNC, transport, create_env_fn=made, policy=always(0), **kwargs) as c:
         batch = next(c)
         assert batch.batch_size == shape
-        assert c.frames_of_batch == 12
-        if cat_results == -1:  # [P, W * T]: lanes 0 and 1 beside 2 and 3
-            batch = torch.cat([batch[:, :3], batch[:, 3:]])
-        check(batch.reshape(4, 3), *WORDS[0], *WORDS[1])
+        assert c.frames_of_batch == batch.numel()
         assert not batch.is_locked
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("cat_results", "shape"), [("stack", (2, 3)), (0, (6,)), (-1, (6,))])
-def test_single_environments_by_hand(transport, cat_results, shape):
-    made = counting_workers(LANES[0][:1], LANES[1][:1], batched=False)
-    with multi(SYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=5, cat_results=cat_results) as c:
-        batch = next(c)
-        assert batch.batch_size == shape
-        check(batch.reshape(2, 3), WORDS[0][0], "0.0 0.1 0.2")
+        if batched and cat_results == -1:  # [P, W * T]: lanes 0 and 1 beside 2 and 3
+            batch = torch.cat([batch[:, :3], batch[:, 3:]])
+        check(batch.reshape(-1, 3), *([*WORDS[0], *WORDS[1]] if batched else [WORDS[0][0], WORDS[1][0]]))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -84,36 +76,36 @@ def test_workers_with_frames_of_their_own(transport):
         multi(SYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=[3, 5])
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("cat_results", [0, -1])
-def test_the_same_with_other_numbers_of_workers(workers, cat_results):
+# Environment, policy, workers, how their rollouts are put together, and whether a batch is begun ahead.
+BITS = [
+    ("CartPole-v1", "torch_mlp", 2, "stack", False),
+    ("CartPole-v1", "torch_mlp", 1, 0, True),
+    ("CartPole-v1", "torch_mlp", 3, -1, True),
+    ("CartPole-v1", "jax_mlp", 1, -1, False),
+    ("CartPole-v1", "tensordict_actor", 2, 0, False),
+    ("CartPole-v1", "torch_recurrent", 3, 0, False),
+    ("HalfCheetah-v5", "torch_normal", 2, "stack", False),
+    ("torch/CartPole-v1", "torch_mlp", 3, "stack", False),
+    ("torch/Pendulum-v1", "jax_mlp", 2, "stack", False),
+    ("envpool/CartPole-v1", "torch_mlp", 2, "stack", False),
+]
+SOAKED = itertools.product(
+    ("CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"), ("torch_mlp", "jax_mlp"), (1, 2, 3)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "workers", "cat_results", "prefetch"), BITS + in_soak((*each, "stack", False) for each in SOAKED)
+)
+def test_processes_equal_the_serial_transport(name, kind, workers, cat_results, prefetch):
     runs = []
-    kwargs = {"create_env_fn": "CartPole-v1", "num_workers": workers, "create_env_kwargs": {"num_envs": 2}}
-    kwargs |= {"policy": policy_for("CartPole-v1", "torch_mlp", 2), "frames_per_batch": 60, "cat_results": cat_results}
+    kwargs = {"create_env_fn": name, "num_workers": workers, "create_env_kwargs": {"num_envs": 2}, "prefetch": prefetch}
+    kwargs |= {"policy": policy_for(name, kind, 2), "frames_per_batch": 40 * workers, "cat_results": cat_results}
     for transport in TRANSPORTS:
-        with multi(SYNC, transport, prefetch=True, **kwargs) as collector:
-            runs.append([batch.clone() for batch in itertools.islice(collector, 3)])
+        with multi(SYNC, transport, **kwargs) as collector:
+            runs.append([batch.clone() for batch in itertools.islice(collector, scaled(3))])
     for one, two in zip(*runs, strict=True):
         assert_same(one, two)
-
-
-def test_the_lanes_of_all_workers_are_those_of_one_environment_with_as_many():
-    policy = policy_for("CartPole-v1", "torch_mlp", 2)
-    kwargs = {"exploration_type": fc.ExplorationType.DETERMINISTIC, "frames_per_batch": 120}
-    plain = fc.SyncDataCollector(make_env("CartPole-v1", 6), policy, seed=0, **kwargs)
-    with multi(
-        SYNC, create_env_fn=[lambda: make_env("CartPole-v1", 2)] * 3, policy=policy, cat_results=0, **kwargs
-    ) as c:
-        for _ in range(3):
-            one, two = next(plain), next(c)
-            for key in (
-                "observation",
-                ("next", "observation"),
-                "action",
-                ("collector", "traj_ids"),
-                ("collector", "step"),
-            ):
-                assert torch.equal(one[key], two[key]), key
 
 
 def test_an_asynchronous_worker_collects_what_the_synchronous_one_does():
@@ -172,13 +164,6 @@ def test_check_collector(kind):
         create_env_kwargs={"num_envs": 2}, in_process=False, lanes=4,
     )  # fmt: skip
     assert {"layout", "trajectories", "seeds", "batch_memory", "weights", "checkpoint", "ends"} <= {*report.passed}
-
-
-def test_parts_are_joined_as_views_are():
-    parts = [fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=4, seed=seed).rollout() for seed in (0, 1)]
-    assert joined(parts, "stack").batch_size == (2, 4)
-    assert joined(parts, 0).batch_size == joined(parts, -1).batch_size == (8,)
-    assert torch.equal(joined(parts, -1)["observation"], torch.cat([part["observation"] for part in parts]))
 
 
 class Interrupted(Plain):

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -33,13 +32,14 @@ from funcollect.envs.host.lane_workers.lane_processes import LaneProcesses
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.errors import EnvError, ReplayError
 from funcollect.processes.child import ChildSetup
+from funcollect.processes.pool import FailurePolicy
 from funcollect.processes.system import PORTABLE
 from tests.support.compare import assert_same, collect
 from tests.support.envs.lane_workers import Doomed, check_lanes, pids_of, workers_of
 from tests.support.envs.light_envs import Nested
 from tests.support.misuse import Misuse, refused_then_mended, runs, table
 from tests.support.running import in_soak, scaled
-from tests.support.worker_runs import gone, wait_until
+from tests.support.worker_runs import descendants, gone, held, wait_until
 
 INFOS = ["draw", "vector"]
 
@@ -76,23 +76,9 @@ def test_the_data_are_those_of_one_process(name: str, spread: dict[str, Any]) ->
     assert batches[0]["next", "done"].any(-1).any(-1).all()
 
 
-def network(head: Any, outputs: int) -> Any:
+def in_torch() -> Any:
     torch.manual_seed(0)
-    return fc.torch_policy(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, outputs)), head=head)
-
-
-def recurrent() -> Any:
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.out = nn.GRUCell(4, 8), nn.Linear(8, 2)
-
-        def forward(self, observation: Any, hidden: Any) -> Any:
-            hidden = self.cell(observation, hidden)
-            return self.out(hidden), hidden
-
-    torch.manual_seed(0)
-    return fc.torch_policy(Cell(), head=fc.heads.categorical, initial_state=torch.ones(8))
+    return fc.torch_policy(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)), head=fc.heads.categorical)
 
 
 def in_jax() -> Any:
@@ -102,27 +88,20 @@ def in_jax() -> Any:
     return fc.jax_policy(lambda params, x: jnp.tanh(x @ params), weights, head=fc.heads.categorical)
 
 
-POLICIES: dict[str, Callable[[], Any]] = {
-    "Torch": lambda: network(fc.heads.categorical, 2),
-    "recurrent": recurrent,
-    "JAX": in_jax,
-}
+def with_and_without(env: Any, **kwargs: Any) -> list[Any]:
+    """An environment in this process, and the same over two workers."""
+    return [fc.make_env(env, **kwargs, **spread) for spread in ({}, {"num_workers": 2})]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_policies_act_as_in_one_process(name: str) -> None:
-    policy = POLICIES[name]()
-    batches = [
-        collect(fc.make_env("CartPole-v1", num_envs=6, **spread), policy, 40, 25, seed=1)
-        for spread in ({}, {"num_workers": 2})
-    ]
-    assert_same(*batches)
+@pytest.mark.parametrize("make", [in_torch, in_jax])
+def test_policies_act_as_in_one_process(make: Callable[[], Any]) -> None:
+    policy = make()
+    assert_same(*(collect(env, policy, 40, 25, seed=1) for env in with_and_without("CartPole-v1", num_envs=6)))
 
 
 def test_limits_and_finished_lanes() -> None:
     batches, evaluations = [], []
-    for spread in ({}, {"num_workers": 2}):
-        env = fc.make_env("CartPole-v1", num_envs=4, **spread)
+    for env in with_and_without("CartPole-v1", num_envs=4):
         policy = fc.random_policy(env)
         state = fc.init(env, policy, seed=2)
         state, first = fc.rollout(env, policy, state, 40, max_frames_per_traj=7)
@@ -154,7 +133,7 @@ def test_forks_and_files_continue_as_the_run_does(tmp_path: Path) -> None:
 
 
 def test_a_lane_is_filmed(tmp_path: Path) -> None:
-    films = []
+    films: list[bytes] = []
     for spread in ({}, {"parallel": True}):
         env = fc.make_env("CartPole-v1", render_mode="rgb_array", **spread)
         film = tmp_path / f"{len(films)}.gif"
@@ -201,14 +180,17 @@ def doomed(folder: Path, **kwargs: Any) -> Any:
     return fc.make_env(factories, num_workers=3, info_keys=INFOS, timeout=2.0, **kwargs)
 
 
-@pytest.mark.parametrize("deed", DEEDS)
-def test_a_lost_worker_is_reported_with_its_lanes_and_a_recovery_goes_on(deed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("deed", "length"), [*((deed, 9) for deed in DEEDS), ("hang", 4)])
+def test_a_lost_worker_is_reported_with_its_lanes_and_a_recovery_goes_on(
+    deed: str, length: int, tmp_path: Path
+) -> None:
+    """Also in the last step of a rollout."""
     env = doomed(tmp_path)
     policy = fc.random_policy(env)
     arranged(tmp_path, deed, 3, 4)
     state = fc.init(env, policy, seed=0)
     with pytest.raises(EnvError, match=rf"{DEEDS[deed]}.*funcollect.recover\(env, state\)") as caught:
-        fc.rollout(env, policy, state, 9)
+        fc.rollout(env, policy, state, length)
     assert re.match(r"lane 3: step|lanes 2 to 3 \(worker 1\)", str(caught.value))
     notes = "".join(getattr(caught.value, "__notes__", ()))
     assert ("Doomed" in notes or "in step" in notes) == (deed in ("raise", "leave", "hang"))
@@ -236,12 +218,6 @@ def test_a_collector_goes_on_with_another_worker(tmp_path: Path) -> None:
     assert not ids[0] & ids[1]
 
 
-def held() -> tuple[int, int]:
-    """File descriptors and threads of this process."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), threading.active_count()
-
-
 @pytest.mark.parametrize("how", ["closed", "dropped", "killed", "broken off"])
 def test_nothing_is_left_behind(how: str) -> None:
     env = fc.make_env("CartPole-v1", num_envs=4, num_workers=2)
@@ -251,10 +227,8 @@ def test_nothing_is_left_behind(how: str) -> None:
         state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
         pids = pids_of(state)
         if how == "killed":
-            victim = workers_of(state)[0]
             os.kill(pids[0], signal.SIGKILL)
-            wait_until(victim.has_ended)
-            del victim
+            wait_until(partial(workers_of(state)[0].ended_by, 0))
         if how in ("closed", "killed"):
             fc.close(state)
         del state
@@ -288,7 +262,7 @@ import funcollect as fc
 env = fc.make_env("CartPole-v1", num_envs=4, num_workers=2)
 policy = fc.random_policy(env)
 state = fc.init(env, policy, seed=0)
-print(*[worker._child.pid for worker in state.env_state.simulation.simulators._processes._workers], flush=True)
+print(*[record.handle.pid for record in state.env_state.simulation.simulators._processes.records], flush=True)
 while True:
     state, _ = fc.rollout(env, policy, state, 100)
 """
@@ -412,7 +386,7 @@ def test_infos_that_an_interrupt_left_unread_are_dropped(monkeypatch: pytest.Mon
     fc.close(state)
 
 
-@pytest.mark.parametrize("moment", ["sent", "asked"])
+@pytest.mark.parametrize("moment", ["submit", "wait"])
 def test_a_run_goes_on_after_a_fork_that_was_interrupted(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     env = fc.make_env("ale/Pong", num_envs=2, num_workers=2)
     policy = fc.random_policy(env)
@@ -420,7 +394,7 @@ def test_a_run_goes_on_after_a_fork_that_was_interrupted(moment: str, monkeypatc
     for interrupted in (False, True):
         state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
         with monkeypatch.context() as patch:
-            patch.setattr(LaneProcesses, *{"sent": ("order", ctrl_c), "asked": ("wait", ctrl_c)}[moment])
+            patch.setattr(LaneProcesses, moment, ctrl_c)
             for _ in range(interrupted):
                 with pytest.raises(KeyboardInterrupt):
                     fc.fork(env, state)
@@ -444,7 +418,7 @@ def test_a_hang_is_told_again_by_the_rollout_after_a_fork(monkeypatch: pytest.Mo
     processes = state.env_state.simulation.simulators._processes
     os.kill(pids_of(state)[0], signal.SIGSTOP)
     with monkeypatch.context() as patch:
-        patch.setattr(processes, "_timeout", 0.5)
+        patch.setattr(processes, "_failure_policy", FailurePolicy(0.5, 0.5))
         for use in (lambda: fc.fork(env, state), lambda: fc.rollout(env, policy, state, 3)):
             with pytest.raises(EnvError, match=r"lane 0 \(worker 0\): its process has not answered"):
                 use()
@@ -496,110 +470,70 @@ def test_ids_that_a_script_has_registered(monkeypatch: pytest.MonkeyPatch) -> No
     fc.close(fc.init(env, fc.random_policy(env), seed=0))
 
 
-def good() -> Any:
-    return fc.make_env("CartPole-v1", num_envs=2, num_workers=2)
-
-
-@table(
-    Misuse(
-        "an instance",
-        lambda: fc.make_env(gymnasium.make("CartPole-v1"), parallel=True),
-        ValueError,
+_vector = partial(gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="sync")
+_four = partial(fc.make_env, "CartPole-v1", num_envs=4)
+_REMOVED = [
+    (n, v, e) for n, v in {"overlap": 2, "on_failure": "restart"}.items() for e in ("ale/Pong", Nested, transformed)
+]
+MISUSE: list[tuple[str, Callable[[], Any], type[Exception], tuple[str, ...]]] = [
+    (
+        "an instance", lambda: fc.make_env(gymnasium.make("CartPole-v1"), parallel=True), ValueError,
         ("parallel=True, was given with the instance", "cannot move to another process", "pass its id or a factory"),
-        good,
     ),
-    Misuse(
-        "an unknown id",
-        lambda: fc.make_env(["CartPole-v1", "NoSuch-v0"], parallel=True),
-        ValueError,
+    (
+        "an unknown id", lambda: fc.make_env(["CartPole-v1", "NoSuch-v0"], parallel=True), ValueError,
         ("cannot make 'NoSuch-v0'", "gymnasium.registry"),
-        good,
     ),
-    Misuse(
-        "an unknown module",
-        lambda: fc.make_env("nosuch:CartPole-v1", parallel=True),
-        ValueError,
+    (
+        "an unknown module", lambda: fc.make_env("nosuch:CartPole-v1", parallel=True), ValueError,
         ("cannot make 'nosuch:CartPole-v1'", "import the package"),
-        good,
     ),
     *(
-        Misuse(
-            f"{env} is no environment",
-            lambda env=env: fc.envs.from_gymnasium(env, parallel=True),
-            TypeError,
+        (
+            f"{env} is no environment", partial(fc.envs.from_gymnasium, env, parallel=True), TypeError,
             ("env is int", "expected a Gymnasium id, an EnvSpec, a factory", "pass one of these"),
-            good,
         )
-        for env in (3, [3], ["CartPole-v1", 3])
+        for env in (3, ["CartPole-v1", 3])
     ),
-    Misuse(
-        "a vector environment",
-        lambda: fc.make_env(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync"), num_workers=2),
-        ValueError,
-        ("num_workers cannot be given with a VectorEnv", "leave it out"),
-        good,
-    ),
-    Misuse(
-        "a failure of a vector environment",
-        lambda: fc.make_env(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync"), num_workers=2, timeout=-3),
-        ValueError,
+    (
+        "a vector environment", lambda: fc.make_env(_vector(), num_workers=2, timeout=-3), ValueError,
         ("num_workers, timeout cannot be given with a VectorEnv", "leave"),
-        good,
     ),
-    Misuse(
-        "a time for no workers",
-        lambda: fc.make_env("CartPole-v1", num_envs=4, timeout=5),
-        ValueError,
+    (
+        "a time for no workers", lambda: _four(timeout=5), ValueError,
         ("timeout=5 was given without workers", "pass num_workers"),
-        good,
     ),
-    Misuse(
-        "too many workers",
-        lambda: fc.make_env("CartPole-v1", num_envs=2, num_workers=3),
-        ValueError,
+    (
+        "too many workers", lambda: fc.make_env("CartPole-v1", num_envs=2, num_workers=3), ValueError,
         ("num_workers is 3, expected at most num_envs=2", "pass num_envs=3, or fewer workers"),
-        good,
     ),
-    Misuse(
-        "two numbers",
-        lambda: fc.make_env("CartPole-v1", num_envs=4, num_workers=2, parallel=True),
-        ValueError,
+    (
+        "two numbers", lambda: _four(num_workers=2, parallel=True), ValueError,
         ("parallel=True means num_workers=4", "num_workers=2 was given"),
-        good,
     ),
-    Misuse(
-        "no time",
-        lambda: fc.make_env("CartPole-v1", num_envs=4, num_workers=2, timeout=0),
-        ValueError,
+    (
+        "no time", lambda: _four(num_workers=2, timeout=0), ValueError,
         ("timeout is 0, expected a positive number", "pass for example timeout=60"),
-        good,
     ),
     *(
-        Misuse(
-            f"{name} of earlier versions",
-            lambda env=env, given={name: value}: fc.make_env(env, num_envs=4, num_workers=2, **given),
-            TypeError,
-            (f"{name} is no keyword of environments any more", "leave it out"),
-            good,
+        (
+            f"{name} of earlier versions", partial(fc.make_env, env, num_envs=4, num_workers=2, **{name: value}),
+            TypeError, (f"{name} is no keyword of environments any more", "leave it out"),
         )
-        for name, value in {"overlap": 2, "on_failure": "restart"}.items()
-        for env in ("CartPole-v1", "ale/Pong", Nested, transformed)
+        for name, value, env in _REMOVED
     ),
-    Misuse(
-        "a batch of TorchRL's",
-        lambda: fc.make_env(serial, num_workers=2, num_envs=2),
-        ValueError,
+    (
+        "a batch of TorchRL's", lambda: fc.make_env(serial, num_workers=2, num_envs=2), ValueError,
         ("SerialEnv, which is a batch of 2 already", "pass a factory of a single environment"),
-        good,
     ),
-    Misuse(
-        "other spaces in another worker",
-        lambda: runs(fc.make_env(["CartPole-v1", "Acrobot-v1"], num_workers=2)),
-        ValueError,
-        ("lane 1 has the observation_space", "use equal spaces in one batch"),
-        good,
+    (
+        "other spaces in another worker", lambda: runs(fc.make_env(["CartPole-v1", "Acrobot-v1"], num_workers=2)),
+        ValueError, ("lane 1 has the observation_space", "use equal spaces in one batch"),
     ),
-)
+]  # fmt: skip
+
+
+@table(*(Misuse(*row, lambda: fc.make_env("CartPole-v1", num_envs=2, num_workers=2)) for row in MISUSE))
 def test_an_environment_given_wrongly(misuse: Misuse) -> None:
     refused_then_mended(misuse)
 
@@ -620,11 +554,8 @@ class Late(Nested):
 
 
 def test_infos_that_are_too_large_for_the_memory() -> None:
-    batches = []
-    for spread in ({}, {"num_workers": 2}):
-        env = fc.make_env(Late, num_envs=4, info_keys=INFOS, **spread)
-        batches.append(collect(env, fc.random_policy(env), 12, 12, seed=0))
-    assert_same(*batches)
+    envs = with_and_without(Late, num_envs=4, info_keys=INFOS)
+    assert_same(*(collect(env, fc.random_policy(env), 12, 12, seed=0) for env in envs))
 
 
 class NeverAgain(Late):
@@ -647,8 +578,7 @@ def test_a_reset_ahead_that_fails_is_reported_beside_large_infos() -> None:
 
 def test_lanes_that_end_together_for_different_reasons_are_reset_once() -> None:
     batches = []
-    for spread in ({}, {"num_workers": 2}):
-        env = fc.make_env("ale/Pong", num_envs=2, max_episode_steps=4, **spread)
+    for env in with_and_without("ale/Pong", num_envs=2, max_episode_steps=4):
         policy = fc.random_policy(env)
         state = fc.init(env, policy, seed=0)
         state, _ = fc.rollout(env, policy, state, 2)
@@ -666,7 +596,7 @@ def test_new_workers_of_games_get_seeds() -> None:
     for _ in range(2):
         state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
         os.kill(pids_of(state)[1], signal.SIGKILL)
-        wait_until(workers_of(state)[1].has_ended)
+        wait_until(partial(workers_of(state)[1].ended_by, 0))
         with pytest.raises(EnvError, match=r"lane 1 \(worker 1\)"):
             fc.fork(env, state)
         state, batch = fc.rollout(env, policy, fc.recover(env, state), 9)
@@ -675,28 +605,21 @@ def test_new_workers_of_games_get_seeds() -> None:
     assert_same(*batches)
 
 
-def cpus_of(state: Any) -> list[set[int]]:
-    """The processors for the workers of a state, as many different ones as there are."""
-    cpus = [worker.cpu for worker in workers_of(state)]
-    assert len({*cpus}) == min(len(cpus), len(os.sched_getaffinity(0)))
-    return [{cpu} for cpu in cpus]
-
-
 def test_workers_on_other_processors_are_woken_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker takes its processor as soon as it is woken; on that of the caller, it would keep the others waiting."""
     env = fc.make_env("CartPole-v1", num_envs=4, num_workers=4)
     state = fc.init(env, fc.random_policy(env), seed=0)
     processes = state.env_state.simulation.simulators._processes
     rung: list[int] = []
-    for number, worker in enumerate(workers_of(state)):
-        ring = worker.bell.ring
-        monkeypatch.setattr(worker, "cpu", number)
-        monkeypatch.setattr(worker.bell, "ring", lambda number=number, ring=ring: (rung.append(number), ring()))
+    assert len({*processes.cpus}) == min(4, len(os.sched_getaffinity(0)))
+    monkeypatch.setattr(processes, "cpus", [0, 1, 2, 3])
+    for number, bell in enumerate(processes.bells):
+        monkeypatch.setattr(bell, "ring", lambda number=number, ring=bell.ring: (rung.append(number), ring()))
     for here in range(4):
         monkeypatch.setattr(lane_processes, "current_cpu", lambda here=here: here)
         rung.clear()
         processes.order(STEP, [0, 1, 2, 3])
-        processes.wait([0, 1, 2, 3])
+        processes.await_answers([0, 1, 2, 3])
         assert rung == [*({0, 1, 2, 3} - {here}), here]
     fc.close(state)
 
@@ -718,24 +641,12 @@ def test_workers_of_several_collector_workers_are_spread() -> None:
         setups = [ChildSetup.like_this(index=index) for index in range(count)]
         assert [setup.place - setups[0].place for setup in setups] == [*range(count)]
     env = partial(fc.make_env, "CartPole-v1", num_envs=2, num_workers=1)
-    before = descendants(os.getpid())
+    before = {*descendants(os.getpid())}
     with fc.MultiSyncDataCollector(env, None, num_workers=2, frames_per_batch=8, total_frames=8) as collector:
         next(iter(collector))
-        pinned = [pid for pid in descendants(os.getpid()) - before if len(os.sched_getaffinity(pid)) < cpus]
+        pinned = [pid for pid in {*descendants(os.getpid())} - before if len(os.sched_getaffinity(pid)) < cpus]
         assert len(pinned) == (0 if PORTABLE else 2)
         assert len({frozenset(os.sched_getaffinity(pid)) for pid in pinned}) == min(len(pinned), cpus)
-
-
-def descendants(pid: int) -> set[int]:
-    """The process ids of all processes below this one."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = {pid}
-    while below := {child for child, parent in parents.items() if parent in found} - found:
-        found |= below
-    return found - {pid}
 
 
 class Holds(gymnasium.Wrapper):
@@ -755,9 +666,7 @@ class Stats:
 
 def test_games_that_cannot_be_saved_can_be_forked_and_errors_leave_workers_alive(tmp_path: Path) -> None:
     env = fc.make_env(
-        lambda: Holds(gymnasium.make("ale_py:ALE/Pong-v5", render_mode="rgb_array")),
-        num_envs=2,
-        num_workers=2,
+        lambda: Holds(gymnasium.make("ale_py:ALE/Pong-v5", render_mode="rgb_array")), num_envs=2, num_workers=2
     )
     policy = fc.random_policy(env)
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 140)  # from 128 on, there is a snapshot
@@ -809,71 +718,39 @@ def test_a_close_that_takes_too_long_is_told(tmp_path: Path) -> None:
         fc.close(state)
 
 
-class Wrong(Nested):
-    """Returns no number as its third reward."""
-
-    def __init__(self, wrong: bool) -> None:
-        self.wrong, self.steps = wrong, 0
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        observation, reward, _, _, info = super().step(action)
-        return observation, "bad" if self.wrong and self.steps == 3 else reward, not self.wrong, False, info
-
-
-def test_a_wrong_answer_names_its_lane_where_other_lanes_are_finished() -> None:
-    env = fc.make_env([partial(Wrong, lane == 3) for lane in range(4)], num_workers=2)
-    policy = fc.random_policy(env)
-    with (
-        pytest.raises(EnvError, match="lane 3: step returned the reward 'bad'"),
-        fc.SyncDataCollector(env, policy, frames_per_batch=16, total_frames=16, reset_when_done=False) as collector,
-    ):
-        next(collector)
-
-
 class Paying(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Returns `reward` from its second step on."""
+    """Returns `reward` from its second step on. With `over`, each step ends the episode."""
 
-    def __init__(self, reward: Any) -> None:
+    def __init__(self, reward: Any, over: bool = False) -> None:
         super().__init__(gymnasium.make("Pendulum-v1"))
-        self.reward, self.steps = reward, 0
+        self.reward, self.over, self.steps = reward, over, 0
 
     def step(self, action: Any) -> Any:
         self.steps += 1
-        observation, reward, *rest = super().step(action)
-        return observation, reward if self.steps == 1 else self.reward, *rest
+        observation, reward, terminated, *rest = super().step(action)
+        return observation, reward if self.steps == 1 else self.reward, terminated or self.over, *rest
+
+
+BAD_REWARDS = {
+    "huge": 10**400,
+    "grad": torch.ones((), requires_grad=True),
+    "object": object(),
+    "two": [1.0, 2.0],
+    "text": "bad",
+}
 
 
 @pytest.mark.parametrize("how", [{}, {"num_workers": 1}], ids=["here", "worker"])
 @pytest.mark.parametrize(
-    "reward", [10**400, torch.ones((), requires_grad=True), object(), [1.0, 2.0]], ids=["huge", "grad", "object", "two"]
+    ("name", "finished"), [*((name, False) for name in BAD_REWARDS), ("huge", True), ("text", True)]
 )
-def test_a_reward_that_is_no_number_or_too_large_names_its_lane(reward: Any, how: dict[str, Any]) -> None:
-    env = fc.make_env([partial(Paying, 1.0), partial(Paying, reward)], **how)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
-    with pytest.raises(EnvError, match=r"lane 1: step returned the reward .*, expected a number: return a float"):
-        fc.rollout(env, policy, state, 3)
-    fc.close(state)
-
-
-class PayingLate(Paying):
-    """The same, where the other lane is over by then."""
-
-    def step(self, action: Any) -> Any:
-        observation, reward, _, truncated, info = super().step(action)
-        return observation, reward, self.reward == 1.0, truncated, info
-
-
-@pytest.mark.parametrize("how", [{}, {"num_workers": 1}], ids=["here", "worker"])
-def test_a_reward_that_is_too_large_names_its_lane_where_the_other_is_finished(how: dict[str, Any]) -> None:
-    env = fc.make_env([partial(PayingLate, 1.0), partial(PayingLate, 10**400)], **how)
-    policy = fc.random_policy(env)
+def test_a_reward_that_is_no_number_or_too_large_names_its_lane(name: str, finished: bool, how: dict[str, Any]) -> None:
+    """Also where the other lane is finished."""
+    env = fc.make_env([partial(Paying, 1.0, finished), partial(Paying, BAD_REWARDS[name])], **how)
+    kwargs = {"frames_per_batch": 8, "total_frames": 8, "reset_when_done": not finished, "seed": 0}
     with (
-        fc.SyncDataCollector(
-            env, policy, frames_per_batch=8, total_frames=8, reset_when_done=False, seed=0
-        ) as collector,
-        pytest.raises(EnvError, match=r"lane 1: step returned the reward 1000.*, expected a number: return a float"),
+        fc.SyncDataCollector(env, None, **kwargs) as collector,
+        pytest.raises(EnvError, match=r"lane 1: step returned the reward .*, expected a number: return a float"),
     ):
         next(collector)
 
@@ -891,18 +768,6 @@ class Dead(Nested):
             if deed == "exit":
                 os._exit(3)
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_hang_in_the_last_step_is_recovered_from_at_once(tmp_path: Path) -> None:
-    env = doomed(tmp_path)
-    policy = fc.random_policy(env)
-    arranged(tmp_path, "hang", 5, 4)
-    state = fc.init(env, policy, seed=0)
-    with pytest.raises(EnvError, match="has not answered"):
-        fc.rollout(env, policy, state, 4)
-    state, batch = fc.rollout(env, policy, fc.recover(env, state), 20)
-    check_lanes(batch)
-    fc.close(state)
 
 
 def test_a_forked_process_does_not_use_its_parents_workers() -> None:

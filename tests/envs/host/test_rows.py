@@ -74,35 +74,23 @@ def test_write_puts_each_lane_in_its_row(num_envs: int) -> None:
     assert only(rows)[:-1].tolist() == [[10 * lane + i for i in range(3)] for lane in range(num_envs - 1)]
 
 
+EXACT = np.array([0.1, 1 / 3, 2.0**-60])
+GOOD: list[tuple[spaces.Space[Any], Any, Any, Any]] = [
+    *((spaces.Discrete(9), None, value, 4) for value in (4, np.int64(4), np.int32(4), np.uint8(4), np.array(4))),
+    *((BYTES, None, given, [3, 255]) for given in (np.array([3, 255]), np.array([3, 255], np.int16), [3, 255])),
+    (BOX, None, EXACT, EXACT.astype(np.float32).tolist()),
+    (spaces.Box(-9, 9, (3,), np.float64), np.float64, EXACT, EXACT.tolist()),
+]
+
+
 @pytest.mark.parametrize("num_envs", [1, 3])
-@pytest.mark.parametrize("value", [4, np.int64(4), np.int32(4), np.uint8(4), np.array(4)])
-def test_scalar_leaves_take_every_lossless_integer(value: Any, num_envs: int) -> None:
-    rows = make_rows(spaces.Discrete(9), num_envs)
+@pytest.mark.parametrize(("space", "dtype", "value", "wanted"), GOOD)
+def test_values_that_fit_are_cast_once(
+    space: spaces.Space[Any], dtype: Any, value: Any, wanted: Any, num_envs: int
+) -> None:
+    rows = make_rows(space, num_envs, dtype)
     write(rows, [value] * num_envs)
-    assert only(rows).tolist() == [4] * num_envs
-
-
-@pytest.mark.parametrize("num_envs", [1, 2])
-def test_float64_observations_are_rounded_to_float32_once(num_envs: int) -> None:
-    rows = make_rows(BOX, num_envs)
-    exact = np.array([0.1, 1 / 3, 2.0**-30])
-    write(rows, [exact] * num_envs)
-    assert only(rows).dtype == np.float32
-    assert (only(rows) == exact.astype(np.float32)).all()
-
-
-def test_dtype_float64_keeps_every_bit() -> None:
-    rows = make_rows(spaces.Box(-9, 9, (3,), np.float64), 2, np.float64)
-    write(rows, [np.array([0.1, 1 / 3, 2.0**-60])] * 2)
-    assert only(rows)[1].tolist() == [0.1, 1 / 3, 2.0**-60]
-
-
-@pytest.mark.parametrize("num_envs", [1, 2])
-@pytest.mark.parametrize("given", [np.array([3, 255]), np.array([3, 255], np.int16), [3, 255]])
-def test_integers_that_fit_are_cast(given: Any, num_envs: int) -> None:
-    rows = make_rows(BYTES, num_envs)
-    write(rows, [given] * num_envs)
-    assert only(rows).tolist() == [[3, 255]] * num_envs
+    assert only(rows).tolist() == [wanted] * num_envs
 
 
 WRONG: list[tuple[str, spaces.Space[Any], Any, Any, str]] = [

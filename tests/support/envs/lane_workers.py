@@ -14,11 +14,11 @@ from tests.support.envs.light_envs import Nested
 
 def workers_of(state: Any) -> list[Any]:
     """The handles on the workers of a state over lanes in processes."""
-    return list(state.env_state.simulation.simulators._processes._workers)
+    return [record.handle for record in state.env_state.simulation.simulators._processes.records]
 
 
 def pids_of(state: Any) -> list[int]:
-    return [worker._child.pid for worker in workers_of(state)]
+    return [worker.pid for worker in workers_of(state)]
 
 
 class Doomed(Nested):

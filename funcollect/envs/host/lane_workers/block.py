@@ -1,103 +1,147 @@
-"""The memory that an environment's process and its workers share."""
+"""The memory that an environment's process and its workers share, and the bells by which they wake each other."""
 
 from __future__ import annotations
 
-import math
+import contextlib
+import os
+import select
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
+from funcollect.processes.layout import Column, Layout
 from funcollect.processes.shared_memory import Memory
-from funcollect.specs import ActionSpec, Leaf
+from funcollect.processes.system import PORTABLE
+from funcollect.specs import ActionSpec, Leaf, torch_dtype
+from funcollect.tree import Path
 
 Array = npt.NDArray[Any]
 
-_ALIGNMENT = 64  # bytes
 NO_SEED, NO_RESTART = -1, -2
-INFO_BYTES = 1 << 15  # of a worker's pickled infos; larger ones are sent as a message
-
+INFO_BYTES = 1 << 15  # of a worker's pickled infos; larger ones are asked for by a call
+_SPIN = 50e-6  # seconds; waking a process that sleeps takes about as long
+_MOST_RINGS = 1 << 12  # that are read from a pipe at once
 
 # Orders to a worker; plain numbers, since enumerations are slow to read.
 STEP = 0  # all its lanes
 STEP_CHOSEN = 1  # those that are marked
 RESET = 2  # marked lanes
-CALL = 3  # a function, which a message brings
-CLOSE = 4  # everything, and end
 
 
+@dataclass(frozen=True)
 class LaneBlock:
-    """Arrays over one piece of shared memory, for P lanes of W workers. Each begins at a multiple of 64 bytes.
+    """Arrays over one piece of shared memory, for P lanes of W workers."""
 
-    Attributes:
-        observation: [P, ...] by path.
-        action: [P, ...], as in a batch.
-        reward: [P] float64.
-        terminated, truncated: [P] bool.
-        chosen: [P] bool, the lanes of an order that is not for all lanes of a worker.
-        seeds: [P] int64, for resets; `NO_SEED` for none.
-        next_seeds: [P] int64, for the restart after an episode's end; `NO_RESTART` if there is none.
-        ends: [P, ...] by path, the last observations of episodes whose lanes were restarted.
-        order: [W] int8, see above.
-        asked, answered: [W] int64, the number of the last order, and of the last one after whose answer the bell rang.
-        failed: [W] bool, whether the last order has failed; a message tells how.
-        info: [W, INFO_BYTES] uint8, pickled.
-        info_size: [W] int64, in bytes; -1 if a message holds the infos.
+    observation: Mapping[Path, Array]  # [P, ...]
+    ends: Mapping[Path, Array]  # [P, ...], the last observations of episodes whose lanes were restarted
+    action: Array  # [P, ...], as in a batch
+    reward: Array  # [P] float64
+    terminated: Array  # [P] bool
+    truncated: Array  # [P] bool
+    chosen: Array  # [P] bool, the lanes of an order that is not for all lanes of a worker
+    seeds: Array  # [P] int64, for resets; `NO_SEED` for none
+    next_seeds: Array  # [P] int64, for the restart after an episode's end; `NO_RESTART` if there is none
+    asked: Array  # [W] int64, the number of the last order
+    answered: Array  # [W] int64, the number of the last order after whose answer the bell rang
+    order: Array  # [W] int8, see above
+    failed: Array  # [W] bool, whether the last order has failed
+    info: Array  # [W, INFO_BYTES] uint8, pickled
+    info_size: Array  # [W] int64, in bytes; -1 if the infos are too large for `info`
+
+
+def block_layout(
+    leaves: tuple[Leaf, ...], action: ActionSpec, num_envs: int, num_workers: int, *, infos: bool
+) -> Layout:
+    """Where the arrays of a `LaneBlock` lie."""
+    places: dict[Path, tuple[torch.dtype, tuple[int, ...]]] = {
+        (name, *leaf.path): (torch_dtype(leaf.dtype), (num_envs, *leaf.shape))
+        for name in ("observation", "ends")
+        for leaf in leaves
+    }
+    places["action",] = action.dtype, (num_envs, *action.shape)
+    places["reward",] = torch.float64, (num_envs,)
+    for names, dtype, count in (
+        (("terminated", "truncated", "chosen"), torch.bool, num_envs),
+        (("seeds", "next_seeds"), torch.int64, num_envs),
+        (("asked", "answered", "info_size"), torch.int64, num_workers),
+        (("order",), torch.int8, num_workers),
+        (("failed",), torch.bool, num_workers),
+    ):
+        places |= {(name,): (dtype, (count,)) for name in names}
+    places["info",] = torch.uint8, (num_workers, INFO_BYTES if infos else 0)
+    return Layout(tuple(Column(path, *place) for path, place in places.items()))
+
+
+def block_over(memory: Memory, layout: Layout) -> LaneBlock:
+    """The arrays over this memory."""
+    arrays = {path: leaf.numpy() for path, leaf in layout.leaves(memory).items()}
+    columns: dict[str, Any] = {path[0]: array for path, array in arrays.items() if not path[1:]}
+    for name in ("observation", "ends"):
+        columns[name] = {path[1:]: array for path, array in arrays.items() if path[0] == name}
+    return LaneBlock(**columns)
+
+
+class Bell:
+    """A counter that one process waits for. What others add arrives as a sum; all they wrote before is visible then.
+
+    A short wait keeps the processor, a long one gives it up. It is an eventfd. Where the system has none, a pipe takes
+    a byte for each ring.
     """
 
-    def __init__(self, memory: Memory, layout: BlockLayout) -> None:
-        arrays: dict[Any, Array] = {
-            name: np.ndarray(shape, dtype, memory.data, start) for name, (start, shape, dtype) in layout.places.items()
-        }
-        self.observation, self.ends = (
-            {path: arrays[name, path] for path in layout.paths} for name in ("observation", "ends")
-        )
-        self.action, self.reward = arrays["action"], arrays["reward"]
-        self.terminated, self.truncated = arrays["terminated"], arrays["truncated"]
-        self.chosen, self.seeds, self.next_seeds = arrays["chosen"], arrays["seeds"], arrays["next_seeds"]
-        self.order, self.failed = arrays["order"], arrays["failed"]
-        self.asked, self.answered = arrays["asked"], arrays["answered"]
-        self.info, self.info_size = arrays["info"], arrays["info_size"]
+    def __init__(self, fds: Sequence[int] = ()) -> None:
+        """Make a counter, or use the descriptors `fds` of one."""
+        self.fds = tuple(fds) or _new_counter()
+        self._poll = select.poll()
+        self._poll.register(self.fds[0], select.POLLIN)
+
+    def ring(self) -> None:
+        """Count one ring."""
+        if PORTABLE:
+            os.write(self.fds[1], b"\0")
+        else:
+            os.eventfd_write(self.fds[0], 1)
+
+    def watch(self, fd: int) -> None:
+        """Let `wait` also end when this descriptor becomes readable."""
+        self._poll.register(fd, select.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        """Undo `watch`, if it was called."""
+        with contextlib.suppress(KeyError):
+            self._poll.unregister(fd)
+
+    def heard(self) -> int:
+        """The rings since the last call."""
+        try:
+            return len(os.read(self.fds[0], _MOST_RINGS)) if PORTABLE else os.eventfd_read(self.fds[0])
+        except BlockingIOError:
+            return 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for rings; 0 if `timeout` seconds have passed, or another watched descriptor is readable."""
+        until = time.perf_counter() + _SPIN
+        while not (rings := self.heard()) and time.perf_counter() < until:
+            os.sched_yield()
+        if not rings:
+            self._poll.poll(None if timeout is None else timeout * 1000)
+            rings = self.heard()
+        return rings
+
+    def close(self) -> None:
+        """Free the descriptors."""
+        for fd in self.fds:
+            os.close(fd)
 
 
-class BlockLayout:
-    """Where the arrays of a `LaneBlock` lie.
-
-    Attributes:
-        size: the bytes of the whole memory.
-        places: the offset, shape and dtype of each array.
-        paths: those of observations.
-    """
-
-    def __init__(
-        self, leaves: tuple[Leaf, ...], action: ActionSpec, num_envs: int, num_workers: int, infos: bool
-    ) -> None:
-        self.size = 0
-        self.places: dict[Any, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
-        self.paths = [leaf.path for leaf in leaves]
-        for leaf in leaves:
-            for name in ("observation", "ends"):
-                self._add((name, leaf.path), (num_envs, *leaf.shape), leaf.dtype)
-        self._add("action", (num_envs, *action.shape), torch.empty(0, dtype=action.dtype).numpy().dtype)
-        self._add("reward", (num_envs,), np.float64)
-        for name in ("terminated", "truncated", "chosen"):
-            self._add(name, (num_envs,), bool)
-        for name in ("seeds", "next_seeds"):
-            self._add(name, (num_envs,), np.int64)
-        for name in ("asked", "answered"):
-            self._add(name, (num_workers,), np.int64)
-        self._add("order", (num_workers,), np.int8)
-        self._add("failed", (num_workers,), bool)
-        self._add("info", (num_workers, INFO_BYTES if infos else 0), np.uint8)
-        self._add("info_size", (num_workers,), np.int64)
-
-    def _add(self, name: Any, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
-        kind = np.dtype(dtype)
-        self.places[name] = self.size, shape, kind
-        self.size += math.prod(shape) * kind.itemsize
-        self.size += -self.size % _ALIGNMENT
-
-    def over(self, memory: Memory) -> LaneBlock:
-        """The arrays over this memory."""
-        return LaneBlock(memory, self)
+def _new_counter() -> tuple[int, ...]:
+    """The descriptors of a new counter, which do not block."""
+    if not PORTABLE:
+        return (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),)
+    fds = os.pipe()
+    for fd in fds:
+        os.set_blocking(fd, False)
+    return fds

@@ -18,15 +18,10 @@ REMOVED = {  # keywords that earlier versions took, and what to do instead
 
 @dataclass(frozen=True, kw_only=True)
 class LaneWorkers:
-    """Worker processes of an environment.
-
-    Attributes:
-        num_workers: their number.
-        timeout: the seconds after which a worker that has neither answered nor stepped a lane counts as hung.
-    """
+    """Worker processes of an environment."""
 
     num_workers: int
-    timeout: float = 60.0
+    timeout: float = 60.0  # seconds after which a worker that has neither answered nor stepped a lane counts as hung
 
     def __str__(self) -> str:
         return f"{self.num_workers} worker process{'' if self.num_workers == 1 else 'es'}"

@@ -16,11 +16,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from funcollect.envs.host.host_env import Camera, SimulatedEnv, bad_info
-from funcollect.envs.host.lane_workers import served
 from funcollect.envs.host.lane_workers.block import NO_RESTART, NO_SEED, RESET, STEP, STEP_CHOSEN
 from funcollect.envs.host.lane_workers.lane_processes import LaneProcesses
-from funcollect.messages import shown
-from funcollect.processes.failures import UnsentResultError
+from funcollect.envs.host.lane_workers.worker_process import Applied, Snapshot
+from funcollect.processes.failures import UnsentResultError, sending
 from funcollect.protocols import Outcome
 from funcollect.tree import Path
 
@@ -38,11 +37,7 @@ class _Target(NamedTuple):
 
 
 class WorkerLanes:
-    """P lanes over worker processes, in memory that all of them share.
-
-    Attributes:
-        observation: the current observations of all lanes, which workers write in place.
-    """
+    """P lanes over worker processes, in memory that all of them share."""
 
     def __init__(self, env: SimulatedEnv) -> None:
         num_envs = env.num_envs or 1
@@ -54,8 +49,10 @@ class WorkerLanes:
         shares = self._processes.shares
         self._worker_of = np.repeat(np.arange(len(shares)), [len(lanes) for lanes in shares])
         self._block = self._processes.block
-        self.observation: Mapping[Path, Array] = self._block.observation
+        self.observation: Mapping[Path, Array] = self._block.observation  # which workers write in place
         self._every = _Target(range(num_envs), slice(num_envs), range(len(shares)))
+        self.check_owner = self._processes.check_owner
+        self.close = self._processes.end
 
     def _some(self, lanes: Sequence[int]) -> _Target:
         """The target of some lanes, which are marked in the block."""
@@ -79,11 +76,7 @@ class WorkerLanes:
             target = self._some([*asked])
             self._block.seeds[target.rows] = _numbers([*asked.values()])
             self._processes.order(RESET, target.workers)
-            self._processes.wait(target.workers)
-
-    def check_owner(self) -> None:
-        """Raise ClosedError in a process that was forked from the one that has started the workers."""
-        self._processes.check_owner()
+            self._processes.await_answers(target.workers)
 
     def renew(self) -> bool:
         """Make all workers ready for a reset of all lanes; return whether some are new, and need seeds."""
@@ -119,7 +112,7 @@ class WorkerLanes:
     def receive(self) -> tuple[Sequence[int], Outcome]:
         """Wait for the workers of the oldest `send`."""
         target = self._sent.popleft()
-        self._processes.wait(target.workers)
+        self._processes.await_answers(target.workers)
         block, rows = self._block, target.rows
         terminated, truncated = block.terminated[rows].tolist(), block.truncated[rows].tolist()
         infos = self._infos(target) if self._info_keys else ()
@@ -137,12 +130,11 @@ class WorkerLanes:
 
     def _infos(self, target: _Target) -> list[Array]:
         """For each info key, the values of the target's lanes."""
-        by_worker = []
-        for index in target.workers:
-            size = int(self._block.info_size[index])
-            packed = self._block.info[index, :size].tobytes() if size >= 0 else self._processes.message(index)
-            by_worker.append(pickle.loads(packed))
-        self._processes.infos_read()
+        sizes = {index: int(self._block.info_size[index]) for index in target.workers}
+        packed = {index: self._block.info[index, :size].tobytes() for index, size in sizes.items() if size >= 0}
+        if large := {index: () for index, size in sizes.items() if size < 0}:
+            packed |= zip(large, self._processes.call_in(large, "infos"), strict=True)
+        by_worker = [pickle.loads(packed[index]) for index in target.workers]
         infos = []
         for key, parts in zip(self._info_keys, zip(*by_worker, strict=True), strict=True):
             try:
@@ -156,70 +148,59 @@ class WorkerLanes:
 
     def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
         """Call a function with the environments of these lanes."""
-        try:
+        with sending(
+            "function or its arguments", "the worker processes", "pass a function of a module, and plain arguments"
+        ):
             packed = cloudpickle.dumps((function, args))
-        except Exception as error:
-            raise TypeError(
-                f"function or its arguments cannot be sent to the worker processes ({shown(error, 200)}): pass a "
-                "function of a module, and plain arguments"
-            ) from error
         own: dict[int, list[int]] = {}
         for lane in lanes:
             own.setdefault(int(self._worker_of[lane]), []).append(lane)
-        orders = {index: (self._counted_in(index, some), packed) for index, some in own.items()}
-        unsent, answers = None, []
+        calls: dict[int, Applied] = {index: (self._counted_in(index, some), packed) for index, some in own.items()}
+        answers, unsent = [], None
         try:
-            answers = self._processes.call(served.results_of, orders)
+            answers = self._processes.call_in(calls, "apply")
         except UnsentResultError as error:
             unsent = error
-        for index, order in orders.items():
-            self._processes.applied[index].append(order)
+        for index, call in calls.items():
+            self._processes.applied[index].append(call)
         if unsent is not None:
             raise unsent
-        results = {
-            lane: result
-            for some, answer in zip(own.values(), answers, strict=True)
-            for lane, result in zip(some, answer, strict=True)
-        }
+        results = dict(zip(itertools.chain(*own.values()), itertools.chain(*answers), strict=True))
         return [results[lane] for lane in lanes]
 
     def _counted_in(self, index: int, lanes: Sequence[int]) -> list[int]:
         """The lanes of a worker, counted from its first."""
         return [lane - self._processes.shares[index].start for lane in lanes]
 
-    def snapshot(self) -> list[served.Snapshot]:
+    def snapshot(self) -> list[Snapshot]:
         """The snapshots of all workers."""
-        return self._processes.call(served.snapshot, dict.fromkeys(range(len(self._processes.shares)), ()))
+        return self._processes.call_in(dict.fromkeys(self._every.workers, ()), "snapshot")
 
-    def restore(self, snapshot: Sequence[served.Snapshot]) -> None:
+    def restore(self, snapshot: Sequence[Snapshot]) -> None:
         """Restore a snapshot."""
-        self._processes.call(served.restore, dict(enumerate(snapshot)))
+        self._processes.call_in(dict(enumerate(snapshot)), "restore")
 
-    def snapshot_data(self, snapshot: Sequence[served.Snapshot]) -> list[Any]:
+    def snapshot_data(self, snapshot: Sequence[Snapshot]) -> list[Any]:
         """The snapshots of all lanes as plain data; TypeError if their simulators cannot tell them so."""
         for each in snapshot:
             if each.refusal:
                 raise TypeError(each.refusal)
         return [lane for each in snapshot for lane in each.lanes]
 
-    def snapshot_from(self, data: list[Any]) -> list[served.Snapshot]:
+    def snapshot_from(self, data: list[Any]) -> list[Snapshot]:
         """The snapshots from `snapshot_data`."""
-        return [served.Snapshot(data[share.start : share.stop]) for share in self._processes.shares]
+        return [Snapshot(data[share.start : share.stop]) for share in self._processes.shares]
 
     def camera(self, lane: int) -> Camera:
         """The camera of one lane, which is asked for each picture."""
         index = int(self._worker_of[lane])
-        own = self._counted_in(index, [lane])
+        own = {index: self._counted_in(index, [lane])}
 
-        def ask(function: Callable[..., Any]) -> Any:
-            return self._processes.call(function, {index: own})[0]
+        def ask(name: str) -> Any:
+            return self._processes.call_in(own, name)[0]
 
-        mode, fps = ask(served.camera)
-        return Camera(mode, fps, partial(ask, served.picture))
-
-    def close(self) -> None:
-        """Close all environments and end the processes; then raise the first error of a lane that could not be."""
-        self._processes.close()
+        mode, fps = ask("camera")
+        return Camera(mode, fps, partial(ask, "picture"))
 
 
 def _numbers(seeds: Sequence[int | None]) -> list[int]:

@@ -8,144 +8,118 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import cloudpickle
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from funcollect.envs.host.host_env import NOT_RECORDED, SimulatedEnv, bad_info, bad_outcome, check_outcome
-from funcollect.envs.host.lane_workers.bells import Bell
-from funcollect.envs.host.lane_workers.block import (
-    CALL,
-    CLOSE,
-    INFO_BYTES,
-    NO_RESTART,
-    NO_SEED,
-    RESET,
-    STEP,
-    BlockLayout,
-    LaneBlock,
-)
-from funcollect.envs.host.lane_workers.served import Applied, apply
-from funcollect.messages import shown
+from funcollect.envs.host.lane_workers.block import INFO_BYTES, NO_RESTART, NO_SEED, RESET, STEP, Bell, block_over
 from funcollect.processes.channel import Channel
-from funcollect.processes.child import enter_child
-from funcollect.processes.failures import Failure
+from funcollect.processes.failures import Failure, check_sendable, sending
+from funcollect.processes.layout import Layout
 from funcollect.processes.life import SIGNS
+from funcollect.processes.serving import Served, serve
 from funcollect.processes.shared_memory import mapped
-from funcollect.processes.system import PORTABLE, run_on
-from funcollect.protocols import Simulators
+from funcollect.processes.system import run_on
+from funcollect.protocols import SavableSnapshots, Simulators, SimulatorsOfLanes
 
-Opener = Callable[[SimulatedEnv], Simulators]
+Applied = tuple[list[int], bytes]  # lanes, counted from the worker's first, and a function with its arguments, packed
+
+
+class Snapshot(NamedTuple):
+    """The snapshots of a worker's lanes."""
+
+    lanes: list[Any]  # an entry for each, as plain data where that is possible
+    refusal: str = ""  # why it is not; empty if it is, or if the simulators promise nothing else
 
 
 @dataclass(frozen=True)
 class LaneJob:
-    """What a worker serves.
+    """What a worker serves."""
 
-    Attributes:
-        env: the whole environment, but for what opens its simulators.
-        layout: where the arrays lie in the shared memory.
-        index: the worker's.
-        lanes: its own.
-        opener: opens their simulators.
-        cpu: the processor to run on.
-        applied: the functions that lost simulators were called with, and these have to be.
-    """
+    env: SimulatedEnv  # the whole environment, but for what opens its simulators
+    layout: Layout  # of the shared memory
+    index: int  # the worker's
+    lanes: range  # its own
+    opener: Callable[[SimulatedEnv], Simulators]  # of their simulators
+    cpu: int  # the processor to run on
+    applied: list[Applied]  # the functions that lost simulators were called with, and these have to be
+    place: int = 0  # all workers have the place of the process that starts them
 
-    env: SimulatedEnv
-    layout: BlockLayout
-    index: int
-    lanes: range
-    opener: Opener
-    cpu: int
-    applied: list[Applied]
+    @property
+    def label(self) -> str:
+        """The worker and its lanes, for messages."""
+        first, last = self.lanes[0], self.lanes[-1]
+        lanes = f"lane {first}" if first == last else f"lanes {first} to {last}"
+        return f"{lanes} (worker {self.index})"
 
-    def pack(self, worker: str) -> bytes:
+    def pack(self) -> bytes:
         """The job as bytes, functions of a script or a notebook by value; TypeError if it cannot be sent."""
-        try:
+        mend = "pass an id, or a function that builds them"
+        with sending(f"{self.label}: its environments", "another process", mend):
             return bytes(cloudpickle.dumps(self))
-        except Exception as error:
-            raise TypeError(
-                f"{worker}: its environments cannot be sent to another process ({shown(error, 200)}): pass an id, or a "
-                "function that builds them"
-            ) from error
 
 
 def main(fds: Sequence[int]) -> None:
     """Serve the process that has started this one, until it asks to close or has ended."""
-    channel = enter_child(fds)
-    with contextlib.suppress(EOFError, OSError):  # that process has ended
-        message = channel.receive()
-        assert message is not None
-        (setup, packed), (memory, *bells) = message
-        setup.apply()
-        served = None
-        try:
-            job: LaneJob = cloudpickle.loads(packed)
-            run_on(job.cpu)
-            (whole,) = mapped(memory, 1, job.layout.size)
-            os.close(memory)
-            served = ServedLanes(job, channel, job.layout.over(whole), Bell(bells[len(bells) // 2 :]))
-        except BaseException as error:
-            channel.send(Failure.of(error))
-        if served is not None:
-            channel.send(None)
-            bell = Bell(bells[: len(bells) // 2])
-            if PORTABLE:  # nothing else ends a worker whose server was killed together with its parent
-                bell.watch(fds[1])
-            while bell.wait() and served.serve():
-                pass
-    sys.stdout.flush()
-    sys.stderr.flush()
+    serve(fds, ServedLanes, ServedLanes.attend)
 
 
-class ServedLanes:
-    """The simulators of a worker's lanes, and the memory and messages by which they are used."""
+class ServedLanes(Served):
+    """The simulators of a worker's lanes, which follow orders in shared memory, and answer calls.
 
-    def __init__(self, job: LaneJob, channel: Channel, block: LaneBlock, answers: Bell) -> None:
-        self._channel = channel
-        self._block = block
-        self._answers = answers
-        self._info_keys = job.env.info_keys
+    They are built from a packed `LaneJob`, and from the descriptors of the memory and of two bells, for orders and for
+    answers. Functions are called with new simulators as they were with lost ones.
+    """
+
+    _failure: Failure  # of the last order that failed
+    _infos = b""  # the last ones that were too large for the block
+
+    def __init__(self, packed: bytes, memory: int, *bells: int) -> None:
+        self._job = job = cast(LaneJob, cloudpickle.loads(packed))
         self._index, self._lanes, self._rows = job.index, job.lanes, slice(job.lanes.start, job.lanes.stop)
-        memory = {path: array[self._rows] for path, array in block.observation.items()}
-        env = replace(job.env, num_envs=len(job.lanes), first_lane=job.lanes.start, memory=memory)
-        self._simulators = job.opener(env)
+        run_on(job.cpu)
+        (whole,) = mapped(memory, 1, job.layout.size)
+        self._block = block_over(whole, job.layout)
+        observation = {path: array[self._rows] for path, array in self._block.observation.items()}
+        count, middle, kept = len(job.lanes), len(bells) // 2, [*map(os.dup, bells)]
+        self._bell, self._answers = Bell(kept[:middle]), Bell(kept[middle:])
+        env = replace(job.env, num_envs=count, first_lane=job.lanes.start, memory=observation)
+        self._simulators: Any = job.opener(env)
         if not job.applied:
             return
         try:
-            self._simulators.reset(range(len(job.lanes)), [0] * len(job.lanes))  # as they were at the calls
-            for order in job.applied:
-                apply(self._simulators, *order)
+            self._simulators.reset(range(count), [0] * count)  # as they were at the calls
+            for call in job.applied:
+                self._apply(*call)
         except BaseException:
             with contextlib.suppress(Exception):
-                self._simulators.close()
+                self.close()
             raise
 
-    def serve(self) -> bool:
-        """Carry out the order in the block, and answer it; False once the worker was asked to close."""
+    def attend(self, channel: Channel) -> None:
+        """Carry out the orders until a call may have arrived."""
+        self._bell.watch(channel.fileno())
+        while self._bell.wait():
+            self._carry_out()
+
+    def _carry_out(self) -> None:
+        """Carry out the order in the block, and answer it."""
         number, order, failed = self._block.asked[self._index], self._block.order[self._index], False
         try:
-            if order == CALL:
-                self._call(number)
-            elif order == CLOSE:
-                self._simulators.close()
-                sys.stdout.flush()  # after the answer this process may be killed
-                sys.stderr.flush()
-            elif order == STEP:
+            if order == STEP:
                 self._step()
             else:
                 self._act_in_chosen(order)
         except BaseException as error:
-            self._channel.send(Failure.of(error))
-            failed = True
+            self._failure, failed = Failure.of(error), True
         self._block.failed[self._index] = failed
         SIGNS.count[0] += 1
         self._answers.ring()
         self._block.answered[self._index] = number
-        return bool(order != CLOSE)
 
     def _step(self) -> None:
         """Step all lanes, and begin the next episodes where that was announced."""
@@ -195,30 +169,78 @@ class ServedLanes:
         """A step's infos, an array for each key; nothing without any."""
         if not infos:
             return b""
-        return pickle.dumps([_regular(key, values) for key, values in zip(self._info_keys, infos, strict=True)], -1)
+        keys = self._job.env.info_keys
+        return pickle.dumps([_regular(key, values) for key, values in zip(keys, infos, strict=True)], -1)
 
     def _inform(self, packed: bytes) -> None:
         """Pass on what `_packed` returned."""
         if not packed:
             return
-        small = len(packed) <= INFO_BYTES
-        if small:
+        if small := len(packed) <= INFO_BYTES:
             self._block.info[self._index, : len(packed)] = np.frombuffer(packed, np.uint8)
         else:
-            self._channel.send(packed)
+            self._infos = packed
         self._block.info_size[self._index] = len(packed) if small else -1
 
-    def _call(self, number: int) -> None:
-        """Carry out the message of this order, and answer it; orders before it may have been broken off."""
-        sent = 0
-        while sent != number:
-            message = self._channel.receive()
-            assert message is not None
-            sent, function, args = message[0]
+    def infos(self) -> bytes:
+        """The infos of the last order, which are too large for the block."""
+        return self._infos
+
+    def raised(self) -> Failure:
+        """The failure of the last order."""
+        return self._failure
+
+    def snapshot(self) -> Snapshot:
+        """A snapshot of all lanes."""
+        taken = self._simulators.snapshot()
+        if not isinstance(self._simulators, SavableSnapshots):
+            return Snapshot(list(taken))
         try:
-            self._channel.send(function(self._simulators, *args))
-        except Exception as error:
-            self._channel.send(Failure.of(error))
+            return Snapshot(list(self._simulators.snapshot_data(taken)))
+        except TypeError as error:
+            return Snapshot(list(taken), str(error))
+
+    def restore(self, lanes: list[Any], refusal: str) -> None:
+        """Restore what `snapshot` returned."""
+        plain = isinstance(self._simulators, SavableSnapshots) and not refusal
+        self._simulators.restore(self._simulators.snapshot_from(lanes) if plain else lanes)
+
+    def _apply(self, lanes: list[int], packed: bytes) -> list[Any]:
+        """Call a function with the environments of some lanes."""
+        if not isinstance(self._simulators, SimulatorsOfLanes):
+            raise TypeError("the lanes have no objects that a function could be called with")
+        function, args = cloudpickle.loads(packed)
+        return self._simulators.apply(lanes, function, args)
+
+    def apply(self, lanes: list[int], packed: bytes) -> list[Any]:
+        """Call a function with the environments of some lanes; UnsentResultError if the results cannot be sent."""
+        results = self._apply(lanes, packed)
+        check_sendable(results)
+        return results
+
+    def camera(self, lane: int) -> tuple[str | None, float | None]:
+        """The render mode and the frames per second of a lane; TypeError if it cannot be filmed."""
+        if not hasattr(self._simulators, "camera"):
+            raise TypeError(f"lane {lane} cannot be filmed, expected a Gymnasium environment that renders: film that")
+        found = self._simulators.camera(lane)
+        return found.mode, found.fps
+
+    def picture(self, lane: int) -> Any:
+        """The current picture of a lane."""
+        return self._simulators.camera(lane).shoot()
+
+    def shut(self) -> None:
+        """Close the simulators, and stay until the process is ended."""
+        self.close()
+        sys.stdout.flush()  # after the answer this process may be killed
+        sys.stderr.flush()
+
+    @override
+    def close(self) -> None:
+        """Close the simulators. Does nothing the second time."""
+        simulators, self._simulators = self._simulators, None
+        if simulators is not None:
+            simulators.close()
 
 
 def _seeds(seeds: npt.NDArray[np.int64]) -> list[int | None]:
