@@ -19,8 +19,7 @@ from typing_extensions import override
 
 from funcollect.collectors.cluster.packed_batch import PackedBatch, Packer
 from funcollect.collectors.cluster.resources import ray
-from funcollect.collectors.runner_timer import RolloutTimes
-from funcollect.collectors.sync import SyncDataCollector
+from funcollect.collectors.sync import RolloutTimes, SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.batch_layout import PackedLayout
 from funcollect.collectors.workers.worker import EnvCalls, Progress, RolloutReport, Worker, WorkerBase, WorkerInfo

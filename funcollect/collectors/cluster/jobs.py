@@ -13,7 +13,6 @@ from funcollect.arguments import check_not_given, check_positive
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
 from funcollect.collectors.options import Shard, WorkerShard
-from funcollect.collectors.runner import Runner
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.jobs import job_of, listed, rows, want_accelerators
@@ -72,9 +71,9 @@ class RayJob(Job):
         return collector
 
     @override
-    def runner(self) -> Runner:
+    def runner(self) -> SyncDataCollector:
         collector = self.collector()
-        assert isinstance(collector, Runner)
+        assert isinstance(collector, SyncDataCollector)
         return collector
 
 

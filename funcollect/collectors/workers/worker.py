@@ -16,8 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.collectors.options import Options, RunnerSpec
-from funcollect.collectors.runner import Runner, check_saved
-from funcollect.collectors.runner_timer import RolloutTimes, RunnerTimer
+from funcollect.collectors.sync import RolloutTimes, RunnerTimer, SyncDataCollector, check_saved
 from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.rollout_trajectories import is_limited
@@ -105,9 +104,9 @@ class Job:
         """The worker's place among those of the run."""
         return self.options.shard.index
 
-    def runner(self) -> Runner:
+    def runner(self) -> SyncDataCollector:
         """Build the runner."""
-        return Runner(self.source, self.options, seed=self.seed)
+        return SyncDataCollector.of_worker(self.source, self.options, self.seed)
 
     def pack(self) -> bytes:
         """The job as bytes. Functions are sent by value, also those of a notebook or a script.
@@ -170,7 +169,7 @@ class WorkerBase(ABC):
 
     Args:
         progress: where the worker continues from.
-        collector: makes the rollouts: a `Runner`, or a collector that has workers itself.
+        collector: makes the rollouts: a `SyncDataCollector`, or a collector that has workers itself.
         applied: calls that have changed the environments of the lost worker, as in `Job`.
     """
 
