@@ -295,7 +295,7 @@ def go_on(env: Env, policy: Policy, state: CollectorState, *, steps: int, episod
 
 
 def _begun_again(
-    env: Env, policy: Policy, state: CollectorState, key: Any, changes: Mapping[str, Any], steps: int = 0
+    env: Env, policy: Policy, state: CollectorState, key: Any, changes: dict[str, Any], steps: int = 0
 ) -> CollectorState:
     """Resume a state with changes of its counts, and with the policy's state under a key after so many steps."""
     policy_state = policy_start(policy, key, state.num_lanes, int(state.lane_ids[0]), steps)
