@@ -65,7 +65,7 @@ add_module_names = False
 _BASES = "object, tuple, Protocol, Generic, ABC, Enum, Iterator, Exception, BaseException"
 # What collectors call of each other, and of their workers.
 _INTERNAL = """
-    begin_batch, continue_run, count_as, frames_of_batch, go_on, loops, losses, replace_policy, rollout_into, saved_run
+    begin_batch, continue_run, count_as, frames_of_batch, go_on, of_worker, replace_policy, rollout_into, saved_run
 """
 autodoc_default_options = {
     "members": True,

@@ -16,8 +16,7 @@ from tensordict import TensorDictBase
 
 from funcollect.arguments import check_count, check_kind, check_positive
 from funcollect.buffers.storages import ListStorage
-from funcollect.core.restore import restored
-from funcollect.core.saving import Episodes, check_episodes
+from funcollect.core.saving import Episodes, check_episodes, put_back
 from funcollect.core.state import flatten_part
 from funcollect.files import read_data, sync, write_data
 from funcollect.interop.jax_setup import import_jax
@@ -26,7 +25,6 @@ from funcollect.messages import shown
 from funcollect.trajectories.stats import EpisodeStats, OpenReturn
 
 _KIND = "the values of a checkpoint"
-_VALUES, _COLLECTOR, _BUFFER = "values", "collector", "buffer"
 _NAME = re.compile(r"step-(\d+)")
 allow(EpisodeStats, OpenReturn)
 
@@ -110,12 +108,17 @@ class Checkpoint:
         """
         check_count("step", step)
         check_episodes(episodes)
-        _check_values(values)
+        for name, value in values.items():
+            if _stateful(value):
+                part = "optimizer" if hasattr(value, "param_groups") else "policy"
+                raise TypeError(
+                    f"{name} is {shown(value)}, expected plain data: pass it within {part}={{'{name}': …}}, a dict of "
+                    "all such objects"
+                )
         memory = None if buffer is None else buffer.state.memory
         if memory is not None and isinstance(memory.storage, ListStorage):
             memory.storage.check_plain()
-        latest = self.latest()
-        if latest is not None and step <= latest:
+        if (latest := self.latest()) is not None and step <= latest:
             raise ValueError(
                 f"step is {step}, expected more than {latest}, that of the latest checkpoint in {self.directory}: pass "
                 "a later step, or another directory for another run"
@@ -124,23 +127,21 @@ class Checkpoint:
         for left in self.directory.glob(".step-*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         fresh = self.directory / f".step-{step}"
-        dumped = None if memory is None else memory.dumped
-        try:
+        with contextlib.ExitStack() as undone:  # after an error
+            undone.callback(shutil.rmtree, fresh, ignore_errors=True)
+            if memory is not None:
+                undone.callback(setattr, memory, "dumped", memory.dumped)  # the dump that it names by then is deleted
             fresh.mkdir()
             parts = {"policy": _saved(policy), "optimizer": _saved(optimizer)}
-            write_data(fresh / _VALUES, _KIND, {"parts": parts, "values": values})
+            write_data(fresh / "values", _KIND, {"parts": parts, "values": values})
             if collector is not None:
-                collector.save(fresh / _COLLECTOR, episodes=episodes)
+                collector.save(fresh / "collector", episodes=episodes)
             if buffer is not None:
-                earlier = [self._path(each) / _BUFFER for each in reversed(self.steps())]
-                buffer.dumps(fresh / _BUFFER, base=next(filter(Path.exists, earlier), None))
+                earlier = [self._path(each) / "buffer" for each in reversed(self.steps())]
+                buffer.dumps(fresh / "buffer", base=next(filter(Path.exists, earlier), None))
             sync(fresh)
             fresh.rename(self._path(step))
-        except BaseException:
-            if memory is not None:
-                memory.dumped = dumped  # the dump that it names by now is deleted
-            shutil.rmtree(fresh, ignore_errors=True)
-            raise
+            undone.pop_all()
         sync(self.directory)
         for old in self.steps()[: -self.keep]:
             with contextlib.suppress(OSError):  # renamed first: half deleted, it must not count as a checkpoint
@@ -187,20 +188,19 @@ class Checkpoint:
                 "pass the directory and the step of one that was saved"
             )
         path = self._path(found)
-        data = read_data(path / _VALUES, _KIND)
-        given = {name: part for name, part in (("policy", policy), ("optimizer", optimizer)) if part is not None}
-        for name, part in given.items():
-            if data["parts"][name] is None:
+        data = read_data(path / "values", _KIND)
+        parts = {name: part for name, part in (("policy", policy), ("optimizer", optimizer)) if part is not None}
+        files = {name: path / name for name, each in (("collector", collector), ("buffer", buffer)) if each is not None}
+        for name in [*parts, *files]:
+            if not files[name].exists() if name in files else data["parts"][name] is None:
                 raise FileNotFoundError(f"{path} has no {name}: leave it out, or save it")
-            _check(name, part, data["parts"][name])
-        for name, each in ((_COLLECTOR, collector), (_BUFFER, buffer)):
-            if each is not None and not (path / name).exists():
-                raise FileNotFoundError(f"{path} has no {name}: leave it out, or save it")
+        for name, part in parts.items():
+            _check(name, _layout(_saved(part)), _layout(data["parts"][name]))
         if collector is not None:
-            collector.restore(path / _COLLECTOR, episodes=episodes)
+            collector.restore(files["collector"], episodes=episodes)
         if buffer is not None:
-            buffer.loads(path / _BUFFER)
-        restored = {name: _restored(part, data["parts"][name]) for name, part in given.items()}
+            buffer.loads(files["buffer"])
+        restored = {name: _restored(part, data["parts"][name]) for name, part in parts.items()}
         return {**data["values"], **restored, "step": found}
 
     def _path(self, step: int) -> Path:
@@ -213,27 +213,11 @@ def _stateful(part: Any) -> bool:
     return hasattr(part, "state_dict") and loads and not isinstance(part, TensorDictBase)
 
 
-def _check_values(values: Mapping[str, Any]) -> None:
-    """Raise TypeError for a value that has its own state."""
-    for name, value in values.items():
-        if _stateful(value):
-            part = "optimizer" if hasattr(value, "param_groups") else "policy"
-            raise TypeError(
-                f"{name} is {shown(value)}, expected plain data: pass it within {part}={{'{name}': …}}, a dict of all "
-                "such objects"
-            )
-
-
-def _is_group(part: Any) -> bool:
-    """Whether it is a dict of objects with their own states."""
-    return isinstance(part, dict) and bool(part) and all(map(_stateful, part.values()))
-
-
 def _saved(part: Any) -> Any:
     """As plain data, the state of a module or an optimizer, those of a dict of them, or the leaves of a pytree."""
     if part is None:
         return None
-    if _is_group(part):
+    if isinstance(part, dict) and part and all(map(_stateful, part.values())):
         return {"group": {name: _saved(each) for name, each in part.items()}}
     if not _stateful(part):
         leaves, treedef = flatten_part(part)
@@ -253,14 +237,12 @@ def _names(part: Any, treedef: Any) -> list[str]:
     return [tree_util.keystr(path) for path, _ in tree_util.tree_flatten_with_path(part)[0]]
 
 
-def _check(name: str, part: Any, saved: Mapping[str, Any]) -> None:
-    """Raise ValueError if a part cannot take the saved state, before anything is restored."""
-    own, wanted = _layout(_saved(part)), _layout(saved)
-    if own == wanted:
-        return
-    names = sorted({*own} ^ {*wanted} or {each for each in own if own[each] != wanted[each]})
-    one, two = (shown(part[names[0]]) if names[0] in part else "not there" for part in (own, wanted))
-    raise ValueError(f"{name} differs from the saved one: {names[0]} is {one}, was {two}: build it as it was")
+def _check(name: str, own: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise ValueError if a part cannot take the saved state, which has another layout."""
+    if own != wanted:
+        first = min({*own} ^ {*wanted} or {each for each in own if own[each] != wanted[each]})
+        one, two = (shown(part[first]) if first in part else "not there" for part in (own, wanted))
+        raise ValueError(f"{name} differs from the saved one: {first} is {one}, was {two}: build it as it was")
 
 
 def _layout(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,13 +253,12 @@ def _layout(saved: Mapping[str, Any]) -> dict[str, Any]:
     if "leaves" in saved:
         kinds = [(np.shape(leaf), str(getattr(leaf, "dtype", type(leaf).__name__))) for leaf in saved["leaves"]]
         return dict(zip(saved["names"], kinds, strict=True))
-    state = saved["state"]
-    if "param_groups" in state:
+    if "shapes" in saved:
         groups = {f"parameters of group {number}": shapes for number, shapes in enumerate(saved["shapes"])}
         return {"class": saved["kind"], **groups}
     return {
         name: (str(value.dtype).removeprefix("torch."), *value.shape) if hasattr(value, "shape") else None
-        for name, value in state.items()
+        for name, value in saved["state"].items()
     }
 
 
@@ -286,6 +267,6 @@ def _restored(part: Any, saved: Mapping[str, Any]) -> Any:
     if "group" in saved:
         return {name: _restored(each, saved["group"][name]) for name, each in part.items()}
     if "leaves" in saved:
-        return restored("leaves", part, saved["leaves"], in_place=True)
+        return put_back("leaves", part, saved["leaves"], in_place=True)
     (part.load_state_dict if hasattr(part, "load_state_dict") else part.load)(saved["state"])
     return part

@@ -16,8 +16,7 @@ import torch
 from funcollect.arguments import check_function, check_optional_positive, check_positive
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.multi import ProcessCollector
-from funcollect.collectors.runner_timer import RolloutTimes, RunnerTimer
-from funcollect.collectors.sync import SyncDataCollector
+from funcollect.collectors.sync import RolloutTimes, RunnerTimer, SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.messages import shown, table

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, fields
-from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
 
+import numpy as np
 from tensordict import TensorDictBase
+from typing_extensions import override
 
-from funcollect.arguments import check_kind
+from funcollect.collectors.in_use import InUse, exclusive
 from funcollect.collectors.keywords import ONLY_IN_TORCHRL, collector
-from funcollect.collectors.options import Options, RunOptions, Shard
+from funcollect.collectors.options import A_FUNCTION, NOT_PLAIN, READ_BACK, Options, RunOptions, plain
 from funcollect.core.exploration import head_of
-from funcollect.core.saving import Episodes, check_episodes
+from funcollect.core.saving import Episodes, checked_path
 from funcollect.errors import ClosedError
 from funcollect.files import read_data, write_data
 from funcollect.policies.normalized import Normalized
@@ -23,12 +24,9 @@ from funcollect.policies.population import Population
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import is_policy
 from funcollect.running_statistics import RunningStatistics, merge, none_like, update
-from funcollect.specs import ExplorationType
 from funcollect.trajectories.whole_trajectories import PendingTrajectories
 
 _KIND = "the run of a collector"
-_NOT_PLAIN = object()
-_A_FUNCTION = "a function"  # in place of a schedule of `exploration`
 # Keywords that are objects, or say how a machine is used.
 _NOT_SAVED = {
     "create_env_fn", "create_env_kwargs", "policy", "policy_factory", "postproc", "device", "env_device",
@@ -36,32 +34,11 @@ _NOT_SAVED = {
     "ray_init_config", "remote_configs",
 }  # fmt: skip
 _MAY_CHANGE = {"total_frames", "timeout", "start_timeout", "on_failure"}  # although they are saved
-
-
-def _plain(value: Any) -> Any:
-    """The value of a keyword as plain data."""
-    if isinstance(value, ExplorationType):
-        return value.name
-    if isinstance(value, Shard):
-        return [value.index, value.count]
-    if isinstance(value, Mapping):
-        return {name: _A_FUNCTION if callable(each) else _plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if getattr(value, "ndim", None) == 0:  # a number of NumPy, Torch or JAX
-        value = value.item()
-    return value if value is None or isinstance(value, (bool, int, float, str)) else _NOT_PLAIN
-
-
-def _as_given(name: str, value: Any) -> Any:
-    """The inverse of `_plain`."""
-    if name == "exploration_type":
-        return ExplorationType[value]
-    return Shard(*value) if name == "shard" else value
+_LARGEST_SEED = 2**32 - 1
 
 
 @collector
-class CollectorBase(RunOptions, ABC):
+class CollectorBase(RunOptions, InUse, ABC):
     """The part that collectors share; a class that derives from it gathers the batches.
 
     Attributes:
@@ -85,7 +62,9 @@ class CollectorBase(RunOptions, ABC):
     _pending: dict[int, PendingTrajectories] = field(init=False, default_factory=dict)  # by order
 
     _closed = False
+    _batches, _seconds = 0, 0.0  # delivered, and spent on them
     _lends: ClassVar[bool] = False  # whether the memory of a batch is reused once no view of it is alive
+    _given: ClassVar[Mapping[str, Any]] = {}  # the keywords that were given otherwise than they are in use
     _elsewhere: ClassVar[Mapping[str, str]] = {
         "backend": "the class decides it: SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector or "
         "RayCollector",
@@ -118,8 +97,57 @@ class CollectorBase(RunOptions, ABC):
         return [batch]
 
     def _forget(self) -> None:
-        """Drop what batches have left behind: they belong to the run before."""
+        """Drop what batches have left behind, since another run is continued."""
         self._moments, self._pending = None, {}
+
+    @abstractmethod
+    def update_policy_weights_(self, params: Any = None) -> None:
+        """Act with `params` from the next version on; None for the policy's own."""
+
+    @exclusive
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Begin new episodes, seeded by `seed`: before the first batch, as if the collector had been built with it.
+
+        Returns:
+            The seed for the next collector, by TorchRL's rule; `seed` itself for `static_seed`.
+        """
+        for _ in range(self._reseed(seed) * (not static_seed)):
+            seed = int.from_bytes(np.random.default_rng(seed).bytes(8), "big") % _LARGEST_SEED
+        return seed
+
+    @abstractmethod
+    def _reseed(self, seed: int) -> int:
+        """Begin new episodes, and return the number of lanes."""
+
+    @abstractmethod
+    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
+        """Everything that `continue_run` needs to collect the next batch as this run would, as plain data."""
+
+    @abstractmethod
+    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
+        """Continue a saved run; raises as `restore` of a collector does."""
+
+    @abstractmethod
+    def get_policy_version(self) -> int:
+        """The number of the latest weights: 0 at first, one more with each update."""
+
+    def stats(self) -> dict[str, float]:
+        """Counts of the run.
+
+        Returns:
+            By name:
+
+            - ``frames`` and ``batches`` delivered;
+            - ``seconds`` spent in this collector, and the ``frames_per_second`` of that time alone;
+            - ``policy_version``, that of the latest weights.
+        """
+        return {
+            "frames": self.frames,
+            "batches": self._batches,
+            "seconds": self._seconds,
+            "frames_per_second": self.frames / self._seconds if self._seconds else 0.0,
+            "policy_version": self.get_policy_version(),
+        }
 
     @abstractmethod
     def shutdown(self, timeout: float | None = None) -> None:
@@ -128,22 +156,6 @@ class CollectorBase(RunOptions, ABC):
         Args:
             timeout: accepted as TorchRL has it, without effect: workers that do not end within seconds are killed.
         """
-
-    @abstractmethod
-    def update_policy_weights_(self, params: Any = None) -> None:
-        """Act with `params` from the next version on; None for the policy's own."""
-
-    @abstractmethod
-    def stats(self) -> dict[str, float]:
-        """Counts of the run."""
-
-    @abstractmethod
-    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
-        """Everything that `continue_run` needs to collect the next batch as this collector would, as plain data."""
-
-    @abstractmethod
-    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
-        """Continue a saved run; raises as `restore` does."""
 
     def save(self, path: str | os.PathLike[str], *, episodes: Episodes = "continue") -> None:
         """Write the run to a file: weights, counts, episodes in flight, and batches that are ready.
@@ -161,13 +173,11 @@ class CollectorBase(RunOptions, ABC):
                 ``episodes="restart"``.
             OSError: if the file cannot be written; an earlier one is unchanged.
         """
-        check_kind("path", path, (str, os.PathLike), "pass the name of a file")
-        check_episodes(episodes)
+        file = checked_path(path, episodes)
         self._check_open()
         run = {"class": type(self).__name__, "keywords": self._plain_keywords(), "run": self.saved_run(episodes)}
-        run |= self._beside_weights()
         pending = {source: each.plain for source, each in self._pending.items()}
-        write_data(Path(path), _KIND, run | {"moments": self._moments, "pending": pending})
+        write_data(file, _KIND, {**run, **self._beside_weights(), "moments": self._moments, "pending": pending})
 
     def restore(self, path: str | os.PathLike[str], *, episodes: Episodes = "continue") -> None:
         """Continue the run in a file that `save` of such a collector has written.
@@ -186,12 +196,10 @@ class CollectorBase(RunOptions, ABC):
             ValueError: for a file that is damaged or of another version, and for a collector with other keywords,
                 environments or policy.
         """
-        check_kind("path", path, (str, os.PathLike), "pass the name of a file")
-        check_episodes(episodes)
+        file = checked_path(path, episodes)
         self._check_open()
-        saved = read_data(Path(path), _KIND)
-        own = self._plain_keywords()
-        self._check_saved(saved, [(name, value) for name, value in own.items() if name != "seed"])
+        saved = read_data(file, _KIND)
+        self._check_saved(saved, {name: value for name, value in self._plain_keywords().items() if name != "seed"})
         self._restore(saved, episodes)
 
     def _restore(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
@@ -234,13 +242,12 @@ class CollectorBase(RunOptions, ABC):
         Raises:
             FileNotFoundError, ReplayError, EnvError, ValueError: as `restore` does.
         """
-        check_kind("path", path, (str, os.PathLike), "pass the name of a file, before create_env_fn")
-        check_episodes(episodes)
-        saved = read_data(Path(path), _KIND)
-        given = {name: _plain(value) for name, value in keywords.items()}
-        cls._check_saved(saved, [(name, value) for name, value in given.items() if value is not _NOT_PLAIN])
-        known = {name: _as_given(name, value) for name, value in saved["keywords"].items()}
-        if "exploration" not in keywords and _A_FUNCTION in known.get("exploration", {}).values():
+        saved = read_data(checked_path(path, episodes, "pass the name of a file, before create_env_fn"), _KIND)
+        cls._check_saved(saved, {name: plain(value) for name, value in keywords.items()})
+        known = saved["keywords"] | {
+            name: read(saved["keywords"][name]) for name, read in READ_BACK.items() if name in saved["keywords"]
+        }
+        if "exploration" not in keywords and A_FUNCTION in known.get("exploration", {}).values():
             raise ValueError(
                 f"the saved run has the exploration {known['exploration']}, and functions are not saved: pass "
                 "exploration= with the same schedules"
@@ -253,45 +260,34 @@ class CollectorBase(RunOptions, ABC):
             raise
         return made
 
-    def _run_keywords(self) -> dict[str, Any]:
-        """The keywords that are saved if they are plain."""
-        names = {each.name for each in fields(self) if each.init} - _NOT_SAVED
-        return {name: getattr(self, name) for name in sorted(names)}
-
     def _plain_keywords(self) -> dict[str, Any]:
         """The keywords that are saved, as plain values."""
-        values = {name: _plain(value) for name, value in self._run_keywords().items()}
-        return {name: value for name, value in values.items() if value is not _NOT_PLAIN}
-
-    def _beside_weights(self) -> dict[str, str]:
-        """What a policy acts by beside its weights, as text: its head with the numbers, and the `clip` of observations.
-
-        A text is empty where there is none, or none in this process.
-        """
-        head = head_of(self.policy)
-        numbers = {} if head is None else head.values
-        shown = [f"{name}={value}" for name, value in numbers.items() if isinstance(value, float)]
-        known = is_policy(self.policy)
-        return {
-            "head": "" if head is None else f"{head.name}({', '.join(shown)})",
-            "clip": str(self.policy.clip) if isinstance(self.policy, Normalized) else "none" if known else "",
-        }
+        names = {each.name for each in fields(self) if each.init} - _NOT_SAVED
+        values = {name: plain(self._given.get(name, getattr(self, name))) for name in sorted(names)}
+        return {name: value for name, value in values.items() if value is not NOT_PLAIN}
 
     @classmethod
-    def _check_saved(cls, saved: Mapping[str, Any], own: Iterable[tuple[str, Any]]) -> None:
+    def _check_saved(cls, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Raise ValueError for the run of another class, or with other values of keywords that define a run."""
         if saved["class"] != cls.__name__:
             raise ValueError(f"the saved run is that of a {saved['class']}, this is a {cls.__name__}: use that class")
-        for name, value in own:
-            if name not in _MAY_CHANGE and saved["keywords"].get(name, value) != value:
+        for name, value in own.items():
+            was = saved["keywords"].get(name, value)
+            if was != value and value is not NOT_PLAIN and name not in _MAY_CHANGE:
                 raise ValueError(
-                    f"{name} is {value!r}, but {saved['keywords'][name]!r} in the saved run: build the collector with "
-                    "that, or begin another run"
+                    f"{name} is {value!r}, but {was!r} in the saved run: build the collector with that, or begin "
+                    "another run"
                 )
 
-    def get_policy_version(self) -> int:
-        """The number of the latest weights: 0 at first, one more with each update."""
-        return int(self.stats()["policy_version"])
+    def _beside_weights(self) -> dict[str, str]:
+        """A policy's head with its numbers, and its `clip`, as text; empty where there is none in this process."""
+        texts = {"head": "", "clip": "none" if is_policy(self.policy) else ""}
+        if (head := head_of(self.policy)) is not None:
+            numbers = [f"{name}={value}" for name, value in head.values.items() if isinstance(value, float)]
+            texts["head"] = f"{head.name}({', '.join(numbers)})"
+        if isinstance(self.policy, Normalized):
+            texts["clip"] = str(self.policy.clip)
+        return texts
 
     def async_shutdown(self, timeout: float | None = None) -> None:
         """`shutdown`, by TorchRL's name for asynchronous collectors."""
@@ -358,10 +354,10 @@ class CollectorBase(RunOptions, ABC):
         if isinstance(self.policy, LoweredPolicy):
             found = "the policy is LoweredPolicy, which only reads statistics"
             mend += " without lower_policy: collectors lower it by themselves"
-        if isinstance(self.policy, Population):
+        elif isinstance(self.policy, Population):
             found = "the policy is a population, whose members have statistics of their own"
             mend = "leave update_statistics out, and call funcollect.running_statistics.update for each member's lanes"
-        if self.policy is None:
+        elif self.policy is None:
             found = "policy is None, and the policies that policy_factory makes in the workers are not updated"
             mend += " as policy"
         raise TypeError(f"update_statistics is True, but {found}: {mend}")
@@ -376,6 +372,10 @@ class CollectorBase(RunOptions, ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"{self!r} was shut down: build another collector")
+
+    @override
+    def _check_ready(self) -> None:
+        self._check_open()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

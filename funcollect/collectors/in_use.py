@@ -22,8 +22,13 @@ class InUse:
 
     _in_use = False
 
+    @abstractmethod
+    def _check_ready(self) -> None:
+        """Raise an error if no exclusive method may be called now."""
+
     def _refuse(self) -> NoReturn:
         """Raise RuntimeError, since an exclusive method is being called that has not returned."""
+        self._check_ready()
         raise RuntimeError(
             "the collector is in use by a call that has not returned: use it in one thread at a time, and let a signal "
             "handler or a callback only set a flag, to act on between two batches"
@@ -33,7 +38,7 @@ class InUse:
 def exclusive(
     method: Callable[Concatenate[_Self, _Arguments], _Result],
 ) -> Callable[Concatenate[_Self, _Arguments], _Result]:
-    """A method that is refused while another exclusive one of the same object is being called."""
+    """A method that is refused after the end of the run, and while another exclusive one of the object is called."""
 
     @wraps(method)
     def call(self: _Self, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -41,6 +46,7 @@ def exclusive(
             self._refuse()
         self._in_use = True  # Python changes threads and handles signals at calls, so neither before this nor after it
         try:
+            self._check_ready()
             return method(self, *args, **kwargs)
         finally:
             self._in_use = False
@@ -61,29 +67,23 @@ class BufferFiller:
                 f"buffer is {type(buffer).__name__}, expected an object with a method extend(batch): pass a replay "
                 "buffer, or a list"
             )
-        self._collector = weakref.ref(collector)
-        self._extend = buffer.extend
-        self._condition = threading.Condition()
-        self._paused = self._resting = self._stopped = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="funcollect filler", daemon=True)
-        self._thread.start()
+        self._collector, self._extend = weakref.ref(collector), buffer.extend
+        self._going, self._one_batch = threading.Event(), threading.Lock()  # the thread holds it for one batch
+        self._going.set()
+        self._busy = self._stopped = False
+        self.error: BaseException | None = None  # that ended the thread, until it is raised
+        self.thread = threading.Thread(target=self._run, name="funcollect filler", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         try:
-            while self._may_go_on():
-                collector = self._collector()
-                if collector is None:
-                    return
-                batch = next(collector)
-                del collector
-                self._extend(batch)
-                del batch  # its memory should not be held while the next one is collected
+            while self._going.wait() and self._fill():
+                pass
         except StopIteration:
             pass
         except BaseException as error:
             if not self._stopped:
-                self._error = error
+                self.error = error
                 warnings.warn(
                     f"the buffer is no longer filled, {type(error).__name__}: {error}; the next call of the collector "
                     "raises this",
@@ -91,66 +91,45 @@ class BufferFiller:
                     stacklevel=2,
                 )
         finally:
-            with self._condition:
-                self._resting = True
-                self._condition.notify_all()
+            self._going.clear()
 
-    def _may_go_on(self) -> bool:
-        """Wait while paused; False once the thread has to end."""
-        with self._condition:
-            while self._paused and not self._stopped:
-                self._resting = True
-                self._condition.notify_all()
-                self._condition.wait()
-            self._resting = False
-            return not self._stopped
+    def _fill(self) -> bool:
+        """Add a batch, unless `pause` was called meanwhile; False once the thread has to end."""
+        with self._one_batch:
+            if self._stopped or (collector := self._collector()) is None:
+                return False
+            self._busy = self._going.is_set()
+            try:
+                if self._busy:
+                    batch = next(collector)
+                    del collector
+                    self._extend(batch)
+            finally:
+                self._busy = False
+        return True
 
     @property
     def at_work(self) -> bool:
         """Whether the buffer is being filled now."""
-        return self._thread.is_alive() and not self._resting
-
-    @property
-    def own(self) -> bool:
-        """Whether the calling thread is the one that fills the buffer."""
-        return threading.current_thread() is self._thread
+        return self.thread.is_alive() and (self._going.is_set() or self._busy)
 
     def pause(self) -> contextlib.ExitStack:
-        """Block until the batch under way is in the buffer; no other one is begun.
-
-        The end of a block ``with`` what is returned resumes, unless the filler was paused before.
-        """
+        """Do what `FillsBuffer.pause` does; the block ``with`` what is returned resumes unless paused before."""
         resuming = contextlib.ExitStack()
-        with self._condition:
-            if not self._paused:
-                resuming.callback(self.resume)
-            self._paused = True
-            while not self._resting:
-                self._condition.wait()
-        return resuming
+        if self._going.is_set():
+            resuming.callback(self.resume)
+        self._going.clear()
+        with self._one_batch:
+            return resuming
 
     def resume(self) -> None:
         """Continue after `pause`."""
-        with self._condition:
-            self._paused = False
-            self._resting = not self._thread.is_alive()
-            self._condition.notify_all()
+        self._going.set()
 
     def stop(self) -> None:
         """Begin no other batch, and ignore the collector's exceptions from now on."""
-        with self._condition:
-            self._stopped = True
-            self._condition.notify_all()
-
-    def join(self) -> None:
-        """Wait for the thread's end."""
-        self._thread.join()
-
-    def raise_error(self) -> None:
-        """Raise the exception that ended the thread, once."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self._stopped = True
+        self._going.set()
 
 
 class FillsBuffer(Iterator[Any]):
@@ -209,30 +188,22 @@ class FillsBuffer(Iterator[Any]):
 
     def join(self) -> None:
         """Wait until the run that `start` began has ended; an exception in its thread is raised."""
-        self._filling().join()
-        self._filling().raise_error()
+        self._filling().thread.join()
+        self._check_filler()
 
     def _filling(self) -> BufferFiller:
-        """The filler that `start` has made; RuntimeError if there is none."""
         if self._filler is None:
             raise RuntimeError("no buffer is being filled: call start(buffer) before")
         return self._filler
 
-    def _is_filling(self) -> bool:
-        """Whether another thread than the calling one fills a buffer now."""
-        return self._filler is not None and self._filler.at_work and not self._filler.own
-
-    @contextlib.contextmanager
-    def _filler_ended(self) -> Iterator[None]:
-        """After the block, the thread has ended, unless it is the calling one; errors of the block are not its own."""
-        filler = self._filler if self._filler is not None and not self._filler.own else None
-        if filler is not None:
-            filler.stop()
-        yield
-        if filler is not None:
-            filler.join()
+    @property
+    def _other_filler(self) -> BufferFiller | None:
+        """The filler that `start` has made, unless the calling thread is its own."""
+        filler = self._filler
+        return None if filler is None or filler.thread is threading.current_thread() else filler
 
     def _check_filler(self) -> None:
         """Raise the exception that ended the thread that fills a buffer, once."""
-        if self._filler is not None and not self._filler.own:
-            self._filler.raise_error()
+        if (filler := self._other_filler) is not None and (error := filler.error) is not None:
+            filler.error = None
+            raise error

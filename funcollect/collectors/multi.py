@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from typing_extensions import override
 
@@ -30,16 +30,7 @@ from funcollect.messages import shown
 
 @collector
 class ProcessCollector(WorkerCollector, LocalOptions):
-    """The base class of collectors whose workers are processes on this machine.
-
-    The processes start when the collector is constructed. They run one thread each and JAX on the CPU, unless the
-    keywords say otherwise. Batches lie in shared memory, which is reused once no view of a batch is alive; a reader
-    that keeps every batch gets copies after the first few.
-
-    Raises:
-        TypeError, ValueError: for a bad argument, before any worker starts.
-        WorkerError: if a worker cannot be built.
-    """
+    """The base class of collectors whose workers are processes on this machine."""
 
     num_workers: int | None = None
     """W, if `create_env_fn` is one for all. Afterwards W in any case."""
@@ -80,7 +71,8 @@ class MultiSyncDataCollector(ProcessCollector):
     Batches are ``[W, P, T]``, ``T = ceil(ceil(frames_per_batch / W) / P)``, and ``[W, T]`` for single environments.
     Rows follow the lanes: worker ``w`` of ``W`` with ``P`` environments owns the lanes ``w * P`` to ``w * P + P - 1``.
 
-    Workers are processes, which start when the collector is constructed. A worker that dies, raises, or is silent for
+    Workers are processes, which start when the collector is constructed. They run one thread each and JAX on the CPU,
+    unless the keywords say otherwise. A worker that dies, raises, or is silent for
     `timeout` seconds ends the run with `WorkerError`, or is replaced with ``on_failure="restart"``. Batches lie in
     shared memory, which is reused once no view of a batch is alive; a reader that keeps every batch gets copies after
     the first few.
@@ -110,14 +102,9 @@ class MultiSyncDataCollector(ProcessCollector):
             raise ValueError(f"cat_results is {self.cat_results!r}, expected 'stack', 0 or -1: pass one of them")
         check_flags(prefetch=self.prefetch)
         frames = shares(self.frames_per_batch, number_of_workers(self.create_env_fn, self.num_workers))
-        self._given_frames = self.frames_per_batch
         if listed(self.frames_per_batch) is not None:
-            self.frames_per_batch = sum(frames)
+            self._fill(_given={"frames_per_batch": self.frames_per_batch}, frames_per_batch=sum(frames))
         self._start(frames, self.cat_results, prefetch=self.prefetch)
-
-    @override
-    def _run_keywords(self) -> dict[str, Any]:
-        return {**super()._run_keywords(), "frames_per_batch": self._given_frames}
 
     @property
     @override

@@ -27,7 +27,6 @@ from funcollect.core.exploration import NO_VALUES, Value, check_values
 from funcollect.core.request import OwnColumns, Request, check_ends, check_exploration
 from funcollect.envs.registry import make_env
 from funcollect.interop.jax_setup import default_device_type
-from funcollect.messages import shown
 from funcollect.policies.as_policy import as_policy
 from funcollect.protocols import Env, Policy
 from funcollect.specs import ExplorationType
@@ -37,6 +36,12 @@ from funcollect.tree import Path
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 Device = torch.device | str | None
+_NOT_WHOLE = {  # what does not go together with whole trajectories: `reset_when_done` unless set, the others if set
+    "reset_at_each_iter": "a reset would interrupt them",
+    "split_trajs": "they are split already, or for traj_format='padded' padded",
+    "set_truncated": "it would cut them",
+    "reset_when_done": "lanes have to go on",
+}
 
 
 @dataclass(frozen=True)
@@ -166,21 +171,13 @@ class Options(RunnerOptions):
         check_kind("shard", self.shard, Shard, "pass for example Shard(index=0, count=2)")
         check_exploration(self.exploration_type)
         check_values(self.exploration)
-        if isinstance(self.total_frames, int) and self.total_frames < 1 and self.total_frames != -1:
-            raise ValueError(
-                f"total_frames is {self.total_frames}, expected at least 1: give a number, or -1 for an endless run"
-            )
         if self.total_frames != -1:
+            if isinstance(self.total_frames, int) and self.total_frames < 1:
+                raise ValueError(
+                    f"total_frames is {self.total_frames}, expected at least 1: give a number, or -1 for an endless run"
+                )
             check_positive("total_frames", self.total_frames)
-        check_flags(
-            reset_at_each_iter=self.reset_at_each_iter,
-            split_trajs=self.split_trajs,
-            reset_when_done=self.reset_when_done,
-            update_at_each_batch=self.update_at_each_batch,
-            set_truncated=self.set_truncated,
-            compact_obs=self.compact_obs,
-            update_statistics=self.update_statistics,
-        )
+        check_flags(**{each.name: getattr(self, each.name) for each in fields(self) if each.type == "bool"})
         for name in ("max_frames_per_traj", "init_random_frames"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
@@ -194,8 +191,7 @@ class Options(RunnerOptions):
         self.env_device_given = self.env_device is not None
         for name in ("storing_device", "env_device", "policy_device"):
             given = getattr(self, name)
-            device = checked_device(self.device) if given is None else checked_device(given, name)
-            setattr(self, name, device)
+            setattr(self, name, checked_device(self.device) if given is None else checked_device(given, name))
 
     def _check_trajectories(self) -> None:
         """Raise for a keyword that does not go together with whole trajectories."""
@@ -205,18 +201,12 @@ class Options(RunnerOptions):
             if self.traj_format != "cat":
                 raise ValueError(f"traj_format is {self.traj_format!r}, but trajs_per_batch is None: pass both")
             return
-        reasons = {
-            "reset_at_each_iter": "a reset would interrupt them",
-            "split_trajs": "they are split already, or for traj_format='padded' padded",
-            "set_truncated": "it would cut them",
-        }
-        wrong = [name for name in reasons if getattr(self, name)]
-        if wrong or not self.reset_when_done:
-            name, reason = (wrong[0], reasons[wrong[0]]) if wrong else ("reset_when_done", "lanes have to go on")
-            raise ValueError(
-                f"{name} is {getattr(self, name)}, which does not go together with trajs_per_batch, since {reason}: "
-                "leave one of them out"
-            )
+        for name, reason in _NOT_WHOLE.items():
+            if bool(value := getattr(self, name)) != (name == "reset_when_done"):
+                raise ValueError(
+                    f"{name} is {value}, which does not go together with trajs_per_batch, since {reason}: leave one of "
+                    "them out"
+                )
 
     def request(self, length: int, params: Any, lanes: int, columns: OwnColumns) -> Request:
         """The request for one batch: a rollout of `length` steps. `lanes` counts the lanes of the whole run."""
@@ -284,13 +274,9 @@ class RunnerSpec(SourceOptions):
 
     def __post_init__(self) -> None:
         """Check what can be checked before anything is built."""
-        if not isinstance(self.create_env_kwargs, (Mapping, type(None))):
-            raise TypeError(
-                f"create_env_kwargs is {shown(self.create_env_kwargs)}, expected a dict of keyword arguments for "
-                "make_env: pass one"
-            )
-        factory = self.policy_factory
-        if factory is None:
+        mend = "pass a dict of keyword arguments for make_env"
+        check_kind("create_env_kwargs", self.create_env_kwargs, (Mapping, type(None)), mend)
+        if (factory := self.policy_factory) is None:
             return
         if self.policy is not None:
             raise ValueError("policy and policy_factory are both given, expected one: leave the other out")
@@ -303,7 +289,9 @@ class RunnerSpec(SourceOptions):
 
     def build(self, options: Options) -> tuple[Env, Policy]:
         """Build both, on the devices that `options` name."""
-        policy = self._policy()
+        policy = self.policy if self.policy_factory is None else self.policy_factory()
+        if policy is None and self.policy_factory is not None:
+            raise TypeError("policy_factory returned None, expected a policy: return it")
         env = make_env(self.create_env_fn, **(self.create_env_kwargs or {}))
         # `device` may name an accelerator for the policy while simulators stay on the host; `env_device` may not.
         given = options.env_device if env.backend != "host" or options.env_device_given else None
@@ -318,9 +306,25 @@ class RunnerSpec(SourceOptions):
             )
         return env, as_policy(policy, env, options.policy_device)
 
-    def _policy(self) -> Any:
-        if self.policy_factory is None:
-            return self.policy
-        if (made := self.policy_factory()) is None:
-            raise TypeError("policy_factory returned None, expected a policy: return it")
-        return made
+
+NOT_PLAIN = object()
+A_FUNCTION = "a function"  # in place of a schedule of `exploration`
+READ_BACK: Mapping[str, Callable[[Any], Any]] = {
+    "exploration_type": lambda name: ExplorationType[name],
+    "shard": lambda place: Shard(*place),
+}
+
+
+def plain(value: Any) -> Any:
+    """The value of a keyword as plain data; `READ_BACK` has the inverse."""
+    if isinstance(value, ExplorationType):
+        return value.name
+    if isinstance(value, Shard):
+        return [value.index, value.count]
+    if isinstance(value, Mapping):
+        return {name: A_FUNCTION if callable(each) else plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if getattr(value, "ndim", None) == 0:  # a number of NumPy, Torch or JAX
+        value = value.item()
+    return value if value is None or isinstance(value, (bool, int, float, str)) else NOT_PLAIN

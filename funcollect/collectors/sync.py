@@ -1,22 +1,68 @@
-"""`SyncDataCollector`: collection in this process, one batch after another."""
+"""`SyncDataCollector`: collection in this process, one batch after another, and in each worker."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import time
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any, NamedTuple, Self
 
+import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 from typing_extensions import override
 
 from funcollect.collectors.collector import CollectorBase
+from funcollect.collectors.in_use import exclusive
 from funcollect.collectors.keywords import collector
-from funcollect.collectors.options import RunnerOptions, RunnerSpec, SourceOptions, options_of
-from funcollect.collectors.runner import Runner
+from funcollect.collectors.options import Options, RunnerOptions, RunnerSpec, SourceOptions, options_of
+from funcollect.core import api
+from funcollect.core.apply import apply
+from funcollect.core.env_params import set_env_params
+from funcollect.core.exploration import check_given, own_action_warning
+from funcollect.core.loops import RunsRollouts
+from funcollect.core.loops.device import check_uncut
+from funcollect.core.request import NOWHERE, OwnColumns
+from funcollect.core.rollout_trajectories import check_limited, is_limited
+from funcollect.core.saving import COUNTS, Episodes, counts_in, go_on, reseed, restore, resume, snapshot
+from funcollect.core.state import CollectorState
+from funcollect.core.timing import TimedLoops
+from funcollect.errors import InUseError
+from funcollect.interop.plain_data import from_data, to_data
+from funcollect.policies.jax_functions.jax_policy import as_given
+from funcollect.policies.torch_modules.torch_backed import TorchBacked, replaced
+from funcollect.policies.weights import check_dtypes
+from funcollect.protocols import DeviceEnv
+from funcollect.trajectories.final_observations import attach, is_compact
+from funcollect.trajectories.next_observations import compact
+from funcollect.trajectories.split import CUT
+
+_SAVED = ("policy_state_dict", "own_weights", *COUNTS, "policy_state", "frames", "iter")
+
+
+def given_weights(params: Any, policy_or_weights: Any, policy: Any) -> Any:
+    """The parameters that a call passes; None for the policy's own, also if the policy itself is passed."""
+    given = policy_or_weights if params is None else params
+    own = given is policy or (isinstance(policy, TorchBacked) and policy.owns(given))
+    return None if own else given
+
+
+def check_saved(state_dict: Any, names: Sequence[str]) -> None:
+    """Raise TypeError for a `state_dict` that is not a dict, and ValueError for one that lacks some of `names`."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict: pass the result of state_dict")
+    if missing := [name for name in names if name not in state_dict]:
+        raise ValueError(
+            f"the state_dict lacks {missing}, expected {list(names)}: pass the result of state_dict of such a collector"
+        )
 
 
 @collector
-class SyncDataCollector(Runner, CollectorBase, SourceOptions, RunnerOptions):
+class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
     """An iterator over batches of experience, each collected when it is requested.
 
     It holds a `state` and `params` and calls the functions of the core. A loop over it can stop and be continued by
@@ -28,6 +74,12 @@ class SyncDataCollector(Runner, CollectorBase, SourceOptions, RunnerOptions):
     A call before the last one has returned, from another thread, a signal handler or a callback, raises RuntimeError;
     only `stats`, `update_policy_weights_` and `shutdown` may be called at any time.
 
+    Attributes:
+        env: the environment.
+        state: the collector state between two rollouts.
+        lanes: the number of lanes in the whole run.
+        length: T, the steps of a batch.
+
     Raises:
         TypeError, ValueError: for a bad argument, here and not in the first batch.
 
@@ -38,20 +90,42 @@ class SyncDataCollector(Runner, CollectorBase, SourceOptions, RunnerOptions):
     >>> collector.shutdown()
     """
 
+    _interrupted = False  # whether the state cannot be used again
+
     def __post_init__(self) -> None:
         """Build the environment and the policy."""
-        options = options_of(self)
-        source = RunnerSpec(
-            create_env_fn=self.create_env_fn,
-            create_env_kwargs=self.create_env_kwargs,
-            policy=self.policy,
-            policy_factory=self.policy_factory,
-        )
-        Runner.__init__(self, source, options, seed=self.seed)
+        source = RunnerSpec(**{each.name: getattr(self, each.name) for each in fields(RunnerSpec)})
+        self._build(source, options_of(self))
         if self.warning:
             warnings.warn(self.warning, stacklevel=4)
         self._check_statistics()
-        self._fill(**{name: getattr(options, name) for name in ("storing_device", "env_device", "policy_device")})
+        self._fill(**{name: getattr(self.options, name) for name in ("storing_device", "env_device", "policy_device")})
+
+    @classmethod
+    def of_worker(cls, source: RunnerSpec, options: Options, seed: int) -> Self:
+        """The collector of a worker, whose keywords are checked."""
+        made = cls.__new__(cls)
+        made.seed = seed
+        made._build(source, options)
+        return made
+
+    def _build(self, source: RunnerSpec, options: Options) -> None:
+        self.options, self.params, self.frames = options, None, 0
+        self.env, self.policy = source.build(options)
+        shard, lanes = options.shard, self.env.num_envs or 1
+        self.lanes = shard.count * lanes
+        api.check_pair(self.env, self.policy)
+        check_given(self.policy, options.exploration)
+        if isinstance(self.env, DeviceEnv):
+            check_uncut(self.env, options.max_frames_per_traj)
+        if options.trajs_per_batch is not None:
+            check_limited(is_limited(self.env, options.max_frames_per_traj), repr(self.env))
+        first = shard.index * lanes
+        self.state = api.init_lanes(self.env, self.policy, seed=self.seed, first_lane=first, total_lanes=self.lanes)
+        self.seed = self.state.seed
+        self.warning = own_action_warning(self.policy, options.init_random_frames)  # for the user; may be empty
+        self.length = math.ceil(options.frames_per_batch / lanes)
+        self.loops: Mapping[str, RunsRollouts] = api.LOOPS  # what runs the rollouts, by `Route.loop`
 
     @property
     @override
@@ -59,14 +133,206 @@ class SyncDataCollector(Runner, CollectorBase, SourceOptions, RunnerOptions):
         return self.length * self.state.num_lanes
 
     @override
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._forget()
-
-    @override
     def _gather(self) -> TensorDictBase:
         self.begin_batch()
         return self.rollout()
+
+    def begin_batch(self) -> None:
+        """Reset, or count new weights, if the keywords ask for that before each batch."""
+        if self.options.reset_at_each_iter and self._batches:
+            self.reset()
+        if self.options.update_at_each_batch and self._batches:
+            self.update_policy_weights_(self.params)
+
+    def rollout(self) -> TensorDictBase:
+        """One batch as the core returns it, even if the run has ended: not split, not post-processed.
+
+        Its frames are counted, even if a `postproc` raises afterwards and the batch is lost.
+        """
+        return self.rollout_into(NOWHERE)
+
+    @exclusive
+    def rollout_into(self, columns: OwnColumns) -> TensorDictBase:
+        """`rollout`, recorded into `columns` as far as they fit; see `funcollect.core.request.Request`."""
+        if self._interrupted:
+            self._recover()
+        started = time.perf_counter()
+        self._interrupted = True
+        request = self.options.request(self.length, self.params, self.lanes, columns)
+        before = self.state
+        after, batch = api.run(self.env, self.policy, before, request, loops=self.loops)
+        if self.state is not before:  # another thread, or a callback, has updated the weights
+            after = after.replace(policy_version=self.state.policy_version)
+        self.state = after
+        self._interrupted = False
+        self._seconds += time.perf_counter() - started
+        self._batches += 1
+        self.frames += batch.numel()
+        if self.options.set_truncated:
+            last = torch.zeros_like(batch["next", "done"])
+            last[..., -1, :] = True
+            batch.unlock_().set(CUT, (last & ~batch["next", "done"])[..., 0])
+            for name in ("truncated", "done"):
+                batch["next", name][last] = True
+        batch.unlock_()
+        if self.options.compact_obs and not is_compact(batch):  # the loop has recorded everything
+            attach(batch, compact(batch, [*self.state.observation]))
+        return batch
+
+    def _recover(self) -> bool:
+        """After an interruption, begin new episodes in all lanes, since simulators may stand anywhere; return True."""
+        if not self._interrupted:
+            return False
+        self.state = api.recover(self.env, self.state)  # as its memory may have been used, too
+        self._interrupted = False
+        return True
+
+    @contextlib.contextmanager
+    def _changing(self, *refusals: type[Exception]) -> Iterator[None]:
+        """An exception in the block interrupts the run, except for these, which leave the state as it was."""
+        try:
+            yield
+        except refusals:
+            raise
+        except BaseException:
+            self._interrupted = True
+            raise
+
+    @exclusive
+    def reset(self, mask: Tensor | None = None) -> None:
+        """Begin new episodes in the lanes of `mask` [P]; in all lanes for None, or after an exception in a rollout."""
+        if not self._recover() or mask is not None:
+            with self._changing(TypeError, ValueError):
+                self.state = api.reset(self.env, self.state, mask)
+
+    @exclusive
+    def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a function with the environment of every lane between two rollouts, as `funcollect.apply` does.
+
+        Returns:
+            The results in the order of lanes.
+        """
+        self._recover()
+        with self._changing(TypeError):
+            self.state, results = apply(self.env, self.state, function, *args)
+        return results
+
+    @exclusive
+    def set_env_params(self, params: Any, *, at_once: bool = False) -> None:
+        """Change the parameters of a JAX environment, as `funcollect.set_env_params` does, from the next rollout on."""
+        self._recover()
+        self.state = set_env_params(self.env, self.state, params, at_once=at_once)
+
+    @override
+    def _reseed(self, seed: int) -> int:
+        self.state = reseed(self.env, self.policy, self.state, seed)
+        self.seed, self._interrupted = self.state.seed, False
+        return self.state.num_lanes
+
+    def update_policy_weights_(self, params: Any = None, *, policy_or_weights: Any = None) -> None:
+        """Act with `params` from the next batch on; None for the policy's own, which are read again for each batch.
+
+        Args:
+            params: the policy's parameters, or a module like its own; the policy's own module means None. They are not
+                copied: tensors that are changed in place later act under the same version.
+            policy_or_weights: `params`, by TorchRL's name for it.
+
+        Raises:
+            ValueError: for parameters that do not fit the policy.
+        """
+        self._check_open()
+        params = given_weights(params, policy_or_weights, self.policy)
+        if params is not None:
+            self.policy.prepare(params)
+        self.count_as(params, int(self.state.policy_version) + 1)
+
+    def count_as(self, params: Any, version: int) -> None:
+        """Act with prepared `params`, under this version number."""
+        self.params = params
+        own = self.state.policy_version  # an array over JAX environments, and it has to stay one
+        self.state = self.state.replace(policy_version=own + (version - int(own)))
+
+    @override
+    def get_policy_version(self) -> int:
+        return int(self.state.policy_version)
+
+    def replace_policy(self, subject: Any) -> None:
+        """Act with another module, function or policy from now on, with its own weights."""
+        self.policy, self.params = replaced(self.policy, subject), None
+
+    def go_on(self, *, steps: int, episode: int) -> None:
+        """Begin new episodes as if every lane had made `steps` steps and begun the episodes up to `episode`."""
+        self.state = go_on(self.env, self.policy, self.state, steps=steps, episode=episode)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that `load_state_dict` takes: weights, key, counts. Episodes in flight start again after loading.
+
+        It holds tensors, numbers and strings only, so that `torch.load` reads it with ``weights_only=True``.
+        """
+        if self._in_use:
+            self._refuse()
+        return self._saved(counts_in(snapshot(self.state, None), copies=True))
+
+    @exclusive
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`: the same weights, key and counts; new episodes under ids not used before.
+
+        Weights that were the policy's own at saving are written into the policy; others become `params`.
+
+        Raises:
+            ValueError: for a state of another number of lanes, or weights that do not fit.
+        """
+        check_saved(state_dict, _SAVED)
+        self._continue(state_dict, lambda: resume(self.env, self.state, state_dict))
+
+    @override
+    @exclusive
+    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
+        self._recover()  # as the next rollout would
+        state = snapshot(self.state, episodes)
+        counts = {name: value for name, value in counts_in(state).items() if name in COUNTS}
+        return self._saved({**counts, "state": to_data(state)})  # plain, since JAX arrays should not leave a worker
+
+    def _saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        weights = {"policy_state_dict": dict(self.policy.state_dict(self.params)), "own_weights": self.params is None}
+        return {**weights, **state, "frames": self.frames, "iter": self._batches}
+
+    @override
+    @exclusive
+    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
+        data, shard = from_data(*saved["state"]), self.options.shard
+        place, own = (data["lanes"][0], data["total_lanes"]), (shard.index * self.state.num_lanes, self.lanes)
+        if place != own:
+            raise ValueError(
+                f"the saved run begins with lane {place[0]} of {place[1]}, this one with lane {own[0]} of {own[1]}: "
+                "build it with as many workers and environments, and the same shard"
+            )
+        if saved["own_weights"] and saved["policy_state_dict"]:
+            check_dtypes(self.policy.state_dict(None), saved["policy_state_dict"])
+        before, state = self.state, partial(restore, data, self.env, self.policy, episodes=episodes)
+        try:
+            self._continue(saved, state)
+            api.close(before)
+        except InUseError:  # an instance, of which there is one
+            self._continue(saved, partial(state, over=before))
+
+    def _continue(self, saved: Mapping[str, Any], make_state: Callable[[], CollectorState]) -> None:
+        """Continue with saved weights and counts, and with the state that `make_state` returns."""
+        weights = saved["policy_state_dict"] or None
+        if weights is not None:
+            self.policy.prepare(weights)
+        self.state = make_state()
+        self.seed = self.state.seed
+        self.params = None if saved["own_weights"] else as_given(self.policy, weights)
+        if weights is not None and self.params is None:
+            self.policy.load(weights)
+        self.frames, self._batches, self._interrupted = saved["frames"], saved["iter"], False
+        self._forget()
+
+    @override
+    def shutdown(self, timeout: float | None = None) -> None:
+        self._closed = True
+        api.close(self.state)
 
     def __repr__(self) -> str:
         frames = f"frames_per_batch={self.options.frames_per_batch}, frames={self.frames}"
@@ -74,3 +340,34 @@ class SyncDataCollector(Runner, CollectorBase, SourceOptions, RunnerOptions):
 
 
 Collector = SyncDataCollector  # its name in TorchRL since 0.14
+
+
+class RolloutTimes(NamedTuple):
+    """What a collector did for some time, in seconds. Rollouts and what lies between them make up all of it."""
+
+    loop: str  # which ran
+    frames: int  # that were collected
+    seconds: float  # of all
+    parts: Mapping[str, float]  # of the rollouts
+    busy: float  # CPU time of the process between them
+
+    @property
+    def between(self) -> float:
+        """Seconds between the rollouts."""
+        return max(self.seconds - sum(self.parts.values()), 0.0)
+
+
+class RunnerTimer:
+    """Times the rollouts of a collector from its construction until `stop`."""
+
+    def __init__(self, runner: SyncDataCollector) -> None:
+        self._runner, self._frames = runner, runner.frames
+        self._loops = runner.loops = TimedLoops()
+        self._cpu, self._began = time.process_time(), time.perf_counter()
+
+    def stop(self) -> RolloutTimes:
+        """Let the collector run as before, and return the times."""
+        seconds, cpu = time.perf_counter() - self._began, time.process_time() - self._cpu
+        loops, self._runner.loops = self._loops, api.LOOPS
+        frames = self._runner.frames - self._frames
+        return RolloutTimes(loops.loop, frames, seconds, dict(loops.seconds), max(cpu - loops.cpu, 0.0))

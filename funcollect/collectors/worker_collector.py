@@ -8,18 +8,18 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_flags, check_function, check_positive
+from funcollect.arguments import check_choice, check_flags, check_function, check_positive
 from funcollect.collectors.collector import CollectorBase
-from funcollect.collectors.in_use import FillsBuffer, InUse, exclusive
+from funcollect.collectors.in_use import FillsBuffer, exclusive
 from funcollect.collectors.keywords import collector
 from funcollect.collectors.options import Device, Options
-from funcollect.collectors.runner import given_weights
+from funcollect.collectors.sync import given_weights
 from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.jobs import masks_of
 from funcollect.collectors.workers.run import Means, WorkerRun
@@ -27,7 +27,6 @@ from funcollect.collectors.workers.worker import Job, runners_of
 from funcollect.core.env_params import part_of_lanes
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.exploration import check_given
-from funcollect.core.restore import next_seed
 from funcollect.core.rollout_trajectories import check_limited
 from funcollect.core.saving import Episodes
 from funcollect.errors import WorkerError
@@ -40,18 +39,15 @@ from funcollect.processes.child import OnFailure
 from funcollect.processes.pool import FailurePolicy
 from funcollect.protocols import is_policy
 
+_KEPT = (
+    "the reader keeps every batch, so from now on it gets copies of those in shared memory: if you keep only some of "
+    "them, copy those, batch.clone(), and release the others"
+)
+
 
 @collector
-class WorkerCollector(CollectorBase, FillsBuffer, InUse):
-    """The base class of collectors with workers.
-
-    Worker ``w`` of ``W`` with ``P`` environments owns the lanes ``w * P`` to ``w * P + P - 1``.
-
-    A worker that dies, raises, or is silent for `timeout` seconds ends the run: `WorkerError` names it and has its
-    traceback, and all workers are ended. With ``on_failure="restart"`` another worker replaces it, with the latest
-    weights, on new episodes under ids not used before; the rollout that it was collecting is lost.
-
-    Nothing is ever dropped: workers wait for a slow reader.
+class WorkerCollector(CollectorBase, FillsBuffer):
+    """The base class of collectors with workers. Nothing is ever dropped: workers wait for a slow reader.
 
     Attributes:
         run: the workers, for a larger run that this collector is a part of.
@@ -83,22 +79,21 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
     start_timeout: float = 300.0
     """the same for its start and its first rollout, which may compile."""
     on_failure: OnFailure = "raise"
-    """``"raise"`` ends the run when a worker fails, ``"restart"`` replaces the worker."""
+    """``"raise"`` ends the run when a worker fails. ``"restart"`` replaces the worker, with the latest weights, on new
+    episodes under ids not used before; the rollout that it was collecting is lost."""
     run: WorkerRun = field(init=False)
 
     _lends = True
+    _warned = False  # that batches are copies
 
     def _check(self, options: Options) -> None:
         """Store the checked options, and check the keywords that are not among them."""
         check_positive("num_threads", self.num_threads)
-        for name, seconds in (("timeout", self.timeout), ("start_timeout", self.start_timeout)):
+        for name in ("timeout", "start_timeout"):
+            seconds = getattr(self, name)
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
                 raise ValueError(f"{name} is {seconds!r}, expected seconds, more than 0: pass for example {name}=60")
-        if self.on_failure not in get_args(OnFailure):
-            raise ValueError(
-                f"on_failure is {self.on_failure!r}, expected 'raise' (a worker's failure ends the run) or 'restart' "
-                "(a new worker replaces it): pass one of them"
-            )
+        check_choice("on_failure", self.on_failure, get_args(OnFailure))
         self.options = options
         if has_lazy_layers(self.policy):
             raise ValueError(
@@ -116,14 +111,10 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
         join: Join | None,
         *,
         prefetch: bool,
-        grace: float = 0.0,
-        stacklevel: int = 6,
+        grace: float = 0.0,  # seconds, added to the timeouts
+        stacklevel: int = 6,  # for warnings: the user's call of the constructor is so many frames above
     ) -> None:
-        """Start the workers; `WorkerRun` describes `join`. `grace` is in seconds, added to the timeouts.
-
-        The user's call of the constructor is `stacklevel` frames above, for warnings.
-        """
-        self._batches, self._seconds, self._warned = 0, 0.0, False
+        """Start the workers; `WorkerRun` describes `join`."""
         failure_policy = FailurePolicy(self.timeout + grace, self.start_timeout + grace, self.on_failure)
         self.run = WorkerRun(jobs, means, failure_policy, self.policy, join, prefetch=prefetch)
         self._finalizer = weakref.finalize(self, self.run.end)
@@ -133,40 +124,39 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
         if is_policy(self.policy):
             remember_spaces(self.policy, info.space, info.leaves, info.action)
         if self.trajs_per_batch is not None:
-            self._check_whole_trajectories()
+            try:
+                self._check_whole_trajectories()
+            except ValueError:
+                self.shutdown()
+                raise
+
+    def _check_whole_trajectories(self) -> None:
+        """Raise ValueError unless every trajectory ends, and lanes of one order advance together."""
+        infos = [self.run.infos[worker] for worker in self.run.workers]
+        for info in infos:
+            check_limited(info.limited, info.label)
+        lengths = [info.length for info in infos]
+        if self._in_one_order and len({*lengths}) > 1:
+            raise ValueError(
+                f"the workers make {lengths} steps for a batch, which does not go together with trajs_per_batch, since "
+                "the fastest would wait for the others: give all the same frames_per_batch"
+            )
 
     @property
     def num_envs(self) -> int | None:
         """P: the environments of each worker; None for one without a batch dimension."""
         return self.run.info.num_envs
 
-    def _check_whole_trajectories(self) -> None:
-        """Shut down and raise ValueError unless every trajectory ends, and lanes of one order advance together."""
-        infos = [self.run.infos[worker] for worker in self.run.workers]
-        endless = next((info for info in infos if not info.limited), None)
-        lengths = [info.length for info in infos]
-        uneven = self._in_one_order and len({*lengths}) > 1
-        if endless is not None or uneven:
-            self.shutdown()
-        if endless is not None:
-            check_limited(endless.limited, endless.label)
-        if uneven:
-            raise ValueError(
-                f"the workers make {lengths} steps for a batch, which does not go together with trajs_per_batch, since "
-                "the fastest would wait for the others: give all the same frames_per_batch"
-            )
-
     @override
     def _gather(self) -> TensorDictBase:
         if self.options.update_at_each_batch and self._batches:
-            self._check_at_rest()
+            self._check_ready()
             self.update_policy_weights_()
         return self.rollout()
 
     @exclusive
     def rollout(self) -> TensorDictBase:
         """One batch as it is gathered, even if the run has ended: not split, not post-processed."""
-        self._check_at_rest()
         began = time.monotonic()
         last = 0 <= self.total_frames <= self.frames + self.frames_of_batch
         try:
@@ -189,7 +179,6 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
         Raises:
             ValueError: for a mask of another shape or dtype.
         """
-        self._check_at_rest()
         self.run.call_each("reset", masks_of(mask, self.run.lanes))
 
     @exclusive
@@ -207,7 +196,6 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
                 cannot be sent. If the results cannot be sent, the function has been called all the same.
             EnvError: if the function raises; the worker's lanes begin new episodes then.
         """
-        self._check_at_rest()
         check_function("function", function, "a function of one lane's environment and args", 1 + len(args))
         try:
             packed = dumps((function, args))
@@ -224,11 +212,7 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
 
         Leaves with a first dimension L more have a value for each lane, in the order of workers, then lanes. Each
         worker acts with them from the next rollout that it begins; one that replaces it gets them again.
-
-        Raises:
-            TypeError, ValueError: as `funcollect.set_env_params` does.
         """
-        self._check_at_rest()
         check_flags(at_once=at_once)
         shapes, lanes = self.run.info.param_shapes, self.run.lanes
         if shapes is None:
@@ -239,18 +223,12 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
         ]
         self.run.call_each("set_env_params", [dumps((part, at_once)) for part in parts])
 
-    @exclusive
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Begin new episodes, seeded by `seed`: before the first batch, as if the collector had been built with it.
-
-        Returns:
-            The seed for the next collector, by TorchRL's rule; `seed` itself for `static_seed`.
-        """
-        self._check_at_rest()
+    @override
+    def _reseed(self, seed: int) -> int:
         key_from_seed(seed)
         self.run.set_seed(seed)
         self._fill(seed=seed)
-        return seed if static_seed else next_seed(seed, sum(self.run.lanes))
+        return sum(self.run.lanes)
 
     def update_policy_weights_(
         self, params: Any = None, worker_ids: int | Sequence[int] | None = None, *, policy_or_weights: Any = None
@@ -276,75 +254,62 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
         if worker_ids is None:
             self.params = given
 
+    @override
+    def get_policy_version(self) -> int:
+        self._check_filler()
+        return self.run.weights.version
+
     @exclusive
     def state_dict(self) -> Any:
-        """The state that `load_state_dict` takes: one per worker. Episodes in flight start again.
-
-        Saving does not disturb the run.
-        """
-        self._check_at_rest()
+        """The state that `load_state_dict` takes: one per worker. Saving does not disturb the run."""
         return {**self.run.state_dict(), "frames": self.frames, "iter": self._batches}
 
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`: the same weights, keys and counts; new episodes under ids not used before.
+        """Continue from a `state_dict` of as many workers, as `SyncDataCollector.load_state_dict` does.
 
         Batches that the workers have ready are not delivered: they belong to the run before.
-
-        Raises:
-            TypeError, ValueError: if it is no `state_dict` of as many workers.
         """
-        self._check_at_rest()
         self.run.load_state_dict(state_dict)
-        self._go_on_from(state_dict)
-        self._forget()
+        self._continue(state_dict)
 
     @override
     @exclusive
     def saved_run(self, episodes: Episodes) -> dict[str, Any]:
-        self._check_at_rest()
         return {**self.run.saved_run(episodes), "frames": self.frames, "iter": self._batches}
 
     @override
     @exclusive
     def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
-        self._check_at_rest()
         self.run.continue_run(saved, episodes)
-        self._go_on_from(saved)
+        self._continue(saved)
 
-    def _go_on_from(self, saved: Mapping[str, Any]) -> None:
+    def _continue(self, saved: Mapping[str, Any]) -> None:
         """Take over the counts and parameters of a run that the workers continue."""
-        self._fill(seed=self.run.seed)
-        self.frames, self._batches = saved["frames"], saved["iter"]
+        self._fill(seed=self.run.seed, frames=saved["frames"], _batches=saved["iter"])
         weights = dict(runners_of(runners_of(saved)[0])[0]["policy_state_dict"])
         self.params = None if saved["own_weights"] else as_given(self.policy, weights or None)
+        self._forget()
 
+    @override
     def stats(self) -> dict[str, float]:
         """Counts of the run.
 
         Returns:
-            By name:
+            Those of `SyncDataCollector.stats`, and by name:
 
-            - ``frames`` and ``batches`` delivered;
-            - ``seconds`` spent in this collector, and the ``frames_per_second`` of that time alone;
             - ``reader_waited``, the seconds in which your process waited for the workers;
             - ``workers_waited``, the seconds in which workers waited for your process, summed over workers;
-            - ``policy_version``, that of the latest weights, and ``policy_lag``, how many versions the last batch was
-              behind;
+            - ``policy_lag``, how many versions of the weights the last batch was behind;
             - ``restarts`` of workers, and ``lost_frames`` with them;
             - ``copies``, the batches delivered as copies.
         """
-        self._check_filler()
-        run, version = self.run, self.run.weights.version
+        counts, run = super().stats(), self.run
         return {
-            "frames": self.frames,
-            "batches": self._batches,
-            "seconds": self._seconds,
-            "frames_per_second": self.frames / self._seconds if self._seconds else 0.0,
+            **counts,
             "reader_waited": run.waited,
             "workers_waited": run.idle,
-            "policy_version": version,
-            "policy_lag": version - run.gathering.version if self._batches else 0,
+            "policy_lag": counts["policy_version"] - run.gathering.version if self._batches else 0,
             "restarts": run.restarts,
             "lost_frames": run.lost,
             "copies": run.gathering.copies,
@@ -363,21 +328,20 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
 
     def _end(self) -> None:
         """End the workers, and the thread that fills a buffer."""
-        self._closed = True
-        with self._filler_ended():
-            self._finalizer()
+        self._closed, filler = True, self._other_filler
+        if filler is not None:
+            filler.stop()
+        self._finalizer()
+        if filler is not None:
+            filler.thread.join()
 
     @override
-    def _refuse(self) -> NoReturn:
-        self._check_at_rest()
-        super()._refuse()
-
-    def _check_at_rest(self) -> None:
-        """Raise an error if the collector is closed, or fills a buffer in another thread."""
+    def _check_ready(self) -> None:
         self._check_open()
-        if self._is_filling():
+        if (filler := self._other_filler) is not None and filler.at_work:
             raise RuntimeError("the collector fills a buffer: call pause() before")
 
+    @override
     def _check_open(self) -> None:
         self._check_filler()
         self._closed = self._closed or self.run.closed
@@ -386,9 +350,3 @@ class WorkerCollector(CollectorBase, FillsBuffer, InUse):
     def __repr__(self) -> str:
         workers = f"num_workers={len(self.run.workers)}, frames_per_batch={self.options.frames_per_batch}"
         return f"{type(self).__name__}({self.run.info.label}, {workers}, frames={self.frames})"
-
-
-_KEPT = (
-    "the reader keeps every batch, so from now on it gets copies of those in shared memory: if you keep only some of "
-    "them, copy those, batch.clone(), and release the others"
-)

@@ -1,9 +1,9 @@
-"""States in files: `save` writes one, `load` continues from it in another process as if nothing had come between."""
+"""A state as plain data: `snapshot` takes it, `restore` continues from it, `resume` begins new episodes after it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from funcollect.arguments import check_choice, check_kind
-from funcollect.core.api import check_pair, close, init_lanes
+from funcollect.core.api import check_pair, close, init_lanes, recover
 from funcollect.core.env_params import described, like_described
-from funcollect.core.restore import restored, resume
 from funcollect.core.simulators.forking import rebuild, record_of
 from funcollect.core.simulators.record import SimulationRecord
 from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
-from funcollect.core.state import LEAVES, CollectorState, first_state, flatten_part
+from funcollect.core.state import LEAVES, CollectorState, first_state, flatten_part, policy_start
+from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.errors import ReplayError
 from funcollect.files import read_data, write_data
+from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.plain_data import to_data
-from funcollect.interop.words import number
+from funcollect.interop.words import from_number, number
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
 from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
@@ -30,9 +31,11 @@ from funcollect.protocols import Env, HostEnv, Policy, SavableSnapshots
 from funcollect.specs import torch_dtype
 
 Episodes = Literal["continue", "restart"]
-
-_KIND = "a collector state"
+COUNTS = ("key", "episode", "steps", "policy_version")
+_PARTS = ("policy_state", "env_params")  # of a state, which `resume` takes over beside the counts
 _FIELDS = tuple(name for name in LEAVES if name != "env_state")
+_KINDS = {"host": "simulators", "torch": "Torch", "jax": "JAX", "device": "simulators on a device"}
+_KIND = "a collector state"
 _ADVICE = "save with episodes='restart', which begins new episodes after loading"
 
 
@@ -68,9 +71,9 @@ def save(path: str | os.PathLike[str], state: CollectorState, *, episodes: Episo
     >>> torch.equal(one["observation"], two["observation"])
     True
     """
-    check_kind("path", path, (str, os.PathLike), "pass the name of a file, before the state")
+    file = checked_path(path, episodes, "pass the name of a file, before the state")
     check_kind("state", state, CollectorState, "pass the state that init or rollout returned")
-    write_data(Path(path), _KIND, state_data(state, episodes))
+    write_data(file, _KIND, snapshot(state, episodes))
 
 
 def load(
@@ -98,9 +101,16 @@ def load(
     >>> fc.load(path, env, policy).seed
     0
     """
-    check_kind("path", path, (str, os.PathLike), "pass the name of a file, before env and policy")
+    file = checked_path(path, episodes, "pass the name of a file, before env and policy")
     check_pair(env, policy)
-    return state_from(read_data(Path(path), _KIND), env, policy, episodes=episodes)
+    return restore(read_data(file, _KIND), env, policy, episodes=episodes)
+
+
+def checked_path(path: Any, episodes: Any, mend: str = "pass the name of a file") -> Path:
+    """A file's path; TypeError for anything else, ValueError for a wrong `episodes`."""
+    check_kind("path", path, (str, os.PathLike), mend)
+    check_episodes(episodes)
+    return Path(path)
 
 
 def check_episodes(episodes: Any) -> None:
@@ -108,18 +118,16 @@ def check_episodes(episodes: Any) -> None:
     check_choice("episodes", episodes, get_args(Episodes))
 
 
-def state_data(state: CollectorState, episodes: Episodes = "continue") -> dict[str, Any]:
-    """A state as plain data; raises as `save` does."""
-    check_episodes(episodes)
+def snapshot(state: CollectorState, episodes: Episodes | None = "continue") -> dict[str, Any]:
+    """A state as plain data; raises as `save` does. For None it is for `counts_in`, and the state may be superseded."""
     if (dims := np.ndim(state.key)) > 1:
         raise ValueError(
             f"the state is of {[*np.shape(state.key)[: dims - 1]]} runs, expected one: save each of them, which is "
             "jax.tree.map(lambda leaf: leaf[i], state)"
         )
-    handle, policy_state = state.env_state, state.policy_state
-    if isinstance(handle, SimulatorHandle):
+    handle, policy_state, env_state = state.env_state, state.policy_state, None
+    if episodes is not None and isinstance(handle, SimulatorHandle):
         handle.check()
-    env_state = None
     if episodes == "continue":
         simulated = isinstance(handle, SimulatorHandle)
         env_state = _record_data(handle.simulation, state) if simulated else flatten_part(handle)[0]
@@ -127,109 +135,10 @@ def state_data(state: CollectorState, episodes: Episodes = "continue") -> dict[s
         "description": _description(state),
         "lanes": state.lane_ids.tolist(),
         "total_lanes": state.total_lanes,
-        "fields": {name: _leaves(getattr(state, name)) for name in _FIELDS},
+        "fields": {name: _flattened(getattr(state, name))[0] for name in _FIELDS},
         "varying_params": described(state.env_params),
         "carried": policy_state.carried if isinstance(policy_state, TorchPolicyState) else None,
         "env_state": env_state,
-    }
-
-
-def state_from(
-    data: Mapping[str, Any],
-    env: Env,
-    policy: Policy,
-    *,
-    episodes: Episodes = "continue",
-    over: CollectorState | None = None,
-) -> CollectorState:
-    """The state from `state_data`, for a checked pair; raises as `load` does.
-
-    It has the simulators of the state `over`, if that is given.
-    """
-    check_episodes(episodes)
-    if len(lanes := data["lanes"]) != (env.num_envs or 1):
-        raise ValueError(
-            f"the saved state has {len(lanes)} lanes, {env!r} has {env.num_envs or 1}: build it with as many"
-        )
-    fields, goes_on = data["fields"], episodes == "continue" and data["env_state"] is not None
-    seed = seed_of(np.asarray(fields["key"][0]))
-    if env.backend == "host" and goes_on:
-        lane = torch.tensor(lanes)
-        rows = {
-            leaf.path: torch.zeros(len(lane), *leaf.shape, dtype=torch_dtype(leaf.dtype))
-            for leaf in env.observation_leaves
-        }
-        state = first_state(
-            env, policy, key_from_seed(seed), lane, data["total_lanes"], env_state=None, observation=rows
-        )
-    elif over is None:
-        state = init_lanes(env, policy, seed=seed, first_lane=lanes[0], total_lanes=data["total_lanes"])
-    else:
-        state = over
-    try:
-        _check_description(data["description"], _description(state, env), env)
-        state = like_described(env, state, data["varying_params"])
-        if not goes_on:
-            return resume(env, state, counts_in(data))
-        whole = _with_fields(state, data)
-        if env.backend != "host":
-            return whole.changed(env_state=restored("env_state", state.env_state, data["env_state"]))
-        record = SimulationRecord(**data["env_state"])
-        if over is not None and over.env_state.simulation.calls:
-            raise ReplayError(
-                f"{env} cannot go back to the saved state: functions were applied to its environments since, which "
-                "nothing undoes: restore into a new collector, with a new instance"
-            )
-        simulators = None if over is None else over.env_state.simulation.hand_over()
-        return whole.changed(env_state=rebuild(env, record, whole, saved=True, simulators=simulators))
-    except BaseException:
-        close(state)
-        raise
-
-
-_KINDS = {"host": "simulators", "torch": "Torch", "jax": "JAX", "device": "simulators on a device"}
-
-
-def _description(state: CollectorState, env: Env | None = None) -> dict[str, Any]:
-    """What a state and its environment have in common with those that can load it."""
-    if isinstance(state.env_state, SimulatorHandle):
-        env = state.env_state.simulation.env
-    backend = env.backend if env else "torch" if isinstance(state.lane, Tensor) else "jax"
-    rows = {path: [[*row.shape[1:]], str(row.dtype).removeprefix("torch.")] for path, row in state.observation.items()}
-    return {
-        "kind": _KINDS[backend],
-        "forking": env.forking if isinstance(env, HostEnv) else None,
-        "observation": dict(sorted(rows.items())),
-    }
-
-
-def _check_description(saved: Mapping[str, Any], own: Mapping[str, Any], env: Env) -> None:
-    """Raise ValueError if a state was saved over an environment of another kind, or with other observations."""
-    for name, value in own.items():
-        if saved[name] != value:
-            raise ValueError(
-                f"the {name} of the saved state's environment is {shown(saved[name])}, of {env!r} {shown(value)}: pass "
-                "an environment like the one that the state was made with"
-            )
-
-
-def _leaves(part: Any) -> list[Any]:
-    """The leaves of a part of a state, but the keys that a TensorDict policy carries: a new state has none."""
-    return flatten_part(part._replace(carried=None) if isinstance(part, TorchPolicyState) else part)[0]
-
-
-def counts_in(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `state_data` that `resume` needs, in the form of `saved_state`."""
-    fields = data["fields"]
-    (key,), (episode,), (steps,), (version,) = (fields[each] for each in ("key", "episode", "steps", "policy_version"))
-    return {
-        "key": torch.from_numpy(np.asarray(key).astype(np.int64)),
-        "episode": torch.from_numpy(np.asarray(episode).astype(np.int64)),
-        "steps": steps if isinstance(steps, int) else number(steps),
-        "policy_version": int(version),
-        "policy_state": fields["policy_state"],
-        "env_params": fields["env_params"],
-        "varying_params": data["varying_params"],
     }
 
 
@@ -256,12 +165,192 @@ def _record_data(simulation: Simulation, state: CollectorState) -> dict[str, Any
     return data
 
 
+def restore(
+    data: Mapping[str, Any],
+    env: Env,
+    policy: Policy,
+    *,
+    episodes: Episodes = "continue",
+    over: CollectorState | None = None,
+) -> CollectorState:
+    """The state from a `snapshot`, for a checked pair; raises as `load` does. `over` gives it its simulators."""
+    if len(lanes := data["lanes"]) != (env.num_envs or 1):
+        raise ValueError(
+            f"the saved state has {len(lanes)} lanes, {env!r} has {env.num_envs or 1}: build it with as many"
+        )
+    goes_on = episodes == "continue" and data["env_state"] is not None
+    seed = seed_of(np.asarray(data["fields"]["key"][0]))
+    if env.backend == "host" and goes_on:
+        rows = {
+            leaf.path: torch.zeros(len(lanes), *leaf.shape, dtype=torch_dtype(leaf.dtype))
+            for leaf in env.observation_leaves
+        }
+        key, lane = key_from_seed(seed), torch.tensor(lanes)
+        state = first_state(env, policy, key, lane, data["total_lanes"], env_state=None, observation=rows)
+    elif over is None:
+        state = init_lanes(env, policy, seed=seed, first_lane=lanes[0], total_lanes=data["total_lanes"])
+    else:
+        state = over
+    try:
+        for name, value in _description(state, env).items():
+            if (saved := data["description"][name]) != value:
+                raise ValueError(
+                    f"the {name} of the saved state's environment is {shown(saved)}, of {env!r} {shown(value)}: pass "
+                    "an environment like the one that the state was made with"
+                )
+        state = like_described(env, state, data["varying_params"])
+        if not goes_on:
+            return resume(env, state, counts_in(data))
+        whole = _with_fields(state, data)
+        if env.backend != "host":
+            return whole.changed(env_state=put_back("env_state", state.env_state, data["env_state"]))
+        if over is not None and over.env_state.simulation.calls:
+            raise ReplayError(
+                f"{env} cannot go back to the saved state: functions were applied to its environments since, which "
+                "nothing undoes: restore into a new collector, with a new instance"
+            )
+        simulators = None if over is None else over.env_state.simulation.hand_over()
+        record = SimulationRecord(**data["env_state"])
+        return whole.changed(env_state=rebuild(env, record, whole, saved=True, simulators=simulators))
+    except BaseException:
+        close(state)
+        raise
+
+
+def _description(state: CollectorState, env: Env | None = None) -> dict[str, Any]:
+    """What a state and its environment have in common with those that can load it."""
+    if isinstance(state.env_state, SimulatorHandle):
+        env = state.env_state.simulation.env
+    backend = env.backend if env else "torch" if isinstance(state.lane, Tensor) else "jax"
+    rows = {path: [[*row.shape[1:]], str(row.dtype).removeprefix("torch.")] for path, row in state.observation.items()}
+    return {
+        "kind": _KINDS[backend],
+        "forking": env.forking if isinstance(env, HostEnv) else None,
+        "observation": dict(sorted(rows.items())),
+    }
+
+
 def _with_fields(state: CollectorState, data: Mapping[str, Any]) -> CollectorState:
     """A state whose leaves are replaced by the saved ones."""
-    parts = {name: restored(name, getattr(state, name), leaves) for name, leaves in data["fields"].items()}
+    parts = {name: put_back(name, getattr(state, name), leaves) for name, leaves in data["fields"].items()}
     if data["carried"] is not None:
         policy_state: TorchPolicyState = parts["policy_state"]
         device = next((leaf.device for leaf in flatten_part(policy_state.recurrent)[0]), torch.device("cpu"))
         carried = {path: leaf.to(device) for path, leaf in data["carried"].items()}
         parts["policy_state"] = policy_state._replace(carried=carried)
     return state.replace(**parts)
+
+
+def counts_in(data: Mapping[str, Any], *, copies: bool = False) -> dict[str, Any]:
+    """The fields of a `snapshot` that `resume` needs: tensors on the CPU and numbers; `copies` also of its parts."""
+    fields = data["fields"]
+    key, episode, steps, version = (fields[name][0] for name in COUNTS)
+    return {
+        "key": torch.from_numpy(np.asarray(key).astype(np.int64)),
+        "episode": _copied(episode).to("cpu", torch.int64),
+        "steps": steps if isinstance(steps, int) else number(steps),
+        "policy_version": int(version),
+        **{name: [*map(_copied, fields[name])] if copies else fields[name] for name in _PARTS},
+        "varying_params": data["varying_params"],
+    }
+
+
+def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> CollectorState:
+    """Begin new episodes after the saved counts, with the parts of the state that `counts_in` has kept."""
+    if len(saved["episode"]) != state.num_lanes:
+        raise ValueError(
+            f"the saved state has {len(saved['episode'])} lanes, this one {state.num_lanes}: "
+            "build the collector with the same number of environments"
+        )
+    if "varying_params" in saved:
+        state = like_described(env, state, saved["varying_params"])
+    parts = {name: put_back(name, getattr(state, name), saved[name]) for name in _PARTS if name in saved}
+    key = saved["key"].numpy().astype(np.uint32)
+    episode, steps, version = saved["episode"], saved["steps"], saved["policy_version"]
+    match state.env_state:
+        case SimulatorHandle(simulation=simulation):
+            simulation.rekey(key, episode.tolist(), steps)
+            episode = episode.to(state.episode.device)
+        case JaxEnvState() as lanes:  # the next starts follow from the key
+            parts["env_state"] = lanes._replace(next_start_used=np.ones(state.num_lanes, bool))
+            episode, steps, version = episode.numpy().astype(np.int32), from_number(steps), np.int32(version)
+        case _:
+            episode = episode.to(state.episode.device)
+    return recover(env, state.changed(**parts, key=key, episode=episode, steps=steps, policy_version=version))
+
+
+def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> CollectorState:
+    """Begin new episodes under another seed. Before the first step, the result equals `init` with this seed."""
+    key = key_from_seed(seed)
+    counts = {"key": torch.from_numpy(key.astype(np.int64))}
+    if not state.steps_made:
+        counts["episode"] = torch.full((state.num_lanes,), -1)
+    return _begun_again(env, policy, state, key, counts)
+
+
+def go_on(env: Env, policy: Policy, state: CollectorState, *, steps: int, episode: int) -> CollectorState:
+    """Begin new episodes as if all lanes had made so many steps and had begun the episodes up to this number."""
+    counts = {"steps": steps, "episode": torch.full((state.num_lanes,), episode)}
+    return _begun_again(env, policy, state, state.key, counts, steps)
+
+
+def _begun_again(
+    env: Env, policy: Policy, state: CollectorState, key: Any, changes: dict[str, Any], steps: int = 0
+) -> CollectorState:
+    """Resume a state with changes of its counts, and with the policy's state under a key after so many steps."""
+    policy_state = policy_start(policy, key, state.num_lanes, int(state.lane_ids[0]), steps)
+    counts = {name: value for name, value in counts_in(snapshot(state, None)).items() if name in COUNTS}
+    return resume(env, state.replace(policy_state=policy_state), counts | changes)
+
+
+def _flattened(part: Any) -> tuple[list[Any], Any]:
+    """Flatten a part of a state, but for the keys that a TensorDict policy carries: a new state has none."""
+    return flatten_part(part._replace(carried=None) if isinstance(part, TorchPolicyState) else part)
+
+
+def _copied(leaf: Any) -> Tensor:
+    """A copy of a tensor, an array of another library, or a number."""
+    return leaf.clone() if isinstance(leaf, Tensor) else torch.from_numpy(np.array(leaf))
+
+
+def put_back(name: str, like: Any, leaves: Sequence[Any], *, in_place: bool = False) -> Any:
+    """The part `name` of a state from its saved leaves, in the form of `like`; ValueError for other shapes or dtypes.
+
+    With `in_place`, tensors of `like` that require gradients are written and returned: optimizers refer to them.
+    """
+    own, treedef = _flattened(like)
+    owner = "policy" if name == "policy_state" else "environment"
+    found, wanted = ([tuple(np.shape(leaf)) for leaf in each] for each in (leaves, own))
+    if found != wanted:
+        raise ValueError(
+            f"the saved {name} has leaves of the shapes {shown(found)}, here they have {shown(wanted)}: "
+            f"build it with the same {owner}"
+        )
+    for leaf, saved in zip(own, leaves, strict=True):
+        if (was := _dtype(saved)) != (now := _dtype(leaf)) and was and now:
+            raise ValueError(
+                f"a leaf of the saved {name} is {was}, here it is {now}: build it with the same {owner}, and with "
+                "jax_enable_x64 as it was"
+            )
+    return treedef.unflatten(_like(*each, in_place) for each in zip(own, leaves, strict=True))
+
+
+def _dtype(leaf: Any) -> str:
+    """The name of an array's dtype; empty for a number."""
+    return str(leaf.dtype).removeprefix("torch.") if np.ndim(leaf) and hasattr(leaf, "dtype") else ""
+
+
+def _like(leaf: Any, saved: Any, in_place: bool) -> Any:
+    """A saved leaf as the kind of tensor, array or number that `leaf` is, where that is; or written into it."""
+    if isinstance(leaf, Tensor):
+        if not (in_place and leaf.requires_grad):
+            return torch.as_tensor(saved).to(leaf.device)
+        with torch.no_grad():
+            return leaf.copy_(torch.as_tensor(saved))
+    if isinstance(leaf, (bool, int, float, np.generic)):
+        return type(leaf)(np.asarray(saved).item())
+    if isinstance(leaf, np.ndarray):
+        return np.array(saved)
+    jax = import_jax()
+    array = jax.numpy.array(saved.numpy() if isinstance(saved, Tensor) else saved)
+    return jax.device_put(array, leaf.sharding) if leaf.committed else array

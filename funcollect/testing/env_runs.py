@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from funcollect.core import api
 from funcollect.core.apply import apply
-from funcollect.core.restore import go_on
+from funcollect.core.saving import go_on
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import seeding_of
 from funcollect.errors import StaleStateError

@@ -134,17 +134,3 @@ def test_it_is_not_copied(kind: Any) -> None:
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match=r"Collector.* cannot be copied or pickled: save\(path\)"):
                 copied(collector)
-
-
-def test_an_exception_frees_it() -> None:
-    def fail() -> None:
-        if failing:
-            raise KeyboardInterrupt
-
-    failing = [True]
-    policy = fc.torch_policy(Calls(fail), head=fc.heads.categorical)
-    with fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=5, seed=0) as collector:
-        with pytest.raises(KeyboardInterrupt):
-            next(collector)
-        failing.clear()
-        assert next(collector).numel() == 5

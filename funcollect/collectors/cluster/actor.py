@@ -17,8 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.collectors.cluster.resources import ray
-from funcollect.collectors.runner_timer import RolloutTimes
-from funcollect.collectors.sync import SyncDataCollector
+from funcollect.collectors.sync import RolloutTimes, SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.batch_layout import copy_into, turned
 from funcollect.collectors.workers.worker import EnvCalls, Job, Progress, RolloutReport, Worker, WorkerInfo

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 from typing_extensions import override
 
-from funcollect.collectors.runner_timer import RolloutTimes
+from funcollect.collectors.sync import RolloutTimes
 from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.gathering import BatchAssembler, Gathering, ReadyBatch, WorkerGroup
 from funcollect.collectors.workers.jobs import check_alike

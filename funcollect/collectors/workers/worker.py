@@ -14,8 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.collectors.options import Options, RunnerSpec
-from funcollect.collectors.runner import Runner, check_saved
-from funcollect.collectors.runner_timer import RolloutTimes, RunnerTimer
+from funcollect.collectors.sync import RolloutTimes, RunnerTimer, SyncDataCollector, check_saved
 from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.rollout_trajectories import is_limited
@@ -107,7 +106,7 @@ class Job:
     def collector(self) -> Any:
         """Build what makes the rollouts."""
         if self.kind is None:
-            return Runner(self.source, self.options, seed=self.seed)
+            return SyncDataCollector.of_worker(self.source, self.options, self.seed)
         given = {"seed": self.seed, "shard": self.options.shard, **self.keywords}
         return self.kind(self.source.create_env_fn, self.source.policy, **given)
 
@@ -164,12 +163,12 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._policy: bytes | None = None  # packed, if another one than the job's was sent
-        self._runner: Runner = job.collector()
+        self._runner: SyncDataCollector = job.collector()
         self._timer: RunnerTimer | None = None
         self._begin(self._runner, job.progress, job.applied)
 
     def _begin(self, collector: Any, progress: Progress, applied: EnvCalls) -> None:
-        """Use this collector, which makes the rollouts: a `Runner`, or one that has workers itself."""
+        """Use this collector, which makes the rollouts: a `SyncDataCollector`, or one that has workers itself."""
         self._collector = collector
         self.reset, self.set_seed = collector.reset, collector.set_seed
         self.state_dict, self.saved_run = collector.state_dict, collector.saved_run

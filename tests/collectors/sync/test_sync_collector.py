@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import copy
+import io
 from typing import Any
 
 import gymnasium
@@ -12,7 +12,6 @@ from torch import nn
 
 import funcollect as fc
 from funcollect import SyncDataCollector
-from funcollect.core.restore import next_seed
 from funcollect.policies.random_policy import RandomPolicy
 from tests.support.compare import assert_same
 
@@ -81,8 +80,6 @@ def test_keywords_can_be_read_back_as_given() -> None:
     }  # fmt: skip
     collector = make(**given)
     assert {name: getattr(collector, name) for name in given} == given
-    with pytest.raises(AttributeError, match="no attribute 'frames_per_bach'"):
-        _ = collector.frames_per_bach
 
 
 def test_device_fills_those_that_are_unset() -> None:
@@ -93,12 +90,6 @@ def test_device_fills_those_that_are_unset() -> None:
     assert {leaf.device for leaf in batch.values(True, True)} == {meta}
     assert make().storing_device is None
     assert next(make(storing_device="cpu"))["action"].device == cpu
-
-
-def test_env_device_has_to_be_the_environments_own() -> None:
-    assert make(env_device="cpu").env_device == torch.device("cpu")
-    with pytest.raises(ValueError, match=r"env_device is meta.*runs on cpu"):
-        make(env_device="meta")
 
 
 def test_policy_device_copies_only_where_the_policy_is_elsewhere() -> None:
@@ -113,8 +104,6 @@ def test_policy_device_copies_only_where_the_policy_is_elsewhere() -> None:
 def test_policy_factory_makes_the_policy() -> None:
     assert actions(next(make(policy_factory=lambda: greedy(1.0)))) == [1]
     assert isinstance(make().policy, RandomPolicy)
-    with pytest.raises(ValueError, match="both given"):
-        make(greedy(1.0), policy_factory=lambda: greedy(1.0))
 
 
 @pytest.mark.parametrize("kind", [greedy, jax_greedy], ids=["torch", "jax"])
@@ -141,39 +130,39 @@ def test_update_at_each_batch_counts_and_keeps_what_acts() -> None:
     assert [actions(batch) for batch in seen] == [[0], [0], [1], [1]]
 
 
-def test_the_policys_own_weights_are_read_at_each_batch() -> None:
-    module = linear(-1.0)
-    collector = make(fc.torch_policy(module, head=fc.heads.greedy))
-    before = next(collector)
-    with torch.no_grad():
-        module.bias[1] = 1.0
-    assert [actions(before), actions(next(collector))] == [[0], [1]]
+def jax_recurrent(bias: float) -> Any:
+    params = jnp.array([0.0, bias])
+    return fc.jax_policy(lambda p, x, h: (x[:, :2] * 0 + p, h + 1), params, head=fc.heads.greedy, initial_state=0.0)
 
 
-@pytest.mark.parametrize("kind", [greedy, jax_greedy, lambda _: None], ids=["torch", "jax", "random"])
-def test_state_dict_and_load_state_dict(kind: Any) -> None:
+@pytest.mark.parametrize(
+    "kind", [greedy, jax_greedy, jax_recurrent, lambda _: None], ids=["torch", "jax", "rnn", "any"]
+)
+def test_a_state_dict_through_a_file_brings_back_the_same_run(kind: Any) -> None:
     source = make(kind(1.0), total_frames=100)
     first = [next(source), next(source)]
     source.update_policy_weights_()
-    saved = source.state_dict()
-    kept = copy.deepcopy(saved["policy_state_dict"])
-    after = next(source)
-    target = make(kind(-1.0), total_frames=100, seed=77)
-    next(target)
-    target.load_state_dict(saved)
-    assert (target.frames, target.seed, len(list(target))) == (40, 0, 3)
-    target.load_state_dict(saved)
-    batch = next(target)
-    assert actions(batch) == ([0, 1] if kind(0) is None else [1])
-    assert versions(batch) == [1]
+    file = io.BytesIO()
+    torch.save(source.state_dict(), file)
+    next(source)
+    runs = []
+    for _ in range(2):
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        target = make(kind(-1.0), total_frames=100, seed=77)
+        next(target)
+        target.load_state_dict(saved)
+        assert (target.frames, target.seed, target.params) == (40, 0, None)
+        runs.append(next(target))
+        assert len(list(target)) == 2
+    assert_same(*runs)
+    assert actions(runs[0]) == ([0, 1] if kind(0) is None else [1])
+    assert versions(runs[0]) == [1]
     used = {i for part in first for i in part["collector", "traj_ids"].flatten().tolist()}
-    assert not used & set(batch["collector", "traj_ids"].flatten().tolist())
-    assert (batch["collector", "step"][:, 0] == 0).all()
-    assert after.batch_size == batch.batch_size
-    assert str(kept) == str(saved["policy_state_dict"])
-    other = make(kind(-1.0), num_envs=3)
+    assert not used & set(runs[0]["collector", "traj_ids"].flatten().tolist())
+    assert (runs[0]["collector", "step"][:, 0] == 0).all()
     with pytest.raises(ValueError, match="2 lanes, this one 3"):
-        other.load_state_dict(saved)
+        make(kind(-1.0), num_envs=3).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("form", ["own", "tensordict", "dict"])
@@ -209,22 +198,10 @@ def test_set_seed_returns_the_next_seed_as_torchrl_does() -> None:
     seed = 11
     for _ in range(3):
         seed = seed_generator(seed)
-    assert collector.set_seed(11) == seed == next_seed(11, 3)
+    assert collector.set_seed(11) == seed
     assert collector.set_seed(11, static_seed=True) == 11
     assert collector.seed == 11
     assert_same(next(collector), next(make(num_envs=3, seed=11)))
-
-
-def test_set_seed_in_the_middle_keeps_counts_and_ids_apart() -> None:
-    collector = make()
-    first = next(collector)
-    collector.set_seed(3)
-    second = next(collector)
-    assert not set(first["collector", "traj_ids"].flatten().tolist()) & set(
-        second["collector", "traj_ids"].flatten().tolist()
-    )
-    assert collector.frames == 40
-    assert (second["collector", "step"][:, 0] == 0).all()
 
 
 def test_a_seed_that_was_drawn_can_be_read_and_used_again() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -16,7 +15,6 @@ from gymnasium import spaces
 
 import funcollect as fc
 from funcollect import SyncDataCollector
-from tests.support.compare import assert_same, joined
 
 LIVE: list[Any] = []
 
@@ -62,61 +60,6 @@ def make(*, total_frames: int = -1, policy: Any = None, **options: Any) -> Any:
     return SyncDataCollector([Simulator, Simulator], policy, total_frames=total_frames, **options)
 
 
-@pytest.mark.parametrize(("total", "count"), [(1, 1), (10, 1), (11, 2), (40, 4)])
-def test_a_run_ends_with_a_whole_last_batch(total: int, count: int) -> None:
-    collector = make(total_frames=total)
-    assert len(collector) == count
-    batches = list(collector)
-    assert [batch.batch_size for batch in batches] == [(2, 5)] * count
-    assert collector.frames == 10 * count
-    assert list(collector) == []
-    with pytest.raises(StopIteration):
-        next(collector)
-    assert collector.rollout().batch_size == (2, 5)
-
-
-def test_frames_are_rounded_up_to_whole_steps() -> None:
-    collector = make(frames_per_batch=7, total_frames=15)
-    assert collector.frames_per_batch == 7
-    assert len(collector) == 2
-    assert [batch.batch_size for batch in collector] == [(2, 4), (2, 4)]
-
-
-def test_an_endless_run_has_no_length() -> None:
-    collector = make()
-    with pytest.raises(TypeError, match="endless"):
-        len(collector)
-    for index, batch in enumerate(collector):
-        assert batch["observation"][0, 0, 0] == index * 5 % 8
-        if index == 20:
-            break
-    assert collector.frames == 210
-
-
-def test_breaking_off_and_going_on_is_one_run() -> None:
-    whole = joined(list(make(total_frames=60)))
-    collector, parts = make(total_frames=60), []
-    for stop in (2, 1, 99):
-        for count, batch in enumerate(collector, 1):
-            parts.append(batch)
-            if count == stop:
-                break
-        else:
-            assert stop == 99
-    assert_same(joined(parts), whole)
-
-
-def test_batches_are_the_callers_own() -> None:
-    collector, other = make(), make()
-    batch = next(collector)
-    batch["new"] = torch.zeros(2, 5)
-    del batch["action"]
-    for leaf in batch.values(True, True):
-        leaf.zero_()
-    next(other)
-    assert_same(next(collector), next(other))
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError("in the simulator")], ids=repr)
 @pytest.mark.parametrize("where", ["step", "reset"])
 def test_after_an_exception_the_next_batch_begins_new_episodes(error: BaseException, where: str) -> None:
@@ -152,42 +95,12 @@ def test_a_policy_that_fails_leaves_the_collector_usable() -> None:
     assert (next(collector)["collector", "step"][:, 0] == 0).all()
 
 
-def test_reset_begins_new_episodes_in_some_lanes_or_all() -> None:
-    collector = make()
-    next(collector)
-    collector.reset(torch.tensor([True, False]))
-    batch = next(collector)
-    assert batch["collector", "step"][:, 0].tolist() == [0, 5]
-    collector.reset()
-    assert next(collector)["collector", "step"][:, 0].tolist() == [0, 0]
-
-
-USES: dict[str, Callable[[Any], Any]] = {
-    "next": next,
-    "rollout": lambda collector: collector.rollout(),
-    "reset": lambda collector: collector.reset(),
-    "set_seed": lambda collector: collector.set_seed(1),
-    "update_policy_weights_": lambda collector: collector.update_policy_weights_(),
-    "load_state_dict": lambda collector: collector.load_state_dict(collector.state_dict()),
-}
-
-
-@pytest.mark.parametrize("use", USES)
-def test_shutdown_closes_the_simulators_once_and_for_all(use: str) -> None:
-    collector = make(total_frames=30)
-    next(collector)
-    collector.shutdown()
-    collector.shutdown()
-    assert [simulator.closed for simulator in LIVE] == [1, 1]
-    with pytest.raises(fc.ClosedError, match="shut down"):
-        USES[use](collector)
-    assert collector.stats()["frames"] == 10
-
-
 def test_with_shuts_down_also_after_an_exception() -> None:
     with make() as collector:
         next(collector)
+    collector.shutdown()
     assert [simulator.closed for simulator in LIVE] == [1, 1]
+    assert collector.stats()["frames"] == 10
     LIVE.clear()
     collector = make()
     LIVE[0].error = ("step", ZeroDivisionError())

@@ -17,12 +17,12 @@ def test_their_names_since_0_14() -> None:
     assert fc.MultiAsyncCollector is fc.MultiaSyncDataCollector
 
 
-def of(kind: str, policy: Any = None, **kwargs: Any) -> Any:
+def of(kind: str, policy: Any = None, workers: int = 2, **kwargs: Any) -> Any:
     kwargs = {"frames_per_batch": 20, "total_frames": 60} | kwargs
     if kind == "one process":
         return fc.SyncDataCollector("CartPole-v1", policy, **kwargs)
     made = fc.MultiSyncDataCollector if kind == "sync" else fc.MultiaSyncDataCollector
-    return made(["CartPole-v1"] * 2, policy, in_process=True, **kwargs)
+    return made(["CartPole-v1"] * workers, policy, in_process=True, **kwargs)
 
 
 KINDS = ["one process", "sync", "async"]
@@ -56,16 +56,24 @@ def test_a_run_by_their_methods(kind: str) -> None:
 
 
 @each_kind
-def test_the_last_frame_of_each_lane_is_truncated(kind: str) -> None:
-    with of(kind, set_truncated=True, create_env_kwargs={"num_envs": 2}, total_frames=80) as collector:
-        plain = of(kind, create_env_kwargs={"num_envs": 2}, total_frames=80, seed=collector.seed)
-        for batch, other in zip(collector, plain, strict=True):
-            assert batch["next", "truncated"][..., -1, 0].all()
-            assert batch["next", "done"][..., -1, 0].all()
-            if kind != "async":  # whose workers take turns
-                assert torch.equal(batch["observation"], other["observation"])  # the episode goes on
-                assert torch.equal(batch["next", "terminated"], other["next", "terminated"])
-        plain.shutdown()
+def test_the_last_frame_of_each_lane_is_truncated_and_the_episodes_go_on(kind: str) -> None:
+    lanes: dict[str, Any] = {"create_env_kwargs": {"num_envs": 2}, "workers": 1 if kind == "async" else 2}
+    runs, lengths = [], []
+    for set_truncated in (False, True):
+        with of(kind, set_truncated=set_truncated, total_frames=400, seed=0, **lanes) as collector:
+            runs.append([batch.clone() for batch in collector])
+        stats, found = None, []
+        for batch in runs[-1]:
+            stats = fc.episode_stats(batch, stats)
+            found += stats.lengths.tolist()
+        lengths.append(found)
+    assert lengths[0] == lengths[1]
+    assert max(lengths[0]) > 10
+    for plain, cut in zip(*runs, strict=True):
+        assert cut["next", "truncated"][..., -1, 0].all()
+        assert cut["next", "done"][..., -1, 0].all()
+        assert torch.equal(plain["observation"], cut["observation"])
+        assert torch.equal(plain["next", "terminated"], cut["next", "terminated"])
 
 
 def linear(bias: float) -> nn.Linear:
@@ -97,19 +105,3 @@ def test_devices_in_a_list_fill_storing_device() -> None:
             assert collector.storing_device == cpu
     with pytest.raises(TypeError, match=r"storing_device is \['cpu', 'cpu'\], expected one device"):
         of("sync", storing_device=["cpu", "cpu"])
-
-
-@pytest.mark.parametrize("kind", [fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector])
-def test_episodes_go_on_where_set_truncated_cuts_them(kind: Any) -> None:
-    env = "CartPole-v1" if kind is fc.SyncDataCollector else ["CartPole-v1"]
-    found: list[list[int]] = []
-    for set_truncated in (False, True):
-        lengths, stats = [], None
-        with kind(env, frames_per_batch=10, total_frames=200, seed=0, set_truncated=set_truncated) as collector:
-            for batch in collector:
-                stats = fc.episode_stats(batch, stats)
-                lengths += stats.lengths.tolist()
-                assert not set_truncated or batch["next", "done"][..., -1, :].all()
-        found.append(lengths)
-    assert found[0] == found[1]
-    assert max(found[0]) > 10

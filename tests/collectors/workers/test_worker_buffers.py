@@ -101,7 +101,7 @@ def fill_until_it_fails(collector, buffer, kill=None):
     if kill is not None:
         buffer.wait_for(1)
         os.kill(collector.run.records[kill].handle.pid, signal.SIGKILL)
-    collector._filler.join()
+    collector._filler.thread.join()
 
 
 @pytest.mark.parametrize("kind", COLLECTORS)

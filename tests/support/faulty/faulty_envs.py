@@ -64,14 +64,11 @@ def jump(seen: Any, time: int) -> Any:
     return seen * 5 + np.float32(4) if time == 3 else seen
 
 
-ReturnsAShorterRow = walk("ReturnsAShorterRow", seen=lambda self: Walk.seen(self)[: 2 - (self.time == 5)])
-ReturnsNoInfo = walk("ReturnsNoInfo", reset=lambda self, **how: Walk.reset(self, **how)[0])
 LeavesItsSpace = walk("LeavesItsSpace", seen=lambda self: jump(Walk.seen(self), self.time))
 SeesNothing = walk("SeesNothing", seen=lambda self: Walk.seen(self) * np.float32(np.nan if self.time == 4 else 1))
 PaysInfinitely = walk("PaysInfinitely", reward=lambda self: np.inf if self.time == 6 else 1.0)
 DrawsFromNumPy = walk("DrawsFromNumPy", noise=lambda self: np.random.normal(0, 0.1, 2))
 DrawsFromPython = walk("DrawsFromPython", start=lambda self: Walk.start(self) + 0 * random.random())
-DrawsFromTorch = walk("DrawsFromTorch", noise=lambda self: Walk.noise(self) + 0 * torch.rand(1).item())
 
 
 class SeedsItself(Walk):
@@ -120,7 +117,6 @@ def limited(self: Any, action: Any, *, before: bool) -> Any:
 
 
 TerminatesAtItsLimit = walk("TerminatesAtItsLimit", step=partialmethod(limited, before=False))
-TerminatesAtItsLimitOrBefore = walk("TerminatesAtItsLimitOrBefore", step=partialmethod(limited, before=True))
 
 
 class HidesItsEnds(Walk):
@@ -197,16 +193,6 @@ class ReplacesItsRows(Proxy):
         answer = super().receive()
         self.inner.observation = {path: array.copy() for path, array in self.observation.items()}
         return answer
-
-
-class RestoresNothing(Proxy):
-    """Gives an empty snapshot."""
-
-    def snapshot(self) -> None:
-        return None
-
-    def restore(self, snapshot: None) -> None:
-        self.reset(range(3), [0, 0, 0])
 
 
 class ForgetsToWrite(Proxy):
@@ -331,18 +317,9 @@ def in_place(place: Any, moved: Any, *answer: Any) -> Any:
     return place.copy_(moved), *answer
 
 
-def unpaid(place: Any, moved: Any, reward: Any, terminated: Any) -> Any:
-    return moved, reward.log() * 0 + (place[:, 0] * 5).sqrt() * 0 + 1, terminated
-
-
 MixesItsLanes = moving(
     "MixesItsLanes", lambda self, x, action: TorchWalk.move(self, x, action + action.double().mean())
 )
 MovesInPlace = moving("MovesInPlace", lambda self, x, action: in_place(x, *TorchWalk.move(self, x, action)))
-LosesItsReward = moving("LosesItsReward", lambda self, x, action: unpaid(x, *TorchWalk.move(self, x, action)))
 
 
-class ChangesItsDtype(TorchWalk):
-    def observe(self, place: Any) -> Any:
-        seen = super().observe(place)
-        return seen.double() if bool((seen.abs() > 0.12).any()) else seen
