@@ -106,11 +106,7 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("observations", over(faulty.SeesNothing), r"next.observation: expected a value in Box.*nan"),
     ("rewards", over(faulty.PaysInfinitely), r"lane \d, step 5, next.reward: expected a finite number, got \[inf\]"),
     ("runs", lambda: faulty.LosesItsReward(3), r"lane \d, step \d of this batch: the reward is NaN"),
-    (
-        "chained",
-        through(faulty.WritesOtherRows),
-        r"lane \d, step \d+, observation: .*next observation of the row before",
-    ),
+    ("chained", through(faulty.WritesOtherRows), r"lane \d, step \d+, observation: .*observation of the row before"),
     ("generators", over(faulty.DrawsFromNumPy), r"NumPy's global generator: .*moved by rollout.*self.np_random"),
     ("generators", over(faulty.DrawsFromPython), r"Python's global generator: .*moved by init"),
     ("generators", over(faulty.DrawsFromTorch), r"Torch's global generator: .*moved by rollout"),
@@ -142,11 +138,7 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
         through(faulty.RestoresNothing, seeding="lane", forking="snapshot"),
         r"ReplayError: lane \d.*another observation",
     ),
-    (
-        "save",
-        lambda: HostWalk(ForgetsInAFile),
-        r"ReplayError: lane \d.*another observation",
-    ),
+    ("save", lambda: HostWalk(ForgetsInAFile), r"ReplayError: lane \d.*another observation"),
     ("close", over(faulty.CannotClose), r"lane 0: close raised OSError"),
 ]
 
@@ -163,8 +155,42 @@ def test_a_planted_fault_is_caught_by_its_check(check: str, make: Callable[[], A
     assert str(caught.value).count(repr(check)) == 1
 
 
-def spoilt(spoil: Callable[[Any], None]) -> Any:
-    """The library's rollout, with a batch got wrong."""
+def late_done(batch: Any) -> None:
+    batch["done"][:, 1:] = batch["next", "done"][:, :-1]
+    batch["terminated"].copy_(batch["done"])
+
+
+LIBRARY_FAULTS: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("layout", lambda batch: batch["next"].pop("truncated"), r"next.truncated: expected .*torch.bool.*got None"),
+    (
+        "layout",
+        lambda batch: batch.set(("next", "reward"), batch["next", "reward"].double()),
+        r"next.reward: expected .*torch.float32.*torch.float64",
+    ),
+    (
+        "flags",
+        lambda batch: batch["next", "done"].zero_(),
+        r"next.done: expected terminated or truncated, got \[False\] with terminated=\[True\]",
+    ),
+    ("flags", late_done, r"lane \d, step \d+, done: expected False"),
+    (
+        "counters",
+        lambda batch: batch["collector", "step"].add_(batch["collector", "traj_ids"]),
+        r"collector.step: expected 0, as the row before is done",
+    ),
+    (
+        "counters",
+        lambda batch: batch["collector", "traj_ids"].zero_(),
+        r"collector.traj_ids: expected another id after a done row",
+    ),
+    ("counters", lambda batch: batch["collector", "traj_ids"].remainder_(3), r"collector.traj_ids"),
+]
+
+
+@pytest.mark.parametrize(("check", "spoil", "words"), LIBRARY_FAULTS)
+def test_a_fault_of_the_library_is_caught(
+    check: str, spoil: Callable[[Any], Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = api.rollout
 
     @functools.wraps(good)
@@ -173,56 +199,7 @@ def spoilt(spoil: Callable[[Any], None]) -> Any:
         spoil(own := batch.clone())
         return state, own
 
-    return rollout
-
-
-def no_truncated(batch: Any) -> None:
-    del batch["next", "truncated"]
-
-
-def wide_reward(batch: Any) -> None:
-    batch["next", "reward"] = batch["next", "reward"].double()
-
-
-def never_done(batch: Any) -> None:
-    batch["next", "done"].zero_()
-
-
-def late_done(batch: Any) -> None:
-    batch["done"][:, 1:] = batch["next", "done"][:, :-1]
-    batch["terminated"].copy_(batch["done"])
-
-
-def endless_steps(batch: Any) -> None:
-    batch["collector", "step"] += batch["collector", "traj_ids"]
-
-
-def one_id(batch: Any) -> None:
-    batch["collector", "traj_ids"].zero_()
-
-
-def ids_again(batch: Any) -> None:
-    batch["collector", "traj_ids"] %= 3
-
-
-LIBRARY_FAULTS = [
-    ("layout", no_truncated, r"next.truncated: expected .*torch.bool.*got None"),
-    ("layout", wide_reward, r"next.reward: expected .*torch.float32.*torch.float64"),
-    ("flags", never_done, r"next.done: expected terminated or truncated, got \[False\] with terminated=\[True\]"),
-    ("flags", late_done, r"lane \d, step \d+, done: expected False"),
-    ("counters", endless_steps, r"collector.step: expected 0, as the row before is done"),
-    ("counters", one_id, r"collector.traj_ids: expected another id after a done row"),
-    ("counters", ids_again, r"collector.traj_ids"),
-]
-
-
-@pytest.mark.parametrize(
-    ("check", "spoil", "words"), LIBRARY_FAULTS, ids=[spoil.__name__ for _, spoil, _ in LIBRARY_FAULTS]
-)
-def test_a_fault_of_the_library_is_caught(
-    check: str, spoil: Callable[[Any], None], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(api, "rollout", spoilt(spoil))
+    monkeypatch.setattr(api, "rollout", rollout)
     with pytest.raises(fc.CheckError, match=words) as caught:
         check_env(over(Walk)(), steps=60)
     assert caught.value.check == check, str(caught.value)
@@ -248,27 +225,29 @@ def test_the_report_reads_as_a_table() -> None:
     assert "  n/a     reset_mask          there is one lane: pass num_envs=3" in lines
 
 
-def test_a_time_limit_that_is_called_a_termination_is_remarked_on() -> None:
-    def remark(kind: type[Walk], steps: int) -> str:
-        report = check_env(over(kind)(), steps=steps)
-        return next(result.note for result in report.results if result.name == "flags")
+LIMIT = "terminations come after 6 steps, none later: if that is a limit, return truncated"
+REMARKS: list[tuple[str, Callable[[], Any], int, str]] = [
+    ("flags", over(faulty.TerminatesAtItsLimit), 20, f"9 of 9 {LIMIT}"),
+    ("flags", over(faulty.TerminatesAtItsLimitOrBefore), 60, rf"\d+ of \d+ {LIMIT}"),
+    ("flags", over(Walk), 60, ""),
+    (
+        "rewards",
+        lambda: faulty.PaysThrice(2),
+        20,
+        "3 in each step, one for each player: if there is one player, sum them",
+    ),
+]
 
-    said = "terminations come after 6 steps, none later: if that is a limit, return truncated"
-    assert remark(faulty.TerminatesAtItsLimit, 20) == f"9 of 9 {said}"
-    assert re.fullmatch(rf"\d+ of \d+ {said}", remark(faulty.TerminatesAtItsLimitOrBefore, 60))
-    assert not remark(Walk, 60)
 
-
-def test_a_reward_of_several_numbers_is_remarked_on() -> None:
-    report = check_env(faulty.PaysThrice(2), steps=20)
-    remark = "3 in each step, one for each player: if there is one player, sum them"
-    assert next(result.note for result in report.results if result.name == "rewards") == remark
+@pytest.mark.parametrize(("check", "make", "steps", "remark"), REMARKS)
+def test_what_may_be_meant_is_remarked_on(check: str, make: Callable[[], Any], steps: int, remark: str) -> None:
+    report = check_env(make(), steps=steps)
+    assert re.fullmatch(remark, next(result.note for result in report.results if result.name == check))
 
 
 def test_an_instance_without_a_spec_is_told_what_to_pass() -> None:
-    with pytest.raises(
-        TypeError, match=r"cannot be copied: pass its class or a factory, check_env\(Walk, num_envs=3\)"
-    ):
+    words = r"cannot be copied: pass its class or a factory, check_env\(Walk, num_envs=3\)"
+    with pytest.raises(TypeError, match=words):
         check_env(Walk(), steps=10)
 
 

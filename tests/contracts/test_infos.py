@@ -45,28 +45,18 @@ class ShowsQpos(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, reward, terminated, truncated, {**info, "position": self.unwrapped.data.qpos}  # type: ignore[attr-defined]
 
 
-def vector() -> Any:
-    return SyncVectorEnv([SameArrays] * 3, autoreset_mode=AutoresetMode.DISABLED)
-
-
-def collected(create_env_fn: Any, **kwargs: Any) -> Any:
+def collected(create_env_fn: Any, kind: Any = fc.SyncDataCollector, **kwargs: Any) -> Any:
     kwargs = {"info_keys": ["position", "time"]} | kwargs
-    return fc.SyncDataCollector(create_env_fn, frames_per_batch=60, total_frames=60, create_env_kwargs=kwargs)
-
-
-def of_workers(kind: Any) -> Any:
-    kwargs = {"info_keys": ["position", "time"], "num_envs": 2}
-    return kind([SameArrays] * 2, frames_per_batch=60, total_frames=120, create_env_kwargs=kwargs)
+    return kind(create_env_fn, frames_per_batch=60, total_frames=120, create_env_kwargs=kwargs)
 
 
 WAYS: dict[str, Any] = {
     "one": lambda: collected(SameArrays),
     "lanes": lambda: collected(SameArrays, num_envs=3),
     "a list": lambda: collected([SameArrays(), SameArrays()]),
-    "a vector environment": lambda: collected(vector()),
+    "a vector environment": lambda: collected(SyncVectorEnv([SameArrays] * 3, autoreset_mode=AutoresetMode.DISABLED)),
     "processes of lanes": lambda: collected(SameArrays, num_envs=2, parallel=True),
-    "workers, sync": lambda: of_workers(fc.MultiSyncDataCollector),
-    "workers, async": lambda: of_workers(fc.MultiaSyncDataCollector),
+    "workers, async": lambda: collected([SameArrays] * 2, fc.MultiaSyncDataCollector, num_envs=2),
 }
 
 
@@ -78,11 +68,8 @@ def test_each_step_keeps_its_own_infos(way: str) -> None:
             assert torch.equal(batch["next", "info", "time"].long(), batch["collector", "step"] + 1)
 
 
-def pendulum() -> Any:
-    return ShowsQpos(gymnasium.make("InvertedPendulum-v5"))
-
-
 def test_the_positions_of_mujoco() -> None:
-    with collected(pendulum, num_envs=2, info_keys=["position"]) as collector:
+    made = [lambda: ShowsQpos(gymnasium.make("InvertedPendulum-v5"))] * 2
+    with collected(made, info_keys=["position"]) as collector:
         batch = next(collector)
     torch.testing.assert_close(batch["next", "info", "position"], batch["next", "observation"][..., :2])

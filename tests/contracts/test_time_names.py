@@ -20,19 +20,23 @@ from funcollect.tree import NAMESPACE
 ENVS = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 
 
-def collected(name: str, num_envs: int | None = 2, steps: int = 60) -> Any:
+def started(name: str, num_envs: int | None = 2) -> Any:
+    """An environment, a policy and a state."""
     env = fc.make_env(name, num_envs=num_envs)
     policy = fc.random_policy(env)
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), steps)
+    return env, policy, fc.init(env, policy, seed=0)
+
+
+def collected(name: str = "CartPole-v1", num_envs: int | None = 2) -> Any:
+    state, batch = fc.rollout(*started(name, num_envs), 60)
     fc.close(state)
     return batch
 
 
-def traced(steps: int = 5) -> Any:
-    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
-    policy = fc.random_policy(env)
+def traced() -> Any:
+    env, policy, _ = started("gymnax/CartPole-v1")
     state = fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0))
-    return fc.deliver(fc.traced.rollout(env, policy, None, state, steps)[1], env)
+    return fc.deliver(fc.traced.rollout(env, policy, None, state, 5)[1], env)
 
 
 def whole(**keywords: Any) -> Any:
@@ -42,10 +46,10 @@ def whole(**keywords: Any) -> Any:
 
 NAMED = {
     **{name: lambda name=name: collected(name) for name in ENVS},
-    "single": lambda: collected("CartPole-v1", None),
+    "single": lambda: collected(num_envs=None),
     "traced": traced,
-    "mapped": lambda: optree.tree_map(torch.clone, collected("CartPole-v1"), namespace=NAMESPACE),
-    "split": lambda: fc.split_trajectories(collected("CartPole-v1")),
+    "mapped": lambda: optree.tree_map(torch.clone, collected(), namespace=NAMESPACE),
+    "split": lambda: fc.split_trajectories(collected()),
     "trajectories": lambda: whole(trajs_per_batch=2, max_frames_per_traj=20),
     "padded": lambda: whole(trajs_per_batch=2, max_frames_per_traj=20, traj_format="padded"),
     "compact": lambda: fc.next_observations(whole(compact_obs=True)),
@@ -61,15 +65,13 @@ def test_the_last_dimension_is_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", ENVS)
 def test_a_step_has_no_time(name: str) -> None:
-    env = fc.make_env(name, num_envs=2)
-    policy = fc.random_policy(env)
-    state, batch = fc.step(env, policy, fc.init(env, policy, seed=0))
+    state, batch = fc.step(*started(name))
     fc.close(state)
     assert (batch.batch_size, batch.names, batch.is_locked) == (torch.Size([2]), [None], True)
 
 
 def test_modules_of_torchrl_find_it_by_its_name() -> None:
-    batch = collected("CartPole-v1").clone()
+    batch = collected().clone()
     batch["state_value"], batch["next", "state_value"] = torch.rand(2, 2, 60, 1)
     advantages = GAE(gamma=0.9, lmbda=0.8, value_network=None)
     turned = advantages(batch.transpose(0, 1).contiguous())["advantage"].transpose(0, 1)
