@@ -32,7 +32,7 @@ def log(directory):
     return [tuple(line.split()) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind in RUNS if kind != "jax"), *in_soak(["jax"])])
+@pytest.mark.parametrize("kind", ["dqn", *in_soak(kind for kind in RUNS if kind != "dqn")])
 def test_a_killed_run_continues_bit_for_bit(kind, tmp_path):
     kills, chance = scaled(2) if SCALE > 1 else 1, random.Random(kind)
     batches = BATCHES + kills
@@ -267,17 +267,10 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
     worked(own)
     before = own["policy"].weight.clone()
     large, twin = nn.Linear(4, 3), nn.Linear(4, 2, bias=False)
+    both = {"policy": own["policy"], "optimizer": torch.optim.SGD(twin.parameters(), 1)}
     for keywords, error, words in (
-        (
-            {"policy": large},
-            ValueError,
-            ("policy differs from the saved one: bias is ('float32', 3), was",),
-        ),
-        (
-            {"policy": own["policy"], "optimizer": torch.optim.SGD(twin.parameters(), 1)},
-            ValueError,
-            ("optimizer", "class is"),
-        ),
+        ({"policy": large}, ValueError, ("policy differs from the saved one: bias is ('float32', 3), was",)),
+        (both, ValueError, ("optimizer", "class is")),
         ({"optimizer": torch.optim.Adam(twin.parameters())}, ValueError, ("parameters of group 0",)),
         ({"optimizer": torch.optim.AdamW(own["policy"].parameters())}, ValueError, ("class is 'AdamW'",)),
         ({"policy": {"net": own["policy"]}}, ValueError, ("policy differs",)),
@@ -288,14 +281,14 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
         with refused(error, words):
             checkpoint.restore(**keywords)
     assert torch.equal(own["policy"].weight, before)
-    with refused(ValueError, ("step is 5, expected more than 5", "later step")):
-        checkpoint.save(5, policy=large)
-    with refused(TypeError, ("values", "cannot be saved as data")):
-        checkpoint.save(6, policy=large, thing=object())
-    with refused(TypeError, ("critic is Linear", "within policy={'critic': …}")):
-        checkpoint.save(6, policy=large, critic=large)
-    with refused(TypeError, ("second is Adam", "within optimizer={'second': …}")):
-        checkpoint.save(6, second=torch.optim.Adam(large.parameters()))
+    for step, keywords, error, words in (
+        (5, {"policy": large}, ValueError, ("step is 5, expected more than 5", "later step")),
+        (6, {"policy": large, "thing": object()}, TypeError, ("values", "cannot be saved as data")),
+        (6, {"critic": large}, TypeError, ("critic is Linear", "within policy={'critic': …}")),
+        (6, {"second": both["optimizer"]}, TypeError, ("second is SGD", "within optimizer={'second': …}")),
+    ):
+        with refused(error, words):
+            checkpoint.save(step, **keywords)
     with pytest.raises(OSError, match="Not a directory"):
         fc.Checkpoint(tmp_path / "step-5" / "values" / "deep").save(1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from dataclasses import is_dataclass
 from enum import Enum
@@ -15,13 +14,15 @@ from types import ModuleType
 
 import pytest
 
-from tests.docs.test_own import CHECKERS
+from tests.docs.test_own import CHECKERS, accepted
 from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, ROOT
 
 MADE = ("_build", "benchmarks")  # by `make docs`, which may run meanwhile
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.relative_to(ROOT).parts[1] not in MADE)
 NEEDS = {"from_purejaxrl": "gymnax>=1", "from_sb3": "torchrl", "from_torchrl": "torchrl"}
 NEEDS |= {"randomness": "gymnax>=1 brax", "evaluation": "gymnax>=1"}
+# Pages that learn, that compile for long, or that start a cluster.
+EVENING = ("from_brax", "from_purejaxrl", "from_sb3", "randomness", "changing_environments", "one_gpu", "ray")
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 NO_PROGRAMS = ("index.md", "install.md", "changelog.md")
 PROGRAMS = [page for page in PAGES if page not in REFERENCE and page.name not in NO_PROGRAMS]
@@ -58,16 +59,18 @@ def test_a_block_runs(block, capsys):
     run(block, {"__name__": "__main__"}, capsys)
 
 
+def marks_of(page):
+    needs = pytest.mark.needs(*NEEDS.get(page.stem, "").split())
+    return [needs, *[pytest.mark.evening] * (page.stem in EVENING)]
+
+
 @FORKS_OF_RAY
 @LOSES_WORKERS
 @pytest.mark.filterwarnings(  # what TorchRL 0.14 says of its own classes, and of its next version
     "ignore:Creating .* which inherits from WeightUpdaterBase:DeprecationWarning",
     "ignore:The env passed to Collector is missing transforms:FutureWarning",
 )
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, id=page.stem, marks=pytest.mark.needs(*NEEDS.get(page.stem, "").split())) for page in PROGRAMS],
-)
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.stem, marks=marks_of(page)) for page in PROGRAMS])
 def test_a_page_runs_from_top_to_bottom(page, capsys):
     namespace = {"__name__": "__main__"}
     for block in blocks(page):
@@ -75,9 +78,11 @@ def test_a_page_runs_from_top_to_bottom(page, capsys):
 
 
 def test_every_page_is_a_program():
-    assert len(PROGRAMS) >= 3
+    assert len(BLOCKS) >= 3
+    assert {*EVENING} < {page.stem for page in PROGRAMS}
     for page in PROGRAMS:
         assert len(blocks(page)) >= 3, page.name
+    assert not [page.name for page in DOCUMENTS if re.search(r"@[A-Z]+@", page.read_text())]
 
 
 # What a page says if its programs match: an extra, or a package of its own.
@@ -188,16 +193,8 @@ def test_the_address_is_set_by_one_command(tmp_path):
     subprocess.run(["make", "--silent", "address", "URL=https://example.org/a/b"], cwd=tmp_path, check=True)
     for each in files[1:]:
         assert (tmp_path / each).read_text() == (ROOT / each).read_text().replace(repository, "https://example.org/a/b")
-    places = [
-        "*.md",
-        "*.toml",
-        "*.cff",
-        "docs/*/*.md",
-        "docs/*.*",
-        "notebooks/*.ipynb",
-        "funcollect/**/*.py",
-        ".github/**/*.yml",
-    ]
+    places = ["*.md", "*.toml", "*.cff", "docs/*/*.md", "docs/*.*", "notebooks/*.ipynb"]
+    places += ["funcollect/**/*.py", ".github/**/*.yml"]
     texts = {path for place in places for path in ROOT.glob(place) if path.is_file()}
     assert {str(path.relative_to(ROOT)) for path in texts if repository in path.read_text()} == {*files[1:]}
 
@@ -231,11 +228,6 @@ def test_the_table_of_speed_is_what_was_measured():
             assert shown == f"{ratio:.{len(shown.partition('.')[2])}f}", row
 
 
-def test_there_are_blocks_and_no_gaps():
-    assert len(BLOCKS) >= 3
-    assert not [page.name for page in DOCUMENTS if re.search(r"@[A-Z]+@", page.read_text())]
-
-
 def test_every_top_level_name_is_stated_once_and_resolves():
     import funcollect as fc
 
@@ -262,11 +254,7 @@ def test_type_checkers_see_every_top_level_name(checker, tmp_path):
     names = [name for name in fc.__all__ if name != "ExplorationType"]  # tensordict's, which has no types for mypy
     lines = [f"reveal_type(fc.{name})\nreveal_type({name})" for name in names]
     program.write_text("\n".join(["import funcollect as fc", "from funcollect import *", *lines]) + "\n")
-    done = subprocess.run(
-        [sys.executable, "-m", *CHECKERS[checker], str(program)], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    seen = [line for line in done.stdout.splitlines() if "Revealed type is" in line or "Type of" in line]
+    seen = [line for line in accepted(checker, program).splitlines() if "Revealed type is" in line or "Type of" in line]
     assert len(seen) == 2 * len(names)
     assert not [line for line in seen if re.search(r"is \"(Any|Unknown)\"$", line)]
 
