@@ -284,7 +284,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
     for step, keywords, error, words in (
         (5, {"policy": large}, ValueError, ("step is 5, expected more than 5", "later step")),
         (6, {"policy": large, "thing": object()}, TypeError, ("values", "cannot be saved as data")),
-        (6, {"critic": large}, TypeError, ("critic is Linear", "within policy={'critic': …}")),
+        (6, {"policy": large, "critic": large}, TypeError, ("critic is Linear", "within policy={'critic': …}")),
         (6, {"second": both["optimizer"]}, TypeError, ("second is SGD", "within optimizer={'second': …}")),
     ):
         with refused(error, words):

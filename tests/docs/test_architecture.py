@@ -28,12 +28,12 @@ def _is_alias(node):
 
 
 def test_docstrings_document_arguments_that_exist():
-    for path, node in ((path, node) for path in MODULES for node in ast.walk(ast.parse(path.read_text()))):
+    for node in (node for path in MODULES for node in ast.walk(ast.parse(path.read_text()))):
         functions = [node] if isinstance(node, ast.FunctionDef) else []
         if isinstance(node, ast.ClassDef):  # whose __init__ has them; others inherit their arguments
             functions = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
         for function in functions:
-            assert function.args.kwarg or _documented(node) <= _parameters(function), (path, node.name)
+            assert function.args.kwarg or _documented(node) <= _parameters(function), node.name
 
 
 def _documented(node):
