@@ -116,16 +116,6 @@ def test_episodes_that_were_unfinished_are_counted_in_full(tmp_path):
             assert len(run(1, [])) < len(whole)
 
 
-def test_a_list_of_frames_is_saved_without_code(tmp_path):
-    buffer, other = (fc.ReplayBuffer(batch_size=4) for _ in range(2))  # the default storage
-    with fc.SyncDataCollector("CartPole-v1", frames_per_batch=20, seed=0) as collector:
-        buffer.extend(next(collector))
-    checkpoint = fc.Checkpoint(tmp_path)
-    checkpoint.save(1, buffer=buffer)
-    checkpoint.restore(buffer=other)
-    assert_same(other[:], buffer[:])
-
-
 def test_items_that_only_code_could_read_are_refused(tmp_path):
     buffer, checkpoint = fc.ReplayBuffer(batch_size=1), fc.Checkpoint(tmp_path, keep=1)
     frame = TensorDict({"x": torch.zeros(2)}, [2])
@@ -239,25 +229,6 @@ def test_tensors_that_require_gradients_are_restored_in_place(tmp_path):
     assert restored["mean"].tolist() == [1, 1, 1]
     assert params["mean"].tolist() == [0, 0, 0]
     assert train(restored) == wanted
-
-
-def test_a_damaged_buffer_is_reported_as_such(tmp_path):
-    own, checkpoint = parts(), fc.Checkpoint(tmp_path)
-    worked(own)
-    own["collector"].shutdown()
-    checkpoint.save(1, buffer=own["buffer"])
-    folder = tmp_path / "step-1" / "buffer"
-    (meta,) = folder.glob("v*/meta.json")
-    for path, damage in ((meta, b"{}"), (meta, meta.read_bytes().replace(b"frames", b"fremes")),
-                         (meta, meta.read_bytes().replace(b"int64", b"int&4")), (meta, b"3"),
-                         (meta, meta.read_bytes().replace(b"name", b"nome")),
-                         (folder / "current", b"\xff\xfe"), (folder / "current", b"../elsewhere")):  # fmt: skip
-        kept = path.read_bytes()
-        path.write_bytes(damage)
-        with pytest.raises(ValueError, match=r"damaged|format"):
-            checkpoint.restore(buffer=own["buffer"])
-        path.write_bytes(kept)
-    checkpoint.restore(buffer=own["buffer"])
 
 
 def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp

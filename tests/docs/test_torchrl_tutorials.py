@@ -48,8 +48,8 @@ def evaluated(env, actor):
         return env.rollout(1_000, actor).numel()
 
 
-def ppo(make_collector, *, batches, frames_per_batch=1_000, epochs=10, minibatch=125, seed=0):
-    """Proximal policy optimisation; returns the mean episode length of each batch, and an evaluation's after each."""
+def ppo(make_collector, *, batches, seed=0):
+    """PPO on 1,000 frames at a time; returns the mean episode length of each batch, and an evaluation's after each."""
     torch.manual_seed(seed)
     env = pendulum()
     env.set_seed(seed)
@@ -60,10 +60,9 @@ def ppo(make_collector, *, batches, frames_per_batch=1_000, epochs=10, minibatch
     def net(outputs):
         return nn.Sequential(nn.Linear(9, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
 
+    answer = nn.Sequential(net(2 * actions.shape[-1]), NormalParamExtractor())
     actor = ProbabilisticActor(
-        TensorDictModule(
-            nn.Sequential(net(2 * actions.shape[-1]), NormalParamExtractor()), ["observation"], ["loc", "scale"]
-        ),
+        TensorDictModule(answer, ["observation"], ["loc", "scale"]),
         spec=actions,
         in_keys=["loc", "scale"],
         distribution_class=TanhNormal,
@@ -74,17 +73,15 @@ def ppo(make_collector, *, batches, frames_per_batch=1_000, epochs=10, minibatch
     advantage = GAE(gamma=0.99, lmbda=0.95, value_network=critic, average_gae=True)
     loss = ClipPPOLoss(actor, critic, clip_epsilon=0.2, entropy_coeff=1e-4, critic_coeff=1.0)
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(frames_per_batch), sampler=SamplerWithoutReplacement(), batch_size=minibatch
-    )
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1_000), sampler=SamplerWithoutReplacement(), batch_size=125)
     lengths, evaluations = [], []
-    collector = make_collector(env, actor, frames_per_batch=frames_per_batch, total_frames=batches * frames_per_batch)
+    collector = make_collector(env, actor, frames_per_batch=1_000, total_frames=1_000 * batches)
     for batch in collector:
         lengths.append(mean_length(batch))
-        for _ in range(epochs):
+        for _ in range(10):
             advantage(batch)
             buffer.extend(batch.reshape(-1))
-            for _ in range(frames_per_batch // minibatch):
+            for _ in range(8):
                 terms = loss(buffer.sample())
                 (terms["loss_objective"] + terms["loss_critic"] + terms["loss_entropy"]).backward()
                 nn.utils.clip_grad_norm_(loss.parameters(), 1.0)
@@ -96,33 +93,27 @@ def ppo(make_collector, *, batches, frames_per_batch=1_000, epochs=10, minibatch
     return lengths, evaluations
 
 
-def dqn(make_collector, *, batches, frames_per_batch=100, random_frames=1_000, updates=10, seed=0):
-    """Deep Q-learning on CartPole; returns the mean episode length of each batch."""
+def dqn(make_collector, *, batches, seed=0):
+    """Deep Q-learning on CartPole, of 100 frames at a time; returns the mean episode length of each batch."""
     torch.manual_seed(seed)
     env = TransformedEnv(GymEnv("CartPole-v1"), StepCounter())
     env.set_seed(seed)
     network = MLP(in_features=4, out_features=env.action_spec.shape[-1], num_cells=[64, 64])
-    value = TensorDictSequential(
-        TensorDictModule(network, ["observation"], ["action_value"]), QValueModule(spec=env.action_spec)
-    )
+    scores = TensorDictModule(network, ["observation"], ["action_value"])
+    value = TensorDictSequential(scores, QValueModule(spec=env.action_spec))
     exploration = EGreedyModule(env.action_spec, annealing_num_steps=5_000, eps_init=0.5)
     loss = DQNLoss(value, action_space=env.action_spec, delay_value=True)
     target = SoftUpdate(loss, eps=0.99)
     optimizer = torch.optim.Adam(loss.parameters(), lr=2e-3)
     buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=128)
-    lengths = []
-    collector = make_collector(
-        env,
-        TensorDictSequential(value, exploration),
-        frames_per_batch=frames_per_batch,
-        total_frames=batches * frames_per_batch,
-        init_random_frames=random_frames,
-    )
+    lengths, policy = [], TensorDictSequential(value, exploration)
+    frames = {"frames_per_batch": 100, "total_frames": 100 * batches, "init_random_frames": 1_000}
+    collector = make_collector(env, policy, **frames)
     for batch in collector:
         lengths.append(mean_length(batch))
         buffer.extend(batch)
-        if len(buffer) > random_frames:
-            for _ in range(updates):
+        if len(buffer) > 1_000:
+            for _ in range(10):
                 loss(buffer.sample())["loss"].backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -136,6 +127,7 @@ def mean(values):
     return sum(values) / len(values)
 
 
+@pytest.mark.evening
 @pytest.mark.parametrize("seed", range(scaled(1)))
 def test_ppo_learns(seed):
     """Seen over ten seeds: from 6 to 17 steps at least."""
