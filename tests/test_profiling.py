@@ -13,6 +13,7 @@ import funcollect as fc
 from funcollect.core import api
 from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.support.compare import assert_same
+from tests.support.misuse import Rigged
 from tests.support.running import FORKS_OF_RAY, in_soak
 from tests.support.workers import multi, ray_collector
 
@@ -147,28 +148,16 @@ def test_an_exception_leaves_nothing_behind():
 
 
 def test_functions_close_what_they_opened():
-    closed = []
+    made = []
 
-    class Closing(fc.envs.SimulatorsBase):
-        def reset(self, lanes, seeds):
-            pass
+    def rigged():
+        made.append(Rigged())
+        return made[-1]
 
-        def step(self, lanes, action):
-            return [0.0] * len(lanes), [False] * len(lanes), [False] * len(lanes), ()
-
-        def close(self):
-            closed.append(self)
-
-    spaces = fc.make_env("CartPole-v1", num_envs=2)
-
-    class Env(fc.envs.HostEnvBase):
-        num_envs, observation_space, action_space = 2, spaces.observation_space, spaces.action_space
-
-        def open(self):
-            return Closing(self)
-
-    check(fc.profile(Env(), frames=20, length=5))
-    assert len(closed) == 1
+    env = fc.make_env([rigged] * 2)
+    before = len(made)  # built for their spaces
+    check(fc.profile(env, frames=20, length=5))
+    assert [each.closed for each in made[before:]] == [1, 1]
 
 
 def test_bad_arguments():

@@ -56,36 +56,29 @@ class Grid(Walk):
 
 
 def walks(kind: type[Walk], **kwargs: Any) -> Any:
-    return fc.envs.from_gymnasium(kind, num_envs=3, **kwargs)
+    return lambda: fc.envs.from_gymnasium(kind, num_envs=3, **kwargs)
+
+
+def scored(outputs: int, head: Any = fc.heads.categorical, *first: nn.Module) -> Any:
+    return lambda: fc.torch_policy(nn.Sequential(*first, mlp(2, outputs)), head=head)
 
 
 def function(observation: Any) -> Any:
     return (observation[:, 0] > 0).long()
 
 
+FUNCTION = STATELESS | UNSCORED | WEIGHTLESS
 OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], set[str]]] = {
-    "greedy": (lambda: fc.torch_policy(mlp(2, 3), head=fc.heads.greedy), over(Walk), STATELESS | UNSCORED),
-    "one-hot": (
-        lambda: fc.torch_policy(mlp(2, 3), head=fc.heads.categorical),
-        lambda: walks(Walk, one_hot=True),
-        STATELESS,
-    ),
-    "components": (lambda: fc.torch_policy(mlp(2, 5), head=fc.heads.categorical), lambda: walks(Grid), STATELESS),
-    "components, epsilon": (
-        lambda: fc.torch_policy(mlp(2, 5), head=fc.heads.epsilon_greedy(0.4)),
-        lambda: walks(Grid),
-        STATELESS,
-    ),
-    "function": (lambda: function, over(Walk), STATELESS | UNSCORED | WEIGHTLESS),
-    "None": (lambda: None, over(Walk), STATELESS | {"deterministic"} | UNSCORED | WEIGHTLESS),
-    "protocol": (faulty.Plain, over(Walk), STATELESS | UNSCORED | WEIGHTLESS),
+    "greedy": (scored(3, fc.heads.greedy), over(Walk), STATELESS | UNSCORED),
+    "one-hot": (scored(3), walks(Walk, one_hot=True), STATELESS),
+    "components": (scored(5), walks(Grid), STATELESS),
+    "components, epsilon": (scored(5, fc.heads.epsilon_greedy(0.4)), walks(Grid), STATELESS),
+    "function": (lambda: function, over(Walk), FUNCTION),
+    "None": (lambda: None, over(Walk), FUNCTION | {"deterministic"}),
+    "protocol": (faulty.Plain, over(Walk), FUNCTION),
     "protocol with parameters": (faulty.Weighted, over(Walk), STATELESS | UNSCORED),
     "recurrent": (faulty.recurrent, over(Walk), set()),
-    "batch norm, eval": (
-        lambda: fc.torch_policy(nn.Sequential(nn.BatchNorm1d(2), mlp(2, 3)).eval(), head=fc.heads.categorical),
-        over(Walk),
-        STATELESS,
-    ),
+    "batch norm": (scored(3, fc.heads.categorical, nn.BatchNorm1d(2).eval()), over(Walk), STATELESS),
 }
 
 
@@ -101,7 +94,7 @@ def explosive() -> Any:
 
 
 FAULTS: list[tuple[str, Callable[[], Any], str]] = [
-    ("suits", lambda: fc.torch_policy(mlp(2, 3), head=fc.heads.normal), r"normal needs a floating Box action space"),
+    ("suits", scored(3, fc.heads.normal), r"normal needs a floating Box action space"),
     ("answers", faulty.AnswersOneRow, r"the output scores: expected \[3, ...\], a row for each environment, got \[2\]"),
     ("answers", faulty.AnswersFloats, r"action has dtype torch.float32"),
     ("answers", faulty.misshapen, r"action has shape \(3, 1\)"),
@@ -109,17 +102,9 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("answers", faulty.SaysMoreAtRandom, r"the outputs with exploration_type=DETERMINISTIC: expected .*'noise'.*got"),
     ("acts", explosive, r"lane \d, step \d+ of this batch: logits is NaN"),
     ("generators", faulty.DrawsFromNumPy, r"NumPy's global generator"),
-    (
-        "pure",
-        faulty.WritesItsObservation,
-        r"the observation observation after the policy was called: expected unchanged",
-    ),
+    ("pure", faulty.WritesItsObservation, r"observation after the policy was called: expected unchanged"),
     ("pure", faulty.Counts, r"the second of two equal calls.*keep nothing in self"),
-    (
-        "pure",
-        faulty.choosing(faulty.LearnsAsItActs(2, 3)),
-        r"the policy's own params..0...'weight'.: expected unchanged",
-    ),
+    ("pure", faulty.choosing(faulty.LearnsAsItActs(2, 3)), r"the policy's own params.*'weight'.: expected unchanged"),
     ("same_seed", faulty.StartsAnyhow, r"the second run, lane \d.*seed=0"),
     ("cuts", faulty.hesitant, r"the run cut into \[1, 13, 1, 13\], lane 0, step 0, scores"),
     (
@@ -155,9 +140,8 @@ def test_a_planted_fault_is_caught_by_its_check(check: str, make: Callable[[], A
 
 @pytest.mark.filterwarnings("ignore:Sequential writes its buffers")
 def test_batch_norm_in_training_mode_is_caught() -> None:
-    policy = fc.torch_policy(nn.Sequential(nn.BatchNorm1d(2), mlp(2, 3)), head=fc.heads.categorical)
     with pytest.raises(fc.CheckError, match=r"the output beside other rows.*call module.eval\(\)"):
-        check_policy(policy, over(Walk)())
+        check_policy(scored(3, fc.heads.categorical, nn.BatchNorm1d(2))(), over(Walk)())
 
 
 def test_every_check_has_a_planted_fault() -> None:

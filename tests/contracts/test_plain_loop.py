@@ -76,7 +76,7 @@ def test_an_instance_and_a_factory_run_as_the_id_does():
 
 
 class Meddling(gymnasium.Env):
-    """Returns one buffer at every step, writes in it and in its action, and moves by the action before."""
+    """Has one buffer, its observation and info, which it writes, as it does its action; moves by the action before."""
 
     observation_space = gymnasium.spaces.Box(-9, 9, (2,), np.float32)
     action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
@@ -89,13 +89,13 @@ class Meddling(gymnasium.Env):
         super().reset(seed=seed)
         self.buffer[:] = self.np_random.random(2)
         self.before = np.zeros(2, np.float32)
-        return self.buffer, {}
+        return self.buffer, {"place": self.buffer}
 
     def step(self, action):
         self.buffer += self.before
         self.before = action
         action *= 0.5
-        return self.buffer, float(action.sum()), False, bool(self.buffer.sum() > 2), {}
+        return self.buffer, float(action.sum()), False, bool(self.buffer.sum() > 2), {"place": self.buffer}
 
 
 SOURCES = {
@@ -107,9 +107,9 @@ SOURCES = {
 
 @pytest.mark.parametrize(("source", "kind"), pairwise(SOURCES, ["random", "torch_mlp", "jax_mlp", "tensordict_actor"]))
 def test_an_environment_that_writes_in_what_it_gives_and_gets(source, kind):
-    env = fc.make_env(SOURCES[source]())
+    env = fc.make_env(SOURCES[source](), info_keys=["place"])
     batch = collect(env, POLICIES[kind](env), 40, 90, seed=0)
-    check_lanes(batch, Meddling, 0)
+    check_lanes(batch, Meddling, 0, info_keys=["place"])
 
 
 @pytest.mark.parametrize(("name", "limit"), [("Humanoid-v5", 12), ("BipedalWalker-v3", 15), ("CarRacing-v3", 4)])

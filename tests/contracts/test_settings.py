@@ -3,7 +3,6 @@
 import contextlib
 import subprocess
 import sys
-from typing import ClassVar
 
 import gymnasium
 import jax
@@ -35,25 +34,11 @@ def drawn_by_key(params, observation, key):
     return jax.random.randint(key, (len(observation),), 0, 2)
 
 
-class OwnPolicy(fc.PolicyBase):
-    """Draws an action from each lane's key, as a policy that a user derives from the base."""
-
-    backend: ClassVar = "jax"
-    params = None
-
-    def noise(self, spec):
-        return fc.Noise(kind="keys")
-
-    def __call__(self, params, state, observation, noise, spec, exploration):
-        return state, {"action": drawn_by_keys(None, observation, jnp.asarray(noise))}
-
-
 def policies(env):
     yield fc.random_policy(env)
     if env.observation_space.shape == (4,) and env.action_spec.categories:
         yield fc.jax_policy(drawn_by_keys, jnp.zeros(()))
         yield fc.jax_policy(drawn_by_key, jnp.zeros(()))
-        yield OwnPolicy()
         head = fc.heads.from_distribution(distrax_like, "logits")
         yield fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=head)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import gymnasium
@@ -42,32 +43,16 @@ def random_policy(env: Any) -> Any:
     return RandomPolicy(env.action_spec)
 
 
-# The tutorial "data collection and storage".
+FLAGS = [(*path, flag) for path in ((), ("next",)) for flag in ("done", "terminated", "truncated")]
+WANTED: dict[Any, Any] = {("action",): ((200, 2), torch.int64), KEYS: ((200,), torch.int64)}
+WANTED |= dict.fromkeys([("observation",), ("next", "observation")], ((200, 4), torch.float32))
+WANTED |= {("next", "reward"): ((200, 1), torch.float32), **dict.fromkeys(FLAGS, ((200, 1), torch.bool))}
 
 
-def tutorial_collector() -> Any:
+def test_the_tutorial_of_data_collection_and_storage_in_its_order() -> None:
     env = make_env()
     env.set_seed(0)
-    return fc.SyncDataCollector(env, random_policy(env), frames_per_batch=200, total_frames=-1)
-
-
-WANTED = {
-    ("action",): ((200, 2), torch.int64),
-    KEYS: ((200,), torch.int64),
-    ("done",): ((200, 1), torch.bool),
-    ("terminated",): ((200, 1), torch.bool),
-    ("truncated",): ((200, 1), torch.bool),
-    ("observation",): ((200, 4), torch.float32),
-    ("next", "done"): ((200, 1), torch.bool),
-    ("next", "observation"): ((200, 4), torch.float32),
-    ("next", "reward"): ((200, 1), torch.float32),
-    ("next", "terminated"): ((200, 1), torch.bool),
-    ("next", "truncated"): ((200, 1), torch.bool),
-}
-
-
-def test_the_tutorial_in_its_order() -> None:
-    with tutorial_collector() as collector:
+    with fc.SyncDataCollector(env, random_policy(env), frames_per_batch=200, total_frames=-1) as collector:
         data = next(collector)
         assert data.batch_size == (200,)
         for key, (shape, dtype) in WANTED.items():
@@ -84,10 +69,7 @@ def test_the_tutorial_in_its_order() -> None:
         assert {key for key in WANTED if key in sample.keys(True, True)} == set(WANTED)
         buffer = fc.ReplayBuffer(storage=fc.storages.LazyMemmapStorage(max_size=1000), batch_size=30)
         buffer.extend(data)
-        for i, sample in enumerate(buffer):
-            assert sample.batch_size == (30,)
-            if i == 3:
-                break
+        assert [sample.batch_size for sample in itertools.islice(buffer, 3)] == [(30,)] * 3
 
 
 @pytest.mark.parametrize(("name", "lanes"), [("CartPole-v1", None), ("Pendulum-v1", 2)])
@@ -104,17 +86,15 @@ def test_random_policies_of_torchrl(name: str, lanes: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "way"),
-    [("CartPole-v1", None), ("torch/CartPole-v1", None)] + [("gymnax/CartPole-v1", way) for way in ("xla", "eager")],
+    ("name", "way"), [("CartPole-v1", None), ("torch/CartPole-v1", None), ("gymnax/CartPole-v1", "xla")]
 )
 def test_a_policy_over_a_single_environment_sees_no_batch_dimension(name: str, way: Any) -> None:
-    class Third(nn.Module):
-        def forward(self, observation: Tensor) -> Tensor:
-            assert observation.ndim == 1
-            return (observation[2] > 0).long()
+    def third(observation: Tensor) -> Tensor:
+        assert observation.ndim == 1
+        return (observation[2] > 0).long()
 
     env = fc.make_env(name)
-    policy = fc.tensordict_policy(TensorDictModule(Third(), ["observation"], ["action"]), compile=way)
+    policy = fc.tensordict_policy(TensorDictModule(third, ["observation"], ["action"]), compile=way)
     state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
     assert torch.equal(batch["action"], batch["observation"][:, 2].gt(0).long())
     fc.close(state)
@@ -229,9 +209,7 @@ def test_as_many_frames_are_random_as_in_torchrls_collector(frames: int) -> None
 # RayCollector.
 
 
-@pytest.mark.parametrize(
-    "policy", ["module", *in_soak(["forward(td)", "forward(tensordict)", "annotated", "callable", "none"])]
-)
+@pytest.mark.parametrize("policy", ["module", *in_soak(["forward(td)", "forward(tensordict)", "annotated", "none"])])
 def test_ray_collector(ray_cluster: Any, policy: str) -> None:
     from torchrl.envs import GymEnv
 
@@ -266,16 +244,10 @@ class Annotated(nn.Module):
         return x.set("action", x["observation"][..., :1])
 
 
-class Plain(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[..., :1]
-
-
 POLICIES: dict[str, Any] = {
     "module": lambda: TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"]),
     "forward(tensordict)": Tensordict,
     "forward(td)": Td,
     "annotated": Annotated,
-    "callable": Plain,
     "none": lambda: None,
 }

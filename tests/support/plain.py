@@ -50,7 +50,7 @@ def named(observation, dtype, path=()):
 
 def narrow(value):
     """An info value as it is recorded."""
-    array = np.asarray(value)
+    array = np.array(value)
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
