@@ -79,6 +79,8 @@ def test_fold_depends_on_the_key_and_on_every_word_and_their_order() -> None:
     assert len(keys) == 15
     assert fold(KEY, 3, 5) == fold(fold(KEY, 3), 5)
     assert all(0 <= word < 2**32 for key in keys for word in key)
+    for data in (0, 1, 2**31, 2**32 - 1):
+        assert tuple(jax.random.fold_in(jax.random.PRNGKey(12345), data).tolist()) == fold(KEY, data)
 
 
 # The known answers of Salmon et al. (Random123, kat_vectors): counter, key, and words.
@@ -100,12 +102,6 @@ def test_every_form_of_the_hash_gives_the_known_answers(counter: Pair, key: Pair
         assert {*zip(*(each.tolist() for each in hashed(tensors[:2], *tensors[2:])), strict=True)} == {words}
         in_jax = jax.jit(hashed_in_jax)(pair, *rows)
         assert {*zip(*(each.tolist() for each in in_jax), strict=True)} == {words}
-
-
-def test_fold_in_is_that_of_jax() -> None:
-    key = jax.random.PRNGKey(12345)
-    for data in (0, 1, 2**31, 2**32 - 1):
-        assert tuple(jax.random.fold_in(key, data).tolist()) == fold(KEY, data)
 
 
 def test_lane_uniforms_have_the_words_of_random_words() -> None:
@@ -181,11 +177,6 @@ def test_words_depend_neither_on_how_a_run_is_cut_nor_on_how_lanes_are_grouped(w
     assert (words_of(KEY, Purpose.NOISE, [3], 2, 1, 4 * width)[..., :width] == whole[2:3, :1]).all()
 
 
-def test_words_far_into_a_run_are_words_of_their_own() -> None:
-    near, *far = (words_of(KEY, Purpose.NOISE, [0], start, 3, 16).ravel().tolist() for start in (0, 2**32, 2**40))
-    assert len({*near, *far[0], *far[1]}) >= 143
-
-
 @pytest.mark.parametrize("step", [3, 2**32 - 1, 2**32 + 5, 2**47 + 2**33])
 def test_compiled_code_draws_the_words_of_numpy_at_every_step(step: int) -> None:
     lanes = [0, 5, 70_000, 2**31 - 1]
@@ -213,7 +204,7 @@ def test_words_differ_between_keys_purposes_lanes_and_steps() -> None:
         for seed in (0, 1, 2**32)
         for purpose in Purpose
         for lane in (0, 1, 2**31)
-        for start in (0, 100)
+        for start in (0, 100, 2**32, 2**40)
     ]
     distinct = len(np.unique(np.concatenate(streams)))
     assert distinct > 0.999 * sum(map(len, streams))

@@ -98,27 +98,6 @@ def test_global_generators_are_left_alone(name, kind, num_envs, unchanged):
     unchanged(collector.shutdown)
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
-def test_generators_are_put_back_after_an_exception(name, unchanged):
-    calls = []
-
-    def failing(observation):
-        calls.append(torch.rand(()))
-        if len(calls) == 5:
-            raise KeyError("no more")
-        return (torch.rand(len(observation)) < 0.5).long()
-
-    env = make_env(name, 2)
-    policy = fc.torch_policy(failing)
-    state = unchanged(fc.init, env, policy, seed=0)
-
-    def attempt():
-        with pytest.raises(KeyError, match="no more"):
-            fc.rollout(env, policy, state, 10)
-
-    unchanged(attempt)
-
-
 def test_drawn_noise_has_the_distribution_it_should():
     """Sampled actions follow the policy: a thousandth's chance of failure, were the seed not fixed."""
     env = fc.make_env("torch/CartPole-v1", num_envs=50)

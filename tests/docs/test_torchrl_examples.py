@@ -15,10 +15,7 @@ from torch import Tensor, nn
 import funcollect as fc
 from tests.support.running import SCALE, in_soak
 
-pytestmark = [
-    pytest.mark.needs("torchrl"),
-    pytest.mark.filterwarnings("ignore:Exporting a model while:UserWarning"),
-]
+pytestmark = [pytest.mark.needs("torchrl"), pytest.mark.filterwarnings("ignore:Exporting a model while:UserWarning")]
 N = 48
 KEYS = ("collector", "traj_ids")
 MultiSync, MultiaSync = fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
