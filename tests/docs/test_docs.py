@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 
+import funcollect as fc
 from tests.docs.test_own import CHECKERS, accepted
 from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, ROOT
 
@@ -101,19 +102,17 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.stem)
-def test_a_page_names_the_extras_and_packages_that_it_needs(page):
-    text = page.read_text()
-    programs = "\n".join(match[1] for match in A_BLOCK.finditer(text))
-    beside = A_BLOCK.sub("", text).replace("jax-envs]", "`jax-envs`")
-    for named, pattern in USES.items():
-        assert named in beside or not re.search(pattern, programs, re.MULTILINE), named
+def test_a_page_names_the_extras_and_packages_that_it_needs():
+    for page in PROGRAMS:
+        text = page.read_text()
+        programs = "\n".join(match[1] for match in A_BLOCK.finditer(text))
+        beside = A_BLOCK.sub("", text).replace("jax-envs]", "`jax-envs`")
+        for named, pattern in USES.items():
+            assert named in beside or not re.search(pattern, programs, re.MULTILINE), (page.name, named)
 
 
 def public_values():
     """Every public name, those of modules after a dot, with its value."""
-    import funcollect as fc
-
     for name in fc.__all__:
         value = getattr(fc, name)
         if isinstance(value, ModuleType):
@@ -134,35 +133,30 @@ def test_every_public_name_has_an_entry():
 SHOWN_ELSEWHERE = ("ExplorationType", "envs.Outcome", "envs.SimulatorsBase")
 
 
-def test_every_public_function_and_class_has_an_example():
-    for name, value in public_values():
-        is_type = isinstance(value, type) and (issubclass(value, Exception) or getattr(value, "_is_protocol", False))
-        if callable(value) and not (is_type or name in SHOWN_ELSEWHERE):
-            assert ">>>" in (value.__doc__ or ""), name
-
-
 # They raise nothing but TypeError for something else than their argument, or have no arguments.
 RAISE_NOTHING = ("PolicyBase", "RandomSampler", "close", "jax_ring.held", "ring.snapshot", "traced.partition")
 RAISE_NOTHING += ("samplers.RandomSampler",)
 
 
-def test_every_public_function_and_class_says_what_it_raises():
+def test_every_public_function_and_class_has_an_example_and_says_what_it_raises():
     for name, value in public_values():
-        data = isinstance(value, type) and (issubclass(value, (Exception, tuple, Enum)) or is_dataclass(value))
-        if callable(value) and not (data or getattr(value, "_is_protocol", False) or name in SHOWN_ELSEWHERE):
+        if not callable(value) or getattr(value, "_is_protocol", False) or name in SHOWN_ELSEWHERE:
+            continue
+        kind = value if isinstance(value, type) else object
+        assert ">>>" in (value.__doc__ or "") or issubclass(kind, Exception), name
+        if not (issubclass(kind, (Exception, tuple, Enum)) or is_dataclass(kind)):
             says = re.search(r"Raises|\berrors\b", inspect.getdoc(value) or "")
             assert bool(says) != (name in RAISE_NOTHING), name
 
 
-@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), target
+def test_links_lead_somewhere():
+    links = [
+        (page, target) for page in DOCUMENTS for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    ]
+    assert [(page, target) for page, target in links if not (page.parent / target).exists()] == []
 
 
 def test_version_and_address_are_the_same_everywhere():
-    import funcollect as fc
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = (ROOT / "CITATION.cff").read_text()
     assert fc.__version__ == project["version"]
@@ -229,8 +223,6 @@ def test_the_table_of_speed_is_what_was_measured():
 
 
 def test_every_top_level_name_is_stated_once_and_resolves():
-    import funcollect as fc
-
     source = Path(fc.__file__).read_text()
     stated = re.findall(r"^    from (\S+) import (\w+) as (\w+)$", source, re.MULTILINE)
     assert fc.__all__ == sorted(name for _, name, _ in stated) == sorted({name for _, name, _ in stated})
@@ -248,8 +240,6 @@ def test_every_top_level_name_is_stated_once_and_resolves():
 
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_type_checkers_see_every_top_level_name(checker, tmp_path):
-    import funcollect as fc
-
     program = tmp_path / "names.py"
     names = [name for name in fc.__all__ if name != "ExplorationType"]  # tensordict's, which has no types for mypy
     lines = [f"reveal_type(fc.{name})\nreveal_type({name})" for name in names]
@@ -261,8 +251,6 @@ def test_type_checkers_see_every_top_level_name(checker, tmp_path):
 
 def test_documents_name_only_what_there_is():
     """Every ``fc.name`` of the documents stands at the top level."""
-    import funcollect as fc
-
     named = {name for page in DOCUMENTS for name in re.findall(r"\bfc\.([a-z_]+)", page.read_text(), re.IGNORECASE)}
     assert named
     assert all(hasattr(fc, name) for name in named), sorted(name for name in named if not hasattr(fc, name))
