@@ -15,13 +15,13 @@ export JAX_TRACEBACK_IN_LOCATIONS_LIMIT ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 TESTS = PYTHON=$(BIN)/python .ci/tests.sh
-PARTS := $(addprefix tests-,ray core policies envs docs contracts exact others portable)
+PARTS := $(addprefix tests-,ray others core policies envs contracts docs exact portable)
 IN_PARALLEL = $(MAKE) --no-print-directory --jobs=5 --output-sync=target
 # The longest first, but notebooks and Ray, which leave a core idle at times, do not come last.
-ALL := test-ray tests-others test-notebooks lint tests-core tests-policies tests-contracts tests-envs tests-exact tests-docs \
-	docs tests-portable
+ALL := tests-others tests-ray tests-notebooks tests-policies tests-core lint tests-contracts tests-envs tests-docs \
+	tests-exact docs
 
-.PHONY: demo test test-all test-newest test-oldest test-gpu-machine test-ray test-notebooks $(PARTS) soak lint docs docs-serve \
+.PHONY: demo test test-all test-newest test-oldest test-gpu-machine $(PARTS) tests-notebooks soak lint docs docs-serve \
 	notebooks address dist bench rllib gpu-kit gpu gpu-rehearsal clean
 
 demo: $(VENV)/.core
@@ -34,23 +34,19 @@ $(VENV)/.test: $(VENV)/.core
 	$(PIP_INSTALL) -e .[envs,jax-envs,viz,ray,test,bench,docs]
 	touch $@
 
-# What CI runs, on two cores.
+# What CI runs, on two cores: every promise once.
 test: $(VENV)/.test
 	.ci/leaves_nothing.sh $(IN_PARALLEL) $(ALL)
-# What an evening can pay: also the cases that `make test` leaves out, the portable path in whole, and other versions.
+# What an evening can pay: also the tests and cases that `make test` leaves out, the portable path, and other versions.
 test-all: $(VENV)/.test
-	FUNCOLLECT_SCALE=2 .ci/leaves_nothing.sh $(IN_PARALLEL) $(ALL)
+	FUNCOLLECT_SCALE=2 .ci/leaves_nothing.sh $(IN_PARALLEL) $(ALL) tests-portable
 	$(MAKE) test-oldest test-newest test-gpu-machine
 # The issues' full counts; the output is kept beside the benchmarks' results.
 soak: $(VENV)/.test
 	set -o pipefail; FUNCOLLECT_SCALE=10 PYTEST_ADDOPTS=-q $(IN_PARALLEL) $(PARTS) 2>&1 | tee benchmarks/results/soak.txt
 
-$(PARTS): tests-%: $(VENV)/.test
+$(PARTS) tests-notebooks: tests-%: $(VENV)/.test
 	$(TESTS) $*
-test-ray: tests-ray
-	$(TESTS) ray-notebook
-test-notebooks: $(VENV)/.test
-	$(TESTS) notebooks
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

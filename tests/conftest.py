@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support.installed import (  # noqa: F401
+from tests.support.running import RAY, STORE
+from tests.support.selection import (  # noqa: F401
     pytest_collection_modifyitems,
     pytest_ignore_collect,
     pytest_report_collectionfinish,
 )
-from tests.support.running import RAY, STORE
 
 if importlib.util.find_spec("Box2D"):
     with warnings.catch_warnings():  # its SWIG types warn as they are made, and crash where a warning is an error
@@ -45,9 +45,9 @@ def pytest_collection_finish(session):
     gc.set_threshold(50_000, 20, 100)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray_cluster():
-    """A cluster of Ray's on this machine, with more CPUs than it has; the module `ray`."""
+    """A cluster of Ray's on this machine, with more CPUs than it has, for all tests; the module `ray`."""
     import ray
 
     with warnings.catch_warnings():

@@ -62,19 +62,6 @@ def run_alone(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A faulty jaxlib, before JAX's first computation and without flags; for further changes."""
-    monkeypatch.setattr(faulty_fusions, "_jaxlib_version", lambda: "0.10.2")
-    monkeypatch.setattr(faulty_fusions, "_has_client", lambda: False)
-    monkeypatch.setenv("XLA_FLAGS", "")  # so that what the test sets is undone
-    return monkeypatch
-
-
-def avoid() -> str:
-    return faulty_fusions.avoid_faulty_fusions.__wrapped__()
-
-
 def test_the_installed_jaxlib_computes_right_numbers() -> None:
     run_alone(PROGRAMS)
 
@@ -83,37 +70,28 @@ def test_one_warning_and_explain_report_a_faulty_jaxlib() -> None:
     run_alone(WARNED)
 
 
-@pytest.mark.parametrize("version", ["0.10.2", "0.11.0", "0.11.0rc1", "0.10.2.dev20260101"])
-def test_the_fusions_of_a_faulty_jaxlib_are_turned_off(faulty: pytest.MonkeyPatch, version: str) -> None:
-    faulty.setattr(faulty_fusions, "_jaxlib_version", lambda: version)
-    faulty.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
-    assert f"jaxlib {version}" in avoid()
-    assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=/nowhere {FLAG}="
+FAULTY = ("0.10.2", "0.11.0", "0.11.0rc1", "0.10.2.dev20260101")
+OTHERS = (None, "0.10.1", "0.10.20", "0.11.1", "0.11.2", "0.12.0.1")
+# Of jaxlib and of JAX: the version, whether it has computed, the flags; then what is said, and the flags afterwards.
+CASES = [(version, False, "--a=b", f"jaxlib {version}", f"--a=b {FLAG}=") for version in FAULTY]
+CASES += [(version, False, "", None, "") for version in OTHERS]
+CASES += [
+    ("0.10.2", False, f"{FLAG}=1", None, f"{FLAG}=1"),
+    ("0.10.2", False, "/etc/flags", f"write {FLAG}= into /etc/flags", "/etc/flags"),
+    ("0.10.2", True, "", f"set XLA_FLAGS={FLAG}=", ""),
+]
 
 
-def test_a_flag_of_the_users_stays(faulty: pytest.MonkeyPatch) -> None:
-    faulty.setenv("XLA_FLAGS", f"{FLAG}=1")
-    assert avoid() == ""
-    assert os.environ["XLA_FLAGS"] == f"{FLAG}=1"
-
-
-@pytest.mark.parametrize("version", [None, "0.10.1", "0.10.20", "0.11.1", "0.11.2", "0.12.0.1"])
-def test_other_versions_get_no_flag(faulty: pytest.MonkeyPatch, version: str | None) -> None:
-    faulty.setattr(faulty_fusions, "_jaxlib_version", lambda: version)
-    assert avoid() == ""
-    assert os.environ["XLA_FLAGS"] == ""
-
-
-def test_a_file_of_flags_stays(faulty: pytest.MonkeyPatch) -> None:
-    faulty.setenv("XLA_FLAGS", "/etc/flags")
-    assert f"write {FLAG}= into /etc/flags" in avoid()
-    assert os.environ["XLA_FLAGS"] == "/etc/flags"
-
-
-def test_a_flag_that_comes_too_late_is_reported_with_the_fix(faulty: pytest.MonkeyPatch) -> None:
-    faulty.setattr(faulty_fusions, "_has_client", lambda: True)
-    assert f"set XLA_FLAGS={FLAG}=" in avoid()
-    assert os.environ["XLA_FLAGS"] == ""
+@pytest.mark.parametrize(("version", "has_client", "flags", "said", "after"), CASES)
+def test_the_fusions_of_a_faulty_jaxlib_are_turned_off_and_nothing_else_is(
+    version: str | None, has_client: bool, flags: str, said: str | None, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faulty_fusions, "_jaxlib_version", lambda: version)
+    monkeypatch.setattr(faulty_fusions, "_has_client", lambda: has_client)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    answer = faulty_fusions.avoid_faulty_fusions.__wrapped__()
+    assert answer == "" if said is None else said in answer
+    assert os.environ["XLA_FLAGS"] == after
 
 
 def test_no_faulty_version_is_installed_with_the_library() -> None:

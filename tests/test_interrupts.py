@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from typing import Any
 
 import pytest
 
@@ -17,25 +18,25 @@ def press_ctrl_c_inside(reached: list[str]) -> None:
     reached.append("what follows")
 
 
-def test_the_interrupt_follows_at_the_end_of_the_block() -> None:
-    reached: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
+def press_ctrl_c_inside_two(reached: list[str]) -> None:
+    with Uninterrupted():
         press_ctrl_c_inside(reached)
-    assert reached == ["the end of the block"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        reached.append("the end of the outer block")
 
 
-def test_of_blocks_in_one_another_the_outer_one_counts() -> None:
+@pytest.mark.parametrize(
+    ("press", "until"),
+    [
+        (press_ctrl_c_inside, ["the end of the block"]),
+        (press_ctrl_c_inside_two, ["the end of the block", "what follows", "the end of the outer block"]),
+    ],
+)
+def test_the_interrupt_follows_at_the_end_of_the_outermost_block(press: Any, until: list[str]) -> None:
     reached: list[str] = []
-
-    def press_inside_two() -> None:
-        with Uninterrupted():
-            press_ctrl_c_inside(reached)
-            reached.append("the end of the outer block")
-
     with pytest.raises(KeyboardInterrupt):
-        press_inside_two()
-    assert reached == ["the end of the block", "what follows", "the end of the outer block"]
+        press(reached)
+    assert reached == until
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_users_own_handler_is_called_and_an_ignored_signal_stays_ignored() -> None:

@@ -13,61 +13,47 @@ import funcollect as fc
 from funcollect.core import api
 from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.support.compare import assert_same
+from tests.support.misuse import Rigged
 from tests.support.running import FORKS_OF_RAY, in_soak
 from tests.support.workers import multi, ray_collector
 
-HOST = ["environment", "policy", "recording", "preparation", "delivery"]
-CROSSING = ["environment", "policy", "preparation", "delivery"]
-FUSED = ["environment", "policy", "delivery"]
+HOST = {"environment", "policy", "recording", "preparation", "delivery"}
 LOOPS = {
     "host": ("CartPole-v1", {}, HOST),
     "torch": ("torch/CartPole-v1", {}, HOST),
-    "crossing": ("gymnax/CartPole-v1", {"compile": "eager"}, CROSSING),
-    "fused": ("gymnax/CartPole-v1", {}, FUSED),
+    "device": (fc.envs.from_torch_vector_env(LikeManiSkill), None, HOST),
+    "crossing": ("gymnax/CartPole-v1", {"compile": "eager"}, HOST - {"recording"}),
+    "fused": ("gymnax/CartPole-v1", {}, {"environment", "policy", "delivery"}),
 }
-RUNS = [*((loop, {}) for loop in LOOPS), *in_soak([("host", {"compile": "xla"})])]
-KEYWORDS = [{"init_random_frames": 60}, {"max_frames_per_traj": 7, "compact_obs": True}]
 SLEPT = 2_500  # microseconds per frame that two workers sleep; on a busy machine waking up may take longer
 SYNC, ASYNC = fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
-KINDS = [(SYNC, {}), (ASYNC, {}), *in_soak([(SYNC, {"prefetch": True})])]
 
 
 class Sleeping(gymnasium.Env):
     """Sleeps in each step; an episode has ten."""
 
     observation_space, action_space = spaces.Box(-1, 1, (4,)), spaces.Discrete(2)
-    steps = 0
-
-    def __init__(self, seconds=0.0):
-        self.seconds = seconds
 
     def reset(self, *, seed=None, options=None):
         self.steps = 0
         return np.zeros(4, np.float32), {}
 
     def step(self, action):
-        time.sleep(self.seconds)
+        time.sleep(0.005)
         self.steps += 1
         return np.zeros(4, np.float32), 1.0, self.steps == 10, False, {}
 
 
-def slow_env():
-    return Sleeping(0.005)
-
-
 class Slow(torch.nn.Linear):
     """A network that sleeps."""
-
-    def __init__(self):
-        super().__init__(4, 2)
 
     def forward(self, x):
         time.sleep(0.005)
         return super().forward(x)
 
 
-def network(**kwargs):
-    return fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical, **kwargs)
+def network(module=torch.nn.Linear, **kwargs):
+    return fc.torch_policy(module(4, 2), head=fc.heads.categorical, **kwargs)
 
 
 def slow_reader(batch):
@@ -84,79 +70,60 @@ def check(profile):
             assert f"\n{part} " in str(profile)
     assert min(limit.frames_per_second for limit in profile.limits) >= profile.frames_per_second * 0.999
     assert abs(profile.frames_per_second * profile.microseconds / 1e6 - 1) < 1e-9
+    return profile
 
 
-def largest(profile):
-    """The largest part where frames are collected."""
-    return max(profile.parts, key=profile.parts.get)
+def largest(parts):
+    return max(parts, key=parts.get)
 
 
-@pytest.mark.parametrize(("loop", "kwargs"), RUNS, ids=str)
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("num_envs", [4, *in_soak([None])])
-def test_each_loop(loop, kwargs, num_envs):
-    name, own, parts = LOOPS[loop]
-    kwargs = own | kwargs
-    env = fc.make_env(name, num_envs=num_envs)
-    profile = fc.profile(env, network(**kwargs), frames=64, length=16)
-    check(profile)
-    assert profile.loop == fc.explain(env, network(**kwargs)).loop == loop
-    assert {*profile.parts} == {*parts}
+def test_each_loop(loop, num_envs):
+    env, kwargs, parts = LOOPS[loop]
+    env = fc.make_env(env, num_envs=num_envs) if isinstance(env, str) else env
+    policy = None if kwargs is None else network(**kwargs)
+    profile = check(fc.profile(env, policy, frames=64, length=16))
+    assert profile.loop == fc.explain(env, policy or fc.random_policy(env)).loop == loop
+    assert {*profile.parts} == parts
     assert profile.frames == 64
 
 
-def test_simulators_over_tensors():
-    env = fc.envs.from_torch_vector_env(LikeManiSkill)
-    profile = fc.profile(env, frames=64, length=16)
-    check(profile)
-    assert (profile.loop, {*profile.parts}) == ("device", {*HOST})
-
-
 def test_lanes_in_workers():
-    env = fc.make_env(slow_env, num_envs=4, num_workers=2)
-    profile = fc.profile(env, network(), frames=64, length=8)
-    check(profile)
-    assert {*profile.parts} == {*HOST, "hand-over"}
-    assert profile.parts["environment"] >= 2_500  # two of four lanes, one after the other; waking up may take longer
+    env = fc.make_env(Sleeping, num_envs=4, num_workers=2)
+    profile = check(fc.profile(env, network(), frames=64, length=8))
+    assert {*profile.parts} == HOST | {"hand-over"}
+    assert profile.parts["environment"] >= SLEPT  # two of four lanes, one after the other
 
 
-def test_a_slow_environment():
-    profile = fc.profile(fc.make_env(slow_env), network(), frames=16, length=8)
-    assert largest(profile) == "environment"
+def test_the_slowest_part_is_the_largest():
+    profile = fc.profile(fc.make_env(Sleeping), network(), frames=16, length=8)
+    assert largest(profile.parts) == "environment"
     assert profile.parts["environment"] >= 5_000
     assert profile.limits[0].frames_per_second <= 200
-
-
-def test_a_slow_policy():
-    policy = fc.torch_policy(Slow(), head=fc.heads.categorical)
-    profile = fc.profile(fc.make_env("CartPole-v1", num_envs=2), policy, frames=32, length=8)
-    assert largest(profile) == "policy"
+    profile = fc.profile(fc.make_env("CartPole-v1", num_envs=2), network(Slow), frames=32, length=8)
+    assert largest(profile.parts) == "policy"
     assert profile.parts["policy"] >= 2_500
-
-
-def test_a_slow_reader():
-    with fc.SyncDataCollector(slow_env, None, frames_per_batch=20, seed=0) as collector:
-        profile = fc.profile(collector, frames=40, reader=slow_reader)
-    check(profile)
-    assert largest(profile) == "reader"
+    with fc.SyncDataCollector(Sleeping, None, frames_per_batch=20, seed=0) as collector:
+        profile = check(fc.profile(collector, frames=40, reader=slow_reader))
+    assert largest(profile.parts) == "reader"
     with pytest.raises(AttributeError, match="compare its parts and limits"):
         _ = profile.advice
 
 
-@pytest.mark.parametrize("kwargs", KEYWORDS, ids=str)
-def test_the_data_are_the_same(kwargs):
+def test_the_data_are_the_same():
+    kwargs = {"init_random_frames": 60, "max_frames_per_traj": 7, "compact_obs": True}
+
     def build():
-        head = fc.heads.categorical
         torch.manual_seed(0)
-        policy = fc.torch_policy(torch.nn.Linear(4, 2), head=head)
-        return fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=40, seed=0, **kwargs)
+        return fc.SyncDataCollector("CartPole-v1", network(), frames_per_batch=40, seed=0, **kwargs)
 
     with build() as plain, build() as profiled:
         wanted, got = [next(plain) for _ in range(5)], []
         simulators = profiled.state.env_state.simulation.simulators
         profile = fc.profile(profiled, frames=80, reader=got.append)
         got += [next(profiled) for _ in range(2)]
-        assert profile.frames == 80
-        assert profiled.frames == 200
+        assert (profile.frames, profiled.frames) == (80, 200)
         assert profiled.loops is api.LOOPS
         assert profiled.state.env_state.simulation.simulators is simulators
     for one, two in zip(wanted, got, strict=True):
@@ -164,136 +131,92 @@ def test_the_data_are_the_same(kwargs):
 
 
 def test_an_exception_leaves_nothing_behind():
-    batches = []
+    def fail(batch):
+        raise ArithmeticError
 
-    def reader(batch):
-        batches.append(batch)
-        if len(batches) == 2:
-            raise ArithmeticError
-
-    with fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=20, seed=0) as collector:
-        with pytest.raises(ArithmeticError):
-            fc.profile(collector, reader=reader)
-        assert collector.loops is api.LOOPS
-        assert next(collector).numel() == 20
+    with (
+        fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=20, seed=0) as one,
+        multi(transport="serial", create_env_fn=["CartPole-v1"] * 2, policy=None, frames_per_batch=20) as two,
+    ):
+        for collector in (one, two):
+            with pytest.raises(ArithmeticError):
+                fc.profile(collector, reader=fail)
+        assert one.loops is api.LOOPS
+        assert two.run.stop_timers() == []
+        assert next(one).numel() == 20
+        check(fc.profile(two, frames=20))
 
 
 def test_functions_close_what_they_opened():
-    closed = []
+    made = []
 
-    class Closing(fc.envs.SimulatorsBase):
-        def reset(self, lanes, seeds):
-            pass
+    def rigged():
+        made.append(Rigged())
+        return made[-1]
 
-        def step(self, lanes, action):
-            return [0.0] * len(lanes), [False] * len(lanes), [False] * len(lanes), ()
-
-        def close(self):
-            closed.append(self)
-
-    spaces = fc.make_env("CartPole-v1", num_envs=2)
-
-    class Env(fc.envs.HostEnvBase):
-        num_envs, observation_space, action_space = 2, spaces.observation_space, spaces.action_space
-
-        def open(self):
-            return Closing(self)
-
-    check(fc.profile(Env(), frames=20, length=5))
-    assert len(closed) == 1
+    check(fc.profile(fc.make_env([rigged] * 2), frames=20, length=5))
+    assert len(made) >= 2
+    assert {each.closed for each in made} == {1}
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "error", "words"),
-    [
-        ({"policy": network()}, ValueError, "policy is .*has its own"),
-        ({"length": 3}, ValueError, "length is 3, but target is a collector"),
-        ({"frames": 0}, ValueError, "frames is 0"),
-        ({"reader": 3}, TypeError, "reader"),
-    ],
-    ids=str,
-)
-def test_bad_arguments(kwargs, error, words):
-    with fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=20) as collector, pytest.raises(error, match=words):
-        fc.profile(collector, **kwargs)
-
-
-def test_what_cannot_be_profiled():
-    with pytest.raises(TypeError, match="target is str, expected a collector or an Env"):
-        fc.profile("CartPole-v1")
-    with (
-        fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=20, total_frames=20) as collector,
-        pytest.raises(ValueError, match="no batches left"),
-    ):
-        fc.profile(collector)
+def test_bad_arguments():
+    with fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=20, total_frames=20) as collector:
+        for kwargs, error, words in (
+            ({"policy": network()}, ValueError, "policy is .*has its own"),
+            ({"length": 3}, ValueError, "length is 3, but target is a collector"),
+            ({"frames": 0}, ValueError, "frames is 0"),
+            ({"reader": 3}, TypeError, "reader"),
+            ({}, ValueError, "no batches left"),
+        ):
+            with pytest.raises(error, match=words):
+                fc.profile(collector, **kwargs)
     collector = fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=20)
     collector.shutdown()
     with pytest.raises(fc.ClosedError):
         fc.profile(collector)
+    with pytest.raises(TypeError, match="target is str, expected a collector or an Env"):
+        fc.profile("CartPole-v1")
 
 
-@pytest.mark.parametrize(("kind", "kwargs"), KINDS, ids=str)
-def test_slow_environments(kind, kwargs):
+@pytest.mark.parametrize(("kind", "kwargs"), [(SYNC, {}), *in_soak([(ASYNC, {}), (SYNC, {"prefetch": True})])], ids=str)
+def test_workers_of_slow_environments_and_a_slow_reader(kind, kwargs):
     frames = 20 if kind is SYNC else 10
-    factory = functools.partial(fc.make_env, slow_env)
-    with multi(kind, create_env_fn=[factory] * 2, policy=network(), frames_per_batch=frames, **kwargs) as collector:
-        profile = fc.profile(collector, frames=60)
-        check(profile)
+    pair = [functools.partial(fc.make_env, Sleeping)] * 2
+    with multi(kind, create_env_fn=pair, policy=network(), frames_per_batch=frames, **kwargs) as collector:
+        profile = check(fc.profile(collector, frames=60))
         assert profile.parts["environment"] >= SLEPT
         assert [timeline.where for timeline in profile.timelines] == ["in each of 2 workers", "in this process"]
-        assert {*profile.parts} == {*HOST} | {"hand-over", "waiting"}
+        assert {*profile.parts} == HOST | {"hand-over", "waiting"}
         assert {*profile.timelines[1].parts} <= {"hand-over", "waiting"}
         assert profile.limits[0].frames_per_second <= 200 * 64
         assert next(collector).numel() == frames
-
-
-def test_a_slow_reader_of_workers():
-    pair = [functools.partial(fc.make_env, slow_env)] * 2
-    with multi(create_env_fn=pair, policy=None, frames_per_batch=20) as collector:
-        profile = fc.profile(collector, frames=60, reader=slow_reader)
-    check(profile)
-    assert largest(profile) == "waiting"
-    assert max(profile.timelines[1].parts.items(), key=lambda item: item[1])[0] == "reader"
+        if kind is SYNC and not kwargs:
+            profile = check(fc.profile(collector, frames=60, reader=slow_reader))
+            assert (largest(profile.parts), largest(profile.timelines[1].parts)) == ("waiting", "reader")
 
 
 def test_workers_in_this_process():
     batches = []
     with multi(transport="serial", create_env_fn=["CartPole-v1"] * 2, policy=None, frames_per_batch=20) as collector:
-        profile = fc.profile(collector, frames=40, reader=batches.append)
+        profile = check(fc.profile(collector, frames=40, reader=batches.append))
         assert collector.frames == 20 * len(batches) == 80
-    check(profile)
     assert len(profile.timelines) == 1
-    assert {*profile.parts} == {*HOST} | {"hand-over", "reader"}
-
-
-def test_compiled_loops():
+    assert {*profile.parts} == HOST | {"hand-over", "reader"}
     env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
     with multi(transport="serial", create_env_fn=[env] * 2, policy=None, frames_per_batch=32) as collector:
-        profile = fc.profile(collector, frames=64)
-    check(profile)
+        profile = check(fc.profile(collector, frames=64))
     assert profile.loop == "fused"
     assert "environment and policy" in profile.parts
 
 
-def test_an_exception_stops_the_timers():
-    def fail(batch):
-        raise ArithmeticError
-
-    with multi(transport="serial", create_env_fn=["CartPole-v1"] * 2, policy=None, frames_per_batch=20) as collector:
-        with pytest.raises(ArithmeticError):
-            fc.profile(collector, reader=fail)
-        assert collector.run.stop_timers() == []
-        check(fc.profile(collector, frames=20))
-
-
+@pytest.mark.evening
 @FORKS_OF_RAY
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("kind", [fc.SyncDataCollector, *in_soak([SYNC])], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [fc.SyncDataCollector, SYNC], ids=lambda kind: kind.__name__)
 def test_over_ray(kind):
     nested = {} if kind is fc.SyncDataCollector else {"num_workers_per_collector": 2}
     kwargs = {"frames_per_batch": 40, "sync": True, "collector_class": kind, **nested}
-    with ray_collector([functools.partial(fc.make_env, slow_env)] * 2, network(), **kwargs) as collector:
-        profile = fc.profile(collector, frames=80)
-    check(profile)
+    with ray_collector([functools.partial(fc.make_env, Sleeping)] * 2, network(), **kwargs) as collector:
+        profile = check(fc.profile(collector, frames=80))
     assert profile.parts["environment"] >= SLEPT / (2 if nested else 1)
     assert len(profile.timelines) == 2

@@ -58,38 +58,48 @@ def test_dtype_is_that_of_floating_boxes_only() -> None:
     assert leaves == {"z.image": np.uint8, "z.flags": np.int8, "a.0": np.float64, "a.1": np.int64}
 
 
-def test_a_dtype_that_is_not_floating_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected a floating one"):
-        observation_leaves(BOX, np.int32)
+NOT_FIXED = r"the observation space at (observation|x) is \w+, expected Box,.*flatten it"
+NO_ARRAYS = r"the observation space .* has no arrays, expected at least one: add one"
+UNREADABLE = r"the observation key \(.*\) holds a dot or is empty: rename it"
+STRUCTURED = r"the action space is \w+, expected Box, Discrete, MultiDiscrete .*flatten it"
+OWN_KEYS = ("action", "action_log_prob", "next", "done", "collector", "reward", "terminated")
+REFUSED: list[tuple[Any, Any, str]] = [  # a call, its error, and words of the message
+    (lambda: observation_leaves(BOX, np.int32), ValueError, "expected a floating one"),
+    *(
+        (lambda name=name: observation_leaves(spaces.Dict({name: BOX})), ValueError, f"'{name}' collides .*rename it")
+        for name in OWN_KEYS
+    ),
+    *((lambda name=name: observation_leaves(spaces.Dict({name: BOX})), ValueError, UNREADABLE) for name in ("a.b", "")),
+    *(
+        (lambda space=space: observation_leaves(space), TypeError, NOT_FIXED)
+        for space in (spaces.Text(3), spaces.Sequence(BOX), spaces.Dict(x=spaces.Text(3)))
+    ),
+    *(
+        (lambda space=space: observation_leaves(space), ValueError, NO_ARRAYS)
+        for space in (spaces.Dict(), spaces.Tuple(()), spaces.Dict({"inner": spaces.Dict()}))
+    ),
+    *(
+        (lambda space=space: ActionSpec(space), TypeError, STRUCTURED)
+        for space in (spaces.Text(3), spaces.Dict(a=BOX), spaces.Tuple([BOX]))
+    ),
+    (lambda: ActionSpec(spaces.MultiDiscrete([])), ValueError, r"MultiDiscrete\(\[\]\) has no components.*: add one"),
+    *(
+        (lambda space=space: ActionSpec(space, one_hot=True), ValueError, r"one_hot=True needs a Discrete .*: leave it")
+        for space in (BOX, spaces.MultiBinary(3))
+    ),
+    (lambda: disassemble(spaces.Tuple([BOX, BOX]), (np.zeros(3),)), ValueError, "zip"),
+    (
+        lambda: fc.running_statistics.init(fc.make_env("CartPole-v1")),  # type: ignore[arg-type]
+        TypeError,
+        r"space is .*expected Space: pass a space .*env\.observation_space",
+    ),
+]
 
 
-@pytest.mark.parametrize("space", [spaces.Text(3), spaces.Sequence(BOX), spaces.Dict(x=spaces.Text(3))])
-def test_a_space_without_arrays_of_fixed_size_is_refused(space: spaces.Space[Any]) -> None:
-    with pytest.raises(TypeError, match=r"the observation space at (observation|x) is \w+, expected Box,.*flatten it"):
-        observation_leaves(space)
-
-
-@pytest.mark.parametrize("space", [spaces.Dict(), spaces.Tuple(()), spaces.Dict({"inner": spaces.Dict()})])
-def test_a_space_without_arrays_is_refused(space: spaces.Space[Any]) -> None:
-    with pytest.raises(ValueError, match=r"the observation space .* has no arrays, expected at least one: add one"):
-        observation_leaves(space)
-
-
-def test_an_environment_for_its_space_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"space is .*expected Space: pass a space .*env\.observation_space"):
-        fc.running_statistics.init(fc.make_env("CartPole-v1"))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["action", "action_log_prob", "next", "done", "collector", "reward", "terminated"])
-def test_a_key_that_a_batch_uses_itself_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"the observation key '{name}' collides .*rename it .*taken are"):
-        observation_leaves(spaces.Dict({name: BOX}))
-
-
-@pytest.mark.parametrize("name", ["a.b", ""])
-def test_a_key_that_would_not_read_back_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"the observation key \(.*\) holds a dot or is empty: rename it"):
-        observation_leaves(spaces.Dict({name: BOX}))
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
+def test_a_space_that_does_not_suit_is_refused(call: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
 
 
 @pytest.mark.parametrize("space", [space for space, _ in LEAVES], ids=lambda space: type(space).__name__)
@@ -103,11 +113,6 @@ def test_assemble_and_disassemble_are_inverse(space: spaces.Space[Any]) -> None:
     assert type(back) in (type(observation), dict)
     again = disassemble(space, back)
     assert all(one is two for one, two in zip(again, parts, strict=True))
-
-
-def test_disassemble_refuses_a_tuple_of_another_length() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        disassemble(spaces.Tuple([BOX, BOX]), (np.zeros(3),))
 
 
 SPECS = [
@@ -138,37 +143,14 @@ def test_action_spec_knows_where_choices_start() -> None:
     assert ActionSpec(BOX).start == 0
 
 
-@pytest.mark.parametrize("space", [spaces.Text(3), spaces.Dict(a=BOX), spaces.Tuple([BOX])])
-def test_action_spec_refuses_structured_actions(space: spaces.Space[Any]) -> None:
-    with pytest.raises(TypeError, match=r"the action space is \w+, expected Box, Discrete, MultiDiscrete .*flatten it"):
-        ActionSpec(space)
-
-
-def test_an_action_space_without_components_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"MultiDiscrete\(\[\]\) has no components, expected at least one: add one"):
-        ActionSpec(spaces.MultiDiscrete([]))
-
-
-@pytest.mark.parametrize("space", [BOX, spaces.MultiBinary(3)])
-def test_one_hot_needs_choices(space: spaces.Space[Any]) -> None:
-    with pytest.raises(ValueError, match=r"one_hot=True needs a Discrete or MultiDiscrete .*: leave it out"):
-        ActionSpec(space, one_hot=True)
-
-
-@pytest.mark.parametrize(("name", "num_envs"), [("CartPole-v1", None), ("CartPole-v1", 2), ("torch/Pendulum-v1", 2)])
-def test_environments_follow_the_protocol(name: str, num_envs: int | None) -> None:
+@pytest.mark.parametrize(("name", "num_envs"), [("CartPole-v1", None), ("torch/Pendulum-v1", 2)])
+def test_environments_and_policies_follow_their_protocols(name: str, num_envs: int | None) -> None:
     env = fc.make_env(name, num_envs=num_envs)
     assert isinstance(env, fc.Env)
-    assert env.num_envs == num_envs
-    assert seeding_of(env) == "episode"
+    assert (env.num_envs, seeding_of(env)) == (num_envs, "episode")
     assert env.backend == ("torch" if name.startswith("torch/") else "host")
     assert env.observation_leaves == observation_leaves(env.observation_space)
     assert env.action_spec.space == env.action_space
-
-
-def test_policies_follow_the_protocol() -> None:
-    env = fc.make_env("CartPole-v1")
-    assert isinstance(fc.random_policy(env), fc.Policy)
-    assert isinstance(fc.torch_policy(torch.nn.Linear(4, 2)), fc.Policy)
-    assert isinstance(fc.jax_policy(lambda params, x: x, {}), fc.Policy)
+    policies = (fc.random_policy(env), fc.torch_policy(torch.nn.Linear(4, 2)), fc.jax_policy(lambda params, x: x, {}))
+    assert all(isinstance(policy, fc.Policy) for policy in policies)
     assert not isinstance(torch.nn.Linear(4, 2), fc.Policy)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,23 +39,16 @@ def test_the_order_of_insertion_does_not_show() -> None:
     assert optree.tree_structure(one, namespace=NAMESPACE) == optree.tree_structure(two, namespace=NAMESPACE)
 
 
-@pytest.mark.parametrize("locked", [True, False])
-def test_flatten_and_unflatten_give_back_the_same(locked: bool) -> None:
-    batch = nested_batch().lock_() if locked else nested_batch()
-    leaves, structure = optree.tree_flatten(batch, namespace=NAMESPACE)
-    back = optree.tree_unflatten(structure, leaves)
-    assert_same(back, batch)
-    assert back["b"].batch_size == (2, 3)
-    assert back["b"].is_locked == locked
-    assert back["a"].data_ptr() == batch["a"].data_ptr()
-
-
-def test_a_lock_is_part_of_the_structure() -> None:
-    free, locked = nested_batch(), nested_batch().lock_()
-    assert optree.tree_structure(free, namespace=NAMESPACE) != optree.tree_structure(locked, namespace=NAMESPACE)
-
-
-def test_a_locked_node_cannot_get_new_keys() -> None:
+def test_flatten_and_unflatten_give_back_the_same_and_its_lock() -> None:
+    structures = []
+    for batch in (nested_batch(), nested_batch().lock_()):
+        leaves, structure = optree.tree_flatten(batch, namespace=NAMESPACE)
+        back = optree.tree_unflatten(structure, leaves)
+        assert_same(back, batch)
+        assert (back["b"].batch_size, back["b"].is_locked) == ((2, 3), batch.is_locked)
+        assert back["a"].data_ptr() == batch["a"].data_ptr()
+        structures.append(structure)
+    assert structures[0] != structures[1]
     mapped = optree.tree_map(lambda leaf: leaf + 1, nested_batch().lock_(), namespace=NAMESPACE)
     with pytest.raises(RuntimeError, match="lock"):
         mapped["new"] = torch.zeros(2, 3)
@@ -106,30 +98,16 @@ def test_select_takes_lanes_of_every_leaf() -> None:
     assert picked["x"].tolist() == [[1, 1], [0, 0], [1, 1]]
     assert picked["y"][0].tolist() == [0, 11, 2]
     assert picked["y"][1].reshape(3, 2).tolist() == [[True, True], [False, False], [True, True]]
-
-
-def test_select_writes_neither_tree() -> None:
-    chosen, other = torch.ones(3), torch.zeros(3)
-    select(torch.tensor([True, False, True]), chosen, other)[1] = 9
-    assert chosen.tolist() == [1, 1, 1]
-    assert other.tolist() == [0, 0, 0]
+    picked["x"][:] = 9  # writes neither tree
+    assert (chosen["x"].tolist(), other["x"].tolist()) == ([[1, 1]] * 3, [[0, 0]] * 3)
 
 
 POLICY = fc.torch_policy(lambda x, h: (x[:, :2] + h, h + 1), head=fc.heads.categorical, initial_state=torch.ones(2))
 
 
-@pytest.fixture
-def env() -> Any:
-    return fc.make_env("torch/CartPole-v1", num_envs=3)
-
-
-@pytest.fixture
-def state(env: Any) -> CollectorState:
-    state = fc.init(env, POLICY, seed=5)
-    return fc.rollout(env, POLICY, state, 30)[0]
-
-
-def test_a_collector_state_is_a_node_and_comes_back_whole(state: CollectorState) -> None:
+def test_a_collector_state_is_a_frozen_node_and_comes_back_whole() -> None:
+    env = fc.make_env("torch/CartPole-v1", num_envs=3)
+    state, _ = fc.rollout(env, POLICY, fc.init(env, POLICY, seed=5), 30)
     leaves, structure = optree.tree_flatten(state, namespace=NAMESPACE)
     back = optree.tree_unflatten(structure, leaves)
     assert isinstance(back, CollectorState)
@@ -139,14 +117,8 @@ def test_a_collector_state_is_a_node_and_comes_back_whole(state: CollectorState)
         leaves, others = (optree.tree_leaves(tree, namespace=NAMESPACE) for tree in (own, other))
         assert all(a is b for a, b in zip(leaves, others, strict=True))
     assert (back.steps, back.total_lanes, back.policy_version) == (30, 3, 0)
-
-
-def test_a_collector_state_that_was_mapped_goes_on_the_same(env: Any, state: CollectorState) -> None:
     copied = optree.tree_map(copy.copy, state, namespace=NAMESPACE)
     assert_same(fc.rollout(env, POLICY, state, 20)[1], fc.rollout(env, POLICY, copied, 20)[1])
-
-
-def test_a_collector_state_is_frozen(state: CollectorState) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         state.steps = 3
     assert state.replace(steps=3).steps == 3

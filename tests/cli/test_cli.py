@@ -271,6 +271,7 @@ def test_a_disk_without_room_is_one_line(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.evening
 def test_files_beyond_the_allowed_size(tmp_path: Path) -> None:
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "

@@ -1,44 +1,36 @@
 """A batch is the caller's own: whatever is written into it, nothing else changes."""
 
-import gymnasium
 import numpy as np
 import optree
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
 from funcollect.tree import NAMESPACE
-from tests.support.cases import ENVS, POLICIES, Recurrent, make_env, pair, pairs
+from tests.support.cases import ENVS, POLICIES, Recurrent, make_env, pair
 from tests.support.compare import assert_same, leaves
 from tests.support.envs.counting import make_counting
 from tests.support.envs.torch_parts import InParts
+from tests.support.running import once, pairwise
 
 
-def third_batch(env, policy, value, advance):
+def third_batch(env, policy, value):
     """The third of three batches, the first two filled with `value` (None: left alone) as soon as they came."""
     state = fc.init(env, policy, seed=0)
     for _ in range(2):
-        state, batch = advance(env, policy, state)
+        state, batch = fc.rollout(env, policy, state, 20)
         for leaf in leaves(batch).values() if value is not None else ():
             leaf.fill_(value)
-    _, batch = advance(env, policy, state)
+    _, batch = fc.rollout(env, policy, state, 20)
     fc.close(state)
     return batch
 
 
-def rollout(env, policy, state):
-    return fc.rollout(env, policy, state, 20)
-
-
-@pytest.mark.parametrize(("kind", "num_envs"), pairs(None, 3))
-@pytest.mark.parametrize("name", ENVS)
-def test_nothing_written_into_a_batch_shows_in_the_next(name, kind, num_envs):
-    for advance in (rollout, fc.step):
-        runs = [third_batch(*pair(name, kind, num_envs), value, advance) for value in (None, 0, 1)]
-        assert_same(runs[0], runs[1])
-        assert_same(runs[0], runs[2])
+@pytest.mark.parametrize(("kind", "name", "num_envs"), once(POLICIES, ENVS, (None, 3)))
+def test_nothing_written_into_a_batch_shows_in_the_next(kind, name, num_envs):
+    env, policy = pair(name, kind, num_envs)
+    assert_same(third_batch(env, policy, None), third_batch(env, policy, 1))
 
 
 def memories(tree):
@@ -47,14 +39,13 @@ def memories(tree):
     return {leaf.untyped_storage().data_ptr() for leaf in tensors if isinstance(leaf, torch.Tensor)}
 
 
-@pytest.mark.parametrize(("kind", "num_envs"), pairs(None, 3))
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize(("name", "kind", "num_envs"), pairwise(ENVS, POLICIES, (None, 3)))
 def test_no_leaf_shares_memory_with_a_state_or_another_batch(name, kind, num_envs):
     env, policy = pair(name, kind, num_envs)
-    states = [fc.init(env, policy, seed=0)]
-    batches = []
-    for length in (1, 5, 1):
-        state, batch = fc.rollout(env, policy, states[-1], length)
+    states, batches = [fc.init(env, policy, seed=0)], []
+    for length in (1, 5, None):
+        last = states[-1]
+        state, batch = fc.rollout(env, policy, last, length) if length else fc.step(env, policy, last)
         states.append(state)
         batches.append(batch)
     simulation = getattr(states[-1].env_state, "simulation", None)
@@ -64,21 +55,6 @@ def test_no_leaf_shares_memory_with_a_state_or_another_batch(name, kind, num_env
     for batch in batches:
         assert not held & memories(batch)
         held |= memories(batch)
-
-
-@pytest.mark.parametrize("name", ENVS[:1] + ENVS[2:3])
-@pytest.mark.parametrize("kind", ["torch_recurrent", "random", "tensordict_module"])
-def test_a_collectors_batches_too(name, kind):
-    runs = []
-    for value in (None, 0, 1):
-        collector = fc.SyncDataCollector(*pair(name, kind, 3), frames_per_batch=60, total_frames=240, seed=0)
-        for batch in collector:
-            last = batch.clone()
-            if value is not None:
-                batch.apply_(lambda leaf, value=value: leaf.fill_(value))
-        runs.append(last)
-    assert_same(runs[0], runs[1])
-    assert_same(runs[0], runs[2])
 
 
 @pytest.mark.parametrize("num_envs", [None, 2])
@@ -96,35 +72,18 @@ def test_parameters_that_a_policy_answers_with_are_copied(num_envs):
 
     env = fc.make_env("CartPole-v1", num_envs=num_envs)
     policy = fc.torch_policy(Showing())
-    untouched = third_batch(env, policy, None, rollout)
+    untouched = third_batch(env, policy, None)
     assert torch.equal(untouched["x"], untouched["observation"])
     assert torch.equal(untouched["bias"], bias.expand_as(untouched["bias"]))
-    assert_same(untouched, third_batch(env, policy, 0, rollout))
+    assert_same(untouched, third_batch(env, policy, 0))
     assert torch.equal(module.bias, bias)
     assert torch.equal(module.weight, weight)
 
 
-BOX = spaces.Box(-100, 100, (2,), np.float32)
+class Delayed(InParts):
+    """Moves by the action before, which it keeps as it got it. `test_plain_loop` has such a simulator."""
 
-
-class Delayed(gymnasium.Env):
-    """Moves by the action before, which it keeps as it got it."""
-
-    observation_space = action_space = BOX
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.place, self.before = np.zeros(2, np.float32), np.zeros(2, np.float32)
-        return self.place, {}
-
-    def step(self, action):
-        self.place = self.place * np.float32(0.5) + self.before
-        self.before = action
-        return self.place, 0.0, False, False, {}
-
-
-class TorchDelayed(InParts):
-    observation_space = action_space = BOX
+    observation_space = action_space = spaces.Box(-100, 100, (2,), np.float32)
     draws = 2
 
     def start(self, uniforms):
@@ -138,26 +97,14 @@ class TorchDelayed(InParts):
         return (place * 0.5 + before, action), torch.zeros(len(action)), torch.zeros(len(action), dtype=torch.bool)
 
 
-@pytest.mark.parametrize("num_envs", [None, 2])
-@pytest.mark.parametrize("kind", ["random", "torch_mlp", "jax_mlp", "tensordict_actor"])
-@pytest.mark.parametrize("backend", ["host", "vector", "torch"])
-def test_an_environment_that_keeps_its_actions(backend, kind, num_envs):
-    if backend == "torch":
-        env = TorchDelayed(num_envs)
-    elif backend == "vector":
-        env = fc.make_env(SyncVectorEnv([Delayed] * (num_envs or 1), autoreset_mode=AutoresetMode.DISABLED))
-    else:
-        env = fc.make_env(Delayed, num_envs=num_envs)
+@pytest.mark.parametrize(("kind", "num_envs"), once(["random", "torch_mlp", "jax_mlp", "tensordict_actor"], (None, 2)))
+def test_an_environment_that_keeps_its_actions(kind, num_envs):
+    env = Delayed(num_envs)
     policy = POLICIES[kind](env)
-    untouched = third_batch(env, policy, None, rollout)
+    untouched = third_batch(env, policy, None)
     moved = untouched["next", "observation"] - untouched["observation"] * 0.5
     assert torch.allclose(moved[..., 1:, :], untouched["action"][..., :-1, :], atol=1e-4)
-    assert_same(untouched, third_batch(env, policy, 0, rollout))
-
-
-def recurrent_answer(module, observation, hidden):
-    answer, after = module(observation, hidden)
-    return {"logits": answer, "hidden": after}, after
+    assert_same(untouched, third_batch(env, policy, 0))
 
 
 class Shared(torch.nn.Module):
@@ -165,8 +112,7 @@ class Shared(torch.nn.Module):
 
     def __init__(self, way):
         super().__init__()
-        self.way = way
-        self.own = {}
+        self.way, self.own = way, {}
 
     def forward(self, x, hidden):
         before = hidden.clone()
@@ -181,10 +127,11 @@ class Shared(torch.nn.Module):
         return {"action": torch.zeros(len(x), dtype=torch.int64), "before": before, "after": after}, after
 
 
-@pytest.mark.parametrize("num_envs", [None, 1, 3])
-@pytest.mark.parametrize("way", ["observation", "in place", "own memory"])
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
-def test_recurrent_state_in_memory_that_is_written_again(name, way, num_envs):
+@pytest.mark.parametrize(
+    ("way", "num_envs", "name"),
+    pairwise(["observation", "in place", "own memory"], [None, 1, 3], ["CartPole-v1", "torch/CartPole-v1"]),
+)
+def test_recurrent_state_in_memory_that_is_written_again(way, num_envs, name):
     env = fc.make_env(name, num_envs=num_envs)
     policy = fc.torch_policy(Shared(way), initial_state=torch.zeros(4))
     state = fc.init(env, policy, seed=0)
@@ -197,13 +144,11 @@ def test_recurrent_state_in_memory_that_is_written_again(name, way, num_envs):
         assert torch.equal(old.policy_state.recurrent, before)
         batches.append(batch)
     batch = torch.cat([each.clone() for each in batches], -1)
-    assert (batch["collector", "step"] == 0).sum() > (num_envs or 1)
-    if way == "observation":
-        wanted = batch["observation"]
-    else:
-        wanted = (batch["collector", "step"][..., None] + 1.0).expand_as(batch["after"])
+    step = batch["collector", "step"][..., None]
+    assert (step == 0).sum() > (num_envs or 1)
+    wanted = batch["observation"] if way == "observation" else (step + 1.0).expand_as(batch["after"])
     assert torch.equal(batch["after"], wanted)
-    begun = batch["collector", "step"][..., 1:, None] == 0
+    begun = step[..., 1:, :] == 0
     assert torch.equal(batch["before"][..., 1:, :], torch.where(begun, 0.0, wanted[..., :-1, :]))
 
 
@@ -218,10 +163,11 @@ def test_state_written_in_place_is_recorded_after_an_end_at_the_first_row(backen
 
 
 def test_a_recurrent_state_may_be_recorded_beside_the_heads_inputs():
-    env = make_env("CartPole-v1", 3)
-    module = Recurrent(4, 2)
-    policy = fc.torch_policy(
-        lambda x, hidden: recurrent_answer(module, x, hidden), head=fc.heads.categorical, initial_state=torch.zeros(5)
-    )
-    untouched = third_batch(env, policy, None, rollout)
-    assert_same(untouched, third_batch(env, policy, 0, rollout))
+    env, module = make_env("CartPole-v1", 3), Recurrent(4, 2)
+
+    def answer(observation, hidden):
+        logits, after = module(observation, hidden)
+        return {"logits": logits, "hidden": after}, after
+
+    policy = fc.torch_policy(answer, head=fc.heads.categorical, initial_state=torch.zeros(5))
+    assert_same(third_batch(env, policy, None), third_batch(env, policy, 0))

@@ -10,63 +10,51 @@ import pytest
 import torch
 
 import funcollect as fc
-from tests.support.cases import ENVS, KINDS, POLICIES, digests, make_env, pair, pairs
+from tests.support.cases import ENVS, KINDS, POLICIES, digests, make_env, pair
 from tests.support.compare import assert_same, bits, collect
-from tests.support.running import ROOT, SCALE, in_soak, scaled
+from tests.support.running import ROOT, SCALE, in_soak, once, pairwise, scaled
 
 TOTAL = 200 if SCALE == 1 else 400
 
 
-def cut(length, total=TOTAL):
+def cut(length, total):
     return [length] * (total // length) + [total % length] * (total % length > 0)
 
 
-@pytest.mark.parametrize(("kind", "num_envs"), pairs(None, 3, *in_soak([1, 8])))
-@pytest.mark.parametrize("name", ENVS)
-def test_how_a_run_is_cut_into_batches_never_changes_its_data(name, kind, num_envs):
+@pytest.mark.parametrize(("name", "kind", "num_envs"), pairwise(ENVS, POLICIES, [None, 3, *in_soak([1, 8])]))
+def test_a_run_gives_the_same_data_again_and_however_it_is_cut(name, kind, num_envs):
+    """Whatever ran before in this process, and whatever the global generators hold."""
     env, policy = pair(name, kind, num_envs)
-    whole = collect(env, policy, *cut(200), seed=0)
-    for length, total in ((64, 130), (7, 70), (1, 20)):
+    whole = collect(env, policy, *cut(TOTAL, TOTAL), seed=0)
+    torch.rand(7), np.random.rand(3), random.random()
+    if name == "torch/CartPole-v1" or SCALE > 1:
+        env = make_env(name, num_envs)
+        policy = POLICIES[kind](env)
+    for length, total in ((64, 130), (7, 35), (1, 10)):
         total = min(TOTAL, scaled(total))
         assert_same(whole[..., :total], collect(env, policy, *cut(length, total), seed=0))
     assert whole["next", "done"].sum() >= 6 * (env.num_envs or 1)  # episodes did end on the way
-
-
-@pytest.mark.parametrize("kind", POLICIES)
-@pytest.mark.parametrize("name", ENVS)
-def test_again_in_a_process_whatever_ran_before(name, kind):
-    env, policy = pair(name, kind, 3)
-    first = collect(env, policy, 50, 14, seed=0)
-    torch.rand(7), np.random.rand(3), random.random()
     other = collect(env, policy, 30, seed=1)
-    if name == "torch/CartPole-v1" or SCALE > 1:
-        env = make_env(name, 3)
-        policy = POLICIES[kind](env)
-    assert_same(first, collect(env, policy, 50, 14, seed=0))
-    assert not torch.equal(first["observation"][:, :30], other["observation"])
-    assert not torch.equal(first["action"][:, :30], other["action"])
+    for key in ("observation", "action"):
+        assert not torch.equal(whole[..., :30][key], other[key])
 
 
-@pytest.mark.parametrize("kind", ["torch_mlp", "torch_recurrent", "jax_mlp", "random"])
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize(("name", "kind"), once(ENVS, ["torch_mlp", "torch_recurrent", "jax_mlp", "random"]))
 def test_a_batch_of_one_equals_a_single_environment(name, kind):
     assert_same(collect(*pair(name, kind, None), 90), collect(*pair(name, kind, 1), 90)[0])
 
 
 def test_another_process_gives_the_same_bits():
     """One whose hashes differ, and whose JAX dispatches as it does unless told otherwise."""
-    environment = {
-        **os.environ,
-        "PYTHONHASHSEED": "17",
-        "JAX_CPU_ENABLE_ASYNC_DISPATCH": "true",
-    }
-    command = [sys.executable, "-m", "tests.support.cases", "3", "40,1,9", *KINDS]
+    environment = os.environ | {"PYTHONHASHSEED": "17", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "true"}
+    kinds = KINDS if SCALE > 1 else ("torch_recurrent", "jax_mlp", "tensordict_actor")
+    command = [sys.executable, "-m", "tests.support.cases", "3", "40,1,9", *kinds]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     theirs = dict(line.split(": ") for line in done.stdout.splitlines())
-    ours = digests(3, [50], KINDS)
+    ours = digests(3, [50], kinds)
     assert theirs == ours
-    assert len(set(ours.values())) == len(ENVS) * len(KINDS)
+    assert len(set(ours.values())) == len(ENVS) * len(kinds)
 
 
 def generators():
@@ -91,8 +79,7 @@ def unchanged():
     return call
 
 
-@pytest.mark.parametrize(("kind", "num_envs"), [*pairs(3), ("torch_mlp", None), ("tensordict_actor", None)])
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize(("kind", "name", "num_envs"), once(POLICIES, ENVS, (3, None)))
 def test_global_generators_are_left_alone(name, kind, num_envs, unchanged):
     env, policy = pair(name, kind, num_envs)
     state = unchanged(fc.init, env, policy, seed=0)
@@ -109,27 +96,6 @@ def test_global_generators_are_left_alone(name, kind, num_envs, unchanged):
         unchanged(call, collector)
     unchanged(collector.set_seed, 4)
     unchanged(collector.shutdown)
-
-
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
-def test_generators_are_put_back_after_an_exception(name, unchanged):
-    calls = []
-
-    def failing(observation):
-        calls.append(torch.rand(()))
-        if len(calls) == 5:
-            raise KeyError("no more")
-        return (torch.rand(len(observation)) < 0.5).long()
-
-    env = make_env(name, 2)
-    policy = fc.torch_policy(failing)
-    state = unchanged(fc.init, env, policy, seed=0)
-
-    def attempt():
-        with pytest.raises(KeyError, match="no more"):
-            fc.rollout(env, policy, state, 10)
-
-    unchanged(attempt)
 
 
 def test_drawn_noise_has_the_distribution_it_should():

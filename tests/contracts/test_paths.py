@@ -26,22 +26,14 @@ PATHS = [  # the environment's kind and the policy: its way of running, or "jax"
 
 
 class Network(nn.Module):
-    """A layer of 32 units, of a convolution if the observation is an image."""
+    """A layer of 32 units."""
 
-    def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
+    def __init__(self, size: int, outputs: int) -> None:
         super().__init__()
-        self.is_image = len(shape) > 1
-        if self.is_image:
-            self.first: nn.Module = nn.Conv2d(shape[0], 4, 16, stride=16)
-            width = 4 * (shape[1] // 16) * (shape[2] // 16)
-        else:
-            self.first, width = nn.Linear(shape[0], 32), 32
-        self.second = nn.Linear(width, outputs)
+        self.first, self.second = nn.Linear(size, 32), nn.Linear(32, outputs)
 
     def forward(self, observation: Tensor) -> Tensor:
-        if self.is_image:
-            observation = observation.float() / 255
-        out: Tensor = self.second(torch.tanh(self.first(observation)).flatten(1))
+        out: Tensor = self.second(torch.tanh(self.first(observation)))
         return out
 
 
@@ -67,12 +59,8 @@ def in_jax(module: Network | Cell) -> tuple[Callable[..., Any], Any]:
         return hidden @ params["second.weight"].T + params["second.bias"], hidden
 
     def apply(params: Any, observation: Any) -> Any:
-        if module.is_image:
-            image = observation.astype(jnp.float32) / 255
-            first = jax.lax.conv(image, params["first.weight"], (16, 16), "VALID") + params["first.bias"][:, None, None]
-        else:
-            first = observation @ params["first.weight"].T + params["first.bias"]
-        return jnp.tanh(first).reshape(len(observation), -1) @ params["second.weight"].T + params["second.bias"]
+        first = observation @ params["first.weight"].T + params["first.bias"]
+        return jnp.tanh(first) @ params["second.weight"].T + params["second.bias"]
 
     return (apply_cell if isinstance(module, Cell) else apply), params
 
@@ -82,8 +70,7 @@ def network(env: Any, head: Any, recurrent: bool) -> Network | Cell:
     actions = env.action_spec.space
     outputs = int(actions.n) if head is fc.heads.categorical else 2 * actions.shape[0]
     torch.manual_seed(0)
-    shape = env.observation_space.shape
-    module = Cell(shape[0], outputs) if recurrent else Network(shape, outputs)
+    module = (Cell if recurrent else Network)(env.observation_space.shape[0], outputs)
     nn.init.normal_(module.second.weight, std=0.3)
     return module
 
@@ -134,8 +121,7 @@ def differences(name: str, head: Any, recurrent: bool = False, **options: Any) -
 
     The hidden states of a recurrent network follow from the observations, and are carried from rollout to rollout.
     """
-    small = {"screen_size": 32} if name == "ale/Pong" else {}  # a table of half a million large screens takes long
-    env = fc.make_env(name, num_envs=LANES, **({"max_episode_steps": 10**9} if recurrent else small))
+    env = fc.make_env(name, num_envs=LANES, **({"max_episode_steps": 10**9} if recurrent else {}))
     module = network(env, head, recurrent)
     policy = policy_of(module, head)
     acting = {path: taken(path, env, module, head, **options) for path in PATHS}
@@ -151,26 +137,25 @@ def differences(name: str, head: Any, recurrent: bool = False, **options: Any) -
     return {path: np.concatenate(each).max(1) for path, each in found.items()}
 
 
-CATEGORICAL = [("gymnax/CartPole-v1", "random")]
-CATEGORICAL += in_soak([(name, "random") for name in ("CartPole-v1", "ale/Pong")])
-CATEGORICAL += in_soak([(name, "deterministic") for name in ("gymnax/CartPole-v1", "CartPole-v1", "ale/Pong")])
+DISCRETE = in_soak(
+    [("CartPole-v1", "RANDOM"), ("gymnax/CartPole-v1", "DETERMINISTIC"), ("CartPole-v1", "DETERMINISTIC")]
+)
 
 
-@pytest.mark.parametrize(("name", "exploration"), CATEGORICAL)
+@pytest.mark.parametrize(("name", "exploration"), [("gymnax/CartPole-v1", "RANDOM"), *DISCRETE])
 def test_categorical_decisions_are_the_same_on_every_path(name: str, exploration: str) -> None:
-    kind = fc.ExplorationType.RANDOM if exploration == "random" else fc.ExplorationType.DETERMINISTIC
-    found = differences(name, fc.heads.categorical, exploration_type=kind)
+    found = differences(name, fc.heads.categorical, exploration_type=fc.ExplorationType[exploration])
     wrong = {path: int((each > 0).sum()) for path, each in found.items()}
     assert max(wrong.values()) <= 1e-5 * DECISIONS, wrong
 
 
-@pytest.mark.parametrize(
-    ("name", "exploration"),
-    [("Pendulum-v1", "RANDOM"), *in_soak([("HalfCheetah-v5", "RANDOM"), ("HalfCheetah-v5", "DETERMINISTIC")])],
-)
+CONTINUOUS = in_soak([("HalfCheetah-v5", "RANDOM"), ("HalfCheetah-v5", "DETERMINISTIC")])
+
+
+@pytest.mark.parametrize(("name", "exploration"), [("Pendulum-v1", "RANDOM"), *CONTINUOUS])
 def test_actions_of_a_tanh_normal_head_agree_to_rounding_on_every_path(name: str, exploration: str) -> None:
     """The network of Pendulum is recurrent. Its table shows an episode without an end, so that rounding adds up."""
-    kind = fc.ExplorationType[exploration]
-    found = differences(name, fc.heads.tanh_normal, recurrent=name == "Pendulum-v1", exploration_type=kind)
+    options = {"recurrent": name == "Pendulum-v1", "exploration_type": fc.ExplorationType[exploration]}
+    found = differences(name, fc.heads.tanh_normal, **options)
     largest = {path: float(each.max()) for path, each in found.items()}
     assert max(largest.values()) < 1e-5, largest

@@ -8,9 +8,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
 from tests.support.cases import POLICIES
-from tests.support.compare import assert_same, collect, joined, leaves
-from tests.support.plain import check_lane, plain_loop
-from tests.support.running import scaled
+from tests.support.compare import assert_same, collect, joined
+from tests.support.plain import check_lanes
+from tests.support.running import pairwise, scaled
 
 LENGTHS = [1, 30, 64, 7, 58]
 LIMITS = {"CartPole-v1": 30, "LunarLander-v3": 70, "HalfCheetah-v5": 25, "Pendulum-v1": 40}
@@ -21,29 +21,11 @@ def make(name):
     return gymnasium.make(name, max_episode_steps=LIMITS[name], disable_env_checker=True)
 
 
-def as_given(action):
-    """Actions [T, ...] as Gymnasium takes them: ints for a Discrete space, arrays for a Box."""
-    return action.tolist() if action.ndim == 1 else [each.copy() for each in action.numpy()]
-
-
-EXTRAS = {(name,) for name in ("action_log_prob", "action_unsquashed", "loc", "scale")}
-
-
-def check_lanes(batch, make_one, seed, **kwargs):
-    lanes = [batch] if batch.batch_dims == 1 else list(batch)
-    ignored = leaves(batch).keys() & EXTRAS
-    for lane, rows in enumerate(lanes):
-        actions = as_given(rows["action"])
-        wanted = plain_loop(make_one(), seed=seed, actions=actions, lane=lane, lanes=len(lanes), **kwargs)
-        check_lane(rows, wanted, ignored)
-
-
 @pytest.mark.parametrize("seed", range(2, 2 + scaled(1)))
 @pytest.mark.parametrize(
-    ("kind", "num_envs"),
-    [(kind, count) for kind in ("random", "torch_mlp") for count in (None, 1, 3)] + [("jax_mlp", 3)],
+    ("name", "kind", "num_envs"),
+    [*pairwise(LIMITS, ["random", "torch_mlp"], (None, 1, 3)), *((name, "jax_mlp", 3) for name in LIMITS)],
 )
-@pytest.mark.parametrize("name", LIMITS)
 def test_every_leaf_equals_the_plain_loop(name, num_envs, kind, seed):
     env = fc.make_env(name, num_envs=num_envs, max_episode_steps=LIMITS[name])
     batch = collect(env, POLICIES[kind](env), *LENGTHS, seed=seed)
@@ -75,21 +57,7 @@ def test_a_vector_environment_equals_its_environments(name):
     check_lanes(runs[0][:, :54], lambda: make(name), 2)
 
 
-@pytest.mark.parametrize("num_envs", [None, 3])
-def test_a_vector_environment_records_infos_as_its_environments_do(num_envs):
-    """HalfCheetah's numbers differ between lanes and steps."""
-    keys = ["x_position", "reward_ctrl"]
-    env = fc.make_env("HalfCheetah-v5", num_envs=num_envs, max_episode_steps=25, info_keys=keys)
-    batch = collect(env, fc.random_policy(env), 60, seed=0)
-    check_lanes(batch, lambda: make("HalfCheetah-v5"), 0, info_keys=keys)
-    if num_envs:
-        factories = [lambda: make("HalfCheetah-v5")] * 3
-        vector = fc.make_env(SyncVectorEnv(factories, autoreset_mode=AutoresetMode.DISABLED), info_keys=keys)
-        assert_same(batch, collect(vector, fc.random_policy(vector), 60, seed=0))
-
-
-@pytest.mark.parametrize("dtype", [np.float64, np.float16])
-@pytest.mark.parametrize("num_envs", [None, 2])
+@pytest.mark.parametrize(("dtype", "num_envs"), [(np.float64, None), (np.float16, 2)])
 def test_observations_in_another_dtype(num_envs, dtype):
     env = fc.make_env("HalfCheetah-v5", num_envs=num_envs, max_episode_steps=25, dtype=dtype)
     batch = collect(env, fc.random_policy(env), 40, seed=1)
@@ -100,16 +68,15 @@ def test_observations_in_another_dtype(num_envs, dtype):
 def test_an_instance_and_a_factory_run_as_the_id_does():
     runs = []
     for source in ("CartPole-v1", make("CartPole-v1"), lambda: make("CartPole-v1"), gymnasium.spec("CartPole-v1")):
-        kwargs = {} if not isinstance(source, str | gymnasium.envs.registration.EnvSpec) else {"max_episode_steps": 30}
-        env = fc.make_env(source, **kwargs)
-        runs.append(collect(env, POLICIES["torch_mlp"](env), 90, seed=3))
-        runs.append(collect(env, POLICIES["torch_mlp"](env), 90, seed=3))  # an instance is rebuilt from its spec
+        limited = isinstance(source, str | gymnasium.envs.registration.EnvSpec)
+        env = fc.make_env(source, **({"max_episode_steps": 30} if limited else {}))
+        runs += [collect(env, POLICIES["torch_mlp"](env), 90, seed=3) for _ in range(2)]  # instances are built anew
     for other in runs[1:]:
         assert_same(runs[0], other)
 
 
 class Meddling(gymnasium.Env):
-    """Returns one buffer at every step, writes in it and in its action, and moves by the action before."""
+    """Has one buffer, its observation and info, which it writes, as it does its action; moves by the action before."""
 
     observation_space = gymnasium.spaces.Box(-9, 9, (2,), np.float32)
     action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
@@ -122,21 +89,27 @@ class Meddling(gymnasium.Env):
         super().reset(seed=seed)
         self.buffer[:] = self.np_random.random(2)
         self.before = np.zeros(2, np.float32)
-        return self.buffer, {}
+        return self.buffer, {"place": self.buffer}
 
     def step(self, action):
         self.buffer += self.before
         self.before = action
         action *= 0.5
-        return self.buffer, float(action.sum()), False, bool(self.buffer.sum() > 2), {}
+        return self.buffer, float(action.sum()), False, bool(self.buffer.sum() > 2), {"place": self.buffer}
 
 
-@pytest.mark.parametrize("kind", ["random", "torch_mlp", "jax_mlp", "tensordict_actor"])
-@pytest.mark.parametrize("num_envs", [None, 3])
-def test_an_environment_that_writes_in_what_it_gives_and_gets(num_envs, kind):
-    env = fc.make_env(Meddling, num_envs=num_envs)
+SOURCES = {
+    "one": lambda: Meddling,
+    "three": lambda: [Meddling] * 3,
+    "vector": lambda: SyncVectorEnv([Meddling] * 3, autoreset_mode=AutoresetMode.DISABLED),
+}
+
+
+@pytest.mark.parametrize(("source", "kind"), pairwise(SOURCES, ["random", "torch_mlp", "jax_mlp", "tensordict_actor"]))
+def test_an_environment_that_writes_in_what_it_gives_and_gets(source, kind):
+    env = fc.make_env(SOURCES[source](), info_keys=["place"])
     batch = collect(env, POLICIES[kind](env), 40, 90, seed=0)
-    check_lanes(batch, Meddling, 0)
+    check_lanes(batch, Meddling, 0, info_keys=["place"])
 
 
 @pytest.mark.parametrize(("name", "limit"), [("Humanoid-v5", 12), ("BipedalWalker-v3", 15), ("CarRacing-v3", 4)])

@@ -14,10 +14,10 @@ from tensordict.nn import TensorDictModule
 import funcollect as fc
 from tests.support.cases import mlp
 from tests.support.compare import assert_same, collect, leaves
-from tests.support.plain import check_lane, plain_loop
+from tests.support.plain import check_lanes
+from tests.support.running import pairwise
 
 LENGTHS = (12, 1, 12)
-STEPS = sum(LENGTHS)
 BOX = spaces.Box(-1, 1, (2,), np.float32)
 
 
@@ -43,13 +43,15 @@ class Sampling(gymnasium.Env):
         return self.observation_space.sample(), reward, self.left == 0, self.left % 4 == 1, info
 
 
-def check(batch, factory, decode, extras=(), **kwargs):
-    lanes = [batch] if batch.batch_dims == 1 else list(batch)
-    ignored = {path for path in leaves(batch) if path[0] in extras}
-    for lane, rows in enumerate(lanes):
-        actions = [decode(action.copy()) for action in rows["action"].numpy()]
-        wanted = plain_loop(factory(), seed=3, actions=actions, lane=lane, lanes=len(lanes), **kwargs)
-        check_lane(rows, wanted, ignored)
+def collected(factory, policy_of=fc.random_policy, num_envs=None, **kwargs):
+    """The environment, and its run under the policy that `policy_of` makes for it."""
+    env = fc.make_env(factory, num_envs=num_envs, **kwargs)
+    return env, collect(env, policy_of(env), *LENGTHS, seed=3)
+
+
+def in_a_vector(factory, **kwargs):
+    env = fc.make_env(SyncVectorEnv([factory] * 3, autoreset_mode=AutoresetMode.DISABLED), **kwargs)
+    return collect(env, fc.random_policy(env), *LENGTHS, seed=3)
 
 
 OBSERVATIONS = {
@@ -75,59 +77,46 @@ OBSERVATIONS = {
 }
 
 
-@pytest.mark.parametrize("num_envs", [None, 1, 3])
-@pytest.mark.parametrize("name", OBSERVATIONS)
+@pytest.mark.parametrize(("name", "num_envs"), pairwise(OBSERVATIONS, [None, 3]))
 def test_observation_spaces(name, num_envs):
     def factory():
         return Sampling(OBSERVATIONS[name])
 
-    env = fc.make_env(factory, num_envs=num_envs)
-    batch = collect(env, fc.random_policy(env), *LENGTHS, seed=3)
-    check(batch, factory, lambda action: action)
+    env, batch = collected(factory, num_envs=num_envs)
+    check_lanes(batch, factory, 3)
     assert {leaf.path for leaf in env.observation_leaves} <= leaves(batch).keys()
     if num_envs == 3:
-        vector = fc.make_env(SyncVectorEnv([factory] * 3, autoreset_mode=AutoresetMode.DISABLED))
-        assert_same(batch, collect(vector, fc.random_policy(vector), *LENGTHS, seed=3))
-
-
-def test_names_of_nested_observations():
-    paths = {name: [leaf.path for leaf in fc.make_env(lambda: Sampling(OBSERVATIONS[name])).observation_leaves]  # noqa: B023
-             for name in ("box", "tuple", "dict")}  # fmt: skip
-    assert paths["box"] == [("observation",)]
-    assert paths["tuple"] == [("observation", "0"), ("observation", "1"), ("observation", "2", "deep")]
-    assert set(paths["dict"]) == {
-        ("vector",),
-        ("image",),
-        ("inner", "count"),
-        ("inner", "pair", "0"),
-        ("inner", "pair", "1"),
-    }
+        assert_same(batch, in_a_vector(factory))
 
 
 def seen_in(observation):
-    """Something of every part of the "dict" space."""
+    """Something of every part of the "dict" space, of which an action is a part."""
     count, (box, two) = observation["inner"]["count"], observation["inner"]["pair"]
-    return {"seen": observation["vector"], "image_seen": observation["image"], "sum": count * 10 + two, "box": box}
+    own = {"seen": observation["vector"], "image_seen": observation["image"], "sum": count * 10 + two, "box": box}
+    return {"action": two, **own}
 
 
-@pytest.mark.parametrize("num_envs", [None, 3])
-@pytest.mark.parametrize("backend", ["torch", "jax", "tensordict"])
+def modular(env):
+    """A module over the keys, as a collector adopts it."""
+
+    def module(vector, image, count, box, two):
+        return two.clone(), vector.clone(), image.clone(), count * 10 + two, box.clone()
+
+    keys = ["vector", "image", ("inner", "count"), ("inner", "pair", "0"), ("inner", "pair", "1")]
+    outputs = ["action", "seen", "image_seen", "sum", "box"]
+    return fc.tensordict_policy(TensorDictModule(module, keys, outputs))
+
+
+SEEING = {
+    "torch": lambda env: fc.torch_policy(seen_in),
+    "jax": lambda env: fc.jax_policy(lambda _, x: seen_in(x), {}),
+    "tensordict": modular,
+}
+
+
+@pytest.mark.parametrize(("backend", "num_envs"), pairwise(SEEING, [None, 3]))
 def test_a_policy_sees_the_rows_that_are_recorded(backend, num_envs):
-    env = fc.make_env(lambda: Sampling(OBSERVATIONS["dict"], spaces.Discrete(2)), num_envs=num_envs)
-    if backend == "torch":
-        policy = fc.torch_policy(lambda x: {"action": x["inner"]["pair"][1], **seen_in(x)})
-    elif backend == "jax":
-        policy = fc.jax_policy(lambda _, x: {"action": x["inner"]["pair"][1], **seen_in(x)}, {})
-    else:
-
-        def module(vector, image, count, box, two):
-            return two.clone(), vector.clone(), image.clone(), count * 10 + two, box.clone()
-
-        keys = ["vector", "image", ("inner", "count"), ("inner", "pair", "0"), ("inner", "pair", "1")]
-        outputs = ["action", "seen", "image_seen", "sum", "box"]
-        collector = fc.SyncDataCollector(env, TensorDictModule(module, keys, outputs), frames_per_batch=1)
-        policy = collector.policy
-    batch = collect(env, policy, *LENGTHS, seed=3)
+    _, batch = collected(lambda: Sampling(OBSERVATIONS["dict"], spaces.Discrete(2)), SEEING[backend], num_envs)
     assert torch.equal(batch["seen"], batch["vector"])
     assert torch.equal(batch["image_seen"], batch["image"])
     assert torch.equal(batch["box"], batch["inner", "pair", "0"])
@@ -138,12 +127,11 @@ def test_a_policy_sees_the_rows_that_are_recorded(backend, num_envs):
 
 
 def test_a_tuple_reaches_the_policy_as_a_tuple():
-    env = fc.make_env(lambda: Sampling(OBSERVATIONS["tuple"], spaces.Discrete(2)), num_envs=2)
     for policy in (
         fc.torch_policy(lambda x: {"action": x[1] // 2, "seen": x[2]["deep"]}),
         fc.jax_policy(lambda _, x: {"action": x[1] // 2, "seen": x[2]["deep"]}, {}),
     ):
-        batch = collect(env, policy, *LENGTHS, seed=3)
+        _, batch = collected(lambda: Sampling(OBSERVATIONS["tuple"], spaces.Discrete(2)), lambda _, p=policy: p, 2)
         assert torch.equal(batch["seen"], batch["observation", "2", "deep"])
         assert torch.equal(batch["action"], batch["observation", "1"] // 2)
 
@@ -164,17 +152,15 @@ ACTIONS = {
     "bytes": spaces.Box(0, 255, (2,), np.uint8),
 }
 CHOICES = [name for name, space in ACTIONS.items() if isinstance(space, spaces.Discrete | spaces.MultiDiscrete)]
-BOUNDED = ["box", "box 2-D", "float64"]
 
 
-def integer(space):
-    """An action from its row in the batch, as it is."""
-    return (lambda row: row.item()) if isinstance(space, spaces.Discrete) else (lambda row: row)
+def counts_of(space):
+    return [int(space.n)] if isinstance(space, spaces.Discrete) else space.nvec.ravel().tolist()
 
 
 def from_one_hot(space):
     """An action from a row of ones and zeros."""
-    counts = [int(space.n)] if isinstance(space, spaces.Discrete) else space.nvec.ravel().tolist()
+    counts = counts_of(space)
 
     def decode(row):
         assert row.shape == (sum(counts),)
@@ -186,85 +172,71 @@ def from_one_hot(space):
     return decode
 
 
-def answers(space):
-    counts = [int(space.n)] if isinstance(space, spaces.Discrete) else space.nvec.ravel().tolist()
-    return sum(counts)
-
-
-def policy_for(kind, env, outputs, head):
+def choosing(kind, space):
+    """A function that makes a policy of this kind, the same at every call."""
+    outputs = sum(counts_of(space))
     if kind == "torch":
-        return fc.torch_policy(mlp(2, outputs), head=head)
+        return lambda env: fc.torch_policy(mlp(2, outputs), head=fc.heads.categorical)
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(2, outputs)), jnp.float32)
-    return fc.jax_policy(lambda params, x: x @ params, weights, head=head)
+    return lambda env: fc.jax_policy(lambda params, x: x @ params, weights, head=fc.heads.categorical)
 
 
-@pytest.mark.parametrize("num_envs", [None, 3])
-@pytest.mark.parametrize("name", ACTIONS)
+@pytest.mark.parametrize(("name", "num_envs"), pairwise(ACTIONS, [None, 3]))
 def test_random_actions_of_every_space(name, num_envs):
     space = ACTIONS[name]
-    env = fc.make_env(lambda: Sampling(BOX, space), num_envs=num_envs)
-    batch = collect(env, fc.random_policy(env), *LENGTHS, seed=3)
+    _, batch = collected(lambda: Sampling(BOX, space), num_envs=num_envs)
     assert batch["action"].shape == (*batch.batch_size, *space.shape)
     assert batch["action"].numpy().dtype == space.dtype
     assert len(batch["action"].flatten().unique()) > 1
-    check(batch, lambda: Sampling(BOX, space), integer(space))
+    check_lanes(batch, lambda: Sampling(BOX, space), 3)
 
 
-@pytest.mark.parametrize("one_hot", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "num_envs"), [("random", None), ("random", 3), ("torch", None), ("torch", 3), ("jax", 3)]
+    ("name", "kind", "one_hot", "num_envs"), pairwise(CHOICES, ["random", "torch", "jax"], [True, False], [3, None])
 )
-@pytest.mark.parametrize("name", CHOICES)
 def test_choices_as_integers_and_one_hot(name, kind, one_hot, num_envs):
     space = ACTIONS[name]
-    env = fc.make_env(lambda: Sampling(BOX, space), num_envs=num_envs, one_hot=one_hot)
-    random = kind == "random"
-    policy = fc.random_policy(env) if random else policy_for(kind, env, answers(space), fc.heads.categorical)
-    batch = collect(env, policy, *LENGTHS, seed=3)
+    make = fc.random_policy if kind == "random" else choosing(kind, space)
+    _, batch = collected(lambda: Sampling(BOX, space), make, num_envs, one_hot=one_hot)
     assert batch["action"].dtype == torch.int64
-    decode = from_one_hot(space) if one_hot else integer(space)
-    check(batch, lambda: Sampling(BOX, space), decode, extras=("action_log_prob",))
+    check_lanes(batch, lambda: Sampling(BOX, space), 3, **({"decode": from_one_hot(space)} if one_hot else {}))
     if one_hot:
-        twin = fc.make_env(lambda: Sampling(BOX, space), num_envs=num_envs)
-        policy = fc.random_policy(twin) if random else policy
-        assert_same(batch.exclude("action"), collect(twin, policy, *LENGTHS, seed=3).exclude("action"))
+        _, twin = collected(lambda: Sampling(BOX, space), make, num_envs)
+        assert_same(batch.exclude("action"), twin.exclude("action"))
 
 
-@pytest.mark.parametrize("num_envs", [None, 3])
-@pytest.mark.parametrize("head", [fc.heads.normal, fc.heads.tanh_normal], ids=lambda head: head.name)
-@pytest.mark.parametrize("kind", ["torch", "jax"])
-@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize(
+    ("name", "kind", "head", "num_envs"),
+    pairwise(["box", "box 2-D", "float64"], ["torch", "jax"], [fc.heads.normal, fc.heads.tanh_normal], [None, 3]),
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_continuous_actions(name, kind, head, num_envs):
     wide = spaces.Box(-100, 100, ACTIONS[name].shape, ACTIONS[name].dtype)
     space = wide if head is fc.heads.normal else ACTIONS[name]
-    env = fc.make_env(lambda: Sampling(BOX, space), num_envs=num_envs)
     size = int(np.prod(space.shape))
 
     def split(x):
         return x[..., :size].reshape(-1, *space.shape), abs(x[..., size:].reshape(-1, *space.shape)) + 0.1
 
-    if kind == "torch":
-        net = mlp(2, 2 * size)
-        policy = fc.torch_policy(lambda x: split(net(x)), head=head)
-    else:
+    def policy(env):
+        if kind == "torch":
+            net = mlp(2, 2 * size)
+            return fc.torch_policy(lambda x: split(net(x)), head=head)
         weights = jnp.linspace(-1, 1, 4 * size).reshape(2, 2 * size)
-        policy = fc.jax_policy(lambda params, x: split(x @ params), weights, head=head)
-    batch = collect(env, policy, *LENGTHS, seed=3)
+        return fc.jax_policy(lambda params, x: split(x @ params), weights, head=head)
+
+    _, batch = collected(lambda: Sampling(BOX, space), policy, num_envs)
     assert batch["action"].numpy().dtype == space.dtype
-    extras = ("action_log_prob", *(["action_unsquashed"] if head is fc.heads.tanh_normal else []))
-    check(batch, lambda: Sampling(BOX, space), lambda row: row, extras=extras)
+    check_lanes(batch, lambda: Sampling(BOX, space), 3)
 
 
 @pytest.mark.parametrize("num_envs", [None, 3])
 def test_infos_of_every_shape(num_envs):
     keys = ["half", "pair", "flag"]
-    env = fc.make_env(Sampling, num_envs=num_envs, info_keys=keys)
-    batch = collect(env, fc.random_policy(env), *LENGTHS, seed=3)
-    check(batch, Sampling, lambda action: action, info_keys=keys)
+    _, batch = collected(Sampling, num_envs=num_envs, info_keys=keys)
+    check_lanes(batch, Sampling, 3, info_keys=keys)
     infos = batch["next", "info"]
     assert [infos[key].dtype for key in keys] == [torch.float32, torch.int64, torch.bool]
     assert infos["pair"].shape == (*batch.batch_size, 2)
     if num_envs:
-        vector = SyncVectorEnv([Sampling] * 3, autoreset_mode=AutoresetMode.DISABLED)
-        env = fc.make_env(vector, info_keys=keys)
-        assert_same(batch, collect(env, fc.random_policy(env), *LENGTHS, seed=3))
+        assert_same(batch, in_a_vector(Sampling, info_keys=keys))

@@ -3,7 +3,6 @@
 import contextlib
 import subprocess
 import sys
-from typing import ClassVar
 
 import gymnasium
 import jax
@@ -16,21 +15,15 @@ from gymnasium import spaces
 import funcollect as fc
 from funcollect.interop.settings import FrameworkSettings
 from tests.support.compare import assert_same
-from tests.support.running import FORKS_OF_RAY, ROOT, in_soak
+from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, ROOT, in_soak
 from tests.support.workers import multi, ray_collector
 
 GYMNAX = "gymnax/CartPole-v1"
-SETTINGS = {
-    "rbg": ("default_prng_impl", "rbg"),
-    "unsafe_rbg": ("default_prng_impl", "unsafe_rbg"),
-    "not partitionable": ("threefry_partitionable", False),
-    "no raw keys": ("legacy_prng_key", "error"),
-}
-SETS = [["rbg", "not partitionable", "no raw keys"]]
-SETS += in_soak([["unsafe_rbg"], ["rbg"], ["not partitionable"], ["no raw keys"]])
-OTHERS = in_soak(["brax/inverted_pendulum", "navix/Navix-Empty-5x5-v0", "jumanji/Snake-v1"])
+SETTINGS = {"default_prng_impl": "rbg", "threefry_partitionable": False, "legacy_prng_key": "error"}
+SETS = [SETTINGS, *in_soak([{name: value} for name, value in SETTINGS.items()] + [{"default_prng_impl": "unsafe_rbg"}])]
 DRAWS_AS_IT_IS_MADE = "gymnax/DeepSea-bsuite"
-SUITES = [GYMNAX, "pgx/tic_tac_toe", DRAWS_AS_IT_IS_MADE, *OTHERS]
+NAMES = ["CartPole-v1", GYMNAX, DRAWS_AS_IT_IS_MADE]
+NAMES += in_soak(["pgx/tic_tac_toe", "brax/inverted_pendulum", "navix/Navix-Empty-5x5-v0", "jumanji/Snake-v1"])
 
 
 def drawn_by_keys(params, observation, keys):
@@ -41,25 +34,11 @@ def drawn_by_key(params, observation, key):
     return jax.random.randint(key, (len(observation),), 0, 2)
 
 
-class OwnPolicy(fc.PolicyBase):
-    """Draws an action from each lane's key, as a policy that a user derives from the base."""
-
-    backend: ClassVar = "jax"
-    params = None
-
-    def noise(self, spec):
-        return fc.Noise(kind="keys")
-
-    def __call__(self, params, state, observation, noise, spec, exploration):
-        return state, {"action": drawn_by_keys(None, observation, jnp.asarray(noise))}
-
-
 def policies(env):
     yield fc.random_policy(env)
     if env.observation_space.shape == (4,) and env.action_spec.categories:
         yield fc.jax_policy(drawn_by_keys, jnp.zeros(()))
         yield fc.jax_policy(drawn_by_key, jnp.zeros(()))
-        yield OwnPolicy()
         head = fc.heads.from_distribution(distrax_like, "logits")
         yield fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=head)
 
@@ -82,14 +61,14 @@ def collected(name):
 
 @pytest.fixture(scope="module")
 def plain():
-    return {name: collected(name) for name in [*SUITES, "CartPole-v1"]}
+    return {name: collected(name) for name in NAMES}
 
 
-@pytest.mark.parametrize("names", SETS, ids=", ".join)
-@pytest.mark.parametrize("name", [*SUITES, "CartPole-v1"])
-def test_settings_of_random_numbers_change_no_data(name, names, plain):
+@pytest.mark.parametrize("settings", SETS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_of_random_numbers_change_no_data(name, settings, plain):
     with contextlib.ExitStack() as stack:
-        for setting, value in map(SETTINGS.__getitem__, names):
+        for setting, value in settings.items():
             stack.enter_context(getattr(jax, setting)(value))
         for one, other in zip(plain[name], collected(name), strict=True):
             assert_same(one, other)
@@ -138,9 +117,12 @@ def test_jax_in_another_process_has_them_once_it_is_imported():
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("over", ["processes", pytest.param("ray", marks=FORKS_OF_RAY)])
-def test_workers_have_the_settings_of_the_collectors_process(over):
-    make, keywords = (ray_collector, {"sync": True}) if over == "ray" else (multi, {"transport": over})
+@FORKS_OF_RAY
+@pytest.mark.parametrize("over", ["processes", pytest.param("ray_cluster", marks=AN_EVENING_OVER_RAY)])
+def test_workers_have_the_settings_of_the_collectors_process(over, request):
+    make, keywords = (multi, {}) if over == "processes" else (ray_collector, {"sync": True})
+    if make is ray_collector:
+        request.getfixturevalue(over)
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -208,6 +208,7 @@ def test_a_replaced_worker_gets_them_again(loaded, tmp_path):
         assert last.eq(torch.arange(6.0)[:, None]).all()
 
 
+@pytest.mark.evening
 @pytest.mark.usefixtures("ray_cluster")
 @FORKS_OF_RAY
 @pytest.mark.parametrize("workers", [1, *in_soak([2])])

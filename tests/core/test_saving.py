@@ -231,6 +231,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.evening
 def test_a_full_disk_leaves_the_earlier_file(tmp_path):
     env, policy = pair("torch/CartPole-v1", "torch_mlp", 3)
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=5), 9)

@@ -5,8 +5,6 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
 import funcollect
 
 PACKAGE = Path(funcollect.__file__).parent
@@ -29,15 +27,13 @@ def _is_alias(node):
     return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id[0].isupper()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_docstrings_document_arguments_that_exist(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef):
-            assert node.args.kwarg or _documented(node) <= _parameters(node), node.name
-        elif isinstance(node, ast.ClassDef):
-            own = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
-            if own:  # others inherit their arguments
-                assert own[0].args.kwarg or _documented(node) <= _parameters(own[0]), node.name
+def test_docstrings_document_arguments_that_exist():
+    for node in (node for path in MODULES for node in ast.walk(ast.parse(path.read_text()))):
+        functions = [node] if isinstance(node, ast.FunctionDef) else []
+        if isinstance(node, ast.ClassDef):  # whose __init__ has them; others inherit their arguments
+            functions = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+        for function in functions:
+            assert function.args.kwarg or _documented(node) <= _parameters(function), node.name
 
 
 def _documented(node):

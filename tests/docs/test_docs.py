@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from dataclasses import is_dataclass
 from enum import Enum
@@ -15,13 +14,16 @@ from types import ModuleType
 
 import pytest
 
-from tests.docs.test_own import CHECKERS
+import funcollect as fc
+from tests.docs.test_own import CHECKERS, accepted
 from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, ROOT
 
 MADE = ("_build", "benchmarks")  # by `make docs`, which may run meanwhile
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.relative_to(ROOT).parts[1] not in MADE)
 NEEDS = {"from_purejaxrl": "gymnax>=1", "from_sb3": "torchrl", "from_torchrl": "torchrl"}
 NEEDS |= {"randomness": "gymnax>=1 brax", "evaluation": "gymnax>=1"}
+# Pages that learn, that compile for long, or that start a cluster.
+EVENING = ("from_brax", "from_purejaxrl", "from_sb3", "randomness", "changing_environments", "one_gpu", "ray")
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 NO_PROGRAMS = ("index.md", "install.md", "changelog.md")
 PROGRAMS = [page for page in PAGES if page not in REFERENCE and page.name not in NO_PROGRAMS]
@@ -58,16 +60,18 @@ def test_a_block_runs(block, capsys):
     run(block, {"__name__": "__main__"}, capsys)
 
 
+def marks_of(page):
+    needs = pytest.mark.needs(*NEEDS.get(page.stem, "").split())
+    return [needs, *[pytest.mark.evening] * (page.stem in EVENING)]
+
+
 @FORKS_OF_RAY
 @LOSES_WORKERS
 @pytest.mark.filterwarnings(  # what TorchRL 0.14 says of its own classes, and of its next version
     "ignore:Creating .* which inherits from WeightUpdaterBase:DeprecationWarning",
     "ignore:The env passed to Collector is missing transforms:FutureWarning",
 )
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, id=page.stem, marks=pytest.mark.needs(*NEEDS.get(page.stem, "").split())) for page in PROGRAMS],
-)
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.stem, marks=marks_of(page)) for page in PROGRAMS])
 def test_a_page_runs_from_top_to_bottom(page, capsys):
     namespace = {"__name__": "__main__"}
     for block in blocks(page):
@@ -75,9 +79,11 @@ def test_a_page_runs_from_top_to_bottom(page, capsys):
 
 
 def test_every_page_is_a_program():
-    assert len(PROGRAMS) >= 3
+    assert len(BLOCKS) >= 3
+    assert {*EVENING} < {page.stem for page in PROGRAMS}
     for page in PROGRAMS:
         assert len(blocks(page)) >= 3, page.name
+    assert not [page.name for page in DOCUMENTS if re.search(r"@[A-Z]+@", page.read_text())]
 
 
 # What a page says if its programs match: an extra, or a package of its own.
@@ -96,19 +102,17 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.stem)
-def test_a_page_names_the_extras_and_packages_that_it_needs(page):
-    text = page.read_text()
-    programs = "\n".join(match[1] for match in A_BLOCK.finditer(text))
-    beside = A_BLOCK.sub("", text).replace("jax-envs]", "`jax-envs`")
-    for named, pattern in USES.items():
-        assert named in beside or not re.search(pattern, programs, re.MULTILINE), named
+def test_a_page_names_the_extras_and_packages_that_it_needs():
+    for page in PROGRAMS:
+        text = page.read_text()
+        programs = "\n".join(match[1] for match in A_BLOCK.finditer(text))
+        beside = A_BLOCK.sub("", text).replace("jax-envs]", "`jax-envs`")
+        for named, pattern in USES.items():
+            assert named in beside or not re.search(pattern, programs, re.MULTILINE), (page.name, named)
 
 
 def public_values():
     """Every public name, those of modules after a dot, with its value."""
-    import funcollect as fc
-
     for name in fc.__all__:
         value = getattr(fc, name)
         if isinstance(value, ModuleType):
@@ -129,35 +133,30 @@ def test_every_public_name_has_an_entry():
 SHOWN_ELSEWHERE = ("ExplorationType", "envs.Outcome", "envs.SimulatorsBase")
 
 
-def test_every_public_function_and_class_has_an_example():
-    for name, value in public_values():
-        is_type = isinstance(value, type) and (issubclass(value, Exception) or getattr(value, "_is_protocol", False))
-        if callable(value) and not (is_type or name in SHOWN_ELSEWHERE):
-            assert ">>>" in (value.__doc__ or ""), name
-
-
 # They raise nothing but TypeError for something else than their argument, or have no arguments.
 RAISE_NOTHING = ("PolicyBase", "RandomSampler", "close", "jax_ring.held", "ring.snapshot", "traced.partition")
 RAISE_NOTHING += ("samplers.RandomSampler",)
 
 
-def test_every_public_function_and_class_says_what_it_raises():
+def test_every_public_function_and_class_has_an_example_and_says_what_it_raises():
     for name, value in public_values():
-        data = isinstance(value, type) and (issubclass(value, (Exception, tuple, Enum)) or is_dataclass(value))
-        if callable(value) and not (data or getattr(value, "_is_protocol", False) or name in SHOWN_ELSEWHERE):
+        if not callable(value) or getattr(value, "_is_protocol", False) or name in SHOWN_ELSEWHERE:
+            continue
+        kind = value if isinstance(value, type) else object
+        assert ">>>" in (value.__doc__ or "") or issubclass(kind, Exception), name
+        if not (issubclass(kind, (Exception, tuple, Enum)) or is_dataclass(kind)):
             says = re.search(r"Raises|\berrors\b", inspect.getdoc(value) or "")
             assert bool(says) != (name in RAISE_NOTHING), name
 
 
-@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), target
+def test_links_lead_somewhere():
+    links = [
+        (page, target) for page in DOCUMENTS for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    ]
+    assert [(page, target) for page, target in links if not (page.parent / target).exists()] == []
 
 
 def test_version_and_address_are_the_same_everywhere():
-    import funcollect as fc
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = (ROOT / "CITATION.cff").read_text()
     assert fc.__version__ == project["version"]
@@ -188,16 +187,8 @@ def test_the_address_is_set_by_one_command(tmp_path):
     subprocess.run(["make", "--silent", "address", "URL=https://example.org/a/b"], cwd=tmp_path, check=True)
     for each in files[1:]:
         assert (tmp_path / each).read_text() == (ROOT / each).read_text().replace(repository, "https://example.org/a/b")
-    places = [
-        "*.md",
-        "*.toml",
-        "*.cff",
-        "docs/*/*.md",
-        "docs/*.*",
-        "notebooks/*.ipynb",
-        "funcollect/**/*.py",
-        ".github/**/*.yml",
-    ]
+    places = ["*.md", "*.toml", "*.cff", "docs/*/*.md", "docs/*.*", "notebooks/*.ipynb"]
+    places += ["funcollect/**/*.py", ".github/**/*.yml"]
     texts = {path for place in places for path in ROOT.glob(place) if path.is_file()}
     assert {str(path.relative_to(ROOT)) for path in texts if repository in path.read_text()} == {*files[1:]}
 
@@ -231,14 +222,7 @@ def test_the_table_of_speed_is_what_was_measured():
             assert shown == f"{ratio:.{len(shown.partition('.')[2])}f}", row
 
 
-def test_there_are_blocks_and_no_gaps():
-    assert len(BLOCKS) >= 3
-    assert not [page.name for page in DOCUMENTS if re.search(r"@[A-Z]+@", page.read_text())]
-
-
 def test_every_top_level_name_is_stated_once_and_resolves():
-    import funcollect as fc
-
     source = Path(fc.__file__).read_text()
     stated = re.findall(r"^    from (\S+) import (\w+) as (\w+)$", source, re.MULTILINE)
     assert fc.__all__ == sorted(name for _, name, _ in stated) == sorted({name for _, name, _ in stated})
@@ -256,25 +240,17 @@ def test_every_top_level_name_is_stated_once_and_resolves():
 
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_type_checkers_see_every_top_level_name(checker, tmp_path):
-    import funcollect as fc
-
     program = tmp_path / "names.py"
     names = [name for name in fc.__all__ if name != "ExplorationType"]  # tensordict's, which has no types for mypy
     lines = [f"reveal_type(fc.{name})\nreveal_type({name})" for name in names]
     program.write_text("\n".join(["import funcollect as fc", "from funcollect import *", *lines]) + "\n")
-    done = subprocess.run(
-        [sys.executable, "-m", *CHECKERS[checker], str(program)], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    seen = [line for line in done.stdout.splitlines() if "Revealed type is" in line or "Type of" in line]
+    seen = [line for line in accepted(checker, program).splitlines() if "Revealed type is" in line or "Type of" in line]
     assert len(seen) == 2 * len(names)
     assert not [line for line in seen if re.search(r"is \"(Any|Unknown)\"$", line)]
 
 
 def test_documents_name_only_what_there_is():
     """Every ``fc.name`` of the documents stands at the top level."""
-    import funcollect as fc
-
     named = {name for page in DOCUMENTS for name in re.findall(r"\bfc\.([a-z_]+)", page.read_text(), re.IGNORECASE)}
     assert named
     assert all(hasattr(fc, name) for name in named), sorted(name for name in named if not hasattr(fc, name))

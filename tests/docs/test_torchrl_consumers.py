@@ -17,26 +17,21 @@ from tests.support.compare import bits, digest, leaves
 TRAJECTORIES = ("collector", "traj_ids")
 
 
-def categorical_actor(one_hot):
-    module = TensorDictModule(mlp(4, 2), ["observation"], ["logits"])
-    distribution = OneHotCategorical if one_hot else torch.distributions.Categorical
-    return ProbabilisticActor(
-        module,
-        in_keys=["logits"],
-        distribution_class=distribution,
-        return_log_prob=True,
-        log_prob_key="action_log_prob",
-    )
+def actor_of(net, distribution, keys=("logits",), **kwargs):
+    """TorchRL's actor over a network; its log-probabilities are recorded."""
+    module = TensorDictModule(net, ["observation"], [*keys])
+    kwargs |= {"return_log_prob": True, "log_prob_key": "action_log_prob"}
+    return ProbabilisticActor(module, in_keys=[*keys], distribution_class=distribution, **kwargs)
 
 
-def collector(actor, num_envs, one_hot, frames=600):
+def collector(policy, num_envs, one_hot=False, frames=600):
     env = fc.make_env("CartPole-v1", num_envs=num_envs, one_hot=one_hot)
-    return fc.SyncDataCollector(env, actor, frames_per_batch=frames, total_frames=3 * frames, seed=0)
+    return fc.SyncDataCollector(env, policy, frames_per_batch=frames, total_frames=3 * frames, seed=0)
 
 
-@pytest.mark.parametrize("num_envs", [None, 1, 3])
+@pytest.mark.parametrize("num_envs", [None, 3])
 def test_slices_of_trajectories_from_a_replay_buffer(num_envs):
-    batches = list(collector(None, num_envs, False, frames=300))
+    batches = list(collector(None, num_envs, frames=300))
     before = [digest(batch) for batch in batches]
     sampler = SliceSampler(slice_len=8, traj_key=TRAJECTORIES)
     ndim = batches[0].batch_dims
@@ -71,14 +66,19 @@ def plain_gae(batch, value, following, gamma, lmbda):
     return advantage
 
 
-@pytest.mark.parametrize("num_envs", [None, 3])
-@pytest.mark.parametrize("one_hot", [True, False])
+def with_advantages(batch, inputs):
+    """A critic, by which TorchRL's GAE has added advantages to the batch."""
+    critic = ValueOperator(mlp(inputs, 1, seed=1), in_keys=["observation"])
+    GAE(gamma=0.99, lmbda=0.95, value_network=critic)(batch)
+    return critic
+
+
+@pytest.mark.parametrize(("one_hot", "num_envs"), [(True, None), (False, 3)])
 def test_advantages_and_the_clipped_loss(one_hot, num_envs):
-    actor = categorical_actor(one_hot)
-    critic = ValueOperator(mlp(4, 1, seed=1), in_keys=["observation"])
+    actor = actor_of(mlp(4, 2), OneHotCategorical if one_hot else torch.distributions.Categorical)
     batch = next(collector(actor, num_envs, one_hot))
     own = {path: bits(leaf) for path, leaf in leaves(batch).items()}
-    GAE(gamma=0.99, lmbda=0.95, value_network=critic)(batch)
+    critic = with_advantages(batch, 4)
     after = leaves(batch)
     assert all(bits(after[path]) == own[path] for path in own)
     with torch.no_grad():
@@ -102,43 +102,29 @@ def check_loss(loss, batch):
 def test_our_own_head_feeds_the_loss_of_a_torchrl_actor(num_envs):
     """The same network under `heads.categorical`: the log-probabilities are those that TorchRL recomputes."""
     net = mlp(4, 2)
-    env = fc.make_env("CartPole-v1", num_envs=num_envs)
-    policy = fc.torch_policy(net, head=fc.heads.categorical)
-    batch = next(fc.SyncDataCollector(env, policy, frames_per_batch=600, seed=0))
-    module = TensorDictModule(net, ["observation"], ["logits"])
-    actor = ProbabilisticActor(module, in_keys=["logits"], distribution_class=torch.distributions.Categorical)
-    critic = ValueOperator(mlp(4, 1, seed=1), in_keys=["observation"])
-    GAE(gamma=0.99, lmbda=0.95, value_network=critic)(batch)
-    check_loss(ClipPPOLoss(actor, critic), batch)
+    batch = next(collector(fc.torch_policy(net, head=fc.heads.categorical), num_envs))
+    critic = with_advantages(batch, 4)
+    check_loss(ClipPPOLoss(actor_of(net, torch.distributions.Categorical), critic), batch)
 
 
 @pytest.mark.parametrize("kind", ["actor", "head"])
 def test_continuous_actions_feed_the_loss(kind):
     net = nn.Sequential(mlp(3, 2), LocScale())
-    module = TensorDictModule(net, ["observation"], ["loc", "scale"])
     bounds = {"low": torch.tensor([-2.0]), "high": torch.tensor([2.0])}
-    actor = ProbabilisticActor(
-        module,
-        in_keys=["loc", "scale"],
-        distribution_class=TanhNormal,
-        distribution_kwargs=bounds,
-        return_log_prob=True,
-        log_prob_key="action_log_prob",
-    )
+    actor = actor_of(net, TanhNormal, ("loc", "scale"), distribution_kwargs=bounds)
     env = fc.make_env("Pendulum-v1", num_envs=3, max_episode_steps=50)
     policy = actor if kind == "actor" else fc.torch_policy(net, head=fc.heads.tanh_normal)
     batch = next(fc.SyncDataCollector(env, policy, frames_per_batch=600, seed=0))
-    critic = ValueOperator(mlp(3, 1, seed=1), in_keys=["observation"])
-    GAE(gamma=0.99, lmbda=0.95, value_network=critic)(batch)
+    critic = with_advantages(batch, 3)
     check_loss(ClipPPOLoss(actor, critic), batch)
 
 
-@pytest.mark.parametrize("seed", [0, 7, 12345])
+@pytest.mark.parametrize("seed", [0, 12345])
 def test_the_next_seed_is_torchrls(seed):
     single = GymEnv("CartPole-v1")
     several = SerialEnv(3, lambda: GymEnv("CartPole-v1"))
     for theirs, num_envs in ((single, None), (several, 3)):
-        ours = collector(None, num_envs, False)
+        ours = collector(None, num_envs)
         assert ours.set_seed(seed) == theirs.set_seed(seed)
         assert ours.set_seed(seed, static_seed=True) == theirs.set_seed(seed, static_seed=True)
         theirs.close()

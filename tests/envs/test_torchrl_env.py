@@ -110,6 +110,7 @@ def test_every_key_is_that_of_torchrls_own_loop(name):
     check_against_own_loop(ENVS[name])
 
 
+@pytest.mark.evening
 def test_a_parallel_env_is_driven_loses_a_process_starts_anew_and_is_closed():
     parallel = ParallelEnv(2, cartpole, mp_start_method="spawn")
     env, serial = fc.make_env(parallel), fc.make_env(lambda: SerialEnv(2, cartpole))

@@ -18,6 +18,7 @@ from gymnasium.vector import SyncVectorEnv
 import funcollect as fc
 from funcollect.messages import clipped, shown
 from tests.support.misuse import Misuse, Rigged, refused, runs, table
+from tests.support.running import in_soak
 
 CARTPOLE = "CartPole-v1"
 
@@ -56,7 +57,7 @@ def test_the_mend_for_a_vector_works() -> None:
     runs(fc.make_env(eval(call, {"gymnasium": gymnasium, "AutoresetMode": gymnasium.vector.AutoresetMode})))
 
 
-@pytest.mark.parametrize("name", ["ALE/Pong-v5", "PongNoFrameskip-v4"])
+@pytest.mark.parametrize("name", ["ALE/Pong-v5", *in_soak(["PongNoFrameskip-v4"])])
 def test_an_atari_game_that_is_not_registered(name: str) -> None:
     code = f"import funcollect; funcollect.make_env({name!r})"  # elsewhere the tests may have registered it
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -154,6 +154,7 @@ def test_navix_shows_what_its_pixel_observations_hold(film, tmp_path):
     assert any((picture != pictures[0]).any() for picture in pictures)
 
 
+@pytest.mark.evening
 def test_physics():
     """In a process of its own, since MuJoCo reads once how to make contexts of OpenGL."""
     films = in_soak(["brax/ant", "playground/CartpoleBalance"])

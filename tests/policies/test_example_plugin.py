@@ -121,6 +121,7 @@ print(fc.explain(env, fc.make_policy("{NAME}", env)).why)
 """
 
 
+@pytest.mark.evening
 def test_it_is_imported_on_use_after_jax_is_set_up(site: Path) -> None:
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{FRESH}"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout

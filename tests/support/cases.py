@@ -14,7 +14,7 @@ from torch import nn
 import funcollect as fc
 from funcollect.policies.as_policy import as_policy
 from tests.support.compare import collect, digest
-from tests.support.running import SCALE
+from tests.support.running import once
 
 HIDDEN = 5
 
@@ -163,27 +163,17 @@ class LocScale(nn.Module):
         return loc, nn.functional.softplus(scale)
 
 
-POLICIES = {
-    make.__name__: make
-    for make in (
-        torch_mlp,
-        torch_normal,
-        torch_recurrent,
-        jax_mlp,
-        jax_keyed,
-        jax_recurrent,
-        tensordict_module,
-        tensordict_actor,
-    )
-} | {"random": lambda env: fc.random_policy(env)}
+OF_TORCH = (torch_mlp, torch_normal, torch_recurrent)
+OF_JAX = (jax_mlp, jax_keyed, jax_recurrent)
+POLICIES = {make.__name__: make for make in (*OF_TORCH, *OF_JAX, tensordict_module, tensordict_actor)}
+POLICIES["random"] = fc.random_policy
 
-EXTRA = ("torch_normal", "jax_keyed", "tensordict_module")  # of these, CI takes only batches of 3
-KINDS = [kind for kind in POLICIES if kind not in EXTRA]
+KINDS = [kind for kind in POLICIES if kind not in ("torch_normal", "jax_keyed", "tensordict_module")]
 
 
 def pairs(*num_envs):
-    """Kinds of policy with batch sizes."""
-    return [(kind, count) for kind in POLICIES for count in num_envs if SCALE > 1 or count == 3 or kind in KINDS]
+    """Kinds of policy with batch sizes: every kind and every size."""
+    return once(POLICIES, num_envs)
 
 
 @functools.cache

@@ -92,53 +92,44 @@ def member(policy: Any) -> Any:
     return fc.population(policy, jnp.stack([policy.params, -policy.params]))
 
 
-PAIRS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "gymnasium, torch": (lambda: fc.make_env("CartPole-v1", num_envs=3), lambda _: categorical(network(4, 2))),
-    "gymnasium, tensordict": (lambda: fc.make_env("CartPole-v1"), lambda _: fc.tensordict_policy(actor())),
-    "gymnasium, jax": (
-        lambda: fc.make_env("CartPole-v1", num_envs=2),
-        lambda _: in_jax(4, 2, fc.heads.categorical),
-    ),
+def by_jax(env: Any) -> Any:
+    return in_jax(4, 2, fc.heads.categorical)
+
+
+def by_torch(env: Any) -> Any:
+    return categorical(network(4, 2))
+
+
+def balanced(env: Any) -> Any:
+    return normalized(fc.torch_policy(network(4, 2), head=fc.heads.normal), env)
+
+
+MEMORY, HEAD = {"initial_state": torch.zeros(6), "record_state": True}, {"head": fc.heads.tanh_normal}
+# The environment's name, its keywords, and its policy.
+PAIRS: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any]]] = {
+    "gymnasium, torch": ("CartPole-v1", {"num_envs": 3}, by_torch),
+    "gymnasium, tensordict": ("CartPole-v1", {}, lambda _: fc.tensordict_policy(actor())),
+    "gymnasium, jax": ("CartPole-v1", {"num_envs": 2}, by_jax),
     "mujoco, normal": (
-        lambda: fc.make_env("HalfCheetah-v5", num_envs=2, max_episode_steps=25),
-        lambda _: fc.torch_policy(network(17, 12), head=fc.heads.tanh_normal),
+        "HalfCheetah-v5", {"num_envs": 2, "max_episode_steps": 25}, lambda _: fc.torch_policy(network(17, 12), **HEAD),
     ),
-    "atari, torch": (
-        lambda: fc.make_env("ale/Breakout", num_envs=2, terminal_on_life_loss=True),
-        lambda _: categorical(Screens()),
-    ),
-    "torch, recurrent": (
-        lambda: fc.make_env("torch/CartPole-v1", num_envs=3),
-        lambda _: categorical(Memory(), initial_state=torch.zeros(6), record_state=True),
-    ),
-    "torch, jax": (
-        lambda: fc.make_env("torch/CartPole-v1", num_envs=3),
-        lambda _: in_jax(4, 2, fc.heads.categorical),
-    ),
-    "gymnax, lowered": (lambda: fc.make_env("gymnax/CartPole-v1", num_envs=3), lambda _: categorical(network(4, 2))),
+    "atari, torch": ("ale/Breakout", {"num_envs": 2, "terminal_on_life_loss": True}, lambda _: categorical(Screens())),
+    "torch, recurrent": ("torch/CartPole-v1", {"num_envs": 3}, lambda _: categorical(Memory(), **MEMORY)),
+    "torch, jax": ("torch/CartPole-v1", {"num_envs": 3}, by_jax),
+    "gymnax, lowered": ("gymnax/CartPole-v1", {"num_envs": 3}, by_torch),
     "gymnax, crossing": (
-        lambda: fc.make_env("gymnax/CartPole-v1", num_envs=3),
-        lambda _: categorical(network(4, 2), compile="eager"),
+        "gymnax/CartPole-v1", {"num_envs": 3}, lambda _: categorical(network(4, 2), compile="eager"),
     ),
-    "gymnax, population": (
-        lambda: fc.make_env("gymnax/CartPole-v1", num_envs=4),
-        lambda _: member(in_jax(4, 2, fc.heads.categorical)),
-    ),
-    "brax, normalised": (
-        lambda: fc.make_env("brax/inverted_pendulum", num_envs=2),
-        lambda env: normalized(fc.torch_policy(network(4, 2), head=fc.heads.normal), env),
-    ),
-    "pgx, masked": (
-        lambda: fc.make_env("pgx/tic_tac_toe", num_envs=3),
-        lambda env: fc.random_policy(env),
-    ),
-}
+    "gymnax, population": ("gymnax/CartPole-v1", {"num_envs": 4}, lambda env: member(by_jax(env))),
+    "brax, normalised": ("brax/inverted_pendulum", {"num_envs": 2}, balanced),
+    "pgx, masked": ("pgx/tic_tac_toe", {"num_envs": 3}, fc.random_policy),
+}  # fmt: skip
 
 
 def pair(name: str) -> Any:
     """The batch of one pair, over two rollouts."""
-    make, choose = PAIRS[name]
-    env = make()
+    made, keywords, choose = PAIRS[name]
+    env = fc.make_env(made, **keywords)
     policy = choose(env)
     state = fc.init(env, policy, seed=7)
     state, first = fc.rollout(env, policy, state, STEPS, max_frames_per_traj=40)

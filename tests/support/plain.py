@@ -50,8 +50,25 @@ def named(observation, dtype, path=()):
 
 def narrow(value):
     """An info value as it is recorded."""
-    array = np.asarray(value)
+    array = np.array(value)
     return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+EXTRAS = {(name,) for name in ("action_log_prob", "action_unsquashed", "loc", "scale")}  # a head's
+
+
+def as_given(action):
+    """An action as Gymnasium takes it: an int for a Discrete space, else an array of its own."""
+    return action.item() if action.ndim == 0 else action.copy()
+
+
+def check_lanes(batch, make, seed, decode=as_given, **kwargs):
+    """Each lane of a batch [T] or [P, T] is what a plain loop over `make()` sees. `decode` makes an action of a row."""
+    lanes = [batch] if batch.batch_dims == 1 else list(batch)
+    for lane, rows in enumerate(lanes):
+        actions = [decode(action) for action in rows["action"].numpy()]
+        wanted = plain_loop(make(), seed=seed, actions=actions, lane=lane, lanes=len(lanes), **kwargs)
+        check_lane(rows, wanted, leaves(batch).keys() & EXTRAS)
 
 
 def check_lane(batch, wanted, ignored):

@@ -1,5 +1,10 @@
-"""How much of each test is run, and what tests over Ray need."""
+"""How much of each test is run, and what tests over Ray need.
 
+FUNCOLLECT_SCALE is 1 for `make test`, which proves every promise once, 2 for an evening (`make test-all`), and 10 for
+the full counts (`make soak`). A test marked `evening` is left out at 1; other tests have further cases or counts above.
+"""
+
+import itertools
 import os
 from pathlib import Path
 
@@ -12,6 +17,7 @@ SCALE = int(os.environ.get("FUNCOLLECT_SCALE", "1"))
 FORKS_OF_RAY = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 # Tests that end workers of collectors on purpose: each replacement warns.
 LOSES_WORKERS = pytest.mark.filterwarnings("ignore:worker .* another takes its place:RuntimeWarning")
+AN_EVENING_OVER_RAY = (pytest.mark.ray, pytest.mark.evening)  # for a case that asks for the cluster as it runs
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_memory_usage_threshold": "0.99"}
 RAY |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # else it warns where CUDA_VISIBLE_DEVICES is empty
 RAY |= {"RAY_prestart_worker_first_driver": "0"}  # else each cluster starts eight Python processes for later use
@@ -23,10 +29,29 @@ STORE = 300 << 20  # bytes of Ray's object store
 
 
 def in_soak(cases):
-    """Further cases of what `make test` has tested: `make soak` tests them, too."""
+    """Further cases of what `make test` has tested: for an evening."""
     return list(cases) if SCALE > 1 else []
 
 
 def scaled(count):
     """A count for CI times FUNCOLLECT_SCALE: 1 in CI, 10 for the full counts."""
     return count * SCALE
+
+
+def once(*choices):
+    """Rows with a value of each of `choices`, in which every value occurs; in an evening all rows."""
+    choices = [[*values] for values in choices]
+    if SCALE > 1:
+        return [*itertools.product(*choices)]
+    return [tuple(values[n % len(values)] for values in choices) for n in range(max(map(len, choices)))]
+
+
+def pairwise(*choices):
+    """Rows with a value of each of `choices`, in which every pair of values occurs; in an evening all rows."""
+    rows = [*itertools.product(*([*enumerate(values)] for values in choices))]
+    pairs = [{*itertools.combinations([(place, n) for place, (n, _) in enumerate(row)], 2)} for row in rows]
+    left, chosen = set().union(*pairs), [*range(len(rows))] if SCALE > 1 else []
+    while left and SCALE == 1:
+        chosen.append(max(range(len(rows)), key=lambda row: len(pairs[row] & left)))
+        left -= pairs[chosen[-1]]
+    return [tuple(value for _, value in rows[row]) for row in chosen]

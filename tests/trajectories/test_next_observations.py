@@ -98,7 +98,7 @@ class Partly(gymnasium.Env):
 
 
 def test_an_observation_may_have_no_elements():
-    for join in ("stack", 0, -1):
+    for join in ("stack", *in_soak([0, -1])):
         made = []
         for compact in (False, True):
             keywords = {"frames_per_batch": 24, "cat_results": join, "compact_obs": compact}
@@ -223,6 +223,7 @@ def test_joined_rollouts_of_workers(join):
         check(whole, compact)
 
 
+@pytest.mark.evening
 @pytest.mark.usefixtures("ray_cluster")
 @FORKS_OF_RAY
 @pytest.mark.parametrize("workers", [1, *in_soak([2])])

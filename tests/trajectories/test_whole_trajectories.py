@@ -280,6 +280,7 @@ def test_every_worker_has_to_end_its_trajectories(limits):
 ONE, SYNC, ASYNC = fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
 
 
+@pytest.mark.evening
 @pytest.mark.usefixtures("ray_cluster")
 @FORKS_OF_RAY
 @pytest.mark.parametrize(

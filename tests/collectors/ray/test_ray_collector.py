@@ -63,6 +63,7 @@ def test_shapes_and_the_data_of_the_serial_transport(kind, sync, num_envs):
         assert_same(rows, whole[lane][: len(rows)])
 
 
+@pytest.mark.evening
 @pytest.mark.needs("torchrl")
 def test_torchrl_documented_call():
     """As it stands in TorchRL's documentation of its class, with other imports."""
@@ -184,6 +185,7 @@ def test_collectors_come_and_go():
         assert rows[lane]["collector", "traj_ids"].tolist() == [first + i // 5 * 2 for i in range(len(rows[lane]))]
 
 
+@pytest.mark.evening
 def test_newcomers_have_the_weights_that_were_loaded():
     """Not those of the last update, which came after what was loaded had been saved."""
     policy = fc.torch_policy(nn.Linear(2, 2), head=fc.heads.categorical)
@@ -200,6 +202,7 @@ def test_newcomers_have_the_weights_that_were_loaded():
             collector.load_state_dict(saved)
 
 
+@pytest.mark.evening
 def test_newcomers_have_the_seed_that_was_set_and_devices_of_their_own():
     def make():
         torch.manual_seed(0)
@@ -221,6 +224,7 @@ def test_newcomers_have_the_seed_that_was_set_and_devices_of_their_own():
         assert_same(first[2], next(collector))
 
 
+@pytest.mark.evening
 def test_a_synchronous_run_grows_and_shrinks():
     with ray_collector(Plain, sync=True, prefetch=True, frames_per_batch=10) as collector:
         shapes = [next(collector).shape]
@@ -255,6 +259,7 @@ def resident(process):
     return (whole - shared) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+@pytest.mark.evening
 def test_memory_stays_flat(ray_cluster):
     """More goes through the object store than it holds; neither it nor a process keeps any."""
     with ray_collector([Wide], frames_per_batch=8) as collector:
@@ -323,6 +328,7 @@ def test_a_saved_run_continues_bit_for_bit(nested, tmp_path):
             collector.restore(tmp_path / "run")
 
 
+@pytest.mark.evening
 def test_an_asynchronous_saved_run_loses_no_frame(tmp_path):
     with ray_collector([Plain] * 2, frames_per_batch=10) as collector:
         first = [next(collector).clone() for _ in range(3)]
@@ -337,6 +343,7 @@ def test_an_asynchronous_saved_run_loses_no_frame(tmp_path):
         assert two[lane]["collector", "step"].tolist() == [i % 5 for i in range(len(two[lane]))]
 
 
+@pytest.mark.evening
 def test_actors_have_lanes_in_workers_of_their_own():
     batches = []
     for spread in ({}, {"num_workers": 2}):

@@ -13,7 +13,7 @@ import funcollect as fc
 from funcollect.collectors.cluster import transport as ray_transport
 from funcollect.processes import pool
 from tests.support.faulty.faulty_workers import Failing, Plain, SlowToReturn, die, hold_the_gil, sleep_forever, stumble
-from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, ROOT, SCALE, scaled
+from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, ROOT, SCALE, in_soak, scaled
 from tests.support.worker_runs import check_trajectories, descendants, gone, run_out, wait_until
 from tests.support.workers import FOREVER, HangClock, ray_collector
 
@@ -27,12 +27,14 @@ def pid_of(collector, worker):
     return int(handle.label.split()[-1])
 
 
-def test_too_few_resources_are_told_at_once():
+def test_too_few_resources_are_told_at_once(ray_cluster):
+    wait_until(lambda: ray_cluster.available_resources().get("CPU") == 8)  # other tests' actors have gone
     asked = r"no room for collector 2 of 3: asked for \[3 x \(4 CPU\)\]; the cluster: \[.* has 8 CPU.*\], free: 8"
     with pytest.raises(fc.WorkerError, match=asked):
         ray_collector(Plain, frames_per_batch=10, num_collectors=3, remote_configs={"num_cpus": 4})
 
 
+@pytest.mark.evening
 def test_resources_that_others_hold_are_reported_after_the_start_timeout(ray_cluster):
     with ray_collector(Plain, frames_per_batch=10, remote_configs={"num_cpus": 5}):
         wait_until(lambda: ray_cluster.available_resources().get("CPU") == 3)
@@ -53,8 +55,8 @@ def test_an_actor_that_is_killed_ends_the_run():
         next(collector)
 
 
-FAULTS = [(stumble, "in stumble"), (hold_the_gil, "interpreter is held")]
-FAULTS += [(sleep_forever, "in sleep_forever")] if SCALE > 1 else []
+FAULTS = [(stumble, "in stumble")]
+FAULTS += in_soak([(hold_the_gil, "interpreter is held"), (sleep_forever, "in sleep_forever")])
 
 
 @pytest.mark.parametrize(("act", "shown"), FAULTS)
@@ -74,6 +76,7 @@ def test_an_exception_and_a_hang_come_with_their_traceback(act, shown, tmp_path,
         assert isinstance(raised.value.__cause__, fc.EnvError if act is stumble else type(None))
 
 
+@pytest.mark.evening
 def test_a_failure_of_a_worker_in_an_actor():
     made = [Plain, functools.partial(Failing, stumble, at=20)]
     kwargs = {"collector_class": fc.MultiSyncDataCollector, "num_workers_per_collector": 2}
@@ -85,6 +88,7 @@ def test_a_failure_of_a_worker_in_an_actor():
     assert "in stumble" in raised.value.traceback
 
 
+@pytest.mark.evening
 def test_workers_in_an_actor_that_are_replaced_are_counted(tmp_path):
     made = functools.partial(Failing, die, at=20, once=str(tmp_path / "died"))
     kwargs = {"collector_class": fc.MultiSyncDataCollector, "num_workers_per_collector": 2, "on_failure": "restart"}
@@ -95,6 +99,7 @@ def test_workers_in_an_actor_that_are_replaced_are_counted(tmp_path):
     assert (stats["restarts"], stats["lost_frames"]) == (1, 8)
 
 
+@pytest.mark.evening
 @LOSES_WORKERS
 def test_an_actor_that_is_killed_as_it_returns_is_built_once_a_process(tmp_path):
     log = tmp_path / "builds"
@@ -148,6 +153,7 @@ while True:
 """
 
 
+@pytest.mark.evening
 def test_no_actor_outlives_its_driver(ray_cluster):
     address = ray_cluster.get_runtime_context().gcs_address
     code = DRIVER.format(root=str(ROOT), address=address)
@@ -177,6 +183,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.evening
 def test_a_cluster_that_collectors_start_ends_with_the_last_of_them():
     run = subprocess.run([sys.executable, "-c", OWN], capture_output=True, text=True, env=_without_address())
     assert run.stdout.splitlines() == ["ray_init_config is given", "False"], run.stderr

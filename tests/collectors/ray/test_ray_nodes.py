@@ -33,6 +33,7 @@ def cluster():
     cluster.shutdown()
 
 
+@pytest.mark.evening
 @LOSES_WORKERS
 def test_nodes_are_lost_and_join(cluster):
     cluster, nodes = cluster
@@ -57,6 +58,7 @@ def test_nodes_are_lost_and_join(cluster):
     check_trajectories(batches)
 
 
+@pytest.mark.evening
 def test_rollouts_that_were_on_a_lost_node(cluster):
     """They were ready, but not fetched."""
     cluster, _ = cluster

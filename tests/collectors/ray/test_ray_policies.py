@@ -53,6 +53,7 @@ def test_weights_of_a_policy_of_ones_own(kind: type[Recording], workers: int, ra
         assert float(other.params["layers"][0].weight.max()) == 3
 
 
+@pytest.mark.evening
 def test_statistics_and_a_schedule(ray_cluster: Any) -> None:
     """Both act in actors, and in the workers of actors, as they do in one process."""
 

@@ -6,7 +6,7 @@ import multiprocessing
 import pytest
 
 from tests.support.faulty.faulty_workers import Plain
-from tests.support.running import FORKS_OF_RAY
+from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY
 from tests.support.workers import multi, ray_collector
 
 pytestmark = FORKS_OF_RAY
@@ -33,7 +33,9 @@ def manager():
         yield manager
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=AN_EVENING_OVER_RAY if "Ray" in each else ()) for each in KINDS]
+)
 def test_an_environment_uses_a_proxy(kind, manager, request):
     if "Ray" in kind:
         request.getfixturevalue("ray_cluster")

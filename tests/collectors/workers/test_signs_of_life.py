@@ -15,7 +15,7 @@ from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.support.envs.counting import make_counting
 from tests.support.envs.lane_workers import workers_of
 from tests.support.faulty.faulty_workers import Plain
-from tests.support.running import FORKS_OF_RAY
+from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY
 from tests.support.worker_runs import wait_until
 from tests.support.workers import FOREVER, multi, ray_collector
 
@@ -90,7 +90,10 @@ WORKERS = {
 NESTED = {"collector_class": fc.MultiSyncDataCollector, "collector_kwargs": dict.fromkeys(LIMITS, FOREVER)}
 
 
-@pytest.mark.parametrize("kind", WORKERS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(each, marks=AN_EVENING_OVER_RAY if WORKERS[each][0] is ray_collector else ()) for each in WORKERS],
+)
 def test_a_rollout_may_last_longer_than_the_timeout_of_its_worker(kind, tmp_path, monkeypatch, request):
     """A second passes in each step, and two are the limit of silence."""
     make, lanes, spread = WORKERS[kind]

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.running import ROOT
 
 SCRIPT = """
@@ -53,6 +55,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.evening
 def test_what_the_script_defines_reaches_workers(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -242,6 +242,7 @@ def test_a_server_of_processes_that_is_killed_is_replaced():
         assert next(collector).batch_size == (2, 10)
 
 
+@pytest.mark.evening
 def test_processes_begin_afresh_where_a_fork_would_not_be_safe(monkeypatch):
     program = fork_server.program
     monkeypatch.setattr(fork_server, "program", lambda module, call: _THREADED + program(module, call))

@@ -2,9 +2,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.running import ROOT
 
 
+@pytest.mark.evening
 def test_lanes_over_a_mesh_equal_the_same_lanes_on_one_device():
     """In a process of its own: the number of devices is fixed before JAX starts."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"

@@ -268,6 +268,7 @@ while True:
 """
 
 
+@pytest.mark.evening
 def test_workers_end_with_a_parent_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -292,6 +293,7 @@ print(tuple(batch.shape), __file__, __spec__)
 """
 
 
+@pytest.mark.evening
 def test_a_script_needs_no_main_guard_and_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

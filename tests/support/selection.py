@@ -1,8 +1,8 @@
-"""Leaves out the tests of packages that are not installed, if FUNCOLLECT_INSTALLED_ONLY=1 (as `make test-newest` sets).
+"""Which tests run: those of an evening only if FUNCOLLECT_SCALE is above 1, and those over Ray last.
 
-A file is left out if it imports such a package at its top level, itself or through a module of the tests; a doctest,
-if one of its examples does; any other test, if it is marked `needs("package>=1")`. Without the variable a missing
-package is an error.
+If FUNCOLLECT_INSTALLED_ONLY=1 (as `make test-newest` sets), the tests of packages that are not installed are left out:
+a file if it imports such a package at its top level, itself or through a module of the tests; a doctest, if one of its
+examples does; any other test, if it is marked `needs("package>=1")`. Otherwise a missing package is an error.
 """
 
 import ast
@@ -15,9 +15,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-ACTIVE = os.environ.get("FUNCOLLECT_INSTALLED_ONLY") == "1"
+from tests.support.running import SCALE
+
+INSTALLED_ONLY = os.environ.get("FUNCOLLECT_INSTALLED_ONLY") == "1"
 TESTS = Path(__file__).parents[1]
-_LEFT_OUT = Counter()  # what was left out, by the missing package
+_LEFT_OUT = Counter()  # what was left out, by the reason
 
 
 @functools.cache
@@ -31,7 +33,8 @@ def missing_for(path):
     """The packages that a file needs at its top level and that are not installed, sorted."""
     missing = set()
     for name in _imported(_outside_functions(ast.parse(path.read_text()))):
-        helper = _module_of_tests(name, path.parent)
+        files = (home.joinpath(*name.split(".")).with_suffix(".py") for home in (path.parent, TESTS, TESTS.parent))
+        helper = next((file for file in files if file.is_relative_to(TESTS) and file.is_file()), None)
         missing.update(missing_for(helper) if helper else _missing(name))
     return sorted(missing)
 
@@ -58,16 +61,6 @@ def _outside_functions(node):
             yield from _outside_functions(child)
 
 
-def _module_of_tests(name, folder):
-    """The file of a module of the tests; None for any other module."""
-    file = Path(*name.split(".")).with_suffix(".py")
-    return next((home / file for home in (folder, TESTS, TESTS.parent) if _is_ours(home / file)), None)
-
-
-def _is_ours(file):
-    return file.is_relative_to(TESTS) and file.is_file()
-
-
 def _missing_for_item(item):
     asked = {each for marker in item.iter_markers("needs") for each in marker.args}
     missing = {each for each in asked if not _is_met(Requirement(each))}
@@ -84,22 +77,32 @@ def _is_met(requirement):
     return not requirement.specifier or metadata.version(requirement.name) in requirement.specifier
 
 
+def _reason(item):
+    """Why a test is left out; empty if it runs."""
+    if item.get_closest_marker("evening") and SCALE == 1:
+        return "tests for an evening"
+    missing = _missing_for_item(item) if INSTALLED_ONLY else []
+    return f"tests that need {', '.join(missing)}" if missing else ""
+
+
 def pytest_ignore_collect(collection_path):
     """Leave out a file that cannot be imported; None leaves the decision to pytest."""
-    if not ACTIVE or collection_path.suffix != ".py" or not (missing := missing_for(collection_path)):
+    if not INSTALLED_ONLY or collection_path.suffix != ".py" or not (missing := missing_for(collection_path)):
         return None
     _LEFT_OUT[f"files that need {', '.join(missing)}"] += 1
     return True
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect the tests that need a package which is not installed."""
-    if not ACTIVE:
-        return
-    missing = {item: names for item in items if (names := _missing_for_item(item))}
-    _LEFT_OUT.update(f"tests that need {', '.join(names)}" for names in missing.values())
-    items[:] = [item for item in items if item not in missing]
-    config.hook.pytest_deselected(items=list(missing))
+    """Deselect what does not run. Tests over Ray come last, so that no other test finds their cluster."""
+    reasons = {item: reason for item in items if (reason := _reason(item))}
+    _LEFT_OUT.update(reasons.values())
+    for item in items:
+        if "ray_cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker("ray")
+    kept = [item for item in items if item not in reasons]
+    items[:] = sorted(kept, key=lambda item: item.get_closest_marker("ray") is not None)
+    config.hook.pytest_deselected(items=list(reasons))
 
 
 def pytest_report_collectionfinish():
