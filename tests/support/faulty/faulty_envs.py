@@ -321,5 +321,3 @@ MixesItsLanes = moving(
     "MixesItsLanes", lambda self, x, action: TorchWalk.move(self, x, action + action.double().mean())
 )
 MovesInPlace = moving("MovesInPlace", lambda self, x, action: in_place(x, *TorchWalk.move(self, x, action)))
-
-
