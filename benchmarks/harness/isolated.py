@@ -133,10 +133,9 @@ def in_new_processes(
     for _ in range(max(rounds // 5, 1)):
         for name, (make, work) in makers.items():
             try:
-                process = Isolated(make)
-                for what, took in process.ask(work).items():
-                    found.setdefault(what, []).append(took)
-                process.close()
+                with contextlib.closing(Isolated(make)) as process:
+                    for what, took in process.ask(work).items():
+                        found.setdefault(what, []).append(took)
             except AbsentError as error:
                 absent[name] = f"{name} {error}"
     return found, absent

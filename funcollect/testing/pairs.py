@@ -29,7 +29,7 @@ from funcollect.specs import ExplorationType, assemble
 from funcollect.testing.report import NotApplicableError, expect_equal, fail, mended_by
 from funcollect.tree import Path, flatten, to_tensordict
 
-Rows = dict[Path, Tensor]  # an observation by key, each [N, ...]
+ObservationRows = dict[Path, Tensor]  # an observation by key, each [N, ...]
 
 _ROWS = 4  # N, if the environment has fewer than two lanes
 _FEWEST = 6  # the smallest number of steps of a run: checks cut it into thirds and single steps
@@ -98,7 +98,7 @@ class PolicyOutput(NamedTuple):
 
     columns: TensorDict  # its outputs, [N, steps]
     recurrent: Any  # its recurrent state after the last step, each [N, ...], or None
-    rows: Rows  # the observation after the last step
+    rows: ObservationRows  # the observation after the last step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class PolicyTrial(Trial):
         return self.lanes if self.lanes > 1 else _ROWS
 
     @cached_property
-    def seen(self) -> tuple[Rows, Rows]:
+    def seen(self) -> tuple[ObservationRows, ObservationRows]:
         """Two sets of N rows from a run of random actions."""
         batch = self.run(max(self.steps, 2 * self.count), policy=RandomPolicy(self.env.action_spec))
         picked = torch.linspace(0, batch.numel() - 1, 2 * self.count).long().chunk(2)
@@ -126,7 +126,7 @@ class PolicyTrial(Trial):
 
     def query(
         self,
-        rows: Rows | None = None,
+        rows: ObservationRows | None = None,
         *,
         exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
         steps: int = 1,

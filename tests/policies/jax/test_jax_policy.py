@@ -1,4 +1,4 @@
-"""Policies of JAX functions, over NumPy rows and over tensors."""
+"""Policies of JAX functions, over NumPy rows and over tensors, and of networks of Flax, Equinox and Haiku."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
 
 import funcollect as fc
 from funcollect.core.loops import tensor
@@ -19,6 +20,7 @@ from funcollect.policies.jax_functions.program import layout, pack
 from funcollect.specs import assemble
 from tests.support.cases import jax_keyed, jax_mlp, jax_recurrent, make_env
 from tests.support.compare import assert_same, collect
+from tests.support.policies.jax_networks import LIBRARIES
 
 SCALE = 1.0
 ENVS = ["CartPole-v1", "torch/CartPole-v1"]
@@ -340,3 +342,42 @@ def test_on_a_gpu_cuts_change_nothing():
     whole = collect(env, policy, 40)
     assert whole["action"].is_cuda
     assert_same(whole, collect(env, policy, 1, 2, 37))
+
+
+LOOPS = {
+    "host": lambda: fc.make_env("CartPole-v1", num_envs=3),
+    "fused": lambda: fc.envs.from_functional(CartPoleFunctional(), num_envs=3, max_episode_steps=500),
+}
+
+
+def assert_records_what(apply, params, batch):
+    said = apply(params, batch["observation"].flatten(0, 1).numpy())
+    log_probs, value = (
+        torch.from_numpy(np.array(x)) for x in (jax.nn.log_softmax(said["logits"]), said["state_value"])
+    )
+    chosen = log_probs.gather(1, batch["action"].reshape(-1, 1))[:, 0]
+    torch.testing.assert_close(batch["state_value"].flatten(0, 1), value)
+    torch.testing.assert_close(batch["action_log_prob"].flatten(), chosen)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_network_acts_and_changes_between_rollouts(library):
+    apply, params = LIBRARIES[library](0)
+    _, others = LIBRARIES[library](1)
+    traced = []
+
+    def counted(params, x):
+        traced.append(1)
+        return apply(params, x)
+
+    policy = fc.jax_policy(counted, params, head=fc.heads.categorical)
+    for loop, make in LOOPS.items():
+        env = make()
+        policy.params = params
+        assert fc.explain(env, policy).loop == loop
+        assert_records_what(apply, params, collect(env, policy, 40))
+        traces = len(traced)
+        policy.params = others
+        assert_records_what(apply, others, collect(env, policy, 40))
+        assert_records_what(apply, params, collect(env, policy, 40, params=params))
+        assert len(traced) == traces
