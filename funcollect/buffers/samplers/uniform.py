@@ -225,8 +225,8 @@ class SliceSampler(RandomSampler):
             "strict_length": strict_length, "pad_output": pad_output, "init_key": init_key, "over": over,
         }  # fmt: skip
         # This checks the arguments. The number that is not given follows from the batch size, so it is 1 here.
-        sizes: dict[str, Any] = {"num_slices": num_slices, "slice_len": slice_len}
-        Slices(**{name: 1 if size is None else size for name, size in sizes.items()}, **self.options)
+        one, other = (1 if size is None else size for size in (num_slices, slice_len))
+        Slices(num_slices=one, slice_len=other, **self.options)
 
     def spec(self, batch_size: int) -> Slices:
         """The slices of a sample; ValueError if their number or length does not divide `batch_size`."""
