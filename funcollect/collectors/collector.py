@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 from tensordict import TensorDictBase
-from typing_extensions import override
 
 from funcollect.collectors.in_use import InUse, exclusive
 from funcollect.collectors.keywords import ONLY_IN_TORCHRL, collector
@@ -234,7 +233,7 @@ class CollectorBase(RunOptions, InUse, ABC):
             path: the file.
             create_env_fn: as the constructor takes it; environments like those of the saved run.
             policy: as the constructor takes it. It gets the saved weights if they were its own.
-            episodes: ``"restart"`` begins new episodes in all lanes, under new trajectory ids.
+            episodes: as `restore` takes it.
             keywords: as the constructor takes them. Numbers and flags have the saved values unless given; those that
                 define the run have to equal the saved ones. Functions, devices, arguments for environments and Ray,
                 `num_threads` and `in_process` are not saved.
@@ -373,9 +372,7 @@ class CollectorBase(RunOptions, InUse, ABC):
         if self._closed:
             raise ClosedError(f"{self!r} was shut down: build another collector")
 
-    @override
-    def _check_ready(self) -> None:
-        self._check_open()
+    _check_ready = _check_open
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -204,6 +204,6 @@ class FillsBuffer(Iterator[Any]):
 
     def _check_filler(self) -> None:
         """Raise the exception that ended the thread that fills a buffer, once."""
-        if (filler := self._other_filler) is not None and (error := filler.error) is not None:
+        if self._filler is not None and (filler := self._other_filler) and (error := filler.error):
             filler.error = None
             raise error

@@ -338,7 +338,7 @@ class WorkerCollector(CollectorBase, FillsBuffer):
     @override
     def _check_ready(self) -> None:
         self._check_open()
-        if (filler := self._other_filler) is not None and filler.at_work:
+        if self._filler is not None and (filler := self._other_filler) and filler.at_work:
             raise RuntimeError("the collector fills a buffer: call pause() before")
 
     @override

@@ -115,12 +115,14 @@ class CollectorState(Generic[Array]):
     def lane_ids(self) -> npt.NDArray[np.int64]:
         """[P], `lane` in NumPy, read without running a JAX program, and from a device once."""
         lanes: Any = self.lane
-        if isinstance(lanes, Tensor) and lanes.device.type != "cpu":
-            if lanes not in _LANE_IDS:
-                _LANE_IDS[lanes] = lanes.cpu()
-            lanes = _LANE_IDS[lanes]
-        ids = lanes.numpy() if isinstance(lanes, Tensor) else np.asarray(lanes)
-        return ids.astype(np.int64, copy=False)
+        if not isinstance(lanes, Tensor):
+            return np.asarray(lanes).astype(np.int64, copy=False)
+        if lanes.device.type == "cpu":
+            return lanes.numpy().astype(np.int64, copy=False)
+        if lanes not in _LANE_IDS:
+            _LANE_IDS[lanes] = lanes.cpu().numpy().astype(np.int64, copy=False)
+        known: npt.NDArray[np.int64] = _LANE_IDS[lanes]
+        return known
 
     @property
     def num_lanes(self) -> int:

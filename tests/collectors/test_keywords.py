@@ -27,10 +27,8 @@ def test_help_describes_every_keyword_once_with_type_and_default(kind):
     required = {name for name, each in parameters.items() if each.default is each.empty}
     assert required == {"create_env_fn", "frames_per_batch"}
     assert [*parameters][:3] == ["create_env_fn", "policy", "frames_per_batch"]
-    assert {name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD} == {
-        "create_env_fn",
-        "policy",
-    }
+    positional = {name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD}
+    assert positional == {"create_env_fn", "policy"}
 
 
 @pytest.mark.parametrize("kind", COLLECTORS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,21 +18,20 @@ from tests.support.workers import multi
 
 ENVS = {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 20}
 
-TRANSPORTS = [(fc.MultiSyncDataCollector, "processes"), (fc.MultiaSyncDataCollector, "serial")]
-TRANSPORTS += in_soak([(fc.MultiSyncDataCollector, "serial"), (fc.MultiaSyncDataCollector, "processes")])
+
+def sync(policy: Any, env: str = "CartPole-v1", **options: Any) -> Any:
+    return fc.SyncDataCollector(fc.make_env(env, **options), policy, frames_per_batch=20, seed=0)
+
 
 COLLECTORS: dict[str, Callable[[Any], Any]] = {
-    "sync": lambda policy: fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=20, seed=0),
-    "sync, in a loop of JAX": lambda policy: fc.SyncDataCollector(
-        fc.make_env("gymnax/CartPole-v1", num_envs=2), policy, frames_per_batch=20, seed=0
-    ),
-    **{
-        f"{kind.__name__}, {transport}": lambda policy, kind=kind, transport=transport: multi(
-            kind, transport, policy=policy, **ENVS
-        )
-        for kind, transport in TRANSPORTS
-    },
+    "sync": sync,
+    "sync, in a loop of JAX": partial(sync, env="gymnax/CartPole-v1", num_envs=2),
+    "processes": lambda policy: multi(policy=policy, **ENVS),
+    "asynchronous": lambda policy: multi(fc.MultiaSyncDataCollector, "serial", policy=policy, **ENVS),
 }
+if in_soak([True]):
+    COLLECTORS["serial"] = lambda policy: multi(transport="serial", policy=policy, **ENVS)
+    COLLECTORS["asynchronous processes"] = lambda policy: multi(fc.MultiaSyncDataCollector, policy=policy, **ENVS)
 
 
 def states_of(saved: Any) -> list[Any]:
@@ -161,10 +161,8 @@ def test_params_that_cannot_be_set_are_named() -> None:
 def test_a_policy_without_weights(policy: Any, make: Callable[[Any], Any]) -> None:
     with make(policy) as collector:
         next(collector)
-        saved = collector.state_dict()
         collector.update_policy_weights_()
-        next(collector)
-        collector.load_state_dict(saved)
+        collector.load_state_dict(collector.state_dict())
         next(collector)
         with pytest.raises(ValueError, match="params were given to a"):
             collector.update_policy_weights_({"weight": torch.ones(2)})
