@@ -121,15 +121,15 @@ def test_any_collector_flat() -> None:
 STACKED: dict[str, Any] = {"total_frames": -1, "cat_results": "stack"}
 SLICED: dict[str, tuple[Any, tuple[int, ...]]] = {  # a collector, and the shape of its batch
     "one": (lambda: one(N), (N,)),
-    "parallel": (lambda: fc.SyncDataCollector(parallel(2), None, frames_per_batch=2 * N, total_frames=-1), (2, N)),
-    "workers": (lambda: MultiSync([make_env] * 2, None, frames_per_batch=2 * N, **STACKED), (2, N)),
     "async": (lambda: MultiaSync([make_env] * 2, None, frames_per_batch=N, total_frames=-1), (N,)),
+    "workers": (lambda: MultiSync([make_env] * 2, None, frames_per_batch=2 * N, **STACKED), (2, N)),
+    "parallel": (lambda: fc.SyncDataCollector(parallel(2), None, frames_per_batch=2 * N, total_frames=-1), (2, N)),
     # One live environment stands for all workers: each builds its own.
     "each parallel": (lambda: MultiSync([parallel(2)] * 2, None, frames_per_batch=4 * N, **STACKED), (2, 2, N)),
 }
 
 
-@pytest.mark.parametrize("case", [*SLICED] if SCALE > 1 else [*SLICED][:-1])
+@pytest.mark.parametrize("case", [*SLICED] if SCALE > 1 else [*SLICED][:2])
 def test_slices(case: str) -> None:
     make, shape = SLICED[case]
     storage = LazyTensorStorage(4 * N, ndim=len(shape))
@@ -186,6 +186,7 @@ def test_shapes(case: str) -> None:
 
 @pytest.mark.parametrize("frames", [0, 50, 60, 101])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of TorchRL about its next version
+@pytest.mark.filterwarnings("ignore:init_random_frames .* is not exactly a multiple:UserWarning")
 def test_as_many_frames_are_random_as_in_torchrls_collector(frames: int) -> None:
     from torchrl.collectors import Collector
     from torchrl.envs import GymEnv
