@@ -156,7 +156,8 @@ def _command(
     if subject == "[ENV]":
         add("env", nargs="?", metavar="ENV", help="also make each of them for this environment")
     if subject == "ENV":
-        add("env", metavar="ENV", help="an id (torch/CartPole-v1), or module:factory")
+        add("env", nargs="?", metavar="ENV", help="an id (torch/CartPole-v1), or module:factory")
+        add("--env", dest="env_option", metavar="ENV", help="the same as ENV")
         if lanes is not None:
             add("--num-envs", **_number(lanes, "environments in one batch"))
         add("--policy", default=policy, metavar="NAME", help=policy_help)
@@ -177,4 +178,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(max_episode_steps=None)  # of commands without whole episodes
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_commands(commands)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if "env_option" in arguments:
+        named = [each for each in (arguments.env, arguments.env_option) if each is not None]
+        if len(named) != 1:
+            found = f"{len(named)} environments are given, expected one: ENV, or --env ENV"
+            commands.choices[arguments.command].error(found)
+        arguments.env = named[0]
+    return arguments

@@ -237,7 +237,10 @@ def test_a_bad_env_is_one_line_and_two(
         ([], "required: COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
         (["collect"], "required: ENV"),
-        (["collect", "--env", "CartPole-v1"], "unrecognized arguments: --env"),
+        (
+            ["collect", "CartPole-v1", "--env", "CartPole-v1"],
+            "2 environments are given, expected one: ENV, or --env ENV",
+        ),
         (["collect", "CartPole-v1", "-o", "seed"], "'seed' is not NAME=VALUE"),
         (["collect", "CartPole-v1", "--frames", "0"], "0 is not positive"),
         (["collect", "CartPole-v1", "--frames", "1e30"], "1e30 is too large"),
