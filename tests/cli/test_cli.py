@@ -236,7 +236,7 @@ def test_a_bad_env_is_one_line_and_two(
     [
         ([], "required: COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
-        (["collect"], "required: ENV"),
+        (["collect"], "0 environments are given, expected one: ENV, or --env ENV"),
         (
             ["collect", "CartPole-v1", "--env", "CartPole-v1"],
             "2 environments are given, expected one: ENV, or --env ENV",
