@@ -277,10 +277,12 @@ class SegmentFiles(NamedTuple):
 
     def _write(self, start: int, stop: int) -> Segment:
         slots = np.arange(start, stop) % len(self.rows)
-        rows, crc = self.rows[torch.from_numpy(slots)].numpy(force=True), 0
+        first, crc = start % len(self.rows), 0
+        last = first + stop - start  # beyond the end, rows go on from row 0
+        rows = self.rows[first:last], self.rows[: max(last - len(self.rows), 0)]
         planes = [] if self.stacks is None else self.stacks.used(self.layout, self.rows, slots)
         with open(self.directory / f"rows-{start}.bin", "wb") as file:
-            for array in (rows, *planes):
+            for array in (*(each.numpy(force=True) for each in rows), *planes):
                 file.write(array.data)  # `tofile` would not report a full disk
                 crc = zlib.crc32(array.data, crc)
         return Segment(start, stop, crc, [len(each) for each in planes])
