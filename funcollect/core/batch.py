@@ -71,13 +71,15 @@ def deliver(
     """
     check_apart(outputs, state.observation)
     reward, place = columns[REWARD], columns[REWARD].device
-    numbers = torch.empty(4, *reward.T.shape, dtype=torch.int64, device=place)
-    flags = torch.zeros(6, *reward.T.shape, dtype=torch.bool, device=place)
+    length, num_lanes = reward.shape
+    numbers = torch.empty(4, num_lanes, length, dtype=torch.int64, device=place)
+    flags = torch.zeros(6, num_lanes, length, dtype=torch.bool, device=place)
     xp, view = (np, Tensor.numpy) if on_host else (torch, Tensor.detach)
-    ends = (view(columns.pop(path)) for path in (TERMINATED, TRUNCATED))
+    rows = [view(each) for each in (flags, reward, columns.pop(TERMINATED), columns.pop(TRUNCATED))]
+    time = np.arange(length) if on_host else torch.arange(length, device=place)
     before = _Lanes(*(view(getattr(state, name)) for name in _Lanes._fields))
     count = _count_episodes if request.reset_when_done else _count_until_finished
-    number, step, after = count(xp, before, view(flags), view(reward), *ends)
+    number, step, after = count(xp, before, time, *rows)
     ids = trajectory_ids(before.lane[:, None], number, state.total_lanes)
     for row, value in zip(view(numbers), (ids, step, before.lane[:, None], state.policy_version), strict=True):
         row[...] = value
@@ -85,23 +87,27 @@ def deliver(
         numbers, flags = numbers[:, 0], flags[:, 0]
     counters = dict(zip(_NUMBERS, numbers.unbind(), strict=True))
     counters |= zip((*ROOT_FLAGS, *NEXT_FLAGS), flags.unsqueeze(-1).unbind(), strict=True)
-    batch = checked_batch(env, columns | outputs, counters)
+    if on_host:
+        check_rewards(rows[1])
+    else:
+        check_reward(reward.detach())
+    batch = as_batch(columns | outputs, single=env.num_envs is None, counters=counters)
     return {name: torch.from_numpy(value) if on_host else value for name, value in after.items()}, batch
 
 
 def _count_episodes(
-    xp: Any, before: _Lanes, flags: Any, reward: Any, terminated: Any, truncated: Any
+    xp: Any, before: _Lanes, time: Any, flags: Any, reward: Any, terminated: Any, truncated: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Count if every finished lane began another episode.
 
-    Returns each step's episode and its number in that [P, T], and the lanes' counters after the last one. `flags` are
-    those of the batch [6, P, T], all False, into which this writes; the others are [T, P].
+    Returns each step's episode and its number in that [P, T], and the lanes' counters after the last one. `time` are
+    the numbers [T] of the steps, `flags` those of the batch [6, P, T], all False, into which this writes; the others
+    are [T, P].
     """
     flags[3], flags[4] = terminated.T, truncated.T
     flags[5] = done = flags[3] | flags[4]
     begins = xp.zeros_like(done)
     begins[:, 1:] = done[:, :-1]
-    time = _time(xp, reward)
     number = before.episode[:, None] + begins.cumsum(-1)
     origin = xp.where(begins, time, -before.step[:, None])  # where an episode begins, the row of its first step
     step = time - (np.maximum.accumulate(origin, -1) if xp is np else origin.cummax(-1).values)
@@ -109,7 +115,7 @@ def _count_episodes(
     after = {
         "episode": number[:, -1] + done[:, -1],
         "step": made,
-        "returns": _open_returns(xp, before, reward, len(reward) - made),
+        "returns": _open_returns(xp, before, time, reward, len(reward) - made),
         "terminated": xp.zeros_like(before.terminated),
         "truncated": xp.zeros_like(before.truncated),
     }
@@ -117,7 +123,7 @@ def _count_episodes(
 
 
 def _count_until_finished(
-    xp: Any, before: _Lanes, flags: Any, reward: Any, terminated: Any, truncated: Any
+    xp: Any, before: _Lanes, time: Any, flags: Any, reward: Any, terminated: Any, truncated: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Count if finished lanes stay finished, as `_count_episodes` does.
 
@@ -129,7 +135,7 @@ def _count_until_finished(
     live = ~flags[2]
     reward[...] = xp.where(live.T, reward, 0.0)
     after = {"episode": before.episode, "step": before.step + live.sum(-1)}
-    after["returns"] = _open_returns(xp, before, reward, xp.zeros_like(before.step))
+    after["returns"] = _open_returns(xp, before, time, reward, xp.zeros_like(before.step))
     for root, (name, column) in enumerate({"terminated": terminated, "truncated": truncated}.items()):
         was, now = getattr(before, name), column.T & live
         flags[root + 3] = ever = (now.cumsum(-1) > 0) | was[:, None]
@@ -139,19 +145,13 @@ def _count_until_finished(
     return before.episode[:, None], xp.where(live, steps - 1, steps), after
 
 
-def _time(xp: Any, rows: Any) -> Any:
-    """The numbers [T] of the steps of rows [T, P]."""
-    return xp.ones_like(rows[:, 0], dtype=xp.int64).cumsum(0) - 1
-
-
-def _open_returns(xp: Any, before: _Lanes, reward: Any, start: Any) -> Any:
+def _open_returns(xp: Any, before: _Lanes, time: Any, reward: Any, start: Any) -> Any:
     """Sum the rewards [T, P] since the row `start` [P] in order, so that the sum does not depend on how a run is cut.
 
     To find the first row that counts is to read it, so on a device all are summed.
     """
     first = min(max(int(start.min()), 0), len(reward) - 1) if xp is np else 0
-    time = _time(xp, reward)[first:, None]
-    rows = xp.where(time < start, 0.0, xp.asarray(reward[first:], dtype=xp.float64))
+    rows = xp.where(time[first:, None] < start, 0.0, xp.asarray(reward[first:], dtype=xp.float64))
     rows[0] += xp.where(start <= 0, before.returns, 0.0)
     return rows.cumsum(0)[-1]
 
@@ -163,17 +163,17 @@ def reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dic
     return {"episode": episode, **cleared}
 
 
-def checked_batch(env: Env, columns: dict[Path, Tensor], counters: Mapping[Path, Tensor] = _NONE) -> TensorDict:
-    """Return the batch of all columns [T, P, ...] and of counters in its own shapes; missing root flags are False.
+def checked_batch(env: Env, columns: dict[Path, Tensor]) -> TensorDict:
+    """Return the batch of all columns [T, P, ...], counters included; root flags that are missing are False.
 
     Raises:
         EnvError: for a NaN among the rewards; within `reads_together`, at its end.
     """
     check_reward(columns[REWARD].detach())
-    if not counters and ROOT_FLAGS[0] not in columns:
+    if ROOT_FLAGS[0] not in columns:
         shape = len(ROOT_FLAGS), *columns[NEXT_FLAGS[0]].shape
         columns |= zip(ROOT_FLAGS, columns[NEXT_FLAGS[0]].new_zeros(shape).unbind(), strict=True)
-    return as_batch(columns, single=env.num_envs is None, counters=counters)
+    return as_batch(columns, single=env.num_envs is None)
 
 
 def check_reward(reward: Tensor) -> None:

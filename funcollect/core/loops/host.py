@@ -197,8 +197,9 @@ class _HostStepper(Stepper):
             attach(batch.unlock_(), self._final_observations(batch))
             batch.lock_()
         log = self._simulation.action_log
-        restarted = counters["episode"] != self.state.episode
-        log.extend(outputs["action",], torch.where(restarted, counters["step"], log.ages + self.request.length))
+        episode, step, before = (each.numpy() for each in (counters["episode"], counters["step"], self.state.episode))
+        ages = np.where(episode != before, step, log.ages.numpy() + self.request.length)
+        log.extend(outputs["action",], torch.from_numpy(ages))
         return counters, batch
 
     def _final_observations(self, batch: TensorDict) -> FinalObservations:
