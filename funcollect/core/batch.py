@@ -75,7 +75,7 @@ def deliver(
     numbers = torch.empty(4, num_lanes, length, dtype=torch.int64, device=place)
     flags = torch.zeros(6, num_lanes, length, dtype=torch.bool, device=place)
     xp, view = (np, Tensor.numpy) if on_host else (torch, Tensor.detach)
-    rows = [view(each) for each in (flags, reward, columns.pop(TERMINATED), columns.pop(TRUNCATED))]
+    rows: list[Any] = [view(each) for each in (flags, reward, columns.pop(TERMINATED), columns.pop(TRUNCATED))]
     time = np.arange(length) if on_host else torch.arange(length, device=place)
     before = _Lanes(*(view(getattr(state, name)) for name in _Lanes._fields))
     count = _count_episodes if request.reset_when_done else _count_until_finished
