@@ -18,7 +18,7 @@ from funcollect.tree import Path
 _ALIGNMENT = 64  # bytes: where XLA takes a tensor without a copy
 
 
-class Column(NamedTuple):
+class LeafPlace(NamedTuple):
     """One leaf in memory, where it is contiguous."""
 
     path: Path
@@ -27,15 +27,15 @@ class Column(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class MemoryLayout:
     """Leaves one after another in a piece of memory, each at a multiple of 64 bytes."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[LeafPlace, ...]
 
     @classmethod
     def of(cls, leaves: Mapping[Path, Tensor]) -> Self:
         """The layout for leaves of these dtypes and shapes."""
-        return cls(tuple(Column(path, leaf.dtype, tuple(leaf.shape)) for path, leaf in leaves.items()))
+        return cls(tuple(LeafPlace(path, leaf.dtype, tuple(leaf.shape)) for path, leaf in leaves.items()))
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:

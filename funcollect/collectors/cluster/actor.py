@@ -25,7 +25,7 @@ from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.errors import WorkerError
 from funcollect.processes.child import ChildSetup
 from funcollect.processes.failures import Failure
-from funcollect.processes.layout import Layout
+from funcollect.processes.layout import MemoryLayout
 from funcollect.processes.life import SIGNS
 from funcollect.processes.serving import Answering
 from funcollect.processes.shared_memory import Memory
@@ -40,7 +40,7 @@ def private_memory(size: int) -> Memory:
 class PackedLayout(NamedTuple):
     """How a batch lies in memory."""
 
-    layout: Layout
+    layout: MemoryLayout
     single: bool | None  # for leaves [T, P, ...]: whether the environment has no batch dimension; None for others
 
     def batch(self, memory: Memory, count: int | None = None) -> TensorDict:
@@ -88,7 +88,7 @@ class PackingWorker(Worker):
         if single is not None:
             leaves = {path: turned(leaf, single) for path, leaf in leaves.items()}
         if known is None:
-            self._packed_layout = PackedLayout(Layout.of(leaves), single)
+            self._packed_layout = PackedLayout(MemoryLayout.of(leaves), single)
             self._memory = private_memory(self._packed_layout.layout.size)
             self._leaves = self._packed_layout.layout.leaves(self._memory)
         copy_into(self._leaves, leaves)
@@ -106,7 +106,7 @@ class PackingWorker(Worker):
         batch: TensorDictBase = next(self._collector)  # a class of the user's own collects in its own way
         return batch
 
-    def fetch(self, version: int, policy: bytes | None, layout: Layout, memory: Memory) -> None:
+    def fetch(self, version: int, policy: bytes | None, layout: MemoryLayout, memory: Memory) -> None:
         """Copy weights, and act with them from now on."""
         leaves = layout.leaves(np.array(memory))  # a copy: what Ray shares is not written, nor kept
         self.adopt({path[0]: leaf for path, leaf in leaves.items()}, version, policy)

@@ -22,7 +22,7 @@ from funcollect.collectors.workers.weights import WITH_WEIGHTS, WeightStore
 from funcollect.collectors.workers.worker import Job
 from funcollect.errors import WorkerError
 from funcollect.processes.child import ChildSetup
-from funcollect.processes.layout import Layout
+from funcollect.processes.layout import MemoryLayout
 from funcollect.processes.pool import Answer, Call, Loss, Transport, WorkerHandle
 from funcollect.processes.shared_memory import Memory
 from funcollect.tree import Path
@@ -215,15 +215,15 @@ class RayWeightStore(WeightStore):
     """Weights as objects of Ray's store, which each node fetches once."""
 
     @override
-    def put(self, weights: Mapping[str, Tensor]) -> tuple[Layout, Any]:
+    def put(self, weights: Mapping[str, Tensor]) -> tuple[MemoryLayout, Any]:
         leaves: dict[Path, Tensor] = {(name,): weight for name, weight in weights.items()}
-        layout = Layout.of(leaves)
+        layout = MemoryLayout.of(leaves)
         memory = private_memory(layout.size)
         copy_into(layout.leaves(memory), leaves)
         return layout, ray.put(memory)
 
     @override
-    def call(self, worker: int, held: tuple[Layout, Any], version: int, policy: bytes | None) -> Call:
+    def call(self, worker: int, held: tuple[MemoryLayout, Any], version: int, policy: bytes | None) -> Call:
         return Call(worker, "fetch", (version, policy, *held))
 
     @override

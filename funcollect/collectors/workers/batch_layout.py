@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.processes.layout import Column, Layout
+from funcollect.processes.layout import LeafPlace, MemoryLayout
 from funcollect.processes.shared_memory import Memory
 from funcollect.tree import Path, flatten, to_batch
 
@@ -23,10 +23,10 @@ def turned(leaf: Tensor, single: bool) -> Tensor:
     return leaf.unsqueeze(1) if single else leaf.transpose(0, 1)
 
 
-def columns_of(batch: TensorDictBase, single: bool) -> tuple[Column, ...]:
+def columns_of(batch: TensorDictBase, single: bool) -> tuple[LeafPlace, ...]:
     """The columns that hold the leaves of a worker's batch."""
     leaves = {path: turned(leaf, single) for path, leaf in flatten(batch).items()}
-    return tuple(Column(path, leaf.dtype, tuple(leaf.shape[1:])) for path, leaf in leaves.items())
+    return tuple(LeafPlace(path, leaf.dtype, tuple(leaf.shape[1:])) for path, leaf in leaves.items())
 
 
 def store(batch: TensorDictBase, columns: Mapping[Path, Tensor], single: bool) -> None:
@@ -55,7 +55,7 @@ def copy_into(columns: Mapping[Path, Tensor], leaves: Mapping[Path, Tensor]) -> 
 class BatchLayout:
     """Places the rollouts of a group of workers in one memory, so that the batch is a view of it."""
 
-    columns: tuple[Column, ...]  # the leaves of each worker's rollout, without T: [P, ...]
+    columns: tuple[LeafPlace, ...]  # the leaves of each worker's rollout, without T: [P, ...]
     lengths: tuple[int, ...]  # T of each worker
     join: Join | None  # how the rollouts make a batch; None for one rollout alone
     single: bool  # whether the environments have no batch dimension
@@ -66,10 +66,10 @@ class BatchLayout:
         return self.join == 0 and not self.single
 
     @cached_property
-    def whole(self) -> Layout:
+    def whole(self) -> MemoryLayout:
         """Every column of all workers: [T, W, P, ...], or [sum of T, P, ...]."""
         lead = (self.lengths[0], len(self.lengths)) if self._side_by_side else (sum(self.lengths),)
-        return Layout(tuple(column._replace(shape=(*lead, *column.shape)) for column in self.columns))
+        return MemoryLayout(tuple(column._replace(shape=(*lead, *column.shape)) for column in self.columns))
 
     def part(self, memory: Memory, index: int) -> dict[Path, Tensor]:
         """One worker's columns, each [T, P, ...]."""

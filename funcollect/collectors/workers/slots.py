@@ -25,7 +25,7 @@ from funcollect.collectors.workers.weights import WITH_WEIGHTS, WeightStore
 from funcollect.collectors.workers.worker import Job, RolloutReport, Worker
 from funcollect.core.request import NOWHERE
 from funcollect.errors import WorkerError
-from funcollect.processes.layout import Column, Layout
+from funcollect.processes.layout import LeafPlace, MemoryLayout
 from funcollect.processes.pool import Call
 from funcollect.processes.serving import ProcessTransport, serve
 from funcollect.processes.shared_memory import Memory, mapped, shared_memory
@@ -123,7 +123,7 @@ class SlotAssembler(BatchAssembler):
                 pending.calls[part] = self._submit(self._attach(part))
         return False
 
-    def _allocate(self, columns: Sequence[tuple[Column, ...]]) -> None:
+    def _allocate(self, columns: Sequence[tuple[LeafPlace, ...]]) -> None:
         """Allocate slots for rollouts with these columns, which have to be the same for each worker."""
         workers, lengths, join, single = self.group
         for worker, own in zip(workers, columns, strict=True):
@@ -171,7 +171,7 @@ class SlotAssembler(BatchAssembler):
             self._slots, self._lent = [], set()
 
 
-def weights_in(memory: Memory, layout: Layout) -> dict[str, Tensor]:
+def weights_in(memory: Memory, layout: MemoryLayout) -> dict[str, Tensor]:
     """The weights by name in a piece of memory, as views."""
     return {path[0]: leaf for path, leaf in layout.leaves(memory).items()}
 
@@ -180,7 +180,7 @@ class _WeightSlots:
     """Slots for weights of the same names, shapes and dtypes, like `weights`. They are freed with this object."""
 
     def __init__(self, weights: Mapping[str, Tensor], count: int) -> None:
-        self.layout = Layout.of({(name,): weight for name, weight in weights.items()})
+        self.layout = MemoryLayout.of({(name,): weight for name, weight in weights.items()})
         self.fd, memories = shared_memory(count, self.layout.size)
         self._close = weakref.finalize(self, os.close, self.fd)
         self._weights = [weights_in(memory, self.layout) for memory in memories]
@@ -279,7 +279,7 @@ class SlotWorker(Worker):
         self._weights: Sequence[Mapping[str, Tensor]] = ()
 
     @override
-    def collect(self, slot: int = 0) -> tuple[tuple[Column, ...] | None, Any]:
+    def collect(self, slot: int = 0) -> tuple[tuple[LeafPlace, ...] | None, Any]:
         """Write a rollout into a slot; if there are none yet, keep it and return the columns that a slot needs."""
         columns = self._slots[slot] if self._slots else NOWHERE
         batch, report = self.roll_out(columns)
@@ -298,7 +298,7 @@ class SlotWorker(Worker):
         store(batch, self._slots[slot], self._single)
         return None, report._replace(idle=0.0, restarts=0, lost=0)  # those have been reported
 
-    def fetch(self, slot: int, version: int, policy: bytes | None, layout: Layout, count: int, *fds: int) -> None:
+    def fetch(self, slot: int, version: int, policy: bytes | None, layout: MemoryLayout, count: int, *fds: int) -> None:
         """Copy weights. The first call, and the first one after a change of shapes, brings their memory."""
         if fds:
             self._weights = [weights_in(memory, layout) for memory in mapped(fds[0], count, layout.size)]

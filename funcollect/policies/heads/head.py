@@ -30,6 +30,14 @@ class Head:
 
     `xp` holds the functions of `funcollect.policies.numerics`. The network returns what `parse` reads, or a dict that
     holds it under the keys `names`.
+
+    >>> class Greedy(Head):
+    ...     def parse(self, xp, answer, spec):
+    ...         return (answer,)
+    ...     def sample(self, xp, parameters, noise, spec):
+    ...         return {"action": parameters[0].argmax(-1)}
+    >>> Greedy("greedy", ("scores",))
+    Greedy(name='greedy', names=('scores',))
     """
 
     name: str  # in `funcollect.heads`

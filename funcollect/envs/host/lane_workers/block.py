@@ -13,7 +13,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from funcollect.processes.layout import Column, Layout
+from funcollect.processes.layout import LeafPlace, MemoryLayout
 from funcollect.processes.shared_memory import Memory
 from funcollect.processes.system import PORTABLE
 from funcollect.specs import ActionSpec, Leaf, torch_dtype
@@ -55,7 +55,7 @@ class LaneBlock:
 
 def block_layout(
     leaves: tuple[Leaf, ...], action: ActionSpec, num_envs: int, num_workers: int, *, infos: bool
-) -> Layout:
+) -> MemoryLayout:
     """Where the arrays of a `LaneBlock` lie."""
     places: dict[Path, tuple[torch.dtype, tuple[int, ...]]] = {
         (name, *leaf.path): (torch_dtype(leaf.dtype), (num_envs, *leaf.shape))
@@ -73,10 +73,10 @@ def block_layout(
     ):
         places |= {(name,): (dtype, (count,)) for name in names}
     places["info",] = torch.uint8, (num_workers, INFO_BYTES if infos else 0)
-    return Layout(tuple(Column(path, *place) for path, place in places.items()))
+    return MemoryLayout(tuple(LeafPlace(path, *place) for path, place in places.items()))
 
 
-def block_over(memory: Memory, layout: Layout) -> LaneBlock:
+def block_over(memory: Memory, layout: MemoryLayout) -> LaneBlock:
     """The arrays over this memory."""
     arrays = {path: leaf.numpy() for path, leaf in layout.leaves(memory).items()}
     columns: dict[str, Any] = {path[0]: array for path, array in arrays.items() if not path[1:]}

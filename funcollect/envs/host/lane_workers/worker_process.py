@@ -19,7 +19,7 @@ from funcollect.envs.host.host_env import NOT_RECORDED, SimulatedEnv, bad_info, 
 from funcollect.envs.host.lane_workers.block import INFO_BYTES, NO_RESTART, NO_SEED, RESET, STEP, Bell, block_over
 from funcollect.processes.channel import Channel
 from funcollect.processes.failures import Failure, check_sendable, sending
-from funcollect.processes.layout import Layout
+from funcollect.processes.layout import MemoryLayout
 from funcollect.processes.life import SIGNS
 from funcollect.processes.serving import Served, serve
 from funcollect.processes.shared_memory import mapped
@@ -41,7 +41,7 @@ class LaneJob:
     """What a worker serves."""
 
     env: SimulatedEnv  # the whole environment, but for what opens its simulators
-    layout: Layout  # of the shared memory
+    layout: MemoryLayout  # of the shared memory
     index: int  # the worker's
     lanes: range  # its own
     opener: Callable[[SimulatedEnv], Simulators]  # of their simulators
