@@ -239,6 +239,11 @@ def test_buffers_of_another_kind(tmp_path):
         plain(30).loads(tmp_path)
     with pytest.raises(ValueError, match="storage of the dump is rows, of this buffer list"):
         fc.ReplayBuffer(storage=fc.ListStorage(20)).loads(tmp_path)
+    with pytest.raises(ValueError, match="ndim of the dump is 1, of this buffer 2"):
+        fc.ReplayBuffer(storage=fc.LazyTensorStorage(20, ndim=2)).loads(tmp_path)
+    slices = fc.ReplayBuffer(storage=fc.LazyTensorStorage(20), sampler=fc.SliceSampler(slice_len=2))
+    with pytest.raises(ValueError, match="sampler of the dump is RandomSampler, of this buffer SliceSampler"):
+        slices.loads(tmp_path)
 
 
 def test_trees_have_no_file_format_and_nothing_is_nothing(tmp_path):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import funcollect as fc
+from funcollect.buffers.samplers import indices
 from funcollect.keys import key_from_seed
 from tests.support.frames.streams_of_frames import batch_of, frames_of
 from tests.support.running import scaled
@@ -72,6 +73,20 @@ def test_the_one_is_not_the_other(over):
     state = ring_of()
     other = {"trajectories": "windows", "windows": "trajectories"}[over]
     assert disagrees(state, over, True, chances_of(state, other, True))
+
+
+def test_a_biased_sampler_is_found_out(monkeypatch):
+    """One that looks at two candidates in 40 draws of 100, and prefers the later one."""
+
+    def biased(random_source, count, size, valid):
+        good = np.flatnonzero(valid(np.arange(size)))
+        one, two = random_source.below(len(good), count), random_source.below(len(good), count)
+        return good[np.where(random_source.below(100, count) < 40, np.maximum(one, two), one)]
+
+    monkeypatch.setattr(indices, "_draw", biased)
+    state = ring_of()
+    for over in ("trajectories", "windows"):
+        assert disagrees(state, over, True, chances_of(state, over, True))
 
 
 @pytest.mark.parametrize("sampler", [fc.RandomSampler(), fc.SamplerWithoutReplacement()])

@@ -98,6 +98,23 @@ def test_global_generators_are_left_alone(name, kind, num_envs, unchanged):
     unchanged(collector.shutdown)
 
 
+def test_generators_are_put_back_after_an_exception(unchanged):
+    draws = []
+
+    def failing(observation):
+        draws.append(torch.rand(len(observation)))
+        return (draws[-1] < 0.5).long() if len(draws) < 5 else {}["no more"]
+
+    env, policy = make_env("torch/CartPole-v1", 2), fc.torch_policy(failing)
+    state = unchanged(fc.init, env, policy, seed=0)
+
+    def attempt():
+        with pytest.raises(KeyError, match="no more"):
+            fc.rollout(env, policy, state, 10)
+
+    unchanged(attempt)
+
+
 def test_drawn_noise_has_the_distribution_it_should():
     """Sampled actions follow the policy: a thousandth's chance of failure, were the seed not fixed."""
     env = fc.make_env("torch/CartPole-v1", num_envs=50)

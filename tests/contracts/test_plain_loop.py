@@ -112,6 +112,18 @@ def test_an_environment_that_writes_in_what_it_gives_and_gets(source, kind):
     check_lanes(batch, Meddling, 0, info_keys=["place"])
 
 
+@pytest.mark.parametrize("over", ["lane processes", "workers"])
+def test_processes_record_infos_as_they_were_at_each_step(over):
+    kwargs = {"info_keys": ["place"], "num_envs": 2}
+    kind, source = fc.MultiSyncDataCollector, [Meddling] * 2
+    if over == "lane processes":
+        kind, source, kwargs = fc.SyncDataCollector, Meddling, kwargs | {"num_workers": 2}
+    with kind(source, frames_per_batch=60, total_frames=120, create_env_kwargs=kwargs, seed=0) as collector:
+        for batch in collector:
+            assert torch.equal(batch["next", "info", "place"], batch["next", "observation"])
+            assert (batch["next", "observation"] != batch["observation"]).any()
+
+
 @pytest.mark.parametrize(("name", "limit"), [("Humanoid-v5", 12), ("BipedalWalker-v3", 15), ("CarRacing-v3", 4)])
 def test_larger_simulators(name, limit):
     """Many numbers in float64, contacts, and pixels."""

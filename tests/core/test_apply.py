@@ -327,3 +327,12 @@ def test_a_function_that_raised_in_some_lanes_leaves_a_state_that_is_not_copied(
 def once(lane, file):
     with open(file, "x"):
         set_force(lane, 20.0)
+
+
+def test_a_process_that_hangs_in_a_call_is_reported():
+    env = fc.make_env(make, num_envs=2, num_workers=2, timeout=1.0)
+    state = fc.init(env, fc.random_policy(env), seed=0)
+    os.kill(pids_of(state)[1], signal.SIGSTOP)
+    with pytest.raises(fc.EnvError, match=r"lane 1 \(worker 1\): its process has not answered for 1 s"):
+        fc.apply(env, state, force_of)
+    fc.close(state)

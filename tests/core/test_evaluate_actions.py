@@ -121,6 +121,22 @@ def test_log_probs_of_networks_of_another_precision_come_back(name: str, dtype: 
     assert_recorded(fc.evaluate_actions(policy, None, fc.interop.to_jax(batch))["action_log_prob"], batch)
 
 
+def test_entropies_are_finite_under_autocast() -> None:
+    policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
+    _, batch = collected(policy, fc.make_env("CartPole-v1", num_envs=2), 8)
+    wanted = fc.evaluate_actions(policy, None, batch)["entropy"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        now = fc.evaluate_actions(policy, None, batch)["entropy"]
+    torch.testing.assert_close(now, wanted, rtol=0.05, atol=0.05)
+
+
+def test_where_tanh_saturates_the_recorded_log_prob_comes_back() -> None:
+    policy = fc.torch_policy(lambda x: (20 + 0 * x[..., :1], 1 + 0 * x[..., :1]), head=fc.heads.tanh_normal)
+    _, batch = collected(policy, fc.make_env("Pendulum-v1", num_envs=2), 20)
+    assert (batch["action"] == 2).all()
+    assert torch.equal(fc.evaluate_actions(policy, None, batch)["action_log_prob"], batch["action_log_prob"])
+
+
 @heads
 def test_a_random_start_and_saturated_actions_have_finite_log_probs(name: str) -> None:
     head, env_name, outputs = HEADS[name]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import gymnasium
@@ -83,6 +83,14 @@ def test_each_field(env: str, policy: Any, options: Any, words: dict[str, str]) 
     for field, word in words.items():
         assert word in getattr(one, field)
         assert getattr(one, field) in str(one)
+
+
+def test_it_prints_one_line_per_field_and_is_frozen() -> None:
+    one: Any = plan()
+    said = [field.name for field in fields(one) if getattr(one, field.name)]
+    assert [line.split()[0] for line in str(one).splitlines()] == said
+    with pytest.raises(FrozenInstanceError):
+        one.loop = "jax"
 
 
 def test_vector_environments_and_cached_starts() -> None:

@@ -260,6 +260,31 @@ def test_what_is_not_lowered_crosses_and_is_explained(cartpole, module, why):
         assert batch["calls"].dtype == torch.int64
 
 
+class Late(Holding):
+    """Does something else at its fourth call in a rollout."""
+
+    def forward(self, x):
+        self.calls += 1
+        action = (x[:, 2] > 0).long()
+        return self.act(action) if self.calls > 4 else action
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (lambda action: 1 / 0, ZeroDivisionError, "division by zero"),
+        (lambda action: action[:2], fc.PolicyError, r"action has shape \(2,\)"),
+    ],
+)
+def test_faults_of_a_module_are_raised_as_they_are(cartpole, act, error, message):
+    policy = fc.torch_policy(Late(calls=0, act=act))
+    state = fc.init(cartpole, policy, seed=0)
+    with pytest.raises(error, match=message):
+        fc.rollout(cartpole, policy, state, 12)
+    policy.module.calls = -100
+    assert fc.rollout(cartpole, policy, state, 3)[1].batch_size == (3, 3)
+
+
 def frequencies_fit(counts, probabilities):
     """Whether counts [n] are likely under probabilities [n]: six standard deviations."""
     total = counts.sum()
@@ -289,6 +314,26 @@ def test_the_lowered_policy_samples_as_the_eager_one_does(name, head):
     counts = np.bincount(batch["action"].flatten().numpy(), minlength=2)
     fitting = [name for name, each in wanted.items() if frequencies_fit(counts, each.numpy())]
     assert fitting == [head.name]
+
+
+SCORED = [("gymnax/Pendulum-v1", fc.heads.tanh_normal), ("gymnax/Pendulum-v1", fc.heads.normal)]
+SCORED += [("Pendulum-v1", fc.heads.tanh_normal), *in_soak([("torch/Pendulum-v1", fc.heads.tanh_normal)])]
+
+
+@pytest.mark.parametrize(("name", "head"), SCORED, ids=[f"{name}-{head.name}" for name, head in SCORED])
+def test_scores_of_continuous_actions_are_torchs(name, head):
+    module = mlp(3, 2)
+    batch = collect(fc.make_env(name, num_envs=4), fc.torch_policy(module, head=head, compile="xla"), 50)
+    loc, scale = module(batch["observation"]).detach().chunk(2, -1)
+    wanted, action = torch.distributions.Normal(loc, nn.functional.softplus(scale)), batch["action"]
+    if head is fc.heads.tanh_normal:
+        squash = [torch.distributions.TanhTransform(), torch.distributions.AffineTransform(0.0, 2.0)]
+        wanted = torch.distributions.TransformedDistribution(wanted, squash)
+        action = action.clamp(-1.9, 1.9)
+    inside = action == batch["action"]
+    assert inside.sum() > 50
+    scores = wanted.log_prob(action)[inside]
+    torch.testing.assert_close(batch["action_log_prob"][inside[..., 0]], scores, rtol=1e-4, atol=1e-4)
 
 
 def test_dicts_of_observations_and_extras():

@@ -198,6 +198,13 @@ def test_an_evaluation_has_a_pool_of_its_own() -> None:
     assert torch.equal(fc.rollout(env, policy, state, 20)[1]["observation"], whole["observation"][:, 20:])
 
 
+def test_explain_says_how_it_is_seeded() -> None:
+    env = make("CartPole-v1")
+    plan = fc.explain(env, fc.random_policy(env))
+    assert plan.seeding.startswith("run: all lanes are seeded together")
+    assert plan.forking.startswith("impossible")
+
+
 def given(**kwargs: Any) -> Any:
     return lambda: fc.make_env("envpool/CartPole-v1", **kwargs)
 

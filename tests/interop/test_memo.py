@@ -18,6 +18,7 @@ import pytest
 import funcollect as fc
 from funcollect.core.state import origin_of
 from funcollect.interop.memo import memo_of
+from tests.support.compare import assert_same, collect
 
 
 class Plain:
@@ -140,6 +141,12 @@ def test_a_modified_copy_of_a_policy_runs_its_own_programs(env: Any) -> None:
 
 def test_an_environment_without_a_hash_runs() -> None:
     assert (highest(DataClimb()), highest(DataClimb(height=3.0))) == (2.0, 6.0)
+
+
+def test_an_environment_made_by_its_id_can_be_pickled() -> None:
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    one, two = (collect(each, fc.random_policy(each), 30) for each in (env, pickle.loads(pickle.dumps(env))))
+    assert_same(one, two)
 
 
 def test_a_used_environment_can_be_pickled() -> None:

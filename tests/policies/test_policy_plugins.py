@@ -152,6 +152,12 @@ def test_a_broken_package_is_named_and_breaks_no_other(code: str, says: str, pac
     assert fc.make_policy("walker", env()).backend == "jax"
 
 
+def test_a_reference_that_cannot_be_read(package: Callable[..., None]) -> None:
+    package("broken", "", "fallen = no module at all")
+    with pytest.raises(fc.PluginError, match=r"'fallen' \(broken 1.0\) cannot be imported"):
+        fc.make_policy("fallen", env())
+
+
 def test_metadata_that_cannot_be_read(package: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     package("broken", "", "no equals sign")
     package("walkers", GOOD, "walker = walkers:make")

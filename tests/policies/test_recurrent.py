@@ -95,6 +95,13 @@ def test_max_frames_per_traj_resets_it_too(env: Any, kind: Kind) -> None:
     assert_follows(batch)
 
 
+def test_a_finished_lane_that_stays_finished_is_not_restarted(env: Any, kind: Kind) -> None:
+    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
+    with fc.SyncDataCollector(env, policy, frames_per_batch=30, reset_when_done=False, seed=1) as collector:
+        counts = next(collector)["count"]
+    assert torch.equal(counts, torch.arange(11, 21, dtype=torch.int32).expand(3, -1))
+
+
 def test_the_last_observation_may_be_the_state(env: Any, kind: Kind) -> None:
     policy = kind.make(last_observation, kind.xp.full((4,), 9.0))
     state, batches = fc.init(env, policy, seed=1), []

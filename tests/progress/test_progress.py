@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,6 +99,18 @@ def test_frames_of_whole_trajectories_are_those_of_the_run() -> None:
             assert logged[-1] == collector.frames
     assert logged[0] == 500
     assert "1.00k/1.00k" in drawn(file.getvalue())
+
+
+def test_an_exception_of_the_collector_closes_the_bar() -> None:
+    class Failing(FakeCollector):
+        def __iter__(self) -> Iterator[TensorDict]:
+            yield make_batch(0, 7)
+            raise RuntimeError("worker 3 died")
+
+    file = io.StringIO()
+    with pytest.raises(RuntimeError, match="worker 3"):
+        list(track(Failing([]), disable=False, file=file))
+    assert file.getvalue().endswith("\n")
 
 
 def test_returns_are_whole_across_batch_borders_and_the_window_forgets_older_ones() -> None:

@@ -194,6 +194,7 @@ def test_bad_arguments_fail_before_any_worker_starts():
         ({"frames_per_batch": [3, 0]}, ValueError, "frames_per_batch is 0"),
         ({"frame_per_batch": 3}, TypeError, "'frame_per_batch'.* unknown .*frames_per_batch.*, expected some of"),
         ({"timeout": 0}, ValueError, "timeout"),
+        ({"num_threads": 0}, ValueError, "num_threads is 0"),
         ({"on_failure": "ignore"}, ValueError, "on_failure"),
         ({"cat_results": 1}, ValueError, "cat_results"),
         ({"frames_per_batch": [3]}, ValueError, "1 entries for 2 workers"),

@@ -135,6 +135,29 @@ def test_extras_of_every_dtype_are_recorded_as_they_are():
         assert torch.equal(batch[name], wide.to(getattr(torch, name))), name
 
 
+class Alternating(fc.PolicyBase):
+    """A policy by the protocol alone: it answers with the parity of its own count."""
+
+    backend, params = "jax", jnp.int32(4)
+
+    def init(self, key, num_envs, /):
+        return jnp.zeros(num_envs, jnp.int32)
+
+    def __call__(self, params, count, observation, noise, spec, exploration, /):
+        mode = jnp.full(count.shape, exploration.type is fc.ExplorationType.MODE)
+        return count + 1, {"action": params + count % 2, "mode": mode}
+
+
+def test_a_policy_by_the_protocol():
+    env, policy = easy()[0], Alternating()
+    batch = collect(env, policy, 9, seed=0)
+    assert torch.equal(batch["action"], 4 + batch["collector", "step"] % 2)
+    assert not batch["mode"].any()
+    other = collect(env, policy, 9, seed=0, params=jnp.int32(5), exploration_type=fc.ExplorationType.MODE)
+    assert torch.equal(other["action"], batch["action"] + 1)
+    assert other["mode"].all()
+
+
 SPACES = {
     "discrete": (DISCRETE, {}),
     "one-hot": (DISCRETE, {"one_hot": True}),

@@ -148,6 +148,16 @@ def test_ways_take_over_from_one_another(cartpole, make):
         assert_close(batch, rows)
 
 
+def test_a_checkpoint_goes_on(cartpole):
+    first, *others = (fc.SyncDataCollector(cartpole, policy_of(lstm), frames_per_batch=36, seed=0) for _ in range(3))
+    next(first)
+    for each in others:
+        each.load_state_dict(first.state_dict())
+    one, two = map(next, others)
+    assert_same(one, two)
+    assert one["is_init"][:, 0].all()  # on other episodes
+
+
 def test_inside_a_function_of_the_caller(cartpole):
     policy = policy_of(own)
     lowered = fc.lower_policy(policy, cartpole)

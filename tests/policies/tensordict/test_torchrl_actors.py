@@ -6,7 +6,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import (
+    CompositeDistribution,
     InteractionType,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
     TensorDictModule,
     TensorDictSequential,
     set_interaction_type,
@@ -106,6 +109,29 @@ def test_a_primer_around_the_environment_says_how_hidden_states_begin():
     goes_on = ~batch["next", "done"][:, :-1, 0]
     after = batch["next", "recurrent_state_h"][:, :-1]
     assert torch.equal(batch["recurrent_state_h"][:, 1:][goes_on], after[goes_on])
+
+
+class Count(nn.Module):
+    """Carries a count under a nested key."""
+
+    in_keys = ("observation", ("memory", "count"))
+    out_keys = ("action", ("next", "memory", "count"))
+
+    def forward(self, tensordict):
+        count = tensordict["memory", "count"]
+        tensordict["action"] = (tensordict["observation"][..., 2] > 0).long()
+        tensordict["next", "memory", "count"] = count + 1
+        count.zero_()  # what it was given is its own
+        return tensordict
+
+
+def test_an_initial_state_under_a_nested_key():
+    policy = fc.tensordict_policy(Count(), initial_state={"memory": {"count": torch.tensor([7.0])}})
+    batch = collect(fc.make_env("CartPole-v1", num_envs=3), policy, 30, 30)
+    wanted = 7.0 + batch["collector", "step"]
+    assert torch.equal(batch["memory", "count"][..., 0], wanted)
+    assert torch.equal(batch["next", "memory", "count"][..., 0], wanted + 1)
+    assert "is_init" not in list(batch.keys())
 
 
 def test_epsilon_is_read_live_and_follows_the_exploration_type():
@@ -265,6 +291,22 @@ def test_what_is_not_plain_is_run_as_it_is(kind, monkeypatch):
     assert_same(collect(env, policy, 40), batch)
     if kind == "a view":
         assert torch.equal(batch["logits"], batch["observation"][..., :2])
+
+
+def test_composite_actions_are_refused():
+    names = {side: ("action", side) for side in ("left", "right")}
+    kinds = dict.fromkeys(names, torch.distributions.Categorical)
+    logits = [("params", side, "logits") for side in names]
+    draw = ProbabilisticTensorDictModule(
+        ["params"],
+        [*names.values()],
+        distribution_class=CompositeDistribution,
+        distribution_kwargs={"distribution_map": kinds, "name_map": names},
+    )
+    split = TensorDictModule(lambda x: (x[:, :2], x[:, 2:]), ["observation"], logits)
+    env = fc.make_env("CartPole-v1", num_envs=3)
+    with pytest.raises(fc.PolicyError, match=r"'action\.left'.*expected 'action' among them"):
+        collect(env, as_policy(ProbabilisticTensorDictSequential(split, draw), env), 3)
 
 
 def test_keys_with_an_underscore_are_dropped_by_collectors():

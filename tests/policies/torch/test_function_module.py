@@ -156,6 +156,25 @@ def test_workers_follow(made: tuple[Any, nn.Module], in_process: bool) -> None:
         assert (next(collector)["action"] == 1).all()
 
 
+@pytest.mark.parametrize("kind", ["global", "closure"])
+def test_an_evaluator_and_a_saved_run_have_the_weights(kind: str, tmp_path: Any) -> None:
+    function, network = KINDS[kind]()
+    policy = fc.torch_policy(function, head=fc.heads.greedy)
+    always(network, 0)
+    with fc.Evaluator(ENV, policy, episodes=2, seed=0) as evaluator:
+        always(network, 1)
+        evaluator.submit(step=1)
+        (result,) = evaluator.wait()
+    wanted = fc.evaluate(fc.make_env(ENV), policy, episodes=2, seed=0)
+    assert result.stats.returns.tolist() == wanted.returns.tolist()
+    with fc.SyncDataCollector(ENV, policy, frames_per_batch=10, seed=0) as collector:
+        next(collector)
+        collector.save(tmp_path / "run")
+    always(network, 0)
+    with fc.SyncDataCollector.load(tmp_path / "run", ENV, policy) as collector:
+        assert (next(collector)["action"] == 1).all()
+
+
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
 def test_every_loop_follows_and_gradients_arrive(env_id: str) -> None:
     function, network = closure()
