@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from funcollect.interop.plain_data import from_data, to_data
+from funcollect.files import from_data, to_data
 
 
 class Pair(NamedTuple):
