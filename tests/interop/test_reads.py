@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from funcollect.interop.reads import complain_if, reads_together
+from funcollect.interop.memory import complain_if, reads_together
 from tests.support.devices import NoReads
 
 NAN, ONE = torch.tensor(math.nan), torch.tensor(1.0)

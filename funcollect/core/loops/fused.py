@@ -25,7 +25,7 @@ from funcollect.interop.bridge import follow_torch, torch_followed, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.joined_tensors import opened
 from funcollect.interop.memo import memo_of
-from funcollect.interop.reads import reads_together
+from funcollect.interop.memory import reads_together
 from funcollect.keys import Key
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.torch_in_jax import LoweredPolicy
