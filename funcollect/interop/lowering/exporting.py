@@ -1,4 +1,7 @@
-"""Exports a Torch module as a graph of operators by `torch.export`. Operators without a pure function are refused."""
+"""Exports a Torch module as a graph of operators by `torch.export`, and refuses those without a pure function.
+
+Inputs and outputs are flat lists of arrays; for Torch's TensorDicts JAX has dicts.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import optree
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch._decomp import get_decompositions
@@ -23,9 +29,10 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from funcollect.errors import LoweringError
+from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.operators import rules
-from funcollect.interop.lowering.structure import jax_dtype, leaves_of, plain, unlocked
 from funcollect.messages import clipped
+from funcollect.tree import NAMESPACE
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal_functional", "poisson", "exponential", "geometric")
 _OF_DATA = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")  # limits of sizes and numbers
@@ -42,6 +49,44 @@ _MASKS = {
     nn.TransformerEncoder: "is_causal=",
 }  # these arguments say whether a mask is causal; without them Torch compares it with the causal one
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (.+)\n\s*(.*)')
+_WIDE = (torch.float64, torch.complex128)
+
+
+def leaves_of(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves, and the treespec that builds a tree of such leaves (`unflatten`)."""
+    leaves, treespec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    return leaves, treespec
+
+
+def plain(tree: Any) -> Any:
+    """The tree with dicts for TensorDicts, and tuples for the structs that Torch's `max`, `topk` and others return."""
+    return _with_nodes(tuple, optree.is_structseq, _with_nodes(lambda node: node.to_dict(), _is_batch, tree))
+
+
+def _is_batch(node: Any) -> bool:
+    return isinstance(node, TensorDictBase)
+
+
+def _with_nodes(function: Callable[[Any], Any], is_node: Callable[[Any], bool], tree: Any) -> Any:
+    """The tree with its outermost nodes for which `is_node` is True replaced by what `function` makes of them."""
+    leaves, treespec = optree.tree_flatten(tree, is_leaf=is_node, namespace=NAMESPACE)
+    return treespec.unflatten(function(leaf) if is_node(leaf) else leaf for leaf in leaves)
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """JAX's dtype for one of Torch: the same, or under 32-bit JAX the 32-bit dtype for 64-bit integers.
+
+    LoweringError for float64 and complex128 under 32-bit JAX, which would round them.
+    """
+    jax = import_jax()
+    named = jax.numpy.dtype(str(dtype).removeprefix("torch."))
+    held = jax.dtypes.canonicalize_dtype(named)
+    if dtype in _WIDE and held != named:
+        raise LoweringError(
+            f"it computes in {named}, and JAX has 32 bits here and would round: cast the module to float32 with "
+            ".float(), or turn 64 bits on with jax.config.update('jax_enable_x64', True)"
+        )
+    return np.dtype(held)
 
 
 class FlatModule(nn.Module):
@@ -55,8 +100,9 @@ class FlatModule(nn.Module):
         self.module, self._treespec, self._note = module, treespec, note
 
     def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
-        """The leaves of the module's output."""
-        answer = self.module(*unlocked(self._treespec.unflatten(leaves)))
+        """The leaves of the module's output. It may write its outputs into shallow copies of TensorDicts."""
+        given = _with_nodes(lambda node: node.clone(False).unlock_(), _is_batch, self._treespec.unflatten(leaves))
+        answer = self.module(*given)
         if isinstance(self.module, TensorDictModuleBase):
             answer = answer.select(*self.module.out_keys)
         found, treespec = leaves_of(plain(answer))
