@@ -58,8 +58,7 @@ class Noise:
     """The noise that a policy needs at each step, which is drawn before the rollout.
 
     ``uniform`` lies in (0, 1); ``gumbel`` and ``normal`` are standard; all are float32, one array of `shape` per lane.
-    ``keys`` is one ``uint32[2]`` per lane, ``key`` that of the first lane in a call (a JAX function's own randomness);
-    they have no shape.
+    ``keys`` is one ``uint32[2]`` per lane, ``key`` that of the first lane in a call (a JAX function's own randomness).
 
     >>> import funcollect as fc
     >>> fc.Noise(kind="gumbel", shape=(4,)).words
@@ -117,12 +116,11 @@ def lane_keys(key: Key, purpose: Purpose, lanes: npt.NDArray[np.int64]) -> tuple
 
 def _keys_on_device(key: Key, purpose: Purpose, lanes: Tensor) -> tuple[Tensor, Tensor]:
     """What `lane_keys` returns for lanes on a device, as int64 tensors there: computed once, by a hundred kernels."""
-    known = _KEYS_ON_DEVICE.setdefault(lanes, {})
+    known: dict[Any, tuple[Tensor, Tensor]] = _KEYS_ON_DEVICE.setdefault(lanes, {})
     which = seed_of(key), purpose
     if which not in known:
         known[which] = hashed(fold(key, purpose), 0, lanes)
-    found: tuple[Tensor, Tensor] = known[which]
-    return found
+    return known[which]
 
 
 def random_words(keys: tuple[Words, Words], numbers: npt.NDArray[np.int64], width: int) -> Words:
@@ -173,8 +171,8 @@ def draw_ahead(
 ) -> Tensor:
     """The noise of a whole rollout: [length, P, *shape] float32, or uint32 keys [length, P, 2] or [length, 2].
 
-    `draw` draws its words, as `random_words` does. Noise of `lanes` in a tensor is drawn on its device, where the
-    logarithms of other kinds than ``uniform`` may round differently.
+    Noise of `lanes` in a tensor is drawn on its device, where logarithms may round differently; for others `draw` draws
+    the words.
     """
     drawing = lanes[:1] if noise.kind == "key" else lanes
     if isinstance(drawing, Tensor):
@@ -254,11 +252,6 @@ def _shaped(noise: Noise, words: Tensor) -> Tensor:
 class LaneKeys:
     """The randomness of P lanes at one moment: the start of an episode, or one step.
 
-    Attributes:
-        lanes: [P] int64, the lanes' ids.
-        keys: the lanes' keys [P], their first and their second words: uint32 of NumPy, or int64 tensors on a device.
-        numbers: the episodes' numbers [P], or the number of the step.
-
     >>> import torch
     >>> lanes = torch.arange(3)
     >>> keys = LaneKeys.of(key_from_seed(0), Purpose.RESET, lanes, numbers=torch.zeros(3, dtype=torch.int64))
@@ -266,9 +259,9 @@ class LaneKeys:
     (torch.Size([3, 2]), True)
     """
 
-    lanes: Tensor
-    keys: tuple[Any, Any]
-    numbers: Tensor | int
+    lanes: Tensor  #: [P] int64, the lanes' ids.
+    keys: tuple[Any, Any]  #: The first and second words of their keys [P], uint32 of NumPy or int64 tensors on a device.
+    numbers: Tensor | int  #: The episodes' numbers [P], or the number of the step.
 
     @classmethod
     def of(cls, key: Key, purpose: Purpose, lanes: Tensor, numbers: Tensor | int) -> LaneKeys:
@@ -297,8 +290,8 @@ class LaneKeys:
 class torch_generator:  # noqa: N801  (used as a function; a generator function costs a microsecond more per step)
     """Run Torch's global CPU generator from `state`, which is advanced in place; restore it afterwards.
 
-    The global generator of a CUDA `device` is restored too, and seeded with a number that the CPU's draws first; not
-    while a graph is captured, which draws from the generator as it is when the graph is launched.
+    That of a CUDA `device` is restored too, and seeded with a number that the CPU's draws first; not while a graph is
+    captured, which draws from the generator as it is when the graph is launched.
     """
 
     def __init__(self, state: Tensor, device: torch.device | None = None) -> None:
@@ -342,11 +335,9 @@ def _device_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
+_state_of_seed = lru_cache(maxsize=64)(lambda seed: torch.Generator().manual_seed(seed).get_state())
+
+
 def generator_state(seed: int) -> Tensor:
     """The state of a CPU generator seeded with `seed` (64 bits)."""
-    return _generator_state(seed).clone()
-
-
-@lru_cache(maxsize=64)
-def _generator_state(seed: int) -> Tensor:
-    return torch.Generator().manual_seed(seed).get_state()
+    return _state_of_seed(seed).clone()

@@ -1,10 +1,8 @@
 """Threefry 2x32 with 20 rounds (Salmon et al., 2011): two random words from a key of two words and a counter of two.
 
 JAX's default generator uses the same function: ``hashed(key, 0, data)`` is ``jax.random.fold_in(key, data)``. Words
-have 32 bits, and come as Python integers, uint32 arrays of NumPy or JAX, or int64 tensors of Torch.
-
-Torch has no kernel for it. On a GPU its operations would launch a hundred kernels for one hash, so there one kernel
-that CUDA compiles at its first use does all: `words_on_gpu`, `uniform_on_gpu` and `noise_on_gpu`.
+have 32 bits, and come as Python integers, uint32 arrays of NumPy or JAX, or int64 tensors of Torch. On a GPU, where
+Torch's operations would launch a hundred kernels for one hash, one kernel that CUDA compiles at its first use does all.
 """
 
 from __future__ import annotations
@@ -45,11 +43,7 @@ def hashed(key: Pair, one: Any, two: Any) -> Pair:
 
 
 def hashed_in_jax(key: Pair, one: Any, two: Any) -> Pair:
-    """Hash uint32 arrays of JAX that broadcast against each other.
-
-    The rounds are unrolled, and so fused by XLA. As a function of its own they are traced once for all programs, and
-    lowered once for each.
-    """
+    """Hash uint32 arrays of JAX that broadcast against each other: unrolled rounds, which all programs trace once."""
     words: Pair = _rounds_in_jax()(key, one, two)
     return words
 
@@ -150,10 +144,7 @@ def uniform_on_gpu(key: Pair, number: Tensor, draw: Tensor) -> Tensor:
 
 
 def noise_on_gpu(key: Pair, number: Tensor, draw: Tensor, *, gumbel: bool) -> Tensor:
-    """Float32 numbers in (0, 1) from both words of each pair that `words_on_gpu` returns; or Gumbel numbers from these.
-
-    The last dimension is twice as long as that of the pairs.
-    """
+    """Float32 numbers in (0, 1), or Gumbel numbers from these, of both words of each pair in `words_on_gpu`."""
     pairs: Tensor = _kernel(_NOISE["gumbel" if gumbel else "uniform32"], 1)(*key, number, draw)
     return pairs.view(torch.float32)
 
