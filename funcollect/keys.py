@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from funcollect.threefry import Words, hashed, hashed_in_numpy, is_on_gpu, noise_on_gpu, uniform_on_gpu, words_on_gpu
+from funcollect.threefry import Words, hashed, hashed_in_numpy, is_on_gpu, on_gpu
 
 Key = npt.NDArray[np.uint32]  # [2]
 
@@ -75,11 +75,7 @@ class Noise:
 
 
 def key_from_seed(seed: int | None) -> Key:
-    """The key of an integer seed in ``[0, 2**64)``; None draws fresh entropy from the system.
-
-    >>> key_from_seed(7)
-    array([0, 7], dtype=uint32)
-    """
+    """The key of an integer seed in ``[0, 2**64)``; None draws fresh entropy from the system."""
     if seed is None:
         seed = secrets.randbits(32)
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
@@ -147,19 +143,6 @@ def random_words(keys: tuple[Words, Words], numbers: npt.NDArray[np.int64], widt
     return words.reshape(length, lanes, 2 * draws)[..., :width]
 
 
-def uniforms(words: Words) -> npt.NDArray[np.float32]:
-    """Float32 numbers in (0, 1), both ends excluded, from uint32 words."""
-    centred = (words >> 9).astype(np.float32) + np.float32(0.5)
-    scaled: npt.NDArray[np.float32] = centred * np.float32(2.0**-23)
-    return scaled
-
-
-def normals(uniform: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Standard normal float32 numbers from uniform ones, by the inverse of the distribution function."""
-    normal: npt.NDArray[np.float32] = torch.special.ndtri(torch.from_numpy(uniform).double()).float().numpy()
-    return normal
-
-
 def draw_ahead(
     noise: Noise,
     key: Key,
@@ -184,11 +167,11 @@ def draw_ahead(
         return torch.from_numpy(words[:, 0])
     if noise.kind == "keys":
         return torch.from_numpy(words)
-    drawn = uniforms(words)
+    drawn = ((words >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)  # in (0, 1), without its ends
     if noise.kind == "gumbel":
         drawn = -np.log(-np.log(drawn))
     elif noise.kind == "normal":
-        drawn = normals(drawn)
+        drawn = torch.special.ndtri(torch.from_numpy(drawn).double()).float().numpy()
     return torch.from_numpy(drawn.reshape(length, len(lanes), *noise.shape))
 
 
@@ -203,17 +186,24 @@ def draw_on_device(noise: Noise, keys: tuple[Tensor, Tensor], steps: Tensor) -> 
 
 def _part_on_device(noise: Noise, keys: tuple[Tensor, Tensor], steps: Tensor, draws: int) -> Tensor:
     if is_on_gpu(steps) and noise.kind in ("uniform", "gumbel"):
-        drawn = noise_on_gpu(*_broadcast(keys, steps, draws), gumbel=noise.kind == "gumbel")
-        return drawn[..., : noise.words].reshape(len(steps), -1, *noise.shape)
-    words = torch.stack(_words_on_device(keys, steps, draws), -1)
-    return _shaped(noise, words.flatten(-2)[..., : noise.words])
+        kind = "gumbel" if noise.kind == "gumbel" else "uniform32"
+        return on_gpu(kind, *_broadcast(keys, steps, draws))[..., : noise.words].reshape(len(steps), -1, *noise.shape)
+    words = torch.stack(_words_on_device(keys, steps, draws), -1).flatten(-2)[..., : noise.words]
+    if noise.kind in ("key", "keys"):
+        return words.to(torch.uint32)
+    drawn = ((words >> 9).float() + 0.5) * 2.0**-23
+    if noise.kind == "gumbel":
+        drawn = -(-drawn.log()).log()
+    elif noise.kind == "normal":
+        drawn = torch.special.ndtri(drawn.double()).float()
+    return drawn.view(*words.shape[:2], *noise.shape)
 
 
 def _words_on_device(keys: tuple[Tensor, Tensor], numbers: Tensor | int, draws: int) -> tuple[Tensor, Tensor]:
     """The words ``2j`` and ``2j + 1`` for each j below `draws`, each [..., draws] int64, of lanes' keys [P]."""
     key, numbers, draw = _broadcast(keys, numbers, draws)
     if is_on_gpu(draw):
-        return words_on_gpu(key, numbers, draw)
+        return on_gpu("words", key, numbers, draw)
     return hashed(key, draw | numbers >> 32 << 16, numbers & _LOW)
 
 
@@ -236,18 +226,6 @@ def _draws(count: int, like: Tensor) -> Tensor:
     return made
 
 
-def _shaped(noise: Noise, words: Tensor) -> Tensor:
-    """The noise of some steps from their words [T, P, words] int64."""
-    if noise.kind in ("key", "keys"):
-        return words.to(torch.uint32)
-    drawn = ((words >> 9).float() + 0.5) * 2.0**-23
-    if noise.kind == "gumbel":
-        drawn = -(-drawn.log()).log()
-    elif noise.kind == "normal":
-        drawn = torch.special.ndtri(drawn.double()).float()
-    return drawn.view(*words.shape[:2], *noise.shape)
-
-
 @dataclass(frozen=True)
 class LaneKeys:
     """The randomness of P lanes at one moment: the start of an episode, or one step.
@@ -260,7 +238,7 @@ class LaneKeys:
     """
 
     lanes: Tensor  #: [P] int64, the lanes' ids.
-    keys: tuple[Any, Any]  #: The first and second words of their keys [P], uint32 of NumPy or int64 tensors on a device.
+    keys: tuple[Any, Any]  #: The words of their keys, each [P] uint32 of NumPy, or int64 on a device.
     numbers: Tensor | int  #: The episodes' numbers [P], or the number of the step.
 
     @classmethod
@@ -281,7 +259,7 @@ class LaneKeys:
             drawn = random_words(self.keys, rows, 2 * count).astype(np.int64)
             words: tuple[Tensor, ...] = torch.from_numpy(drawn.reshape(-1, count, 2)).unbind(-1)
         elif is_on_gpu(self.keys[0]):
-            return uniform_on_gpu(*_broadcast(self.keys, numbers, count))
+            return on_gpu("uniform", *_broadcast(self.keys, numbers, count))
         else:
             words = _words_on_device(self.keys, numbers, count)
         return ((words[0] << 20 | words[1] >> 12).double() + 0.5) * 2.0**-52

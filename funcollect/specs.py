@@ -117,11 +117,7 @@ def assemble(space: Space, flat: Mapping[Path, Any], path: Path | None = None) -
 
 
 def map_leaves(function: Callable[[str, Any], Any], observation: Any, name: str = "") -> Any:
-    """An observation, or a nested batch, whose leaves are the results of ``function(name, leaf)``.
-
-    >>> map_leaves(lambda name, leaf: (name, leaf), {"a": 1, "b": (2, 3)})
-    {'a': ('a', 1), 'b': (('b.0', 2), ('b.1', 3))}
-    """
+    """An observation, or a nested batch, whose leaves are the results of ``function(name, leaf)``: ``("b.0", 2)``."""
     if isinstance(observation, (Mapping, TensorDictBase)):
         prefix = f"{name}." if name else ""
         return {key: map_leaves(function, each, f"{prefix}{key}") for key, each in observation.items()}

@@ -38,10 +38,7 @@ def jax_view(tensor: Tensor) -> Any:
 
 
 def follow_torch(device: Any) -> None:
-    """Let JAX's programs on a device begin after the work that Torch has queued there.
-
-    Torch may still have to read an array that it has let go of, and whose memory JAX then uses again.
-    """
+    """Let JAX's programs on a device begin after Torch's work there, which may still read memory that it has let go."""
     stream = _stream_of_torch(device)
     if stream and not stream.query():  # else there is nothing to wait for
         wait = compiled(follow_torch, "wait", lambda signal: signal + 1)
@@ -76,11 +73,10 @@ def _stream_of_torch(device: Any) -> torch.cuda.Stream | None:
 
 
 def argument(tensor: Tensor) -> Any:
-    """A tensor as an argument of a compiled call, over the tensor's memory where possible.
+    """A tensor as an argument of a compiled call, over its memory if possible; BridgeError if a value would change.
 
-    Wait for the end of the call before you pass on its results, since the tensor may be written afterwards. On the CPU
-    the argument is a NumPy array, which is cheaper than an array of JAX, and is not committed to a device: an array of
-    JAX would bring a call to the CPU. BridgeError for a value that would change.
+    Wait for the end of the call, since the tensor may be written afterwards. On the CPU the argument is a NumPy array,
+    which is cheaper than an array of JAX and not committed to a device.
     """
     tensor = tensor.detach()
     if tensor.is_cuda and import_jax().default_backend() == "gpu":
@@ -132,10 +128,9 @@ def to_jax(tree: Any, *, copy: bool = False) -> Any:
     afterwards. Pass ``copy=True`` for tensors that will be written, such as parameters in training. Some tensors are
     always copied: those that are not contiguous; on the CPU, those whose memory does not begin at a multiple of 64
     bytes; and, where JAX has 32 bits (its default), 64-bit integers, which become 32-bit ones. Those of any size pass
-    as pairs of 32-bit words, without a copy: `funcollect.interop.words.as_words`. Gradients do not cross: tensors are
-    detached.
+    as pairs of 32-bit words, without a copy: `funcollect.interop.words.as_words`. Tensors are detached.
 
-    In JAX's terms, the arrays are committed to their device. A jitted function is compiled once for committed arguments
+    The arrays are committed to their device, in JAX's terms. A jitted function is compiled once for committed arguments
     and once for others: commit its other arguments as well, by ``jax.device_put(x, device)``.
 
     Args:

@@ -42,9 +42,8 @@ def notice_jax() -> None:
 def import_jax() -> Any:
     """Import JAX, set up for sharing a machine with Torch.
 
-    It does not preallocate the whole GPU. Unless the user has imported JAX before, it dispatches synchronously on the
-    CPU, which makes calls of small networks cheaper. Both settings act only before JAX makes its client. Warns once if
-    the installed jaxlib computes wrong numbers.
+    Before JAX makes its client, it can still be kept from preallocating the whole GPU and, unless the user has imported
+    it, made to dispatch synchronously on the CPU, where calls of small networks are then cheaper.
     """
     first = "jax" not in sys.modules
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

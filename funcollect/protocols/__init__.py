@@ -134,19 +134,14 @@ class Simulators(Protocol):
 
 
 @runtime_checkable
-class RestartingSimulators(Simulators, Protocol):
-    """Simulators that begin a lane's next episode as soon as one ends, which saves waiting for it in `reset`."""
+class RenewedSimulators(Simulators, Protocol):
+    """Simulators that live in other processes, which may be lost: then `receive` and `reset` raise `EnvError`."""
 
     def announce(self, lanes: Sequence[int], seeds: Sequence[int | None] | None, /) -> None:
         """Take the seeds that `reset` will be given for these k lanes at the end of their episodes; None: no reset.
 
-        Until `reset`, `observation` has the last observations of the episodes that have ended.
+        A next episode begins as soon as one ends, but until `reset`, `observation` has the last ones of the ended one.
         """
-
-
-@runtime_checkable
-class RenewedSimulators(Simulators, Protocol):
-    """Simulators that live in other processes, which may be lost: then `receive` and `reset` raise `EnvError`."""
 
     def check_owner(self) -> None:
         """Raise ClosedError in a process that was forked from the one that may use them."""

@@ -1,7 +1,4 @@
-"""Exports a Torch module as a graph of operators by `torch.export`, and refuses those without a pure function.
-
-Inputs and outputs are flat lists of arrays; for Torch's TensorDicts JAX has dicts.
-"""
+"""Exports a Torch module as a graph of operators by `torch.export`, and refuses those without a pure function."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ _MASKS = {
     nn.TransformerDecoder: "tgt_is_causal=",
     nn.TransformerEncoder: "is_causal=",
 }  # these arguments say whether a mask is causal; without them Torch compares it with the causal one
-_FRAME = re.compile(r'File "(.+?)", line (\d+), in (.+)\n\s*(.*)')
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in .+\n\s*(.*)')
 _WIDE = (torch.float64, torch.complex128)
 
 
@@ -127,9 +124,8 @@ def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
     except Exception as error:
         raise LoweringError(f"{name} cannot be lowered: {_reason(error)}") from error
     _remove_checks(program)
-    _check_writes(name, program)
-    if faults := [fault for node in program.graph.nodes if (fault := _fault(node))]:
-        raise LoweringError(f"{name} cannot be lowered: " + "; ".join(dict.fromkeys(faults)))
+    if faults := dict.fromkeys(_faults(program)):
+        raise LoweringError(f"{name} cannot be lowered: " + "; ".join(faults))
     return program
 
 
@@ -141,10 +137,7 @@ def _open_sizes(leaf: Tensor) -> dict[int, Any]:
 
 @lru_cache(maxsize=1)
 def _decompositions(operators: int) -> dict[Any, Callable[..., Any]]:
-    """Torch's default decompositions and those for resizing images, without those of operators that have a rule.
-
-    Making them takes a sixth of an export, so they are kept until the number of registered operators changes.
-    """
+    """Torch's decompositions, also for resizing images, of operators without a rule; making them takes a while."""
     table = torch.export.default_decompositions()
     table.update(get_decompositions([getattr(torch.ops.aten, name) for name in _RESIZING]))  # type: ignore[no-untyped-call]
     return {target: function for target, function in table.items() if str(target) not in rules()}  # type: ignore[no-untyped-call]
@@ -222,11 +215,9 @@ def _detach_without_grad(exported: ExportedProgram) -> None:
 
 def _is_covered(node: Any) -> bool:
     """Whether a node of an export is what decompositions would leave: no operator that writes, or without a rule."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return False
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return True
-    return str(node.target) in rules() and not node.target._schema.is_mutable
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target) in rules() and not node.target._schema.is_mutable
+    return not isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _remove_checks(program: ExportedProgram) -> None:
@@ -258,31 +249,27 @@ def _is_effect(node: Any) -> bool:
     return node.target is torch.ops.higher_order.with_effects
 
 
-def _check_writes(name: str, program: ExportedProgram) -> None:
-    """Raise LoweringError if the forward writes a buffer, a parameter or an input."""
+def _faults(program: ExportedProgram) -> Iterator[str]:
+    """Why an export cannot be lowered, where that is, and what to do."""
     for spec in program.graph_signature.output_specs:
-        if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT", "TOKEN"):
-            continue  # `_fault` refuses an effect, which has a token
-        what = spec.kind.name.removesuffix("_MUTATION").replace("_", " ").lower()
-        target = (spec.target or "").removeprefix("module.")
-        raise LoweringError(
-            f"{name} cannot be lowered: its forward writes the {what} {target!r}, and a function of parameters "
-            "cannot: call module.eval() first if that is a training statistic, or return the new value as a state"
-        )
-
-
-def _fault(node: Any) -> str | None:
-    """Why a node cannot be lowered, where it is, and what to do; None if it can."""
-    found: tuple[str, str] | None = None
-    if node.op != "call_function":
-        return None
-    if _is_effect(node):
-        found = f"{node.args[1]} has a side effect", ": do that outside of the module"
-    elif isinstance(node.target, torch._ops.OpOverload):
-        found = _refusal(str(node.target), node) or _unlike(str(node.target), node)
-    elif isinstance(node.target, torch._ops.HigherOrderOperator):
-        found = f"there is no rule for {node.target}", ": call it outside of the module, or write it as arrays"
-    return None if found is None else f"{found[0]}, at {place_of(node)}{found[1]}"
+        if spec.kind.name not in ("USER_OUTPUT", "LOSS_OUTPUT", "TOKEN"):  # an effect, which has a token, is below
+            what = spec.kind.name.removesuffix("_MUTATION").replace("_", " ").lower()
+            yield (
+                f"its forward writes the {what} {(spec.target or '').removeprefix('module.')!r}, and a function of "
+                "parameters cannot: call module.eval() first if that is a training statistic, or return the new value "
+                "as a state"
+            )
+            return
+    for node in program.graph.nodes:
+        found = None
+        if isinstance(node.target, torch._ops.OpOverload):
+            found = _refusal(str(node.target), node) or _unlike(str(node.target), node)
+        elif _is_effect(node):
+            found = f"{node.args[1]} has a side effect", ": do that outside of the module"
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            found = f"there is no rule for {node.target}", ": call it outside of the module, or write it as arrays"
+        if found is not None:
+            yield f"{found[0]}, at {place_of(node)}{found[1]}"
 
 
 def _refusal(name: str, node: Any) -> tuple[str, str] | None:
@@ -327,9 +314,8 @@ def _reason(error: Exception) -> str:
         what, mend = f"{first} has an output whose shape depends on data", "use operations of a fixed shape"
     elif "DataDependent" in type(error).__name__ or "data-dependent" in first:
         what, mend = "its control flow depends on data", "choose between values with torch.where instead of branching"
-    frames = traceback.extract_tb(error.__traceback__)
-    found = [(frame.filename, str(frame.lineno), frame.name, frame.line or "") for frame in frames]
-    place = _line([frame for frame in found if "tensordict/nn/" not in frame[0]]) or "an unknown place"
+    frames = [(each.filename, str(each.lineno), each.line or "") for each in traceback.extract_tb(error.__traceback__)]
+    place = _line([frame for frame in frames if "tensordict/nn/" not in frame[0]]) or "an unknown place"
     return f"{what}, at {place}: {mend}"
 
 
@@ -345,15 +331,12 @@ def place_of(node: Any) -> str:
     return ", ".join(filter(None, (module, line))) or "an unknown place"
 
 
-def _line(frames: list[tuple[str, str, str, str]]) -> str:
-    """``file:line: code`` of the innermost frame outside Torch and this folder, or of all if there is no other.
-
-    A frame is its file, line, function and code.
-    """
+def _line(frames: list[tuple[str, str, str]]) -> str:
+    """``file:line: code`` of the innermost frame outside Torch and this folder, or of all if there is no other."""
     theirs = [frame for frame in frames if not frame[0].startswith((_TORCH, _OURS))] or frames
     if not theirs:
         return ""
-    path, line, _, code = theirs[-1]
+    path, line, code = theirs[-1]
     return f"{path}:{line}: {code.strip()}".removesuffix(": ")  # generated code has no source
 
 
@@ -362,6 +345,5 @@ def _unknown_mask(error: BaseException) -> str | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(frame.f_code.co_name == "_detect_is_causal_mask" for frame in frames):
         return None
-    modules = [frame.f_locals.get("self") for frame in frames]
-    named = (words for module in modules for kind, words in _MASKS.items() if isinstance(module, kind))
-    return next(named, None)
+    modules = (frame.f_locals.get("self") for frame in frames)
+    return next((words for module in modules for kind, words in _MASKS.items() if isinstance(module, kind)), None)
