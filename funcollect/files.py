@@ -21,6 +21,7 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
 
 Arrays = dict[str, npt.NDArray[Any]]
+_Store = Callable[[npt.NDArray[Any]], str]
 
 _FORMAT = 1
 _HEADER = "header"  # the name of the array that has the JSON
@@ -79,13 +80,17 @@ def _nested(value: Any, where: str, encode: Callable[[Any, str], Any]) -> list[A
     return []
 
 
-def _leaf(value: Any, where: str, store: Callable[[npt.NDArray[Any]], str]) -> list[Any]:
+def _leaf(value: Any, where: str, store: _Store) -> list[Any]:
     """The structure of bytes, an array, a tensor or a generator of Torch."""
     kind = type(value)
     if kind is bytes:
         return ["bytes", store(np.frombuffer(value, np.uint8))]
-    if (isinstance(value, np.generic) or kind is np.ndarray) and (stored := _array(np.asarray(value), store)):
-        return ["array" if kind is np.ndarray else "scalar", *stored]
+    if (isinstance(value, np.generic) or kind is np.ndarray) and not value.dtype.hasobject:
+        array, name = np.asarray(value), "array" if kind is np.ndarray else "scalar"
+        if npy.descr_to_dtype(npy.dtype_to_descr(array.dtype)) == array.dtype:
+            return [name, store(array)]
+        if array.dtype.names is None:  # NumPy's files lack this dtype
+            return [name, *_bytes(array, store)]
     dense = isinstance(value, Tensor) and value.layout == torch.strided
     if dense and not (value.is_meta or value.is_quantized or value.is_nested):  # its elements are in memory
         tensor = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -100,16 +105,7 @@ def _leaf(value: Any, where: str, store: Callable[[npt.NDArray[Any]], str]) -> l
     raise TypeError(f"{where} is {shown(value)} ({kind.__name__}), which cannot be saved as data")
 
 
-def _array(value: npt.NDArray[Any], store: Callable[[npt.NDArray[Any]], str]) -> list[Any]:
-    """What `_numpy` takes: an array's name, or for dtypes that NumPy's files lack that of its bytes; else empty."""
-    if value.dtype.hasobject:
-        return []
-    if npy.descr_to_dtype(npy.dtype_to_descr(value.dtype)) == value.dtype:
-        return [store(value)]
-    return _bytes(value, store) if value.dtype.names is None else []
-
-
-def _bytes(value: npt.NDArray[Any], store: Callable[[npt.NDArray[Any]], str]) -> list[Any]:
+def _bytes(value: npt.NDArray[Any], store: _Store) -> list[Any]:
     flat = np.ascontiguousarray(value).reshape(-1)
     return [store(flat.view(np.uint8)), value.dtype.name, [*value.shape]]
 

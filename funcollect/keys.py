@@ -1,17 +1,8 @@
-"""Compute random numbers from keys: seeds of episodes, and the noise of a whole rollout.
+"""Computes random numbers from keys, by the formulas of docs/concepts/randomness.md: seeds of episodes, and noise.
 
 A key is a ``uint32[2]`` array, the high and low words of a 64-bit seed (the layout of a legacy JAX key). Every random
 number is a function of the run's key, a purpose, a lane, and an episode or step, and of nothing else: neither earlier
 draws, nor the grouping of lanes, nor the code that computes it (NumPy, Torch, a program of JAX) matters.
-
-``T(key, (one, two))`` are the two words of Threefry 2x32, and ``fold_in(key, data)`` is ``T(key, (0, data))``. Then
-
-- the key of a lane is ``fold_in(fold_in(key, purpose), lane)``,
-- the key of an episode is ``fold_in(lane_key, episode)``,
-- the key of a step, for the environment, is ``T(lane_key, (step >> 32, step & 0xFFFFFFFF))``,
-- the words ``2j`` and ``2j + 1`` of a draw at a step are
-  ``T(lane_key, (1 + j | step >> 32 << 16, step & 0xFFFFFFFF))``, and likewise those at the start of an episode: all
-  different below step 2^48, if from step 2^32 on a draw has at most 131,070 words.
 """
 
 from __future__ import annotations

@@ -83,12 +83,7 @@ def _free_jax() -> str:
     """The end of a message if Torch lacks memory: the setting that makes JAX reserve less."""
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
         return ", or set XLA_PYTHON_CLIENT_ALLOCATOR=platform before JAX starts: it then gives back what it frees"
-    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second one is deprecated
-    share = next(filter(None, map(os.environ.get, names)), "0.75")
-    return (
-        f", or keep JAX from reserving {share} of the GPU: set XLA_PYTHON_CLIENT_PREALLOCATE=false before JAX starts "
-        "(funcollect does, when it first uses JAX)"
-    )
+    return ", or keep JAX from reserving most of the GPU: set XLA_PYTHON_CLIENT_PREALLOCATE=false before JAX starts"
 
 
 def complain_if(number: Tensor, is_wrong: Callable[[Any], bool], complain: Callable[[], None]) -> None:
