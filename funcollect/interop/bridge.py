@@ -243,13 +243,6 @@ class Joined:
     parts: tuple[tuple[str, str, int, tuple[int, ...]], ...]  # of each tensor the name, dtype, first element, and shape
     finish: Callable[[dict[str, Any]], dict[str, Any]]  # what traced code makes of the tensors by name
 
-    def opened(self) -> dict[str, Any]:
-        """Trace the tensors by name."""
-        cut, tensors = import_jax().lax.slice_in_dim, {}
-        for name, dtype, first, shape in self.parts:
-            tensors[name] = cut(self.arrays[dtype], first, first + math.prod(shape)).reshape(shape)
-        return self.finish(tensors)
-
 
 def joining(
     tensors: Mapping[str, Tensor], finish: Callable[[dict[str, Any]], dict[str, Any]]
@@ -285,11 +278,17 @@ def joining(
 
 def opened(tree: Any) -> Any:
     """Trace the pytree with the tensors of each `Joined` by name. Do it outside of loops."""
+    cut = import_jax().lax.slice_in_dim
 
-    def is_joined(leaf: Any) -> bool:
-        return isinstance(leaf, Joined)
+    def open_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, Joined):
+            return leaf
+        parts = ((name, leaf.arrays[dtype], first, shape) for name, dtype, first, shape in leaf.parts)
+        return leaf.finish(
+            {name: cut(array, first, first + math.prod(shape)).reshape(shape) for name, array, first, shape in parts}
+        )
 
-    return import_jax().tree.map(lambda leaf: leaf.opened() if is_joined(leaf) else leaf, tree, is_leaf=is_joined)
+    return import_jax().tree.map(open_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, Joined))
 
 
 def _prepare_jax(jax: Any) -> None:
