@@ -283,10 +283,10 @@ def opened(tree: Any) -> Any:
     def open_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Joined):
             return leaf
-        parts = ((name, leaf.arrays[dtype], first, shape) for name, dtype, first, shape in leaf.parts)
-        return leaf.finish(
-            {name: cut(array, first, first + math.prod(shape)).reshape(shape) for name, array, first, shape in parts}
-        )
+        tensors = {}
+        for name, dtype, first, shape in leaf.parts:
+            tensors[name] = cut(leaf.arrays[dtype], first, first + math.prod(shape)).reshape(shape)
+        return leaf.finish(tensors)
 
     return import_jax().tree.map(open_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, Joined))
 
