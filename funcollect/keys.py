@@ -178,7 +178,8 @@ def draw_on_device(noise: Noise, keys: tuple[Tensor, Tensor], steps: Tensor) -> 
 def _part_on_device(noise: Noise, keys: tuple[Tensor, Tensor], steps: Tensor, draws: int) -> Tensor:
     if is_on_gpu(steps) and noise.kind in ("uniform", "gumbel"):
         kind = "gumbel" if noise.kind == "gumbel" else "uniform32"
-        return on_gpu(kind, *_broadcast(keys, steps, draws))[..., : noise.words].reshape(len(steps), -1, *noise.shape)
+        made: Tensor = on_gpu(kind, *_broadcast(keys, steps, draws))
+        return made[..., : noise.words].reshape(len(steps), -1, *noise.shape)
     words = torch.stack(_words_on_device(keys, steps, draws), -1).flatten(-2)[..., : noise.words]
     if noise.kind in ("key", "keys"):
         return words.to(torch.uint32)
@@ -194,7 +195,7 @@ def _words_on_device(keys: tuple[Tensor, Tensor], numbers: Tensor | int, draws: 
     """The words ``2j`` and ``2j + 1`` for each j below `draws`, each [..., draws] int64, of lanes' keys [P]."""
     key, numbers, draw = _broadcast(keys, numbers, draws)
     if is_on_gpu(draw):
-        return on_gpu("words", key, numbers, draw)
+        return on_gpu("words", key, numbers, draw)  # type: ignore[no-any-return]
     return hashed(key, draw | numbers >> 32 << 16, numbers & _LOW)
 
 
@@ -250,7 +251,7 @@ class LaneKeys:
             drawn = random_words(self.keys, rows, 2 * count).astype(np.int64)
             words: tuple[Tensor, ...] = torch.from_numpy(drawn.reshape(-1, count, 2)).unbind(-1)
         elif is_on_gpu(self.keys[0]):
-            return on_gpu("uniform", *_broadcast(self.keys, numbers, count))
+            return on_gpu("uniform", *_broadcast(self.keys, numbers, count))  # type: ignore[no-any-return]
         else:
             words = _words_on_device(self.keys, numbers, count)
         return ((words[0] << 20 | words[1] >> 12).double() + 0.5) * 2.0**-52
