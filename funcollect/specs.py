@@ -57,8 +57,8 @@ class Leaf:
 def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tuple[Leaf, ...]:
     """The leaves of one environment's observation space, in a fixed order, with `dtype` (float32) for floating boxes.
 
-    TypeError for a space that has no fixed-size arrays (Text, Sequence, Graph, OneOf); ValueError for a Dict key that
-    is a key of the batch, is empty or contains a dot.
+    Raises TypeError for a space that has no fixed-size arrays (Text, Sequence, Graph, OneOf), and ValueError for a Dict
+    key that is a key of the batch, is empty or contains a dot.
 
     >>> import gymnasium
     >>> space = gymnasium.spaces.Dict(camera=gymnasium.spaces.Box(0, 255, (8, 8), "uint8"))

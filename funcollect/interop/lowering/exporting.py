@@ -71,10 +71,7 @@ def _with_nodes(function: Callable[[Any], Any], is_node: Callable[[Any], bool], 
 
 
 def jax_dtype(dtype: torch.dtype) -> Any:
-    """JAX's dtype for one of Torch: the same, or under 32-bit JAX the 32-bit dtype for 64-bit integers.
-
-    LoweringError for float64 and complex128 under 32-bit JAX, which would round them.
-    """
+    """JAX's dtype for one of Torch; under 32-bit JAX of 32 bits for integers, and a LoweringError for float64."""
     jax = import_jax()
     named = jax.numpy.dtype(str(dtype).removeprefix("torch."))
     held = jax.dtypes.canonicalize_dtype(named)
@@ -108,10 +105,7 @@ class FlatModule(nn.Module):
 
 
 def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
-    """Export the program for inputs like these, decomposed to the covered operators, with sizes open where possible.
-
-    LoweringError for a module that Torch cannot export, or that is not a pure function of covered operators.
-    """
+    """The program for inputs like these, of covered operators, with open sizes; LoweringError if that is impossible."""
     operators = len(torch._C._dispatch_get_all_op_names())  # more once a library is imported that has its own
     table, name = _decompositions(operators), type(flat.module).__name__
     sizes = {"leaves": tuple(map(_open_sizes, leaves))}
