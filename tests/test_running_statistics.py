@@ -1,4 +1,4 @@
-"""Running statistics against those of Stable-Baselines3 and brax, in Torch and in JAX."""
+"""Running statistics against those of the data and of brax, in Torch and in JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,6 @@ import torch
 from brax.training.acme import running_statistics as brax_statistics
 from brax.training.acme import specs
 from gymnasium import spaces
-from stable_baselines3.common.running_mean_std import RunningMeanStd
 from tensordict import TensorDict
 
 import funcollect as fc
@@ -43,16 +42,12 @@ def in_both(rows):
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [7, 8, 500, 1999]])
-def test_moments_equal_those_of_the_data_and_of_stable_baselines(cuts):
+def test_moments_equal_those_of_the_data(cuts):
     rows = data()
     parts = [part for part in np.split(rows, cuts) if len(part)]
-    theirs = RunningMeanStd(epsilon=0.0, shape=(3,))
-    for part in parts:
-        theirs.update(part.astype(np.float64))
     ours = updated("torch", parts)
     assert int(ours.count) == 2000
-    np.testing.assert_allclose(leaf(ours.mean), theirs.mean, rtol=1e-12)
-    np.testing.assert_allclose(leaf(ours.variance), theirs.var, rtol=1e-12)
+    np.testing.assert_allclose(leaf(ours.mean), rows.astype(np.float64).mean(0), rtol=1e-10)
     np.testing.assert_allclose(leaf(ours.variance), rows.astype(np.float64).var(0), rtol=1e-10)
     in_jax = updated("jax", parts)
     assert in_jax.count.tolist() == [2000, 0]
