@@ -1,7 +1,4 @@
-"""The library's own exception classes, for faults inside a run; bad arguments raise `ValueError` or `TypeError`.
-
-Each also derives from the built-in class that a caller would expect.
-"""
+"""The library's exception classes, for faults inside a run; each also derives from a built-in one."""
 
 
 class FuncollectError(Exception):
@@ -37,10 +34,7 @@ class PolicyError(FuncollectError, ValueError):
 
 
 class PluginError(FuncollectError, RuntimeError):
-    """A policy that a package offers by name cannot be imported or made, or is not a policy.
-
-    `reason` is the message without the names of the policy and of the package.
-    """
+    """A policy that a package offers by name cannot be made, or is none; `reason` is the message without names."""
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)

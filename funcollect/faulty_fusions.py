@@ -15,11 +15,9 @@ _FLAG = "--xla_cpu_experimental_ynn_fusion_type"
 
 @cache
 def avoid_faulty_fusions() -> str:
-    """Turn the faulty fusions off if XLA has not read its flags yet; return a note for the user.
+    """Turn the faulty fusions off before XLA reads its flags, at JAX's first client; return a note for the user, or "".
 
-    The note is empty if there is nothing to report: for any other version of jaxlib, where an unknown flag could abort
-    the process, and if the user has set the flag. XLA reads its flags once, when JAX makes its first client, so this
-    runs when `funcollect` is imported. Processes started later inherit the flag.
+    Any other version of jaxlib is left alone, since an unknown flag could abort the process; so is a flag that is set.
     """
     version, flags = _jaxlib_version(), os.environ.get("XLA_FLAGS", "")
     if version is None or not _RELEASE.match(version) or _FLAG in flags:

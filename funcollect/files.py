@@ -177,10 +177,7 @@ _ARRAYS: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file beside `path`, which gets that name once the block has ended without an exception.
-
-    Until then, and after a crash, `path` is what it was before. The file to which a link leads is replaced.
-    """
+    """Write a file that replaces `path`, or what a link leads to, once the block has ended without an exception."""
     path = path.resolve()
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, expected a file: pass another name")

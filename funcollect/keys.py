@@ -145,8 +145,7 @@ def draw_ahead(
 ) -> Tensor:
     """The noise of a whole rollout: [length, P, *shape] float32, or uint32 keys [length, P, 2] or [length, 2].
 
-    Noise of `lanes` in a tensor is drawn on its device, where logarithms may round differently; for others `draw` draws
-    the words.
+    For `lanes` in a tensor it is drawn on its device, where logarithms may round differently; else `draw` draws words.
     """
     drawing = lanes[:1] if noise.kind == "key" else lanes
     if isinstance(drawing, Tensor):

@@ -93,10 +93,7 @@ def without_time(batch: TensorDictBase) -> TensorDict:
 
 
 def aliased(nested: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
-    """A batch, with time last, of new tensors that share memory with the tensors of a nested dict.
-
-    Autograd takes them for no views: one may be modified in place although another is needed for a gradient.
-    """
+    """A batch, with time last, of new tensors over the memory of a nested dict's, which are no views for autograd."""
     leaves = {name: aliased(each, batch_size) if isinstance(each, dict) else each.data for name, each in nested.items()}
     return TensorDict._new_unsafe(leaves, batch_size=batch_size, names=time_last(len(batch_size)))
 
@@ -114,10 +111,7 @@ def moved(tree: Any, device: torch.device) -> Any:
 
 
 def ranked(array: Any, like: Any) -> Any:
-    """The array with as many dimensions as `like` has, those in front of size 1; scalars stay as they are.
-
-    Arrays broadcast without that, too, but JAX refuses them where a user has set ``jax_numpy_rank_promotion="raise"``.
-    """
+    """The array with the rank of `like`, unless a scalar, for JAX under ``jax_numpy_rank_promotion="raise"``."""
     missing = like.ndim - array.ndim
     return array[(None,) * missing] if array.ndim and missing > 0 else array
 
