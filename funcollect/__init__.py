@@ -116,13 +116,11 @@ __version__ = "0.2.0"
 @cache
 def _homes() -> dict[str, str]:
     """The module of each public name, read from the imports above, which therefore state each name once."""
-    import ast  # here, since `funcollect --help` needs neither this nor the next
+    import re  # here, since `funcollect --help` needs neither this nor the next
     from importlib.resources import files
 
-    tree = ast.parse(files(__name__).joinpath("__init__.py").read_text("utf-8"))
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    imports = (node for node in block.body if isinstance(node, ast.ImportFrom))
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
+    source = files(__name__).joinpath("__init__.py").read_text("utf-8")
+    return {name: home for home, name in re.findall(r"^    from (\S+) import (\w+) as", source, re.MULTILINE)}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,27 +15,24 @@ from torch import nn
 from funcollect.messages import clipped, shown
 
 
-def check_positive(name: str, value: Any, example: int = 128) -> None:
-    """Raise unless `value` is a positive int."""
-    _check_int(name, value, "a positive int", 1, example)
+def check_positive(name: str, value: Any, example: int = 128, *, least: int = 1) -> None:
+    """Raise unless `value` is a positive int, or one of at least `least`."""
+    if not _is_int(value):
+        wanted = "a positive int" if least else "an int of at least 0"
+        raise TypeError(f"{name} is {shown(value)}, expected {wanted}: pass for example {name}={example}")
+    if value < least:
+        raise ValueError(f"{name} is {value}, expected at least {least}: pass for example {name}={example}")
 
 
 def check_count(name: str, value: Any) -> None:
     """Raise unless `value` is an int that is not negative."""
-    _check_int(name, value, "an int of at least 0", 0, 0)
+    check_positive(name, value, 0, least=0)
 
 
 def check_optional_positive(name: str, value: Any) -> None:
     """Raise unless `value` is a positive int, or None."""
     if value is not None:
         check_positive(name, value)
-
-
-def _check_int(name: str, value: Any, wanted: str, least: int, example: int) -> None:
-    if not _is_int(value):
-        raise TypeError(f"{name} is {shown(value)}, expected {wanted}: pass for example {name}={example}")
-    if value < least:
-        raise ValueError(f"{name} is {value}, expected at least {least}: pass for example {name}={example}")
 
 
 def _is_int(value: Any) -> bool:
@@ -107,10 +104,7 @@ def check_function(name: str, value: Any, what: str, arguments: int) -> None:
 
 
 def check_call(name: str, function: Any, what: str, arguments: int, *keywords: str) -> None:
-    """Raise TypeError if a function or module has a signature that cannot take these positional arguments and keywords.
-
-    A decorator's own signature counts, too, since it may supply arguments.
-    """
+    """Raise TypeError if a signature, or that of a decorator, cannot take these positional arguments and keywords."""
     if isinstance(function, nn.Module):
         function = getattr(function, "_orig_mod", function)  # the module that torch.compile was given
         if type(function).__call__ is nn.Module.__call__:

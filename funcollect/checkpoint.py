@@ -18,9 +18,8 @@ from funcollect.arguments import check_count, check_kind, check_positive
 from funcollect.buffers.storages import ListStorage
 from funcollect.core.saving import Episodes, check_episodes, put_back
 from funcollect.core.state import flatten_part
-from funcollect.files import read_data, sync, write_data
+from funcollect.files import allow, read_data, sync, write_data
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.plain_data import allow
 from funcollect.messages import shown
 from funcollect.trajectories.stats import EpisodeStats, OpenReturn
 

@@ -1,15 +1,8 @@
-"""The library's own exception classes.
-
-Bad arguments raise `ValueError` or `TypeError`. The classes here are for faults inside a run. Each also derives from
-the built-in class that a caller would expect.
-"""
+"""The library's exception classes, for faults inside a run; each also derives from a built-in one."""
 
 
 class FuncollectError(Exception):
-    """Base class of the library's errors. The first argument is the message, others are attributes of a subclass."""
-
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
+    """Base class of the library's errors."""
 
 
 class StaleStateError(FuncollectError, RuntimeError):
@@ -41,28 +34,21 @@ class PolicyError(FuncollectError, ValueError):
 
 
 class PluginError(FuncollectError, RuntimeError):
-    """A policy that a package offers by name cannot be imported or made, or is not a policy.
-
-    Attributes:
-        reason: the message without the names of the policy and of the package.
-    """
+    """A policy that a package offers by name cannot be made, or is none; `reason` is the message without names."""
 
     def __init__(self, message: str, reason: str = "") -> None:
-        super().__init__(message, reason)
+        super().__init__(message)
         self.reason = reason
 
 
 class WorkerError(FuncollectError, RuntimeError):
-    """A worker of a collector died, hung or raised.
+    """The collector's worker number `worker` died, hung or raised, in the `lane` counted over all workers, if known.
 
-    Attributes:
-        worker: its index.
-        lane: the lane in which it raised, counted over all workers; None if it is unknown.
-        traceback: the worker's traceback, or its Python stack if it hung; empty if there is neither.
+    `traceback` is the worker's traceback, or its Python stack if it hung; empty if there is neither.
     """
 
     def __init__(self, message: str, worker: int = 0, lane: int | None = None, traceback: str = "") -> None:
-        super().__init__(message, worker, lane, traceback)
+        super().__init__(message)
         self.worker, self.lane, self.traceback = worker, lane, traceback
 
     def __str__(self) -> str:
@@ -74,15 +60,10 @@ class EvaluationError(FuncollectError, RuntimeError):
 
 
 class CheckError(FuncollectError, AssertionError):
-    """A conformance check of `funcollect.testing` failed.
-
-    Attributes:
-        check: the name of the check.
-        report: the `Report` of the checks that passed before it.
-    """
+    """The conformance check `check` of `funcollect.testing` failed; `report` has those that passed before it."""
 
     def __init__(self, message: str, check: str = "", report: object = None) -> None:
-        super().__init__(message, check, report)
+        super().__init__(message)
         self.check, self.report = check, report
 
 

@@ -15,14 +15,11 @@ _FLAG = "--xla_cpu_experimental_ynn_fusion_type"
 
 @cache
 def avoid_faulty_fusions() -> str:
-    """Turn the faulty fusions off if XLA has not read its flags yet; return a note for the user.
+    """Turn the faulty fusions off before XLA reads its flags, at JAX's first client; return a note for the user, or "".
 
-    The note is empty if there is nothing to report: for any other version of jaxlib, where an unknown flag could abort
-    the process, and if the user has set the flag. This runs when `funcollect` is imported, because XLA reads its
-    flags only once, when JAX makes its first client. Processes started later inherit the flag.
+    Any other version of jaxlib is left alone, since an unknown flag could abort the process; so is a flag that is set.
     """
-    version = _jaxlib_version()
-    flags = os.environ.get("XLA_FLAGS", "")
+    version, flags = _jaxlib_version(), os.environ.get("XLA_FLAGS", "")
     if version is None or not _RELEASE.match(version) or _FLAG in flags:
         return ""
     fault = f"jaxlib {version} can crash or compute wrong numbers in its CPU fusions (jax#39103, jax#39257)"
@@ -37,10 +34,7 @@ def avoid_faulty_fusions() -> str:
 
 def _jaxlib_version() -> str | None:
     """The version of the installed jaxlib; None if there is none."""
-    try:
-        return metadata.version("jaxlib")
-    except metadata.PackageNotFoundError:
-        return None
+    return next((found.version for found in metadata.distributions(name="jaxlib")), None)
 
 
 def _has_client() -> bool:

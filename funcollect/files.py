@@ -1,30 +1,183 @@
-"""Writes files that are complete or absent, and reads files of plain data without executing code."""
+"""Plain data as JSON and arrays, rebuilt without executing code; and files that are complete or absent."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from numpy.lib import format as npy
+from torch import Tensor
 
-from funcollect.interop.plain_data import from_data, to_data
+from funcollect.interop.jax_setup import import_jax
+from funcollect.messages import shown
+
+Arrays = dict[str, npt.NDArray[Any]]
+_Store = Callable[[npt.NDArray[Any]], str]
 
 _FORMAT = 1
 _HEADER = "header"  # the name of the array that has the JSON
+_GENERATORS = {each.__name__: each for each in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)}
+_SEQUENCES: dict[str, Callable[..., Any]] = {each.__name__: each for each in (list, tuple, deque, set, frozenset)}
+_RECORDS: dict[str, Any] = {}
+
+
+def allow(*kinds: type) -> None:
+    """Let instances of dataclasses or named tuples be written by their fields, and made of them again."""
+    _RECORDS.update({kind.__name__: kind for kind in kinds})
+
+
+def to_data(value: Any, known: Sequence[Any] = ()) -> tuple[Any, Arrays]:
+    """Turn a value into a structure for JSON, and arrays by name; TypeError names the place of what is no plain data.
+
+    The value may nest numbers, strings, bytes, None, lists, tuples, dicts, sets, deques, generators of NumPy and Torch,
+    NumPy arrays, Torch tensors, JAX arrays and instances of allowed classes. Any other named tuple becomes a plain one.
+    An object that it holds twice is one object again after `from_data`. The objects `known` are replaced by their
+    positions.
+    """
+    arrays: Arrays = {}
+    places: dict[int, list[Any]] = {id(each): ["known", position] for position, each in enumerate(known)}
+    seen: list[Any] = []  # refers to the objects, so that their ids stay theirs
+
+    def store(array: npt.NDArray[Any]) -> str:
+        arrays[name := f"a{len(arrays)}"] = array
+        return name
+
+    def encode(value: Any, where: str) -> Any:
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if id(value) in places:
+            return places[id(value)]
+        places[id(value)] = ["again", len(seen)]
+        seen.append(value)
+        return _nested(value, where, encode) or _leaf(value, where, store)
+
+    return encode(value, "the value"), arrays
+
+
+def _nested(value: Any, where: str, encode: Callable[[Any, str], Any]) -> list[Any]:
+    """The structure of a container or a record, a list that begins with its kind; empty for anything else."""
+    kind: Any = type(value)
+    if kind in _RECORDS.values():
+        names = kind._fields if isinstance(value, tuple) else [each.name for each in fields(kind)]
+        return ["record", kind.__name__, encode({name: getattr(value, name) for name in names}, where)]
+    kind = tuple if isinstance(value, tuple) else kind
+    if kind in _SEQUENCES.values():
+        parts = [encode(each, f"{where}[{number}]") for number, each in enumerate(value)]
+        return [kind.__name__, parts, *([value.maxlen] if kind is deque else [])]
+    if isinstance(value, dict):
+        return ["dict", [[encode(key, where), encode(each, f"{where}[{key!r}]")] for key, each in value.items()]]
+    if kind is np.random.Generator and type(value.bit_generator).__name__ in _GENERATORS:
+        return ["generator", encode(value.bit_generator.state, where)]
+    return []
+
+
+def _leaf(value: Any, where: str, store: _Store) -> list[Any]:
+    """The structure of bytes, an array, a tensor or a generator of Torch."""
+    kind = type(value)
+    if kind is bytes:
+        return ["bytes", store(np.frombuffer(value, np.uint8))]
+    if (isinstance(value, np.generic) or kind is np.ndarray) and not value.dtype.hasobject:
+        array, name = np.asarray(value), "array" if kind is np.ndarray else "scalar"
+        if npy.descr_to_dtype(npy.dtype_to_descr(array.dtype)) == array.dtype:
+            return [name, store(array)]
+        if array.dtype.names is None:  # NumPy's files lack this dtype
+            return [name, *_bytes(array, store)]
+    dense = isinstance(value, Tensor) and value.layout == torch.strided
+    if dense and not (value.is_meta or value.is_quantized or value.is_nested):  # its elements are in memory
+        tensor = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element may have another stride
+        return ["tensor", store(flat.numpy()), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+    if kind is torch.Generator:
+        return ["torch_generator", store(value.get_state().numpy()), str(value.device)]
+    if kind.__module__.startswith(("jax", "jaxlib")) and isinstance(value, (jax := import_jax()).Array):
+        if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return ["key", store(np.asarray(jax.random.key_data(value))), str(jax.random.key_impl(value))]
+        return ["jax", *_bytes(np.asarray(value), store)]
+    raise TypeError(f"{where} is {shown(value)} ({kind.__name__}), which cannot be saved as data")
+
+
+def _bytes(value: npt.NDArray[Any], store: _Store) -> list[Any]:
+    flat = np.ascontiguousarray(value).reshape(-1)
+    return [store(flat.view(np.uint8)), value.dtype.name, [*value.shape]]
+
+
+def from_data(data: Any, arrays: Mapping[str, npt.NDArray[Any]], known: Sequence[Any] = ()) -> Any:
+    """Rebuild a value from the result of `to_data`, with other `known` objects in place of those."""
+    seen: list[Any] = []
+
+    def decode(data: Any) -> Any:
+        if not isinstance(data, list):
+            return data
+        kind, *rest = data
+        if kind in ("known", "again"):
+            return (known if kind == "known" else seen)[rest[0]]
+        number = len(seen)
+        seen.append({} if kind == "dict" else [])  # before the parts, as one may refer to a list or a dict
+        seen[number] = made(kind, rest, seen[number])
+        return seen[number]
+
+    def made(kind: str, rest: list[Any], empty: Any) -> Any:
+        if kind in _SEQUENCES:
+            empty.extend(map(decode, rest[0]))
+            return empty if kind == "list" else _SEQUENCES[kind](empty, *rest[1:])
+        if kind == "dict":
+            empty.update({decode(key): decode(value) for key, value in rest[0]})
+            return empty
+        if kind in _MAKERS:
+            return _MAKERS[kind](*map(decode, rest))
+        if kind not in _ARRAYS:
+            raise ValueError(f"the data has a value of the unknown kind {kind!r}")
+        return _ARRAYS[kind](arrays[rest[0]], *rest[1:])
+
+    return decode(data)
+
+
+def _generator(state: Any) -> np.random.Generator:
+    bits = _GENERATORS[state["bit_generator"]]()
+    bits.state = state
+    return np.random.Generator(bits)
+
+
+def _numpy(array: npt.NDArray[Any], name: str | None = None, shape: Sequence[int] = ()) -> npt.NDArray[Any]:
+    """A copy of an array, or of one with this dtype and shape from its bytes."""
+    if name is None:
+        return np.array(array)
+    return np.frombuffer(array.tobytes(), import_jax().numpy.dtype(name)).reshape(shape).copy()
+
+
+def _tensor(array: npt.NDArray[Any], name: str, shape: list[int]) -> Tensor:
+    if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"the data has a tensor of the unknown dtype {name!r}")
+    return torch.from_numpy(array.copy()).view(dtype).reshape(shape) if array.size else torch.empty(shape, dtype=dtype)
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "record": lambda name, members: _RECORDS[name](**members),
+    "generator": _generator,
+}
+_ARRAYS: dict[str, Callable[..., Any]] = {
+    "array": _numpy,
+    "bytes": lambda array: array.tobytes(),
+    "scalar": lambda *stored: _numpy(*stored)[()],
+    "tensor": _tensor,
+    "jax": lambda *stored: import_jax().numpy.array(_numpy(*stored)),
+    "key": lambda words, name: import_jax().random.wrap_key_data(import_jax().numpy.asarray(words), impl=name),
+    "torch_generator": lambda state, device: torch.Generator(device).set_state(torch.from_numpy(state.copy())),
+}
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file beside `path`, which gets that name once the block has ended without an exception.
-
-    Until then, and after a crash, `path` is what it was before. A link stays, and the file to which it leads is
-    replaced.
-    """
+    """Write a file that replaces `path`, or what a link leads to, once the block has ended without an exception."""
     path = path.resolve()
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, expected a file: pass another name")
@@ -58,11 +211,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """The arrays that `numpy.savez` has written: a zip file, which has a checksum for each.
-
-    Raises FileNotFoundError, or ValueError for a file that is damaged, or another kind of file.
-    """
+def read_arrays(path: Path) -> Arrays:
+    """The arrays that `numpy.savez` has written, with checksums; ValueError for a damaged or another kind of file."""
     with _reading(path), open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:  # `open` closes it
         return dict(saved)
 
@@ -80,10 +230,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def write_data(path: Path, kind: str, value: Any) -> None:
-    """Write plain data (see `to_data`) to a file, which replaces an earlier one. `kind` says what the data describes.
-
-    Raises TypeError for a value that is no plain data, or OSError; an earlier file is unchanged then.
-    """
+    """Write plain data (see `to_data`) to a file, which replaces an earlier one if all goes well; `kind` names it."""
     data, arrays = to_data(value)
     header = json.dumps({"kind": kind, "format": _FORMAT, "data": data}).encode()
     with replacing(path) as fresh, open(fresh, "wb") as file:

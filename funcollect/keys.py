@@ -1,17 +1,8 @@
-"""Compute random numbers from keys: seeds of episodes, and the noise of a whole rollout.
+"""Computes random numbers from keys, by the formulas of docs/concepts/randomness.md: seeds of episodes, and noise.
 
 A key is a ``uint32[2]`` array, the high and low words of a 64-bit seed (the layout of a legacy JAX key). Every random
 number is a function of the run's key, a purpose, a lane, and an episode or step, and of nothing else: neither earlier
 draws, nor the grouping of lanes, nor the code that computes it (NumPy, Torch, a program of JAX) matters.
-
-``T(key, (one, two))`` are the two words of Threefry 2x32, and ``fold_in(key, data)`` is ``T(key, (0, data))``. Then
-
-- the key of a lane is ``fold_in(fold_in(key, purpose), lane)``,
-- the key of an episode is ``fold_in(lane_key, episode)``,
-- the key of a step, for the environment, is ``T(lane_key, (step >> 32, step & 0xFFFFFFFF))``,
-- the words ``2j`` and ``2j + 1`` of a draw at a step are
-  ``T(lane_key, (1 + j | step >> 32 << 16, step & 0xFFFFFFFF))``, and likewise those at the start of an episode: all
-  different below step 2^48, if from step 2^32 on a draw has at most 131,070 words.
 """
 
 from __future__ import annotations
@@ -30,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from funcollect.threefry import Words, hashed, hashed_in_numpy, is_on_gpu, noise_on_gpu, uniform_on_gpu, words_on_gpu
+from funcollect.threefry import Words, hashed, hashed_in_numpy, is_on_gpu, on_gpu
 
 Key = npt.NDArray[np.uint32]  # [2]
 
@@ -58,8 +49,7 @@ class Noise:
     """The noise that a policy needs at each step, which is drawn before the rollout.
 
     ``uniform`` lies in (0, 1); ``gumbel`` and ``normal`` are standard; all are float32, one array of `shape` per lane.
-    ``keys`` is one ``uint32[2]`` per lane, ``key`` that of the first lane in a call (a JAX function's own randomness);
-    they have no shape.
+    ``keys`` is one ``uint32[2]`` per lane, ``key`` that of the first lane in a call (a JAX function's own randomness).
 
     >>> import funcollect as fc
     >>> fc.Noise(kind="gumbel", shape=(4,)).words
@@ -76,11 +66,7 @@ class Noise:
 
 
 def key_from_seed(seed: int | None) -> Key:
-    """The key of an integer seed in ``[0, 2**64)``; None draws fresh entropy from the system.
-
-    >>> key_from_seed(7)
-    array([0, 7], dtype=uint32)
-    """
+    """The key of an integer seed in ``[0, 2**64)``; None draws fresh entropy from the system."""
     if seed is None:
         seed = secrets.randbits(32)
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
@@ -117,12 +103,11 @@ def lane_keys(key: Key, purpose: Purpose, lanes: npt.NDArray[np.int64]) -> tuple
 
 def _keys_on_device(key: Key, purpose: Purpose, lanes: Tensor) -> tuple[Tensor, Tensor]:
     """What `lane_keys` returns for lanes on a device, as int64 tensors there: computed once, by a hundred kernels."""
-    known = _KEYS_ON_DEVICE.setdefault(lanes, {})
+    known: dict[Any, tuple[Tensor, Tensor]] = _KEYS_ON_DEVICE.setdefault(lanes, {})
     which = seed_of(key), purpose
     if which not in known:
         known[which] = hashed(fold(key, purpose), 0, lanes)
-    found: tuple[Tensor, Tensor] = known[which]
-    return found
+    return known[which]
 
 
 def random_words(keys: tuple[Words, Words], numbers: npt.NDArray[np.int64], width: int) -> Words:
@@ -149,19 +134,6 @@ def random_words(keys: tuple[Words, Words], numbers: npt.NDArray[np.int64], widt
     return words.reshape(length, lanes, 2 * draws)[..., :width]
 
 
-def uniforms(words: Words) -> npt.NDArray[np.float32]:
-    """Float32 numbers in (0, 1), both ends excluded, from uint32 words."""
-    centred = (words >> 9).astype(np.float32) + np.float32(0.5)
-    scaled: npt.NDArray[np.float32] = centred * np.float32(2.0**-23)
-    return scaled
-
-
-def normals(uniform: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Standard normal float32 numbers from uniform ones, by the inverse of the distribution function."""
-    normal: npt.NDArray[np.float32] = torch.special.ndtri(torch.from_numpy(uniform).double()).float().numpy()
-    return normal
-
-
 def draw_ahead(
     noise: Noise,
     key: Key,
@@ -173,8 +145,7 @@ def draw_ahead(
 ) -> Tensor:
     """The noise of a whole rollout: [length, P, *shape] float32, or uint32 keys [length, P, 2] or [length, 2].
 
-    `draw` draws its words, as `random_words` does. Noise of `lanes` in a tensor is drawn on its device, where the
-    logarithms of other kinds than ``uniform`` may round differently.
+    For `lanes` in a tensor it is drawn on its device, where logarithms may round differently; else `draw` draws words.
     """
     drawing = lanes[:1] if noise.kind == "key" else lanes
     if isinstance(drawing, Tensor):
@@ -186,11 +157,11 @@ def draw_ahead(
         return torch.from_numpy(words[:, 0])
     if noise.kind == "keys":
         return torch.from_numpy(words)
-    drawn = uniforms(words)
+    drawn = ((words >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)  # in (0, 1), without its ends
     if noise.kind == "gumbel":
         drawn = -np.log(-np.log(drawn))
     elif noise.kind == "normal":
-        drawn = normals(drawn)
+        drawn = torch.special.ndtri(torch.from_numpy(drawn).double()).float().numpy()
     return torch.from_numpy(drawn.reshape(length, len(lanes), *noise.shape))
 
 
@@ -205,17 +176,25 @@ def draw_on_device(noise: Noise, keys: tuple[Tensor, Tensor], steps: Tensor) -> 
 
 def _part_on_device(noise: Noise, keys: tuple[Tensor, Tensor], steps: Tensor, draws: int) -> Tensor:
     if is_on_gpu(steps) and noise.kind in ("uniform", "gumbel"):
-        drawn = noise_on_gpu(*_broadcast(keys, steps, draws), gumbel=noise.kind == "gumbel")
-        return drawn[..., : noise.words].reshape(len(steps), -1, *noise.shape)
-    words = torch.stack(_words_on_device(keys, steps, draws), -1)
-    return _shaped(noise, words.flatten(-2)[..., : noise.words])
+        kind = "gumbel" if noise.kind == "gumbel" else "uniform32"
+        made: Tensor = on_gpu(kind, *_broadcast(keys, steps, draws))
+        return made[..., : noise.words].reshape(len(steps), -1, *noise.shape)
+    words = torch.stack(_words_on_device(keys, steps, draws), -1).flatten(-2)[..., : noise.words]
+    if noise.kind in ("key", "keys"):
+        return words.to(torch.uint32)
+    drawn = ((words >> 9).float() + 0.5) * 2.0**-23
+    if noise.kind == "gumbel":
+        drawn = -(-drawn.log()).log()
+    elif noise.kind == "normal":
+        drawn = torch.special.ndtri(drawn.double()).float()
+    return drawn.view(*words.shape[:2], *noise.shape)
 
 
 def _words_on_device(keys: tuple[Tensor, Tensor], numbers: Tensor | int, draws: int) -> tuple[Tensor, Tensor]:
     """The words ``2j`` and ``2j + 1`` for each j below `draws`, each [..., draws] int64, of lanes' keys [P]."""
     key, numbers, draw = _broadcast(keys, numbers, draws)
     if is_on_gpu(draw):
-        return words_on_gpu(key, numbers, draw)
+        return on_gpu("words", key, numbers, draw)  # type: ignore[no-any-return]
     return hashed(key, draw | numbers >> 32 << 16, numbers & _LOW)
 
 
@@ -238,26 +217,9 @@ def _draws(count: int, like: Tensor) -> Tensor:
     return made
 
 
-def _shaped(noise: Noise, words: Tensor) -> Tensor:
-    """The noise of some steps from their words [T, P, words] int64."""
-    if noise.kind in ("key", "keys"):
-        return words.to(torch.uint32)
-    drawn = ((words >> 9).float() + 0.5) * 2.0**-23
-    if noise.kind == "gumbel":
-        drawn = -(-drawn.log()).log()
-    elif noise.kind == "normal":
-        drawn = torch.special.ndtri(drawn.double()).float()
-    return drawn.view(*words.shape[:2], *noise.shape)
-
-
 @dataclass(frozen=True)
 class LaneKeys:
     """The randomness of P lanes at one moment: the start of an episode, or one step.
-
-    Attributes:
-        lanes: [P] int64, the lanes' ids.
-        keys: the lanes' keys [P], their first and their second words: uint32 of NumPy, or int64 tensors on a device.
-        numbers: the episodes' numbers [P], or the number of the step.
 
     >>> import torch
     >>> lanes = torch.arange(3)
@@ -266,9 +228,9 @@ class LaneKeys:
     (torch.Size([3, 2]), True)
     """
 
-    lanes: Tensor
-    keys: tuple[Any, Any]
-    numbers: Tensor | int
+    lanes: Tensor  #: [P] int64, the lanes' ids.
+    keys: tuple[Any, Any]  #: The words of their keys, each [P] uint32 of NumPy, or int64 on a device.
+    numbers: Tensor | int  #: The episodes' numbers [P], or the number of the step.
 
     @classmethod
     def of(cls, key: Key, purpose: Purpose, lanes: Tensor, numbers: Tensor | int) -> LaneKeys:
@@ -288,7 +250,7 @@ class LaneKeys:
             drawn = random_words(self.keys, rows, 2 * count).astype(np.int64)
             words: tuple[Tensor, ...] = torch.from_numpy(drawn.reshape(-1, count, 2)).unbind(-1)
         elif is_on_gpu(self.keys[0]):
-            return uniform_on_gpu(*_broadcast(self.keys, numbers, count))
+            return on_gpu("uniform", *_broadcast(self.keys, numbers, count))  # type: ignore[no-any-return]
         else:
             words = _words_on_device(self.keys, numbers, count)
         return ((words[0] << 20 | words[1] >> 12).double() + 0.5) * 2.0**-52
@@ -297,8 +259,8 @@ class LaneKeys:
 class torch_generator:  # noqa: N801  (used as a function; a generator function costs a microsecond more per step)
     """Run Torch's global CPU generator from `state`, which is advanced in place; restore it afterwards.
 
-    The global generator of a CUDA `device` is restored too, and seeded with a number that the CPU's draws first; not
-    while a graph is captured, which draws from the generator as it is when the graph is launched.
+    That of a CUDA `device` is restored too, and seeded with a number that the CPU's draws first; not while a graph is
+    captured, which draws from the generator as it is when the graph is launched.
     """
 
     def __init__(self, state: Tensor, device: torch.device | None = None) -> None:
@@ -342,11 +304,9 @@ def _device_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
+_state_of_seed = lru_cache(maxsize=64)(lambda seed: torch.Generator().manual_seed(seed).get_state())
+
+
 def generator_state(seed: int) -> Tensor:
     """The state of a CPU generator seeded with `seed` (64 bits)."""
-    return _generator_state(seed).clone()
-
-
-@lru_cache(maxsize=64)
-def _generator_state(seed: int) -> Tensor:
-    return torch.Generator().manual_seed(seed).get_state()
+    return _state_of_seed(seed).clone()

@@ -10,11 +10,7 @@ import optree
 
 
 def shown(value: Any, length: int = 80) -> str:
-    """The repr of a value in one line, cut between two words if it is longer than `length`.
-
-    >>> shown([1.25, 2.5, 3.125], length=12)
-    '[1.25, 2.5, …'
-    """
+    """The repr of a value in one line, cut between two words if it is longer than `length`."""
     return clipped(repr(value), length)
 
 
@@ -24,20 +20,14 @@ def clipped(text: str, length: int = 80) -> str:
     >>> clipped("the shape [128, 64]", length=17)
     'the shape [128, …'
     """
-    text = " ".join(text.split())
-    if len(text) <= length:
+    if len(text := " ".join(text.split())) <= length:
         return text
     whole = re.match(r".*[\s,;:()\[\]{}](?=.)", text[: length + 1])  # up to the last boundary that leaves no word cut
     return f"{(whole[0] if whole else text[:length]).rstrip()} …"
 
 
 def kinds(value: Any) -> str:
-    """The dtypes and shapes of the arrays in nested mappings and sequences.
-
-    >>> import numpy as np
-    >>> kinds({"position": np.zeros((8, 2)), "angles": [np.zeros(3, bool), None]})
-    '{position: float64 [8, 2], angles: (bool [3], None)}'
-    """
+    """The dtypes and shapes of the arrays in nested mappings and sequences: ``{position: float32 [8, 2]}``."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):
@@ -84,12 +74,7 @@ def note_arguments(error: Exception, function: str, arguments: tuple[Any, ...], 
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """The rows as lines of text: the first column is aligned on the left, the others on the right.
-
-    >>> print(table([("part", "share"), ("policy", "9%")]))
-    part    share
-    policy     9%
-    """
+    """The rows as lines of text: the first column is aligned on the left, the others on the right."""
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = ("  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip() for name, *cells in rows)
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """The keys, spaces and shapes of a batch, for all layers.
 
-Letters in shapes are fixed throughout the library: ``T`` time, ``P`` environments in one batch, ``W`` workers,
-``L`` lanes (``W * P``), ``*B`` whatever batch dimensions there are.
+Letters in shapes are fixed: ``T`` time, ``P`` environments in one batch, ``W`` workers, ``L`` lanes (``W * P``), ``*B``
+whatever batch dimensions there are.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from funcollect.tree import Path
 __all__ = ["ActionSpec", "ExplorationType", "Leaf", "observation_leaves"]
 
 Space = spaces.Space[Any]
+_ARRAYS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 RESERVED = frozenset(
     ("action", "action_log_prob", "action_unsquashed", "collector", "done", "env_params", "next", "reward")
@@ -54,15 +55,10 @@ class Leaf:
 
 
 def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tuple[Leaf, ...]:
-    """The leaves of an observation space, in a fixed order.
+    """The leaves of one environment's observation space, in a fixed order, with `dtype` (float32) for floating boxes.
 
-    Args:
-        space: the space of one environment.
-        dtype: the dtype of floating boxes in a batch; float32 by default.
-
-    Raises:
-        TypeError: for a space that has no fixed-size arrays (Text, Sequence, Graph, OneOf).
-        ValueError: for a Dict key that is a key of the batch, is empty or contains a dot.
+    Raises TypeError for a space that has no fixed-size arrays (Text, Sequence, Graph, OneOf), and ValueError for a Dict
+    key that is a key of the batch, is empty or contains a dot.
 
     >>> import gymnasium
     >>> space = gymnasium.spaces.Dict(camera=gymnasium.spaces.Box(0, 255, (8, 8), "uint8"))
@@ -92,10 +88,9 @@ def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tupl
 
 
 def _leaves(space: Space, path: Path, floating: np.dtype[Any]) -> list[Leaf]:
-    """The leaves of the space at `path`, with `floating` as the dtype of floating boxes; TypeError for other spaces."""
     if (parts := _parts(space)) is not None:
         return [leaf for name, child in parts for leaf in _leaves(child, (*path, str(name)), floating)]
-    if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+    if not isinstance(space, _ARRAYS):
         raise TypeError(
             f"the observation space at {'.'.join(path) or 'the root'} is {type(space).__name__}, expected Box, "
             "Discrete, MultiDiscrete, MultiBinary, Dict or Tuple: flatten it with a Gymnasium wrapper"
@@ -122,13 +117,7 @@ def assemble(space: Space, flat: Mapping[Path, Any], path: Path | None = None) -
 
 
 def map_leaves(function: Callable[[str, Any], Any], observation: Any, name: str = "") -> Any:
-    """An observation, or a nested batch, whose leaves are the results of ``function(name, leaf)``.
-
-    Names are those that `observation_leaves` gives.
-
-    >>> map_leaves(lambda name, leaf: (name, leaf), {"a": 1, "b": (2, 3)})
-    {'a': ('a', 1), 'b': (('b.0', 2), ('b.1', 3))}
-    """
+    """An observation, or a nested batch, whose leaves are the results of ``function(name, leaf)``: ``("b.0", 2)``."""
     if isinstance(observation, (Mapping, TensorDictBase)):
         prefix = f"{name}." if name else ""
         return {key: map_leaves(function, each, f"{prefix}{key}") for key, each in observation.items()}
@@ -152,9 +141,8 @@ def disassemble(space: Space, observation: Any) -> list[Any]:
 class ActionSpec:
     """The encoding of actions in a batch: the space, and whether discrete actions are one-hot (TorchRL's encoding).
 
-    Raises:
-        TypeError: for a space that is not Box, Discrete, MultiDiscrete or MultiBinary.
-        ValueError: for one-hot actions of a space without categories.
+    TypeError for a space that is not Box, Discrete, MultiDiscrete or MultiBinary; ValueError for one-hot actions of a
+    space without categories.
 
     >>> from gymnasium import spaces
     >>> spec = ActionSpec(spaces.MultiDiscrete([2, 3]), one_hot=True)
@@ -166,7 +154,7 @@ class ActionSpec:
     one_hot: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+        if not isinstance(self.space, _ARRAYS):
             raise TypeError(
                 f"the action space is {type(self.space).__name__}, expected Box, Discrete, MultiDiscrete or "
                 "MultiBinary: flatten it with a Gymnasium wrapper"

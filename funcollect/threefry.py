@@ -1,10 +1,8 @@
 """Threefry 2x32 with 20 rounds (Salmon et al., 2011): two random words from a key of two words and a counter of two.
 
 JAX's default generator uses the same function: ``hashed(key, 0, data)`` is ``jax.random.fold_in(key, data)``. Words
-have 32 bits, and come as Python integers, uint32 arrays of NumPy or JAX, or int64 tensors of Torch.
-
-Torch has no kernel for it. On a GPU its operations would launch a hundred kernels for one hash, so there one kernel
-that CUDA compiles at its first use does all: `words_on_gpu`, `uniform_on_gpu` and `noise_on_gpu`.
+have 32 bits, and come as Python integers, uint32 arrays of NumPy or JAX, or int64 tensors of Torch. On a GPU, where
+Torch's operations would launch a hundred kernels for one hash, one kernel that CUDA compiles at its first use does all.
 """
 
 from __future__ import annotations
@@ -45,11 +43,7 @@ def hashed(key: Pair, one: Any, two: Any) -> Pair:
 
 
 def hashed_in_jax(key: Pair, one: Any, two: Any) -> Pair:
-    """Hash uint32 arrays of JAX that broadcast against each other.
-
-    The rounds are unrolled, and so fused by XLA. As a function of its own they are traced once for all programs, and
-    lowered once for each.
-    """
+    """Hash uint32 arrays of JAX that broadcast against each other: unrolled rounds, which all programs trace once."""
     words: Pair = _rounds_in_jax()(key, one, two)
     return words
 
@@ -111,17 +105,18 @@ _ROUNDS = """
         two += keys[(group + 2) % 3] + group + 1;
     }
 """
-_WORDS = f"""template <typename T>
+_KERNELS = {
+    "words": f"""template <typename T>
 void threefry_words(T first, T second, T number, T draw, T& low, T& high) {{{_ROUNDS}
     low = one;
     high = two;
-}}"""
-_UNIFORM = f"""template <typename T>
+}}""",
+    "uniform": f"""template <typename T>
 T threefry_uniform(T first, T second, T number, T draw) {{{_ROUNDS}
     const long long bits = (long long)one << 20 | two >> 12;
     return __double_as_longlong(((double)bits + 0.5) * {2.0**-52!r});
-}}"""
-_NOISE = {
+}}""",
+} | {
     kind: f"""template <typename T>
 T threefry_{kind}(T first, T second, T number, T draw) {{{_ROUNDS}
     const float x = ((float)(one >> 9) + 0.5f) * {2.0**-23!r}f;
@@ -137,34 +132,23 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda and type(tensor) is Tensor and _can_compile(tensor.device)
 
 
-def words_on_gpu(key: Pair, number: Tensor, draw: Tensor) -> Pair:
-    """``hashed(key, draw | number >> 32 << 16, number & 0xFFFFFFFF)`` of int64 tensors on a GPU."""
-    words: Pair = _kernel(_WORDS, 2)(*key, number, draw)
-    return words
+def on_gpu(kind: str, key: Pair, number: Tensor, draw: Tensor) -> Any:
+    """The ``words`` ``hashed(key, draw | number >> 32 << 16, number & 0xFFFFFFFF)`` of int64 tensors, or numbers.
 
-
-def uniform_on_gpu(key: Pair, number: Tensor, draw: Tensor) -> Tensor:
-    """Float64 numbers in (0, 1) from the upper 52 bits of each pair that `words_on_gpu` returns."""
-    bits: Tensor = _kernel(_UNIFORM, 1)(*key, number, draw)
-    return bits.view(torch.float64)
-
-
-def noise_on_gpu(key: Pair, number: Tensor, draw: Tensor, *, gumbel: bool) -> Tensor:
-    """Float32 numbers in (0, 1) from both words of each pair that `words_on_gpu` returns; or Gumbel numbers from these.
-
-    The last dimension is twice as long as that of the pairs.
+    ``uniform`` makes a float64 number in (0, 1) of the upper 52 bits of each pair of words; ``uniform32`` and
+    ``gumbel`` make two float32 numbers of each pair, so that the last dimension is twice as long.
     """
-    pairs: Tensor = _kernel(_NOISE["gumbel" if gumbel else "uniform32"], 1)(*key, number, draw)
-    return pairs.view(torch.float32)
+    made = _kernel(kind)(*key, number, draw)
+    return made if kind == "words" else made.view(torch.float64 if kind == "uniform" else torch.float32)
 
 
 @cache
-def _kernel(code: str, outputs: int) -> Any:
+def _kernel(kind: str) -> Any:
     from torch.cuda import jiterator
 
-    if outputs == 1:
-        return jiterator._create_jit_fn(code)
-    return jiterator._create_multi_output_jit_fn(code, num_outputs=outputs)
+    if kind == "words":
+        return jiterator._create_multi_output_jit_fn(_KERNELS[kind], num_outputs=2)
+    return jiterator._create_jit_fn(_KERNELS[kind])
 
 
 @cache
@@ -172,10 +156,8 @@ def _can_compile(device: torch.device) -> bool:
     """Whether this build of Torch compiles the kernels; those that lack CUDA's compiler use operations instead."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     try:
-        words_on_gpu((zero, zero), zero, zero)
-        uniform_on_gpu((zero, zero), zero, zero)
-        for gumbel in (False, True):
-            noise_on_gpu((zero, zero), zero, zero, gumbel=gumbel)
+        for kind in _KERNELS:
+            on_gpu(kind, (zero, zero), zero, zero)
     except RuntimeError:
         return False
     return True

@@ -1,9 +1,8 @@
 """TensorDicts as optree nodes, and nested dicts by path.
 
 tensordict registers its own node in optree's namespace ``"torch"``, with keys in insertion order and without the lock.
-The node here is registered in the namespace `NAMESPACE`. It sorts the keys, keeps the lock and the names of dimensions,
-and stores only the number of batch dimensions, so a function mapped over the leaves may change the sizes of these
-dimensions, not their number.
+The node in `NAMESPACE` sorts the keys, keeps the lock and the names of dimensions, and stores only the number of batch
+dimensions, so that a function mapped over the leaves may change their sizes.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ def _flatten(batch: TensorDictBase) -> tuple[tuple[Any, ...], Any, tuple[str, ..
 def _unflatten(metadata: tuple[tuple[str, ...], int, Any, bool, Any], children: Iterable[Any]) -> TensorDict:
     keys, batch_dims, names, locked, empty = metadata
     values = dict(zip(keys, children, strict=True))
-    shape = next(
-        (value.shape[:batch_dims] for value in values.values() if hasattr(value, "shape")), empty or torch.Size([])
-    )
-    batch = TensorDict(values, batch_size=shape, names=names)
+    shapes = (value.shape[:batch_dims] for value in values.values() if hasattr(value, "shape"))
+    batch = TensorDict(values, batch_size=next(shapes, empty or torch.Size([])), names=names)
     return batch.lock_() if locked else batch
 
 
@@ -96,22 +93,14 @@ def without_time(batch: TensorDictBase) -> TensorDict:
 
 
 def aliased(nested: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
-    """A batch, with time last, of new tensors that share memory with the tensors of a nested dict.
-
-    Autograd does not treat the new tensors as views, so one may be modified in place although another is needed for a
-    gradient.
-    """
-    leaves = {
-        name: aliased(value, batch_size) if isinstance(value, dict) else value.data for name, value in nested.items()
-    }
+    """A batch, with time last, of new tensors over the memory of a nested dict's, which are no views for autograd."""
+    leaves = {name: aliased(each, batch_size) if isinstance(each, dict) else each.data for name, each in nested.items()}
     return TensorDict._new_unsafe(leaves, batch_size=batch_size, names=time_last(len(batch_size)))
 
 
-def _build(nested: Mapping[str, Any], batch_size: torch.Size, names: Any = None) -> TensorDict:
-    leaves = {
-        name: _build(value, batch_size, names) if isinstance(value, dict) else value for name, value in nested.items()
-    }
-    return TensorDict._new_unsafe(leaves, batch_size=batch_size, names=names)
+def _build(nested: Mapping[str, Any], size: torch.Size, names: Any = None) -> TensorDict:
+    leaves = {name: _build(each, size, names) if isinstance(each, dict) else each for name, each in nested.items()}
+    return TensorDict._new_unsafe(leaves, batch_size=size, names=names)
 
 
 def moved(tree: Any, device: torch.device) -> Any:
@@ -122,10 +111,7 @@ def moved(tree: Any, device: torch.device) -> Any:
 
 
 def ranked(array: Any, like: Any) -> Any:
-    """The array with as many dimensions as `like` has, those in front of size 1; scalars stay as they are.
-
-    Arrays broadcast without that, too, but JAX refuses them where a user has set ``jax_numpy_rank_promotion="raise"``.
-    """
+    """The array with the rank of `like`, unless a scalar, for JAX under ``jax_numpy_rank_promotion="raise"``."""
     missing = like.ndim - array.ndim
     return array[(None,) * missing] if array.ndim and missing > 0 else array
 

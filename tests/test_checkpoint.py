@@ -146,7 +146,9 @@ def rows_written(directory):
     return links.count(False), links.count(True)
 
 
-def test_a_buffer_is_saved_by_links_to_the_latest_checkpoint_that_has_it(tmp_path, monkeypatch):
+def test_a_buffer_is_saved_by_links_to_the_latest_checkpoint_that_has_it_and_old_ones_are_deleted(
+    tmp_path, monkeypatch
+):
     buffer, checkpoint = fc.ReplayBuffer(storage=fc.LazyTensorStorage(16)), fc.Checkpoint(tmp_path)
 
     def extend():
@@ -170,17 +172,13 @@ def test_a_buffer_is_saved_by_links_to_the_latest_checkpoint_that_has_it(tmp_pat
     assert rows_written(tmp_path / "step-4") == (4, 0)
     checkpoint.restore(buffer=buffer)
     assert buffer[:]["x"].tolist() == [0, 1, 0, 1]
-
-
-def test_a_process_killed_while_it_deletes_a_checkpoint_leaves_whole_ones(tmp_path, monkeypatch):
-    checkpoint = fc.Checkpoint(tmp_path, keep=1)
-    checkpoint.save(1, x=1)
-    with monkeypatch.context() as patched:
-        patched.setattr("funcollect.checkpoint.shutil.rmtree", lambda path: (path / "values").unlink())  # a part of it
-        checkpoint.save(2, x=2)
-    assert checkpoint.steps() == [2]
-    checkpoint.save(3, x=3)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+    checkpoint.keep = 1
+    with monkeypatch.context() as patched:  # a process is killed while it deletes checkpoints
+        patched.setattr("funcollect.checkpoint.shutil.rmtree", lambda path: (path / "values").unlink())
+        checkpoint.save(5, x=2)
+    assert checkpoint.steps() == [5]
+    checkpoint.save(6, x=3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-6"]
 
 
 def test_groups_and_trees_are_restored_as_they_were(tmp_path):

@@ -39,7 +39,7 @@ def test_the_interrupt_follows_at_the_end_of_the_outermost_block(press: Any, unt
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_users_own_handler_is_called_and_an_ignored_signal_stays_ignored() -> None:
+def test_a_users_own_handler_is_called_an_ignored_signal_stays_ignored_and_other_threads_run_the_block() -> None:
     calls: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
     try:
@@ -49,18 +49,9 @@ def test_a_users_own_handler_is_called_and_an_ignored_signal_stays_ignored() -> 
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         press_ctrl_c_inside(reached)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        thread = threading.Thread(target=press_ctrl_c_inside, args=(reached,))
+        thread.start()
+        thread.join()
+        assert len(reached) == 6
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_other_threads_run_the_block_as_it_is() -> None:
-    done: list[str] = []
-
-    def run() -> None:
-        with Uninterrupted():
-            done.append("done")
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert done == ["done"]

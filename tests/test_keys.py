@@ -20,11 +20,9 @@ from funcollect.keys import (
     generator_state,
     key_from_seed,
     lane_keys,
-    normals,
     random_words,
     seed_of,
     torch_generator,
-    uniforms,
 )
 from funcollect.policies.jax_functions.program import drawing
 from funcollect.threefry import Pair, Words, hashed, hashed_in_jax, hashed_in_numpy, is_on_gpu
@@ -54,22 +52,19 @@ def test_a_key_holds_its_seed_in_the_layout_of_a_legacy_jax_key() -> None:
         assert seed_of(key) == seed
 
 
-@pytest.mark.parametrize(
-    ("seed", "error", "words"),
-    [(seed, ValueError, r"expected 0 <= seed < 2\*\*64") for seed in (-1, 2**64)]
-    + [(seed, TypeError, "expected an int or None") for seed in (1.0, "1", True)],
-)
-def test_what_is_no_seed_is_refused(seed: Any, error: Any, words: str) -> None:
-    with pytest.raises(error, match=words):
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.0, "1", True])
+def test_what_is_no_seed_is_refused(seed: Any) -> None:
+    whole = type(seed) is int
+    words = r"expected 0 <= seed < 2\*\*64" if whole else "expected an int or None"
+    with pytest.raises(ValueError if whole else TypeError, match=words):
         key_from_seed(seed)
 
 
 def test_none_draws_fresh_entropy_that_no_global_generator_decides() -> None:
-    np.random.seed(0)
-    torch.manual_seed(0)
     drawn = set()
     for _ in range(20):
         np.random.seed(0)
+        torch.manual_seed(0)
         drawn.add(seed_of(key_from_seed(None)))
     assert len(drawn) > 15
 
@@ -147,19 +142,14 @@ def test_numbers_drawn_on_a_gpu_have_the_words_of_the_cpu() -> None:
             torch.testing.assert_close(drawn, wanted, rtol=2e-6, atol=tolerance)
 
 
-def test_episode_seeds_fit_gymnasium_and_differ() -> None:
-    seeds = [fold(KEY, Purpose.RESET, lane, episode)[0] for lane in range(40) for episode in range(50)]
-    assert all(0 <= seed < 2**32 for seed in seeds)
-    assert len(set(seeds)) >= len(seeds) - 2  # two equal ones: one case in 2,000
-
-
 def test_lane_uniforms_are_uniform_over_lanes_and_over_episodes() -> None:
-    many = torch.arange(20_000)
-    over_lanes = LaneKeys.of(KEY, Purpose.RESET, many, torch.zeros_like(many)).uniform(2).numpy()
-    over_episodes = LaneKeys.of(KEY, Purpose.RESET, torch.zeros_like(many), many).uniform(2).numpy()
-    assert ks_distance(over_lanes, DISTRIBUTIONS["uniform"]) < 2.2
-    assert ks_distance(over_episodes, DISTRIBUTIONS["uniform"]) < 2.2
-    assert abs(np.corrcoef(over_lanes.T)[0, 1]) < 4 / math.sqrt(20_000)
+    seeds = {fold(KEY, Purpose.RESET, lane, episode)[0] for lane in range(40) for episode in range(50)}
+    assert len(seeds) >= 1998  # two equal ones: one case in 2,000
+    many, none = torch.arange(20_000), torch.zeros(20_000, dtype=torch.int64)
+    for lanes, episodes in ((many, none), (none, many)):
+        drawn = LaneKeys.of(KEY, Purpose.RESET, lanes, episodes).uniform(2).numpy()
+        assert ks_distance(drawn, DISTRIBUTIONS["uniform"]) < 2.2
+        assert abs(np.corrcoef(drawn.T)[0, 1]) < 4 / math.sqrt(20_000)
 
 
 def words_of(key: Key, purpose: Purpose, lanes: Sequence[int], start: int, length: int, width: int) -> Words:
@@ -188,11 +178,14 @@ def test_compiled_code_draws_the_words_of_numpy_at_every_step(step: int) -> None
 
 
 def test_no_number_is_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    extreme = uniforms(np.array([0, 1, 511, 512, 2**31, 2**32 - 512, 2**32 - 1], np.uint32))
-    assert extreme.dtype == np.float32
-    assert ((extreme > 0) & (extreme < 1)).all()
-    assert (np.diff(extreme) >= 0).all()
-    assert np.isfinite([normals(extreme), -np.log(-np.log(extreme))]).all()
+    words = np.array([[[0, 1, 511, 512, 2**31, 2**32 - 512, 2**32 - 1]]], np.uint32)
+    extreme, *others = (
+        draw_ahead(Noise(kind=kind, shape=(7,)), KEY, np.arange(1), 0, 1, draw=lambda *_: words)  # type: ignore[arg-type]
+        for kind in ("uniform", "gumbel", "normal")
+    )
+    assert extreme.dtype == torch.float32
+    assert bool(((extreme > 0) & (extreme < 1)).all() & (extreme.diff() >= 0).all())
+    assert all(bool(each.isfinite().all()) for each in others)
     for word in (0, 2**32 - 1):
         monkeypatch.setattr("funcollect.keys.random_words", lambda *_, word=word: np.full((1, 1, 2), word, np.uint32))
         assert 0 < float(LaneKeys.of(KEY, Purpose.RESET, torch.tensor([0]), 0).uniform(1)) < 1
@@ -217,12 +210,8 @@ def test_noise_has_its_distribution(kind: str) -> None:
     assert drawn.mean() == pytest.approx(mean, abs=4 * math.sqrt(variance / drawn.size))
     assert drawn.var() == pytest.approx(variance, rel=0.05)
     assert ks_distance(drawn, DISTRIBUTIONS[kind]) < 2.2
-
-
-def test_the_check_of_distributions_can_fail() -> None:
-    drawn = draw_ahead(Noise(kind="normal"), KEY, np.arange(5), 0, 8000).numpy()
-    assert ks_distance(drawn * 1.05, DISTRIBUTIONS["normal"]) > 2.2
-    assert ks_distance(drawn + 0.05, DISTRIBUTIONS["normal"]) > 2.2
+    if kind == "normal":  # the check can fail
+        assert min(ks_distance(drawn * 1.05, torch.special.ndtr), ks_distance(drawn + 0.05, torch.special.ndtr)) > 2.2
 
 
 def test_noise_is_independent_between_lanes_steps_and_components() -> None:
@@ -237,7 +226,10 @@ def test_noise_is_independent_between_lanes_steps_and_components() -> None:
 )
 def test_noise_is_one_array_per_lane_and_step(kind: Any, shape: tuple[int, ...]) -> None:
     noise = Noise(kind=kind, shape=shape)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
     whole = draw_ahead(noise, KEY, np.arange(4, 9), 0, 100)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()
     lead, own = ((100,), (2,)) if kind == "key" else ((100, 5), (2,) if kind == "keys" else shape)
     assert whole.shape == (*lead, *own)
     assert whole.dtype == (torch.uint32 if "key" in kind else torch.float32)
@@ -247,23 +239,10 @@ def test_noise_is_one_array_per_lane_and_step(kind: Any, shape: tuple[int, ...])
         assert torch.equal(whole[:, 0], draw_ahead(Noise(kind="key"), KEY, np.arange(4, 9), 0, 100))
 
 
-def test_noise_leaves_every_global_generator_as_it_was() -> None:
-    before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    draw_ahead(Noise(kind="normal"), KEY, np.arange(5), 0, 10)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert (np.random.get_state()[1] == before[1]).all()
-
-
-@pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
-    """A generator in the place of a GPU's."""
-    generator = torch.Generator()
-    monkeypatch.setattr(keys_module, "_device_generator", lambda device: generator)
+def test_the_generator_of_a_device_follows_from_the_state_and_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device = torch.Generator()  # in the place of a GPU's
+    monkeypatch.setattr(keys_module, "_device_generator", lambda device: on_device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return generator
-
-
-def test_the_generator_of_a_device_follows_from_the_state_and_is_restored(on_device: torch.Generator) -> None:
     state, before = generator_state(3), on_device.get_state()
 
     def drawn(state: torch.Tensor) -> torch.Tensor:
@@ -283,12 +262,7 @@ def test_the_generator_of_a_device_follows_from_the_state_and_is_restored(on_dev
     with pytest.raises(RuntimeError, match="of the module"):
         fail()
     assert torch.equal(on_device.get_state(), before)
-
-
-def test_a_capture_leaves_the_generator_of_its_device_alone(
-    on_device: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.delattr(keys_module, "_device_generator")
+    monkeypatch.delattr(keys_module, "_device_generator")  # which a capture leaves alone
     with torch_generator(generator_state(3), torch.device("cuda", 0)):
         pass

@@ -89,14 +89,11 @@ def test_each_loop(loop, num_envs):
     assert profile.frames == 64
 
 
-def test_lanes_in_workers():
+def test_the_slowest_part_is_the_largest():
     env = fc.make_env(Sleeping, num_envs=4, num_workers=2)
     profile = check(fc.profile(env, network(), frames=64, length=8))
     assert {*profile.parts} == HOST | {"hand-over"}
     assert profile.parts["environment"] >= SLEPT  # two of four lanes, one after the other
-
-
-def test_the_slowest_part_is_the_largest():
     profile = fc.profile(fc.make_env(Sleeping), network(), frames=16, length=8)
     assert largest(profile.parts) == "environment"
     assert profile.parts["environment"] >= 5_000
@@ -130,10 +127,18 @@ def test_the_data_are_the_same():
         assert_same(one, two)
 
 
-def test_an_exception_leaves_nothing_behind():
+def test_nothing_is_left_behind_after_an_exception_either():
     def fail(batch):
         raise ArithmeticError
 
+    def rigged():
+        made.append(Rigged())
+        return made[-1]
+
+    made = []
+    check(fc.profile(fc.make_env([rigged] * 2), frames=20, length=5))
+    assert len(made) >= 2
+    assert {each.closed for each in made} == {1}
     with (
         fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=20, seed=0) as one,
         multi(transport="serial", create_env_fn=["CartPole-v1"] * 2, policy=None, frames_per_batch=20) as two,
@@ -145,18 +150,6 @@ def test_an_exception_leaves_nothing_behind():
         assert two.run.stop_timers() == []
         assert next(one).numel() == 20
         check(fc.profile(two, frames=20))
-
-
-def test_functions_close_what_they_opened():
-    made = []
-
-    def rigged():
-        made.append(Rigged())
-        return made[-1]
-
-    check(fc.profile(fc.make_env([rigged] * 2), frames=20, length=5))
-    assert len(made) >= 2
-    assert {each.closed for each in made} == {1}
 
 
 def test_bad_arguments():

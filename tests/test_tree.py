@@ -27,16 +27,14 @@ def assert_same(one: TensorDict, two: TensorDict) -> None:
     assert bool((one == two).all())
 
 
-def test_leaves_come_in_the_order_of_sorted_keys() -> None:
+def test_leaves_come_in_the_order_of_sorted_keys_and_other_namespaces_are_left_alone() -> None:
     paths, leaves, _ = optree.tree_flatten_with_path(nested_batch(), namespace=NAMESPACE)
     assert paths == [("a",), ("b", "y"), ("b", "z"), ("c",)]
     assert [leaf.shape[2:] for leaf in leaves] == [(), (4,), (), (1,)]
-
-
-def test_the_order_of_insertion_does_not_show() -> None:
     one = TensorDict({"a": torch.zeros(2), "b": torch.ones(2)}, [2])
     two = TensorDict({"b": torch.ones(2), "a": torch.zeros(2)}, [2])
     assert optree.tree_structure(one, namespace=NAMESPACE) == optree.tree_structure(two, namespace=NAMESPACE)
+    assert optree.tree_leaves(two) == [two]
 
 
 def test_flatten_and_unflatten_give_back_the_same_and_its_lock() -> None:
@@ -54,36 +52,22 @@ def test_flatten_and_unflatten_give_back_the_same_and_its_lock() -> None:
         mapped["new"] = torch.zeros(2, 3)
 
 
-def test_batch_dimensions_are_a_count_which_a_map_may_resize() -> None:
-    batch = nested_batch()
-    last = optree.tree_map(lambda leaf: leaf[:, -1:], batch, namespace=NAMESPACE)
-    assert last.batch_size == (2, 1)
-    assert last["b"].batch_size == (2, 1)
-    swapped = optree.tree_map(lambda leaf: leaf.transpose(0, 1), batch, namespace=NAMESPACE)
+def test_a_map_reaches_batches_in_other_containers_and_may_resize_their_dimensions() -> None:
+    tree = {"batch": nested_batch(), "rest": (torch.ones(1, 1), None)}
+    last = optree.tree_map(lambda leaf: 2 * leaf[:, -1:], tree, namespace=NAMESPACE)
+    assert (last["batch"].batch_size, last["batch"]["b"].batch_size) == ((2, 1), (2, 1))
+    assert torch.equal(last["batch"]["b", "y"], torch.full((2, 1, 4), 2.0))
+    assert last["rest"][1] is None
+    swapped = optree.tree_map(lambda leaf: leaf.transpose(0, 1), tree["batch"], namespace=NAMESPACE)
     assert swapped.batch_size == (3, 2)
 
 
-def test_a_tensordict_in_other_containers_is_mapped_too() -> None:
-    tree = {"batch": nested_batch(), "rest": (torch.ones(1), None)}
-    doubled = optree.tree_map(lambda leaf: leaf * 2, tree, namespace=NAMESPACE)
-    assert torch.equal(doubled["batch"]["b", "y"], torch.full((2, 3, 4), 2.0))
-    assert doubled["rest"][1] is None
-
-
-def test_other_namespaces_are_left_alone() -> None:
-    batch = TensorDict({"b": torch.zeros(2), "a": torch.zeros(2)}, [2])
-    assert optree.tree_leaves(batch) == [batch]
-
-
-def test_nest_and_flatten_are_inverse() -> None:
+def test_nest_and_flatten_are_inverse_and_a_tensordict_nests_by_path_with_one_batch_size() -> None:
     flat = {("observation",): 1, ("next", "observation"): 2, ("next", "info", "x"): 3}
     nested = {"observation": 1, "next": {"observation": 2, "info": {"x": 3}}}
     assert nest(flat) == nested
     assert flatten(nested) == flat
     assert list(flatten(nested_batch())) == [("c",), ("b", "z"), ("b", "y"), ("a",)]
-
-
-def test_to_tensordict_nests_by_path_with_one_batch_size() -> None:
     leaves = {("a",): torch.zeros(2, 3, 1), ("next", "info", "x"): torch.ones(2, 3)}
     batch = to_tensordict(leaves, (2, 3))
     assert batch["next", "info"].batch_size == (2, 3)

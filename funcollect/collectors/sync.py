@@ -32,7 +32,7 @@ from funcollect.core.saving import COUNTS, Episodes, counts_in, go_on, reseed, r
 from funcollect.core.state import CollectorState
 from funcollect.core.timing import TimedLoops
 from funcollect.errors import InUseError
-from funcollect.interop.plain_data import from_data, to_data
+from funcollect.files import from_data, to_data
 from funcollect.policies.jax_functions.jax_policy import as_given
 from funcollect.policies.torch_modules.torch_backed import TorchBacked, replaced
 from funcollect.policies.weights import check_dtypes

@@ -19,7 +19,7 @@ from torch import Tensor
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, trajectory_ids
 from funcollect.envs.host.host_env import check_rewards
-from funcollect.interop.reads import complain_if
+from funcollect.interop.memory import complain_if
 from funcollect.policies.checks import check_apart
 from funcollect.protocols import Env
 from funcollect.tree import Path, select, to_batch

@@ -20,9 +20,8 @@ from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
 from funcollect.core.state import LEAVES, CollectorState, first_state, flatten_part, policy_start
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.errors import ReplayError
-from funcollect.files import read_data, write_data
+from funcollect.files import read_data, to_data, write_data
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.plain_data import to_data
 from funcollect.interop.words import from_number, number
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown

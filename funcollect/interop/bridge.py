@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -36,10 +38,7 @@ def jax_view(tensor: Tensor) -> Any:
 
 
 def follow_torch(device: Any) -> None:
-    """Let JAX's programs on a device begin after the work that Torch has queued there.
-
-    Torch may still have to read an array that it has let go of, and whose memory JAX then uses again.
-    """
+    """Let JAX's programs on a device begin after Torch's work there, which may still read memory that it has let go."""
     stream = _stream_of_torch(device)
     if stream and not stream.query():  # else there is nothing to wait for
         wait = compiled(follow_torch, "wait", lambda signal: signal + 1)
@@ -49,8 +48,7 @@ def follow_torch(device: Any) -> None:
 class torch_followed:  # noqa: N801  (used as a function)
     """Do what `follow_torch` does at the end of a block that makes Torch copy what programs read.
 
-    If Torch had nothing else to do, the host waits for the copy: for the shortest of moments, and cheaper than to let
-    JAX's stream wait.
+    If Torch had nothing else to do, the host waits for the copy, which is cheaper than to let JAX's stream wait.
     """
 
     def __init__(self, device: Any) -> None:
@@ -75,11 +73,10 @@ def _stream_of_torch(device: Any) -> torch.cuda.Stream | None:
 
 
 def argument(tensor: Tensor) -> Any:
-    """A tensor as an argument of a compiled call, over the tensor's memory where possible.
+    """A tensor as an argument of a compiled call, over its memory if possible; BridgeError if a value would change.
 
-    Wait for the end of the call before you pass on its results, since the tensor may be written afterwards. On the CPU
-    the argument is a NumPy array, which is cheaper than an array of JAX, and is not committed to a device: an array of
-    JAX would bring a call to the CPU. BridgeError for a value that would change.
+    Wait for the end of the call, since the tensor may be written afterwards. On the CPU the argument is a NumPy array,
+    which is cheaper than an array of JAX and not committed to a device.
     """
     tensor = tensor.detach()
     if tensor.is_cuda and import_jax().default_backend() == "gpu":
@@ -102,13 +99,10 @@ def to_torch(tree: Any, *, batch_size: tuple[int, ...] = (), copy: bool = False)
     donate the arrays. Pass ``copy=True`` for tensors to write. The memory lives as long as either side refers to it.
 
     Args:
-        tree: an array, or a nested dict of arrays: bool, (u)int8 to (u)int64, float16, bfloat16, float32, float64,
-            complex64, complex128, of any shape.
+        tree: an array, or a nested dict of arrays, which becomes a TensorDict: bool, (u)int8 to (u)int64, float16,
+            bfloat16, float32, float64, complex64, complex128, of any shape.
         batch_size: the batch size of the TensorDict: the first dimensions of each array.
         copy: whether to copy every array.
-
-    Returns:
-        A tensor for an array, a TensorDict for a dict, with the arrays' dtypes and shapes.
 
     Raises:
         TypeError: for a leaf that is no array, a typed PRNG key, or a value inside a traced function.
@@ -134,18 +128,14 @@ def to_jax(tree: Any, *, copy: bool = False) -> Any:
     afterwards. Pass ``copy=True`` for tensors that will be written, such as parameters in training. Some tensors are
     always copied: those that are not contiguous; on the CPU, those whose memory does not begin at a multiple of 64
     bytes; and, where JAX has 32 bits (its default), 64-bit integers, which become 32-bit ones. Those of any size pass
-    as pairs of 32-bit words, without a copy: `funcollect.interop.words.as_words`. Gradients do not cross: tensors are
-    detached.
+    as pairs of 32-bit words, without a copy: `funcollect.interop.words.as_words`. Tensors are detached.
 
-    In JAX's terms, the arrays are committed to their device. A jitted function is compiled once for committed arguments
+    The arrays are committed to their device, in JAX's terms. A jitted function is compiled once for committed arguments
     and once for others: commit its other arguments as well, by ``jax.device_put(x, device)``.
 
     Args:
-        tree: a tensor, or a TensorDict or nested dict of tensors.
+        tree: a tensor, or a TensorDict or nested dict of tensors, which becomes a nested dict.
         copy: whether to copy every tensor.
-
-    Returns:
-        An array for a tensor, a nested dict for a TensorDict or dict.
 
     Raises:
         TypeError: for a leaf that is no dense tensor, such as the data that a TensorDict keeps as `NonTensorData`.
@@ -160,24 +150,6 @@ def to_jax(tree: Any, *, copy: bool = False) -> Any:
     if not isinstance(tree, (Mapping, TensorDictBase)):
         return _to_jax("the tensor", tree, copy)
     return nest({path: _to_jax(f"leaf {'.'.join(path)!r}", leaf, copy) for path, leaf in flatten(tree).items()})
-
-
-def _refuse_batches(jax: Any) -> None:
-    """Have JAX raise BridgeError for a TensorDict among a function's arguments, which it would take for an array."""
-
-    def refuse(batch: Any) -> NoReturn:
-        raise BridgeError(
-            f"JAX got a {type(batch).__name__}, expected arrays: pass funcollect.interop.to_jax(batch), a nested "
-            "dict of them"
-        )
-
-    with contextlib.suppress(ImportError, AttributeError):  # a private module, which other versions may lack
-        from jax._src.core import pytype_aval_mappings
-
-        pytype_aval_mappings.setdefault(TensorDict, refuse)
-
-
-with_jax(_refuse_batches)
 
 
 def _to_torch(name: str, array: Any, copy: bool) -> Tensor:
@@ -261,3 +233,82 @@ def beyond_32_bits(tensor: Tensor) -> Tensor:
 
 def _has_64_bits() -> bool:
     return bool(import_jax().dtypes.canonicalize_dtype(np.int64) == np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Tensors of a GPU as arguments of a compiled call, a pytree of one array [n] for each dtype; see `opened`."""
+
+    arrays: dict[str, Any]  # by dtype
+    parts: tuple[tuple[str, str, int, tuple[int, ...]], ...]  # of each tensor the name, dtype, first element, and shape
+    finish: Callable[[dict[str, Any]], dict[str, Any]]  # what traced code makes of the tensors by name
+
+
+def joining(
+    tensors: Mapping[str, Tensor], finish: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Callable[[Mapping[str, Tensor]], Joined]:
+    """Memory for tensors like these, on one device and of dtypes that JAX has; returns the function that copies to it.
+
+    To cross costs the host a tenth of a millisecond for each array, whatever its size; to copy all of them costs a
+    quarter of that. The next copy overwrites the arrays. Programs that read them have to wait for Torch: see
+    `torch_followed`.
+    """
+    device = next(iter(tensors.values())).device
+    sizes: dict[torch.dtype, int] = {}
+    parts = []
+    for name, tensor in tensors.items():
+        first = sizes.get(tensor.dtype, 0)
+        parts.append((name, str(tensor.dtype), first, tuple(tensor.shape)))
+        sizes[tensor.dtype] = first + tensor.numel()
+    with torch.inference_mode(mode=False):  # else nothing outside of that mode could write it
+        memory = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+    own = [
+        memory[tensor.dtype][first : first + tensor.numel()].view(shape)
+        for (_, _, first, shape), tensor in zip(parts, tensors.values(), strict=True)
+    ]
+    arrays, fixed = {str(dtype): jax_view(each) for dtype, each in memory.items()}, tuple(parts)
+
+    def copied(tensors: Mapping[str, Tensor]) -> Joined:
+        with torch.no_grad():
+            torch._foreach_copy_(own, list(tensors.values()))
+        return Joined(arrays, fixed, finish)
+
+    return copied
+
+
+def opened(tree: Any) -> Any:
+    """Trace the pytree with the tensors of each `Joined` by name. Do it outside of loops."""
+    cut = import_jax().lax.slice_in_dim
+
+    def open_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, Joined):
+            return leaf
+        tensors = {}
+        for name, dtype, first, shape in leaf.parts:
+            tensors[name] = cut(leaf.arrays[dtype], first, first + math.prod(shape)).reshape(shape)
+        return leaf.finish(tensors)
+
+    return import_jax().tree.map(open_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, Joined))
+
+
+def _prepare_jax(jax: Any) -> None:
+    """Make `Joined` a pytree; and JAX raise BridgeError for a TensorDict as an argument, not take it for an array."""
+    jax.tree_util.register_pytree_node(
+        Joined,
+        lambda joined: ((joined.arrays,), (joined.parts, joined.finish)),  # the latter are what programs depend on
+        lambda fixed, arrays: Joined(*arrays, *fixed),
+    )
+
+    def refuse(batch: Any) -> NoReturn:
+        raise BridgeError(
+            f"JAX got a {type(batch).__name__}, expected arrays: pass funcollect.interop.to_jax(batch), a nested "
+            "dict of them"
+        )
+
+    with contextlib.suppress(ImportError, AttributeError):  # a private module, which other versions may lack
+        from jax._src.core import pytype_aval_mappings
+
+        pytype_aval_mappings.setdefault(TensorDict, refuse)
+
+
+with_jax(_prepare_jax)

@@ -20,18 +20,15 @@ def can_capture(device: torch.device) -> bool:
 
 
 class CaptureError(RuntimeError):
-    """A call that can be made cannot be captured: it reads values of tensors, or copies from the host."""
+    """A call cannot be captured: it reads values of tensors, or copies from the host."""
 
 
 class CudaGraph(Generic[Output]):
-    """A function of a pytree, captured with one, which is given flat.
+    """A function of a pytree, captured with one, which is given flat; CaptureError if that is impossible.
 
     A call copies its tensors to where the graph reads them, unless they lie there. Everything else is part of the
-    graph: other leaves, all that the function refers to, and the way that Python took. The result of a call is
-    overwritten by the next one.
-
-    Raises:
-        CaptureError: for a function that cannot be captured.
+    graph: other leaves, all that the function refers to, and the way that Python took. The next call overwrites the
+    result.
     """
 
     def __init__(

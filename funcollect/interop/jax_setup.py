@@ -1,4 +1,4 @@
-"""Imports JAX for the library, sets it up first, and compiles functions once for each owner."""
+"""Imports JAX for the library and sets it up, compiles functions once for each owner, and copies framework settings."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, Self
+
+import cloudpickle
+import torch
 
 from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.memo import memo_of
 
 _WAITING: list[Callable[[Any], None]] = []
+# The settings of JAX that change numbers.
+_OF_JAX = (
+    *("jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl"),
+    *("jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion"),
+)
 
 
 def with_jax(act: Callable[[Any], None]) -> None:
@@ -34,9 +42,8 @@ def notice_jax() -> None:
 def import_jax() -> Any:
     """Import JAX, set up for sharing a machine with Torch.
 
-    It does not preallocate the whole GPU. Unless the user has imported JAX before, it dispatches synchronously on the
-    CPU, which makes calls of small networks cheaper. Both settings act only before JAX makes its client. Warns once if
-    the installed jaxlib computes wrong numbers.
+    Before JAX makes its client, it can still be kept from preallocating the whole GPU and, unless the user has imported
+    it, made to dispatch synchronously on the CPU, where calls of small networks are then cheaper.
     """
     first = "jax" not in sys.modules
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -111,3 +118,42 @@ def compiled(
         placed = {} if place is None else {"in_shardings": place, "out_shardings": place}
         memo[which, place] = import_jax().jit(function, **placed, **options)
     return memo[which, place]
+
+
+class FrameworkSettings(NamedTuple):
+    """The settings of JAX and Torch in one process that change numbers, for another process."""
+
+    jax: Mapping[str, Any]  # by name, bool, str or None; empty if JAX is not imported
+    default_dtype: torch.dtype
+    matmul_precision: str
+    deterministic: tuple[bool, bool]  # whether Torch uses deterministic algorithms, and only warns where it has none
+
+    @classmethod
+    def current(cls) -> Self:
+        """Those of the current process."""
+        values = sys.modules["jax"].config.values if "jax" in sys.modules else {}
+        return cls(
+            {name: getattr(values[name], "value", values[name]) for name in _OF_JAX if name in values},
+            torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        )
+
+    def apply(self) -> None:
+        """Take them over in the current process. JAX, if it is not imported yet, reads its own from the environment."""
+        for name, value in self.jax.items():
+            if "jax" in sys.modules:
+                sys.modules["jax"].config.update(name, value)
+            elif value is not None:
+                os.environ[name.upper()] = str(value)
+            else:
+                os.environ.pop(name.upper(), None)
+        torch.set_default_dtype(self.default_dtype)
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+
+
+def send_main_by_value() -> None:
+    """Have cloudpickle send by value what a script defines, which a spawned process knows as ``__mp_main__``."""
+    if main := sys.modules.get("__mp_main__"):
+        cloudpickle.register_pickle_by_value(main)

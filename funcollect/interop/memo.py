@@ -1,7 +1,4 @@
-"""Keeps values on a user's object: the number of an environment, or the compiled programs of an environment or policy.
-
-It also finds the variables that a compiled function reads, and those that have been set since.
-"""
+"""Keeps values on a user's object, such as its compiled programs, and finds variables that were set since their use."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from types import CellType, FunctionType
 from typing import Any
 
 _LOCK = threading.Lock()
+_PLAIN = (bool, int, float, str)
 
 # A name, and what holds it: a cell of an outer function, a function for a name of its module, or an object.
 Variable = tuple[str, Any]
@@ -48,10 +46,7 @@ def memo_of(owner: Any) -> dict[Hashable, Any]:
 
 
 def variables_of(function: Any) -> list[Variable]:
-    """The variables that `function` reads and does not set itself.
-
-    They belong to outer functions, or to the function's module; of these, numbers, strings and arrays.
-    """
+    """The variables of outer functions, and numbers, strings and arrays of its module, that `function` only reads."""
     function = getattr(function, "__func__", function)  # of a method
     if not isinstance(function, FunctionType):
         return []
@@ -70,7 +65,7 @@ def set_since_use(user: Any, variables: Sequence[Variable]) -> list[str]:
     """The names of the variables that have been set since the first call for this user."""
     now = [_content(name, owner) for name, owner in variables]
     before = memo_of(user).setdefault("variables", now)
-    return [name for (name, _), one, other in zip(variables, now, before, strict=True) if not _is_same(one, other)]
+    return [name for (name, _), one, two in zip(variables, now, before, strict=True) if not _is_same(one, two)]
 
 
 def _content(name: str, owner: Any) -> Any:
@@ -85,8 +80,8 @@ def _content(name: str, owner: Any) -> Any:
 
 
 def _is_value(content: Any) -> bool:
-    return isinstance(content, (bool, int, float, str)) or (hasattr(content, "dtype") and hasattr(content, "shape"))
+    return isinstance(content, _PLAIN) or (hasattr(content, "dtype") and hasattr(content, "shape"))
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    return one is two or (type(one) is type(two) and isinstance(one, (bool, int, float, str)) and one == two)
+    return one is two or (type(one) is type(two) and isinstance(one, _PLAIN) and one == two)

@@ -1,19 +1,25 @@
-"""Memory of both frameworks: arrays that both read without a copy, and which of the two holds a device's memory."""
+"""Memory that both frameworks read without a copy, reports of a lack of it, and reads of numbers on a device."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from funcollect.interop.jax_setup import import_jax
 
 _ALIGNMENT = 64  # bytes: XLA takes such memory without a copy, and Torch computes the same bits from run to run
+
+_Doubt = tuple[Tensor, Callable[[Any], bool], Callable[[], None]]  # as `complain_if` takes it
+_LATER: ContextVar[list[_Doubt] | None] = ContextVar("later", default=None)
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -24,7 +30,7 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return memory[offset : offset + size].view(dtype).reshape(shape)
 
 
-def fixed(value: torch.Tensor) -> torch.Tensor:
+def fixed(value: Tensor) -> Tensor:
     """A copy of a tensor; on the CPU its memory is aligned, because Torch's bits depend on the alignment."""
     if value.device.type != "cpu":
         return value.clone()
@@ -77,9 +83,30 @@ def _free_jax() -> str:
     """The end of a message if Torch lacks memory: the setting that makes JAX reserve less."""
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
         return ", or set XLA_PYTHON_CLIENT_ALLOCATOR=platform before JAX starts: it then gives back what it frees"
-    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second one is deprecated
-    share = next(filter(None, map(os.environ.get, names)), "0.75")
-    return (
-        f", or keep JAX from reserving {share} of the GPU: set XLA_PYTHON_CLIENT_PREALLOCATE=false before JAX starts "
-        "(funcollect does, when it first uses JAX)"
-    )
+    return ", or keep JAX from reserving most of the GPU: set XLA_PYTHON_CLIENT_PREALLOCATE=false before JAX starts"
+
+
+def complain_if(number: Tensor, is_wrong: Callable[[Any], bool], complain: Callable[[], None]) -> None:
+    """Call `complain`, which raises, if a tensor [] holds a wrong number: now, or at the end of `reads_together`."""
+    doubts = _LATER.get()
+    if doubts is not None:
+        doubts.append((number, is_wrong, complain))
+    elif is_wrong(number.item()):
+        complain()
+
+
+@contextlib.contextmanager
+def reads_together() -> Iterator[None]:
+    """Read the numbers of all `complain_if` within the block at its end, by one copy if they are on one device."""
+    doubts: list[_Doubt] = []
+    token = _LATER.set(doubts)
+    try:
+        yield
+    finally:
+        _LATER.reset(token)
+    if doubts:
+        place = next((number.device for number, *_ in doubts if number.device.type != "cpu"), None)
+        numbers = torch.stack([number.to(place, torch.float32) for number, *_ in doubts]).tolist()
+        for (_, is_wrong, complain), number in zip(doubts, numbers, strict=True):
+            if is_wrong(number):
+                complain()

@@ -63,10 +63,5 @@ def as_int64(words: torch.Tensor) -> torch.Tensor:
 
 
 def as_words(numbers: torch.Tensor) -> torch.Tensor:
-    """Words [..., 2] int32, low and high, over the memory of contiguous int64 [...]: the inverse of `as_int64`.
-
-    >>> as_words(torch.tensor([2**40 + 7, -1]))
-    tensor([[  7, 256],
-            [ -1,  -1]], dtype=torch.int32)
-    """
+    """Words [..., 2] int32, low and high, over the memory of contiguous int64 [...]: the inverse of `as_int64`."""
     return numbers.unsqueeze(-1).view(torch.int32)

@@ -16,7 +16,7 @@ from torch import Tensor
 from funcollect.errors import PolicyError
 from funcollect.interop.bridge import beyond_32_bits
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.reads import complain_if
+from funcollect.interop.memory import complain_if
 from funcollect.messages import clipped
 from funcollect.protocols import Columns
 from funcollect.specs import ActionSpec, Leaf

@@ -1,7 +1,6 @@
 """Torch policies inside a loop that JAX runs: their module lowered to JAX, with weights read at each rollout.
 
-For the caller they stay Torch policies with parameters and a state of tensors, which are converted before and after
-each rollout.
+For the caller they stay Torch policies: parameters and states are converted before and after each rollout.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from funcollect.errors import LoweringError
-from funcollect.interop.bridge import argument, follow_torch, is_wide, to_torch, torch_view
+from funcollect.interop.bridge import Joined, argument, follow_torch, is_wide, joining, opened, to_torch, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
-from funcollect.interop.joined_tensors import Joined, JoinedMemory, opened
 from funcollect.interop.lowering import Lowered, lower_module
-from funcollect.interop.lowering.structure import jax_dtype, leaves_of, plain
+from funcollect.interop.lowering.exporting import jax_dtype, leaves_of, plain
 from funcollect.interop.memo import memo_of
 from funcollect.keys import key_from_seed, torch_generator
 from funcollect.policies.checks import overlap
@@ -48,8 +46,7 @@ Source = TorchPolicy | TensorDictPolicy
 class LoweredPolicy(FunctionPolicy):
     """See `funcollect.lower_policy`. `params` are the module's current ones, read at each access, as arrays of JAX.
 
-    The module is tried with an example `observation` [P, ...]. LoweringError for a module that cannot be lowered, or
-    whose weights a program could not read again.
+    The module is tried with an example `observation` [P, ...]: LoweringError if it cannot be lowered.
     """
 
     def __init__(
@@ -69,14 +66,13 @@ class LoweredPolicy(FunctionPolicy):
         self.dtypes: dict[Path, torch.dtype] = {}  # of outputs whose dtypes JAX lacks
         self.nested: list[Path] = []  # outputs that the loop has under dotted names
         recurrent = lanes_of(initial_carry, len(leaves_of(observation)[0][0]), source.device)
-        self.lowered = self._lowered(observation, recurrent)
+        self.lowered = self._lowered(_checked_module(source), observation, recurrent)
         _check_answer(self, observation, recurrent)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source})"
 
-    def _lowered(self, observation: Any, recurrent: Any) -> Lowered:
-        module = _checked_module(self.source)
+    def _lowered(self, module: nn.Module, observation: Any, recurrent: Any) -> Lowered:
         place = next((parameter.device for parameter in module.parameters()), None)
         given = (observation, recurrent) if place is None else moved((observation, recurrent), place)
         inputs = self.source.arguments(*given)
@@ -122,8 +118,7 @@ class LoweredPolicy(FunctionPolicy):
 
     def _copied(self, which: str, function: Callable[[Any], Any], tensors: Any) -> dict[str, Any]:
         """The result of a program, complete before the memory of `tensors` is written again."""
-        copies: dict[str, Any] = compiled(self, which, function)(tensors)
-        import_jax().block_until_ready(copies)
+        copies: dict[str, Any] = import_jax().block_until_ready(compiled(self, which, function)(tensors))
         return copies
 
     def _is_prepared(self, params: Any) -> bool:
@@ -144,9 +139,9 @@ class LoweredPolicy(FunctionPolicy):
                 arrays = {name: argument(tensor.detach()) for name, tensor in read.items()}
                 return self._copied("lay out", self.lowered.lay_out, arrays)
             memories = vars(memo.setdefault("joined", threading.local()))  # another thread may still read its own
-            memories[which] = JoinedMemory(read)
-        memory = memories[which]
-        return Joined(memory.write(read), memory.parts, self.lowered.lay_out)
+            memories[which] = joining(read, self.lowered.lay_out)
+        joined: Joined = memories[which](read)
+        return joined
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
         """A copy of `params`, or of the module's own, by name, as Torch tensors."""
@@ -158,10 +153,7 @@ class LoweredPolicy(FunctionPolicy):
         self.source.load(self.state_dict(params) if jax else params)
 
     def enter(self, state: TorchPolicyState, num_lanes: int) -> Any:
-        """The recurrent state for the loop, over the same memory.
-
-        Its ``is_init`` is False. For lanes at step 0 the loop takes the initial state, in which ``is_init`` is True.
-        """
+        """The recurrent state for the loop, over the same memory. Its ``is_init`` is True only in the initial state."""
         if state.recurrent is None and not self._carries_init:
             return None
         asarray = import_jax().numpy.asarray
@@ -173,7 +165,7 @@ class LoweredPolicy(FunctionPolicy):
     def leave(self, recurrent: Any, before: TorchPolicyState, fresh: Tensor) -> TorchPolicyState:
         """A copy of the state after the loop, with the structure, dtypes and devices that it had `before`.
 
-        Lanes in `fresh` [P] are about to begin an episode. They get their initial state, as in a loop in Torch.
+        The lanes in `fresh` [P], which are about to begin an episode, get their initial state, as in a loop in Torch.
         """
         leaves, treespec = optree.tree_flatten(before.recurrent, namespace=NAMESPACE)
         if self._carries_init:
@@ -199,11 +191,7 @@ class LoweredPolicy(FunctionPolicy):
         return batch.lock_()
 
     def to_outputs(self, answer: Any, recurrent: Any) -> Any:
-        """The module's answer in the form that the loop takes; `recurrent` is the state that the module read.
-
-        For a TensorDict policy these are the outputs by dotted name, since a loop knows no nested ones, and its hidden
-        states.
-        """
+        """The module's answer to a state in the form that the loop takes: for TensorDicts outputs by dotted name."""
         if not isinstance(self.source, TensorDictPolicy):
             return answer
         outputs, after = self.source.recorded(answer, recurrent)
@@ -211,10 +199,7 @@ class LoweredPolicy(FunctionPolicy):
         return named if recurrent is None else (named, after)
 
     def note(self, answer: Any, observation: Any, recurrent: Any) -> None:
-        """Remember the nested outputs, and those whose dtype JAX lacks, from the module's answer to an example.
-
-        LoweringError for a nested output under a key of the batch, or a hidden state whose dtype changes in a step.
-        """
+        """Remember the nested outputs, and those whose dtype JAX lacks, from the answer to an example, and check it."""
         hidden: Mapping[Path, Any] = {}
         if isinstance(self.source, TensorDictPolicy):
             outputs, hidden = self.source.recorded(answer, recurrent)
@@ -240,16 +225,7 @@ def _can_join(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def example(space: Space, leaves: Sequence[Leaf], rows: int) -> Any:
-    """Observations [rows, ...] to try a policy with.
-
-    Integers are drawn from the space, as far as they have 32 bits, which JAX has; floating numbers are normal.
-
-    >>> from gymnasium import spaces
-    >>> from funcollect.specs import observation_leaves
-    >>> space = spaces.Box(0, 1, (4,))
-    >>> example(space, observation_leaves(space), 3).shape
-    torch.Size([3, 4])
-    """
+    """Observations [rows, ...] to try a policy with: integers of the space that 32 bits hold, and normal floats."""
     space = copy.deepcopy(space)
     space.seed(0)
     drawn = np.random.default_rng(0)
@@ -310,8 +286,7 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
 def _check_forgets(policy: LoweredPolicy, module: Any, inputs: dict[Path, Any], read: set[Path]) -> None:
     """Raise LoweringError for a policy on a TensorDict that reads its own outputs of the step before.
 
-    A loop of JAX only carries hidden states that are declared. So the module is called twice, the second time with its
-    first outputs, and has to return the same.
+    A loop of JAX only carries declared states, so a second call with the first outputs has to return the same.
     """
     place, single = policy.source.run_device, policy.single
 

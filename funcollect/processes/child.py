@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 import torch
 
-from funcollect.interop.settings import FrameworkSettings
+from funcollect.interop.jax_setup import FrameworkSettings
 from funcollect.processes.channel import Channel, pair
 from funcollect.processes.fork_server import STATUS, die_with_parent, kill_group, launch
 from funcollect.processes.life import COUNT_BYTES, SIGNS

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from funcollect.errors import WorkerError
-from funcollect.interop.settings import send_main_by_value
+from funcollect.interop.jax_setup import send_main_by_value
 from funcollect.processes.child import OnFailure
 from funcollect.processes.failures import Failure, warn_of_restart
 from funcollect.processes.life import SIGNS

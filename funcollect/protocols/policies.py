@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
@@ -16,7 +16,6 @@ from funcollect.specs import ActionSpec, ExplorationType
 from funcollect.tree import Path
 
 Columns = dict[Path, Tensor]  # each [T, P, ...]
-
 BoundParams = tuple[Any, Mapping[str, Any]]  # prepared parameters, and the values of `Exploration`
 
 _NO_VALUES: Mapping[str, Any] = {}
@@ -25,18 +24,13 @@ _NO_VALUES: Mapping[str, Any] = {}
 class Exploration(NamedTuple):
     """How a policy explores.
 
-    Attributes:
-        type: whether it samples, or acts deterministically.
-        values: the numbers that may change during a run, under the names in `Policy.exploration`.
-
     >>> import funcollect as fc
-    >>> exploration = fc.Exploration(values={"epsilon": 0.05})
-    >>> exploration.type, exploration.values["epsilon"]
-    (<InteractionType.RANDOM: 'random'>, 0.05)
+    >>> fc.Exploration(values={"epsilon": 0.05})
+    Exploration(type=<InteractionType.RANDOM: 'random'>, values={'epsilon': 0.05})
     """
 
-    type: ExplorationType = ExplorationType.RANDOM
-    values: Mapping[str, Any] = _NO_VALUES
+    type: ExplorationType = ExplorationType.RANDOM  # whether it samples, or acts deterministically
+    values: Mapping[str, Any] = _NO_VALUES  # the numbers that may change, under the names in `Policy.exploration`
 
 
 def traced_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,31 +40,18 @@ def traced_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ActorInputs:
-    """The inputs of a policy for one rollout.
+    """The inputs of a policy for one rollout."""
 
-    Attributes:
-        observation: the current observation, always in the same arrays [P, ...], in the structure of the space.
-        params: the result of `Policy.prepare`.
-        policy_state: the state to start from.
-        initial_state: the state of a lane at the start of an episode.
-        noise: [T, P, ...], or None.
-        exploration: how the policy explores.
-        spec: the action space, and the form of an action in a batch.
-        num_envs: the number of lanes, P.
-        length: the number of steps, T.
-        single: whether the environment has no batch dimension; then P is 1.
-    """
-
-    observation: Any
-    params: Any
-    policy_state: Any
-    initial_state: Any
-    noise: Tensor | None
-    exploration: Exploration
-    spec: ActionSpec
-    num_envs: int
-    length: int
-    single: bool = False
+    observation: Any  #: The current observation, always in the same arrays [P, ...], in the structure of the space.
+    params: Any  #: The result of `Policy.prepare`.
+    policy_state: Any  #: The state to start from.
+    initial_state: Any  #: The state of a lane at the start of an episode.
+    noise: Tensor | None  #: [T, P, ...].
+    exploration: Exploration  #: How the policy explores.
+    spec: ActionSpec  #: The action space, and the form of an action in a batch.
+    num_envs: int  #: The number of lanes, P.
+    length: int  #: The number of steps, T.
+    single: bool = False  #: Whether the environment has no batch dimension; then P is 1.
 
     @property
     def bound(self) -> BoundParams:
@@ -86,9 +67,9 @@ class ActorInputs:
 class Actor(Protocol):
     """A policy that is bound to one rollout."""
 
-    def running(self) -> contextlib.AbstractContextManager[Any]:
+    def running(self) -> AbstractContextManager[Any]:
         """The context in which `act` and `finish` are called; by default none."""
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def act(self, t: int) -> Any:
         """The action [P, ...] of step `t`, for the current values of `ActorInputs.observation`."""
@@ -136,16 +117,10 @@ class Policy(Protocol):
         """
 
     def prepare(self, params: Any, /) -> Any:
-        """Check parameters and convert them to the form that the call takes.
-
-        They are a pytree like `params`, the result of `state_dict`, or None, which means the policy's own.
-        """
+        """Check parameters (like `params`, a `state_dict`, or None for its own); return what the call takes."""
 
     def state_dict(self, params: Any = None) -> Mapping[str, Tensor]:
-        """A copy of `params`, or for None of the policy's own, as tensors by name: for workers and for saving.
-
-        It is empty if the policy has no parameters.
-        """
+        """A copy of `params`, or of its own, as tensors by name, for workers and files; empty if it has none."""
 
     def load(self, params: Any) -> None:
         """Act with a copy of `params`, or of the result of `state_dict`, as the policy's own from the next rollout on.
@@ -174,26 +149,24 @@ class Policy(Protocol):
     ) -> tuple[Any, Mapping[str, Any]]:
         """Choose one action for each of P environments.
 
-        Args:
-            params: the result of `prepare`.
-            policy_state: the result of `init` or of the last call.
-            observation: arrays [P, ...] in the structure of the observation space.
-            noise: the noise that `noise` describes, [P, ...], or None.
-            spec: the action space, and the form of an action in a batch.
-            exploration: how to explore.
-
-        Returns:
-            The next policy state and the outputs, ``action`` among them.
+        `params` come from `prepare`, `policy_state` from `init` or the last call. The `observation` has arrays [P, ...]
+        in the structure of the observation space, and `noise` [P, ...] is what the method `noise` describes, or None.
+        Returns the next policy state and the outputs, ``action`` among them.
         """
 
 
-_KNOWN: weakref.WeakSet[type] = weakref.WeakSet()
+_POLICIES: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def follows(protocol: Any, value: Any, known: weakref.WeakSet[type]) -> bool:
+    """Whether a value has all members of a protocol. Its class is then `known`, since the test reads every member."""
+    if type(value) not in known:
+        if isinstance(value, type) or not isinstance(value, protocol):
+            return False
+        known.add(type(value))
+    return True
 
 
 def is_policy(value: Any) -> TypeGuard[Policy]:
-    """Whether it has all members of a policy. Cached by class, since the test reads every member."""
-    if type(value) not in _KNOWN:
-        if isinstance(value, type) or not isinstance(value, Policy):
-            return False
-        _KNOWN.add(type(value))
-    return True
+    """Whether a value has all members of a policy."""
+    return follows(Policy, value, _POLICIES)

@@ -13,7 +13,7 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.interop.settings import FrameworkSettings
+from funcollect.interop.jax_setup import FrameworkSettings
 from tests.support.compare import assert_same
 from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, ROOT, in_soak
 from tests.support.workers import multi, ray_collector
@@ -102,7 +102,7 @@ def first_batch(make, name, **keywords):
 
 IN_A_NEW_PROCESS = """
 import sys
-from funcollect.interop.settings import FrameworkSettings
+from funcollect.interop.jax_setup import FrameworkSettings
 settings = FrameworkSettings.current()._replace(jax={jax!r})
 settings.apply()
 assert "jax" not in sys.modules  # which takes a second to import

@@ -100,12 +100,8 @@ def test_unaligned_strided_expanded_and_permuted_tensors_keep_their_values():
     for tensor in (base[1:], base[::2], base[0].expand(4), base.view(3, 4).T, base.view(3, 4)[:, 1]):
         array = to_jax(tensor)
         np.testing.assert_array_equal(array, tensor.numpy())
-    conjugated = torch.tensor([1 + 2j]).conj()
-    assert to_jax(conjugated)[0] == 1 - 2j
-
-
-def test_gradients_do_not_cross():
-    weight = torch.ones(4, requires_grad=True)
+    assert to_jax(torch.tensor([1 + 2j]).conj())[0] == 1 - 2j
+    weight = torch.ones(4, requires_grad=True)  # whose gradient does not cross
     assert to_jax(weight).tolist() == [1.0] * 4
     assert weight.requires_grad
 
@@ -121,12 +117,6 @@ def test_integers_that_32_bits_hold_and_others(value):
         to_jax(torch.tensor([2**64 - 1], dtype=torch.uint64))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_64_bit_floats_are_not_rounded_in_silence(dtype):
-    with pytest.raises(BridgeError, match="would round it: cast it"):
-        to_jax(torch.zeros(2, dtype=dtype))
-
-
 def test_with_64_bits_everything_shares_memory():
     with jax.enable_x64(True):
         for dtype in (torch.int64, torch.uint64, torch.float64, torch.complex128):
@@ -136,37 +126,32 @@ def test_with_64_bits_everything_shares_memory():
             assert to_torch(array).dtype == dtype
 
 
-def test_what_is_no_array():
-    with pytest.raises(TypeError, match=r"typed PRNG key.*key_data"):
-        to_torch({"key": jax.random.key(0)}["key"])
-    with pytest.raises(TypeError, match=r"leaf 'a' is ndarray, expected a jax\.Array"):
-        to_torch({"a": np.zeros(2)})
-    with pytest.raises(TypeError, match="traced"):
-        jax.jit(to_torch)(jnp.zeros(2))
-    with pytest.raises(TypeError, match=r"leaf 'a' is float, expected a torch\.Tensor"):
-        to_jax({"a": 1.0})
-    with pytest.raises(TypeError, match=r"the tensor is tuple, .* make a dict of a tuple or list"):
-        to_jax((torch.ones(2), torch.ones(2)))
-    for tensor in (torch.eye(2).to_sparse(), torch.zeros(2, device="meta")):
-        with pytest.raises(TypeError, match="no dense tensor"):
-            to_jax(tensor)
+WRAPPED = "leaf 'b' is NonTensorData that holds "  # a TensorDict silently wraps what is no tensor
 
 
-def test_data_that_a_tensordict_wraps():
-    """A TensorDict silently wraps a JAX array as an opaque object."""
-    batch = TensorDict({"a": torch.zeros(2), "b": jnp.zeros(2)}, [])
-    with pytest.raises(TypeError, match=r"leaf 'b' is NonTensorData that holds .*ArrayImpl, expected a torch.Tensor"):
-        to_jax(batch)
-    with pytest.raises(TypeError, match="leaf 'b' is NonTensorData that holds str"):
-        to_jax(TensorDict({"a": torch.zeros(2), "b": NonTensorData("x")}, []))
+@pytest.mark.parametrize(
+    ("cross", "given", "error", "words"),
+    [
+        (to_torch, lambda: jax.random.key(0), TypeError, r"typed PRNG key.*key_data"),
+        (to_torch, lambda: {"a": np.zeros(2)}, TypeError, r"leaf 'a' is ndarray, expected a jax\.Array"),
+        (jax.jit(to_torch), lambda: jnp.zeros(2), TypeError, "traced"),
+        (to_torch, lambda: jnp.zeros(4, jnp.int4), BridgeError, "the array is int4, which did not cross to Torch"),
+        (to_jax, lambda: {"a": 1.0}, TypeError, r"leaf 'a' is float, expected a torch\.Tensor"),
+        (to_jax, lambda: (torch.ones(2),), TypeError, r"the tensor is tuple, .* make a dict of a tuple or list"),
+        (to_jax, lambda: torch.eye(2).to_sparse(), TypeError, "no dense tensor"),
+        (to_jax, lambda: torch.zeros(2, device="meta"), TypeError, "no dense tensor"),
+        (to_jax, lambda: TensorDict({"b": jnp.zeros(2)}, []), TypeError, f"{WRAPPED}.*ArrayImpl, expected a torch.Ten"),
+        (to_jax, lambda: TensorDict({"b": NonTensorData("x")}, []), TypeError, f"{WRAPPED}str"),
+        (to_jax, lambda: torch.zeros(2, dtype=torch.float64), BridgeError, "would round it: cast it"),
+        (to_jax, lambda: torch.zeros(2, dtype=torch.complex128), BridgeError, "would round it: cast it"),
+    ],
+)
+def test_what_cannot_cross_is_refused(cross, given, error, words):
+    with pytest.raises(error, match=words):
+        cross(given())
 
 
-def test_a_dtype_that_the_other_side_lacks():
-    with pytest.raises(BridgeError, match="the array is int4, which did not cross to Torch"):
-        to_torch(jnp.zeros(4, jnp.int4))
-
-
-def test_committed_arrays_compile_once():
+def test_committed_arrays_without_weak_types_compile_once():
     """Arrays from Torch are committed: with the other arguments on the device, too, there is one program."""
     device = jax.devices()[0]
     counted = jax.jit(lambda x, y: x + y)
@@ -174,9 +159,6 @@ def test_committed_arrays_compile_once():
     for _ in range(3):
         other = counted(to_jax(torch_aligned((4,))), other)
     assert counted._cache_size() == 1
-
-
-def test_crossing_keeps_no_weak_type():
     weak = jnp.asarray(1.0)
     assert weak.weak_type
     assert not to_jax(to_torch(weak)).weak_type

@@ -11,17 +11,17 @@ from torch import nn
 import funcollect as fc
 from funcollect.core.loops import fused
 from funcollect.interop import to_jax, to_torch
-from funcollect.interop.bridge import torch_followed
-from funcollect.interop.joined_tensors import Joined, JoinedMemory, opened
+from funcollect.interop.bridge import joining, opened, torch_followed
 from funcollect.policies import torch_in_jax
 from tests.support.compare import assert_same, collect
 from tests.support.devices import each_device
 
 CARTPOLE = "gymnax/CartPole-v1"
+pytestmark = each_device
 
 
-@pytest.fixture
-def joining(device, monkeypatch):
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(device, monkeypatch):
     """Policies join their tensors, and loops run in blocks, on the CPU too."""
     if device == "cpu":
         monkeypatch.setattr(torch_in_jax, "_can_join", bool)
@@ -38,7 +38,6 @@ def lowered(module):
     return fc.torch_policy(module, head=fc.heads.categorical, compile="xla")
 
 
-@each_device
 def test_traced_code_reads_what_was_written_last(device):
     tensors = {
         "weight": torch.arange(6.0, device=device).view(2, 3).T,
@@ -48,16 +47,12 @@ def test_traced_code_reads_what_was_written_last(device):
         "mask": torch.tensor([[True], [False]], device=device),
         "bias": torch.tensor([8.0], device=device, requires_grad=True),
     }
-    memory = JoinedMemory(tensors)
+    copied = joining(tensors, dict)
     found = jax.jit(lambda given: {name: jnp.copy(leaf) for name, leaf in opened(given)["params"].items()})
-
-    def finish(arrays):
-        return arrays
-
     for factor in (1, 2):
         wanted = {name: (tensor * factor).to(tensor.dtype).detach() for name, tensor in tensors.items()}
         with torch_followed(jax.devices()[0]):
-            joined = Joined(memory.write(wanted), memory.parts, finish)
+            joined = copied(wanted)
         assert len(jax.tree.leaves(joined)) == 4
         for name, array in found({"params": joined}).items():
             assert torch.equal(to_torch(array), wanted[name])
@@ -65,8 +60,6 @@ def test_traced_code_reads_what_was_written_last(device):
     assert found._cache_size() == 1
 
 
-@each_device
-@pytest.mark.usefixtures("joining")
 @pytest.mark.parametrize("env_id", [CARTPOLE, "CartPole-v1"])
 def test_each_rollout_reads_the_weights_of_its_time(device, env_id):
     """Those of the module, also if it is trained between rollouts, and those that are passed."""
@@ -75,15 +68,11 @@ def test_each_rollout_reads_the_weights_of_its_time(device, env_id):
     with torch.no_grad():
         for parameter in copies[1].parameters():
             parameter.mul_(-2)
-    policy, state, batches = lowered(module), None, []
-    state = fc.init(env, policy, seed=0)
+    policy, passing = lowered(module), lowered(network(device))
+    state, again = fc.init(env, policy, seed=0), fc.init(env, passing, seed=0)
     for each in (*copies, copies[0]):
         module.load_state_dict(each.state_dict())
         state, batch = fc.rollout(env, policy, state, 20)
-        batches.append(batch)
-    passing = lowered(network(device))
-    again = fc.init(env, passing, seed=0)
-    for each, batch in zip((*copies, copies[0]), batches, strict=True):
         again, other = fc.rollout(env, passing, again, 20, params=dict(each.state_dict()))
         assert_same(batch, other)
         now = fc.evaluate_actions(lowered(each), None, batch, env=env)["action_log_prob"]
@@ -92,8 +81,6 @@ def test_each_rollout_reads_the_weights_of_its_time(device, env_id):
     fc.close(again)
 
 
-@each_device
-@pytest.mark.usefixtures("joining")
 def test_threads_do_not_read_the_weights_of_others(device):
     env, policy = fc.make_env(CARTPOLE, num_envs=4), lowered(network(device))
     many = [{name: scale * each for name, each in policy.module.state_dict().items()} for scale in (-3.0, 1.0, 3.0)]
@@ -109,8 +96,6 @@ def test_threads_do_not_read_the_weights_of_others(device):
                 assert_same(batch, each)
 
 
-@each_device
-@pytest.mark.usefixtures("joining")
 @pytest.mark.parametrize(
     ("env_id", "head"), [(CARTPOLE, fc.heads.categorical), ("CartPole-v1", fc.heads.epsilon_greedy(0.5))]
 )
@@ -127,9 +112,7 @@ def test_weights_act_alike_in_each_form(device, head, env_id):
     fc.close(state)
 
 
-@each_device
-@pytest.mark.usefixtures("joining")
-def test_modules_without_parameters_and_inference_mode(device):
+def test_modules_without_parameters_inference_mode_and_copied_params(device):
     env, policy = fc.make_env(CARTPOLE, num_envs=4), lowered(nn.Softplus())
     with pytest.raises(fc.PolicyError, match="wants"):
         collect(env, policy, 5)
@@ -137,12 +120,6 @@ def test_modules_without_parameters_and_inference_mode(device):
     with torch.inference_mode():
         state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
     fc.rollout(env, policy, state, 5)
-
-
-@each_device
-@pytest.mark.usefixtures("joining")
-def test_params_are_copies(device):
-    env, policy = fc.make_env(CARTPOLE, num_envs=4), lowered(network(device))
     in_jax = fc.lower_policy(policy, env)
     params = in_jax.params
     kept = jax.tree.map(jnp.copy, params)

@@ -1,4 +1,4 @@
-"""Policies lowered from Torch to JAX answer, learn and change as the modules do."""
+"""Modules lowered from Torch to JAX answer, learn and change as in Torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.interop.lowering import lower_module
+from funcollect.interop.lowering.exporting import plain
 from tests.support.lowering.lowered_libraries import LIBRARIES
-from tests.support.lowering.lowered_modules import POLICIES, NatureCNN, mlp
+from tests.support.lowering.lowered_modules import NETWORKS, POLICIES, NatureCNN, Spectral, mlp
+from tests.support.lowering.lowered_numerics import QUANTILES
 from tests.support.lowering.lowering_checks import assert_equal, assert_gradients_equal, jax_inputs, torch_answer
 from tests.support.running import SCALE, in_soak
 
@@ -66,68 +68,82 @@ def test_gradients_equal_torchs(name):
     assert_gradients_equal(module, lowered, inputs(3), rtol=1e-3, atol=10 * tolerance(name))
 
 
-def test_the_public_pair():
-    module = made(lambda: mlp(nn.Tanh))
-    params, apply = fc.lower(module, torch.zeros(1, 5))
-    assert set(params) == {name for name, _ in module.named_parameters()}
-    assert params["0.weight"].shape == (5, 32)
-    assert_equal(module(torch.ones(3, 5)), apply(params, np.ones((3, 5), np.float32)))
-
-
-def test_one_trace_over_many_weight_updates():
-    module = made(lambda: nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)))
-    lowered, x = lower_module(module, torch.zeros(2, 5)), torch.randn(4, 5)
-    traces = []
-
-    @jax.jit
-    def apply(params, x):
-        traces.append(1)
-        return lowered.apply(params, x)
-
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
-    for update in range(100):
-        optimizer.zero_grad()
-        module(x).square().mean().backward()
-        optimizer.step()
-        module[1].running_mean += 0.01
-        if update % 33 == 0:
-            assert_equal(module(x), apply(lowered.prepare(), x.numpy()), rtol=1e-4)
-        else:
-            apply(lowered.prepare(), x.numpy())
-    assert len(traces) == 1
-
-
-def test_under_vmap_scan_and_another_rank():
-    module = made(lambda: mlp(nn.Tanh))
-    lowered, x = lower_module(module, torch.zeros(2, 5)), torch.randn(4, 3, 5)
-    params, wanted = lowered.prepare(), module(x)
-    by_vmap = jax.vmap(jax.vmap(lowered.apply, (None, 0)), (None, 0))(params, x.numpy())
-    by_scan = jax.lax.scan(lambda carry, row: (carry, lowered.apply(params, row)), 0, x.numpy())[1]
-    for got in (by_vmap, by_scan, lowered.apply(params, x.numpy())):
-        assert_equal(wanted, got)
-
-
-def test_other_parameters_and_their_way_back():
-    module, other = made(NatureCNN), made(lambda: NatureCNN(actions=6))
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_of_complex_numbers_linear_algebra_bags_or_grids_equal_torchs(name):
+    module, inputs = made(NETWORKS[name][0]), NETWORKS[name][1]
+    lowered, given = lower_module(module, inputs(3)), inputs(5)
     with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1.1)
-    lowered, x = lower_module(module, torch.zeros(2, 4, 84, 84)), torch.rand(2, 4, 84, 84)
-    for params in (dict(other.named_parameters()), TensorDict.from_module(other), other.state_dict()):
-        prepared = lowered.prepare(params)
-        assert_equal(other(x), lowered.apply(prepared, x.numpy()), atol=1e-4)
-    for name, tensor in lowered.restore(prepared).items():
-        assert torch.equal(tensor, other.state_dict()[name])
+        wanted = torch_answer(module, given)
+    if any(parameter.is_complex() for parameter in module.parameters()):
+        outputs = jax.jit(lowered.apply)(lowered.prepare(), *jax_inputs(given))
+    else:
+        outputs = assert_gradients_equal(module, lowered, given, rtol=1e-3, atol=1e-4)
+    assert_equal(wanted, outputs, rtol=1e-4, atol=1e-4)
 
 
-def test_prepared_parameters_are_copies():
-    module = nn.Linear(3, 2)
-    lowered = lower_module(module, torch.zeros(1, 3))
-    params = lowered.prepare()
-    with torch.no_grad():
-        module.weight.fill_(7)
-        module.bias.fill_(7)
-    assert not any((np.asarray(array) == 7).any() for array in params.values())
+def test_gradients_by_complex_parameters_are_the_conjugates_of_torchs():
+    """JAX's convention: the step downhill is along the conjugate of the gradient."""
+    module, x = made(Spectral), torch.randn(2, 3, 16)
+    params, apply = fc.lower(module, x)
+    module(x).square().sum().backward()
+    gradient = jax.grad(lambda params: (apply(params, x.numpy()) ** 2).sum())(params)["weight"]
+    wanted = module.weight.grad.conj().resolve_conj().numpy()
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-3, atol=1e-3)
+
+
+class Singular(nn.Module):
+    def forward(self, x):
+        info = torch.linalg.inv_ex(x).info, torch.linalg.solve_ex(x, x).info, torch.linalg.lu_factor_ex(x).info
+        return torch.linalg.inv(x), torch.linalg.cholesky_ex(x).info > 0, *info
+
+
+def test_singular_matrices_have_no_finite_inverse():
+    """Torch would raise an error here; `info` reports the failure as in Torch."""
+    x = torch.stack([torch.eye(3), torch.zeros(3, 3), torch.diag(torch.tensor([1.0, 0.0, 2.0]))])
+    params, apply = fc.lower(Singular(), x)
+    inverse, failed, *info = jax.jit(apply)(params, x.numpy())
+    assert np.isfinite(inverse[0]).all()
+    assert not np.isfinite(inverse[1]).any()
+    assert failed.tolist() == [False, True, True]
+    assert [each.tolist() for each in info] == [torch.linalg.inv_ex(x).info.tolist()] * 3
+
+
+class Picks(nn.Module):
+    def forward(self, x):
+        whole = x.median(), x.nanmedian(), x.quantile(0.3), x.nanquantile(0.3)
+        lines = x.median(-1), x.cummax(-1), x.cummin(-1), x.kthvalue(1)
+        return whole, [tuple(each) for each in lines], x.nanmedian(-1).values
+
+
+@pytest.mark.needs("torch>=2.13")  # before, quantiles cannot be exported
+@pytest.mark.parametrize(
+    "rows", [[[2.0]], [[1.0, 1.0, 1.0, 1.0]], [[torch.nan, 2.0, torch.nan]], [[torch.inf, -torch.inf, 0.0, torch.inf]]]
+)
+def test_single_equal_missing_and_infinite_elements(rows):
+    x = torch.tensor(rows)
+    with jax.enable_x64(not QUANTILES):
+        params, apply = fc.lower(Picks(), x)
+        ours = jax.tree.leaves(apply(params, x.numpy()))
+    for place, (one, two) in enumerate(zip(ours, jax.tree.leaves(Picks()(x)), strict=True)):
+        if np.issubdtype(one.dtype, np.floating):
+            np.testing.assert_array_equal(one, two.numpy(), err_msg=str(place))
+
+
+class Empty(nn.Module):
+    def forward(self, x):
+        square = x.new_zeros(2, 0, 0)
+        values = torch.linalg.det(square), torch.linalg.inv(square), torch.linalg.matrix_exp(square), x.median()
+        return *values, torch.linalg.pinv(x), tuple(x.T.cummax(0)), torch.linalg.matrix_rank(x)
+
+
+class Far(nn.Module):
+    """A grid's places on corners and far away."""
+
+    PLACES = ([1e3, -1e3], [-1.0, 1.0], [1.0, -1.0], [0.2, -1.0], [torch.nan, 0.0], [torch.inf, 0.0], [0.0, -torch.inf])
+
+    def forward(self, image, grid):
+        modes = [(mode, padding) for mode in ("bilinear", "nearest", "bicubic") for padding in ("border", "zeros")]
+        return [nn.functional.grid_sample(image, grid, *each, align_corners=False) for each in modes]
 
 
 class Shared(nn.Module):
@@ -143,12 +159,6 @@ class Shared(nn.Module):
         return self.out(self.table(index))
 
 
-def test_a_shared_parameter():
-    module, index = made(Shared), torch.arange(6)
-    lowered = lower_module(module, index)
-    assert_equal(module(index), lowered.apply(lowered.prepare(), np.arange(6, dtype=np.int32)))
-
-
 class BySize(nn.Module):
     """Python branches on the batch size."""
 
@@ -160,12 +170,35 @@ class BySize(nn.Module):
         return x.flip(0) if x.shape[0] > 8 else x - 1
 
 
-def test_a_branch_by_size_is_taken_for_each_size():
-    module = BySize()
-    lowered = lower_module(module, torch.zeros(4, 3))
-    for batch_size in (1, 2, 3, 5, 11, 12, 1):
-        x = torch.randn(batch_size, 3)
-        assert_equal(module(x), lowered.apply({}, x.numpy()))
+class Places(nn.Module):
+    """Structs of Torch, which come out as tuples."""
+
+    def forward(self, x):
+        return {"max": x.max(-1), "others": [x.topk(2), x.sort(-1)]}
+
+
+@pytest.mark.parametrize(
+    ("make", "example", "given"),
+    [
+        (Empty, torch.zeros(0, 4), [torch.zeros(0, 4)]),
+        (
+            Far,
+            (torch.zeros(1, 2, 4, 5), torch.zeros(1, 1, 7, 2)),
+            [(torch.randn(1, 2, 4, 5), torch.tensor([[Far.PLACES]]))],
+        ),
+        (Shared, torch.arange(6), [torch.arange(6)]),
+        (BySize, torch.zeros(4, 3), [torch.randn(size, 3) for size in (1, 2, 3, 5, 11, 12, 1)]),
+        (Places, torch.zeros(2, 4), [torch.randn(3, 4)]),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_small_modules(make, example, given):
+    module = made(make)
+    lowered = lower_module(module, example)
+    for each in given:
+        outputs = lowered.apply(lowered.prepare(), *jax_inputs(each))
+        assert_equal(plain(torch_answer(module, each)), outputs)
+    assert type(outputs) is not dict or type(outputs["max"]) is tuple
 
 
 class Blocked(nn.Module):
@@ -183,36 +216,64 @@ class Blocked(nn.Module):
 
 def test_blocked_gradients_stay_blocked():
     module = made(Blocked)
-    lowered = lower_module(module, torch.zeros(2, 3))
-    assert_gradients_equal(module, lowered, torch.randn(4, 3))
+    assert_gradients_equal(module, lower_module(module, torch.zeros(2, 3)), torch.randn(4, 3))
+
+
+def test_the_public_pair_under_vmap_and_scan_for_another_rank_and_with_copied_parameters():
+    module, x = made(lambda: mlp(nn.Tanh)), torch.randn(4, 3, 5)
+    params, apply = fc.lower(module, torch.zeros(2, 5))
+    assert set(params) == {name for name, _ in module.named_parameters()}
+    assert params["0.weight"].shape == (5, 32)
+    wanted = module(x)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(7)
+    by_vmap = jax.vmap(jax.vmap(apply, (None, 0)), (None, 0))(params, x.numpy())
+    by_scan = jax.lax.scan(lambda carry, row: (carry, apply(params, row)), 0, x.numpy())[1]
+    for got in (by_vmap, by_scan, apply(params, x.numpy())):
+        assert_equal(wanted, got)
+
+
+def test_one_trace_over_many_weight_updates():
+    module = made(lambda: nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)))
+    lowered, x = lower_module(module, torch.zeros(2, 5)), torch.randn(4, 5)
+    apply, optimizer = jax.jit(lowered.apply), torch.optim.Adam(module.parameters(), lr=0.1)
+    for update in range(100):
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+        module[1].running_mean += 0.01
+        outputs = apply(lowered.prepare(), x.numpy())
+        if update % 33 == 0:
+            assert_equal(module(x), outputs, rtol=1e-4)
+    assert apply._cache_size() == 1
+
+
+def test_other_parameters_and_their_way_back():
+    module, other = made(NatureCNN), made(lambda: NatureCNN(actions=6))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    lowered, x = lower_module(module, torch.zeros(2, 4, 84, 84)), torch.rand(2, 4, 84, 84)
+    for params in (dict(other.named_parameters()), TensorDict.from_module(other), other.state_dict()):
+        prepared = lowered.prepare(params)
+        assert_equal(other(x), lowered.apply(prepared, x.numpy()), atol=1e-4)
+    for name, tensor in lowered.restore(prepared).items():
+        assert torch.equal(tensor, other.state_dict()[name])
 
 
 def test_lowering_leaves_torch_as_it_was():
+    def settings():
+        return torch.is_grad_enabled(), torch.backends.mha.get_fastpath_enabled(), torch.get_rng_state().tolist()
+
     module = made(lambda: POLICIES["transformer"][0]().train())
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    flags = [each.training for each in module.modules()]
-    settings = (torch.is_grad_enabled(), torch.backends.mha.get_fastpath_enabled(), torch.get_rng_state().tolist())
+    flags, own = [each.training for each in module.modules()], settings()
     with torch.no_grad():
         lower_module(module, torch.zeros(2, 6, 5))
     assert [each.training for each in module.modules()] == flags
-    assert settings == (
-        torch.is_grad_enabled(), torch.backends.mha.get_fastpath_enabled(), torch.get_rng_state().tolist()
-    )  # fmt: skip
+    assert settings() == own
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
-
-
-class Places(nn.Module):
-    def forward(self, x):
-        return {"max": x.max(-1), "others": [x.topk(2), x.sort(-1)]}
-
-
-def test_structs_of_torch_come_out_as_tuples():
-    params, apply = fc.lower(Places(), torch.zeros(2, 4))
-    x = torch.randn(3, 4)
-    outputs = jax.jit(apply)(params, jax_inputs(x)[0])
-    assert type(outputs["max"]) is tuple
-    for ours, wanted in zip(jax.tree.leaves(outputs), [*x.max(-1), *x.topk(2), *x.sort(-1)], strict=True):
-        assert np.array_equal(ours, wanted)
 
 
 class Wide(nn.Module):

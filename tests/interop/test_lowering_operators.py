@@ -1,12 +1,10 @@
-"""Every rule against Torch: its values, its gradients, random compositions, and the overloads that need none."""
+"""Every rule against Torch: its values, its gradients, compositions of layers, and the overloads that need none."""
 
 from __future__ import annotations
 
 import jax
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from funcollect.interop.bridge import to_jax, to_torch
@@ -17,7 +15,6 @@ from tests.support.lowering.lowered_numerics import TORCH
 from tests.support.lowering.lowered_operators import FAMILIES, Expressions, inputs
 from tests.support.lowering.lowering_checks import assert_equal, assert_gradients_equal, jax_inputs
 from tests.support.lowering.operator_table import PAGE, page
-from tests.support.running import scaled
 
 REACHED = {}
 
@@ -117,59 +114,31 @@ def test_norms_of_nan_and_over_no_axes():
     assert_equal(Norms()(*given), lower_module(Norms(), given).apply({}, *jax_inputs(given)))
 
 
-ACTIVATIONS = [
-    *(nn.ReLU, nn.Tanh, nn.GELU, nn.SiLU, nn.ELU, nn.Softplus),
-    *(nn.Mish, nn.LeakyReLU, nn.Hardswish, nn.Identity),
-]
-VECTOR_LAYERS = [
-    lambda width, new: (nn.Linear(width, new), new),
-    lambda width, new: (nn.LayerNorm(width), width),
-    lambda width, new: (nn.BatchNorm1d(width), width),
-    lambda width, new: (nn.RMSNorm(width), width),
-    lambda width, new: (nn.Dropout(0.3), width),
-    lambda width, new: (nn.Softmax(-1), width),
-    lambda width, new: (nn.Sequential(nn.Unflatten(1, (1, width)), nn.AdaptiveAvgPool1d(new), nn.Flatten()), new),
-]
-IMAGE_LAYERS = [
-    lambda channels, new, kernel, stride: (nn.Conv2d(channels, new, kernel, stride, kernel // 2), new),
-    lambda channels, new, kernel, stride: (nn.ConvTranspose2d(channels, new, kernel, stride), new),
-    lambda channels, new, kernel, stride: (nn.MaxPool2d(kernel, stride, kernel // 2), channels),
-    lambda channels, new, kernel, stride: (nn.AvgPool2d(kernel, 1, kernel // 2), channels),
-    lambda channels, new, kernel, stride: (nn.GroupNorm(1, channels), channels),
-    lambda channels, new, kernel, stride: (nn.BatchNorm2d(channels), channels),
-    lambda channels, new, kernel, stride: (nn.Upsample(scale_factor=stride), channels),
-]
+def composition(kernel, stride):
+    """Layers on images, then on vectors, with activations between them."""
+    images = [
+        *(nn.Conv2d(2, 3, kernel, stride, kernel // 2), nn.ELU(), nn.ConvTranspose2d(3, 4, kernel, stride), nn.GELU()),
+        *(nn.MaxPool2d(kernel, stride, kernel // 2), nn.AvgPool2d(kernel, 1, kernel // 2), nn.GroupNorm(1, 4)),
+        *(nn.BatchNorm2d(4), nn.Mish(), nn.Upsample(scale_factor=stride), nn.AdaptiveAvgPool2d((3, 2)), nn.Flatten()),
+    ]
+    vectors = [
+        *(nn.Linear(24, 8), nn.LayerNorm(8), nn.Tanh(), nn.BatchNorm1d(8), nn.LeakyReLU(), nn.RMSNorm(8), nn.SiLU()),
+        *(nn.Unflatten(1, (1, 8)), nn.AdaptiveAvgPool1d(5), nn.Flatten(), nn.Dropout(0.3), nn.Hardswish()),
+        *(nn.Linear(5, 7), nn.Softplus(), nn.Softmax(-1), nn.Linear(7, 3), nn.ReLU()),
+    ]
+    return nn.Sequential(*images, *vectors)
 
 
-@st.composite
-def networks(draw):
-    """Image layers, then vector layers, each followed by an activation; and a shape of one input."""
-    channels, layers = draw(st.integers(1, 4)), []
-    shape = (channels, draw(st.integers(5, 9)), draw(st.integers(5, 9)))
-    for make in draw(st.lists(st.sampled_from(IMAGE_LAYERS), max_size=3)):
-        layer, channels = make(channels, draw(st.integers(1, 5)), draw(st.integers(2, 3)), draw(st.integers(1, 2)))
-        layers += [layer, draw(st.sampled_from(ACTIVATIONS))()]
-    width = draw(st.integers(1, 3))
-    layers += [nn.AdaptiveAvgPool2d((width, 2)), nn.Flatten()]
-    width *= 2 * channels
-    for make in draw(st.lists(st.sampled_from(VECTOR_LAYERS), min_size=1, max_size=4)):
-        layer, width = make(width, draw(st.integers(1, 9)))
-        layers += [layer, draw(st.sampled_from(ACTIVATIONS))()]
-    return nn.Sequential(*layers), shape
-
-
-@settings(max_examples=scaled(3), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(networks(), st.integers(1, 5), st.integers(0, 2**32 - 1))
-def test_random_compositions(network, batch_size, seed):
-    module, shape = network
-    torch.manual_seed(seed)
+@pytest.mark.parametrize(("kernel", "stride", "shape"), [(2, 1, (5, 9)), (3, 2, (8, 6))])
+def test_compositions_of_layers(kernel, stride, shape):
+    module = composition(kernel, stride).eval()
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
-    module.eval()
-    lowered = lower_module(module, torch.zeros(3, *shape))
-    x = torch.randn(batch_size, *shape)
-    assert_equal(module(x), lowered.apply(lowered.prepare(), x.numpy()), rtol=1e-4, atol=1e-4)
-    assert_gradients_equal(module, lowered, x, rtol=1e-2, atol=1e-3)
+    lowered = lower_module(module, torch.zeros(3, 2, *shape))
+    for batch_size in (1, 4):
+        x = torch.randn(batch_size, 2, *shape)
+        assert_equal(module(x), lowered.apply(lowered.prepare(), x.numpy()), rtol=1e-4, atol=1e-4)
+        assert_gradients_equal(module, lowered, x, rtol=1e-2, atol=1e-3)
 
 
 def test_the_docs_list_what_is_covered():

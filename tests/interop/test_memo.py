@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import gymnasium
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -85,12 +84,7 @@ def test_a_copy_begins_a_memo_of_its_own() -> None:
     for _ in range(100):  # the copy of an unused copy may stand where the first object stood
         owner = copy.copy(owner)
     assert memo_of(owner) == {}
-
-
-def test_a_memo_does_not_keep_its_owner_alive() -> None:
-    owner = Plain()
-    memo_of(owner)
-    seen = weakref.ref(owner)
+    seen = weakref.ref(owner)  # which the memo does not keep alive
     gc.disable()
     try:
         del owner
@@ -120,7 +114,6 @@ def test_a_modified_copy_of_an_environment_runs_its_own_programs() -> None:
 
 @pytest.mark.parametrize("env", [Climb(num_envs=2), fc.make_env("CartPole-v1", num_envs=2)], ids=repr)
 def test_a_modified_copy_of_a_policy_runs_its_own_programs(env: Any) -> None:
-
     class Fixed:
         choice = 0
 
@@ -139,20 +132,13 @@ def test_a_modified_copy_of_a_policy_runs_its_own_programs(env: Any) -> None:
     assert dict(memo_of(cloudpickle.loads(cloudpickle.dumps(policy)))) == {}
 
 
-def test_an_environment_without_a_hash_runs() -> None:
+def test_environments_without_a_hash_run_and_used_ones_can_be_pickled() -> None:
     assert (highest(DataClimb()), highest(DataClimb(height=3.0))) == (2.0, 6.0)
-
-
-def test_an_environment_made_by_its_id_can_be_pickled() -> None:
     env = fc.make_env("CartPole-v1", num_envs=2)
     one, two = (collect(each, fc.random_policy(each), 30) for each in (env, pickle.loads(pickle.dumps(env))))
     assert_same(one, two)
-
-
-def test_a_used_environment_can_be_pickled() -> None:
-    env = Climb(num_envs=2)
-    highest(env)
-    twin = pickle.loads(pickle.dumps(env))
+    used = Climb(num_envs=2)
+    highest(used)
+    twin = pickle.loads(pickle.dumps(used))
     assert "_memo" not in vars(twin) or dict(memo_of(twin)) == {}
     assert highest(twin) == 2.0
-    assert jax.tree.leaves(twin.params) == []

@@ -18,6 +18,7 @@ from benchmarks.gpu.pairs import (
     contestants,
     make_env,
 )
+from tests.support.devices import DEVICES
 
 ENVS = {"jax": GYMNAX_CARTPOLE, "torch": TORCH_CARTPOLE}
 TORCH_OF = {jax_id: torch_id for torch_id, jax_id in TWINS.items()}
@@ -29,10 +30,7 @@ ROUTE_NAMES = [
 each_route = pytest.mark.parametrize(("backend", "name"), ROUTE_NAMES)
 
 
-ON_A_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-
-
-@pytest.fixture(params=[ON_A_GPU] if torch.cuda.is_available() else ["cpu", ON_A_GPU])
+@pytest.fixture(params=DEVICES)
 def device(request):
     """The device of both frameworks; JAX has one default device in a process."""
     return request.param
@@ -44,26 +42,29 @@ def ours(backend, name, device):
     return Ours(ROUTES[backend][name], ENVS[backend], LANES, LENGTH, device)
 
 
-@each_route
-def test_batches_are_on_the_device(device, backend, name):
-    pair = ours(backend, name, device)
-    batch = torch.cat([pair.batch().clone() for _ in range(4)], 1)
-    leaves = dict(batch.items(include_nested=True, leaves_only=True))
-    assert {leaf.device.type for leaf in leaves.values()} == {device}
-    assert batch["next", "done"].any()
-    assert 0 < batch["action"].float().mean() < 1
+def check_on(device, batch):
+    """Every leaf is on the device, and observations follow each other."""
+    assert {leaf.device.type for leaf in batch.values(include_nested=True, leaves_only=True)} == {device}
     goes_on = ~batch["next", "done"][:, :-1, 0]
     assert torch.equal(batch["next", "observation"][:, :-1][goes_on], batch["observation"][:, 1:][goes_on])
 
 
 @each_route
-def test_log_probabilities_are_those_of_the_torch_network(device, backend, name):
-    batch = ours(backend, name, device).batch()
+def test_batches_are_on_the_device_with_the_torch_networks_log_probabilities(device, backend, name):
+    pair = ours(backend, name, device)
+    batch = torch.cat([pair.batch().clone() for _ in range(4)], 1)
+    check_on(device, batch)
+    assert batch["next", "done"].any()
+    assert 0 < batch["action"].float().mean() < 1
     _, policy = ROUTES["torch"]["Torch policy"](TORCH_CARTPOLE, 1, device)
     with torch.no_grad():
         logits = policy.module(batch["observation"].flatten(0, 1)).unflatten(0, batch.batch_size)
     wanted = logits.log_softmax(-1).gather(-1, batch["action"][..., None])[..., 0]
     torch.testing.assert_close(batch["action_log_prob"], wanted, atol=1e-2, rtol=1e-2)  # GPUs round products to TF32
+    with fc.SyncDataCollector(pair.env, pair.policy, frames_per_batch=LANES * LENGTH, seed=0) as collector:
+        batch = next(collector)
+    assert batch.batch_size == (LANES, LENGTH)
+    assert batch["observation"].device.type == device
 
 
 @each_route
@@ -86,9 +87,8 @@ def test_on_a_gpu_actions_and_observations_cross_at_every_step(backend, name):
         assert sum(each["count"] for each in crossings if each["way"] == way) >= LENGTH
 
 
-@pytest.mark.parametrize("name", DTYPES)
-def test_every_dtype_shares_its_memory(device, name):
-    assert dtypes(device, [name]) == {name: {TO_TORCH: True, TO_JAX: True}}
+def test_every_dtype_shares_its_memory(device):
+    assert all(each == {TO_TORCH: True, TO_JAX: True} for each in dtypes(device, DTYPES).values())
 
 
 @pytest.mark.parametrize(("backend", "name"), [each for each in ROUTE_NAMES if str(each.values[1]).startswith("Torch")])
@@ -102,15 +102,6 @@ def test_weights_written_in_place_reach_the_next_rollout_only(device, backend, n
     after = pair.batch()
     assert torch.equal(before["action_log_prob"], kept)
     torch.testing.assert_close(after["action_log_prob"], torch.full_like(kept, 0.5).log())
-
-
-@each_route
-def test_a_collector_takes_the_pair(device, backend, name):
-    pair = ours(backend, name, device)
-    with fc.SyncDataCollector(pair.env, pair.policy, frames_per_batch=LANES * LENGTH, seed=0) as collector:
-        batch = next(collector)
-    assert batch.batch_size == (LANES, LENGTH)
-    assert batch["observation"].device.type == device
 
 
 @pytest.mark.gpu
@@ -135,10 +126,7 @@ def test_random_actions_are_on_the_device_and_those_of_the_cpu(device, env_id):
     state, first = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40)
     _, second = fc.rollout(env, policy, state, 33)
     batch = torch.cat([first.clone(), second.clone()], 1)
-    leaves = batch.values(include_nested=True, leaves_only=True)
-    assert {leaf.device.type for leaf in leaves} == {device}
-    goes_on = ~batch["next", "done"][:, :-1, 0]
-    assert torch.equal(batch["next", "observation"][:, :-1][goes_on], batch["observation"][:, 1:][goes_on])
+    check_on(device, batch)
     twin = make_env(TORCH_OF.get(env_id, env_id), 3, "cpu")
     wanted = fc.rollout(twin, policy, fc.init(twin, policy, seed=0), 73)[1]["action"]
     torch.testing.assert_close(batch["action"].cpu(), wanted)

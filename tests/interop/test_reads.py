@@ -5,52 +5,41 @@ import math
 import pytest
 import torch
 
-from funcollect.interop.reads import complain_if, reads_together
+from funcollect.interop.memory import complain_if, reads_together
 from tests.support.devices import NoReads
 
 NAN, ONE = torch.tensor(math.nan), torch.tensor(1.0)
 
 
-def complaint(text):
+def doubt(number, test, text):
     def complain():
         raise ValueError(text)
 
-    return complain
+    complain_if(number, test, complain)
 
 
 def test_a_number_is_read_at_once():
-    complain_if(ONE, math.isnan, complaint("one"))
+    doubt(ONE, math.isnan, "one")
     with pytest.raises(ValueError, match="nan"):
-        complain_if(NAN, math.isnan, complaint("nan"))
+        doubt(NAN, math.isnan, "nan")
 
 
 def test_numbers_are_read_together_at_the_end_and_the_first_wrong_one_counts():
     with reads_together(), NoReads():
-        for number, test, text in (
-            (ONE, math.isnan, "one"),
-            (torch.tensor(False), bool, "false"),
-            (torch.tensor(2**40), lambda number: number != 2**40, "integer"),
-        ):
-            complain_if(number, test, complaint(text))
+        doubt(ONE, math.isnan, "one")
+        doubt(torch.tensor(False), bool, "false")
+        doubt(torch.tensor(2**40), lambda number: number != 2**40, "integer")
     with pytest.raises(ValueError, match="second"):
         three_doubts()
-    with pytest.raises(ValueError, match="nan"):
-        complain_if(NAN, math.isnan, complaint("nan"))
-
-
-def three_doubts():
-    with reads_together():
-        complain_if(ONE, math.isnan, complaint("first"))
-        complain_if(torch.tensor(True), bool, complaint("second"))
-        complain_if(NAN, math.isnan, complaint("third"))
-
-
-def test_after_an_error_nothing_is_read():
-    with pytest.raises(KeyError):
-        a_doubt_before_an_error()
+    test_a_number_is_read_at_once()  # again
+    with pytest.raises(KeyError):  # after an error nothing is read
+        three_doubts(KeyError)
 
 
 @reads_together()
-def a_doubt_before_an_error():
-    complain_if(NAN, math.isnan, complaint("nan"))
-    raise KeyError
+def three_doubts(error=None):
+    doubt(ONE, math.isnan, "first")
+    doubt(torch.tensor(True), bool, "second")
+    doubt(NAN, math.isnan, "third")
+    if error:
+        raise error

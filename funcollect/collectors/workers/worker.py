@@ -19,7 +19,7 @@ from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.rollout_trajectories import is_limited
 from funcollect.core.saving import Episodes, counts_in
-from funcollect.interop.plain_data import from_data
+from funcollect.files import from_data
 from funcollect.policies.torch_modules.sending import dumps, unpack
 from funcollect.processes.failures import Failure, UnsentResultError, check_sendable, sending
 from funcollect.specs import ActionSpec, Leaf, Space

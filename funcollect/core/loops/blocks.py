@@ -32,9 +32,8 @@ from funcollect.core.traced_step.starts import SPARES, SpareStarts, Traced, afte
 from funcollect.core.traced_step.step import Row, StepConfig
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop import words
-from funcollect.interop.bridge import torch_view
+from funcollect.interop.bridge import opened, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
-from funcollect.interop.joined_tensors import opened
 from funcollect.protocols import BoundParams
 from funcollect.tree import Path
 

@@ -25,7 +25,7 @@ from funcollect.core.state import CollectorState, origin_of
 from funcollect.errors import LoweringError
 from funcollect.interop.cuda_graph import CaptureError, CudaGraph, written
 from funcollect.interop.memo import memo_of
-from funcollect.interop.reads import reads_together
+from funcollect.interop.memory import reads_together
 from funcollect.keys import LaneKeys, Purpose, draw_on_device, torch_generator
 from funcollect.messages import shown
 from funcollect.policies.torch_modules.torch_policy import TorchActor, TorchPolicy

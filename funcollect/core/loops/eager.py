@@ -15,7 +15,7 @@ from torch import Tensor
 from funcollect.core.batch import deliver
 from funcollect.core.request import Request, open_actor
 from funcollect.core.state import CollectorState
-from funcollect.interop.reads import reads_together
+from funcollect.interop.memory import reads_together
 from funcollect.keys import random_words
 from funcollect.processes.life import SIGNS
 from funcollect.protocols import Actor, Columns, Policy

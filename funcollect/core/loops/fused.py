@@ -21,11 +21,10 @@ from funcollect.core.state import CollectorState, all_lanes, origin_of, policy_s
 from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_step, typed, write_row
 from funcollect.core.traced_step.step import Row, make_step_config
 from funcollect.envs.jax_envs.checks import check_unchanged
-from funcollect.interop.bridge import follow_torch, torch_followed, torch_view
+from funcollect.interop.bridge import follow_torch, opened, torch_followed, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
-from funcollect.interop.joined_tensors import opened
 from funcollect.interop.memo import memo_of
-from funcollect.interop.reads import reads_together
+from funcollect.interop.memory import reads_together
 from funcollect.keys import Key
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.torch_in_jax import LoweredPolicy

@@ -26,7 +26,6 @@ from funcollect.protocols import (
     HostEnv,
     Outcome,
     RenewedSimulators,
-    RestartingSimulators,
     Simulators,
     SimulatorsOfLanes,
     SnapshotSimulators,
@@ -88,7 +87,6 @@ class Simulation(LiveSimulators):
         super().__init__(env, env.open() if simulators is None else simulators)
         self._each_episode = env.seeding == "episode"
         self.lanes: list[int] = lanes.tolist()
-        self._restarting = self.simulators if isinstance(self.simulators, RestartingSimulators) else None
         self._announced = False  # whether those know the seeds of the next episodes
         self.calls: list[AppliedCall] = []
         self.changed_in_part = False  # whether a function raised, so that only some lanes' environments have changed
@@ -139,9 +137,9 @@ class Simulation(LiveSimulators):
 
     def announce(self, restarting: bool) -> None:
         """Announce whether, and how, lanes will be restarted to simulators that can use it."""
-        if self._restarting is not None:
+        if self.renewed is not None:
             every, self._announced = range(len(self.lanes)), restarting
-            self._restarting.announce(every, self._next_seeds(every) if restarting else None)
+            self.renewed.announce(every, self._next_seeds(every) if restarting else None)
 
     def restart(self, lanes: Sequence[int]) -> None:
         """Begin the next episode of each of `lanes`.
@@ -154,8 +152,8 @@ class Simulation(LiveSimulators):
         self.simulators.reset(lanes, seeds)
         if self._unseeded:
             self._unseeded.difference_update(lanes)
-        if self._announced and self._restarting is not None:
-            self._restarting.announce(lanes, self._next_seeds(lanes))
+        if self._announced and self.renewed is not None:
+            self.renewed.announce(lanes, self._next_seeds(lanes))
 
     def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Call a function with the environment of each lane, and note that for copies."""

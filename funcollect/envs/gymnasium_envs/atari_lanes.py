@@ -28,7 +28,7 @@ from typing_extensions import override
 from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
 from funcollect.envs.host.host_env import SimulatedEnv, call_of
 from funcollect.errors import ReplayError
-from funcollect.interop.plain_data import from_data, to_data
+from funcollect.files import from_data, to_data
 
 _APART = 128  # calls between two copies: a copy takes as long as one or two steps
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, type, gymnasium.Space)

@@ -1,4 +1,4 @@
-"""Exports a Torch module as a graph of operators by `torch.export`. Operators without a pure function are refused."""
+"""Exports a Torch module as a graph of operators by `torch.export`, and refuses those without a pure function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import optree
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch._decomp import get_decompositions
@@ -23,9 +26,10 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from funcollect.errors import LoweringError
+from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.operators import rules
-from funcollect.interop.lowering.structure import jax_dtype, leaves_of, plain, unlocked
 from funcollect.messages import clipped
+from funcollect.tree import NAMESPACE
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal_functional", "poisson", "exponential", "geometric")
 _OF_DATA = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")  # limits of sizes and numbers
@@ -41,7 +45,42 @@ _MASKS = {
     nn.TransformerDecoder: "tgt_is_causal=",
     nn.TransformerEncoder: "is_causal=",
 }  # these arguments say whether a mask is causal; without them Torch compares it with the causal one
-_FRAME = re.compile(r'File "(.+?)", line (\d+), in (.+)\n\s*(.*)')
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in .+\n\s*(.*)')
+_WIDE = (torch.float64, torch.complex128)
+
+
+def leaves_of(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves, and the treespec that builds a tree of such leaves (`unflatten`)."""
+    leaves, treespec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    return leaves, treespec
+
+
+def plain(tree: Any) -> Any:
+    """The tree with dicts for TensorDicts, and tuples for the structs that Torch's `max`, `topk` and others return."""
+    return _with_nodes(tuple, optree.is_structseq, _with_nodes(lambda node: node.to_dict(), _is_batch, tree))
+
+
+def _is_batch(node: Any) -> bool:
+    return isinstance(node, TensorDictBase)
+
+
+def _with_nodes(function: Callable[[Any], Any], is_node: Callable[[Any], bool], tree: Any) -> Any:
+    """The tree with its outermost nodes for which `is_node` is True replaced by what `function` makes of them."""
+    leaves, treespec = optree.tree_flatten(tree, is_leaf=is_node, namespace=NAMESPACE)
+    return treespec.unflatten(function(leaf) if is_node(leaf) else leaf for leaf in leaves)
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """JAX's dtype for one of Torch; under 32-bit JAX of 32 bits for integers, and a LoweringError for float64."""
+    jax = import_jax()
+    named = jax.numpy.dtype(str(dtype).removeprefix("torch."))
+    held = jax.dtypes.canonicalize_dtype(named)
+    if dtype in _WIDE and held != named:
+        raise LoweringError(
+            f"it computes in {named}, and JAX has 32 bits here and would round: cast the module to float32 with "
+            ".float(), or turn 64 bits on with jax.config.update('jax_enable_x64', True)"
+        )
+    return np.dtype(held)
 
 
 class FlatModule(nn.Module):
@@ -55,8 +94,9 @@ class FlatModule(nn.Module):
         self.module, self._treespec, self._note = module, treespec, note
 
     def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
-        """The leaves of the module's output."""
-        answer = self.module(*unlocked(self._treespec.unflatten(leaves)))
+        """The leaves of the module's output. It may write its outputs into shallow copies of TensorDicts."""
+        given = _with_nodes(lambda node: node.clone(False).unlock_(), _is_batch, self._treespec.unflatten(leaves))
+        answer = self.module(*given)
         if isinstance(self.module, TensorDictModuleBase):
             answer = answer.select(*self.module.out_keys)
         found, treespec = leaves_of(plain(answer))
@@ -65,10 +105,7 @@ class FlatModule(nn.Module):
 
 
 def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
-    """Export the program for inputs like these, decomposed to the covered operators, with sizes open where possible.
-
-    LoweringError for a module that Torch cannot export, or that is not a pure function of covered operators.
-    """
+    """The program for inputs like these, of covered operators, with open sizes; LoweringError if that is impossible."""
     operators = len(torch._C._dispatch_get_all_op_names())  # more once a library is imported that has its own
     table, name = _decompositions(operators), type(flat.module).__name__
     sizes = {"leaves": tuple(map(_open_sizes, leaves))}
@@ -81,9 +118,8 @@ def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
     except Exception as error:
         raise LoweringError(f"{name} cannot be lowered: {_reason(error)}") from error
     _remove_checks(program)
-    _check_writes(name, program)
-    if faults := [fault for node in program.graph.nodes if (fault := _fault(node))]:
-        raise LoweringError(f"{name} cannot be lowered: " + "; ".join(dict.fromkeys(faults)))
+    if faults := dict.fromkeys(_faults(program)):
+        raise LoweringError(f"{name} cannot be lowered: " + "; ".join(faults))
     return program
 
 
@@ -95,10 +131,7 @@ def _open_sizes(leaf: Tensor) -> dict[int, Any]:
 
 @lru_cache(maxsize=1)
 def _decompositions(operators: int) -> dict[Any, Callable[..., Any]]:
-    """Torch's default decompositions and those for resizing images, without those of operators that have a rule.
-
-    Making them takes a sixth of an export, so they are kept until the number of registered operators changes.
-    """
+    """Torch's decompositions, also for resizing images, of operators without a rule; making them takes a while."""
     table = torch.export.default_decompositions()
     table.update(get_decompositions([getattr(torch.ops.aten, name) for name in _RESIZING]))  # type: ignore[no-untyped-call]
     return {target: function for target, function in table.items() if str(target) not in rules()}  # type: ignore[no-untyped-call]
@@ -176,11 +209,9 @@ def _detach_without_grad(exported: ExportedProgram) -> None:
 
 def _is_covered(node: Any) -> bool:
     """Whether a node of an export is what decompositions would leave: no operator that writes, or without a rule."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return False
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return True
-    return str(node.target) in rules() and not node.target._schema.is_mutable
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target) in rules() and not node.target._schema.is_mutable
+    return not isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _remove_checks(program: ExportedProgram) -> None:
@@ -212,31 +243,27 @@ def _is_effect(node: Any) -> bool:
     return node.target is torch.ops.higher_order.with_effects
 
 
-def _check_writes(name: str, program: ExportedProgram) -> None:
-    """Raise LoweringError if the forward writes a buffer, a parameter or an input."""
+def _faults(program: ExportedProgram) -> Iterator[str]:
+    """Why an export cannot be lowered, where that is, and what to do."""
     for spec in program.graph_signature.output_specs:
-        if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT", "TOKEN"):
-            continue  # `_fault` refuses an effect, which has a token
-        what = spec.kind.name.removesuffix("_MUTATION").replace("_", " ").lower()
-        target = (spec.target or "").removeprefix("module.")
-        raise LoweringError(
-            f"{name} cannot be lowered: its forward writes the {what} {target!r}, and a function of parameters "
-            "cannot: call module.eval() first if that is a training statistic, or return the new value as a state"
-        )
-
-
-def _fault(node: Any) -> str | None:
-    """Why a node cannot be lowered, where it is, and what to do; None if it can."""
-    found: tuple[str, str] | None = None
-    if node.op != "call_function":
-        return None
-    if _is_effect(node):
-        found = f"{node.args[1]} has a side effect", ": do that outside of the module"
-    elif isinstance(node.target, torch._ops.OpOverload):
-        found = _refusal(str(node.target), node) or _unlike(str(node.target), node)
-    elif isinstance(node.target, torch._ops.HigherOrderOperator):
-        found = f"there is no rule for {node.target}", ": call it outside of the module, or write it as arrays"
-    return None if found is None else f"{found[0]}, at {place_of(node)}{found[1]}"
+        if spec.kind.name not in ("USER_OUTPUT", "LOSS_OUTPUT", "TOKEN"):  # an effect, which has a token, is below
+            what = spec.kind.name.removesuffix("_MUTATION").replace("_", " ").lower()
+            yield (
+                f"its forward writes the {what} {(spec.target or '').removeprefix('module.')!r}, and a function of "
+                "parameters cannot: call module.eval() first if that is a training statistic, or return the new value "
+                "as a state"
+            )
+            return
+    for node in program.graph.nodes:
+        found = None
+        if isinstance(node.target, torch._ops.OpOverload):
+            found = _refusal(str(node.target), node) or _unlike(str(node.target), node)
+        elif _is_effect(node):
+            found = f"{node.args[1]} has a side effect", ": do that outside of the module"
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            found = f"there is no rule for {node.target}", ": call it outside of the module, or write it as arrays"
+        if found is not None:
+            yield f"{found[0]}, at {place_of(node)}{found[1]}"
 
 
 def _refusal(name: str, node: Any) -> tuple[str, str] | None:
@@ -281,9 +308,8 @@ def _reason(error: Exception) -> str:
         what, mend = f"{first} has an output whose shape depends on data", "use operations of a fixed shape"
     elif "DataDependent" in type(error).__name__ or "data-dependent" in first:
         what, mend = "its control flow depends on data", "choose between values with torch.where instead of branching"
-    frames = traceback.extract_tb(error.__traceback__)
-    found = [(frame.filename, str(frame.lineno), frame.name, frame.line or "") for frame in frames]
-    place = _line([frame for frame in found if "tensordict/nn/" not in frame[0]]) or "an unknown place"
+    frames = [(each.filename, str(each.lineno), each.line or "") for each in traceback.extract_tb(error.__traceback__)]
+    place = _line([frame for frame in frames if "tensordict/nn/" not in frame[0]]) or "an unknown place"
     return f"{what}, at {place}: {mend}"
 
 
@@ -299,15 +325,12 @@ def place_of(node: Any) -> str:
     return ", ".join(filter(None, (module, line))) or "an unknown place"
 
 
-def _line(frames: list[tuple[str, str, str, str]]) -> str:
-    """``file:line: code`` of the innermost frame outside Torch and this folder, or of all if there is no other.
-
-    A frame is its file, line, function and code.
-    """
+def _line(frames: list[tuple[str, str, str]]) -> str:
+    """``file:line: code`` of the innermost frame outside Torch and this folder, or of all if there is no other."""
     theirs = [frame for frame in frames if not frame[0].startswith((_TORCH, _OURS))] or frames
     if not theirs:
         return ""
-    path, line, _, code = theirs[-1]
+    path, line, code = theirs[-1]
     return f"{path}:{line}: {code.strip()}".removesuffix(": ")  # generated code has no source
 
 
@@ -316,6 +339,5 @@ def _unknown_mask(error: BaseException) -> str | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(frame.f_code.co_name == "_detect_is_causal_mask" for frame in frames):
         return None
-    modules = [frame.f_locals.get("self") for frame in frames]
-    named = (words for module in modules for kind, words in _MASKS.items() if isinstance(module, kind))
-    return next(named, None)
+    modules = (frame.f_locals.get("self") for frame in frames)
+    return next((words for module in modules for kind, words in _MASKS.items() if isinstance(module, kind)), None)

@@ -9,7 +9,7 @@ import funcollect as fc
 from funcollect.core.loops import tensor
 from funcollect.core.loops.eager import step_all
 from funcollect.core.request import Request, step_limit
-from funcollect.interop.reads import reads_together
+from funcollect.interop.memory import reads_together
 from tests.support.compare import assert_same
 from tests.support.devices import NoReads
 

@@ -11,18 +11,13 @@ from pathlib import Path
 from funcollect.interop.lowering.operators import FAMILIES, rules
 
 _TITLES = {
-    "elementwise": "Arithmetic, functions of one or two arrays, comparisons, logic, choice, bits",
-    "activation": "Activations and softmax",
-    "complex": "Complex numbers, Fourier transforms",
-    "linear": "Products of matrices and vectors, distances, attention",
-    "matrices": "Factorisations, determinants, matrix functions, inverses, ranks, linear systems",
-    "windows": "Convolutions and pooling",
-    "normalisation": "Normalisation",
-    "recurrent": "Recurrent cells and layers",
-    "reduction": "Reductions, scans, sorting, medians, running extremes, modes",
-    "indexing": "Indexing, gathering, scattering",
-    "sampling": "Images sampled at the points of a grid",
-    "shape": "Shapes, joining, padding, constants, casts",
+    "elementwise": "Arithmetic, functions of one or two arrays, comparisons, logic, choice, bits, complex numbers, "
+    "Fourier transforms, activations, softmax",
+    "linear": "Products of matrices and vectors, distances, attention, factorisations, determinants, matrix functions, "
+    "inverses, ranks, linear systems",
+    "layers": "Convolutions and pooling, recurrent cells and layers, images sampled at the points of a grid",
+    "reduction": "Reductions, scans, sorting, medians, running extremes, modes, norms, normalisation",
+    "shape": "Shapes, joining, padding, constants, casts, indexing, gathering, scattering",
 }  # by the module of `operators`
 PAGE = Path(__file__).parents[3] / "docs" / "concepts" / "lowering.md"
 _BEGIN, _END = "<!-- operators: begin -->\n", "<!-- operators: end -->\n"

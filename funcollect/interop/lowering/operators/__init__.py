@@ -1,8 +1,8 @@
-"""The operators that are covered, by the name ATen gives them.
+"""The operators that are covered, by the name ATen gives them: each module of this folder has a `TABLE` of rules.
 
-Each module of this folder has a `TABLE` of rules. A rule takes the operator's arguments, with JAX arrays for tensors
-and JAX dtypes for Torch's dtypes, and returns what the operator returns. Devices, layouts and memory formats are
-removed before the call. `LoweredProgram.run` casts each result to the dtype that Torch gives it, so a rule need not.
+A rule takes the operator's arguments, with JAX arrays for tensors and JAX dtypes for Torch's dtypes, and returns what
+the operator returns. Devices, layouts and memory formats are removed before the call, and each result is cast to the
+dtype that Torch gives it after it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-# The modules of this folder.
-FAMILIES = (
-    *("elementwise", "activation", "complex", "linear", "matrices", "windows"),
-    *("normalisation", "recurrent", "reduction", "indexing", "sampling", "shape"),
-)
+FAMILIES = ("elementwise", "linear", "layers", "reduction", "shape")  # the modules of this folder
 
 
 class Rule(NamedTuple):
     """How one operator is evaluated."""
 
     evaluate: Callable[..., Any]
-    weights: tuple[
-        int, ...
-    ] = ()  # the positions of arguments that are weights: parameters there are laid out for speed
+    weights: tuple[int, ...] = ()  # the positions of arguments that are weights, for which parameters are laid out
     family: str = ""  # the module of this folder that has the rule
 
 

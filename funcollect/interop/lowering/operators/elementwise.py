@@ -1,14 +1,20 @@
-"""Arithmetic, functions of one or two arrays, comparisons, logic, choice and bits."""
+"""Arithmetic, functions of one or two arrays, comparisons, logic, choice, bits, complex numbers; activations.
+
+Activations have their own rules, although Torch would decompose them: a choice between branches gives NaN gradients
+where the other branch overflows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.operators import Table
+from funcollect.interop.lowering.operators.reduction import by_channel, in_dtype
 
 jax = import_jax()
-jnp, lax, special = jax.numpy, jax.lax, jax.scipy.special
+jnp, lax, nn, special = jax.numpy, jax.lax, jax.nn, jax.scipy.special
 
 _NAMED_ALIKE = """abs acos acosh asin asinh atan atanh bitwise_and.Tensor|Scalar|Scalar_Tensor bitwise_not
     bitwise_or.Tensor|Scalar|Scalar_Tensor bitwise_xor.Tensor|Scalar|Scalar_Tensor ceil copysign.Tensor|Scalar cos cosh
@@ -95,6 +101,56 @@ def lerp(start: Any, end: Any, weight: Any) -> Any:
     return jnp.where(jnp.abs(weight) < 0.5, start + weight * way, end - way * (1 - weight))
 
 
+_FORWARD = ("backward", "ortho", "forward")  # NumPy's names for no factor, 1/sqrt(n), 1/n on a forward transform
+_INVERSE = ("forward", "ortho", "backward")  # and on an inverse one
+
+
+def complex_(real: Any, imaginary: Any) -> Any:
+    return lax.complex(*jnp.broadcast_arrays(real, imaginary))
+
+
+def angle(x: Any) -> Any:
+    if jnp.iscomplexobj(x):
+        return jnp.angle(x)
+    return jnp.where(jnp.isnan(x), x, jnp.where(x < 0, jnp.pi, 0.0))
+
+
+def fft(x: Any, dims: Sequence[int], normalization: int, forward: bool) -> Any:
+    transform, norms = (jnp.fft.fftn, _FORWARD) if forward else (jnp.fft.ifftn, _INVERSE)
+    return transform(x, axes=dims, norm=norms[normalization]) if dims else x
+
+
+def irfft(x: Any, dims: Sequence[int], normalization: int, size: int) -> Any:
+    sizes = [*(x.shape[dim] for dim in dims[:-1]), size]
+    return jnp.fft.irfftn(x, s=sizes, axes=dims, norm=_INVERSE[normalization])
+
+
+def hardtanh(x: Any, low: float = -1.0, high: float = 1.0) -> Any:
+    """The gradient is 0 on a bound."""
+    inside = (x > low) & (x < high)
+    return jnp.where(inside, x, jax.lax.stop_gradient(jnp.clip(x, low, high)))
+
+
+def softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    scaled = x * beta
+    return jnp.where(scaled > threshold, x, nn.softplus(scaled) / beta)
+
+
+def elu(x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
+    below = jnp.where(x > 0, 0.0, x)
+    return jnp.where(x > 0, scale * x, scale * alpha * jnp.expm1(below * input_scale))
+
+
+def leaky_relu(x: Any, slope: Any = 0.01) -> Any:
+    return jnp.where(x > 0, x, slope * x)
+
+
+def rrelu(x: Any, lower: float = 0.125, upper: float = 1 / 3, training: bool = False) -> Any:
+    if training:
+        raise ValueError("it draws random slopes in training mode: call module.eval() first")
+    return leaky_relu(x, (lower + upper) / 2)
+
+
 TABLE: Table = {
     "sgn sign": sign,
     "add.Tensor|Scalar": lambda x, y, alpha=1: x + y if alpha == 1 else _single(x) + _scaled(alpha, y),
@@ -125,4 +181,38 @@ TABLE: Table = {
     "addcdiv": lambda x, one, two, value=1: _single(x) + value * (_single(one) / _single(two)),
     "clamp_max.default|Tensor": lambda x, high: clamp(x, None, high),
     "detach": lax.stop_gradient,
+    "complex": complex_,
+    "angle": angle,
+    "_fft_c2c": fft,
+    "_fft_r2c": lambda x, dims, norm, half: (jnp.fft.rfftn if half else jnp.fft.fftn)(
+        x, axes=dims, norm=_FORWARD[norm]
+    ),
+    "_fft_c2r": irfft,
+    "view_as_complex": lambda x: lax.complex(x[..., 0], x[..., 1]),
+    "view_as_real": lambda x: jnp.stack([x.real, x.imag], -1),
+    "polar": lambda size, angle: complex_(size * jnp.cos(angle), size * jnp.sin(angle)),
+    "_conj _conj_physical": jnp.conj,
+    "_neg_view": jnp.negative,
+    "fft_fftfreq": jnp.fft.fftfreq,
+    "fft_rfftfreq": jnp.fft.rfftfreq,
+    "hardtanh": hardtanh,
+    "softplus": softplus,
+    "elu": elu,
+    "leaky_relu": leaky_relu,
+    "rrelu": rrelu,
+    "relu": nn.relu,
+    "relu6": lambda x: hardtanh(x, 0.0, 6.0),
+    "gelu": lambda x, approximate="none": nn.gelu(x, approximate == "tanh"),
+    "silu": nn.silu,
+    "mish": lambda x: x * jnp.tanh(nn.softplus(x)),
+    "log_sigmoid": nn.log_sigmoid,
+    "selu": lambda x: elu(x, 1.6732632423543772, 1.0507009873554805),
+    "celu": lambda x, alpha=1.0: elu(x, alpha, 1.0, 1.0 / alpha),
+    "prelu": lambda x, weight: leaky_relu(x, by_channel(weight, x) if weight.size > 1 else weight),
+    "hardsigmoid": lambda x: hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
+    "hardswish": lambda x: x * (hardtanh(x + 3.0, 0.0, 6.0) / 6.0),
+    "threshold": lambda x, limit, value: jnp.where(x > limit, x, value),
+    "glu": nn.glu,
+    "softmax.int": lambda x, dim, dtype=None: nn.softmax(in_dtype(x, dtype), dim),
+    "log_softmax.int": lambda x, dim, dtype=None: nn.log_softmax(in_dtype(x, dtype), dim),
 }
