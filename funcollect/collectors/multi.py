@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from typing_extensions import override
-
 from funcollect.arguments import check_flags
-from funcollect.collectors.keywords import collector
-from funcollect.collectors.options import LocalOptions, options_of
+from funcollect.collectors.options import LocalOptions, collector, options_of
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.jobs import (
@@ -37,8 +34,6 @@ class ProcessCollector(WorkerCollector, LocalOptions):
     in_process: bool = False
     """run the workers in this process, one after another, for a debugger."""
 
-    _eager = False  # whether workers take new weights before the rollouts that they were sent earlier
-
     def _start(self, frames: Sequence[int], join: Join | None = None, *, prefetch: bool = False) -> None:
         """Check the keywords, and start a worker for each entry of `frames`: the frames of its rollouts."""
         check_flags(in_process=self.in_process)
@@ -59,8 +54,8 @@ class ProcessCollector(WorkerCollector, LocalOptions):
         else:
             from funcollect.collectors.workers.slots import over_processes  # which needs Linux or macOS
 
-            wanted = want_accelerators(jobs)
-            means = over_processes(len(jobs), num_threads=self.num_threads, accelerators=wanted, eager=self._eager)
+            wanted = want_accelerators(jobs)  # without `join`, workers take new weights before rollouts sent earlier
+            means = over_processes(len(jobs), num_threads=self.num_threads, accelerators=wanted, eager=join is None)
         self._launch(jobs, means, join, prefetch=prefetch)
 
 
@@ -72,10 +67,9 @@ class MultiSyncDataCollector(ProcessCollector):
     Rows follow the lanes: worker ``w`` of ``W`` with ``P`` environments owns the lanes ``w * P`` to ``w * P + P - 1``.
 
     Workers are processes, which start when the collector is constructed. They run one thread each and JAX on the CPU,
-    unless the keywords say otherwise. A worker that dies, raises, or is silent for
-    `timeout` seconds ends the run with `WorkerError`, or is replaced with ``on_failure="restart"``. Batches lie in
-    shared memory, which is reused once no view of a batch is alive; a reader that keeps every batch gets copies after
-    the first few.
+    unless the keywords say otherwise. A worker that dies, raises, or is silent for `timeout` seconds ends the run with
+    `WorkerError`, or is replaced with ``on_failure="restart"``. Batches lie in shared memory, which is reused once no
+    view of a batch is alive; a reader that keeps every batch gets copies after the first few.
 
     >>> import funcollect as fc
     >>> collector = MultiSyncDataCollector(
@@ -97,7 +91,6 @@ class MultiSyncDataCollector(ProcessCollector):
     begins when it is requested, with the weights of that moment."""
 
     def __post_init__(self) -> None:
-        """Check the keywords and start the workers."""
         if self.cat_results not in get_args(Join) or isinstance(self.cat_results, bool):
             raise ValueError(f"cat_results is {self.cat_results!r}, expected 'stack', 0 or -1: pass one of them")
         check_flags(prefetch=self.prefetch)
@@ -105,11 +98,6 @@ class MultiSyncDataCollector(ProcessCollector):
         if listed(self.frames_per_batch) is not None:
             self._fill(_given={"frames_per_batch": self.frames_per_batch}, frames_per_batch=sum(frames))
         self._start(frames, self.cat_results, prefetch=self.prefetch)
-
-    @property
-    @override
-    def frames_of_batch(self) -> int:
-        return sum(self.run.frames)
 
 
 @collector
@@ -133,23 +121,12 @@ class MultiaSyncDataCollector(ProcessCollector):
     frames_per_batch: int
     """frames in a batch, which is one worker's rollout, rounded up to a whole step of its lanes."""
 
-    _eager = True
+    _in_one_order = False
 
     def __post_init__(self) -> None:
-        """Check the keywords and start the workers."""
         if listed(frames := self.frames_per_batch) is not None:
             raise TypeError(f"frames_per_batch is {shown(frames)}, expected an int: that of each rollout")
         self._start([frames] * number_of_workers(self.create_env_fn, self.num_workers))
-
-    @property
-    @override
-    def frames_of_batch(self) -> int:
-        return self.run.frames[0]
-
-    @property
-    @override
-    def _in_one_order(self) -> bool:
-        return False
 
 
 # Their names in TorchRL since 0.14.

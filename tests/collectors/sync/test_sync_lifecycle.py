@@ -118,17 +118,6 @@ def test_a_collector_that_is_dropped_closes_its_simulators() -> None:
     assert batch["observation"].shape == (2, 5, 1)
 
 
-def test_a_collector_leaves_every_global_generator_as_it_was() -> None:
-    policy = fc.torch_policy(lambda x: torch.randint(2, (len(x),)))
-    before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    with make(policy=policy) as collector:
-        next(collector)
-        collector.set_seed(3)
-        next(collector)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert (np.random.get_state()[1] == before[1]).all()
-
-
 IMPORTS = """
 import sys, funcollect
 print(sorted({name.split(".")[0] for name in sys.modules} & {"jax", "ray", "torchrl", "matplotlib", "tqdm"}))
