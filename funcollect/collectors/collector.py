@@ -69,7 +69,7 @@ class CollectorBase(RunOptions, InUse, ABC):
     _closed = False
     _batches, _seconds = 0, 0.0  # delivered, and spent on them
     _lends = False  # whether the memory of a batch is reused once no view of it is alive
-    _in_one_order = True  # whether trajectories of all batches are; else there is an order for the lanes of each batch
+    _in_one_order = True  # whether all trajectories are; else those of each worker have an order of their own
     _given: ClassVar[Mapping[str, Any]] = {}  # the keywords that were given otherwise than they are in use
     _elsewhere: ClassVar[Mapping[str, str]] = {
         "backend": "the class decides it: SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector or "

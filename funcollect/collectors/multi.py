@@ -8,18 +8,9 @@ from typing import get_args
 from funcollect.arguments import check_flags
 from funcollect.collectors.options import LocalOptions, collector, options_of
 from funcollect.collectors.worker_collector import WorkerCollector
+from funcollect.collectors.workers import jobs
 from funcollect.collectors.workers.batch_layout import Join
-from funcollect.collectors.workers.jobs import (
-    DEVICES,
-    columns_of,
-    common,
-    job_of,
-    listed,
-    number_of_workers,
-    rows,
-    shares,
-    want_accelerators,
-)
+from funcollect.collectors.workers.jobs import listed
 from funcollect.collectors.workers.run import in_this_process
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
@@ -42,21 +33,22 @@ class ProcessCollector(WorkerCollector, LocalOptions):
                 f"storing_device is {self.storing_device!r}, expected one device, on which a batch of several workers "
                 "lies: pass one; RayCollector takes a list"
             )
-        self._check(options_of(self, **{name: common(getattr(self, name)) for name in DEVICES}))
+        self._check(options_of(self, **{name: jobs.common(getattr(self, name)) for name in jobs.DEVICES}))
         self.num_workers, seed = len(frames), seed_of(key_from_seed(self.seed))
         self._fill(storing_device=self.options.storing_device, seed=seed)
-        jobs = [
-            job_of(row, policy=self.policy, seed=seed, shard=self.shard.within(worker, len(frames)))
-            for worker, row in enumerate(rows(len(frames), columns_of(self) | {"frames_per_batch": frames}))
+        table = jobs.rows(len(frames), jobs.columns_of(self) | {"frames_per_batch": frames})
+        made = [
+            jobs.job_of(row, policy=self.policy, seed=seed, shard=self.shard.within(worker, len(frames)))
+            for worker, row in enumerate(table)
         ]
         if self.in_process:
             means = in_this_process()
         else:
             from funcollect.collectors.workers.slots import over_processes  # which needs Linux or macOS
 
-            wanted = want_accelerators(jobs)  # without `join`, workers take new weights before rollouts sent earlier
-            means = over_processes(len(jobs), num_threads=self.num_threads, accelerators=wanted, eager=join is None)
-        self._launch(jobs, means, join, prefetch=prefetch)
+            wanted = jobs.want_accelerators(made)  # without `join`, they take new weights before rollouts sent earlier
+            means = over_processes(len(made), num_threads=self.num_threads, accelerators=wanted, eager=join is None)
+        self._launch(made, means, join, prefetch=prefetch)
 
 
 @collector
@@ -94,7 +86,8 @@ class MultiSyncDataCollector(ProcessCollector):
         if self.cat_results not in get_args(Join) or isinstance(self.cat_results, bool):
             raise ValueError(f"cat_results is {self.cat_results!r}, expected 'stack', 0 or -1: pass one of them")
         check_flags(prefetch=self.prefetch)
-        frames = shares(self.frames_per_batch, number_of_workers(self.create_env_fn, self.num_workers))
+        count = jobs.number_of_workers(self.create_env_fn, self.num_workers)
+        frames = jobs.shares(self.frames_per_batch, count)
         if listed(self.frames_per_batch) is not None:
             self._fill(_given={"frames_per_batch": self.frames_per_batch}, frames_per_batch=sum(frames))
         self._start(frames, self.cat_results, prefetch=self.prefetch)
@@ -126,7 +119,7 @@ class MultiaSyncDataCollector(ProcessCollector):
     def __post_init__(self) -> None:
         if listed(frames := self.frames_per_batch) is not None:
             raise TypeError(f"frames_per_batch is {shown(frames)}, expected an int: that of each rollout")
-        self._start([frames] * number_of_workers(self.create_env_fn, self.num_workers))
+        self._start([frames] * jobs.number_of_workers(self.create_env_fn, self.num_workers))
 
 
 # Their names in TorchRL since 0.14.

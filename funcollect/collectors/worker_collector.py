@@ -94,22 +94,18 @@ class WorkerCollector(CollectorBase, FillsBuffer):
         self._check_statistics()
 
     def _launch(
-        self,
-        jobs: Sequence[Job],
-        means: Means,
-        join: Join | None,
-        *,
-        prefetch: bool,
-        grace: float = 0.0,  # seconds, added to the timeouts
-        stacklevel: int = 6,  # for warnings: the user's call of the constructor is so many frames above
+        self, jobs: Sequence[Job], means: Means, join: Join | None, *, prefetch: bool, grace: float = 0.0, level: int = 6
     ) -> None:
-        """Start the workers; `WorkerRun` describes `join`."""
+        """Start the workers; `WorkerRun` describes `join`.
+
+        `grace` is added to the timeouts, in seconds. The user's call of the constructor is `level` frames above.
+        """
         failure_policy = FailurePolicy(self.timeout + grace, self.start_timeout + grace, self.on_failure)
         self.run = WorkerRun(jobs, means, failure_policy, self.policy, join, prefetch=prefetch)
         self._finalizer = weakref.finalize(self, self.run.end)
         info = self.run.info
         if info.warning:
-            warnings.warn(info.warning, stacklevel=stacklevel)
+            warnings.warn(info.warning, stacklevel=level)
         if is_policy(self.policy):
             remember_spaces(self.policy, info.space, info.leaves, info.action)
         if self.trajs_per_batch is not None:
@@ -275,8 +271,7 @@ class WorkerCollector(CollectorBase, FillsBuffer):
         - ``copies``, the batches delivered as copies.
         """
         counts, run = super().stats(), self.run
-        return {
-            **counts,
+        return counts | {
             "reader_waited": run.waited,
             "workers_waited": run.idle,
             "policy_lag": counts["policy_version"] - run.gathering.version if self._batches else 0,

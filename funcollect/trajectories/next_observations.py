@@ -12,8 +12,6 @@ from funcollect.trajectories.final_observations import FinalObservations, detach
 from funcollect.trajectories.split import ASSIGNABLE, MASK, STEP, TRAJECTORY_IDS, check_batch, optional, require
 from funcollect.tree import Path
 
-__all__ = ["next_observations"]
-
 
 def compact(batch: TensorDictBase, paths: Sequence[Path]) -> FinalObservations:
     """Remove the next observations from an unlocked batch, and return those that no following frame has."""

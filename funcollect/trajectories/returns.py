@@ -32,8 +32,6 @@ from funcollect.trajectories.split import (
 from funcollect.trajectories.stats import CountedFrames, counted_frames
 from funcollect.tree import flatten
 
-__all__ = ["MultiStep", "RewardScaling", "gae", "scale_rewards"]
-
 _NEEDED = {"reward": ("next", "reward"), "terminated": ("next", "terminated"), "done": ("next", "done")}
 _EPISODE = ("collector", "episode")  # traced rollouts have these numbers per lane instead of ids
 _OPTIONAL = {"traj_ids": TRAJECTORY_IDS, "mask": MASK, "repeated": ("done",)}

@@ -16,8 +16,6 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.trajectories.final_observations import attach, detach
 from funcollect.tree import Path, as_path, time_last
 
-__all__ = ["split_trajectories"]
-
 MASK = ("collector", "mask")
 IS_FIRST = ("collector", "is_first")  # True where a slice of a buffer begins
 TRAJECTORY_IDS = ("collector", "traj_ids")

@@ -27,8 +27,6 @@ from funcollect.trajectories.split import (
 )
 from funcollect.tree import Path
 
-__all__ = ["EpisodeStats", "OpenReturn", "episode_stats"]
-
 _PER_EPISODE = ("returns", "lengths", "traj_ids", "lanes", "terminated")
 
 

@@ -15,8 +15,6 @@ from funcollect.trajectories.final_observations import FinalObservations, attach
 from funcollect.trajectories.split import LANE, STEP, TRAJECTORY_IDS, check_batch, require
 from funcollect.tree import flatten, to_batch
 
-__all__ = ["PendingTrajectories"]
-
 TrajectoryFormat = Literal["cat", "padded"]
 
 _Table = npt.NDArray[Any]  # structured
