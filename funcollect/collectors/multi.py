@@ -48,7 +48,7 @@ class ProcessCollector(WorkerCollector, LocalOptions):
 
             wanted = jobs.want_accelerators(made)  # without `join`, they take new weights before rollouts sent earlier
             means = over_processes(len(made), num_threads=self.num_threads, accelerators=wanted, eager=join is None)
-        self._launch(made, means, join, prefetch=prefetch)
+        self._launch(made, means, join, prefetch=prefetch, level=6)
 
 
 @collector

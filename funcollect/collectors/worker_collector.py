@@ -94,7 +94,7 @@ class WorkerCollector(CollectorBase, FillsBuffer):
         self._check_statistics()
 
     def _launch(
-        self, jobs: Sequence[Job], means: Means, join: Join | None, *, prefetch: bool, grace: float = 0.0, level: int = 6
+        self, jobs: Sequence[Job], means: Means, join: Join | None, *, prefetch: bool, level: int, grace: float = 0.0
     ) -> None:
         """Start the workers; `WorkerRun` describes `join`.
 
