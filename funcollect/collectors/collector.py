@@ -332,8 +332,8 @@ class CollectorBase(RunOptions, InUse, ABC):
         if self.update_statistics and not isinstance(self.policy, Normalized):
             raise TypeError(
                 f"update_statistics is True, but the policy is {type(self.policy).__name__}, which has no statistics "
-                "to update: pass the result of funcollect.normalized(policy, stats) as policy, which collectors lower "
-                "by themselves; for members of a population, call funcollect.running_statistics.update"
+                "to update: pass the result of funcollect.normalized(policy, stats) as policy, without lower_policy or "
+                "policy_factory; for members of a population, call funcollect.running_statistics.update"
             )
 
     def _add_to_statistics(self, moments: RunningStatistics) -> None:

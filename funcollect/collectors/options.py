@@ -133,8 +133,8 @@ def _meanings(module: str) -> dict[str, dict[str, str]]:
     except (OSError, TypeError):
         return {}
     found: dict[str, dict[str, str]] = {}
-    for each in ast.parse(source).body:
-        for pair in pairwise(each.body) if isinstance(each, ast.ClassDef) else ():
+    for each in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
+        for pair in pairwise(each.body):
             match pair:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     found.setdefault(each.name, {})[name] = inspect.cleandoc(text)
