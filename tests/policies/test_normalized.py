@@ -272,7 +272,7 @@ def test_bad_arguments_are_refused():
             fc.make_env("CartPole-v1", num_envs=2), members, frames_per_batch=4, update_statistics=True
         )
     env, policy = fc.make_env("gymnax/CartPole-v1", num_envs=2), fc.normalized(torch_policy(), some_stats())
-    with refused(TypeError, ("the policy is LoweredPolicy", "normalized(policy, stats) as policy, without lower_policy")):
+    with refused(TypeError, ("the policy is LoweredPolicy", "normalized(policy, stats)", "without lower_policy")):
         fc.SyncDataCollector(env, fc.lower_policy(policy, env), frames_per_batch=4, update_statistics=True)
     with refused(TypeError, ("policy is None", "normalized(policy, stats) as policy", "policy_factory")):
         fc.MultiSyncDataCollector(
