@@ -101,7 +101,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.trajectories.next_observations import next_observations as next_observations
     from funcollect.trajectories.returns import MultiStep as MultiStep
     from funcollect.trajectories.returns import gae as gae
-    from funcollect.trajectories.reward_scaling import scale_rewards as scale_rewards
+    from funcollect.trajectories.returns import scale_rewards as scale_rewards
     from funcollect.trajectories.split import split_trajectories as split_trajectories
     from funcollect.trajectories.stats import EpisodeStats as EpisodeStats
     from funcollect.trajectories.stats import episode_stats as episode_stats

@@ -1,17 +1,14 @@
 """Running mean and variance of observations, as pure functions over a pytree, in Torch and in JAX.
 
-Each update merges the moments of one batch into those before it (Chan et al., 1979), so that the result does not depend
-on how data are cut into batches, except for rounding. In Torch the moments are float64; in JAX they have JAX's default
+Each update merges the moments of one batch into those before it (Chan et al., 1979), so the result does not depend on
+how data are cut into batches, except for rounding. In Torch the moments are float64; in JAX they have JAX's default
 precision. Counts are exact integers of 64 bits in both.
 
 >>> import funcollect as fc
 >>> env = fc.make_env("CartPole-v1", num_envs=4)
 >>> policy = fc.random_policy(env)
->>> stats = fc.running_statistics.init(env.observation_space)
 >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 100)
->>> stats = fc.running_statistics.update(stats, batch)
->>> int(stats.count)
-400
+>>> stats = fc.running_statistics.update(fc.running_statistics.init(env.observation_space), batch)
 >>> fc.running_statistics.normalize(stats, batch["observation"], clip=5.0).shape
 torch.Size([4, 100, 4])
 """
@@ -45,20 +42,14 @@ EPSILON = 1e-8  # added to variances, as Stable-Baselines3 does
 class RunningStatistics(NamedTuple):
     """Moments of the observations so far; a pytree in optree and in JAX.
 
-    Attributes:
-        count: how many observations: int64 [], or over JAX uint32 [2], low word first.
-        mean: by the observation's key, its parts joined by dots: [*shape] float64, or float32 over JAX.
-        variance: in the same layout; 1 before the first update.
-
     >>> import gymnasium, torch
-    >>> stats = update(init(gymnasium.spaces.Box(-9, 9, (1,))), {"observation": torch.tensor([[1.0], [3.0]])})
-    >>> int(stats.count), stats.mean["observation"].tolist(), stats.variance["observation"].tolist()
-    (2, [2.0], [1.0])
+    >>> int(update(init(gymnasium.spaces.Box(-9, 9, (1,))), torch.tensor([[1.0], [3.0]])).count)
+    2
     """
 
-    count: Any
-    mean: dict[str, Any]
-    variance: dict[str, Any]
+    count: Any  # of observations: int64 [], or over JAX uint32 [2], low word first
+    mean: dict[str, Any]  # by the observation's key, its parts joined by dots: [*shape] float64, or float32 over JAX
+    variance: dict[str, Any]  # in the same layout; 1 before the first update
 
 
 def init(space: Space, *, backend: Literal["torch", "jax"] = "torch") -> RunningStatistics:
@@ -69,8 +60,7 @@ def init(space: Space, *, backend: Literal["torch", "jax"] = "torch") -> Running
         backend: whether the arrays are of Torch or of JAX.
 
     Raises:
-        TypeError: for another space, or one without floats.
-        ValueError: for keys that a batch cannot have.
+        TypeError, ValueError: for another space, one without floats, or keys that a batch cannot have.
 
     >>> import gymnasium
     >>> init(gymnasium.spaces.Box(-1, 1, (2,))).mean
@@ -91,11 +81,6 @@ def start(shapes: Mapping[str, tuple[int, ...]], backend: str) -> RunningStatist
     return RunningStatistics(xp.count(0), mean, variance)
 
 
-def none_like(stats: RunningStatistics) -> RunningStatistics:
-    """Statistics of no observation, with the leaves of these."""
-    return start({name: tuple(mean.shape) for name, mean in stats.mean.items()}, _arrays_of(stats).name.lower())
-
-
 def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> RunningStatistics:
     """Statistics that also count the observations of a batch.
 
@@ -111,11 +96,15 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
         ValueError: for observations or weights of another shape, and for observations that are not finite.
 
     >>> import gymnasium, torch
-    >>> stats = init(gymnasium.spaces.Box(-1, 1, (1,)))
-    >>> stats = update(stats, torch.tensor([[1.0], [3.0]]))
+    >>> stats = update(init(gymnasium.spaces.Box(-1, 1, (1,))), torch.tensor([[1.0], [3.0]]))
     >>> stats.mean["observation"], stats.variance["observation"]
     (tensor([2.], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
+    return merge(stats, moments_of(batch, stats, weights))
+
+
+def moments_of(batch: Any, stats: RunningStatistics, weights: Any = None) -> RunningStatistics:
+    """The statistics of a batch alone, with the leaves of others; raises as `update` does."""
     _check("stats", stats)
     first, several = next(iter(stats.mean)), isinstance(batch, (TensorDictBase, Mapping, tuple))
     values = _by_name(batch) if several else {first: batch}
@@ -136,7 +125,7 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
                 f"{name!r} has NaN or infinite numbers, which would stay in the statistics, expected finite ones: "
                 "correct the environment, or exclude these frames with weights="
             )
-    return merge(stats, made)
+    return made
 
 
 def _check(name: str, stats: Any) -> None:
@@ -144,15 +133,12 @@ def _check(name: str, stats: Any) -> None:
 
 
 def _counting(batch: Any, dims: int) -> Any:
-    """Which frames of a batch with so many dimensions count: neither padding nor repeated ones; None for all.
-
-    In a dict of JAX arrays, flags have no last dimension of size 1.
-    """
+    """Which frames of a batch with so many dimensions count: neither padding nor repeated ones; None for all."""
     flat = flatten(batch)
     done, mask = flat.get(("done",)), flat.get(("collector", "mask"))
     if done is None:
         return mask
-    live = ~(done if done.ndim == dims else done[..., 0])
+    live = ~(done if done.ndim == dims else done[..., 0])  # flags of JAX arrays have no last dimension of size 1
     return live if mask is None else live & mask
 
 
@@ -249,8 +235,7 @@ def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics
     """The statistics of the observations of both, such as those of two workers, on the device of the first.
 
     Raises:
-        TypeError: if one is of Torch and the other of JAX.
-        ValueError: if their keys differ.
+        TypeError, ValueError: if one is of Torch and the other of JAX, or their keys differ.
 
     >>> import gymnasium, torch
     >>> empty = init(gymnasium.spaces.Box(-1, 1, (1,)))
@@ -259,7 +244,6 @@ def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics
     (4, tensor([0.5000], dtype=torch.float64))
     """
     _check("one", one)
-    _check("other", other)
     check_alike(one, other)
     xp = _arrays_of(one)
     other = moved(other, one.count.device) if xp is _TORCH else other
@@ -275,27 +259,25 @@ def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics
 
 def check_alike(one: RunningStatistics, other: Any) -> None:
     """Raise TypeError for other statistics in another framework, and ValueError for other keys or shapes."""
-    _check("the other", other)
+    _check("other", other)
     first, second = (_arrays_of(stats).name for stats in (one, other))
     if first != second:
         raise TypeError(
             f"the statistics are of {first} and of {second}, expected one framework: start both with the same backend, "
             f"running_statistics.init(space, backend={first.lower()!r})"
         )
-    shapes = [{name: tuple(np.shape(each)) for name, each in sorted(stats.mean.items())} for stats in (one, other)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"the statistics have the keys and shapes {shapes[0]} and {shapes[1]}, expected the same: pass those"
-        )
+    own, got = ({name: tuple(np.shape(each)) for name, each in sorted(stats.mean.items())} for stats in (one, other))
+    if own != got:
+        raise ValueError(f"the statistics have the keys and shapes {own} and {got}, expected the same: pass those")
 
 
 def normalize(stats: RunningStatistics, observation: Any, *, clip: float | None = None) -> Any:
     """The observation with mean 0 and variance 1, in its own dtype: ``(x - mean) / sqrt(variance + 1e-8)``.
 
-    Integers are normalised in the dtype of the statistics.
+    Integers are normalised in the dtype of the statistics, which are not updated.
 
     Args:
-        stats: the statistics; as they are, nothing is updated.
+        stats: the statistics.
         observation: an array [..., *shape] of NumPy, Torch or JAX, whichever has the statistics; a dict or tuple of
             arrays; or a batch, whose observations before and after each step are normalised (the latter under
             ``next``). Other keys stay as they are.
@@ -310,7 +292,6 @@ def normalize(stats: RunningStatistics, observation: Any, *, clip: float | None 
     >>> normalize(stats, torch.tensor([[3.0]]))
     tensor([[1.]])
     """
-    _check("stats", stats)
     if clip is not None:
         check_number("clip", clip, positive=True, example=10.0)
 
@@ -329,39 +310,12 @@ def denormalize(stats: RunningStatistics, observation: Any) -> Any:
     >>> denormalize(stats, torch.tensor([[1.0]]))
     tensor([[3.]])
     """
-    _check("stats", stats)
     return _applied(stats, observation, lambda value, mean, deviation: value * deviation + mean)
-
-
-def _like(moment: Any, value: Any) -> Any:
-    """A moment in the framework of an observation, and in its dtype if that is one of floats."""
-    if isinstance(value, Tensor):
-        own = moment if isinstance(moment, Tensor) else torch.from_numpy(np.array(moment))
-        return own.to(value) if value.is_floating_point() else own.to(value.device)
-    if isinstance(moment, Tensor):
-        moment = moment.numpy(force=True)
-    elif isinstance(value, np.ndarray) and not isinstance(moment, import_jax().core.Tracer):
-        moment = np.asarray(moment)
-    floats = np.issubdtype(value.dtype, np.floating) or value.dtype.name in ("bfloat16", "float16")
-    return moment.astype(value.dtype) if floats else moment
-
-
-def _applied_to(stats: RunningStatistics, function: Callable[[Any, Any, Any], Any], name: str, value: Any) -> Any:
-    name = name.removeprefix("next.")
-    if name not in stats.mean:
-        return value
-    value = value if hasattr(value, "dtype") else np.asarray(value)
-    own = tuple(stats.mean[name].shape)
-    if tuple(value.shape[value.ndim - len(own) :]) != own:
-        raise ValueError(
-            f"{name!r} is {list(value.shape)}, expected [..., *{list(own)}]: pass values of the space's shape"
-        )
-    deviation = (stats.variance[name] + EPSILON) ** 0.5
-    return function(value, *(ranked(_like(each, value), value) for each in (stats.mean[name], deviation)))
 
 
 def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any, Any, Any], Any]) -> Any:
     """The result of a function of (value, mean, deviation) for each leaf that has statistics."""
+    _check("stats", stats)
     leaf = partial(_applied_to, stats, function)
     if not isinstance(observation, (TensorDictBase, Mapping, tuple)):
         if len(stats.mean) > 1:
@@ -381,3 +335,30 @@ def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any
         if (name := ".".join(path)).removeprefix("next.") in stats.mean:
             result.set(key_of(path), leaf(name, value))
     return result
+
+
+def _applied_to(stats: RunningStatistics, function: Callable[[Any, Any, Any], Any], name: str, value: Any) -> Any:
+    name = name.removeprefix("next.")
+    if name not in stats.mean:
+        return value
+    value = value if hasattr(value, "dtype") else np.asarray(value)
+    own = tuple(stats.mean[name].shape)
+    if tuple(value.shape[value.ndim - len(own) :]) != own:
+        raise ValueError(
+            f"{name!r} is {list(value.shape)}, expected [..., *{list(own)}]: pass values of the space's shape"
+        )
+    deviation = (stats.variance[name] + EPSILON) ** 0.5
+    return function(value, *(ranked(_like(each, value), value) for each in (stats.mean[name], deviation)))
+
+
+def _like(moment: Any, value: Any) -> Any:
+    """A moment in the framework of an observation, and in its dtype if that is one of floats."""
+    if isinstance(value, Tensor):
+        own = moment if isinstance(moment, Tensor) else torch.from_numpy(np.array(moment))
+        return own.to(value) if value.is_floating_point() else own.to(value.device)
+    if isinstance(moment, Tensor):
+        moment = moment.numpy(force=True)
+    elif isinstance(value, np.ndarray) and not isinstance(moment, import_jax().core.Tracer):
+        moment = np.asarray(moment)
+    floats = np.issubdtype(value.dtype, np.floating) or value.dtype.name in ("bfloat16", "float16")
+    return moment.astype(value.dtype) if floats else moment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, fields
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -12,17 +12,16 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from funcollect.collectors.in_use import InUse, exclusive
-from funcollect.collectors.keywords import ONLY_IN_TORCHRL, collector
-from funcollect.collectors.options import A_FUNCTION, NOT_PLAIN, READ_BACK, Options, RunOptions, plain
+from funcollect.collectors.options import ONLY_IN_TORCHRL, Options, RunOptions, Shard, collector
 from funcollect.core.exploration import head_of
 from funcollect.core.saving import Episodes, checked_path
 from funcollect.errors import ClosedError
 from funcollect.files import read_data, write_data
+from funcollect.policies.jax_functions.jax_policy import as_given
 from funcollect.policies.normalized import Normalized
-from funcollect.policies.population import Population
-from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import is_policy
-from funcollect.running_statistics import RunningStatistics, merge, none_like, update
+from funcollect.running_statistics import RunningStatistics, merge, moments_of
+from funcollect.specs import ExplorationType
 from funcollect.trajectories.whole_trajectories import PendingTrajectories
 
 _KIND = "the run of a collector"
@@ -33,6 +32,12 @@ _NOT_SAVED = {
     "ray_init_config", "remote_configs",
 }  # fmt: skip
 _MAY_CHANGE = {"total_frames", "timeout", "start_timeout", "on_failure"}  # although they are saved
+_READ_BACK: Mapping[str, Callable[[Any], Any]] = {  # the inverse of `_plain`
+    "exploration_type": lambda name: ExplorationType[name],
+    "shard": lambda place: Shard(*place),
+}
+_A_FUNCTION = "a function"  # in place of a schedule of `exploration`
+_NOT_PLAIN = object()
 _LARGEST_SEED = 2**32 - 1
 
 
@@ -47,11 +52,12 @@ class CollectorBase(RunOptions, InUse, ABC):
     """
 
     create_env_fn: Any = field(kw_only=False)
-    """an `Env`, whatever `make_env` takes, or a callable that returns one of these."""
+    """an `Env`, whatever `make_env` takes, or a callable that returns one of these; with workers also a list with an
+    entry for each."""
     policy: Any = field(kw_only=False, default=None)
     """a `Policy`; a `TensorDictModule`, or a callable whose argument is named ``tensordict`` or annotated as one; a
-    module or function from observation to action; or None for random actions. It is not copied if it
-    is on its device already."""
+    module or function from observation to action; or None for random actions. Workers have copies, which follow
+    `update_policy_weights_`; otherwise it is not copied if it is on its device already."""
     seed: int | None = None
     """an int, or None to draw one. Afterwards the one in use."""
     options: Options = field(init=False)
@@ -62,7 +68,8 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     _closed = False
     _batches, _seconds = 0, 0.0  # delivered, and spent on them
-    _lends: ClassVar[bool] = False  # whether the memory of a batch is reused once no view of it is alive
+    _lends = False  # whether the memory of a batch is reused once no view of it is alive
+    _in_one_order = True  # whether all trajectories are; else those of each worker have an order of their own
     _given: ClassVar[Mapping[str, Any]] = {}  # the keywords that were given otherwise than they are in use
     _elsewhere: ClassVar[Mapping[str, str]] = {
         "backend": "the class decides it: SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector or "
@@ -86,18 +93,14 @@ class CollectorBase(RunOptions, InUse, ABC):
     def _gather(self) -> TensorDictBase:
         """The next batch, not yet split or post-processed; its frames are counted."""
 
-    @property
-    def _in_one_order(self) -> bool:
-        """Whether trajectories of all batches are in one order; else there is one for the lanes of each batch."""
-        return True
-
     def _in_orders(self, batch: TensorDictBase) -> Sequence[TensorDictBase]:
         """The parts of a batch whose trajectories are in different orders."""
         return [batch]
 
-    def _forget(self) -> None:
-        """Drop what batches have left behind, since another run is continued."""
-        self._moments, self._pending = None, {}
+    def _take_over(self, saved: Mapping[str, Any], seed: int, weights: Mapping[str, Any] | None) -> None:
+        """Continue a saved run's counts, with its seed and weights, and drop what earlier batches have left behind."""
+        self._fill(seed=seed, frames=saved["frames"], _batches=saved["iter"], _moments=None, _pending={})
+        self.params = None if saved["own_weights"] else as_given(self.policy, weights)
 
     @abstractmethod
     def update_policy_weights_(self, params: Any = None) -> None:
@@ -107,8 +110,7 @@ class CollectorBase(RunOptions, InUse, ABC):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Begin new episodes, seeded by `seed`: before the first batch, as if the collector had been built with it.
 
-        Returns:
-            The seed for the next collector, by TorchRL's rule; `seed` itself for `static_seed`.
+        Returns the seed for the next collector, by TorchRL's rule; `seed` itself for `static_seed`.
         """
         for _ in range(self._reseed(seed) * (not static_seed)):
             seed = int.from_bytes(np.random.default_rng(seed).bytes(8), "big") % _LARGEST_SEED
@@ -131,14 +133,10 @@ class CollectorBase(RunOptions, InUse, ABC):
         """The number of the latest weights: 0 at first, one more with each update."""
 
     def stats(self) -> dict[str, float]:
-        """Counts of the run.
+        """Counts of the run, by name.
 
-        Returns:
-            By name:
-
-            - ``frames`` and ``batches`` delivered;
-            - ``seconds`` spent in this collector, and the ``frames_per_second`` of that time alone;
-            - ``policy_version``, that of the latest weights.
+        They are the ``frames`` and ``batches`` delivered, the ``seconds`` spent in this collector, the
+        ``frames_per_second`` of that time alone, and the ``policy_version`` of the latest weights.
         """
         return {
             "frames": self.frames,
@@ -152,8 +150,7 @@ class CollectorBase(RunOptions, InUse, ABC):
     def shutdown(self, timeout: float | None = None) -> None:
         """End the run and free what it holds. Batches that were delivered stay. Does nothing the second time.
 
-        Args:
-            timeout: accepted as TorchRL has it, without effect: workers that do not end within seconds are killed.
+        `timeout` is TorchRL's and has no effect: workers that do not end within seconds are killed.
         """
 
     def save(self, path: str | os.PathLike[str], *, episodes: Episodes = "continue") -> None:
@@ -168,9 +165,7 @@ class CollectorBase(RunOptions, InUse, ABC):
             episodes: ``"restart"`` saves no episodes in flight: others begin after loading, under new trajectory ids.
 
         Raises:
-            ReplayError: for simulators that can neither be replayed nor give a snapshot (see `funcollect.save`), unless
-                ``episodes="restart"``.
-            OSError: if the file cannot be written; an earlier one is unchanged.
+            ReplayError, OSError: as `funcollect.save` does.
         """
         file = checked_path(path, episodes)
         self._check_open()
@@ -189,11 +184,9 @@ class CollectorBase(RunOptions, InUse, ABC):
             episodes: ``"restart"`` begins new episodes in all lanes, under new trajectory ids.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            ReplayError: if replaying the episodes gives other observations than the saved ones.
-            EnvError: if an environment raises, as in `funcollect.fork`.
-            ValueError: for a file that is damaged or of another version, and for a collector with other keywords,
-                environments or policy.
+            FileNotFoundError, ReplayError, EnvError: as `funcollect.load` does.
+            ValueError: for a file that is damaged or of another version, or a run with other keywords, environments or
+                policy.
         """
         file = checked_path(path, episodes)
         self._check_open()
@@ -203,8 +196,7 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     def _restore(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
         for what, own in self._beside_weights().items():
-            was = saved.get(what)
-            if own and was and own != was:
+            if own and (was := saved.get(what)) and own != was:
                 raise ValueError(
                     f"the policy's {what} is {own}, but {was} in the saved run: build the policy as it was, or begin "
                     "another run"
@@ -227,7 +219,7 @@ class CollectorBase(RunOptions, InUse, ABC):
         episodes: Episodes = "continue",
         **keywords: Any,
     ) -> Self:
-        """Build a collector that continues the run in a file that `save` has written.
+        """Build a collector that continues the run in a file that `save` has written; raises as `restore` does.
 
         Args:
             path: the file.
@@ -237,16 +229,11 @@ class CollectorBase(RunOptions, InUse, ABC):
             keywords: as the constructor takes them. Numbers and flags have the saved values unless given; those that
                 define the run have to equal the saved ones. Functions, devices, arguments for environments and Ray,
                 `num_threads` and `in_process` are not saved.
-
-        Raises:
-            FileNotFoundError, ReplayError, EnvError, ValueError: as `restore` does.
         """
         saved = read_data(checked_path(path, episodes, "pass the name of a file, before create_env_fn"), _KIND)
-        cls._check_saved(saved, {name: plain(value) for name, value in keywords.items()})
-        known = saved["keywords"] | {
-            name: read(saved["keywords"][name]) for name, read in READ_BACK.items() if name in saved["keywords"]
-        }
-        if "exploration" not in keywords and A_FUNCTION in known.get("exploration", {}).values():
+        cls._check_saved(saved, {name: _plain(value) for name, value in keywords.items()})
+        known = {name: _READ_BACK.get(name, lambda given: given)(given) for name, given in saved["keywords"].items()}
+        if "exploration" not in keywords and _A_FUNCTION in known.get("exploration", {}).values():
             raise ValueError(
                 f"the saved run has the exploration {known['exploration']}, and functions are not saved: pass "
                 "exploration= with the same schedules"
@@ -262,8 +249,8 @@ class CollectorBase(RunOptions, InUse, ABC):
     def _plain_keywords(self) -> dict[str, Any]:
         """The keywords that are saved, as plain values."""
         names = {each.name for each in fields(self) if each.init} - _NOT_SAVED
-        values = {name: plain(self._given.get(name, getattr(self, name))) for name in sorted(names)}
-        return {name: value for name, value in values.items() if value is not NOT_PLAIN}
+        values = {name: _plain(self._given.get(name, getattr(self, name))) for name in sorted(names)}
+        return {name: value for name, value in values.items() if value is not _NOT_PLAIN}
 
     @classmethod
     def _check_saved(cls, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -272,7 +259,7 @@ class CollectorBase(RunOptions, InUse, ABC):
             raise ValueError(f"the saved run is that of a {saved['class']}, this is a {cls.__name__}: use that class")
         for name, value in own.items():
             was = saved["keywords"].get(name, value)
-            if was != value and value is not NOT_PLAIN and name not in _MAY_CHANGE:
+            if was != value and value is not _NOT_PLAIN and name not in _MAY_CHANGE:
                 raise ValueError(
                     f"{name} is {value!r}, but {was!r} in the saved run: build the collector with that, or begin "
                     "another run"
@@ -305,11 +292,7 @@ class CollectorBase(RunOptions, InUse, ABC):
         return iter(self)
 
     def __len__(self) -> int:
-        """Batches in the whole run.
-
-        Raises:
-            TypeError: for an endless run, and with `trajs_per_batch`.
-        """
+        """Batches in the whole run; TypeError for an endless one, and with `trajs_per_batch`."""
         if self.trajs_per_batch is not None:
             raise TypeError("a collector of whole trajectories has no length: their lengths decide it")
         if self.total_frames < 0:
@@ -324,7 +307,7 @@ class CollectorBase(RunOptions, InUse, ABC):
             self._add_to_statistics(self._moments)
         batch = self._next_frames() if self.trajs_per_batch is None else self._next_trajectories(self.trajs_per_batch)
         if self.update_statistics:
-            self._moments = update(none_like(self.policy.statistics), batch)
+            self._moments = moments_of(batch, self.policy.statistics)
         return self.options.finish(batch)
 
     def _next_frames(self) -> TensorDictBase:
@@ -346,20 +329,12 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     def _check_statistics(self) -> None:
         """Raise TypeError if there are no statistics to update."""
-        if not self.update_statistics or isinstance(self.policy, Normalized):
-            return
-        found = f"the policy is {type(self.policy).__name__}, which has no statistics"
-        mend = "pass the result of funcollect.normalized(policy, stats)"
-        if isinstance(self.policy, LoweredPolicy):
-            found = "the policy is LoweredPolicy, which only reads statistics"
-            mend += " without lower_policy: collectors lower it by themselves"
-        elif isinstance(self.policy, Population):
-            found = "the policy is a population, whose members have statistics of their own"
-            mend = "leave update_statistics out, and call funcollect.running_statistics.update for each member's lanes"
-        elif self.policy is None:
-            found = "policy is None, and the policies that policy_factory makes in the workers are not updated"
-            mend += " as policy"
-        raise TypeError(f"update_statistics is True, but {found}: {mend}")
+        if self.update_statistics and not isinstance(self.policy, Normalized):
+            raise TypeError(
+                f"update_statistics is True, but the policy is {type(self.policy).__name__}, which has no statistics "
+                "to update: pass the result of funcollect.normalized(policy, stats) as policy, without lower_policy or "
+                "policy_factory; for members of a population, call funcollect.running_statistics.update"
+            )
 
     def _add_to_statistics(self, moments: RunningStatistics) -> None:
         """Add a batch's moments to the policy's statistics; it acts with them as another version of its parameters."""
@@ -384,3 +359,18 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.shutdown()
+
+
+def _plain(value: Any) -> Any:
+    """The value of a keyword as plain data, or `_NOT_PLAIN`."""
+    if isinstance(value, ExplorationType):
+        return value.name
+    if isinstance(value, Shard):
+        return [value.index, value.count]
+    if isinstance(value, Mapping):
+        return {name: _A_FUNCTION if callable(each) else _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if getattr(value, "ndim", None) == 0:  # a number of NumPy, Torch or JAX
+        value = value.item()
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _NOT_PLAIN

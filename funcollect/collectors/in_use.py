@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-_Self = TypeVar("_Self", bound="InUse")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class InUse:
@@ -35,13 +32,11 @@ class InUse:
         )
 
 
-def exclusive(
-    method: Callable[Concatenate[_Self, _Arguments], _Result],
-) -> Callable[Concatenate[_Self, _Arguments], _Result]:
+def exclusive(method: _Method) -> _Method:
     """A method that is refused after the end of the run, and while another exclusive one of the object is called."""
 
     @wraps(method)
-    def call(self: _Self, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def call(self: InUse, /, *args: Any, **kwargs: Any) -> Any:
         if self._in_use:
             self._refuse()
         self._in_use = True  # Python changes threads and handles signals at calls, so neither before this nor after it
@@ -51,14 +46,13 @@ def exclusive(
         finally:
             self._in_use = False
 
-    return call
+    return cast("_Method", call)
 
 
-class BufferFiller:
-    """Calls ``buffer.extend(batch)`` for every batch, in a thread.
+class _Filler:
+    """Calls ``buffer.extend(batch)`` for every batch, in a thread, which refers to the collector only meanwhile.
 
-    The thread refers to the collector only while it waits for a batch, so that a collector without other references
-    is freed.
+    So a collector without other references is freed.
     """
 
     def __init__(self, collector: Iterator[Any], buffer: Any) -> None:
@@ -68,8 +62,8 @@ class BufferFiller:
                 "buffer, or a list"
             )
         self._collector, self._extend = weakref.ref(collector), buffer.extend
-        self._going, self._one_batch = threading.Event(), threading.Lock()  # the thread holds it for one batch
-        self._going.set()
+        self.going, self.one_batch = threading.Event(), threading.Lock()  # the thread holds it for one batch
+        self.going.set()
         self._busy = self._stopped = False
         self.error: BaseException | None = None  # that ended the thread, until it is raised
         self.thread = threading.Thread(target=self._run, name="funcollect filler", daemon=True)
@@ -77,7 +71,7 @@ class BufferFiller:
 
     def _run(self) -> None:
         try:
-            while self._going.wait() and self._fill():
+            while self.going.wait() and self._fill():
                 pass
         except StopIteration:
             pass
@@ -91,14 +85,14 @@ class BufferFiller:
                     stacklevel=2,
                 )
         finally:
-            self._going.clear()
+            self.going.clear()
 
     def _fill(self) -> bool:
-        """Add a batch, unless `pause` was called meanwhile; False once the thread has to end."""
-        with self._one_batch:
+        """Add a batch, unless the filling was paused meanwhile; False once the thread has to end."""
+        with self.one_batch:
             if self._stopped or (collector := self._collector()) is None:
                 return False
-            self._busy = self._going.is_set()
+            self._busy = self.going.is_set()
             try:
                 if self._busy:
                     batch = next(collector)
@@ -110,32 +104,18 @@ class BufferFiller:
 
     @property
     def at_work(self) -> bool:
-        """Whether the buffer is being filled now."""
-        return self.thread.is_alive() and (self._going.is_set() or self._busy)
-
-    def pause(self) -> contextlib.ExitStack:
-        """Do what `FillsBuffer.pause` does; the block ``with`` what is returned resumes unless paused before."""
-        resuming = contextlib.ExitStack()
-        if self._going.is_set():
-            resuming.callback(self.resume)
-        self._going.clear()
-        with self._one_batch:
-            return resuming
-
-    def resume(self) -> None:
-        """Continue after `pause`."""
-        self._going.set()
+        return self.thread.is_alive() and (self.going.is_set() or self._busy)
 
     def stop(self) -> None:
         """Begin no other batch, and ignore the collector's exceptions from now on."""
         self._stopped = True
-        self._going.set()
+        self.going.set()
 
 
 class FillsBuffer(Iterator[Any]):
     """The methods with which a collector fills a buffer from a thread."""
 
-    _filler: BufferFiller | None = None
+    _filler: _Filler | None = None
 
     @abstractmethod
     def _check_open(self) -> None:
@@ -147,12 +127,8 @@ class FillsBuffer(Iterator[Any]):
         Meanwhile weights may be updated and `stats` read; everything else needs `pause`. An exception in the thread is
         a RuntimeWarning at once, and is raised by the next call of the collector, `shutdown` included.
 
-        Args:
-            buffer: a replay buffer, or any object with a method `extend`.
-
-        Raises:
-            TypeError: for a buffer without that method.
-            RuntimeError: if a buffer is being filled already.
+        `buffer` is a replay buffer, or any object with a method `extend`; TypeError for another one, RuntimeError if a
+        buffer is being filled already.
 
         >>> import funcollect as fc
         >>> batches = []
@@ -167,37 +143,39 @@ class FillsBuffer(Iterator[Any]):
         self._check_open()
         if self._filler is not None and self._filler.at_work:
             raise RuntimeError("the collector fills a buffer already: shut it down before another start")
-        self._filler = BufferFiller(self, buffer)
+        self._filler = _Filler(self, buffer)
 
     def pause(self) -> AbstractContextManager[object]:
         """Block until the batch under way is in the buffer; no other one is added until `resume`.
 
         Meanwhile every other method may be called. ``with collector.pause():`` resumes at the end of the block.
-
-        Raises:
-            RuntimeError: if `start` was not called.
+        RuntimeError if `start` was not called.
         """
-        resuming = self._filling().pause()
-        self._check_open()
+        filler, resuming = self._filling(), ExitStack()
+        if filler.going.is_set():
+            resuming.callback(filler.going.set)
+        filler.going.clear()
+        with filler.one_batch:
+            self._check_open()
         return resuming
 
     def resume(self) -> None:
         """Continue to fill the buffer after `pause`."""
         self._check_open()
-        self._filling().resume()
+        self._filling().going.set()
 
     def join(self) -> None:
         """Wait until the run that `start` began has ended; an exception in its thread is raised."""
         self._filling().thread.join()
         self._check_filler()
 
-    def _filling(self) -> BufferFiller:
+    def _filling(self) -> _Filler:
         if self._filler is None:
             raise RuntimeError("no buffer is being filled: call start(buffer) before")
         return self._filler
 
     @property
-    def _other_filler(self) -> BufferFiller | None:
+    def _other_filler(self) -> _Filler | None:
         """The filler that `start` has made, unless the calling thread is its own."""
         filler = self._filler
         return None if filler is None or filler.thread is threading.current_thread() else filler

@@ -5,24 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from typing_extensions import override
-
 from funcollect.arguments import check_flags
-from funcollect.collectors.keywords import collector
-from funcollect.collectors.options import LocalOptions, options_of
+from funcollect.collectors.options import LocalOptions, collector, options_of
 from funcollect.collectors.worker_collector import WorkerCollector
+from funcollect.collectors.workers import jobs
 from funcollect.collectors.workers.batch_layout import Join
-from funcollect.collectors.workers.jobs import (
-    DEVICES,
-    columns_of,
-    common,
-    job_of,
-    listed,
-    number_of_workers,
-    rows,
-    shares,
-    want_accelerators,
-)
+from funcollect.collectors.workers.jobs import listed
 from funcollect.collectors.workers.run import in_this_process
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
@@ -37,8 +25,6 @@ class ProcessCollector(WorkerCollector, LocalOptions):
     in_process: bool = False
     """run the workers in this process, one after another, for a debugger."""
 
-    _eager = False  # whether workers take new weights before the rollouts that they were sent earlier
-
     def _start(self, frames: Sequence[int], join: Join | None = None, *, prefetch: bool = False) -> None:
         """Check the keywords, and start a worker for each entry of `frames`: the frames of its rollouts."""
         check_flags(in_process=self.in_process)
@@ -47,21 +33,22 @@ class ProcessCollector(WorkerCollector, LocalOptions):
                 f"storing_device is {self.storing_device!r}, expected one device, on which a batch of several workers "
                 "lies: pass one; RayCollector takes a list"
             )
-        self._check(options_of(self, **{name: common(getattr(self, name)) for name in DEVICES}))
+        self._check(options_of(self, **{name: jobs.common(getattr(self, name)) for name in jobs.DEVICES}))
         self.num_workers, seed = len(frames), seed_of(key_from_seed(self.seed))
         self._fill(storing_device=self.options.storing_device, seed=seed)
-        jobs = [
-            job_of(row, policy=self.policy, seed=seed, shard=self.shard.within(worker, len(frames)))
-            for worker, row in enumerate(rows(len(frames), columns_of(self) | {"frames_per_batch": frames}))
+        table = jobs.rows(len(frames), jobs.columns_of(self) | {"frames_per_batch": frames})
+        made = [
+            jobs.job_of(row, policy=self.policy, seed=seed, shard=self.shard.within(worker, len(frames)))
+            for worker, row in enumerate(table)
         ]
         if self.in_process:
             means = in_this_process()
         else:
             from funcollect.collectors.workers.slots import over_processes  # which needs Linux or macOS
 
-            wanted = want_accelerators(jobs)
-            means = over_processes(len(jobs), num_threads=self.num_threads, accelerators=wanted, eager=self._eager)
-        self._launch(jobs, means, join, prefetch=prefetch)
+            wanted = jobs.want_accelerators(made)  # without `join`, they take new weights before rollouts sent earlier
+            means = over_processes(len(made), num_threads=self.num_threads, accelerators=wanted, eager=join is None)
+        self._launch(made, means, join, prefetch=prefetch, level=6)
 
 
 @collector
@@ -72,10 +59,9 @@ class MultiSyncDataCollector(ProcessCollector):
     Rows follow the lanes: worker ``w`` of ``W`` with ``P`` environments owns the lanes ``w * P`` to ``w * P + P - 1``.
 
     Workers are processes, which start when the collector is constructed. They run one thread each and JAX on the CPU,
-    unless the keywords say otherwise. A worker that dies, raises, or is silent for
-    `timeout` seconds ends the run with `WorkerError`, or is replaced with ``on_failure="restart"``. Batches lie in
-    shared memory, which is reused once no view of a batch is alive; a reader that keeps every batch gets copies after
-    the first few.
+    unless the keywords say otherwise. A worker that dies, raises, or is silent for `timeout` seconds ends the run with
+    `WorkerError`, or is replaced with ``on_failure="restart"``. Batches lie in shared memory, which is reused once no
+    view of a batch is alive; a reader that keeps every batch gets copies after the first few.
 
     >>> import funcollect as fc
     >>> collector = MultiSyncDataCollector(
@@ -97,19 +83,14 @@ class MultiSyncDataCollector(ProcessCollector):
     begins when it is requested, with the weights of that moment."""
 
     def __post_init__(self) -> None:
-        """Check the keywords and start the workers."""
         if self.cat_results not in get_args(Join) or isinstance(self.cat_results, bool):
             raise ValueError(f"cat_results is {self.cat_results!r}, expected 'stack', 0 or -1: pass one of them")
         check_flags(prefetch=self.prefetch)
-        frames = shares(self.frames_per_batch, number_of_workers(self.create_env_fn, self.num_workers))
+        count = jobs.number_of_workers(self.create_env_fn, self.num_workers)
+        frames = jobs.shares(self.frames_per_batch, count)
         if listed(self.frames_per_batch) is not None:
             self._fill(_given={"frames_per_batch": self.frames_per_batch}, frames_per_batch=sum(frames))
         self._start(frames, self.cat_results, prefetch=self.prefetch)
-
-    @property
-    @override
-    def frames_of_batch(self) -> int:
-        return sum(self.run.frames)
 
 
 @collector
@@ -133,23 +114,12 @@ class MultiaSyncDataCollector(ProcessCollector):
     frames_per_batch: int
     """frames in a batch, which is one worker's rollout, rounded up to a whole step of its lanes."""
 
-    _eager = True
+    _in_one_order = False
 
     def __post_init__(self) -> None:
-        """Check the keywords and start the workers."""
         if listed(frames := self.frames_per_batch) is not None:
             raise TypeError(f"frames_per_batch is {shown(frames)}, expected an int: that of each rollout")
-        self._start([frames] * number_of_workers(self.create_env_fn, self.num_workers))
-
-    @property
-    @override
-    def frames_of_batch(self) -> int:
-        return self.run.frames[0]
-
-    @property
-    @override
-    def _in_one_order(self) -> bool:
-        return False
+        self._start([frames] * jobs.number_of_workers(self.create_env_fn, self.num_workers))
 
 
 # Their names in TorchRL since 0.14.

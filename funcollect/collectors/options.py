@@ -1,11 +1,19 @@
-"""The keywords that collectors share: declared, documented and checked once; and what is built from them."""
+"""The keywords of collectors: declared, documented and checked once; and what is built from them."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, get_args
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache, wraps
+from itertools import pairwise
+from textwrap import fill
+from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -34,8 +42,34 @@ from funcollect.trajectories.split import split_trajectories
 from funcollect.trajectories.whole_trajectories import TrajectoryFormat
 from funcollect.tree import Path
 
-Postproc = Callable[[TensorDictBase], TensorDictBase]
 Device = torch.device | str | None
+_Class = TypeVar("_Class", bound=Any)
+_SENT = "update_policy_weights_ sends weights in every collector"
+_FILLED = "extend the buffer with each batch; the collectors with workers also have start(buffer)"
+ONLY_IN_TORCHRL: Mapping[str, str] = {  # keywords that say how TorchRL's collectors work, and why there is none here
+    "use_buffers": "batches are recorded into their own memory wherever that is possible",
+    "return_same_td": "every batch has memory of its own, or is a view that is not written again while it is alive",
+    "trust_policy": "policies need no trust",
+    "no_cuda_sync": "queues of work are ordered by events",
+    "auto_register_policy_transforms": "hidden states are found without transforms",
+    "cudagraph_policy": "it is funcollect.torch_policy(module, compile='cudagraph') here",
+    "compile_policy": "it is funcollect.torch_policy(module, compile='inductor') here",
+    "track_policy_version": "every batch has ('collector', 'policy_version')",
+    **dict.fromkeys(("weight_updater", "weight_sync_schemes", "weight_recv_schemes"), _SENT),
+    **dict.fromkeys(("replay_buffer", "extend_buffer", "local_init_rb"), _FILLED),
+    "preemptive_threshold": "a slow worker is waited for, and MultiaSyncDataCollector waits for none",
+    "interruptor": "no worker is interrupted",
+    "pre_collect_hook": "call the function before you take a batch",
+    "post_collect_hook": "call the function with each batch, or pass it as postproc=",
+    "trajs_per_write": "trajs_per_batch=1 delivers each trajectory by itself",
+    "track_traj_ids": "every batch has ('collector', 'traj_ids')",
+    "init_fn": "create_env_fn and policy_factory are called in each worker",
+    "num_sub_threads": "it is num_threads here, in the collectors with workers",
+    "backend_options": "the collectors have their own keywords for workers",
+    "worker_idx": "every batch has ('collector', 'lane')",
+    "collector_class": "RayCollector has it",
+    "cat_results": "MultiSyncDataCollector has it",
+}
 _NOT_WHOLE = {  # what does not go together with whole trajectories: `reset_when_done` unless set, the others if set
     "reset_at_each_iter": "a reset would interrupt them",
     "split_trajs": "they are split already, or for traj_format='padded' padded",
@@ -44,12 +78,75 @@ _NOT_WHOLE = {  # what does not go together with whole trajectories: `reset_when
 }
 
 
+@dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(field,))
+def collector(cls: type[_Class]) -> type[_Class]:
+    """Make the fields of a class, its own and those of its bases, the keywords of its constructor.
+
+    Each field has its meaning in a string below it, where editors look for it. The docstring gets all of them, for
+    ``help``. The constructor refuses an unknown keyword with TypeError, and explains those in the class's `_elsewhere`.
+    """
+    dataclass(kw_only=True, eq=False, repr=False)(cls)
+    plain = cls.__init__
+    known = inspect.signature(plain).parameters.keys() - {"self"}
+    plain.__annotations__ |= {name: hint for name, hint in get_type_hints(cls).items() if name in known}
+
+    @wraps(plain)
+    def init(self: Any, *args: Any, **keywords: Any) -> None:
+        if unknown := sorted(keywords.keys() - known):
+            raise TypeError(_refusal(unknown, known, cls._elsewhere))
+        plain(self, *args, **keywords)
+
+    cls.__init__ = init
+    cls.__doc__ = _with_keywords(cls, inspect.signature(plain).parameters)
+    return cls
+
+
+def _refusal(unknown: Sequence[str], known: set[str], elsewhere: Mapping[str, str]) -> str:
+    """The message about unknown keywords."""
+    if here := [f"{name} ({elsewhere[name]})" for name in unknown if name in elsewhere]:
+        return f"this collector has no argument {', '.join(here)}: leave it out"
+    alike = [found for name in unknown for found in get_close_matches(name, known, 1)]
+    likely = f" (perhaps you meant {' and '.join(alike)})" if alike else ""
+    return (
+        f"the keywords {unknown} are unknown{likely}, expected some of {', '.join(sorted(known))}: check the spelling, "
+        "and give arguments of make_env as create_env_kwargs"
+    )
+
+
+def _with_keywords(cls: type, keywords: Iterable[str]) -> str:
+    """The docstring of a class with a section on all its keywords, before its other sections and the example."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        found |= _meanings(base.__module__).get(base.__name__, {}) if is_dataclass(base) else {}
+    entries = [f"{name}: {found[name]}" for name in keywords if name in found]
+    section = "\n".join(fill(entry, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in entries)
+    text = inspect.cleandoc(cls.__doc__ or "")
+    head = re.split(r"^(?:Attributes:|Raises:|>>> )", text, maxsplit=1, flags=re.M)[0].rstrip()
+    return f"{head}\n\nArgs:\n{section}\n\n{text[len(head) :].lstrip()}".rstrip() + "\n"
+
+
+@cache
+def _meanings(module: str) -> dict[str, dict[str, str]]:
+    """By class and attribute, the strings below attributes in the source of a module; none if there is no source."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):
+        return {}
+    found: dict[str, dict[str, str]] = {}
+    for each in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
+        for pair in pairwise(each.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found.setdefault(each.name, {})[name] = inspect.cleandoc(text)
+    return found
+
+
 @dataclass(frozen=True)
 class Shard:
     """The lanes of one part of a larger run: part `index` of `count` has ``index * L`` to ``index * L + L - 1``.
 
     L is the number of lanes in each part, those of all its workers together. Workers that are added to a run later have
-    an index of `count` or more.
+    an index of `count` or more. A negative index, or a count below 1, raises ValueError.
 
     >>> import funcollect as fc
     >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=2, shard=fc.Shard(index=1, count=2)) as second:
@@ -61,7 +158,6 @@ class Shard:
     count: int = 1
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a negative index, or a count below 1."""
         check_count("index", self.index)
         check_positive("count", self.count, example=2)
 
@@ -76,9 +172,6 @@ class WorkerShard(Shard):
     @override
     def within(self, worker: int, count: int) -> Shard:
         return Shard(self.index + worker, self.count)
-
-
-ALONE = Shard()
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -99,7 +192,7 @@ class RunOptions:
     """begin every batch with new episodes."""
     split_trajs: bool = False
     """deliver `split_trajectories` of each batch."""
-    postproc: Postproc | None = None
+    postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
     """applied to each batch, after splitting."""
     exploration_type: ExplorationType = ExplorationType.RANDOM
     """whether heads sample or act deterministically."""
@@ -137,7 +230,7 @@ class LocalOptions(RunOptions):
     """where batches are delivered."""
     update_at_each_batch: bool = False
     """before each batch, take the policy's weights as they are then, as a new policy version."""
-    shard: Shard = ALONE
+    shard: Shard = Shard()
     """which lanes are its own, if it is a part of a larger run."""
 
 
@@ -157,25 +250,20 @@ class RunnerOptions(LocalOptions):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Options(RunnerOptions):
-    """The keywords of one runner, checked.
+    """The keywords of one runner, checked: TypeError or ValueError for a value out of its range, naming the keyword."""
 
-    Raises:
-        TypeError, ValueError: for a value out of its range, naming the keyword.
-    """
-
-    env_device_given: bool = field(init=False, default=False)
+    env_device_given: bool = field(init=False, default=False)  # else it is `device`
 
     def __post_init__(self) -> None:
-        """Check every field; `device` fills those that are unset."""
         check_positive("frames_per_batch", self.frames_per_batch)
         check_kind("shard", self.shard, Shard, "pass for example Shard(index=0, count=2)")
         check_exploration(self.exploration_type)
         check_values(self.exploration)
+        if isinstance(self.total_frames, int) and self.total_frames < 1 and self.total_frames != -1:
+            raise ValueError(
+                f"total_frames is {self.total_frames}, expected at least 1: give a number, or -1 for an endless run"
+            )
         if self.total_frames != -1:
-            if isinstance(self.total_frames, int) and self.total_frames < 1:
-                raise ValueError(
-                    f"total_frames is {self.total_frames}, expected at least 1: give a number, or -1 for an endless run"
-                )
             check_positive("total_frames", self.total_frames)
         check_flags(**{each.name: getattr(self, each.name) for each in fields(self) if each.type == "bool"})
         for name in ("max_frames_per_traj", "init_random_frames"):
@@ -273,7 +361,6 @@ class RunnerSpec(SourceOptions):
     policy: Any = None
 
     def __post_init__(self) -> None:
-        """Check what can be checked before anything is built."""
         mend = "pass a dict of keyword arguments for make_env"
         check_kind("create_env_kwargs", self.create_env_kwargs, (Mapping, type(None)), mend)
         if (factory := self.policy_factory) is None:
@@ -305,26 +392,3 @@ class RunnerSpec(SourceOptions):
                 "out"
             )
         return env, as_policy(policy, env, options.policy_device)
-
-
-NOT_PLAIN = object()
-A_FUNCTION = "a function"  # in place of a schedule of `exploration`
-READ_BACK: Mapping[str, Callable[[Any], Any]] = {
-    "exploration_type": lambda name: ExplorationType[name],
-    "shard": lambda place: Shard(*place),
-}
-
-
-def plain(value: Any) -> Any:
-    """The value of a keyword as plain data; `READ_BACK` has the inverse."""
-    if isinstance(value, ExplorationType):
-        return value.name
-    if isinstance(value, Shard):
-        return [value.index, value.count]
-    if isinstance(value, Mapping):
-        return {name: A_FUNCTION if callable(each) else plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    if getattr(value, "ndim", None) == 0:  # a number of NumPy, Torch or JAX
-        value = value.item()
-    return value if value is None or isinstance(value, (bool, int, float, str)) else NOT_PLAIN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from tensordict import TensorDictBase
 from typing_extensions import override
@@ -11,13 +11,13 @@ from typing_extensions import override
 from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
 from funcollect.collectors.cluster.jobs import NOT_HERE, actor_jobs, check_class, number_of_collectors
 from funcollect.collectors.collector import CollectorBase
-from funcollect.collectors.keywords import ONLY_IN_TORCHRL, collector
 from funcollect.collectors.multi import MultiaSyncDataCollector
-from funcollect.collectors.options import Device, Shard, options_of
+from funcollect.collectors.options import ONLY_IN_TORCHRL, Device, Shard, collector, options_of
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
+from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.jobs import DEVICES, columns_of, listed, rows, shares, want_accelerators
-from funcollect.collectors.workers.worker import WorkerInfo
+from funcollect.collectors.workers.worker import Job, WorkerInfo
 from funcollect.core.rollout_trajectories import check_limited
 from funcollect.core.saving import Episodes
 from funcollect.keys import key_from_seed, seed_of
@@ -29,6 +29,7 @@ _LISTS = (
     "remote_configs",
 )  # fmt: skip
 _NESTED = ("num_threads", "timeout", "start_timeout", "on_failure")  # also for collectors that have workers
+_STACK: Join = "stack"
 _TO_REPORT = 10.0  # seconds that a collector in an actor has to report the failure of its own workers
 
 
@@ -42,11 +43,9 @@ class RayCollector(WorkerCollector):
     `collector_class` has workers itself, its batches ([K, P, T], depending on `cat_results`) replace [P, T].
 
     Collector ``i`` with K workers of P environments owns the lanes ``i * K * P`` to ``(i + 1) * K * P - 1``. The same
-    lanes collect the same data, bit for bit, as in the workers of `MultiSyncDataCollector`.
-
-    A collector that dies, raises, or is silent for `timeout` seconds ends the run with `WorkerError`, or is replaced
-    with ``on_failure="restart"``. Batches are copied once out of Ray's object store, into memory that is reused
-    once no view of it is alive. Weights are put into the object store once per update.
+    lanes collect the same data, bit for bit, as in the workers of `MultiSyncDataCollector`. Failures are as there.
+    Batches are copied once out of Ray's object store, into memory that is reused once no view of it is alive. Weights
+    are put into the object store once per update.
 
     Raises:
         ImportError: without Ray.
@@ -94,7 +93,6 @@ class RayCollector(WorkerCollector):
     }
 
     def __post_init__(self) -> None:
-        """Check the keywords and start the actors."""
         check_class(self.collector_class)
         self._check_own()
         if type(self.reset_at_each_iter) is int and self.reset_at_each_iter == 0:
@@ -104,32 +102,25 @@ class RayCollector(WorkerCollector):
         self._check_inner_ends(self.collector_kwargs)
         devices = {name: lists[name] if listed(lists[name]) is None else None for name in DEVICES}
         self._check(options_of(self, **devices, storing_device=self._stored(count)))
-        seed = seed_of(key_from_seed(self.seed))
-        self._fill(seed=seed)
+        self._fill(seed=seed_of(key_from_seed(self.seed)))
         defaults = {name: each.default for name, each in self.__dataclass_fields__.items()}
         self._columns = {name: value for name, value in columns_of(self).items() if value is not defaults[name]}
         self._columns |= {"collector_kwargs": self.collector_kwargs, "remote_configs": self.remote_configs}
         if self.sync:
             self._columns["frames_per_batch"] = shares(self.frames_per_batch, count)[0]
-        if self._has_nested_workers:
+        nested = issubclass(self.collector_class, WorkerCollector)
+        if nested:
             self._columns |= {name: getattr(self, name) for name in _NESTED}
         workers = self.num_workers_per_collector
-        shard = Shard(0, count * workers)
-        jobs = actor_jobs(
-            self.collector_class, count, self._columns, policy=self.policy, seed=seed, shard=shard, workers=workers
-        )
+        jobs = self._jobs(count, self._columns, Shard(0, count * workers), workers, self.policy)
         self._since = dict.fromkeys(range(count), 0)  # batches of each collector since it was sent weights
         from funcollect.collectors.cluster.transport import over_ray  # imports Ray
 
-        means = over_ray(
-            self.ray_init_config,
-            num_threads=self.num_threads,
-            accelerators=want_accelerators(jobs),
-            eager=not self.sync,
-        )
-        grace = _TO_REPORT if self._has_nested_workers else 0.0
-        joined: Literal["stack"] | None = "stack" if self.sync else None
-        self._launch(jobs, means, joined, prefetch=self.prefetch, grace=grace, stacklevel=5)
+        wanted = want_accelerators(jobs)
+        means = over_ray(self.ray_init_config, num_threads=self.num_threads, accelerators=wanted, eager=not self.sync)
+        self._in_one_order = self.sync and not issubclass(self.collector_class, MultiaSyncDataCollector)
+        grace, join = _TO_REPORT if nested else 0.0, _STACK if self.sync else None
+        self._launch(jobs, means, join, prefetch=self.prefetch, level=5, grace=grace)
         self.num_collectors = count
 
     def _check_own(self) -> None:
@@ -141,45 +132,44 @@ class RayCollector(WorkerCollector):
         if type(interval := self.max_weight_update_interval) is not int:
             raise TypeError(f"max_weight_update_interval is {shown(interval)}, expected an int: pass -1 for no limit")
         check_positive("num_workers_per_collector", self.num_workers_per_collector)
-        if self.num_workers_per_collector > 1 and not self._has_nested_workers:
+        if self.num_workers_per_collector > 1 and not issubclass(self.collector_class, WorkerCollector):
             raise ValueError(
                 f"num_workers_per_collector is {self.num_workers_per_collector}, but {self.collector_class.__name__} "
                 "has no workers: pass collector_class=MultiSyncDataCollector, or more collectors"
             )
 
-    @property
-    def _has_nested_workers(self) -> bool:
-        """Whether the collectors in the actors have workers themselves."""
-        return issubclass(self.collector_class, WorkerCollector)
+    def _check_inner_ends(self, collector_kwargs: Any) -> None:
+        """Raise ValueError if the collectors in the actors would cut trajectories that have to be whole."""
+        for row in _each_of(collector_kwargs) if self.trajs_per_batch is not None else ():
+            for name, whole in (("set_truncated", False), ("reset_when_done", True)):
+                if row.get(name, whole) is not whole:
+                    raise ValueError(
+                        f"collector_kwargs has {name}={row[name]!r}, which does not go together with trajs_per_batch: "
+                        "leave one of them out"
+                    )
 
     def _stored(self, count: int) -> Device:
         """The device of all batches; None if each collector has its own."""
-        self._storing: dict[int, Device] = {}
-        table = rows(count, {"storing_device": self.storing_device})
-        each = [checked_device(row["storing_device"], "storing_device") for row in table]
-        if len({*each}) == 1:
-            return each[0]
-        if self.sync:
+        given = (row["storing_device"] for row in rows(count, {"storing_device": self.storing_device}))
+        each = [checked_device(device, "storing_device") for device in given]
+        alike = len({*each}) == 1
+        if self.sync and not alike:
             raise ValueError(
                 f"storing_device is {self.storing_device}, expected one for sync=True: a batch is in one place"
             )
-        self._storing = dict(enumerate(each))
-        return None
+        self._storing: dict[int, Device] = {} if alike else dict(enumerate(each))
+        return each[0] if alike else None
+
+    def _jobs(self, count: int, columns: Mapping[str, Any], shard: Shard, workers: int, policy: Any) -> list[Job]:
+        assert self.seed is not None
+        return actor_jobs(
+            self.collector_class, count, columns, policy=policy, seed=self.seed, shard=shard, workers=workers
+        )
 
     @property
     def num_workers(self) -> int:
         """N: the collectors at work."""
         return len(self.run.workers)
-
-    @property
-    @override
-    def frames_of_batch(self) -> int:
-        return sum(self.run.frames) if self.sync else self.run.info.frames
-
-    @property
-    @override
-    def _in_one_order(self) -> bool:
-        return self.sync and not issubclass(self.collector_class, MultiaSyncDataCollector)
 
     @override
     def _in_orders(self, batch: TensorDictBase) -> Sequence[TensorDictBase]:
@@ -193,15 +183,16 @@ class RayCollector(WorkerCollector):
 
     @override
     def _gather(self) -> TensorDictBase:
+        gathering = self.run.gathering
         if self.update_after_each_batch or self.max_weight_update_interval >= 0:
             limit = 1 if self.update_after_each_batch else max(self.max_weight_update_interval, 1)
-            gathered = {*self.run.gathering.workers} & {*self.run.workers}
+            gathered = {*gathering.workers} & {*self.run.workers}
             if late := [worker for worker in sorted(gathered) if self._since[worker] >= limit]:
                 self.update_policy_weights_(worker_ids=late)
         batch = self.rollout()
-        for worker in self.run.gathering.workers:
+        for worker in gathering.workers:
             self._since[worker] += 1
-        device = self._storing.get(self.run.gathering.workers[0])
+        device = self._storing.get(gathering.workers[0])
         return batch if device is None else batch.to(device)
 
     @override
@@ -221,8 +212,9 @@ class RayCollector(WorkerCollector):
     ) -> list[int]:
         """Add collectors, on lanes that follow the others', with the latest weights that were sent.
 
-        Each collects as many frames as the others, so batches of ``sync=True`` become larger. If one cannot be built,
-        the run continues without any of them.
+        Each collects as many frames as the others, so batches of ``sync=True`` become larger. Returns their indices,
+        for `worker_ids` and `remove_collectors`. If one cannot be built, or the cluster lacks the resources,
+        WorkerError is raised, and the run continues without any of them.
 
         Args:
             create_env_fn: as the constructor takes it: a list with an entry for each, or one for one collector.
@@ -230,14 +222,7 @@ class RayCollector(WorkerCollector):
             policy: in place of the collector's own; it has to take the same weights. Needed if `policy_factory` was a
                 list: like lists of devices and of `create_env_kwargs`, it has no value for later collectors.
             collector_kwargs: as the constructor takes them; by default the constructor's, if that was one dict.
-            remote_configs: as the constructor takes them; by default the constructor's, if that was one dict.
-
-        Returns:
-            Their indices, for `worker_ids` and `remove_collectors`.
-
-        Raises:
-            TypeError, ValueError: for a bad argument.
-            WorkerError: if the cluster lacks the resources, or one cannot be built.
+            remote_configs: the same for these.
         """
         self._check_open()
         own = {"create_env_fn": create_env_fn, "collector_kwargs": collector_kwargs, "remote_configs": remote_configs}
@@ -252,30 +237,12 @@ class RayCollector(WorkerCollector):
         elif self.policy is None and self.policy_factory is not None and "policy_factory" not in columns:
             raise ValueError("policy is None, and policy_factory lists those of the first collectors: pass a policy")
         last = self.run.records[-1].job
-        jobs = actor_jobs(
-            self.collector_class,
-            count,
-            columns,
-            policy=self.policy if policy is None else policy,
-            seed=self.run.seed,
-            shard=Shard(last.options.shard.index + last.keywords.get("num_workers", 1), last.options.shard.count),
-            workers=workers,
-        )
+        place = Shard(last.options.shard.index + last.keywords.get("num_workers", 1), last.options.shard.count)
+        jobs = self._jobs(count, columns, place, workers, self.policy if policy is None else policy)
         added = self.run.add(jobs, self._check_newcomer)
         self._since |= dict.fromkeys(added, 0)
         self.num_collectors = self.num_workers
         return added
-
-    def _check_inner_ends(self, collector_kwargs: Any) -> None:
-        """Raise ValueError if the collectors in the actors would cut trajectories that have to be whole."""
-        rows = [collector_kwargs] if isinstance(collector_kwargs, Mapping) else collector_kwargs or ()
-        for row in rows if self.trajs_per_batch is not None else ():
-            for name, whole in (("set_truncated", False), ("reset_when_done", True)):
-                if row.get(name, whole) is not whole:
-                    raise ValueError(
-                        f"collector_kwargs has {name}={row[name]!r}, which does not go together with trajs_per_batch: "
-                        "leave one of them out"
-                    )
 
     def _check_newcomer(self, info: WorkerInfo) -> None:
         """Raise ValueError if batches of all collectors cannot include those of a new one."""
@@ -287,13 +254,9 @@ class RayCollector(WorkerCollector):
             check_limited(info.limited, info.label)
 
     def remove_collectors(self, worker_ids: int | Sequence[int]) -> None:
-        """Remove collectors. The batches that they have begun are delivered; their lanes and ids are not used again.
+        """Remove collectors by their indices; those of the others stay. ValueError for all, or one that is not there.
 
-        Args:
-            worker_ids: their indices; those of the others stay.
-
-        Raises:
-            ValueError: for one that is not at work, or for all.
+        The batches that they have begun are delivered; their lanes and ids are not used again.
         """
         self._check_open()
         leaving = self.run.chosen(worker_ids)
@@ -319,21 +282,17 @@ class RayCollector(WorkerCollector):
         """Continue from a `state_dict`: the same weights, keys and counts; new episodes under ids not used before.
 
         Batches that the collectors have ready are not delivered: they belong to the run before. One dict in place of a
-        list is for all collectors.
-
-        Raises:
-            TypeError, ValueError: if it is no `state_dict` of collectors that were added and removed as these were.
+        list is for all collectors. TypeError or ValueError if it is no `state_dict` of collectors that were added and
+        removed as these were.
         """
         if isinstance(state_dict, Mapping):  # one for all
             state_dict = [{**state_dict, "place": place} for place in self._places]
         saved = listed(state_dict)
-        if saved is None or not all(isinstance(each, Mapping) and {"place", "run"} <= each.keys() for each in saved):
+        if not saved or not all(isinstance(each, Mapping) and {"place", "run"} <= each.keys() for each in saved):
             raise TypeError(
-                f"state_dict is {type(state_dict).__name__}, expected a list with a dict for each collector, or one "
-                "for all: pass the result of state_dict of a RayCollector"
+                f"state_dict is {shown(state_dict, 60)}, expected a list with a dict for each collector, or one for "
+                "all: pass the result of state_dict of a RayCollector"
             )
-        if not saved:
-            raise ValueError("state_dict is empty, expected a dict for each collector: pass the result of state_dict")
         self._check_places([each["place"] for each in saved])
         workers = {str(index): each for index, each in enumerate(saved)}
         super().load_state_dict({"workers": workers, **saved[0]["run"]})
@@ -356,10 +315,9 @@ class RayCollector(WorkerCollector):
     @property
     def _of_collectors(self) -> list[Any]:
         """The class of the collectors, and the numbers and flags among their further keywords."""
-        given = self.collector_kwargs or {}
-        rows = [given] if isinstance(given, Mapping) else given
         plain = (bool, int, float, str, type(None))
-        kept = [[[name, row[name]] for name in sorted(row) if isinstance(row[name], plain)] for row in rows]
+        table = _each_of(self.collector_kwargs)
+        kept = [[[name, row[name]] for name in sorted(row) if isinstance(row[name], plain)] for row in table]
         return [self.collector_class.__name__, kept]
 
     @override
@@ -372,3 +330,7 @@ class RayCollector(WorkerCollector):
         self._check_places(saved["places"])
         super().continue_run(saved, episodes)
         self._since |= dict(zip(self.run.workers, saved["since"], strict=True))
+
+
+def _each_of(collector_kwargs: Any) -> Sequence[Mapping[str, Any]]:
+    return [collector_kwargs or {}] if isinstance(collector_kwargs, (Mapping, type(None))) else collector_kwargs

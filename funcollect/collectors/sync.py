@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.in_use import exclusive
-from funcollect.collectors.keywords import collector
-from funcollect.collectors.options import Options, RunnerOptions, RunnerSpec, SourceOptions, options_of
+from funcollect.collectors.options import Options, RunnerOptions, RunnerSpec, SourceOptions, collector, options_of
 from funcollect.core import api
 from funcollect.core.apply import apply
 from funcollect.core.env_params import set_env_params
@@ -32,8 +31,7 @@ from funcollect.core.saving import COUNTS, Episodes, counts_in, go_on, reseed, r
 from funcollect.core.state import CollectorState
 from funcollect.core.timing import TimedLoops
 from funcollect.errors import InUseError
-from funcollect.files import from_data, to_data
-from funcollect.policies.jax_functions.jax_policy import as_given
+from funcollect.interop.plain_data import from_data, to_data
 from funcollect.policies.torch_modules.torch_backed import TorchBacked, replaced
 from funcollect.policies.weights import check_dtypes
 from funcollect.protocols import DeviceEnv
@@ -65,11 +63,9 @@ def check_saved(state_dict: Any, names: Sequence[str]) -> None:
 class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
     """An iterator over batches of experience, each collected when it is requested.
 
-    It holds a `state` and `params` and calls the functions of the core. A loop over it can stop and be continued by
-    another loop. Batches are ``[P, T]`` (``[T]`` for a single environment) with ``T = ceil(frames_per_batch / P)``,
-    unlocked, and not shared with the collector.
-
-    After an exception, or Ctrl-C, the next batch begins new episodes under new trajectory ids.
+    A loop over it can stop and be continued by another loop. Batches are ``[P, T]`` (``[T]`` for a single environment)
+    with ``T = ceil(frames_per_batch / P)``, unlocked, and not shared with the collector. After an exception, or Ctrl-C,
+    the next batch begins new episodes under new trajectory ids.
 
     A call before the last one has returned, from another thread, a signal handler or a callback, raises RuntimeError;
     only `stats`, `update_policy_weights_` and `shutdown` may be called at any time.
@@ -93,7 +89,6 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
     _interrupted = False  # whether the state cannot be used again
 
     def __post_init__(self) -> None:
-        """Build the environment and the policy."""
         source = RunnerSpec(**{each.name: getattr(self, each.name) for each in fields(RunnerSpec)})
         self._build(source, options_of(self))
         if self.warning:
@@ -145,10 +140,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
             self.update_policy_weights_(self.params)
 
     def rollout(self) -> TensorDictBase:
-        """One batch as the core returns it, even if the run has ended: not split, not post-processed.
-
-        Its frames are counted, even if a `postproc` raises afterwards and the batch is lost.
-        """
+        """One batch as the core returns it, even if the run has ended: counted, not split, not post-processed."""
         return self.rollout_into(NOWHERE)
 
     @exclusive
@@ -187,7 +179,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         self._interrupted = False
         return True
 
-    @contextlib.contextmanager
+    @contextmanager
     def _changing(self, *refusals: type[Exception]) -> Iterator[None]:
         """An exception in the block interrupts the run, except for these, which leave the state as it was."""
         try:
@@ -207,11 +199,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
 
     @exclusive
     def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a function with the environment of every lane between two rollouts, as `funcollect.apply` does.
-
-        Returns:
-            The results in the order of lanes.
-        """
+        """The results of a function of each lane's environment, in the order of lanes, as `funcollect.apply` has it."""
         self._recover()
         with self._changing(TypeError):
             self.state, results = apply(self.env, self.state, function, *args)
@@ -233,12 +221,9 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         """Act with `params` from the next batch on; None for the policy's own, which are read again for each batch.
 
         Args:
-            params: the policy's parameters, or a module like its own; the policy's own module means None. They are not
-                copied: tensors that are changed in place later act under the same version.
+            params: the policy's parameters, or a module like its own; the policy's own module means None. ValueError if
+                they do not fit. They are not copied: tensors that are changed in place act under the same version.
             policy_or_weights: `params`, by TorchRL's name for it.
-
-        Raises:
-            ValueError: for parameters that do not fit the policy.
         """
         self._check_open()
         params = given_weights(params, policy_or_weights, self.policy)
@@ -265,10 +250,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         self.state = go_on(self.env, self.policy, self.state, steps=steps, episode=episode)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that `load_state_dict` takes: weights, key, counts. Episodes in flight start again after loading.
-
-        It holds tensors, numbers and strings only, so that `torch.load` reads it with ``weights_only=True``.
-        """
+        """The state that `load_state_dict` takes: weights, key and counts, which ``weights_only=True`` can read."""
         if self._in_use:
             self._refuse()
         return self._saved(counts_in(snapshot(self.state, None), copies=True))
@@ -277,10 +259,8 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`: the same weights, key and counts; new episodes under ids not used before.
 
-        Weights that were the policy's own at saving are written into the policy; others become `params`.
-
-        Raises:
-            ValueError: for a state of another number of lanes, or weights that do not fit.
+        Weights that were the policy's own are written into the policy; others become `params`. ValueError for a state
+        of another number of lanes, or weights that do not fit.
         """
         check_saved(state_dict, _SAVED)
         self._continue(state_dict, lambda: resume(self.env, self.state, state_dict))
@@ -322,12 +302,10 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         if weights is not None:
             self.policy.prepare(weights)
         self.state = make_state()
-        self.seed = self.state.seed
-        self.params = None if saved["own_weights"] else as_given(self.policy, weights)
-        if weights is not None and self.params is None:
+        if weights is not None and saved["own_weights"]:
             self.policy.load(weights)
-        self.frames, self._batches, self._interrupted = saved["frames"], saved["iter"], False
-        self._forget()
+        self._take_over(saved, self.state.seed, weights)
+        self._interrupted = False
 
     @override
     def shutdown(self, timeout: float | None = None) -> None:

@@ -14,11 +14,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_choice, check_flags, check_function, check_positive
+from funcollect.arguments import check_choice, check_flags, check_function, check_number, check_positive
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.in_use import FillsBuffer, exclusive
-from funcollect.collectors.keywords import collector
-from funcollect.collectors.options import Device, Options
+from funcollect.collectors.options import Device, Options, collector
 from funcollect.collectors.sync import given_weights
 from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.jobs import masks_of
@@ -31,11 +30,10 @@ from funcollect.core.rollout_trajectories import check_limited
 from funcollect.core.saving import Episodes
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed
-from funcollect.messages import shown
-from funcollect.policies.jax_functions.jax_policy import as_given
 from funcollect.policies.torch_modules.sending import dumps
 from funcollect.policies.torch_modules.torch_backed import has_lazy_layers
 from funcollect.processes.child import OnFailure
+from funcollect.processes.failures import sending
 from funcollect.processes.pool import FailurePolicy
 from funcollect.protocols import is_policy
 
@@ -53,13 +51,6 @@ class WorkerCollector(CollectorBase, FillsBuffer):
         run: the workers, for a larger run that this collector is a part of.
     """
 
-    create_env_fn: Any = field(kw_only=False)
-    """an `Env`, whatever `make_env` takes, or a callable that returns one of these, for all workers; or a list with an
-    entry for each."""
-    policy: Any = field(kw_only=False, default=None)
-    """a `Policy`; a `TensorDictModule`, or a callable whose argument is named ``tensordict`` or annotated as one; a
-    module or function from observation to action; or None for random actions. Each worker has its own copy, which
-    follows `update_policy_weights_`."""
     policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None
     """makes the policy in each worker, in place of `policy`; or a list with one for each."""
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
@@ -89,10 +80,8 @@ class WorkerCollector(CollectorBase, FillsBuffer):
     def _check(self, options: Options) -> None:
         """Store the checked options, and check the keywords that are not among them."""
         check_positive("num_threads", self.num_threads)
-        for name in ("timeout", "start_timeout"):
-            seconds = getattr(self, name)
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-                raise ValueError(f"{name} is {seconds!r}, expected seconds, more than 0: pass for example {name}=60")
+        check_number("timeout", self.timeout, positive=True, example=60)
+        check_number("start_timeout", self.start_timeout, positive=True, example=300)
         check_choice("on_failure", self.on_failure, get_args(OnFailure))
         self.options = options
         if has_lazy_layers(self.policy):
@@ -105,22 +94,18 @@ class WorkerCollector(CollectorBase, FillsBuffer):
         self._check_statistics()
 
     def _launch(
-        self,
-        jobs: Sequence[Job],
-        means: Means,
-        join: Join | None,
-        *,
-        prefetch: bool,
-        grace: float = 0.0,  # seconds, added to the timeouts
-        stacklevel: int = 6,  # for warnings: the user's call of the constructor is so many frames above
+        self, jobs: Sequence[Job], means: Means, join: Join | None, *, prefetch: bool, level: int, grace: float = 0.0
     ) -> None:
-        """Start the workers; `WorkerRun` describes `join`."""
+        """Start the workers; `WorkerRun` describes `join`.
+
+        `grace` is added to the timeouts, in seconds. The user's call of the constructor is `level` frames above.
+        """
         failure_policy = FailurePolicy(self.timeout + grace, self.start_timeout + grace, self.on_failure)
         self.run = WorkerRun(jobs, means, failure_policy, self.policy, join, prefetch=prefetch)
         self._finalizer = weakref.finalize(self, self.run.end)
         info = self.run.info
         if info.warning:
-            warnings.warn(info.warning, stacklevel=stacklevel)
+            warnings.warn(info.warning, stacklevel=level)
         if is_policy(self.policy):
             remember_spaces(self.policy, info.space, info.leaves, info.action)
         if self.trajs_per_batch is not None:
@@ -146,6 +131,11 @@ class WorkerCollector(CollectorBase, FillsBuffer):
     def num_envs(self) -> int | None:
         """P: the environments of each worker; None for one without a batch dimension."""
         return self.run.info.num_envs
+
+    @property
+    @override
+    def frames_of_batch(self) -> int:
+        return sum(self.run.frames) if self.run.gathering.together else self.run.info.frames
 
     @override
     def _gather(self) -> TensorDictBase:
@@ -174,36 +164,20 @@ class WorkerCollector(CollectorBase, FillsBuffer):
 
     @exclusive
     def reset(self, mask: Tensor | None = None) -> None:
-        """Begin new episodes in the lanes of `mask` [L], or in all. Batches collected before are delivered first.
-
-        Raises:
-            ValueError: for a mask of another shape or dtype.
-        """
+        """Begin new episodes in the lanes of `mask` [L], or in all. Batches collected before are delivered first."""
         self.run.call_each("reset", masks_of(mask, self.run.lanes))
 
     @exclusive
     def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call a function with the environment of every lane, as `funcollect.apply` does, wherever it lives.
 
-        Each worker calls it between two of its rollouts. Batches that were begun before are delivered first. A process
-        that replaces a lost worker calls it again; workers that are added later do not.
-
-        Returns:
-            The results in the order of workers, then lanes.
-
-        Raises:
-            TypeError: for environments without an object for each lane, and for a function, arguments or results that
-                cannot be sent. If the results cannot be sent, the function has been called all the same.
-            EnvError: if the function raises; the worker's lanes begin new episodes then.
+        Returns the results in the order of workers, then lanes. Each worker calls the function between two of its
+        rollouts. Batches that were begun before are delivered first. A process that replaces a lost worker calls it
+        again; workers that are added later do not. If it raises, the worker's lanes begin new episodes.
         """
         check_function("function", function, "a function of one lane's environment and args", 1 + len(args))
-        try:
+        with sending("function or its arguments", "the workers", "pass a function of a module, and plain arguments"):
             packed = dumps((function, args))
-        except Exception as error:
-            raise TypeError(
-                f"function or its arguments cannot be sent to the workers ({shown(error, 200)}): pass a function of a "
-                "module, and plain arguments"
-            ) from error
         return [result for results in self.run.call_all("apply", packed) for result in results]
 
     @exclusive
@@ -237,15 +211,12 @@ class WorkerCollector(CollectorBase, FillsBuffer):
 
         A rollout is collected with one version throughout. A batch of all workers has these weights from the next one
         on, with ``prefetch`` from the one after it; workers that collect their own batches take them at their next
-        rollout.
+        rollout. ValueError for parameters that do not fit the policy, or a worker that is not there.
 
         Args:
             params: the policy's parameters, or a module like its own; copied before this returns.
             worker_ids: the workers that get them; all by default.
             policy_or_weights: `params`, by TorchRL's name for it.
-
-        Raises:
-            ValueError: for parameters that do not fit the policy, or a worker that is not there.
         """
         self._check_open()
         workers = self.run.chosen(worker_ids)
@@ -286,27 +257,21 @@ class WorkerCollector(CollectorBase, FillsBuffer):
 
     def _continue(self, saved: Mapping[str, Any]) -> None:
         """Take over the counts and parameters of a run that the workers continue."""
-        self._fill(seed=self.run.seed, frames=saved["frames"], _batches=saved["iter"])
         weights = dict(runners_of(runners_of(saved)[0])[0]["policy_state_dict"])
-        self.params = None if saved["own_weights"] else as_given(self.policy, weights or None)
-        self._forget()
+        self._take_over(saved, self.run.seed, weights or None)
 
     @override
     def stats(self) -> dict[str, float]:
-        """Counts of the run.
+        """Counts of the run, by name: those of `SyncDataCollector.stats`, and those below.
 
-        Returns:
-            Those of `SyncDataCollector.stats`, and by name:
-
-            - ``reader_waited``, the seconds in which your process waited for the workers;
-            - ``workers_waited``, the seconds in which workers waited for your process, summed over workers;
-            - ``policy_lag``, how many versions of the weights the last batch was behind;
-            - ``restarts`` of workers, and ``lost_frames`` with them;
-            - ``copies``, the batches delivered as copies.
+        - ``reader_waited``, the seconds in which your process waited for the workers;
+        - ``workers_waited``, the seconds in which workers waited for your process, summed over workers;
+        - ``policy_lag``, how many versions of the weights the last batch was behind;
+        - ``restarts`` of workers, and ``lost_frames`` with them;
+        - ``copies``, the batches delivered as copies.
         """
         counts, run = super().stats(), self.run
-        return {
-            **counts,
+        return counts | {
             "reader_waited": run.waited,
             "workers_waited": run.idle,
             "policy_lag": counts["policy_version"] - run.gathering.version if self._batches else 0,

@@ -12,8 +12,6 @@ from funcollect.trajectories.final_observations import FinalObservations, detach
 from funcollect.trajectories.split import ASSIGNABLE, MASK, STEP, TRAJECTORY_IDS, check_batch, optional, require
 from funcollect.tree import Path
 
-__all__ = ["next_observations"]
-
 
 def compact(batch: TensorDictBase, paths: Sequence[Path]) -> FinalObservations:
     """Remove the next observations from an unlocked batch, and return those that no following frame has."""
@@ -31,15 +29,14 @@ def next_observations(batch: TensorDictBase) -> TensorDictBase:
     must not be shuffled, or cut along time.
 
     Args:
-        batch: ``[*B, T]``, time last, from a collector.
+        batch: ``[*B, T]``, time last, from a collector. TypeError if it is no TensorDict.
 
     Returns:
         A TensorDict with copies of the next observations, and the other leaves of `batch`, unlocked; `batch` itself if
         no next observations were left out.
 
     Raises:
-        TypeError: if the batch is no TensorDict.
-        ValueError: if it lacks the frame that follows one of its frames.
+        ValueError: if the batch lacks the frame that follows one of its frames.
 
     >>> import funcollect as fc
     >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=50, compact_obs=True, seed=0) as collector:
@@ -53,16 +50,15 @@ def next_observations(batch: TensorDictBase) -> TensorDictBase:
     result = batch.clone(recurse=False).unlock_()
     final = detach(result)
     assert final is not None
-    ids, step = (require(batch, key, tail=()) for key in (TRAJECTORY_IDS, STEP))
-    mask = batch.get(MASK, None)
-    alone = ~_followed(batch) if mask is None else ~_followed(batch) & mask
-    device = final.step.device
-    row = final.find(ids[alone].to(device), step[alone].to(device))
+    alone, mask = ~_followed(batch), batch.get(MASK, None)
+    alone = alone if mask is None else alone & mask
+    ids, step = (batch[key][alone] for key in (TRAJECTORY_IDS, STEP))
+    row = final.find(ids.to(final.step.device), step.to(final.step.device))
     if bool((row < 0).any()):
         first = int((row < 0).nonzero()[0])
         raise ValueError(
-            f"the batch lacks the frame after step {step[alone][first]} of trajectory {ids[alone][first]}, which has "
-            "its next observation: call next_observations before frames are shuffled or cut along time"
+            f"the batch lacks the frame after step {step[first]} of trajectory {ids[first]}, which has its next "
+            "observation: call next_observations before frames are shuffled or cut along time"
         )
     for path, leaf in final.leaves.items():
         following = batch[path].roll(-1, batch.batch_dims - 1)

@@ -1,8 +1,8 @@
-"""Advantages and n-step returns of a batch: `gae`, in Torch and in JAX, and `MultiStep`."""
+"""Advantages and n-step returns of a batch, and rewards divided by the deviation of the return."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +10,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_number, check_positive
+from funcollect.arguments import check_kind, check_number, check_positive
 from funcollect.interop.jax_setup import import_jax
+from funcollect.running_statistics import EPSILON, RunningStatistics, start, update
 from funcollect.trajectories.next_observations import next_observations
 from funcollect.trajectories.split import (
     LANE,
@@ -20,6 +21,7 @@ from funcollect.trajectories.split import (
     STEPS_AHEAD,
     TRAJECTORY_IDS,
     check_batch,
+    check_followed,
     check_order,
     check_single_steps,
     check_time_first,
@@ -27,18 +29,15 @@ from funcollect.trajectories.split import (
     require,
     steps_back,
 )
+from funcollect.trajectories.stats import CountedFrames, counted_frames
 from funcollect.tree import flatten
-
-__all__ = ["MultiStep", "gae"]
 
 _NEEDED = {"reward": ("next", "reward"), "terminated": ("next", "terminated"), "done": ("next", "done")}
 _EPISODE = ("collector", "episode")  # traced rollouts have these numbers per lane instead of ids
 _OPTIONAL = {"traj_ids": TRAJECTORY_IDS, "mask": MASK, "repeated": ("done",)}
-_MENDS = {
-    "value": "pass the value function's result for observation",
-    "next_value": "pass the value function's result for next.observation",
-}
 _TAILS: dict[str, tuple[int, ...] | None] = {"reward": None, "traj_ids": (), "mask": ()}  # see `require`; [1] otherwise
+_VALUES = {"value": "observation", "next_value": "next.observation"}  # what the value function was called with
+_RETURN = "return"  # the key in the statistics of `scale_rewards`
 
 
 def gae(
@@ -49,11 +48,8 @@ def gae(
     Let ``delta = reward + gamma * next_value - value``, without `next_value` after a termination. The advantage of a
     frame is the sum of its delta and all later ones of its trajectory, each weighted by ``(gamma * lmbda)**k``, where
     ``k`` is the number of steps between them (Schulman et al., 2016, https://arxiv.org/abs/1506.02438). At a
-    truncation, and at the end of the batch, `next_value` stands for the missing rest of the trajectory. With
-    ``lmbda=1`` the targets are the discounted returns to go. Padding of split trajectories and repeated frames of
-    finished lanes have the advantage 0.
-
-    Gradients flow through both results. Detach them, or stop their gradients, for losses that need constants.
+    truncation, and at the end of the batch, `next_value` stands for the missing rest of the trajectory. Padding of
+    split trajectories and repeated frames of finished lanes have the advantage 0. Gradients flow through both results.
 
     Args:
         batch: ``[*B, T]``, also split, with ``next.reward`` ``[*B, T, 1]`` (or players), ``next.terminated`` and
@@ -62,14 +58,14 @@ def gae(
         value: the values of the observations; floating, with the shape of ``next.reward``.
         next_value: the values of ``next.observation``, with the same shape.
         gamma: the discount per step, in [0, 1]; for JAX also a scalar array.
-        lmbda: the weight of later deltas, in [0, 1]: 0 uses one step, 1 the whole trajectory.
+        lmbda: the weight of later deltas, in [0, 1]; with 1 the targets are the discounted returns to go.
 
     Returns:
         ``(advantage, value_target)``, both with the shape of `value`; the target is ``advantage + value``.
 
     Raises:
-        TypeError: if the batch is neither a TensorDict nor a dict, values are not floating, or factors not numbers.
-        ValueError: if keys are missing, shapes or the order of frames wrong, rewards sums, or factors outside [0, 1].
+        TypeError, ValueError: for another kind of batch, missing keys, wrong shapes or order of frames, rewards that
+            are sums, values that are not floating, and factors outside [0, 1].
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -80,43 +76,31 @@ def gae(
     >>> value_target[:, 0]
     tensor([1.7500, 1.5000, 1.0000])
     """
-    in_jax = isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase)
-    check_factor("gamma", gamma, in_jax)
-    check_factor("lmbda", lmbda, in_jax)
+    in_jax = _in_jax(batch)
+    _check_factor("gamma", gamma, in_jax)
+    _check_factor("lmbda", lmbda, in_jax)
+    values = {"value": value, "next_value": next_value}
     if in_jax:
-        return _estimate(import_jax().numpy, *_read_jax(batch, value, next_value), gamma, lmbda)
-    advantage, target = _estimate(torch, *_read_torch(batch, value, next_value), gamma, lmbda)
+        return _estimate(import_jax().numpy, gamma, lmbda, _arrays_of(batch, values))
+    advantage, target = _estimate(torch, gamma, lmbda, _tensors_of(batch, values))
     return advantage.movedim(0, -2), target.movedim(0, -2)
 
 
-class _AdvantageInputs(NamedTuple):
-    """The leaves of a batch, time first, which broadcast with each other and with the values."""
-
-    reward: Any  # [T, ...]
-    terminated: Any  # [T, ...] bool
-    done: Any  # [T, ...] bool
-    traj_ids: Any = None  # [T, ...] integers
-    mask: Any = None  # [T, ...] bool: False for padding
-    repeated: Any = None  # [T, ...] bool: True for repeated frames of a finished lane
-
-
-def _estimate(
-    xp: Any, frames: _AdvantageInputs, value: Any, next_value: Any, gamma: Any, lmbda: Any
-) -> tuple[Any, Any]:
-    """The advantages and targets [T, ...]; `xp` is `torch` or `jax.numpy`."""
-    delta = frames.reward + gamma * xp.where(frames.terminated, 0.0, next_value) - value
-    if frames.mask is not None:
-        delta = xp.where(frames.mask, delta, 0.0)
-    if frames.repeated is not None:
-        delta = xp.where(frames.repeated, 0.0, delta)
-    done, ids = frames.done, frames.traj_ids
+def _estimate(xp: Any, gamma: Any, lmbda: Any, columns: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The advantages and targets [T, ...], from leaves that broadcast with each other; `xp` is Torch or JAX's NumPy."""
+    value, done, ids = columns["value"], columns["done"], columns.get("traj_ids")
+    delta = columns["reward"] + gamma * xp.where(columns["terminated"], 0.0, columns["next_value"]) - value
+    if (mask := columns.get("mask")) is not None:  # False for padding
+        delta = xp.where(mask, delta, 0.0)
+    if (repeated := columns.get("repeated")) is not None:  # True for repeated frames of a finished lane
+        delta = xp.where(repeated, 0.0, delta)
     ends = done[:-1] if ids is None else done[:-1] | (ids[1:] != ids[:-1])
     last = xp.concatenate([ends, xp.ones_like(done[-1:])])  # whether a frame is the last of its trajectory in the batch
-    advantage = discounted_sums(xp, delta, xp.asarray(gamma * lmbda, dtype=delta.dtype) * ~last)
+    advantage = _discounted_sums(xp, delta, xp.asarray(gamma * lmbda, dtype=delta.dtype) * ~last)
     return advantage, advantage + value
 
 
-def discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
+def _discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
     """``sums[t] = values[t] + discount[t] * sums[t + 1]``, in log2(T) rounds of whole arrays instead of T steps.
 
     Each round adds every odd row to the even one before it, which leaves the same problem of half the length. Nothing
@@ -129,14 +113,14 @@ def discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
     if length % 2:
         values, discount = (xp.concatenate([rows, xp.zeros_like(rows[:1])]) for rows in (values, discount))
     even, odd, step = values[::2], values[1::2], discount[::2]
-    sums = discounted_sums(xp, even + step * odd, step * discount[1::2])
+    sums = _discounted_sums(xp, even + step * odd, step * discount[1::2])
     after = xp.roll(sums, -1, 0)  # the last row is discounted to nothing
     both = xp.stack([sums, odd + discount[1::2] * after], 1)
     return both.reshape(values.shape)[:length]
 
 
-def _read_torch(batch: TensorDictBase, value: Any, next_value: Any) -> tuple[_AdvantageInputs, Tensor, Tensor]:
-    """The frames of a TensorDict and their values, each leaf ``[T, *B, n]``."""
+def _tensors_of(batch: TensorDictBase, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The leaves of a TensorDict by name, and the values, each ``[T, *B, n]``."""
     check_batch(batch)
     check_single_steps(batch)
     check_order(batch)
@@ -145,28 +129,22 @@ def _read_torch(batch: TensorDictBase, value: Any, next_value: Any) -> tuple[_Ad
         leaf = (require if name in _NEEDED else optional)(batch, path, tail=_TAILS.get(name, (1,)))
         if leaf is not None:
             columns[name] = leaf if leaf.ndim > batch.batch_dims else leaf[..., None]
-    for name, values in (("value", value), ("next_value", next_value)):
-        if not isinstance(values, Tensor):
-            raise TypeError(f"{name} is {type(values).__name__}, expected a tensor, as the batch has: {_MENDS[name]}")
-        _check_values(name, values, values.is_floating_point(), columns["reward"].shape)
-    frames = _AdvantageInputs(**{name: leaf.movedim(-2, 0) for name, leaf in columns.items()})
-    return frames, value.movedim(-2, 0), next_value.movedim(-2, 0)
+    for name, leaf in values.items():
+        _check_type(name, leaf, isinstance(leaf, Tensor), "a tensor, as the batch has")
+        _check_values(name, leaf, leaf.is_floating_point(), columns["reward"].shape)
+    return {name: leaf.movedim(-2, 0) for name, leaf in (columns | dict(values)).items()}
 
 
-def _read_jax(batch: Mapping[str, Any], value: Any, next_value: Any) -> tuple[_AdvantageInputs, Any, Any]:
-    """The frames of a nested dict and their values, each leaf ``[T, ...]``."""
+def _arrays_of(batch: Mapping[str, Any], values: Mapping[str, Any], needed: Iterable[str] = _NEEDED) -> dict[str, Any]:
+    """The leaves of a nested dict by name, and the values, each ``[T, ...]``."""
     check_single_steps(batch)
     jnp, flat = import_jax().numpy, flatten(batch)
-    paths = _NEEDED | _OPTIONAL
-    if _EPISODE in flat:
-        paths |= {"traj_ids": _EPISODE}
+    paths = _NEEDED | _OPTIONAL | ({"traj_ids": _EPISODE} if _EPISODE in flat else {})
     given = {name: flat[path] for name, path in paths.items() if path in flat}
-    if missing := [".".join(path) for path in _NEEDED.values() if path not in flat]:
+    if missing := [".".join(paths[name]) for name in needed if name not in given]:
         raise ValueError(f"the batch lacks {missing}, which are needed here; it has {sorted(map('.'.join, flat))}")
-    for name, leaf in (given | {"value": value, "next_value": next_value}).items():
-        if isinstance(leaf, Tensor) or not hasattr(leaf, "shape"):
-            mend = _MENDS.get(name, "tensors come in a TensorDict")
-            raise TypeError(f"{name} is {type(leaf).__name__}, expected a JAX array: {mend}")
+    for name, leaf in (given | dict(values)).items():
+        _check_type(name, leaf, hasattr(leaf, "shape") and not isinstance(leaf, Tensor), "a JAX array")
     reward, done = given["reward"], given["done"]
     for name, leaf in given.items():
         fits = leaf.shape == done.shape or (name == "reward" and leaf.shape[:-1] == done.shape)
@@ -176,17 +154,23 @@ def _read_jax(batch: Mapping[str, Any], value: Any, next_value: Any) -> tuple[_A
                 "and [T, P, players] for rewards of several players: time first, no trailing 1, several runs under "
                 "jax.vmap"
             )
-    for name, values in (("value", value), ("next_value", next_value)):
-        _check_values(name, values, jnp.issubdtype(values.dtype, jnp.floating), reward.shape)
+    for name, leaf in values.items():
+        _check_values(name, leaf, jnp.issubdtype(leaf.dtype, jnp.floating), reward.shape)
     check_time_first(flat.get(LANE))
     columns = {name: jnp.asarray(leaf) for name, leaf in given.items()}
     if reward.ndim > done.ndim:
         columns = {name: leaf if name == "reward" else leaf[..., None] for name, leaf in columns.items()}
-    return _AdvantageInputs(**columns), jnp.asarray(value), jnp.asarray(next_value)
+    return columns | {name: jnp.asarray(leaf) for name, leaf in values.items()}
+
+
+def _check_type(name: str, leaf: Any, fits: bool, wanted: str) -> None:
+    if not fits:
+        of = _VALUES.get(name)
+        mend = f"pass the value function's result for {of}" if of else "tensors come in a TensorDict"
+        raise TypeError(f"{name} is {type(leaf).__name__}, expected {wanted}: {mend}")
 
 
 def _check_values(name: str, values: Any, floating: bool, shape: tuple[int, ...]) -> None:
-    """Raise unless `values`, the argument `name`, are floating and have the `shape` of the rewards."""
     if not floating:
         raise TypeError(f"{name} is {values.dtype}, expected a floating dtype: pass the result of the value function")
     got, shape = tuple(values.shape), tuple(shape)
@@ -196,7 +180,11 @@ def _check_values(name: str, values: Any, floating: bool, shape: tuple[int, ...]
         raise ValueError(f"{name} has shape {list(got)}, expected {list(shape)} as next.reward: {mend}")
 
 
-def check_factor(name: str, factor: Any, in_jax: bool) -> None:
+def _in_jax(batch: Any) -> bool:
+    return isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase)
+
+
+def _check_factor(name: str, factor: Any, in_jax: bool) -> None:
     """Raise unless `factor` is a number in [0, 1] or, for a JAX batch, any scalar JAX array."""
     if in_jax and isinstance(factor, import_jax().Array) and not factor.ndim:
         return  # within `jit` it may have no value yet
@@ -218,7 +206,7 @@ class MultiStep:
     ends. `MultiStepSampler` does the same for samples of a buffer, also across batches; take one of both.
 
     Args:
-        gamma: the discount per step, between 0 and 1.
+        gamma: the discount per step, in [0, 1].
         n_steps: the largest number of steps.
 
     Raises:
@@ -240,10 +228,8 @@ class MultiStep:
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """The n-step batch of a batch ``[*B, T]``, which is not changed.
 
-        Raises:
-            TypeError: if the batch is not a TensorDict.
-            ValueError: if the batch has no frames, no ``next.reward`` or no ``next.done``, frames out of order, or
-                rewards that are sums already.
+        ValueError if it has no frames, no ``next.reward`` or no ``next.done``, frames out of order, or rewards that are
+        sums already.
         """
         check_batch(batch)
         check_single_steps(batch)
@@ -267,8 +253,10 @@ class MultiStep:
     def _steps(self, batch: TensorDictBase) -> Tensor:
         """The number of steps whose rewards each frame sums: ``[*B, T]`` int64, from 1 to `n_steps`."""
         ends = require(batch, ("next", "done"), tail=(1,))[..., 0].clone()
-        for changes in _changes(batch):
-            ends[..., :-1] |= changes
+        for key in (TRAJECTORY_IDS, ("episode",), MASK):
+            if (leaf := optional(batch, key, tail=())) is not None:
+                ends[..., :-1] |= leaf[..., 1:] != leaf[..., :-1]
+        ends[..., :-1] |= steps_back(batch)
         ends[..., -1] = True
         length = ends.shape[-1]
         time = torch.arange(length, device=ends.device)
@@ -276,7 +264,7 @@ class MultiStep:
         return (nearest - time + 1).clamp(max=self.n_steps)
 
     def _sum(self, reward: Tensor, steps: Tensor, time: int) -> Tensor:
-        """The discounted sum of the rewards of each frame's steps; the shape is that of `reward`."""
+        """The discounted sum of the rewards of each frame's steps, in the shape of `reward`."""
         total = reward.clone()
         for ahead in range(1, min(self.n_steps, reward.shape[time])):
             counts = (steps[..., :-ahead] > ahead)[..., None]
@@ -289,15 +277,118 @@ class MultiStep:
         return f"MultiStep(gamma={self.gamma}, n_steps={self.n_steps})"
 
 
-def _changes(batch: TensorDictBase) -> Iterator[Tensor]:
-    """Yield masks ``[*B, T - 1]``: True where, by one of the keys, the next frame is not of the same trajectory."""
-    for key in (TRAJECTORY_IDS, ("episode",), MASK):
-        if (leaf := optional(batch, key, tail=())) is not None:
-            yield leaf[..., 1:] != leaf[..., :-1]
-    yield steps_back(batch)
-
-
 def _gather(leaf: Tensor, index: Tensor, time: int) -> Tensor:
     """Select frames along time: at each time ``t``, the frame ``index[..., t]`` of `leaf` ``[*B, T, ...]``."""
     shape = (*index.shape, *[1] * (leaf.ndim - index.ndim))
     return torch.take_along_dim(leaf, index.reshape(shape), dim=time)
+
+
+class RewardScaling(NamedTuple):
+    """What is carried from one batch to the next; a pytree in optree and in JAX.
+
+    `returns` are the discounted returns of the unfinished trajectories: in Torch by trajectory id the pair of its lane
+    and a tensor [players] float64, in JAX [P] or [P, players]. `statistics` are of the returns at all frames so far.
+    """
+
+    returns: Any
+    statistics: RunningStatistics
+
+
+def scale_rewards(
+    batch: TensorDictBase | Mapping[str, Any],
+    scaling: RewardScaling | None = None,
+    *,
+    gamma: float = 0.99,
+    clip: float = 10.0,
+) -> tuple[Any, RewardScaling]:
+    """Divide the rewards of a batch by the running deviation of the discounted return.
+
+    In each trajectory ``returns = gamma * returns + reward``, beginning with 0, also across the borders of batches. The
+    returns at all frames of the batch are added to the statistics before its rewards are divided; `VecNormalize` adds
+    those of one step at a time.
+
+    Args:
+        batch: a batch [*B, T] as `episode_stats` takes it; or a nested dict of JAX arrays with ``next.reward`` [T, P]
+            (or [T, P, players]) and ``next.done`` [T, P], also inside `jit`. It is unchanged.
+        scaling: the second result for the batch before; None for the first one.
+        gamma: the discount per step, in [0, 1].
+        clip: the largest absolute value of a scaled reward.
+
+    Returns:
+        The scaled rewards, with the shape and dtype of ``next.reward``, and what the next call takes.
+
+    Raises:
+        TypeError, ValueError: as `gae` does.
+
+    >>> import funcollect as fc
+    >>> scaling = None
+    >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=50, total_frames=100, seed=0) as collector:
+    ...     for batch in collector:
+    ...         batch["next", "reward"], scaling = scale_rewards(batch, scaling)
+    >>> int(scaling.statistics.count)
+    100
+    """
+    in_jax = _in_jax(batch)
+    _check_factor("gamma", gamma, in_jax)
+    check_number("clip", clip, positive=True, example=10.0)
+    check_kind("scaling", scaling, (tuple, type(None)), "pass the second result of the last call")
+    if scaling is not None and isinstance(scaling[1], RewardScaling):
+        raise TypeError("scaling is the pair (rewards, scaling), expected its second part: unpack the result")
+    before = None if scaling is None else RewardScaling(scaling[0], RunningStatistics(*scaling[1]))
+    if in_jax:
+        return _scaled_arrays(batch, before, gamma, clip)
+    frames, _ = counted_frames(batch)
+    check_followed(batch)
+    shape = () if frames.rewards.shape[1] == 1 else (frames.rewards.shape[1],)
+    if before is None:
+        before = RewardScaling({}, start({_RETURN: shape}, "torch"))
+    returns = _returns(frames, before.returns, gamma)
+    statistics = update(before.statistics, {_RETURN: returns.reshape(-1, *shape)})
+    reward = require(batch, ("next", "reward"), tail=None)
+    deviation = (statistics.variance[_RETURN] + EPSILON).sqrt().to(reward)
+    return (reward / deviation).clamp(-clip, clip), RewardScaling(_open(frames, returns, before.returns), statistics)
+
+
+def _returns(frames: CountedFrames, opened: Mapping[int, tuple[int, Tensor]], gamma: float) -> Tensor:
+    """The discounted return up to each frame, [F, players] float64."""
+    values = frames.rewards.clone()
+    if not len(values):
+        return values
+    ids = frames.traj_ids
+    goes_on = torch.cat([ids.new_zeros(1, dtype=torch.bool), ids[1:] == ids[:-1]])
+    for row in (~goes_on).nonzero()[:, 0].tolist():
+        if (head := opened.get(int(ids[row]))) is not None:
+            values[row] += gamma * head[1]
+    sums: Tensor = _discounted_sums(torch, values.flip(0), (gamma * goes_on.double()[:, None]).flip(0))
+    return sums.flip(0)
+
+
+def _open(
+    frames: CountedFrames, returns: Tensor, before: Mapping[int, tuple[int, Tensor]]
+) -> dict[int, tuple[int, Tensor]]:
+    """The returns of the trajectories that continue after the batch, those of lanes outside of it included."""
+    here = {*frames.lanes.tolist()}
+    opened = {number: head for number, head in before.items() if head[0] not in here}
+    ends = torch.cat([frames.lanes[1:] != frames.lanes[:-1], torch.ones(1, dtype=torch.bool)])
+    for row in (ends & ~frames.done).nonzero()[:, 0].tolist():
+        opened[int(frames.traj_ids[row])] = int(frames.lanes[row]), returns[row].clone()
+    return opened
+
+
+def _scaled_arrays(
+    batch: Mapping[str, Any], before: RewardScaling | None, gamma: Any, clip: float
+) -> tuple[Any, RewardScaling]:
+    jnp, columns = import_jax().numpy, _arrays_of(batch, {}, ("reward", "done"))
+    reward, done = columns["reward"], columns["done"]
+    if before is None:
+        players = reward.shape[batch["next"]["done"].ndim :]
+        before = RewardScaling(jnp.zeros_like(reward[0]), start({_RETURN: players}, "jax"))
+    step, repeated = batch.get("collector", {}).get("step"), batch.get("done")
+    begun = jnp.zeros_like(done) if step is None else (step == 0).reshape(done.shape)  # `reset` begins some, too
+    values = reward.at[0].add(jnp.where(begun[0], 0, gamma * before.returns))
+    goes_on = jnp.concatenate([jnp.zeros_like(done[:1]), ~(done[:-1] | begun[1:])])
+    returns = _discounted_sums(jnp, values[::-1], gamma * goes_on[::-1])[::-1]
+    statistics = update(before.statistics, {_RETURN: returns}, weights=None if repeated is None else ~repeated)
+    deviation = jnp.sqrt(statistics.variance[_RETURN] + EPSILON)
+    kept = jnp.where(done[-1], 0, returns[-1])
+    return jnp.clip(reward / deviation, -clip, clip), RewardScaling(kept, statistics)

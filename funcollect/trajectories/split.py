@@ -1,8 +1,4 @@
-"""Splits a batch into trajectories, one padded row for each; and checks of batches.
-
-TorchRL's `split_trajectories` merges equal ids of adjacent rows and accepts at most two batch dimensions. Here a
-trajectory never extends beyond its row, and a batch may have any number of dimensions before time.
-"""
+"""Splits a batch into trajectories, one padded row for each; and checks of batches."""
 
 from __future__ import annotations
 
@@ -19,8 +15,6 @@ from funcollect.arguments import check_key
 from funcollect.interop.jax_setup import import_jax
 from funcollect.trajectories.final_observations import attach, detach
 from funcollect.tree import Path, as_path, time_last
-
-__all__ = ["split_trajectories"]
 
 MASK = ("collector", "mask")
 IS_FIRST = ("collector", "is_first")  # True where a slice of a buffer begins
@@ -52,6 +46,8 @@ def split_trajectories(
     the trajectory. The last trajectory of a row is kept even if it has not ended. Each slice of a buffer's sample is a
     trajectory of its own, and padding, whose mask is False, is left out.
 
+    TorchRL's function merges equal ids of adjacent rows, and accepts at most two batch dimensions.
+
     Args:
         batch: ``[*B, T]``, time last, with leaves ``[*B, T, ...]`` on any device. Slices of a buffer may be flat, [N].
         prefix: the key under which ``traj_ids`` is read and ``mask`` is written; by default ``"collector"``, where
@@ -59,18 +55,17 @@ def split_trajectories(
         trajectory_key: the key of the ids ``[*B, T]``, integers; by default ``(prefix, "traj_ids")``. If the batch has
             no default ids, trajectories end where ``("next", done_key)`` is set, and their numbers become the ids.
         done_key: the key, under ``next``, of the flags ``[*B, T, 1]`` that mark the ends of trajectories.
-        as_nested: return leaves as nested tensors of N trajectories, without padding and mask. True means the strided
-            layout; a layout such as ``torch.jagged`` may be given instead.
+        as_nested: return leaves as nested tensors of N trajectories, without padding and mask: True for the strided
+            layout, or a layout such as ``torch.jagged``.
 
     Returns:
         ``[N, Tmax]``: the N trajectories, ordered by row, then by time. Leaves are ``[N, Tmax, ...]`` and keep their
-        dtypes. ``("collector", "mask")`` ``[N, Tmax]`` bool is False for padding. The result is unlocked, on the
-        device of the batch, and shares no memory with it.
+        dtypes. ``("collector", "mask")`` ``[N, Tmax]`` bool is False for padding. The result is unlocked, and shares no
+        memory with the batch.
 
     Raises:
         TypeError: if the batch is not a TensorDict, leaves are not tensors, or ids are not integers.
-        ValueError: if the batch has no batch dimensions, frames out of order, or neither ids nor end flags of the
-            right shape, and for nested tensors without frames.
+        ValueError: if it has no batch dimensions, frames out of order, neither ids nor end flags, or no frames to nest.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -89,16 +84,15 @@ def split_trajectories(
     check_key("trajectory_key", trajectory_key)
     check_key("done_key", done_key, required=True)
     home = ("collector",) if prefix is None else as_path(prefix)
-    mask_key = (*home, MASK[-1])
+    mask_key, done_path = (*home, MASK[-1]), ("next", *as_path(done_key))
     ids_key = (*home, TRAJECTORY_IDS[-1]) if trajectory_key is None else as_path(trajectory_key)
-    done_path = ("next", *as_path(done_key))
     if not isinstance(as_nested, (bool, torch.layout)):
         raise TypeError(f"as_nested is {as_nested!r}, expected a bool or a torch.layout: pass True for nested tensors")
     batch = batch.clone(recurse=False).unlock_()
     final = detach(batch)
     check_order(batch)
-    ids = _ids(batch, ids_key, None if trajectory_key else done_path)
-    begins, held = _begins(batch, ids, done_path), None
+    by_ends = not trajectory_key and batch.get(ids_key, None) is None and batch.get(done_path, None) is not None
+    begins, held = _begins(batch, None if by_ends else ids_key, done_path), None
     for key in (mask_key, MASK):
         if held is None and (held := optional(batch, key, tail=())) is not None:
             held = held.bool()
@@ -113,22 +107,12 @@ def split_trajectories(
     result = TensorDict(_map_leaves(place, batch, ()), shape[:1] if ragged else shape, batch.device)
     if not ragged:
         result.names = time_last(2)
-    if ids is None:
+    if by_ends:
         result.set(ids_key, place(layout.row))
     if not as_nested:
         result.set(mask_key, place(torch.ones_like(begins)))
     attach(result, final)
     return result
-
-
-def _ids(batch: TensorDictBase, key: Path, instead: Path | None) -> Tensor | None:
-    """The ids ``[*B, T]`` of the batch, integers; None if it has no `key`, but the key `instead`."""
-    if instead and batch.get(key, None) is None and batch.get(instead, None) is not None:
-        return None
-    ids = require(batch, key, tail=())
-    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-        raise TypeError(f"{readable(key)} is {ids.dtype}, expected integers: one id per trajectory")
-    return ids
 
 
 class _PaddedLayout:
@@ -141,18 +125,14 @@ class _PaddedLayout:
         self.dims, self.held = begins.ndim, held
         begins = begins if held is None else begins & held
         self.row = (begins.reshape(-1).cumsum(0) - 1).view(begins.shape)  # [*B, T] int64
-        flat, self.run = self.frames(begins).reshape(-1), self.frames(self.row)
+        flat, self.run = self._frames(begins).reshape(-1), self._frames(self.row)
         run, frame = self.run.reshape(-1), torch.arange(flat.numel(), device=flat.device)
         position = frame - frame[flat][run]
         self.position = position.view(self.run.shape)  # int64: the column of each frame that is held
         self.shape = (int(run[-1]) + 1, int(position.max()) + 1) if flat.numel() else (0, 0)  # N, Tmax
+        self.ragged = flat.numel() < self.shape[0] * self.shape[1]  # whether the trajectories differ in length
 
-    @property
-    def ragged(self) -> bool:
-        """Whether the trajectories differ in length."""
-        return self.run.numel() < self.shape[0] * self.shape[1]
-
-    def frames(self, leaf: Tensor) -> Tensor:
+    def _frames(self, leaf: Tensor) -> Tensor:
         """The frames of a leaf ``[*B, T, ...]`` that are held: the leaf itself if all are, else [N, ...]."""
         return leaf if self.held is None else leaf[self.held]
 
@@ -161,25 +141,27 @@ class _PaddedLayout:
         table = torch.zeros(self.shape + leaf.shape[self.dims :], dtype=leaf.dtype, device=leaf.device)
         dtype = ASSIGNABLE.get(leaf.dtype)
         target, source = (table, leaf) if dtype is None else (table.view(dtype), leaf.view(dtype))
-        target[self.run, self.position] = self.frames(source)
+        target[self.run, self.position] = self._frames(source)
         return table
 
     def nest(self, leaf: Tensor, kind: torch.layout) -> Tensor:
         """A leaf ``[*B, T, ...]`` as a nested tensor of N trajectories ``[length, ...]``."""
-        rows = self.frames(leaf).reshape(-1, *leaf.shape[self.dims :]).clone()
+        rows = self._frames(leaf).reshape(-1, *leaf.shape[self.dims :]).clone()
         if kind == torch.jagged:
-            return torch.nested.nested_tensor_from_jagged(rows, self.offsets)
-        return torch.nested.as_nested_tensor([*rows.tensor_split(self.offsets[1:-1].cpu())], layout=kind)
+            return torch.nested.nested_tensor_from_jagged(rows, self._offsets)
+        return torch.nested.as_nested_tensor([*rows.tensor_split(self._offsets[1:-1].cpu())], layout=kind)
 
     @cached_property
-    def offsets(self) -> Tensor:
-        """The index of each trajectory's first frame, then the number of frames: ``[N + 1]`` int64."""
+    def _offsets(self) -> Tensor:  # of each trajectory's first frame, then the number of frames: [N + 1] int64
         lengths = torch.bincount(self.run.reshape(-1))
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
-def _begins(batch: TensorDictBase, ids: Tensor | None, done_path: Path) -> Tensor:
+def _begins(batch: TensorDictBase, ids_key: Path | None, done_path: Path) -> Tensor:
     """Whether each frame is the first of its trajectory: ``[*B, T]`` bool."""
+    ids = None if ids_key is None else require(batch, ids_key, tail=())
+    if ids is not None and (ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex()):
+        raise TypeError(f"{readable(ids_key or '')} is {ids.dtype}, expected integers: one id per trajectory")
     device = (batch.get(done_path) if ids is None else ids).device
     begins = torch.zeros(batch.batch_size, dtype=torch.bool, device=device)
     begins[..., :1] = True
@@ -209,6 +191,12 @@ def check_single_steps(batch: Mapping[str, object] | TensorDictBase) -> None:
         )
 
 
+def _counters(batch: TensorDictBase, *keys: Path) -> list[Tensor | None]:
+    """The leaves under these keys; None if there is none, or if it has not one number per frame."""
+    leaves = [batch.get(key, None) for key in keys]
+    return [leaf if isinstance(leaf, Tensor) and leaf.shape == batch.batch_size else None for leaf in leaves]
+
+
 def steps_back(batch: TensorDictBase) -> Tensor:
     """Whether the step counter fails to increase to the next frame, as between joined runs: ``[*B, T - 1]`` bool."""
     (step,) = _counters(batch, STEP)
@@ -217,12 +205,6 @@ def steps_back(batch: TensorDictBase) -> Tensor:
     back = step[..., 1:] <= step[..., :-1]
     finished = optional(batch, "done", tail=(1,))  # the counter of a finished lane does not increase
     return back if finished is None else back & ~finished[..., 1:, 0]
-
-
-def _counters(batch: TensorDictBase, *keys: Path) -> list[Tensor | None]:
-    """The leaves under these keys; None if there is none, or if it has not one number per frame."""
-    leaves = [batch.get(key, None) for key in keys]
-    return [leaf if isinstance(leaf, Tensor) and leaf.shape == batch.batch_size else None for leaf in leaves]
 
 
 def check_order(batch: TensorDictBase) -> None:

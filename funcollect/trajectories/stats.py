@@ -27,8 +27,6 @@ from funcollect.trajectories.split import (
 )
 from funcollect.tree import Path
 
-__all__ = ["EpisodeStats", "OpenReturn", "episode_stats"]
-
 _PER_EPISODE = ("returns", "lengths", "traj_ids", "lanes", "terminated")
 
 
@@ -63,11 +61,7 @@ class EpisodeStats:
 
     @property
     def mean_return(self) -> float:
-        """The mean of `returns`; nan if there are no episodes.
-
-        Raises:
-            ValueError: if there are several players.
-        """
+        """The mean of `returns`; nan if there are no episodes, ValueError if there are several players."""
         if self.returns.ndim > 1:
             players = self.returns.shape[1]
             raise ValueError(f"the mean return is one player's, these episodes have {players}: take returns.mean(0)")
@@ -80,11 +74,7 @@ class EpisodeStats:
 
     @classmethod
     def concatenate(cls, parts: Sequence[EpisodeStats]) -> EpisodeStats:
-        """The concatenated episodes of all parts, with the open trajectories of the last part.
-
-        Raises:
-            ValueError: if there are no parts.
-        """
+        """The episodes of all parts, with the open trajectories of the last part; ValueError without any part."""
         if not parts:
             raise ValueError("parts is empty, expected one EpisodeStats or more: pass those of a run")
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_EPISODE}
@@ -111,9 +101,8 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     same ids; pass them one at a time.
 
     Args:
-        batch: a batch ``[*B, T]`` with ``next.reward`` ``[*B, T, 1]`` (or players), ``next.done`` and
-            ``next.terminated`` ``[*B, T, 1]``, and ``collector.traj_ids``, ``.step`` and ``.lane`` ``[*B, T]``. Split
-            trajectories are accepted.
+        batch: a batch ``[*B, T]``, also split, with ``next.reward`` ``[*B, T, 1]`` (or players), ``next.done`` and
+            ``next.terminated`` ``[*B, T, 1]``, and ``collector.traj_ids``, ``.step`` and ``.lane`` ``[*B, T]``.
         previous: the result for the batch before.
 
     Returns:
@@ -121,9 +110,8 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
         trajectories that continue after this batch, including those of lanes that are not in it.
 
     Raises:
-        TypeError: if the batch is not a TensorDict.
-        ValueError: if the batch has no batch dimensions, lacks keys, has other shapes or another number of players
-            than before, or contains several runs.
+        TypeError, ValueError: for another kind of batch, missing keys, wrong shapes, another number of players than
+            before, and several runs.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -219,10 +207,10 @@ def _check_one_run(batch: TensorDictBase, frames: CountedFrames) -> None:
     back = (ids[1:] < ids[:-1]) | ((ids[1:] == ids[:-1]) & (steps[1:] <= steps[:-1]))
     back &= lanes[1:] == lanes[:-1]
     if back.any():
-        lane, shape = int(lanes[1:][back][0]), list(batch.batch_size)
         raise ValueError(
-            f"the batch {shape} holds several runs, since frames of lane {lane} are in it twice or out of order, "
-            "expected one run: take the runs one at a time, [episode_stats(run) for run in batch.unbind(0)]"
+            f"the batch {list(batch.batch_size)} holds several runs, since frames of lane {int(lanes[1:][back][0])} "
+            "are in it twice or out of order, expected one run: take the runs one at a time, "
+            "[episode_stats(run) for run in batch.unbind(0)]"
         )
 
 
@@ -275,17 +263,11 @@ def _heads(opened: Mapping[int, OpenReturn], traj_ids: Tensor, players: int) -> 
 def _unfinished(trajectories: _Trajectories) -> dict[int, OpenReturn]:
     """The open trajectory of each lane, by id: the one with the highest id, unless it has ended or lacks frames."""
     lanes, of_trajectory = torch.unique(trajectories.lanes, return_inverse=True)
-    newest = torch.zeros_like(lanes).scatter_reduce_(
-        0, of_trajectory, trajectories.traj_ids, "amax", include_self=False
-    )
+    newest = torch.full_like(lanes, -1).scatter_reduce_(0, of_trajectory, trajectories.traj_ids, "amax")
     goes_on = trajectories.whole & ~trajectories.ended & (trajectories.traj_ids == newest[of_trajectory])
-    heads = zip(
-        trajectories.lanes[goes_on].tolist(),
-        trajectories.lengths[goes_on].tolist(),
-        _by_player(trajectories.returns[goes_on]).unbind(),
-        strict=True,
-    )
-    return dict(zip(trajectories.traj_ids[goes_on].tolist(), map(OpenReturn._make, heads), strict=True))
+    ids, lane, length = (column[goes_on].tolist() for column in trajectories[:3])
+    heads = map(OpenReturn, lane, length, _by_player(trajectories.returns[goes_on]).unbind())
+    return dict(zip(ids, heads, strict=True))
 
 
 def _by_player(returns: Tensor) -> Tensor:

@@ -9,18 +9,15 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from funcollect.trajectories.final_observations import FinalObservations, attach, detach
 from funcollect.trajectories.split import LANE, STEP, TRAJECTORY_IDS, check_batch, require
 from funcollect.tree import flatten, to_batch
 
-__all__ = ["PendingTrajectories"]
-
 TrajectoryFormat = Literal["cat", "padded"]
 
 _Table = npt.NDArray[Any]  # structured
-_Ints = npt.NDArray[np.int64]
 
 _ORDER = ("began", "lane", "traj_id")  # `began`: the step of the lane, since the first batch, with the first frame
 # `row` is the frame's place in its piece, as if that were flat. `done` is 0 or 1: Torch reads aligned columns only.
@@ -28,7 +25,7 @@ _FRAME = np.dtype([(name, np.int64) for name in (*_ORDER, "step", "done", "piece
 
 
 class _Runs:
-    """The trajectories in a table of frames: adjacent rows, at `start` [N], of `length` [N]."""
+    """The N trajectories in a table of frames: adjacent rows, at `start` [N], of `length` [N]."""
 
     def __init__(self, table: _Table) -> None:
         order = table[list(_ORDER)]
@@ -103,7 +100,7 @@ class PendingTrajectories:
             _pieces=(*self._pieces, batch),
             _table=table[~runs.lost.repeat(runs.length)],
             _steps=dict(zip(lanes.tolist(), (before + count).tolist(), strict=True)),
-            _final=_joined(self._final, final),
+            _final=FinalObservations.joined([each for each in (self._final, final) if each is not None]),
         )
 
     def take(self, count: int) -> tuple[TensorDictBase, PendingTrajectories] | None:
@@ -116,21 +113,17 @@ class PendingTrajectories:
             return None
         stop = int(runs.start[count - 1] + runs.length[count - 1])
         taken, rest = self._table[:stop], self._table[stop:]
-        frames = self._gather(taken)
+        pieces = np.unique(taken["piece"])
+        places = [(taken["piece"] == piece).nonzero()[0] for piece in pieces]
+        parts = [self._rows(piece, taken["row"][place]) for piece, place in zip(pieces, places, strict=True)]
+        frames: TensorDictBase = parts[0]
+        if len(parts) > 1:
+            frames = torch.cat(parts)[torch.from_numpy(np.concatenate(places).argsort())]
         attach(frames.refine_names("time"), self._ends(taken))
         return frames, self._only(rest)
 
-    def _gather(self, table: _Table) -> TensorDictBase:
-        """The frames of a table, copied."""
-        pieces = np.unique(table["piece"])
-        places = [(table["piece"] == piece).nonzero()[0] for piece in pieces]
-        parts = [self._rows(piece, table["row"][place]) for piece, place in zip(pieces, places, strict=True)]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts)[torch.from_numpy(np.concatenate(places).argsort())]
-
-    def _rows(self, piece: int, rows: _Ints) -> TensorDictBase:
-        """Frames of one piece, by their places in it."""
+    def _rows(self, piece: int, rows: npt.NDArray[np.int64]) -> TensorDictBase:
+        """Frames of one piece, copied, by their places in it."""
         batch = self._pieces[piece]
         return batch[tuple(map(torch.from_numpy, np.unravel_index(rows, tuple(batch.batch_size))))]
 
@@ -157,7 +150,7 @@ class PendingTrajectories:
 
     @property
     def plain(self) -> tuple[Any, ...]:
-        """Plain data, from which `from_plain` makes the value again."""
+        """The value as plain data."""
         pieces = [(flatten(piece), tuple(piece.batch_size)) for piece in self._pieces]
         return pieces, self._table, dict(self._steps), self._final and self._final.plain
 
@@ -165,10 +158,5 @@ class PendingTrajectories:
     def from_plain(cls, data: tuple[Any, ...]) -> PendingTrajectories:
         """The inverse of `plain`."""
         pieces, table, steps, final = data
-        batches: list[TensorDict] = [to_batch(leaves, shape) for leaves, shape in pieces]
-        return cls(tuple(batches), table, steps, final and FinalObservations(*final))
-
-
-def _joined(one: FinalObservations | None, two: FinalObservations | None) -> FinalObservations | None:
-    parts = [each for each in (one, two) if each is not None]
-    return FinalObservations.joined(parts) if parts else None
+        batches = tuple(to_batch(leaves, shape) for leaves, shape in pieces)
+        return cls(batches, table, steps, final and FinalObservations(*final))

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 import funcollect as fc
-from funcollect.collectors.keywords import ONLY_IN_TORCHRL
+from funcollect.collectors.options import ONLY_IN_TORCHRL
 
 COLLECTORS = (fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector, fc.RayCollector)
 

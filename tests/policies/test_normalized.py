@@ -267,14 +267,14 @@ def test_bad_arguments_are_refused():
     with refused(TypeError, ("update_statistics is True, but the policy is TorchPolicy",)):
         fc.SyncDataCollector("CartPole-v1", torch_policy(), frames_per_batch=5, update_statistics=True)
     members = fc.population(torch_policy(), {"weight": torch.zeros(2, 2, 4)})
-    with refused(TypeError, ("the policy is a population", "call funcollect.running_statistics.update")):
+    with refused(TypeError, ("the policy is TorchPopulation", "call funcollect.running_statistics.update")):
         fc.SyncDataCollector(
             fc.make_env("CartPole-v1", num_envs=2), members, frames_per_batch=4, update_statistics=True
         )
     env, policy = fc.make_env("gymnax/CartPole-v1", num_envs=2), fc.normalized(torch_policy(), some_stats())
-    with refused(TypeError, ("the policy is LoweredPolicy", "normalized(policy, stats) without lower_policy")):
+    with refused(TypeError, ("the policy is LoweredPolicy", "normalized(policy, stats)", "without lower_policy")):
         fc.SyncDataCollector(env, fc.lower_policy(policy, env), frames_per_batch=4, update_statistics=True)
-    with refused(TypeError, ("policy is None", "policy_factory", "normalized(policy, stats) as policy")):
+    with refused(TypeError, ("policy is None", "normalized(policy, stats) as policy", "policy_factory")):
         fc.MultiSyncDataCollector(
             ["CartPole-v1"] * 2, policy_factory=lambda: policy, frames_per_batch=4, update_statistics=True
         )

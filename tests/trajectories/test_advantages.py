@@ -47,14 +47,15 @@ def naive(batch, value, next_value, gamma, lmbda):
 
 
 def in_jax(batch, value, next_value):
-    """The same batch of one player as traced rollouts have it: a nested dict, time first."""
+    """The same batch as traced rollouts have it: a nested dict, time first, without a last dimension of 1."""
 
     def time_first(leaf):
-        return jnp.asarray(np.moveaxis(leaf.numpy(), -1, 0).astype(leaf.numpy().dtype))
+        leaf = leaf if leaf.ndim == batch.ndim else leaf.squeeze(-1)
+        return jnp.asarray(np.moveaxis(leaf.numpy(), batch.ndim - 1, 0).copy())
 
-    next_ = {name: time_first(leaf[..., 0]) for name, leaf in batch["next"].items()}
+    next_ = {name: time_first(leaf) for name, leaf in batch["next"].items()}
     ids = time_first(batch["collector", "traj_ids"].int())
-    return {"next": next_, "collector": {"traj_ids": ids}}, time_first(value[..., 0]), time_first(next_value[..., 0])
+    return {"next": next_, "collector": {"traj_ids": ids}}, time_first(value), time_first(next_value)
 
 
 @settings(max_examples=scaled(40), deadline=None)
@@ -172,25 +173,14 @@ def test_gradients_are_those_of_torchrls():
     assert_close(*gradients)
 
 
-@pytest.mark.parametrize("shape", [(30,), (4, 33)])
-def test_jax_arrays_under_jit_give_the_same(shape):
-    batch, value, next_value = made(shape)
+@pytest.mark.parametrize(("shape", "players"), [((30,), 1), ((4, 33), 1), ((3, 8), 2)])
+def test_jax_arrays_under_jit_give_the_same(shape, players):
+    batch, value, next_value = made(shape, players)
     expected = fc.gae(batch, value, next_value, gamma=0.9, lmbda=0.8)
     got = jax.jit(fc.gae)(*in_jax(batch, value, next_value), gamma=0.9, lmbda=0.8)
     for one, other in zip(got, expected, strict=True):
-        np.testing.assert_allclose(np.moveaxis(np.asarray(one), 0, -1), other[..., 0], atol=1e-5, rtol=1e-5)
-
-
-def test_jax_arrays_of_several_players():
-    batch, value, next_value = made((3, 8), players=2)
-    expected, _ = fc.gae(batch, value, next_value)
-    arrays, _, _ = in_jax(batch, value, next_value)
-    reward, value, next_value = (
-        jnp.asarray(leaf.movedim(1, 0).contiguous().numpy()) for leaf in (batch["next", "reward"], value, next_value)
-    )
-    got, target = jax.jit(fc.gae)({**arrays, "next": {**arrays["next"], "reward": reward}}, value, next_value)
-    np.testing.assert_allclose(np.moveaxis(np.asarray(got), 0, 1), expected, atol=1e-5, rtol=1e-5)
-    assert target.shape == (8, 3, 2)
+        one = np.moveaxis(np.asarray(one), 0, len(shape) - 1)
+        np.testing.assert_allclose(one, other if players > 1 else other[..., 0], atol=1e-5, rtol=1e-5)
 
 
 def test_jax_differentiates_in_values_and_factors():
@@ -208,6 +198,10 @@ def test_jax_differentiates_in_values_and_factors():
     np.testing.assert_allclose(by_gamma, slope, rtol=1e-2)
 
 
+ARRAYS = dict(zip(("batch", "value", "next_value"), in_jax(*made((2, 5))), strict=True))
+WIDE = {**ARRAYS["batch"], "next": {**ARRAYS["batch"]["next"], "done": jnp.zeros((5, 2, 1), bool)}}
+
+
 @pytest.mark.parametrize(("change", "error", "message"), [
     ({"value": torch.zeros(2, 5)}, ValueError, r"value has shape \[2, 5\], expected \[2, 5, 1\].*value\[\.\.\., Non"),
     ({"next_value": torch.zeros(2, 4, 1)}, ValueError, r"next_value has shape \[2, 4, 1\], expected \[2, 5, 1\]"),
@@ -216,23 +210,13 @@ def test_jax_differentiates_in_values_and_factors():
     ({"gamma": float("nan")}, ValueError, "gamma is nan, expected"),
     ({"batch": TensorDict({}, [2, 5])}, ValueError, "no tensor next.reward"),
     ({"batch": {"next": {"reward": 1}}}, ValueError, r"the batch lacks \['next.terminated', 'next.done'\].*reward"),
+    (ARRAYS | {"batch": made((2, 5))[0].to_dict()}, TypeError, "reward is Tensor, expected a JAX array: tensors come"),
+    (ARRAYS | {"next_value": None}, TypeError, "next_value is NoneType, expected a JAX array: pass the value"),
+    (ARRAYS | {"value": ARRAYS["value"].T}, ValueError, r"value has shape \[2, 5\], expected \[5, 2\] as next.reward"),
+    (ARRAYS | {"batch": WIDE}, ValueError, r"next.done \[5, 2, 1\].*time first, no trailing 1"),
+    (ARRAYS | {"value": ARRAYS["value"].astype(int)}, TypeError, "value is int32, expected a floating"),
 ])  # fmt: skip
 def test_bad_arguments(change, error, message):
     batch, value, next_value = made((2, 5))
     with pytest.raises(error, match=message):
         fc.gae(**({"batch": batch, "value": value, "next_value": next_value} | change))
-
-
-def test_bad_arguments_in_jax():
-    batch, value, next_value = in_jax(*made((2, 5)))
-    with pytest.raises(TypeError, match="reward is Tensor, expected a JAX array: tensors come in a TensorDict"):
-        fc.gae(made((2, 5))[0].to_dict(), value, next_value)
-    with pytest.raises(TypeError, match="next_value is NoneType, expected a JAX array: pass the value function's"):
-        fc.gae(batch, value, None)
-    with pytest.raises(ValueError, match=r"value has shape \[2, 5\], expected \[5, 2\] as next.reward"):
-        fc.gae(batch, value.T, next_value)
-    wide = {**batch, "next": {**batch["next"], "done": batch["next"]["done"][..., None]}}
-    with pytest.raises(ValueError, match=r"next.done \[5, 2, 1\].*time first, no trailing 1"):
-        fc.gae(wide, value, next_value)
-    with pytest.raises(TypeError, match="value is int32, expected a floating"):
-        fc.gae(batch, value.astype(int), next_value)

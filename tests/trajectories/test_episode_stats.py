@@ -95,14 +95,6 @@ def opened(stats):
     return {traj_id: (*head[:2], head.value.reshape(-1).tolist()) for traj_id, head in stats.open_returns.items()}
 
 
-def expected_rows(run):
-    return [episode[2:] for episode in run.episodes]
-
-
-def expected_open(run):
-    return {traj_id: (lane, length, value) for _, lane, traj_id, length, value in run.open}
-
-
 def chain(batches):
     parts, previous = [], None
     for batch in batches:
@@ -111,26 +103,21 @@ def chain(batches):
     return EpisodeStats.concatenate(parts)
 
 
-def check(stats, run):
-    assert rows(stats) == expected_rows(run)
-    assert opened(stats) == expected_open(run)
-
-
-@given(run=runs())
-@settings(max_examples=100, deadline=None)
-def test_a_whole_run_is_counted_to_the_bit(run):
-    stats = episode_stats(run.batch)
-    check(stats, run)
-    integers = (stats.lengths, stats.traj_ids, stats.lanes)
-    assert [column.dtype for column in (stats.returns, *integers)] == [torch.float64, *[torch.int64] * 3]
-    assert stats.terminated.dtype == torch.bool
+def check(stats, run, order=list):
+    assert order(rows(stats)) == order(episode[2:] for episode in run.episodes)
+    assert opened(stats) == {traj_id: (lane, length, value) for _, lane, traj_id, length, value in run.open}
 
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_run_cut_anywhere_is_the_same_to_the_bit(data):
+def test_a_run_whole_or_cut_anywhere_is_counted_to_the_bit(data):
     run = data.draw(runs())
-    check(chain(data.draw(cuts(run))), run)
+    stats, cut = episode_stats(run.batch), chain(data.draw(cuts(run)))
+    check(stats, run)
+    check(cut, run)
+    integers = (stats.lengths, stats.traj_ids, stats.lanes)
+    assert [column.dtype for column in (stats.returns, *integers)] == [torch.float64, *[torch.int64] * 3]
+    assert stats.terminated.dtype == torch.bool
 
 
 @given(data=st.data())
@@ -148,9 +135,7 @@ def test_episodes_that_began_before_the_first_batch_are_left_out(data):
     assert opened(stats).keys() == {traj_id for begin, _, traj_id, *_ in run.open if begin >= first}
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*of the batch began before it:UserWarning"
-)  # where the first part is the skipped one
+@pytest.mark.filterwarnings("ignore:.*of the batch began before it:UserWarning")  # if the first part is skipped
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_a_skipped_batch_leaves_out_the_episodes_that_it_had_a_part_in(data):
@@ -177,9 +162,7 @@ def test_asynchronous_workers_keep_what_they_have_open(data):
         previous = episode_stats(run.batch[lane, at[lane] : stop], previous)
         parts.append(previous)
         at[lane] = stop
-    stats = EpisodeStats.concatenate(parts)
-    assert sorted(rows(stats)) == sorted(expected_rows(run))
-    assert opened(stats) == expected_open(run)
+    check(EpisodeStats.concatenate(parts), run, sorted)
 
 
 @pytest.mark.parametrize(("events", "freeze", "stop", "left"), [
@@ -200,20 +183,9 @@ def test_layouts_of_the_same_frames(data):
     lanes, times = run.batch.shape
     check(episode_stats(run.batch.reshape(1, lanes, times)), run)
     check(episode_stats(run.batch.reshape(lanes, 1, times)), run)
-    for layout in (run.batch.reshape(-1), torch.cat([run.batch[lane : lane + 1] for lane in range(lanes)], -1)):
-        stats = episode_stats(layout)
-        assert sorted(rows(stats)) == sorted(expected_rows(run))
-        assert opened(stats) == expected_open(run)
-
-
-@given(data=st.data())
-@settings(max_examples=50, deadline=None)
-def test_split_trajectories_count_as_the_batch_does(data):
-    run = data.draw(runs())
-    batches = data.draw(cuts(run))
-    whole, split = chain(batches), chain([split_trajectories(batch) for batch in batches])
-    assert sorted(rows(split)) == sorted(rows(whole))
-    assert opened(split) == opened(whole)
+    check(episode_stats(run.batch.reshape(-1)), run, sorted)
+    check(episode_stats(torch.cat([run.batch[lane : lane + 1] for lane in range(lanes)], -1)), run, sorted)
+    check(chain([split_trajectories(batch) for batch in data.draw(cuts(run))]), run, sorted)
 
 
 def test_episodes_come_by_time_and_then_by_row():
@@ -260,7 +232,6 @@ def test_means_and_concatenation():
     run = simulate([[GOES_ON, TERMINATED, TRUNCATED, GOES_ON]], torch.tensor([[[1.0], [2.0], [5.0], [7.0]]]))
     stats = chain([run.batch[:, :2], run.batch[:, 2:]])
     assert (len(stats), stats.mean_return, stats.mean_length) == (2, 4.0, 1.5)
-    assert opened(stats) == {2: (0, 1, [7.0])}
     assert repr(stats) == "EpisodeStats(2 episodes, mean return 4, mean length 1.5, 1 terminated, 1 open)"
     with pytest.raises(ValueError, match="parts is empty"):
         EpisodeStats.concatenate([])
@@ -286,20 +257,19 @@ BAD = {
     "flags": (
         lambda batch: batch.set(("next", "done"), torch.zeros(1, 3, 2, dtype=torch.bool)), ValueError,
         r"next.done has shape \[1, 3, 2\], the batch wants \[1, 3, 1\]"),
+    "players": (
+        lambda batch: batch.set(("next", "reward"), torch.zeros(1, 3, 2)), ValueError,
+        "rewards of 2 players, `previous` of 1"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(case):
     change, error, message = BAD[case]
+    batch = simulate([[GOES_ON] * 3], torch.ones(1, 3, 1)).batch
+    previous = episode_stats(batch)
     with pytest.raises(error, match=message):
-        episode_stats(change(simulate([[GOES_ON] * 3], torch.ones(1, 3, 1)).batch))
-
-
-def test_another_number_of_players():
-    one, two = (simulate([[GOES_ON] * 3], torch.ones(1, 3, players)).batch for players in (1, 2))
-    with pytest.raises(ValueError, match="rewards of 2 players, `previous` of 1"):
-        episode_stats(two, episode_stats(one))
+        episode_stats(change(batch), previous)
 
 
 def test_several_runs_are_taken_one_at_a_time():
@@ -327,7 +297,6 @@ def test_batches_that_were_stacked_in_time_are_one_run():
     env = fc.make_env("CartPole-v1", num_envs=3)
     policy = fc.random_policy(env)
     state, one = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40)
-    state, two = fc.rollout(env, policy, state, 40)
+    _, two = fc.rollout(env, policy, state, 40)
     both = fc.episode_stats(torch.stack([one, two]))
     assert len(both) == int(one["next", "done"].sum() + two["next", "done"].sum())
-    fc.close(state)

@@ -22,6 +22,7 @@ from tests.support.running import FORKS_OF_RAY, in_soak
 from tests.support.workers import TRANSPORTS, multi, ray_collector
 
 KEY = ("collector", "final_observations")
+NAMES = ("observation", "pixels", "mode", "full", "empty")
 LANES = {"lengths": (3, 1, 2)}, {"lengths": (2,), "truncated": (1,)}, {"lengths": (9,)}
 
 
@@ -31,12 +32,24 @@ class Wide(gymnasium.Env):
     observation_space = spaces.Box(0, 60_000, (2,), np.uint16)
     action_space = spaces.Discrete(2)
 
+    def _observation(self):
+        return self.np_random.integers(0, 60_000, 2, np.uint16)
+
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        return self.np_random.integers(0, 60_000, 2, np.uint16), {}
+        return self._observation(), {}
 
     def step(self, action):
-        return self.np_random.integers(0, 60_000, 2, np.uint16), 1.0, bool(self.np_random.random() < 0.2), False, {}
+        return self._observation(), 1.0, bool(self.np_random.random() < 0.2), False, {}
+
+
+class Partly(Wide):
+    """One of its observations has no elements."""
+
+    observation_space = spaces.Dict({"full": spaces.Box(0, 1, (2,)), "empty": spaces.Box(0, 1, (0,))})
+
+    def _observation(self):
+        return {"full": self.np_random.random(2, np.float32), "empty": np.zeros(0, np.float32)}
 
 
 ENVS = {
@@ -65,7 +78,7 @@ def check(whole, compact):
     """That a compact batch lacks next observations, and gets them back."""
     lacking = {path for path in whole.keys(True, True) if path not in compact.keys(True, True)}
     assert lacking
-    assert all(path[0] == "next" and path[1:] in {("observation",), ("pixels",), ("mode",)} for path in lacking)
+    assert all(path[0] == "next" and path[1:] in {(name,) for name in NAMES} for path in lacking)
     assert_same(fc.next_observations(compact), whole)
 
 
@@ -78,33 +91,6 @@ def test_next_observations_come_back(name, keyword):
     values = {"max_frames_per_traj": 4, "set_truncated": True, "reset_when_done": False, "reset_at_each_iter": True}
     for whole, compact in both(ENVS[name], **({keyword: values[keyword]} if keyword else {})):
         check(whole, compact)
-
-
-class Partly(gymnasium.Env):
-    """One of its observations has no elements."""
-
-    observation_space = spaces.Dict({"full": spaces.Box(0, 1, (2,)), "empty": spaces.Box(0, 1, (0,))})
-    action_space = spaces.Discrete(2)
-
-    def _observation(self):
-        return {"full": self.np_random.random(2, np.float32), "empty": np.zeros(0, np.float32)}
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self._observation(), {}
-
-    def step(self, action):
-        return self._observation(), 1.0, bool(self.np_random.random() < 0.2), False, {}
-
-
-def test_an_observation_may_have_no_elements():
-    for join in ("stack", *in_soak([0, -1])):
-        made = []
-        for compact in (False, True):
-            keywords = {"frames_per_batch": 24, "cat_results": join, "compact_obs": compact}
-            with multi(create_env_fn=[Partly] * 2, policy=None, create_env_kwargs={"num_envs": 2}, **keywords) as both:
-                made.append(next(both).clone())
-        assert_same(fc.next_observations(made[1]), made[0])
 
 
 def test_only_ends_are_stored():
@@ -148,8 +134,8 @@ def test_rewards_of_several_steps_and_plots_use_them():
     assert_same(sums(compact), sums(whole))
     assert_same(*next(both(ENVS["several"], postproc=sums)))
     figures = [fc.plots.episode(each) for each in (whole, compact)]
-    titles = [[axes.get_ylabel() for axes in figure.axes] for figure in figures]
-    assert titles[0] == titles[1]
+    one, two = ([axes.get_ylabel() for axes in figure.axes] for figure in figures)
+    assert one == two
 
 
 def test_runs_whose_ids_are_the_same_are_refused_together():
@@ -191,36 +177,30 @@ def test_buffers_take_compact_batches(compact_storage):
     assert_same(*stored)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kind", [fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector])
-def test_workers(transport, kind):
+SYNC, ASYNC = fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport", "join", "env"),
+    [
+        *((SYNC, transport, "stack", Nested) for transport in TRANSPORTS),
+        *((ASYNC, transport, None, Nested) for transport in TRANSPORTS),
+        *((SYNC, "serial", join, "CartPole-v1") for join in (0, -1)),
+        *((SYNC, "processes", join, Partly) for join in ("stack", *in_soak([0, -1]))),
+    ],
+)
+def test_workers(kind, transport, join, env):
     made = []
     for compact in (False, True):
-        keywords = {"create_env_fn": [Nested] * 2, "frames_per_batch": 20, "create_env_kwargs": {"num_envs": 2}}
-        with multi(kind, transport, policy=None, seed=0, compact_obs=compact, **keywords) as collector:
-            batches = [batch.clone() for batch in itertools.islice(collector, 6)]
-            made.append(sorted(batches, key=lambda batch: int(batch["collector", "lane"].min())))
-    if kind is fc.MultiSyncDataCollector:
-        for whole, compact in zip(*made, strict=True):
+        keywords = {"create_env_fn": [env] * 2, "frames_per_batch": 24, "create_env_kwargs": {"num_envs": 2}}
+        joined = {} if join is None else {"cat_results": join}
+        with multi(kind, transport, policy=None, seed=0, compact_obs=compact, **keywords, **joined) as collector:
+            made.append([batch.clone() for batch in itertools.islice(collector, 6)])
+    for lane in (0,) if kind is SYNC else (0, 2):  # each worker's first batches, whatever order they came in
+        own = [[each for each in batches if int(each["collector", "lane"].min()) == lane] for batches in made]
+        assert len(own[0]) == 6 or kind is ASYNC
+        for whole, compact in zip(*own, strict=kind is SYNC):
             check(whole, compact)
-    else:  # each worker's first batches, whatever order they came in
-        for lane in (0, 2):
-            own = ([each for each in batches if int(each["collector", "lane"].min()) == lane] for batches in made)
-            for whole, compact in zip(*own, strict=False):
-                check(whole, compact)
-
-
-@pytest.mark.parametrize("join", [0, -1])
-def test_joined_rollouts_of_workers(join):
-    made = []
-    for compact in (False, True):
-        with fc.MultiSyncDataCollector(
-            ["CartPole-v1"] * 2, None, frames_per_batch=60, seed=0, cat_results=join, in_process=True,
-            create_env_kwargs={"num_envs": 2}, compact_obs=compact,
-        ) as collector:  # fmt: skip
-            made.append([next(collector).clone() for _ in range(2)])
-    for whole, compact in zip(*made, strict=True):
-        check(whole, compact)
 
 
 @pytest.mark.evening
@@ -228,7 +208,7 @@ def test_joined_rollouts_of_workers(join):
 @FORKS_OF_RAY
 @pytest.mark.parametrize("workers", [1, *in_soak([2])])
 def test_ray(workers):
-    kind = fc.MultiSyncDataCollector if workers > 1 else fc.SyncDataCollector
+    kind = SYNC if workers > 1 else fc.SyncDataCollector
     own = {"num_collectors": 2, "collector_class": kind, "num_workers_per_collector": workers, "sync": True}
     keywords = {"frames_per_batch": 48, "seed": 0}
     with ray_collector("CartPole-v1", compact_obs=True, **own, **keywords) as collector:
@@ -239,13 +219,12 @@ def test_ray(workers):
 
 
 def test_batches_that_wait_are_saved(tmp_path):
+    envs = ["CartPole-v1"] * 2
     keywords = {"frames_per_batch": 40, "compact_obs": True, "prefetch": True, "seed": 0, "in_process": True}
-    with fc.MultiSyncDataCollector(["CartPole-v1"] * 2, None, **keywords) as collector:
+    with SYNC(envs, None, **keywords) as collector:
         next(collector)
         collector.save(tmp_path / "run")
         wanted = [next(collector).clone() for _ in range(3)]
-    envs = ["CartPole-v1"] * 2
-    with fc.MultiSyncDataCollector.load(tmp_path / "run", envs, in_process=True) as collector:
+    with SYNC.load(tmp_path / "run", envs, in_process=True) as collector:
         for batch in wanted:
-            again = next(collector)
-            assert_same(fc.next_observations(again), fc.next_observations(batch))
+            assert_same(fc.next_observations(next(collector)), fc.next_observations(batch))

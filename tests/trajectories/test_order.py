@@ -44,24 +44,20 @@ def batch(request):
         return next(iter(collector))
 
 
-@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
-@pytest.mark.parametrize("name", FUNCTIONS.keys() - {"scale_rewards"})
-def test_frames_out_of_order(name, change, batch):
-    with pytest.raises(ValueError, match=r"in row \[.*\] of the batch .* time as the last batch dimension"):
-        FUNCTIONS[name](change(batch))
-
-
-@pytest.mark.parametrize("change", ELSEWHERE.values(), ids=ELSEWHERE.keys())
+@pytest.mark.parametrize("change", WRONG | ELSEWHERE)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_frames_whose_next_steps_are_elsewhere(name, change, batch):
-    with pytest.raises(ValueError, match=r"in (row .* of )?the batch .* time as the last batch dimension"):
-        FUNCTIONS[name](change(batch))
+def test_frames_out_of_order(name, change, batch):
+    if name == "scale_rewards" and change in WRONG:
+        return  # it goes by the steps that are elsewhere alone
+    where = r"row \[.*\] of the" if change in WRONG else r"(row .* of )?the"
+    with pytest.raises(ValueError, match=f"in {where} batch .* time as the last batch dimension"):
+        FUNCTIONS[name]((WRONG | ELSEWHERE)[change](batch))
 
 
-@pytest.mark.parametrize("change", RIGHT.values(), ids=RIGHT.keys())
+@pytest.mark.parametrize("change", RIGHT)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_frames_in_order(name, change, batch):
-    changed = change(batch)
+    changed = RIGHT[change](batch)
     if name not in ("split_trajectories", "scale_rewards") or ("collector", "mask") not in changed.keys(True):
         FUNCTIONS[name](changed)
 

@@ -103,7 +103,7 @@ def test_several_players_have_a_deviation_each():
     assert scaling.statistics.variance["return"].shape == (2,)
     with refused(ValueError, ("gamma",)):
         fc.scale_rewards(batch, gamma=1.5)
-    with refused(ValueError, ("lacks next.reward",)):
+    with refused(ValueError, ("lacks ['next.reward']",)):
         fc.scale_rewards({"next": {"done": jnp.zeros((2, 2), bool)}})
     batch_in_jax = {"next": {"done": jnp.zeros((2, 3, 1), bool), "reward": jnp.zeros((2, 3, 1))}}
     with refused(ValueError, ("next.done [2, 3, 1]", "expected [T, P]")):

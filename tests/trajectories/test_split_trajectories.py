@@ -1,14 +1,15 @@
-"""Trajectories cut from batches, against a loop over frames."""
+"""Trajectories cut from batches and from samples of slices, against a loop over frames."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
-from torch.testing import assert_close
 
 import funcollect as fc
 from funcollect.trajectories.split import split_trajectories
+from tests.support.compare import assert_same
+from tests.support.frames import streams_of_frames as streams
 
 SHAPES = st.lists(st.integers(1, 3), max_size=2).flatmap(lambda rows: st.integers(1, 9).map(lambda time: (*rows, time)))
 
@@ -130,25 +131,17 @@ def test_the_result_is_unlocked_and_owns_its_memory():
     assert (batch == before).all()
 
 
-def test_empty_nested_dicts_and_deeper_batch_sizes():
+def test_empty_and_deeper_dicts_lazy_stacks_and_gradients():
     batch = batch_of([0, 1])
     batch["next", "info", "deep"] = TensorDict({"x": torch.ones(2, 3)}, [2, 3])
-    batch["empty"] = TensorDict({}, [2])
+    batch["empty"], batch["value"] = TensorDict({}, [2]), torch.ones(2, requires_grad=True)
     result = split_trajectories(batch)
     assert result["empty"].is_empty()
     assert result["next", "info", "deep", "x"].shape == (2, 1, 3)
-
-
-def test_lazily_stacked_batches():
+    result["value"].sum().backward()
+    assert batch["value"].grad.tolist() == [1, 1]
     rows = [batch_of([0, 0, 1]), batch_of([2, 3, 3])]
     assert (split_trajectories(lazy_stack(rows)) == split_trajectories(torch.stack(rows))).all()
-
-
-def test_gradients_reach_the_batch():
-    batch = batch_of([0, 0, 1])
-    batch["value"] = torch.ones(3, requires_grad=True)
-    split_trajectories(batch)["value"].sum().backward()
-    assert_close(batch["value"].grad, torch.ones(3))
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
@@ -164,10 +157,6 @@ def test_on_a_gpu():
     result = split_trajectories(batch.to("cuda"))
     assert result.device.type == "cuda"
     assert (result.cpu() == split_trajectories(batch)).all()
-
-
-def without_ids(batch):
-    return batch.exclude("collector", ("next", "done"))
 
 
 def batch_by_ends():
@@ -199,24 +188,14 @@ def test_ends_in_the_place_of_ids(prefix, done_key):
 
 @pytest.mark.needs("torchrl")
 @pytest.mark.filterwarnings("ignore:Creating .* which inherits:DeprecationWarning", "ignore:The PyTorch API of nested")
-@pytest.mark.parametrize("kwargs", [{"prefix": "own", "done_key": "over"}, {"prefix": "own"}], ids=str)
+@pytest.mark.parametrize("kwargs", [{"done_key": "over"}, {}, {"as_nested": True}], ids=str)
 def test_it_is_torchrls_table(kwargs):
     from torchrl.collectors.utils import split_trajectories as torchrls
 
-    wanted, got = torchrls(batch_by_ends(), **kwargs), split_trajectories(batch_by_ends(), **kwargs)
-    assert set(got.keys(True, True)) == set(wanted.keys(True, True))
-    assert (got == wanted).all()
-
-
-@pytest.mark.needs("torchrl")
-@pytest.mark.filterwarnings("ignore:Creating .* which inherits:DeprecationWarning", "ignore:The PyTorch API of nested")
-def test_nested_trajectories_are_torchrls():
-    from torchrl.collectors.utils import split_trajectories as torchrls
-
-    wanted = torchrls(batch_by_ends(), prefix="own", as_nested=True)
-    got = split_trajectories(batch_by_ends(), prefix="own", as_nested=True)
+    wanted, got = (split(batch_by_ends(), prefix="own", **kwargs) for split in (torchrls, split_trajectories))
     assert got.batch_size == wanted.batch_size
-    for key in ("obs", ("next", "obs"), ("next", "done"), ("own", "traj_ids")):
+    assert set(got.keys(True, True)) == set(wanted.keys(True, True))
+    for key in got.keys(True, True):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(got[key], wanted[key], strict=True)), key
 
 
@@ -224,33 +203,27 @@ def test_jagged_trajectories_share_their_offsets():
     result = split_trajectories(batch_by_ends(), as_nested=torch.jagged)
     assert result.batch_size == (4,)
     assert result["obs"].shape == result["next", "obs"].shape  # one ragged size
-    assert [row.reshape(-1).tolist() for row in result["obs"].unbind()] == [
-        [0, 1, 2, 3],
-        [4, 5],
-        [6, 7],
-        [8, 9, 10, 11],
-    ]
+    rows = [row.reshape(-1).tolist() for row in result["obs"].unbind()]
+    assert rows == [[0, 1, 2, 3], [4, 5], [6, 7], [8, 9, 10, 11]]
 
 
 @pytest.mark.parametrize(("kwargs", "error", "message"), [
     ({"trajectory_key": "episode"}, ValueError, "no tensor episode"),
     ({"done_key": "x"}, ValueError, "no tensor collector.traj_ids"),
     ({"as_nested": "jagged"}, TypeError, "as_nested is 'jagged', expected a bool or a torch.layout"),
+    ({"batch": batch_of([0])[:0], "as_nested": True}, ValueError, "no frames"),
 ])  # fmt: skip
 def test_bad_arguments(kwargs, error, message):
     with pytest.raises(error, match=message):
-        split_trajectories(batch_by_ends(), **kwargs)
-
-
-def test_nested_tensors_need_frames():
-    with pytest.raises(ValueError, match="no frames"):
-        split_trajectories(batch_of([0])[:0], as_nested=True)
+        split_trajectories(**({"batch": batch_by_ends()} | kwargs))
 
 
 BAD = {
     "dict": (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
     "no dimensions": (lambda batch: TensorDict({}), ValueError, r"no batch dimensions, expected \[\*B, T\]"),
-    "no ids": (without_ids, ValueError, "no tensor collector.traj_ids.*it has .*next.reward"),
+    "no ids": (
+        lambda batch: batch.exclude("collector", ("next", "done")), ValueError,
+        "no tensor collector.traj_ids.*it has .*next.reward"),
     "floating ids": (
         lambda batch: batch.set(("collector", "traj_ids"), torch.zeros(2, 3)), TypeError, "float32, expected integers"),
     "no trailing 1": (
@@ -270,3 +243,61 @@ def test_bad_input(case):
     change, error, message = BAD[case]
     with pytest.raises(error, match=message):
         split_trajectories(change(batch_of([[0, 0, 1], [2, 2, 2]])))
+
+
+LENGTHS = [2, 7, 3, 9, 1]
+
+
+def slices_of(kind, size=60, **options):
+    """A buffer's sample of slices of up to 5 frames, among trajectories of LENGTHS."""
+    sampler = kind(slice_len=5, **options)
+    generator = torch.Generator().manual_seed(0)
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100), sampler=sampler, generator=generator)
+    buffer.extend(streams.batch_of([streams.frames_of(0, LENGTHS)])[0])
+    return buffer.sample(size)
+
+
+def by_priority(**options):
+    return fc.PrioritizedSliceSampler(100, 1.0, 1.0, **options)
+
+
+SHORT = {"strict_length=False": {"strict_length": False}, "padded": {"strict_length": False, "pad_output": True}}
+
+
+@pytest.mark.parametrize("kind", [fc.SliceSampler, by_priority])
+@pytest.mark.parametrize("lengths", ["strict", *SHORT])
+@pytest.mark.parametrize("shaped", [False, True], ids=["flat", "[slices, slice_len]"])
+def test_each_slice_is_a_trajectory(kind, lengths, shaped):
+    sample = slices_of(kind, **SHORT.get(lengths, {}))
+    if shaped and lengths == "strict_length=False":
+        return  # of no common length
+    held = sample.get(("collector", "mask"), torch.ones(len(sample), dtype=torch.bool))
+    first = sample["collector", "is_first"][held]
+    frames = sample[held].exclude(("collector", "mask"))
+    split = split_trajectories(sample.view(-1, 5) if shaped else sample)
+    mask = split["collector", "mask"]
+    assert len(mask) == int(first.sum()) == 12
+    assert (split["collector", "is_first"] == (torch.arange(mask.shape[1]) == 0)).all()
+    assert_same(split.exclude(("collector", "mask"))[mask], frames)
+    assert not split["observation"][~mask].any()
+    assert_same(split_trajectories(split), split)  # again, which changes nothing
+    nested = split_trajectories(sample, as_nested=torch.jagged)
+    assert [len(each) for each in nested["observation"].unbind()] == mask.sum(-1).tolist()
+
+
+def test_neighbours_of_one_trajectory_stay_apart():
+    """Also where a slice begins with the frame that follows the last one of the slice before."""
+    sample = slices_of(fc.SliceSampler, size=10)
+    sample["collector", "traj_ids"][:] = 3
+    sample["collector", "step"] = torch.arange(10)
+    sample["done"] = torch.ones(10, 1, dtype=torch.bool)
+    assert split_trajectories(sample)["collector", "step"].tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_numbers_take_the_place_of_ids():
+    """Which are those of the trajectories that remain, without the padding."""
+    sample = slices_of(fc.SliceSampler, strict_length=False, pad_output=True)
+    sample = sample.exclude(("collector", "traj_ids"), ("collector", "step"))
+    split = split_trajectories(sample)
+    mask, ids = split["collector", "mask"], split["collector", "traj_ids"]
+    assert (ids == torch.where(mask, torch.arange(12)[:, None], 0)).all()

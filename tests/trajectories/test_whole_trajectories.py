@@ -88,14 +88,12 @@ def test_no_frame_is_lost_or_repeated():
 def test_an_earlier_value_gives_the_same_again():
     env, policy = pair("torch/CartPole-v1", "torch_mlp", 3)
     state, _, pending = fc.rollout_trajectories(env, policy, fc.init(env, policy, seed=0), 2)
-    answers = [fc.rollout_trajectories(env, policy, state, 5, pending) for _ in range(2)]
-    assert_same(answers[0][1], answers[1][1])
+    assert_same(*(fc.rollout_trajectories(env, policy, state, 5, pending)[1] for _ in range(2)))
 
 
 def test_padded():
-    flat, padded = (
-        collected(make_counting("host", *LANES), always(0), (5,), traj_format=form)[0] for form in ("cat", "padded")
-    )
+    env = make_counting("host", *LANES)
+    flat, padded = (collected(env, always(0), (5,), traj_format=form)[0] for form in ("cat", "padded"))
     assert padded.batch_size == (5, 9)
     assert_same(padded, fc.split_trajectories(flat).lock_())
     assert padded["collector", "mask"].sum(1).tolist() == [3, 2, 9, 2, 1]
@@ -123,14 +121,16 @@ def test_trajectories_that_had_begun_or_were_interrupted_are_left_out():
 def test_a_limit_is_needed_unless_the_environment_truncates(name, truncates):
     env = fc.make_env(name, num_envs=2)
     assert env.truncates or getattr(env, "max_episode_steps", None) if truncates else not env.truncates
-    if not truncates:
-        policy = fc.random_policy(env)
+    if truncates:
+        return
+    policy, given = fc.random_policy(env), {"frames_per_batch": 10, "trajs_per_batch": 2}
+    for call in (
+        lambda: fc.rollout_trajectories(env, policy, fc.init(env, policy, seed=0), 2),
+        lambda: fc.SyncDataCollector(env, **given),
+        lambda: fc.MultiSyncDataCollector([name], in_process=True, **given),
+    ):
         with pytest.raises(ValueError, match=r"not known to truncate episodes, .*: pass max_frames_per_traj"):
-            fc.rollout_trajectories(env, policy, fc.init(env, policy, seed=0), 2)
-        with pytest.raises(ValueError, match="not known to truncate episodes"):
-            fc.SyncDataCollector(env, frames_per_batch=10, trajs_per_batch=2)
-        with pytest.raises(ValueError, match="not known to truncate episodes"):
-            fc.MultiSyncDataCollector([name], frames_per_batch=10, trajs_per_batch=2, in_process=True)
+            call()
 
 
 def limited():
@@ -175,11 +175,13 @@ def test_environments_of_gymnasium_declare_it_or_get_a_limit(env, limit):
     assert lengths.max() <= limit.get("max_episode_steps", 100)
 
 
-def test_a_limit_for_a_factory_of_something_else():
-    with pytest.raises(TypeError, match=r"max_episode_steps was given .* made str, expected a gymnasium.Env"):
-        fc.make_env(lambda: "CartPole-v1", max_episode_steps=3)
-    with pytest.raises(ValueError, match="max_episode_steps is 0"):
-        fc.make_env(Nested, max_episode_steps=0)
+@pytest.mark.parametrize(("env", "limit", "error", "message"), [
+    (lambda: "CartPole-v1", 3, TypeError, r"max_episode_steps was given .* made str, expected a gymnasium.Env"),
+    (Nested, 0, ValueError, "max_episode_steps is 0"),
+])  # fmt: skip
+def test_limits_that_do_not_do(env, limit, error, message):
+    with pytest.raises(error, match=message):
+        fc.make_env(env, max_episode_steps=limit)
 
 
 def test_environments_of_ones_own_may_say_that_they_truncate():
@@ -211,31 +213,32 @@ def test_the_run_ends_with_its_frames():
     assert all(len(ids_of(batch)) == 3 for batch in batches)
 
 
+TWO = {"create_env_fn": ["CartPole-v1"] * 2, "policy": None, "create_env_kwargs": {"num_envs": 2}} | RANDOM
+
+
+def assert_as_in_one_process(batches, count=2, **keywords):
+    with fc.SyncDataCollector("CartPole-v1", create_env_kwargs={"num_envs": count}, **RANDOM, **keywords) as alone:
+        for batch, one in zip(batches, alone, strict=False):
+            assert_same(batch, one)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_workers_in_step_make_one_run(transport):
-    with fc.SyncDataCollector("CartPole-v1", create_env_kwargs={"num_envs": 4}, **RANDOM) as alone:
-        wanted = list(itertools.islice(alone, 4))
-    keywords = {"create_env_fn": ["CartPole-v1"] * 2, "policy": None, "create_env_kwargs": {"num_envs": 2}}
     for join in ("stack", -1):
-        with multi(transport=transport, cat_results=join, **keywords, **RANDOM) as collector:
-            for batch, one in zip(collector, wanted, strict=False):
-                assert_same(batch, one)
+        with multi(transport=transport, cat_results=join, **TWO) as collector:
+            assert_as_in_one_process(itertools.islice(collector, 4), count=4)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_asynchronous_workers_have_their_own_order(transport):
-    keywords = {"create_env_fn": ["CartPole-v1"] * 2, "policy": None, "create_env_kwargs": {"num_envs": 2}}
     own = {worker: [] for worker in range(2)}
-    with multi(fc.MultiaSyncDataCollector, transport, **keywords, **RANDOM) as collector:
+    with multi(fc.MultiaSyncDataCollector, transport, **TWO) as collector:
         for batch in itertools.islice(collector, 10):
             (worker,) = (batch["collector", "lane"] // 2).unique().tolist()
             own[worker].append(batch.clone())
     assert all(own.values())
     for worker, batches in own.items():
-        shard = fc.Shard(worker, 2)
-        with fc.SyncDataCollector("CartPole-v1", create_env_kwargs={"num_envs": 2}, **RANDOM, shard=shard) as alone:
-            for batch, one in zip(batches, alone, strict=False):
-                assert_same(batch, one)
+        assert_as_in_one_process(batches, shard=fc.Shard(worker, 2))
 
 
 def test_lanes_may_leave_and_join():
@@ -243,28 +246,28 @@ def test_lanes_may_leave_and_join():
     env = fc.make_env("CartPole-v1", num_envs=3)
     policy = fc.random_policy(env)
     state, pending = fc.init(env, policy, seed=0), PendingTrajectories()
+
+    def taken():
+        nonlocal pending
+        lanes = set()
+        while (frames := pending.take(1)) is not None:
+            lanes |= {*frames[0]["collector", "lane"].tolist()}
+            pending = frames[1]
+        return lanes
+
     for lanes in (slice(2), slice(2), slice(1), slice(0, 3, 2)):
         state, batch = fc.rollout(env, policy, state, 40)
         pending = pending.add(batch[lanes])
-        if lanes == slice(1):
-            while (taken := pending.take(1)) is not None:
-                frames, pending = taken
-                assert (frames["collector", "lane"] == 0).all()
+        assert lanes != slice(1) or taken() == {0}
     state, batch = fc.rollout(env, policy, fc.reset(env, state), 40)
     pending = pending.add(batch[0::2])
-    lanes = []
-    while (taken := pending.take(1)) is not None:
-        frames, pending = taken
-        lanes.append(int(frames["collector", "lane"][0]))
-    assert {*lanes} == {0, 2}
+    assert taken() == {0, 2}
 
 
 def test_workers_that_do_not_advance_together_are_refused():
-    keywords = RANDOM | {"frames_per_batch": [24, 48], "cat_results": -1}
-    with pytest.raises(
-        ValueError, match=r"the workers make \[24, 48\] steps for a batch, .* the same frames_per_batch"
-    ):
-        multi(transport="serial", create_env_fn=["CartPole-v1"] * 2, policy=None, **keywords)
+    says = r"the workers make \[12, 24\] steps for a batch, .* the same frames_per_batch"
+    with pytest.raises(ValueError, match=says):
+        multi(transport="serial", **(TWO | {"frames_per_batch": [24, 48], "cat_results": -1}))
 
 
 @pytest.mark.parametrize("limits", [(7, None), (None, 7)])
@@ -297,11 +300,10 @@ def test_ray(sync, kind):
         assert frames + sum(map(len, collector._pending.values())) == collector.frames
 
 
-@pytest.mark.parametrize("kind", [fc.SyncDataCollector, fc.MultiSyncDataCollector])
-def test_a_saved_run_goes_on(kind, tmp_path):
-    several = kind is fc.MultiSyncDataCollector
-    env = ["CartPole-v1"] * 2 if several else "CartPole-v1"
-    more = {"in_process": True} if several else {}
+@pytest.mark.parametrize(
+    ("kind", "env", "more"), [(ONE, "CartPole-v1", {}), (SYNC, ["CartPole-v1"] * 2, {"in_process": True})]
+)
+def test_a_saved_run_goes_on(kind, env, more, tmp_path):
     with kind(env, **RANDOM, **more, compact_obs=True) as collector:
         next(collector)
         collector.save(tmp_path / "run")

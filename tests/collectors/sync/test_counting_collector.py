@@ -34,19 +34,6 @@ def test_batches_are_rounded_up_to_whole_steps_and_the_run_ends(backend):
     assert collector.rollout().batch_size == (3, 3)  # also after the end
 
 
-@pytest.mark.parametrize("backend", SINGLE)
-def test_an_iteration_is_broken_off_and_taken_up_again(backend):
-    collector = collect(backend, ONE, batched=False, frames_per_batch=2, seed=0)
-    for words in ("0.0 0.1", "0.2t 1.0", "1.1t 2.0"):
-        for batch in collector:
-            check(batch, words, batched=False)
-            break
-    check(collector.rollout(), "2.1 2.2t", batched=False)
-    check(next(collector), "3.0 3.1t", batched=False)
-    with pytest.raises(TypeError, match="endless"):
-        len(collector)
-
-
 @pytest.mark.parametrize("backend", MANY)
 def test_batches_are_the_functions_own_and_the_callers(backend):
     collector = collect(backend, *THREE, policy=None, frames_per_batch=9, seed=4)
@@ -195,17 +182,3 @@ def test_exploration_types_other_than_random_take_the_mode(kind):
     assert (next(collector)["action"] == 2).all()
     collector = collect("host", *THREE, policy=policy, frames_per_batch=90, seed=0)
     assert set(next(collector)["action"].flatten().tolist()) == {0, 1, 2}
-
-
-@pytest.mark.parametrize("backend", SINGLE)
-def test_a_seed_set_before_the_first_batch_is_the_seed_of_the_run(backend):
-    env = fc.make_env("CartPole-v1" if backend == "host" else "torch/CartPole-v1", num_envs=3)
-    built = fc.SyncDataCollector(env, frames_per_batch=60, seed=7)
-    later = fc.SyncDataCollector(env, frames_per_batch=60, seed=1)
-    later.set_seed(7)
-    assert later.seed == 7
-    assert_same(next(built), next(later))
-    later.set_seed(7)
-    again = next(later)
-    assert (again["collector", "step"][:, 0] == 0).all()
-    assert int(again["collector", "traj_ids"].min()) > int(next(built)["collector", "traj_ids"].min())

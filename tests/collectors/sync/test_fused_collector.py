@@ -48,18 +48,10 @@ def test_batches_are_those_of_rollouts_and_the_callers_own():
 
 def test_random_frames_come_first_with_their_own_log_probability():
     batches = joined([batch for batch, _ in zip(make(LINEAR, init_random_frames=27), range(3), strict=False)])
-    early, late = batches[:, :14], batches[:, 14:]  # two whole batches
-    torch.testing.assert_close(early["action_log_prob"], torch.full((3, 14), -np.log(3.0), dtype=torch.float32))
-    assert not torch.isclose(late["action_log_prob"], torch.tensor(-np.log(3.0)).float()).all()
+    early, late = (part["action_log_prob"] for part in (batches[:, :14], batches[:, 14:]))  # after two batches
+    torch.testing.assert_close(early, torch.full((3, 14), -np.log(3.0), dtype=torch.float32))
+    assert not torch.isclose(late, torch.tensor(-np.log(3.0)).float()).all()
     assert not torch.equal(batches["action"], collect(ENV, LINEAR, 7, 7, 7, seed=0)["action"])
-
-
-def test_finished_lanes_wait_for_a_reset():
-    collector = make(reset_when_done=False)
-    next(collector)
-    assert next(collector)["done"].all()
-    collector.reset()
-    assert not next(collector)["done"][:, 0].any()
 
 
 def test_the_device_of_the_environment_is_that_of_jax(monkeypatch):
@@ -98,32 +90,29 @@ def test_a_state_dict_brings_back_the_same_run(policy):
 def test_weights_are_those_of_the_moment_and_counted():
     policy = counting_policy()
     collector = make(policy, update_at_each_batch=True)
-    foretold = collect(ENV, POLICY, 7, seed=0)
-    assert_same(next(collector), foretold)
+    assert_same(next(collector), collect(ENV, POLICY, 7, seed=0))
     policy.params = jnp.int32(2)
-    batch = next(collector)
-    assert torch.equal(batch["action"], (batch["start"][..., 0] % 3 + 2 * batch["count"] + 2) % 3)
-    assert batch["collector", "policy_version"].unique().tolist() == [1]
-    collector.update_policy_weights_(jnp.int32(0))
-    batch = next(collector)
-    assert torch.equal(batch["action"], (batch["start"][..., 0] % 3 + 2 * batch["count"]) % 3)
-    assert collector.stats()["policy_version"] == 3
+    for given, version in ((None, 1), (0, 3)):
+        if given is not None:
+            collector.update_policy_weights_(jnp.int32(given))
+        batch = next(collector)
+        wanted = batch["start"][..., 0] % 3 + 2 * batch["count"] + (2 if given is None else given)
+        assert torch.equal(batch["action"], wanted % 3)
+        assert batch["collector", "policy_version"].unique().tolist() == [version]
     assert isinstance(collector.stats()["policy_version"], int)
 
 
 def test_without_memory_it_says_who_holds_it(monkeypatch):
     lacking = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
     monkeypatch.setattr(POLICY, "prepare", lambda params: (_ for _ in ()).throw(lacking))
-    with pytest.raises(
-        MemoryError, match="JAX has no memory for a rollout of 7 steps of 3 environments: use fewer frames"
-    ):
+    says = "JAX has no memory for a rollout of 7 steps of 3 environments: use fewer frames"
+    with pytest.raises(MemoryError, match=says):
         next(make())
     monkeypatch.undo()
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     lacking = torch.OutOfMemoryError("CUDA out of memory")
-    assert re.search(
-        r"Torch has no memory for it.*XLA_PYTHON_CLIENT_PREALLOCATE=false", str(memory_error(lacking, "it"))
-    )
+    says = r"Torch has no memory for it.*XLA_PYTHON_CLIENT_PREALLOCATE=false"
+    assert re.search(says, str(memory_error(lacking, "it")))
     device = SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 2**31, "pool_bytes": 3 * 2**30})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assert "no memory for it (of the GPU, JAX 3.0 GiB are held)" in str(memory_error(lacking, "it"))

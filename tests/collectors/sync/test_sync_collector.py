@@ -1,3 +1,5 @@
+"""Keywords, weights and saved states of a collector, and the methods, keywords and names of TorchRL's."""
+
 from __future__ import annotations
 
 import io
@@ -92,16 +94,12 @@ def test_device_fills_those_that_are_unset() -> None:
     assert next(make(storing_device="cpu"))["action"].device == cpu
 
 
-def test_policy_device_copies_only_where_the_policy_is_elsewhere() -> None:
+def test_policy_and_policy_factory_are_copied_only_if_they_are_elsewhere() -> None:
     policy = greedy(1.0)
     assert make(policy, policy_device="cpu").policy is policy
     assert make(policy).policy is policy
     elsewhere = fc.torch_policy(nn.Linear(4, 2, device="meta"), head=fc.heads.greedy)
-    moved = make(policy_factory=lambda: elsewhere, policy_device="meta").policy
-    assert moved is elsewhere
-
-
-def test_policy_factory_makes_the_policy() -> None:
+    assert make(policy_factory=lambda: elsewhere, policy_device="meta").policy is elsewhere
     assert actions(next(make(policy_factory=lambda: greedy(1.0)))) == [1]
     assert isinstance(make().policy, RandomPolicy)
 
@@ -135,9 +133,11 @@ def jax_recurrent(bias: float) -> Any:
     return fc.jax_policy(lambda p, x, h: (x[:, :2] * 0 + p, h + 1), params, head=fc.heads.greedy, initial_state=0.0)
 
 
-@pytest.mark.parametrize(
-    "kind", [greedy, jax_greedy, jax_recurrent, lambda _: None], ids=["torch", "jax", "rnn", "any"]
-)
+def drawing(_: float) -> Any:
+    return fc.torch_policy(lambda x: torch.randint(2, (len(x),)))  # by Torch's global generator
+
+
+@pytest.mark.parametrize("kind", [greedy, jax_greedy, jax_recurrent, drawing, lambda _: None])
 def test_a_state_dict_through_a_file_brings_back_the_same_run(kind: Any) -> None:
     source = make(kind(1.0), total_frames=100)
     first = [next(source), next(source)]
@@ -146,17 +146,17 @@ def test_a_state_dict_through_a_file_brings_back_the_same_run(kind: Any) -> None
     torch.save(source.state_dict(), file)
     next(source)
     runs = []
-    for _ in range(2):
+    for seed in (77, 78):
         file.seek(0)
         saved = torch.load(file, weights_only=True)
-        target = make(kind(-1.0), total_frames=100, seed=77)
+        target = make(kind(-1.0), total_frames=100, seed=seed)
         next(target)
         target.load_state_dict(saved)
         assert (target.frames, target.seed, target.params) == (40, 0, None)
         runs.append(next(target))
         assert len(list(target)) == 2
     assert_same(*runs)
-    assert actions(runs[0]) == ([0, 1] if kind(0) is None else [1])
+    assert actions(runs[0]) == ([1] if kind in (greedy, jax_greedy, jax_recurrent) else [0, 1])
     assert versions(runs[0]) == [1]
     used = {i for part in first for i in part["collector", "traj_ids"].flatten().tolist()}
     assert not used & set(runs[0]["collector", "traj_ids"].flatten().tolist())
@@ -176,18 +176,6 @@ def test_a_state_dict_is_a_snapshot(form: str) -> None:
     with torch.no_grad():
         (policy.module if form == "own" else live).bias[1] = -1.0
     assert saved["policy_state_dict"]["bias"].tolist() == [0, 1]
-
-
-def test_two_that_load_the_same_state_go_on_alike() -> None:
-    source = make(fc.torch_policy(lambda x: torch.randint(2, (len(x),))))
-    next(source)
-    saved = source.state_dict()
-    batches = []
-    for seed in (5, 6):
-        target = make(fc.torch_policy(lambda x: torch.randint(2, (len(x),))), seed=seed)
-        target.load_state_dict(saved)
-        batches.append(next(target))
-    assert_same(*batches)
 
 
 @pytest.mark.needs("torchrl")
@@ -221,3 +209,91 @@ def test_stats_count_frames_batches_and_time() -> None:
     assert (stats["frames"], stats["batches"]) == (40, 2)
     assert stats["frames_per_second"] == pytest.approx(40 / stats["seconds"])
     assert "frames_per_batch=20, frames=40" in repr(collector)
+
+
+def test_their_names_since_0_14() -> None:
+    assert fc.Collector is fc.SyncDataCollector
+    assert fc.MultiSyncCollector is fc.MultiSyncDataCollector
+    assert fc.MultiAsyncCollector is fc.MultiaSyncDataCollector
+
+
+def of(kind: str, policy: Any = None, workers: int = 2, **kwargs: Any) -> Any:
+    kwargs = {"frames_per_batch": 20, "total_frames": 60} | kwargs
+    if kind == "one process":
+        return fc.SyncDataCollector("CartPole-v1", policy, **kwargs)
+    made = fc.MultiSyncDataCollector if kind == "sync" else fc.MultiaSyncDataCollector
+    return made(["CartPole-v1"] * workers, policy, in_process=True, **kwargs)
+
+
+KINDS = ["one process", "sync", "async"]
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@each_kind
+@pytest.mark.parametrize("name", ["backend", "num_collectors", "sync"])
+def test_arguments_that_choose_another_class_are_refused_by_name(kind: str, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"no argument {name} \(.*MultiSyncDataCollector"):
+        of(kind, **{name: 2})
+    with pytest.raises(TypeError, match=r"\['frame_skip'\] are unknown, expected some of "):
+        of(kind, frame_skip=2)
+
+
+@each_kind
+def test_a_run_by_their_methods(kind: str) -> None:
+    collector = of(kind)
+    assert collector.is_running()
+    assert collector.get_policy_version() == 0
+    assert collector.next().numel() == 20
+    collector.update_policy_weights_()
+    assert collector.get_policy_version() == 1
+    assert [batch.numel() for batch in collector.iterator()] == [20, 20]
+    assert collector.next() is None
+    assert not collector.is_running()
+    collector.shutdown(timeout=10.0)
+    other = of(kind)
+    other.async_shutdown(timeout=1.0)
+    assert not other.is_running()
+
+
+@each_kind
+def test_the_last_frame_of_each_lane_is_truncated_and_the_episodes_go_on(kind: str) -> None:
+    lanes: dict[str, Any] = {"create_env_kwargs": {"num_envs": 2}, "workers": 1 if kind == "async" else 2}
+    runs, lengths = [], []
+    for set_truncated in (False, True):
+        with of(kind, set_truncated=set_truncated, total_frames=400, seed=0, **lanes) as collector:
+            runs.append([batch.clone() for batch in collector])
+        stats, found = None, []
+        for batch in runs[-1]:
+            stats = fc.episode_stats(batch, stats)
+            found += stats.lengths.tolist()
+        lengths.append(found)
+    assert lengths[0] == lengths[1]
+    assert max(lengths[0]) > 10
+    for plain, cut in zip(*runs, strict=True):
+        assert cut["next", "truncated"][..., -1, 0].all()
+        assert cut["next", "done"][..., -1, 0].all()
+        assert torch.equal(plain["observation"], cut["observation"])
+        assert torch.equal(plain["next", "terminated"], cut["next", "terminated"])
+
+
+@each_kind
+@pytest.mark.parametrize("named", [False, True])
+def test_weights_of_a_module(kind: str, named: bool) -> None:
+    module, other = linear(-1.0), linear(1.0)
+    policy = fc.torch_policy(module, head=fc.heads.greedy)
+    with of(kind, policy, total_frames=-1) as collector:
+        for given, action in ((other, 1), (module, 0)):
+            collector.update_policy_weights_(**({"policy_or_weights": given} if named else {"params": given}))
+            version = collector.get_policy_version()
+            while (batch := next(collector))["collector", "policy_version"].min() < version:
+                pass
+            assert (batch["action"] == action).all()
+
+
+def test_devices_in_a_list_fill_storing_device() -> None:
+    cpu = torch.device("cpu")
+    for device in ("cpu", ["cpu", "cpu"]):
+        with of("sync", device=device) as collector:
+            assert collector.storing_device == cpu
+    with pytest.raises(TypeError, match=r"storing_device is \['cpu', 'cpu'\], expected one device"):
+        of("sync", storing_device=["cpu", "cpu"])
