@@ -143,6 +143,8 @@ class TorchRLLanes(SimulatorsBase):
     A step gets the TensorDict that the last one returned (the root), where transforms keep values, unless it is bare.
     """
 
+    apply: Callable[..., list[Any]]  # calls a function with the environment; only if that is a single one
+
     def __init__(self, env: Any, layout: TorchRLLayout, adapted: SimulatedEnv) -> None:
         self._env, self._layout, self._first_lane = env, layout, adapted.first_lane
         self._action_path = as_path(layout.action_key)

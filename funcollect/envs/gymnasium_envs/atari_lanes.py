@@ -144,7 +144,9 @@ class _Copy:
         layers = _layers(env)
         if (names := _names(layers)) != (saved := data["layers"]):
             raise ReplayError(f"{env} has the wrappers {names}, the saved game {saved}: build it with the same")
-        return cls(layers, from_data(*data["attributes"], (*layers, layers[-1].ale)), _machine(data["machine"]))
+        structure, arrays = data["attributes"]
+        attributes = from_data(structure, arrays, (*layers, layers[-1].ale))
+        return cls(layers, attributes, _machine(data["machine"]))
 
 
 def _names(layers: Sequence[Any]) -> list[str]:
