@@ -36,7 +36,7 @@ from funcollect.envs.base import (
     with_time_limit,
 )
 from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, check_lives, is_atari
-from funcollect.envs.gymnasium_envs.lanes import TAKEN, GymEnv, GymVectorEnv, Lanes, Made, over_vector
+from funcollect.envs.gymnasium_envs.lanes import TAKEN, GymEnv, GymVectorEnv, Lanes, Made, over_vector, rebuild
 from funcollect.envs.host.host_env import Opener, OpenerOf, SimulatedEnv
 from funcollect.envs.host.lane_workers.options import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
@@ -303,7 +303,7 @@ def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = 
                 "process: pass its id or a factory"
             )
         _refuse("an environment instance", **kwargs)
-        return Made.of(source)
+        return Made(source, partial(rebuild, source))
     if isinstance(source, (str, EnvSpec)):
         return partial(_make, _spec_of(source) if in_worker and isinstance(source, str) else source, kwargs)
     refuse_foreign(source)

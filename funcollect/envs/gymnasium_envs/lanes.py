@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, Self
+from typing import Any
 from weakref import WeakValueDictionary
 
 import gymnasium
@@ -54,17 +54,12 @@ class Made:
     env: Any
     build: Callable[[], Any]  # makes a new one
 
-    @classmethod
-    def of(cls, env: Any) -> Self:
-        """The factory over an instance of the user's, which is built again from its spec or its functions."""
-        return cls(env, partial(_rebuild, env))
-
     def __call__(self) -> Any:
         """That environment, or a new one if it backs a state already."""
         return self.build() if id(self.env) in TAKEN else self.env
 
 
-def _rebuild(env: Any) -> Any:
+def rebuild(env: Any) -> Any:
     """Build another instance of `env` from its spec or, for a vector environment, its functions; else InUseError."""
     is_vector = isinstance(env, VectorEnv)
     try:
@@ -267,7 +262,7 @@ def over_vector(vector: GymVectorEnv) -> Opener:
             f"the vector environment resets its lanes itself (autoreset_mode={getattr(mode, 'name', mode)}), expected "
             f"autoreset_mode=AutoresetMode.DISABLED: {mend}"
         )
-    return partial(VectorLanes, Made.of(vector))
+    return partial(VectorLanes, Made(vector, partial(rebuild, vector)))
 
 
 class VectorLanes(SimulatorsBase):

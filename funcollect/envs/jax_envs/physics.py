@@ -49,13 +49,9 @@ def from_brax(
     """
     check_positive("episode_length", episode_length, 1000)
     label, raw = of_suite("brax", env, kwargs)
-
-    def renderer() -> Any:
-        inner, names = raw.unwrapped, {"qpos": "q", "qvel": "qd"}
-        return mujoco_renderer(inner.sys.mj_model, float(inner.dt), "pipeline_state", names)
-
-    facts = {"max_episode_steps": episode_length, "param_keys": param_keys, "renderer": renderer}
-    return _over_states(label, raw, "sys", (num_envs, False, info_keys, starts), facts)
+    facts = {"max_episode_steps": episode_length, "param_keys": param_keys}
+    drawn = ("pipeline_state", {"qpos": "q", "qvel": "qd"})
+    return _over_states(label, raw, "sys", drawn, (num_envs, False, info_keys, starts), facts)
 
 
 def from_playground(
@@ -88,17 +84,13 @@ def from_playground(
     check_optional_positive("episode_length", episode_length)
     label, raw = of_suite("playground", env, kwargs)
     length = raw.unwrapped._config.episode_length if episode_length is None else episode_length
-
-    def renderer() -> Any:
-        names = {name: name for name in ("qpos", "qvel", "xfrc_applied")}
-        return mujoco_renderer(raw.unwrapped.mj_model, float(raw.unwrapped.dt), "data", names)
-
-    facts = {"max_episode_steps": length, "param_keys": param_keys, "renderer": renderer}
-    return _over_states(label, raw, "_mjx_model", (num_envs, False, info_keys, starts), facts)
+    facts = {"max_episode_steps": length, "param_keys": param_keys}
+    drawn = ("data", {name: name for name in ("qpos", "qvel", "xfrc_applied")})
+    return _over_states(label, raw, "_mjx_model", drawn, (num_envs, False, info_keys, starts), facts)
 
 
-def _over_states(label: str, raw: Any, physics: str, common: tuple[Any, ...], facts: Mapping[str, Any]) -> FunctionsEnv:
-    """Adapt an environment whose states have `obs`, `reward` and `done`, with its parameters as `physics`."""
+def _over_states(label: str, raw: Any, physics: str, drawn: Any, common: Any, facts: Mapping[str, Any]) -> FunctionsEnv:
+    """Adapt an environment whose states have `obs`, `reward` and `done`; `physics` is its attribute of parameters."""
     inner = raw
     while inner is not None:
         if type(inner).__name__.endswith(_TRAINING):
@@ -119,9 +111,13 @@ def _over_states(label: str, raw: Any, physics: str, common: tuple[Any, ...], fa
         state = under(params).step(env_state, action)
         return Transition(state, state.obs, state.reward, state.done > 0, False, state.metrics)
 
+    def renderer() -> Any:
+        inner = raw.unwrapped
+        return mujoco_renderer((inner.sys if physics == "sys" else inner).mj_model, float(inner.dt), *drawn)
+
     observed, actions = space_like(first_observation(reset)), box((raw.action_size,), "float32", -1.0, 1.0)
     own = getattr(raw.unwrapped, physics, None)
-    return jax_env(label, reset, step, observed, actions, *common, default_params=own, **facts)
+    return jax_env(label, reset, step, observed, actions, *common, default_params=own, renderer=renderer, **facts)
 
 
 @contextmanager
