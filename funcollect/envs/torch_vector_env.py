@@ -19,7 +19,7 @@ from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.protocols import Transition
 from funcollect.specs import ActionSpec, assemble, disassemble, observation_leaves, torch_dtype
-from funcollect.tree import Path, select
+from funcollect.tree import Path
 
 _FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, and its older one
 _NEEDED = ("num_envs", "single_observation_space", "single_action_space")
@@ -173,7 +173,7 @@ class VectorSimulators:
             self.lacking = self.lacking | done.any()
         else:
             final = self._observed("final observation", info[key])
-            last = select(done, final, after)
+            last = {path: _chosen(done, final[path], value) for path, value in after.items()}
             if isinstance(reported := info.get(f"_{key}"), Tensor):  # in which lanes, as Gymnasium says it
                 self.lacking = self.lacking | (done & ~reported).any()
         infos = self._infos(done, info)
@@ -218,7 +218,7 @@ class VectorSimulators:
                 shape, dtype = self._kinds.get(name, ((self._lanes, *getattr(part, "shape", ())[1:]), None))
                 self._check(f"info {name!r}", part, shape, dtype)
                 self._kinds[name] = part.shape, part.dtype
-            infos[name] = select(done, *parts) if len(parts) == 2 else parts[0]
+            infos[name] = _chosen(done, *parts) if len(parts) == 2 else parts[0]
         return infos
 
     def _mapping(self, name: str, value: Any) -> Mapping[str, Any]:
@@ -246,3 +246,8 @@ class VectorSimulators:
     def close(self) -> None:
         """Free the simulators."""
         _close(self._simulators)
+
+
+def _chosen(done: Tensor, final: Tensor, after: Tensor) -> Tensor:
+    """The last values of the lanes that are done [P], and the current ones of the others."""
+    return torch.where(done.view(-1, *[1] * (after.ndim - 1)), final, after)
