@@ -12,8 +12,7 @@ import numpy as np
 from funcollect.arguments import check_kind
 from funcollect.core.request import ANOTHER_POLICY
 from funcollect.core.state import CollectorState, check_origin
-from funcollect.envs.jax_envs.checks import differing
-from funcollect.envs.jax_envs.jax_env import JaxEnvState
+from funcollect.envs.jax_envs.jax_env import JaxEnvState, differing
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import kind_of, shown

@@ -33,8 +33,7 @@ from funcollect.core.traced_step.episodes import (
 from funcollect.core.traced_step.starts import begin
 from funcollect.core.traced_step.step import StepConfig, by_path, make_step_config, restart
 from funcollect.core.traced_step.step import step as fused_step
-from funcollect.envs.jax_envs.checks import check_functions
-from funcollect.envs.jax_envs.jax_env import JaxEnvState
+from funcollect.envs.jax_envs.jax_env import JaxEnvState, check_functions
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.policies.jax_functions.jax_policy import check_traceable

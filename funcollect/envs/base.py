@@ -1,14 +1,23 @@
-"""The members that environments have in common, whether a user writes them or an adapter returns them."""
+"""The members that all environments have, and how those of other libraries are recognised without importing these."""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
+import numpy as np
+import numpy.typing as npt
+import torch
+from gymnasium import spaces
+from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import TimeLimit
 from torch import Tensor
 from typing_extensions import override
@@ -26,11 +35,7 @@ else:
 
 
 def autoreset_mode(env: Any) -> Any:
-    """How a vector environment resets its lanes, an `AutoresetMode`; None if it does not say.
-
-    Gymnasium's own have an attribute for it. What their `metadata` says may be true of another one, since that dict
-    belongs to the class of the environments, or to `gymnasium.Env`.
-    """
+    """How a vector environment resets its lanes, an `AutoresetMode`; None if it does not say."""
     raw = getattr(env, "unwrapped", env)
     own = getattr(raw, "autoreset_mode", None)
     metadata = getattr(raw, "metadata", None)
@@ -39,44 +44,26 @@ def autoreset_mode(env: Any) -> Any:
     return metadata.get("autoreset_mode")
 
 
-class FirstThenNew:
-    """A factory that returns what has been made already once, and from then on what `build` makes.
-
-    Attributes:
-        made: what has been made already; None once it has been taken.
-    """
-
-    def __init__(self, made: Any, build: Callable[[], Any]) -> None:
-        self.made, self._build = made, build
-
-    def taken(self) -> Any:
-        """Return what has been made already, once; then None."""
-        made, self.made = self.made, None
-        return made
-
-    def __call__(self) -> Any:
-        """An environment that nobody else uses."""
-        return self._build() if self.made is None else self.taken()
+def first_then_new(made: list[Any], build: Callable[[], Any]) -> Any:
+    """The environment that has been made already, of which the list has at most one, then what `build` makes."""
+    return made.pop() if made else build()
 
 
 def with_time_limit(
     factory: Callable[..., Any], kwargs: dict[str, Any], *, by_name: bool = False
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A factory and its keywords. If it does not take `max_episode_steps`, the limit is set on what it makes.
-
-    It takes that, unless `by_name`, if it takes any keyword.
-    """
+    """A factory and its keywords; `max_episode_steps` is set on what it makes if it does not take it (by name)."""
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return factory, kwargs
-    kinds = {each.kind for each in parameters.values()}
-    takes = "max_episode_steps" in parameters or (inspect.Parameter.VAR_KEYWORD in kinds and not by_name)
-    if "max_episode_steps" not in kwargs or takes:
+    any_keyword = not by_name and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    if "max_episode_steps" not in kwargs or "max_episode_steps" in parameters or any_keyword:
         return factory, kwargs
-    others = {name: value for name, value in kwargs.items() if name != "max_episode_steps"}
-    check_positive("max_episode_steps", kwargs["max_episode_steps"], 500)
-    return partial(_limited, factory, kwargs["max_episode_steps"]), others
+    others = dict(kwargs)
+    steps = others.pop("max_episode_steps")
+    check_positive("max_episode_steps", steps, 500)
+    return partial(_limited, factory, steps), others
 
 
 def _limited(factory: Callable[..., Any], steps: int, **kwargs: Any) -> Any:
@@ -147,10 +134,9 @@ def checked_transition(env: JaxEnv | TorchEnv | DeviceEnv, answer: Any) -> Trans
             f"the infos that step of {env!r} returned are {form(answer.info)}, expected a dict of arrays: name them"
         )
     in_torch = env.backend == "torch"
+    wanted = "a tensor [P, ...]" if in_torch else "an array or a number"
     for name, value in answer.info.items():
-        known = isinstance(value, Tensor if in_torch else (bool, int, float))
-        if not known and (in_torch or not hasattr(value, "dtype")):
-            wanted = "a tensor [P, ...]" if in_torch else "an array or a number"
+        if not (isinstance(value, Tensor) if in_torch else hasattr(value, "dtype") or isinstance(value, (int, float))):
             raise EnvError(
                 f"the info {name!r} that step of {env!r} returned is {form(value)}, expected {wanted}: give each array "
                 "a name of its own"
@@ -163,17 +149,25 @@ def returned(answer: Any) -> str:
     return f"{len(answer)} values" if type(answer) is tuple else form(answer)
 
 
-class EnvBase:
-    """Base class of `HostEnvBase`, `TorchEnvBase` and `JaxEnvBase`: the members that follow from the two spaces.
+def box(shape: tuple[int, ...], dtype: npt.DTypeLike, low: Any = None, high: Any = None) -> Space:
+    """A Box of any dtype, bool included. Missing bounds are the dtype's range, or infinite for floats."""
+    dtype = np.dtype(dtype)
+    kind: Any = dtype.type  # Gymnasium's annotation knows no bool
+    if dtype.kind == "b":
+        return spaces.Box(0, 1, shape, kind)
+    least, most = (-np.inf, np.inf) if dtype.kind not in "iu" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    bounds = (least if low is None else low, most if high is None else high)
+    lower, upper = (np.broadcast_to(np.clip(bound, least, most).astype(dtype), shape) for bound in bounds)
+    return spaces.Box(lower, upper, shape, kind)
 
-    Attributes:
-        truncates: True if every episode ends after some number of steps, without a limit that the loop sets.
-    """
+
+class EnvBase:
+    """Base class of `HostEnvBase`, `TorchEnvBase` and `JaxEnvBase`: the members that follow from the two spaces."""
 
     observation_space: Space
     action_space: Space
     num_envs: int | None = None
-    truncates: bool = False
+    truncates: bool = False  # whether every episode ends after some number of steps, without a limit of the loop's
 
     def __init__(self, num_envs: int | None = None) -> None:
         check_num_envs(num_envs)
@@ -217,3 +211,100 @@ class AdaptedEnv:
     def __repr__(self) -> str:
         lanes = "" if self.num_envs is None else f", num_envs={self.num_envs}"
         return f"{self.backend.capitalize()}Env({self.label!r}{lanes})"
+
+
+def import_extra(module: str, package: str, extra: str) -> Any:
+    """Import `module`, which may draw random numbers as EnvPool does, or say how to install `package`."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != module.partition(".")[0]:
+            raise
+        raise ImportError(
+            f"{package} is not installed: pip install 'funcollect[{extra}]', or only it: pip install {package}"
+        ) from error
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def is_torchrl(env: Any) -> bool:
+    """Whether `env` is one of TorchRL's environments."""
+    envs = sys.modules.get("torchrl.envs")
+    return envs is not None and isinstance(env, envs.EnvBase)
+
+
+def is_of(library: str, env: Any) -> bool:
+    """Whether a class of the environment is one of a library's, such as ``"envpool"``, of any interface."""
+    return any(base.__module__.partition(".")[0] == library for base in type(env).__mro__)
+
+
+def refuse_foreign(env: Any) -> None:
+    """Raise TypeError for an environment of TorchRL's or a Stable-Baselines3 `VecEnv`: neither is a gymnasium.Env."""
+    if is_torchrl(env):
+        raise TypeError(
+            f"a lane is TorchRL's {type(env).__name__}, expected a gymnasium.Env: for several of TorchRL's "
+            "environments, pass torchrl.envs.SerialEnv(num_envs, factory)"
+        )
+    if is_of("stable_baselines3", env) and any(base.__name__ == "VecEnv" for base in type(env).__mro__):
+        raise TypeError(
+            f"env is Stable-Baselines3's {type(env).__name__}, which resets its lanes itself: pass the functions that "
+            "it was built from, funcollect.make_env([make_one] * 4), or one of them with num_envs=4"
+        )
+
+
+def has_time_limit(env: Any) -> bool:
+    """Whether an environment or a vector of Gymnasium's truncates episodes, or declares it by ``truncates = True``."""
+    if getattr(getattr(env, "spec", None), "max_episode_steps", None):
+        return True
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, TimeLimit):
+            return True
+        env = env.env
+    return bool(getattr(env, "truncates", False))
+
+
+def running_statistics(env: Any) -> tuple[str, ...]:
+    """The names of the wrappers of `env`, or of its first lane, that normalise by statistics updated over episodes."""
+
+    def updates(part: Any) -> bool:
+        if any(type(value).__name__ == "RunningMeanStd" for value in _attributes(part)):
+            return bool(getattr(part, "update_running_mean", True))
+        normalises = any(base.__name__.startswith("VecNorm") for base in type(part).__mro__)
+        return normalises and not getattr(part, "frozen", False)
+
+    return tuple(dict.fromkeys(type(part).__name__ for part in _parts(env, set()) if updates(part)))
+
+
+def _parts(env: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield `env`, its wrappers, transforms and the parts of its first lane, which is built if it lives elsewhere."""
+    if id(env) in seen:
+        return
+    seen.add(id(env))
+    yield env
+    own: Mapping[str, Any] = vars(env) if isinstance(env, torch.nn.Module) else {}  # as TorchRL's environments are
+    if isinstance(env, VectorEnv):
+        own = {name: getattr(env, name, None) for name in ("envs", "env_fns")}
+    envs = [part for part in _attributes(env) if hasattr(type(part), "step") and hasattr(type(part), "reset")]
+    for part in [*envs, *own.get("_modules", {}).values()]:
+        yield from _parts(part, seen)
+    if lanes := own.get("envs") or own.get("_envs"):
+        yield from _parts(lanes[0], seen)
+    elif factories := own.get("env_fns") or own.get("create_env_fn"):
+        lane = factories[0]()
+        yield from _parts(lane, seen)
+        lane.close()
+
+
+def _attributes(part: Any) -> list[Any]:
+    """The values of an instance's attributes, and those in dicts among them.
+
+    `vars` would slow the instance down: after its ``__dict__`` has been read, CPython keeps the attributes in a dict,
+    from which a simulator reads them more slowly at every step.
+    """
+    found = gc.get_referents(part)
+    for _ in range(2):
+        found += [value for each in found if type(each) is dict for value in each.values()]
+    return found

@@ -14,10 +14,8 @@ from gymnasium import spaces
 from typing_extensions import override
 
 from funcollect.arguments import check_keys, check_not_given, check_num_envs, check_positive
-from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, batch_decoder
-from funcollect.envs.host.rows import Rows
-from funcollect.envs.recognise import import_extra
-from funcollect.envs.spaces import box
+from funcollect.envs.base import box, import_extra
+from funcollect.envs.host.host_env import ONWARD, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
 from funcollect.errors import EnvError
 from funcollect.protocols import Outcome
 from funcollect.specs import ActionSpec, Space, observation_leaves
@@ -29,7 +27,6 @@ _OURS = {
     "env_type": "Gymnasium's interface is used",
     **dict.fromkeys(("parallel", "num_workers"), "EnvPool is parallel itself: num_threads="),
 }
-_LARGEST_SEED = 2**31 - 1  # EnvPool takes int32
 
 
 def from_envpool(
@@ -65,8 +62,8 @@ def from_envpool(
     """
     if not isinstance(task_id, str):
         raise TypeError(
-            f"task_id is {type(task_id).__name__}, expected its name, since each run builds a pool "
-            "with its own seeds: make_env('envpool/CartPole-v1')"
+            f"task_id is {type(task_id).__name__}, expected its name, since each run builds a pool with its own seeds: "
+            "make_env('envpool/CartPole-v1')"
         )
     check_keys("info_keys", info_keys, "x_position")
     check_num_envs(num_envs)
@@ -77,7 +74,13 @@ def from_envpool(
     spec = _spec_of(envpool, task_id, config, info_keys)
     with warnings.catch_warnings(action="ignore"):  # Gymnasium warns about the bounds of EnvPool's boxes
         space, action_spec = _widened(spec.observation_space), ActionSpec(spec.action_space, one_hot)
-    build = partial(_pool_of, envpool, task_id, config)
+
+    def build(seeds: Sequence[int]) -> Any:
+        pool = envpool.make_gymnasium(task_id, seed=[seed & (2**31 - 1) for seed in seeds], **config)  # it takes int32
+        with warnings.catch_warnings(action="ignore"):
+            _ = pool.observation_space  # EnvPool makes it on first use, with a warning: here, not at the first step
+        return pool
+
     return SimulatedEnv(
         label=f"envpool/{task_id}",
         num_envs=num_envs,
@@ -115,13 +118,6 @@ def _spec_of(envpool: Any, task_id: str, config: dict[str, Any], info_keys: Sequ
             f"EnvPool's {task_id} has no info key {unknown[0]!r}, expected one of {sorted(infos)}: name one of these"
         )
     return spec
-
-
-def _pool_of(envpool: Any, task_id: str, config: dict[str, Any], seeds: Sequence[int]) -> Any:
-    pool = envpool.make_gymnasium(task_id, seed=[seed & _LARGEST_SEED for seed in seeds], **config)
-    with warnings.catch_warnings(action="ignore"):
-        _ = pool.observation_space  # EnvPool makes it on first use, with a warning: here, not at the first step
-    return pool
 
 
 def _widened(space: Space) -> Space:

@@ -12,9 +12,8 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
 from funcollect import envs
-from funcollect.envs.base import EnvBase, FirstThenNew, built, with_time_limit
+from funcollect.envs.base import EnvBase, built, first_then_new, is_of, is_torchrl, refuse_foreign, with_time_limit
 from funcollect.envs.host.lane_workers.options import REMOVED
-from funcollect.envs.recognise import is_envpool, is_torchrl, refuse_foreign
 from funcollect.envs.torch_env import TORCH_ENVS
 from funcollect.protocols import Env, is_env, is_policy
 
@@ -41,7 +40,7 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     """
     if is_torchrl(env):  # first, since a ParallelEnv asks its processes for attributes that the checks below read
         return envs.from_torchrl(env, **kwargs)
-    if is_envpool(env):
+    if is_of("envpool", env):
         return envs.from_envpool(env, **kwargs)
     if is_policy(env):
         raise TypeError(f"env is the policy {type(env).__name__}, expected an environment: it comes before the policy")
@@ -50,8 +49,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
             names = ", ".join(kwargs)
             raise ValueError(f"{names} cannot be given with {env!r}, which is made already: pass it when you make that")
         return env
-    namespace, slash, name = env.partition("/") if isinstance(env, str) else ("", "", "")
-    if slash and namespace in _NAMESPACES:
+    namespace, _, name = env.partition("/") if isinstance(env, str) and "/" in env else ("", "", "")
+    if namespace in _NAMESPACES:
         few = "it takes num_envs, device and max_episode_steps"
         which = few if namespace == "torch" else f"see funcollect.envs.from_{namespace}"
         with _unexpected(f"'{env}'", f"leave it out; {which}"):
@@ -98,10 +97,7 @@ _ADAPTER_ARGUMENTS = ("num_envs", *WORKER_ARGUMENTS, "info_keys", "dtype", "one_
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
-    """Adapt what a factory returns. It is called once here to find that out; the first `init` uses the result.
-
-    The adapter gets its own keyword arguments, and the factory all others; a class of environments gets all.
-    """
+    """Adapt what a factory returns, which the first `init` uses; keywords that the adapter lacks are the factory's."""
     if isinstance(factory, type) and issubclass(factory, EnvBase):
         with _unexpected(factory.__name__, "leave it out, or take it in its __init__"):
             return make_env(limited(factory, kwargs))
@@ -115,7 +111,7 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
             with contextlib.suppress(RuntimeError):  # TorchRL's cannot be closed before their first reset
                 made.close()
             return adapter(factory, **kwargs)
-        return adapter(FirstThenNew(made, partial(factory, **own)), **given)
+        return adapter(partial(first_then_new, [made], partial(factory, **own)), **given)
     refuse_foreign(made)
     if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)):
         raise TypeError(

@@ -67,9 +67,7 @@ class TorchEnvBase(EnvBase, ABC):
     def reset(self, key: LaneKeys, params: Any, /) -> tuple[Any, Any]:
         """The state, a pytree of tensors [P, ...], and the observation [P, ...] at the start of an episode.
 
-        Args:
-            key: ``len(key)`` is P. ``key.uniform(n)`` returns float64 numbers [P, n], uniform in (0, 1).
-            params: `params`, or the parameters of the state.
+        ``len(key)`` is P, and ``key.uniform(n)`` returns float64 numbers [P, n], uniform in (0, 1).
         """
 
     @abstractmethod

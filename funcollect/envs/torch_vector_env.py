@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,32 +14,27 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from funcollect.arguments import check_keys, checked_device
-from funcollect.envs.base import AdaptedEnv, FirstThenNew, autoreset_mode
+from funcollect.envs.base import AdaptedEnv, autoreset_mode, first_then_new
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.protocols import Transition
 from funcollect.specs import ActionSpec, assemble, disassemble, observation_leaves, torch_dtype
+from funcollect.tree import Path
 
 _FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, and its older one
 _NEEDED = ("num_envs", "single_observation_space", "single_action_space")
 
 
 def from_torch_vector_env(
-    env: Any,
-    *,
-    info_keys: Sequence[str] = (),
-    one_hot: bool = False,
-    device: torch.device | str | None = None,
+    env: Any, *, info_keys: Sequence[str] = (), one_hot: bool = False, device: torch.device | str | None = None
 ) -> DeviceVectorEnv:
     """An environment over simulators that hold all lanes as tensors and reset them themselves, such as ManiSkill's.
 
     They have Gymnasium's vector interface over tensors: `num_envs`, `single_observation_space`, `single_action_space`,
     ``reset(seed=)`` and ``step(action)``, which begins a new episode in the same step in which one ends. The infos of
     such a step hold the last observations as ``"final_obs"`` or ``"final_observation"``, [P, ...], of which the rows of
-    lanes that ended are read. Tensors stay on their device, and nothing waits for it.
-
-    It is seeded by run: the simulators get one seed at the beginning. States can be used once, and can be
-    neither forked nor saved in mid-episode. Limits are the simulators' own.
+    lanes that ended are read. Tensors stay on their device, and nothing waits for it. The simulators get one seed, at
+    the beginning. States can be used once, and neither forked nor saved in mid-episode. Limits are the simulators' own.
 
     Args:
         env: the environment, or a function that builds one. What is built already can serve one state: evaluations,
@@ -48,8 +45,7 @@ def from_torch_vector_env(
         device: the device of the tensors; by default the environment's own `device`.
 
     Raises:
-        TypeError: for an environment without these members.
-        ValueError: for one that does not reset its lanes, or resets them in the step after the last one.
+        TypeError, ValueError: for an environment without these members, or one that does not reset its lanes so.
 
     >>> import torch, funcollect as fc
     >>> from gymnasium import spaces
@@ -74,50 +70,43 @@ def from_torch_vector_env(
     given = hasattr(env, "step") and not isinstance(env, type)
     if not given and not callable(env):
         raise TypeError(f"env is {type(env).__name__}, expected a vector environment, or a function: pass one")
-    simulators = FirstThenNew(env if given else env(), _only_once if given else env)
-    try:
-        adapted = _adapted(simulators, tuple(info_keys), one_hot, device)
-    except BaseException:
+    made = env if given else env()
+    label, unused = type(made).__name__, [made]
+    with contextlib.ExitStack() as on_failure:
         if not given:
-            _close_unused(simulators)
-        raise
+            on_failure.callback(_close_unused, unused)
+        lanes, space, action_space = facts = [_member(made, name) for name in _NEEDED]
+        if missing := [name for name, fact in zip(_NEEDED, facts, strict=True) if fact is None]:
+            says = "expected Gymnasium's vector interface: wrap it so that it has them"
+            raise TypeError(f"{label} lacks {missing}, {says}")
+        mode = autoreset_mode(made)
+        if mode not in (None, AutoresetMode.SAME_STEP):
+            name = getattr(mode, "name", mode)
+            raise ValueError(f"{label} has autoreset_mode={name}, expected SAME_STEP: build it so")
+        place = checked_device(device if device is not None else _member(made, "device"))
+        if place is None:
+            raise TypeError(f"{label} has no device, expected where its tensors are: pass device=")
+        adapted = DeviceVectorEnv(
+            label=label,
+            num_envs=lanes,
+            observation_space=space,
+            action_spec=ActionSpec(action_space, one_hot),
+            observation_leaves=observation_leaves(space),
+            info_keys=tuple(info_keys),
+            device=place,
+            build=partial(first_then_new, unused, _only_once if given else env),
+            truncates=True,  # no wrapper can: such simulators reset their lanes themselves
+        )
+        on_failure.pop_all()
     if not given:
-        weakref.finalize(adapted, _close_unused, simulators)
+        weakref.finalize(adapted, _close_unused, unused)
     return adapted
 
 
-def _adapted(
-    simulators: FirstThenNew, info_keys: tuple[str, ...], one_hot: bool, device: torch.device | str | None
-) -> DeviceVectorEnv:
-    """The environment over simulators, of which those that are made already have the facts about them."""
-    made = simulators.made
-    label = type(made).__name__
-    lanes, space, action_space = (_member(made, name) for name in _NEEDED)
-    if missing := [name for name in _NEEDED if _member(made, name) is None]:
-        raise TypeError(f"{label} lacks {missing}, expected Gymnasium's vector interface: wrap it so that it has them")
-    mode = autoreset_mode(made)
-    if mode not in (None, AutoresetMode.SAME_STEP):
-        raise ValueError(f"{label} has autoreset_mode={getattr(mode, 'name', mode)}, expected SAME_STEP: build it so")
-    place = checked_device(device if device is not None else _member(made, "device"))
-    if place is None:
-        raise TypeError(f"{label} has no device, expected where its tensors are: pass device=")
-    return DeviceVectorEnv(
-        label=label,
-        num_envs=lanes,
-        observation_space=space,
-        action_spec=ActionSpec(action_space, one_hot),
-        observation_leaves=observation_leaves(space),
-        info_keys=info_keys,
-        device=place,
-        build=simulators,
-        truncates=True,  # no wrapper can: such simulators reset their lanes themselves
-    )
-
-
-def _close_unused(simulators: FirstThenNew) -> None:
+def _close_unused(unused: list[Any]) -> None:
     """Close what was made for the facts about it and is used by no state; a copy of the environment makes others."""
-    if (made := simulators.taken()) is not None:
-        _close(made)
+    while unused:
+        _close(unused.pop())
 
 
 def _close(simulators: Any) -> None:
@@ -151,31 +140,28 @@ class DeviceVectorEnv(AdaptedEnv):
 
 
 class VectorSimulators:
-    """The simulators of one state.
-
-    Attributes:
-        lacking: whether episodes have ended without a last observation; a tensor, so that the host need not wait.
-    """
+    """The simulators of one state."""
 
     def __init__(self, env: DeviceVectorEnv) -> None:
         self._env = env
         self._simulators = env.build()
         self._lanes = env.num_envs or 1
         self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of the infos, once they have come
+        # Whether episodes have ended without a last observation; a tensor, so that the host need not wait.
         self.lacking = torch.zeros((), dtype=torch.bool, device=env.device)
 
     def reset(self, seed: int | None) -> Any:
         """Begin an episode in each lane; return the observations [P, ...]."""
         self.lacking = torch.zeros_like(self.lacking)
-        observation, _ = self._parts("reset", self._simulators.reset(seed=seed), "(observation, info)", 2)
-        return self._assembled(self._observed("observation", observation))
+        observation, _ = self._parts("reset", self._simulators.reset(seed=seed), "observation, info")
+        return assemble(self._env.observation_space, self._observed("observation", observation))
 
     def step(self, action: Tensor) -> tuple[Transition, Any]:
         """Step all lanes; return the transition, and the observations for the next step."""
-        spec = self._env.action_spec
+        spec, space = self._env.action_spec, self._env.observation_space
         answer = self._simulators.step(spec.from_one_hot(action, torch) if spec.one_hot else action)
-        wanted = "(observation, reward, terminated, truncated, info)"
-        observation, reward, terminated, truncated, info = self._parts("step", answer, wanted, 5)
+        names = "observation, reward, terminated, truncated, info"
+        observation, reward, terminated, truncated, info = self._parts("step", answer, names)
         info = self._mapping("info", info)
         self._check("reward", reward, (self._lanes,))
         for name, flags in (("terminated", terminated), ("truncated", truncated)):
@@ -187,20 +173,19 @@ class VectorSimulators:
             self.lacking = self.lacking | done.any()
         else:
             final = self._observed("final observation", info[key])
-            last = [_chosen(done, one, other) for one, other in zip(final, after, strict=True)]
+            last = {path: _chosen(done, final[path], value) for path, value in after.items()}
             if isinstance(reported := info.get(f"_{key}"), Tensor):  # in which lanes, as Gymnasium says it
                 self.lacking = self.lacking | (done & ~reported).any()
         infos = self._infos(done, info)
-        return Transition(None, self._assembled(last), reward, terminated, truncated, infos), self._assembled(after)
+        return Transition(None, assemble(space, last), reward, terminated, truncated, infos), assemble(space, after)
 
-    def _parts(self, call: str, answer: Any, wanted: str, count: int) -> Any:
+    def _parts(self, call: str, answer: Any, names: str) -> Any:
         """The parts of what a call returned; EnvError for another number of them."""
-        if not isinstance(answer, tuple) or len(answer) != count:
-            mend = "both" if count == 2 else "these"
-            raise EnvError(f"{call} of {self._env} returned {shown(answer)}, expected {wanted}: return {mend}")
+        if not isinstance(answer, tuple) or len(answer) != names.count(",") + 1:
+            raise EnvError(f"{call} of {self._env} returned {shown(answer)}, expected ({names}): return these")
         return answer
 
-    def _observed(self, name: str, observation: Any) -> list[Tensor]:
+    def _observed(self, name: str, observation: Any) -> dict[Path, Tensor]:
         """The leaves of an observation, checked, floating ones as float32."""
         try:
             values = disassemble(self._env.observation_space, observation)
@@ -209,17 +194,13 @@ class VectorSimulators:
                 f"the {name} of {self._env} is {shown(observation)}, expected the structure of its space "
                 f"{self._env.observation_space}: correct the simulators or the space"
             ) from error
-        leaves = []
+        leaves = {}
         for leaf, value in zip(self._env.observation_leaves, values, strict=True):
             if isinstance(value, Tensor) and value.is_floating_point():
                 value = value.float()
             self._check(f"{name} {leaf.name!r}", value, (self._lanes, *leaf.shape), torch_dtype(leaf.dtype))
-            leaves.append(value)
+            leaves[leaf.path] = value
         return leaves
-
-    def _assembled(self, leaves: Sequence[Tensor]) -> Any:
-        paths = [leaf.path for leaf in self._env.observation_leaves]
-        return assemble(self._env.observation_space, dict(zip(paths, leaves, strict=True)))
 
     def _infos(self, done: Tensor, info: Mapping[str, Any]) -> dict[str, Tensor]:
         """The infos to record, as they were before lanes were reset; each is always of the same kind."""
@@ -241,13 +222,11 @@ class VectorSimulators:
         return infos
 
     def _mapping(self, name: str, value: Any) -> Mapping[str, Any]:
-        """The value, an empty dict for None; EnvError for anything but a dict."""
         if value is not None and not isinstance(value, Mapping):
             raise EnvError(f"the {name} of {self._env} is {type(value).__name__}, expected a dict: return that")
         return value or {}
 
     def _check(self, name: str, value: Any, shape: Sequence[int], dtype: torch.dtype | None = None) -> None:
-        """Raise EnvError unless the value is a tensor of this shape and dtype, if one is given."""
         if not isinstance(value, Tensor) or value.shape != tuple(shape) or value.dtype != (dtype or value.dtype):
             got = f"{value.dtype} {list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
             kind = "" if isinstance(value, Tensor) else f" of {type(value).__module__.partition('.')[0]}"

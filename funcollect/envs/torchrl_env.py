@@ -17,16 +17,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_num_envs
-from funcollect.envs.base import FirstThenNew
-from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, call_of, of_everyone
+from funcollect.envs.base import first_then_new, is_torchrl, running_statistics
+from funcollect.envs.host.host_env import ONWARD, Opener, Rows, SimulatedEnv, SimulatorsBase, call_of, of_everyone
 from funcollect.envs.host.lane_workers.options import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
-from funcollect.envs.host.rows import Rows
-from funcollect.envs.recognise import is_torchrl, running_statistics
 from funcollect.envs.torchrl_specs import TorchRLLayout, layout_of, truncates
 from funcollect.errors import EnvError, InUseError
 from funcollect.keys import generator_state, torch_generator
-from funcollect.protocols import Outcome, Simulators
+from funcollect.protocols import Outcome
 from funcollect.specs import observation_leaves
 from funcollect.tree import as_path, key_of, to_tensordict
 
@@ -79,7 +77,8 @@ def from_torchrl(
         names = [*kwargs, *(["num_envs, or workers,"] if apart else [])]
         raise TypeError(f"{', '.join(names)} cannot be given with an environment that is built: pass a factory")
     workers = LaneWorkers.checked(num_envs or 1, parallel=parallel, num_workers=num_workers, timeout=timeout)
-    first = env if is_torchrl(env) else _make(env, kwargs)
+    made = partial(_make, env, kwargs)
+    first = env if is_torchrl(env) else made()
     if apart and first.batch_size:
         raise ValueError(
             f"num_envs, or workers, were given with {type(first).__name__}, which is a batch of {first.batch_size[0]} "
@@ -88,14 +87,12 @@ def from_torchrl(
     layout = layout_of(first)
     with torch_generator(generator_state(0)):  # this builds a lane if they live in other processes
         statistics, limited = running_statistics(first), truncates(first)
-    made = partial(_make, env, kwargs)
-    opener: Callable[[SimulatedEnv], Simulators] = WorkerLanes
+    opener: Opener = WorkerLanes
     if workers:
         first.close()
     else:
-        make = FirstThenNew(first, made)
-        lanes = TorchRLLanes if first.batch_size else SingleLane
-        opener = partial(SeparateLanes, make) if apart else lambda adapted: lanes(make(), layout, adapted)
+        make = partial(first_then_new, [first], made)
+        opener = partial(SeparateLanes, make) if apart else lambda adapted: TorchRLLanes(make(), layout, adapted)
     name = type(first).__name__
     return SimulatedEnv(
         label=f"{name} in {workers}" if workers else name,
@@ -143,9 +140,10 @@ def _no_grad() -> contextlib.AbstractContextManager[Any]:
 class TorchRLLanes(SimulatorsBase):
     """The lanes of an environment of TorchRL's, stepped as a whole.
 
-    Each step gets the TensorDict that the last one returned (the root), since transforms keep values in it. An
-    environment whose layout is bare reads only the action, and gets only that.
+    A step gets the TensorDict that the last one returned (the root), where transforms keep values, unless it is bare.
     """
+
+    apply: Callable[..., list[Any]]  # calls a function with the environment; only if that is a single one
 
     def __init__(self, env: Any, layout: TorchRLLayout, adapted: SimulatedEnv) -> None:
         self._env, self._layout, self._first_lane = env, layout, adapted.first_lane
@@ -160,6 +158,8 @@ class TorchRLLanes(SimulatorsBase):
         rows = Rows(adapted)
         self._reads = [(leaf_rows, key_of(leaf_rows.leaf.path)) for leaf_rows in rows.leaves]
         self.observation = rows.arrays
+        if not self._batched:
+            self.apply = lambda lanes, *call: [call_of(self._first_lane, call[0], env, call[1]) for _ in lanes]
 
     @override
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
@@ -208,47 +208,40 @@ class TorchRLLanes(SimulatorsBase):
         self._broken_off = True
         try:
             with _no_grad(), torch_generator(self._generator):
-                after = self._step_all(self._encoded(lanes, action))
+                after = self._step_all(lanes, action)
         except Exception as error:
             raise self._failed("step", error) from error
         self._broken_off = False
-        columns: Any = (self._column(after, self._layout.reward_key), *self._flags(after))
+        columns: Any = (_column(after, self._layout.reward_key), *self._flags(after))
         self._write(after, lanes)
         if len(lanes) < self._num_envs:
             columns = tuple([each[lane] for lane in lanes] for each in columns)
         return *columns, ()
 
-    def _encoded(self, lanes: Sequence[int], action: Any) -> Tensor:
-        """The action [k, ...] of these lanes, copied to one of all lanes [P, ...] in the environment's dtype."""
+    def _step_all(self, lanes: Sequence[int], action: Any) -> TensorDictBase:
+        """Step these lanes and return TorchRL's ``next``; unless the layout is bare, done lanes restart in the root."""
         tensor = action if isinstance(action, Tensor) else torch.tensor(np.asarray(action))
         tensor = of_everyone(tensor, lanes, self._num_envs) if len(lanes) < self._num_envs else tensor
         own = tensor if self._batched else tensor[0]
-        return own.to(self._env.device or tensor.device, self._layout.action_dtype, copy=True)
-
-    def _step_all(self, action: Tensor) -> TensorDictBase:
-        """Step all lanes, and return TorchRL's ``next``. Unless the layout is bare, done lanes restart in the root."""
+        encoded = own.to(self._env.device or tensor.device, self._layout.action_dtype, copy=True)
         if self._layout.bare or self._root is None:
-            alone = to_tensordict({self._action_path: action}, ())
+            alone = to_tensordict({self._action_path: encoded}, ())
             after: TensorDictBase = self._env._step(alone) if self._layout.raw else self._env.step(alone).get("next")
             return after
-        self._root.set(self._layout.action_key, action)
+        self._root.set(self._layout.action_key, encoded)
         stepped, self._root = self._env.step_and_maybe_reset(self._root)
         after = stepped.get("next")
-        self._restarted = self._column(after, "done")
+        self._restarted = _column(after, "done")
         return after
 
     def _flags(self, after: TensorDictBase) -> tuple[list[bool], list[bool]]:
         """Terminated and truncated, [P] each; a lane that is done but not terminated is truncated."""
-        done = self._column(after, "done")
+        done = _column(after, "done")
         if not any(done):
             return done, done.copy()
-        terminated = self._column(after, "terminated")
-        cut = self._column(after, "truncated") if self._layout.writes_truncated else [False] * self._num_envs
+        terminated = _column(after, "terminated")
+        cut = _column(after, "truncated") if self._layout.writes_truncated else [False] * self._num_envs
         return terminated, [c or (d and not t) for c, d, t in zip(cut, done, terminated, strict=True)]
-
-    @staticmethod
-    def _column(source: TensorDictBase, key: Any) -> Any:
-        return source.get(key).reshape(-1).tolist()
 
     def _write(self, source: TensorDictBase, lanes: Sequence[int]) -> None:
         """Copy the observations of `lanes` from a TensorDict to `observation`."""
@@ -274,12 +267,8 @@ class TorchRLLanes(SimulatorsBase):
             torch.set_num_threads(self._threads)  # which closing a ParallelEnv changes
 
 
-class SingleLane(TorchRLLanes):
-    """A single environment of TorchRL's."""
-
-    def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
-        """Call a function with the environment, if its lane is among these."""
-        return [call_of(self._first_lane, function, self._env, args) for _ in lanes]
+def _column(source: TensorDictBase, key: Any) -> Any:
+    return source.get(key).reshape(-1).tolist()
 
 
 class SeparateLanes(SimulatorsBase):
@@ -288,7 +277,7 @@ class SeparateLanes(SimulatorsBase):
     def __init__(self, make: Callable[[], Any], env: SimulatedEnv) -> None:
         self.observation = Rows(env).arrays
         self._first_lane = env.first_lane
-        self._lanes: list[SingleLane] = []
+        self._lanes: list[TorchRLLanes] = []
         for lane in range(env.num_envs or 1):
             memory = {path: array[lane : lane + 1] for path, array in self.observation.items()}
             made, here = make(), replace(env, num_envs=None, first_lane=env.first_lane + lane, memory=memory)
@@ -298,7 +287,7 @@ class SeparateLanes(SimulatorsBase):
                     f"lane {here.first_lane} has the spaces {layout.observation_space} and {layout.action.space}, lane "
                     f"0 has {env.observation_space} and {env.action_space}: use equal spaces in one batch"
                 )
-            self._lanes.append(SingleLane(made, layout, here))
+            self._lanes.append(TorchRLLanes(made, layout, here))
 
     def _call(self, lane: int, name: str, argument: Any) -> Any:
         try:

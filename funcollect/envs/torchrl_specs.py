@@ -12,8 +12,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from funcollect.envs.recognise import has_time_limit
-from funcollect.envs.spaces import box
+from funcollect.envs.base import box, has_time_limit
 from funcollect.specs import ActionSpec, Space
 from funcollect.tree import Path, flatten
 
@@ -79,11 +78,7 @@ def layout_of(env: Any) -> TorchRLLayout:
 
 
 def truncates(env: Any) -> bool:
-    """Whether an `EnvBase` is known to end every episode after some number of steps.
-
-    A `StepCounter` with `max_steps` does so, Gymnasium's `TimeLimit`, and a class with the attribute
-    ``truncates = True``. A lane of a `SerialEnv` or a `ParallelEnv` is built here and closed again.
-    """
+    """Whether an `EnvBase` ends all episodes: by a `StepCounter`, a `TimeLimit` or ``truncates = True``."""
     from torchrl.envs import GymLikeEnv, ParallelEnv, SerialEnv, StepCounter
 
     env, transforms = _without_transforms(env)
@@ -137,11 +132,7 @@ def _observation_space(env: Any) -> tuple[Space, dict[Path, Tensor]]:
 
 
 def observation_space(spec: Any, path: Path = (), without: Collection[Path] = ()) -> Space:
-    """The space of an observation's spec, without the leaves at the paths in `without`.
-
-    A Composite becomes a Dict, and a single Categorical a Discrete. All others become a Box of the spec's shape and
-    dtype; that of OneHot, MultiOneHot, Binary and bool has the bounds 0 and 1.
-    """
+    """The space of an observation's spec, all Boxes but for single choices, without the leaves at some paths."""
     from torchrl.data import Binary, Categorical, Composite, OneHot
 
     if isinstance(spec, Composite):

@@ -182,6 +182,9 @@ def test_after_an_exception_the_run_is_seeded_again(monkeypatch: pytest.MonkeyPa
 
 def test_a_fork_is_refused_and_leaves_the_state_good() -> None:
     env = make("CartPole-v1")
+    plan = fc.explain(env, fc.random_policy(env))
+    assert plan.seeding.startswith("run: all lanes are seeded together")
+    assert plan.forking.startswith("impossible")
     state = runs(env)
     with refused(fc.ReplayError, ("seeded by run", "cannot be forked", "begin a second run with funcollect.init")):
         fc.fork(env, state)
@@ -196,13 +199,6 @@ def test_an_evaluation_has_a_pool_of_its_own() -> None:
     assert torch.equal(stats[0].returns, stats[1].returns)
     whole = collect(env, policy, 40, seed=0)
     assert torch.equal(fc.rollout(env, policy, state, 20)[1]["observation"], whole["observation"][:, 20:])
-
-
-def test_explain_says_how_it_is_seeded() -> None:
-    env = make("CartPole-v1")
-    plan = fc.explain(env, fc.random_policy(env))
-    assert plan.seeding.startswith("run: all lanes are seeded together")
-    assert plan.forking.startswith("impossible")
 
 
 def given(**kwargs: Any) -> Any:
@@ -223,16 +219,10 @@ LIST = "expected one of envpool.list_all_envs() … 'CartPole-v1'"
     Misuse("no time", given(max_episode_steps=0), ValueError, "max_episode_steps is 0 … expected at least 1"),
     Misuse("a built pool", built(fc.make_env), TypeError, TAKEN),
     Misuse("a built pool for the adapter", built(fc.envs.from_envpool), TypeError, TAKEN),
-    Misuse(
-        "processes", given(num_workers=2), ValueError, "num_workers cannot … is parallel itself: num_threads= … leave"
-    ),
+    Misuse("processes", given(num_workers=2), ValueError, "num_workers cannot … parallel itself: num_threads= … leave"),
     Misuse("a seed", given(seed=3), ValueError, "seed cannot be given … funcollect.init … leave it out"),
-    Misuse(
-        "another's", given(frame_skip=3), TypeError, "'CartPole-v1' … 'frame_skip' … it takes … 'max_episode_steps'"
-    ),
-    Misuse(
-        "an info", given(info_keys=["lives"]), ValueError, "no info key 'lives' … one of ['elapsed_step', … name one"
-    ),
+    Misuse("another's", given(frame_skip=3), TypeError, "'CartPole-v1' … 'frame_skip' … takes … 'max_episode_steps'"),
+    Misuse("an info", given(info_keys=["lives"]), ValueError, "no info key 'lives' … of ['elapsed_step', … name one"),
 )
 def test_an_environment_given_wrongly(misuse: Misuse) -> None:
     with refused(misuse.error, misuse.says):

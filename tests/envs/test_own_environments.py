@@ -165,9 +165,7 @@ def test_traced_runs_take_the_parameters_of_the_environment_as_an_argument() -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "number"),
-    [(kind, number) for kind in (TorchWalk, JaxWalk) for number in (float, np.float32)]
-    + [(TorchWalk, torch.tensor), (JaxWalk, jnp.asarray)],
+    ("kind", "number"), [(TorchWalk, float), (JaxWalk, np.float32), (TorchWalk, torch.tensor), (JaxWalk, jnp.asarray)]
 )
 def test_a_collector_saves_and_loads_the_parameters_of_its_environment(kind: Any, number: Any, tmp_path: Path) -> None:
     def collector(length: float) -> Any:
@@ -282,22 +280,18 @@ def moved(given: Sequence[Any]) -> Transition:
     return Transition(place, place, 0.0, False, False)
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_mistakes_are_named(case: str) -> None:
-    members, message = WRONG[case]
-    with pytest.raises((TypeError, fc.EnvError), match=message):
-        collected(type("Walk", (JaxWalk,), members)(2))
+IN_BOTH = ["no params", "no key", "a list of infos", "an info in an info", "a word as info"]
 
 
-@pytest.mark.parametrize("case", ["no params", "no key", "a list of infos", "an info in an info", "a word as info"])
-def test_mistakes_in_torch_are_named(case: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "case"), [(JaxWalk, case) for case in WRONG] + [(TorchWalk, case) for case in IN_BOTH]
+)
+def test_mistakes_are_named(kind: Any, case: str) -> None:
     members, message = WRONG[case]
     with pytest.raises((TypeError, fc.EnvError), match=message):
-        collected(type("Walk", (TorchWalk,), members)(2))
+        collected(type("Walk", (kind,), members)(2))
 
 
 def test_functions_take_what_the_loops_pass() -> None:
     with pytest.raises(TypeError, match=r"reset takes \(key\), expected a function of a key and the parameters"):
-        from_functions(
-            lambda key: key, moved, observation_space=JaxWalk.observation_space, action_space=JaxWalk.action_space
-        )
+        from_functions(lambda key: key, moved, observation_space=LINE, action_space=PUSH)

@@ -72,11 +72,7 @@ WITH: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
     "processes": (lambda: both, {"num_envs": 2, "parallel": True}, {"NormalizeObservation", "NormalizeReward"}),
     "of one's own": (lambda: lambda: OwnStatistics(gymnasium.make("CartPole-v1")), {}, {"OwnStatistics"}),
     "in a vector": (lambda: vectors(SyncVectorEnv, both), {}, {"NormalizeObservation", "NormalizeReward"}),
-    "in processes of a vector": (
-        lambda: vectors(AsyncVectorEnv, both),
-        {},
-        {"NormalizeObservation", "NormalizeReward"},
-    ),
+    "in its processes": (lambda: vectors(AsyncVectorEnv, both), {}, {"NormalizeObservation", "NormalizeReward"}),
 }
 WITH_TORCHRL: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "VecNorm": (lambda: transformed(False), {"VecNormV2"}),
@@ -117,9 +113,8 @@ def test_they_are_recognised_in_torchrl(case: str) -> None:
     assert_refused(fc.make_env(make()), names)
 
 
-@pytest.mark.parametrize("make", [frozen, lambda: gymnasium.make("CartPole-v1")], ids=["frozen", "none"])
-def test_fixed_statistics_are_evaluated_and_forked(make: Any) -> None:
-    env = fc.make_env(make, num_envs=2)
+def test_fixed_statistics_are_evaluated_and_forked() -> None:
+    env = fc.make_env(frozen, num_envs=2)
     policy = fc.random_policy(env)
     assert "seed of its own" in fc.explain(env, policy).seeding
     assert len(fc.evaluate(env, policy, episodes=3, seed=0)) == 3
@@ -166,10 +161,11 @@ def test_an_environment_of_ones_own_that_keeps_something_is_warned_of() -> None:
         assert len(fc.evaluate(env, fc.random_policy(env), episodes=3, seed=0)) == 3
 
 
-def test_parts_may_refer_to_each_other() -> None:
+def test_parts_may_refer_to_each_other_and_stand_behind_any_attribute() -> None:
     env = gymnasium.make("CartPole-v1")
     env.unwrapped.outermost = env  # type: ignore[attr-defined]
     assert fc.make_env(env).running_statistics == ()
+    assert fc.make_env(lambda: Holds(gymnasium.make("CartPole-v1"))).running_statistics == ("NormalizeObservation",)
 
 
 def test_attributes_of_a_simulator_are_not_moved_into_a_dict() -> None:
@@ -199,11 +195,6 @@ def test_attributes_of_a_simulator_are_not_moved_into_a_dict() -> None:
     assert any_dict()
 
 
-def test_they_are_recognised_behind_any_attribute() -> None:
-    assert fc.make_env(lambda: Holds(gymnasium.make("CartPole-v1"))).running_statistics == ("NormalizeObservation",)
-
-
-@pytest.mark.parametrize("make", [both, lambda: OwnStatistics(gymnasium.make("CartPole-v1"))])
-def test_check_env_finds_them(make: Any) -> None:
+def test_check_env_finds_them() -> None:
     with pytest.raises(fc.CheckError, match="running statistics, do that in the network"):
-        fc.testing.check_env(make, num_envs=2)
+        fc.testing.check_env(both, num_envs=2)

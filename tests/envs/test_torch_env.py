@@ -72,19 +72,6 @@ def test_every_step_is_gymnasiums_step(name: str, make: Any) -> None:
     assert fallen > 3 or name == "Pendulum-v1"
 
 
-def test_cart_poles_fall_at_the_same_step() -> None:
-    env = CartPole(LANES)
-    state, ended = start(env), torch.zeros(LANES, dtype=torch.long)
-    peers = [peer("CartPole-v1", row) for row in state]
-    lengths = [sum(1 for _ in iter(lambda other=other: other.step(1)[2], True)) + 1 for other in peers]
-    for t in range(1, 30):
-        answer = step(env, state, torch.ones(LANES, dtype=torch.long))
-        state = answer.env_state
-        ended = torch.where((ended == 0) & answer.terminated, t, ended)
-    assert ended.tolist() == lengths
-    assert len(set(lengths)) > 1
-
-
 @pytest.mark.parametrize("bound", ["position", "angle"])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_a_cart_pole_terminates_beyond_its_bounds_and_not_at_them(bound: str, sign: float) -> None:
@@ -153,10 +140,3 @@ def test_a_subclass_with_a_dict_observation(num_envs: int | None) -> None:
     assert torch.equal(batch["next", "reward"], batch["next", "place"])
     assert torch.equal(batch["next", "terminated"][..., 0], left >= 4)
     assert torch.equal(batch["next", "truncated"][..., 0], step == 4)
-
-
-def test_a_subclass_without_its_parts_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"abstract.* step"):
-        type("Bare", (TorchEnvBase,), {"reset": Grid.reset})(3)
-    with pytest.raises(TypeError, match=r"Bare lacks .'observation_space', 'action_space'."):
-        type("Bare", (TorchEnvBase,), {"reset": Grid.reset, "step": Grid.step})(3)

@@ -294,9 +294,8 @@ def test_wrong_answers_are_named(change: Any, says: str) -> None:
 class Groups(LikeIsaacLab):
     """Observations of several groups and dtypes, one of them not in the space."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.dtype = dtype
         self.single_observation_space = spaces.Dict(
             {"policy": spaces.Box(-np.inf, np.inf, (2,), np.float32), "age": spaces.Box(0, 2**40, (), np.int64)}
         )
@@ -309,20 +308,17 @@ class Groups(LikeIsaacLab):
         return self.observed(observation), *rest, {"final_obs": self.observed(extras["final_obs"])}
 
     def observed(self, observation: Any) -> Any:
-        return {"policy": observation["policy"].to(self.dtype), "age": self.walks.age, "more": torch.zeros(7)}
+        return {"policy": observation["policy"].half(), "age": self.walks.age, "more": torch.zeros(7)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_observations_of_other_dtypes_and_groups(dtype: torch.dtype) -> None:
-    env = fc.envs.from_torch_vector_env(lambda: Groups(dtype))
+def test_observations_of_other_dtypes_and_groups() -> None:
+    env = fc.envs.from_torch_vector_env(Groups)
     policy = fc.random_policy(env)
     state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 30)
     fc.close(state)
     assert (batch["policy"].dtype, batch["age"].dtype) == (torch.float32, torch.int64)
-    assert torch.equal(batch["policy"].to(dtype).float(), batch["policy"])
+    assert torch.equal(batch["policy"].half().float(), batch["policy"])
     assert "more" not in batch
-    batch = fc.rollout(*(pair := (fc.envs.from_torch_vector_env(LikeIsaacLab), policy)), fc.init(*pair, seed=0), 3)[1]
-    assert batch["policy"].dtype == torch.float32
 
 
 def test_simulators_that_are_refused_or_not_used_are_closed() -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict
-from torchrl.data import Categorical, Composite, MultiOneHot, Unbounded
+from torchrl import data, envs
+from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, Unbounded
 from torchrl.envs import (
-    CatFrames,
     Compose,
-    DoubleToFloat,
-    EnvBase,
     GymEnv,
-    InitTracker,
-    NoopResetEnv,
-    ObservationNorm,
-    ParallelEnv,
     PendulumEnv,
     RenameTransform,
     RewardSum,
@@ -27,7 +23,9 @@ from torchrl.modules import QValueActor
 
 import funcollect as fc
 from funcollect.envs import from_torchrl
+from funcollect.envs.torchrl_specs import action_spec, observation_space
 from funcollect.keys import Purpose, fold, key_from_seed
+from funcollect.specs import ActionSpec
 from funcollect.testing import ENV_CHECKS, check_env
 from tests.support.compare import assert_same, bits, collect, leaves
 from tests.support.running import in_soak
@@ -47,10 +45,10 @@ def transforms():
     return Compose(
         StepCounter(max_steps=15),
         RewardSum(),
-        InitTracker(),
-        DoubleToFloat(),
-        ObservationNorm(loc=0.5, scale=2.0, in_keys=["observation"]),
-        CatFrames(N=3, dim=-1, in_keys=["observation"], out_keys=["frames"]),
+        envs.InitTracker(),
+        envs.DoubleToFloat(),
+        envs.ObservationNorm(loc=0.5, scale=2.0, in_keys=["observation"]),
+        envs.CatFrames(N=3, dim=-1, in_keys=["observation"], out_keys=["frames"]),
     )
 
 
@@ -69,7 +67,7 @@ ENVS = {
     "renamed": lambda: TransformedEnv(
         cartpole(), RenameTransform(["observation"], [("agent", "position")], create_copy=False)
     ),
-    "noop": lambda: TransformedEnv(cartpole(), NoopResetEnv(noops=4, random=True)),
+    "noop": lambda: TransformedEnv(cartpole(), envs.NoopResetEnv(noops=4, random=True)),
     "drawing as it is built": lambda: TransformedEnv(PendulumEnv(), StepCounter(20)),
 }
 
@@ -112,7 +110,7 @@ def test_every_key_is_that_of_torchrls_own_loop(name):
 
 @pytest.mark.evening
 def test_a_parallel_env_is_driven_loses_a_process_starts_anew_and_is_closed():
-    parallel = ParallelEnv(2, cartpole, mp_start_method="spawn")
+    parallel = envs.ParallelEnv(2, cartpole, mp_start_method="spawn")
     env, serial = fc.make_env(parallel), fc.make_env(lambda: SerialEnv(2, cartpole))
     policy = fc.random_policy(env)
     state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), LENGTH)
@@ -170,16 +168,17 @@ def test_a_finished_lane_stays_finished_where_that_was_asked_for(name):
 
 
 def test_the_global_generator_is_left_as_it_was():
-    env = fc.make_env(ENVS["noop"])
-    before = torch.get_rng_state()
-    one = collect(env, fc.random_policy(env), 20)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(99)
-    env = fc.make_env(ENVS["noop"])
-    assert_same(collect(env, fc.random_policy(env), 20), one)
+    batches = []
+    for seed in (0, 99):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        env = fc.make_env(ENVS["noop"])
+        batches.append(collect(env, fc.random_policy(env), 20))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert_same(*batches)
 
 
-class Team(EnvBase):
+class Team(envs.EnvBase):
     """Natively batched; a nested action of two choices, a nested float64 observation, a reward under another key."""
 
     def __init__(self, device="cpu"):
@@ -245,10 +244,10 @@ def test_an_instance_backs_one_state():
         fc.init(env, policy, seed=0)
 
 
-@pytest.mark.parametrize("lanes", [lambda: [cartpole, cartpole], lambda: [cartpole(), cartpole()]])
-def test_a_list_is_pointed_to_a_serial_env(lanes):
-    with pytest.raises(TypeError, match=r"TorchRL's GymEnv.*SerialEnv\(num_envs, factory\)"):
-        fc.SyncDataCollector(lanes(), frames_per_batch=9)
+def test_a_list_is_pointed_to_a_serial_env():
+    for lanes in ([cartpole, cartpole], [cartpole(), cartpole()]):
+        with pytest.raises(TypeError, match=r"TorchRL's GymEnv.*SerialEnv\(num_envs, factory\)"):
+            fc.SyncDataCollector(lanes, frames_per_batch=9)
 
 
 @pytest.mark.parametrize("hot", [True, False])
@@ -334,3 +333,56 @@ def test_functions_of_a_single_environment():
             with pytest.raises(TypeError, match="has no object for each lane"):
                 fc.apply(env, state, repr)
         fc.close(fc.rollout(env, policy, state, 3)[0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        (Unbounded((3,)), spaces.Box(-np.inf, np.inf, (3,))),
+        (Bounded(-1, [1.0, 2.0], (2,), dtype=torch.float64), spaces.Box(-1, np.array([1.0, 2.0]), dtype=np.float64)),
+        (Bounded(0, 255, (3, 8, 8), dtype=torch.uint8), spaces.Box(0, 255, (3, 8, 8), np.uint8)),
+        (Unbounded((1,), dtype=torch.int32), spaces.Box(-(2**31), 2**31 - 1, (1,), np.int32)),
+        (Categorical(4), spaces.Discrete(4)),
+        (Categorical(4, shape=(2,)), spaces.Box(0, 3, (2,), np.int64)),
+        (Categorical(2, shape=(1,), dtype=torch.bool), spaces.Box(0, 1, (1,), bool)),
+        (MultiCategorical([2, 5]), spaces.Box(0, np.array([1, 4]), dtype=np.int64)),
+        (OneHot(4, dtype=torch.int64), spaces.Box(0, 1, (4,), np.int64)),
+        (Binary(3), spaces.Box(0, 1, (3,), np.int8)),
+        (Composite(a=Composite(b=Categorical(4))), spaces.Dict(a=spaces.Dict(b=spaces.Discrete(4)))),
+    ],
+)
+def test_spaces_of_observations(spec, wanted):
+    assert observation_space(spec) == wanted
+
+
+@pytest.mark.parametrize(
+    ("spec", "space", "hot"),
+    [
+        (Categorical(4), spaces.Discrete(4), False),
+        (Categorical(4, shape=(2,)), spaces.MultiDiscrete([4, 4]), False),
+        (MultiCategorical([2, 5]), spaces.MultiDiscrete([2, 5]), False),
+        (OneHot(4), spaces.Discrete(4), True),
+        (MultiOneHot([2, 5]), spaces.MultiDiscrete([2, 5]), True),
+        (Binary(3), spaces.MultiBinary((3,)), False),
+        (Bounded(-2, 2, (1,)), spaces.Box(-2, 2, (1,)), False),
+        (Unbounded((2,)), spaces.Box(-np.inf, np.inf, (2,)), False),
+    ],
+)
+def test_actions_keep_their_encoding(spec, space, hot):
+    assert action_spec(spec) == ActionSpec(space, one_hot=hot)
+    assert action_spec(spec).shape == tuple(spec.shape)
+
+
+@pytest.mark.parametrize(
+    ("convert", "spec", "message"),
+    [
+        (observation_space, Composite(text=data.NonTensor(())), "'text' is NonTensor"),
+        (observation_space, Unbounded((2,), dtype=torch.bfloat16), "a dtype that NumPy has"),
+        (observation_space, Unbounded((-1,)), "its shape varies"),
+        (action_spec, OneHot(4, shape=(2, 4)), r"one-hot action has shape \[2, 4\], expected \[4\]"),
+        (action_spec, Composite(a=Binary(2)), "the action spec is Composite"),
+    ],
+)
+def test_what_has_no_space_is_said(convert, spec, message):
+    with pytest.raises(TypeError, match=message):
+        convert(spec)

@@ -31,7 +31,7 @@ from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_step, typed, write_row
 from funcollect.core.traced_step.starts import SpareStarts, after_block, starts_are_cheap
 from funcollect.core.traced_step.step import Row, StepConfig
-from funcollect.envs.jax_envs.checks import check_unchanged
+from funcollect.envs.jax_envs.jax_env import check_unchanged
 from funcollect.interop.bridge import follow_torch, jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memory import fixed

@@ -20,8 +20,8 @@ from funcollect.core.request import Request, StepOptions, check_state_kind, step
 from funcollect.core.state import CollectorState, all_lanes, origin_of, policy_start
 from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_step, typed, write_row
 from funcollect.core.traced_step.step import Row, make_step_config
-from funcollect.envs.jax_envs.checks import check_unchanged
-from funcollect.interop.bridge import follow_torch, opened, torch_followed, torch_view
+from funcollect.envs.jax_envs.jax_env import check_unchanged
+from funcollect.interop.bridge import follow_torch, torch_followed, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.interop.memory import reads_together

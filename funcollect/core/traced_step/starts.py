@@ -10,8 +10,7 @@ import numpy as np
 
 from funcollect.core.env_params import call_in_lanes, of_one_lane
 from funcollect.core.lanes import RunKeys, varying, where_lanes
-from funcollect.envs.jax_envs.checks import differing
-from funcollect.envs.jax_envs.jax_env import JaxEnvState, reset_lane
+from funcollect.envs.jax_envs.jax_env import JaxEnvState, differing, reset_lane
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Purpose

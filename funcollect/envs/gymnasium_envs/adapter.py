@@ -1,43 +1,52 @@
-"""Gymnasium environments: an id, a factory, an instance, a list of these, or a `VectorEnv`."""
+"""Gymnasium environments: an id, a factory, an instance, a list of these, or a `VectorEnv`; and Atari games."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import gymnasium
 import numpy.typing as npt
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.wrappers import OrderEnforcing, TimeLimit
+from gymnasium.vector import VectorEnv
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, OrderEnforcing, TimeLimit
 
-from funcollect.arguments import check_flags, check_keys, check_num_envs
-from funcollect.envs.base import EnvBase, built, check_spaces, with_time_limit
+from funcollect.arguments import (
+    check_count,
+    check_flags,
+    check_keys,
+    check_not_given,
+    check_num_envs,
+    check_number,
+    check_positive,
+)
+from funcollect.envs.base import (
+    EnvBase,
+    built,
+    check_spaces,
+    has_time_limit,
+    import_extra,
+    refuse_foreign,
+    running_statistics,
+    with_time_limit,
+)
 from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, check_lives, is_atari
-from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
-from funcollect.envs.gymnasium_envs.vector_lanes import GymVectorEnv, VectorLanes, check_autoreset
-from funcollect.envs.host.host_env import OpenerOf, SimulatedEnv
+from funcollect.envs.gymnasium_envs.lanes import TAKEN, GymEnv, GymVectorEnv, Lanes, Made, over_vector, rebuild
+from funcollect.envs.host.host_env import Opener, OpenerOf, SimulatedEnv
 from funcollect.envs.host.lane_workers.options import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
-from funcollect.envs.recognise import has_time_limit, refuse_foreign, running_statistics
-from funcollect.errors import InUseError
 from funcollect.processes.life import SIGNS
-from funcollect.protocols import Forking, Simulators, is_env
+from funcollect.protocols import Forking, is_env
 from funcollect.specs import ActionSpec, observation_leaves
 
 EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
-Opener = Callable[[SimulatedEnv], Simulators]  # makes the simulators of an adapted environment, once for each state
 _ATARI = re.compile(r"ALE/(?P<game>\w+)-v\d+|(?P<old>[A-Z]\w+?)(NoFrameskip|Deterministic)-v\d+")  # ids of Atari games
 _A_CLASS = re.compile(r"[\w.]+:[A-Za-z_]\w*")  # an address of Python, not an id of Gymnasium
-
-# By id: the environments that back a state, or did until it was closed.
-_TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def from_gymnasium(
@@ -91,12 +100,14 @@ def from_gymnasium(
     refuse_removed(kwargs)
     check_keys("info_keys", info_keys, "x_position")
     check_flags(one_hot=one_hot, replayable=replayable)
+    first: Any = env
     workers, open_group = None, None
+    opener: Opener
     if isinstance(env, VectorEnv):
         own = {"num_envs": num_envs, "parallel": parallel or None, "num_workers": num_workers or None}
         _refuse("a VectorEnv", **own, timeout=None if timeout == LaneWorkers.timeout else timeout, **kwargs)
-        first: Any = env
-        num_envs, opener, limited = env.num_envs, _open_vector(env), has_time_limit(env)
+        num_envs, opener, limited = env.num_envs, over_vector(env), has_time_limit(env)
+        check_lives(env)
         label = f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__
         space, action_space = env.single_observation_space, env.single_action_space
     else:
@@ -104,17 +115,14 @@ def from_gymnasium(
         if num_envs is not None or (isinstance(env, Sequence) and not isinstance(env, str)):
             num_envs = len(sources)
         workers = LaneWorkers.checked(len(sources), parallel=parallel, num_workers=num_workers, timeout=timeout)
-        if workers:
-            opener = WorkerLanes
-            first, open_group = _open_in_workers(sources, kwargs)
-            alike = "max_episode_steps" in kwargs or all(source is sources[0] for source in sources)
-            limited = alike and has_time_limit(first)  # unlike ones are made in the workers only
-        else:
-            made, opener = _open_here(sources, kwargs)
-            first, limited = made[0], all(map(has_time_limit, made))
+        made, open_group = _made(sources, kwargs, in_workers=workers is not None)
+        first, opener = made[0], WorkerLanes if workers else open_group(0, len(sources))
+        # In workers, lanes with sources of their own are made there only.
+        known = not workers or "max_episode_steps" in kwargs or all(source is sources[0] for source in sources)
+        limited = known and all(map(has_time_limit, made))
         label = first.spec.id if first.spec is not None else type(first.unwrapped).__name__
         space, action_space = first.observation_space, first.action_space
-    leaves, spec = observation_leaves(space, dtype), ActionSpec(action_space, one_hot)
+    leaves = observation_leaves(space, dtype)
     if info_keys and any(leaf.path[0] == "info" for leaf in leaves):
         raise ValueError("the observation key 'info' collides with info_keys: rename it, or leave info_keys out")
     statistics, atari = running_statistics(first), is_atari(first)
@@ -125,7 +133,7 @@ def from_gymnasium(
         label=f"{label} in {workers}" if workers else label,
         num_envs=num_envs,
         observation_space=space,
-        action_spec=spec,
+        action_spec=ActionSpec(action_space, one_hot),
         observation_leaves=leaves,
         opener=opener,
         info_keys=tuple(info_keys),
@@ -134,8 +142,92 @@ def from_gymnasium(
         running_statistics=statistics,
         workers=workers,
         truncates=atari or limited,
-        open_group=open_group,
+        open_group=open_group if workers else None,
     )
+
+
+_NOT_OURS = {
+    "frameskip": "its name here is frame_skip",
+    "obs_type": "observations are screens, in colour with grayscale=False",
+    "sound_obs": "observations are screens",
+    "continuous": "actions are discrete",
+}
+
+
+def from_ale(
+    game: str,
+    *,
+    num_envs: int | None = None,
+    frame_skip: int = 4,
+    noop_max: int = 30,
+    screen_size: int = 84,
+    stack: int = 4,
+    grayscale: bool = True,
+    terminal_on_life_loss: bool = False,
+    repeat_action_probability: float = 0.25,
+    max_episode_steps: int | None = None,
+    info_keys: Sequence[str] = (),
+    one_hot: bool = False,
+    num_workers: int = 0,
+    parallel: bool = False,
+    timeout: float = 60.0,
+    **kwargs: Any,
+) -> SimulatedEnv:
+    """A host environment over an Atari game, seeded by lane: a seeded reset reloads the game, which takes 90 ms.
+
+    Observations are ``[stack, screen_size, screen_size]`` uint8, in colour with a last dimension of 3. Rewards are the
+    game's own. A frame repeats the last action with probability 0.25, as in Machado et al., 2018; pass 0.0 for the
+    games of Mnih et al., 2015.
+
+    Args:
+        game: its name in ``ALE/<game>-v5``, such as ``"Pong"``.
+        frame_skip: frames of the game per step; the action is held.
+        noop_max: the largest number of frames without an action at the start of an episode; 0 for none.
+        screen_size: pixels in each direction.
+        stack: the number of screens in an observation.
+        grayscale: whether colours are left out.
+        terminal_on_life_loss: whether an episode terminates when a life is lost, and not only when the game is over.
+            The next episode goes on with the next life, after a step without an action. A limit on frames and a reset
+            within a life begin another game.
+        repeat_action_probability: the probability that a frame repeats the last action, in [0, 1].
+        max_episode_steps: steps after which an episode is truncated; the game itself truncates after 108,000 frames.
+        **kwargs: for the game: `mode`, `difficulty`, `full_action_space`, `max_num_frames_per_episode`, and
+            `render_mode`, ``"rgb_array"`` for `funcollect.record`.
+        num_envs, info_keys, one_hot, num_workers, parallel, timeout: see `from_gymnasium`.
+
+    Raises ImportError if ale-py or OpenCV is not installed, and otherwise the errors of `from_gymnasium`.
+
+    >>> env = from_ale("Pong", num_envs=4)
+    >>> env, env.observation_space.shape, env.seeding
+    (HostEnv('ALE/Pong-v5', num_envs=4), (4, 84, 84), 'lane')
+    """
+    check_not_given("an Atari game", kwargs, _NOT_OURS)
+    import_extra("cv2", "opencv-python-headless", "envs")
+    screens = {"frame_skip": frame_skip, "screen_size": screen_size}
+    for name, value in {**screens, "stack": stack}.items():
+        check_positive(name, value)
+    check_count("noop_max", noop_max)
+    check_number("repeat_action_probability", repeat_action_probability, most=1, example=0.25)
+    check_flags(grayscale=grayscale, terminal_on_life_loss=terminal_on_life_loss)
+    lives = {"noop_max": noop_max, "terminal_on_life_loss": terminal_on_life_loss, "grayscale_obs": grayscale}
+    wrappers = [
+        AtariPreprocessing.wrapper_spec(**screens, **lives),
+        FrameStackObservation.wrapper_spec(stack_size=stack),
+    ]
+    if max_episode_steps is not None:
+        check_positive("max_episode_steps", max_episode_steps)
+        wrappers.append(TimeLimit.wrapper_spec(max_episode_steps=max_episode_steps))
+    gymnasium.register_envs(import_extra("ale_py", "ale-py", "envs"))
+    try:
+        spec = deepcopy(gymnasium.spec(f"ALE/{game}-v5"))
+    except gymnasium.error.Error as error:
+        raise ValueError(f"there is no Atari game {game!r} ({error}): for 'ALE/Pong-v5' write 'Pong'") from error
+    spec.additional_wrappers = tuple(wrappers)
+    spec.kwargs |= {"frameskip": 1, "repeat_action_probability": repeat_action_probability}
+    if grayscale:
+        spec.kwargs["obs_type"] = "grayscale"  # cheaper to fetch, and no wrapper reads colours
+    workers: Any = {"num_workers": num_workers, "parallel": parallel, "timeout": timeout}
+    return from_gymnasium(spec, num_envs=num_envs, info_keys=info_keys, one_hot=one_hot, **workers, **kwargs)
 
 
 def _sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> list[EnvSource]:
@@ -157,89 +249,53 @@ def _sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> l
     return [env] * (num_envs or 1)
 
 
-def _open_here(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[list[GymEnv], Opener]:
-    """Environments for the first state (of the first lane, and of those with another source), and the opener."""
-    factories = [_factory_of(source, kwargs) for source in sources]
+def _made(sources: list[EnvSource], kwargs: dict[str, Any], *, in_workers: bool) -> tuple[list[GymEnv], OpenerOf]:
+    """Environments of the first lane and of other sources, for the first state, and what opens lanes."""
+    factories = [_factory_of(source, kwargs, in_worker=in_workers) for source in sources]
     made: list[GymEnv] = []
-    with contextlib.ExitStack() as on_failure:
+    with contextlib.ExitStack() as unused:
         for lane, (source, factory) in enumerate(zip(sources, factories, strict=True)):
-            if lane and source is sources[0]:
+            if lane and (in_workers or source is sources[0]):
                 continue
-            factories[lane] = own = factory if isinstance(factory, _Made) else _Made(factory(), factory)
+            own = factory if isinstance(factory, Made) else Made(factory(), factory)
             made.append(own.env)
-            _check_lane(lane, own.env, made[0], atari=is_atari(made[0]))
+            _check_lane(lane, own.env, made[0], is_atari(made[0]))
             if own is not factory:
-                on_failure.callback(own.env.close)
-        on_failure.pop_all()
-    return made, partial(_open_lanes, factories, is_atari(made[0]))
-
-
-def _open_in_workers(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[GymEnv, OpenerOf]:
-    """A closed copy of the first lane's environment, for its spaces, and the openers of lanes in worker processes."""
-    factories = [_factory_of(source, kwargs, in_worker=True) for source in sources]
-    first = _factory_of(sources[0], kwargs)()
-    atari = is_atari(first)
-    _check_lane(0, first, first, atari=atari)
-    first.close()
-    return first, lambda first, end: partial(_open_lanes, factories[first:end], atari)
-
-
-def _open_vector(vector: GymVectorEnv) -> Opener:
-    """The opener over a vector environment: the first state gets it, and each later one a copy."""
-    check_autoreset(vector)
-    check_lives(vector)
-    build = partial(_rebuild, vector)
-    made = _Made(vector, build)
-    return lambda env: VectorLanes(_taken(made()), env, build)
-
-
-@dataclass(frozen=True)
-class _Made:
-    """A factory over an environment that exists: a call returns it, or a new one if it backs a state already."""
-
-    env: Any
-    build: Callable[[], Any]  # makes a new one
-
-    def __call__(self) -> Any:
-        return self.build() if id(self.env) in _TAKEN else self.env
-
-
-def _taken(env: Any) -> Any:
-    _TAKEN[id(env)] = env
-    return env
+                unused.callback(own.env.close)
+            if not in_workers:  # else it is made for its spaces only
+                factories[lane] = own
+        if not in_workers:
+            unused.pop_all()
+    atari = is_atari(made[0])
+    return made, lambda first, end: partial(_open_lanes, factories[first:end], atari)
 
 
 def _open_lanes(factories: Sequence[Callable[[], Any]], atari: bool, env: SimulatedEnv) -> Lanes:
-    """The simulators of an environment, one lane for each factory; whether these make Atari games.
-
-    On failure, the user's instances are released, and the environments built here are closed.
-    """
+    """The simulators of lanes; on failure, instances are released, and the environments built here are closed."""
     lanes: list[GymEnv] = []
     try:
         for lane, factory in enumerate(factories, env.first_lane):
             made = factory()
-            _check_lane(lane, made, env, atari=atari)
-            if id(made) in _TAKEN or any(made.unwrapped is other.unwrapped for other in lanes):
+            _check_lane(lane, made, env, atari)
+            if id(made) in TAKEN or any(made.unwrapped is other.unwrapped for other in lanes):
                 raise ValueError(
                     f"lane {lane}: the factory returned an environment that backs a lane already: build a new one at "
                     "each call"
                 )
-            lanes.append(_taken(made))
+            TAKEN[id(made)] = made
+            lanes.append(made)
             SIGNS.count[0] += 1
     except BaseException:
         for factory, made in zip(factories, lanes, strict=False):
-            del _TAKEN[id(made)]
-            if not isinstance(factory, _Made) or factory.env is not made:
+            del TAKEN[id(made)]
+            if not isinstance(factory, Made) or factory.env is not made:
                 made.close()
         raise
     return (AtariLanes if atari else Lanes)(lanes, env)
 
 
 def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = False) -> Callable[[], Any]:
-    """A function without arguments that makes the environment of one lane, in this process or in a worker.
-
-    A worker's needs no import of what registers an id.
-    """
+    """A function that makes the environment of one lane; a worker's needs no import of what registers an id."""
     if isinstance(source, gymnasium.Env):
         if in_worker:
             raise ValueError(
@@ -247,7 +303,7 @@ def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = 
                 "process: pass its id or a factory"
             )
         _refuse("an environment instance", **kwargs)
-        return _Made(source, partial(_rebuild, source))
+        return Made(source, partial(rebuild, source))
     if isinstance(source, (str, EnvSpec)):
         return partial(_make, _spec_of(source) if in_worker and isinstance(source, str) else source, kwargs)
     refuse_foreign(source)
@@ -264,25 +320,42 @@ def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = 
             f"env is {name}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env or a list: pass one of "
             "these (an environment of a JAX suite goes to its adapter, such as funcollect.envs.from_gymnax)"
         )
-    factory, kwargs = with_time_limit(source, kwargs)
-    return partial(built, factory, kwargs)
+    return partial(built, *with_time_limit(source, kwargs))
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Say what to do about an id that Gymnasium does not know."""
+    try:
+        yield
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        mend = (
+            "look the id up in gymnasium.registry, and import the package that registers it first, or name the module "
+            "in the id ('module:Name-v0'), as workers of collectors need it"
+        )
+        if _A_CLASS.fullmatch(name):
+            module, _, member = name.partition(":")
+            mend = f"pass the class: from {module} import {member}, then make_env({member}, …)"
+        if found := _ATARI.fullmatch(name):
+            game = found["game"] or found["old"]
+            mend = f"write 'ale/{game}', which has the usual preprocessing, or 'ale_py:{name}' for the raw game"
+        raise ValueError(f"Gymnasium cannot make {name!r}: {str(error).rstrip('.')}; {mend}") from error
 
 
 def _spec_of(env_id: str) -> EnvSpec:
     module, _, name = env_id.rpartition(":")
-    try:
+    with _naming(env_id):
         if module:
             importlib.import_module(module)
         return gymnasium.spec(name)
-    except (gymnasium.error.Error, ModuleNotFoundError) as error:
-        raise _not_made(env_id, error) from error
 
 
 def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
     """What Gymnasium makes, without its checks at each step: outcomes are checked here, and the loop resets first."""
     name = spec if isinstance(spec, str) else spec.id
     try:
-        env = gymnasium.make(spec, disable_env_checker=True, **kwargs)
+        with _naming(name):
+            env = gymnasium.make(spec, disable_env_checker=True, **kwargs)
     except TypeError as error:
         if not kwargs:
             raise
@@ -290,47 +363,12 @@ def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
             f"Gymnasium cannot make {name!r}: {error}; leave out the arguments that its constructor lacks, or "
             "check the spelling of those that funcollect.envs.from_gymnasium documents, such as num_envs"
         ) from error
-    except (gymnasium.error.Error, ModuleNotFoundError) as error:
-        raise _not_made(name, error) from error
     if isinstance(env, TimeLimit) and isinstance(env.env, OrderEnforcing):
         env.env = env.env.env
     return env.env if isinstance(env, OrderEnforcing) else env
 
 
-def _not_made(name: str, error: Exception) -> ValueError:
-    mend = (
-        "look the id up in gymnasium.registry, and import the package that registers it first, or name the module in "
-        "the id ('module:Name-v0'), as workers of collectors need it"
-    )
-    if _A_CLASS.fullmatch(name):
-        module, _, member = name.partition(":")
-        mend = f"pass the class: from {module} import {member}, then make_env({member}, …)"
-    if found := _ATARI.fullmatch(name):
-        mend = (
-            f"write 'ale/{found['game'] or found['old']}', which has the usual preprocessing, or 'ale_py:{name}' for "
-            "the raw game"
-        )
-    return ValueError(f"Gymnasium cannot make {name!r}: {str(error).rstrip('.')}; {mend}")
-
-
-def _rebuild(env: Any) -> Any:
-    """Build another instance of `env` from its spec or, for a vector environment, its functions; else InUseError."""
-    is_vector = isinstance(env, VectorEnv)
-    try:
-        if is_vector:
-            return type(env)(env.env_fns, autoreset_mode=AutoresetMode.DISABLED)
-        if env.spec is not None:
-            return gymnasium.make(env.spec, disable_env_checker=True)
-        reason = "it has no spec"
-    except Exception as error:
-        reason = repr(error)
-    raise InUseError(
-        f"{env} backs a state already and cannot be rebuilt ({reason}): pass an id or a factory, or a list of "
-        "factories, instead of an instance"
-    )
-
-
-def _check_lane(lane: int, env: Any, first: GymEnv | SimulatedEnv, *, atari: bool) -> None:
+def _check_lane(lane: int, env: Any, first: GymEnv | SimulatedEnv, atari: bool) -> None:
     """Raise unless `env` is a Gymnasium environment with the spaces of the first lane's, and Atari if that is."""
     refuse_foreign(env)
     if not isinstance(env, gymnasium.Env):

@@ -4,14 +4,13 @@ ALE can save the emulated machine (its RAM and its random generator), but not th
 repeats. So a game is copied every `_APART` steps, and the calls since the last copy but one are recorded. To restore a
 snapshot, that copy is put into a game, and the calls are repeated. This is tried for each action that may have come
 before the copy, until the machine is equal to the saved one. Functions that change a game are not repeated: a copy of
-the changed game is recorded among the calls.
-
-Where episodes have one life each, the next episode goes on with the same game after a lost life.
+the changed game is recorded among the calls. Where episodes have one life each, the next goes on with the same game.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,17 +32,11 @@ from funcollect.files import from_data, to_data
 _APART = 128  # calls between two copies: a copy takes as long as one or two steps
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, type, gymnasium.Space)
 _UNLIKELY = 1e-12  # the accepted probability that ALE still repeats an action from before those that were sent
-_CONSTANT = frozenset({"env", "ale", "spec", "_cached_spec", "observation_space", "_observation_space"})
-_SAME = _CONSTANT | {
-    "action_space",
-    "_action_space",
-    "_action_set",
-    "_saved_kwargs",
-    "_ezpickle_args",
-    "_ezpickle_kwargs",
-}
-# The latter are not saved either: a new game has the same ones.
-_RESET = None  # in a list of actions: a reset without a seed
+_RESET = None  # in a list of calls, which are actions otherwise: a reset without a seed
+# The attributes that are not copied, and those that are not saved either: a new game has the same ones.
+_CONSTANT = {"env", "ale", "spec", "_cached_spec", "observation_space", "_observation_space"}
+_ACTIONS = {"action_space", "_action_space", "_action_set"}
+_SAME = _CONSTANT | _ACTIONS | {"_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs"}
 
 
 def is_atari(env: Any) -> bool:
@@ -58,10 +51,7 @@ def _layers(env: Any) -> tuple[Any, ...]:
 
 
 class NextLife(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Goes on with the game where a reset follows the loss of a life, by a step without an action.
-
-    Stable-Baselines3's `EpisodicLifeEnv` does the same. Any other reset, and one with a seed, begins another game.
-    """
+    """Goes on with the game at a reset after a lost life, by a step without an action, as Stable-Baselines3's."""
 
     def __init__(self, env: GymEnv) -> None:
         super().__init__(env)
@@ -81,7 +71,7 @@ class NextLife(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     @override
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        goes_on, self._life_lost = self._life_lost and seed is None, False
+        goes_on, self._life_lost = self._life_lost and seed is None, False  # else another game begins
         if goes_on:
             observation, _, _, truncated, info = self.env.step(0)
             if not (truncated or self._over()):
@@ -92,7 +82,7 @@ class NextLife(gymnasium.Wrapper[Any, Any, Any, Any]):
         return bool(self.env.unwrapped.ale.game_over())  # type: ignore[attr-defined]
 
 
-def with_next_lives(env: GymEnv) -> GymEnv:
+def _with_next_lives(env: GymEnv) -> GymEnv:
     """An Atari game whose next lives follow its lost ones: `NextLife` is put directly above its preprocessing."""
     if _ends_with_lives(env):
         return NextLife(env)
@@ -102,17 +92,10 @@ def with_next_lives(env: GymEnv) -> GymEnv:
     return env
 
 
-def remove_next_lives(env: GymEnv) -> None:
-    """Give a user's own environment back as it was before `with_next_lives`."""
-    for layer in _layers(env)[:-1]:
-        if isinstance(layer.env, NextLife):
-            layer.env = layer.env.env
-
-
 def check_lives(vector: Any) -> None:
     """Raise ValueError for a vector of Atari games that end episodes with lives: it begins other games then."""
     lanes = vector.unwrapped.envs if isinstance(vector.unwrapped, SyncVectorEnv) else ()
-    if any(_ends_with_lives(layer) for lane in lanes for layer in _layers(lane)):
+    if any(map(_ends_with_lives, itertools.chain.from_iterable(map(_layers, lanes)))):
         raise ValueError(
             f"{type(vector).__name__} holds Atari games with terminal_on_life_loss=True and restarts them at each lost "
             "life, expected games that go on: pass the list of its functions"
@@ -125,10 +108,7 @@ def _ends_with_lives(env: GymEnv) -> bool:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy of a game and its wrappers.
-
-    The attributes are copied together, so that objects which two layers share stay shared.
-    """
+    """A copy of a game and its wrappers; objects which two layers share stay shared."""
 
     layers: tuple[Any, ...]  # see `_layers`; these are not copied
     attributes: list[dict[str, Any]]  # a copy of each layer's attributes that may change
@@ -143,7 +123,7 @@ class _Copy:
     def put_into(self, env: GymEnv) -> None:
         """Bring another game, with the same wrappers, to the state of the copy; ReplayError if its wrappers differ."""
         layers = _layers(env)
-        if [type(layer) for layer in layers] != [type(layer) for layer in self.layers]:
+        if [*map(type, layers)] != [*map(type, self.layers)]:
             raise ReplayError(f"{env} has other wrappers than {self.layers[0]}: build both in the same way")
         for layer, attributes in zip(layers, _copied(self.attributes, self.layers, layers), strict=True):
             vars(layer).update(attributes)
@@ -179,8 +159,7 @@ def _machine(state: bytes) -> Any:
 
 def _copied(attributes: list[dict[str, Any]], old: Sequence[Any], new: Sequence[Any]) -> list[dict[str, Any]]:
     """A deep copy of the layers' attributes, in which references to `old` layers become references to `new` ones."""
-    memo = {id(one): other for one, other in zip(old, new, strict=True)}
-    memo[id(old[-1].ale)] = new[-1].ale
+    memo = {id(one): other for one, other in zip((*old, old[-1].ale), (*new, new[-1].ale), strict=True)}
     return copy.deepcopy(attributes, memo)
 
 
@@ -188,11 +167,11 @@ def _copied(attributes: list[dict[str, Any]], old: Sequence[Any], new: Sequence[
 class _History:
     """Two copies of a game, and the calls after each of them: actions, and `_RESET`."""
 
-    seed: int | None  # of the last seeded reset
-    older: _Copy | None  # None: the calls began with that reset
-    newer: _Copy | None
-    before: list[Any]  # the calls between the two copies, and copies of the game after a function has changed it
-    since: list[Any]  # the calls after the newer copy
+    seed: int | None = None  # of the last seeded reset
+    older: _Copy | None = None  # None: the calls began with that reset
+    newer: _Copy | None = None
+    before: Sequence[Any] = ()  # the calls between the copies, and copies after a function has changed the game
+    since: Sequence[Any] = ()  # the calls after the newer copy
     machine: Any = None  # ALE's state after all calls
 
     def data(self) -> dict[str, Any]:
@@ -212,18 +191,17 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self._step = env.step
         self._unfit: Exception | None = None  # the error of a copy, if the wrappers cannot be copied
-        self._begin(_History(None, None, None, [], []))
+        self._begin(_History())
 
     def _begin(self, history: _History) -> None:
-        self._history = history
-        self._calls = history.since
+        self._history, self._calls = history, [*history.since]
 
     @override
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         if seed is None:
             self._record(_RESET)
         else:
-            self._begin(_History(seed, None, None, [], []))
+            self._begin(_History(seed))
         return self.env.reset(seed=seed)
 
     @override
@@ -234,24 +212,22 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _record(self, call: Any) -> None:
         """Add a call, an action or `_RESET`, to the history; before that, copy the game if the last copy is old."""
         if len(self._calls) >= _APART:
-            old = self._history
-            try:
-                newer = None if self._unfit else _Copy.of(self.env)
-            except Exception as error:  # `fork` raises it, if it is called
-                self._unfit, newer = error, None
-            self._begin(_History(old.seed, old.newer, newer, old.since, []))  # without the older copy and its calls
+            old = self._history  # of which the older copy and its calls go
+            self._begin(_History(old.seed, old.newer, self._copy(), self._calls))
         self._calls.append(call)
+
+    def _copy(self) -> _Copy | None:
+        try:
+            return None if self._unfit else _Copy.of(self.env)
+        except Exception as error:  # `fork` raises it, if it is called
+            self._unfit = error
+            return None
 
     def changed(self) -> None:
         """Note that a function has been called with the game."""
-        try:
-            copied = _Copy.of(self.env)
-        except Exception as error:
-            self._unfit = error
-            return
         if self._calls and isinstance(self._calls[-1], _Copy):
             self._calls.pop()
-        self._record(copied)
+        self._record(self._copy())
 
     def history(self) -> _History:
         """The history up to now, for `follow`."""
@@ -261,7 +237,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
                 "wrapper, or continue without a fork: the state has not changed"
             ) from self._unfit
         machine = self.env.unwrapped.ale.cloneState(include_rng=True)  # type: ignore[attr-defined]
-        return replace(self._history, since=list(self._calls), machine=machine)
+        return replace(self._history, since=[*self._calls], machine=machine)
 
     def follow(self, history: _History) -> Any:
         """Repeat another game's history, and return the result of its last call; ReplayError if the machine differs."""
@@ -274,7 +250,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
                 else:
                     answer = self.env.reset() if call is _RESET else self._step(call)
             if ale.cloneState(include_rng=True).equals(history.machine):
-                self._begin(replace(history, since=list(history.since)))
+                self._begin(history)
                 return answer
         raise ReplayError(
             f"{self.env} reached another state by the same calls: let its wrappers draw from np_random, not from a "
@@ -283,10 +259,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         )
 
     def _beginnings(self, history: _History, ale: Any) -> Iterator[Callable[[], Any]]:
-        """Yield functions that go back to where a history's calls begin, one for each action that ALE may repeat.
-
-        That action is sent before the function is yielded, so call each function before the next one is made.
-        """
+        """Yield functions to go back to a history's first call: for each action that ALE may repeat, sent before."""
         if history.older is None:
             yield partial(self.env.reset, seed=history.seed)
             return
@@ -303,14 +276,16 @@ class AtariLanes(Lanes):
     """One Atari game per lane."""
 
     def __init__(self, lanes: Sequence[GymEnv], env: SimulatedEnv) -> None:
-        self._games = [RememberedGame(with_next_lives(lane)) for lane in lanes]
+        self._games = [RememberedGame(_with_next_lives(lane)) for lane in lanes]
         super().__init__(self._games, env)
 
     @override
     def close(self) -> None:
+        """Close the games, and give a user's own environments back as they were before `_with_next_lives`."""
         super().close()
-        for game in self._games:
-            remove_next_lives(game)
+        for layer in itertools.chain.from_iterable(map(_layers, self._games)):
+            if isinstance(layer, gymnasium.Wrapper) and isinstance(layer.env, NextLife):
+                layer.env = layer.env.env
 
     @override
     def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:

@@ -1,27 +1,103 @@
-"""P separate Gymnasium environments as simulators."""
+"""Simulators over Gymnasium's environments: one for each lane, or a `VectorEnv`, whose lanes the library resets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
+from weakref import WeakValueDictionary
 
 import gymnasium
 import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
+from gymnasium.vector.async_vector_env import AsyncState
 from typing_extensions import override
 
-from funcollect.envs.host.host_env import ONWARD, Camera, SimulatedEnv, SimulatorsBase, call_of, decoder
-from funcollect.envs.host.rows import Rows
-from funcollect.errors import EnvError
+from funcollect.envs.base import autoreset_mode
+from funcollect.envs.host.host_env import (
+    ONWARD,
+    Camera,
+    Opener,
+    Rows,
+    SimulatedEnv,
+    SimulatorsBase,
+    batch_decoder,
+    call_of,
+    of_everyone,
+)
+from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.processes.life import SIGNS
 from funcollect.protocols import Outcome
+from funcollect.specs import ActionSpec
 
 GymEnv = gymnasium.Env[Any, Any]
+GymVectorEnv = VectorEnv[Any, Any, Any]
 
+# By id: the environments that back a state, or did until it was closed.
+TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()
 # The types of most numbers and flags: nobody can change such a value.
 _FIXED = frozenset({bool, int, float, *(np.dtype(code).type for code in "?bhilqBHILQefd")})
-_FIVE_VALUES = "expected the five values (observation, reward, terminated, truncated, info): use Gymnasium's step API"
+_API = "use Gymnasium's step API"
+_FIVE_VALUES = f"expected the five values (observation, reward, terminated, truncated, info): {_API}"
+_TO_DIE = 1.0  # seconds that a process may take to end after its pipe was closed
+
+
+@dataclass(frozen=True)
+class Made:
+    """A factory over an environment that exists."""
+
+    env: Any
+    build: Callable[[], Any]  # makes a new one
+
+    def __call__(self) -> Any:
+        """That environment, or a new one if it backs a state already."""
+        return self.build() if id(self.env) in TAKEN else self.env
+
+
+def rebuild(env: Any) -> Any:
+    """Build another instance of `env` from its spec or, for a vector environment, its functions; else InUseError."""
+    is_vector = isinstance(env, VectorEnv)
+    try:
+        if is_vector:
+            return type(env)(env.env_fns, autoreset_mode=AutoresetMode.DISABLED)
+        if env.spec is not None:
+            return gymnasium.make(env.spec, disable_env_checker=True)
+        reason = "it has no spec"
+    except Exception as error:
+        reason = repr(error)
+    raise InUseError(
+        f"{env} backs a state already and cannot be rebuilt ({reason}): pass an id or a factory, or a list of "
+        "factories, instead of an instance"
+    )
+
+
+class _Numbers(dict[int, Any]):
+    """NumPy's numbers of a type by their values: it takes half as long to look one up as to make it."""
+
+    def __init__(self, kind: Callable[[int], Any]) -> None:
+        self._kind = kind
+
+    def __missing__(self, value: int) -> Any:
+        made = self._kind(value)
+        return self.setdefault(value, made) if len(self) < 1024 else made
+
+
+def _decoder(spec: ActionSpec) -> Callable[[Any], Sequence[Any]]:
+    """A function from a batch's action [P, ...] to P actions as `sample` returns them, new ones each time."""
+    batch: Callable[[Any], Any] = batch_decoder(spec)
+    if spec.space.shape:
+        return batch
+    if not spec.categories:
+        return lambda action: [np.asarray(value) for value in batch(action)]
+    number = _Numbers(np.dtype(spec.space.dtype).type).__getitem__
+    if spec.one_hot:
+        return lambda action: [*map(number, batch(action).tolist())]
+    return lambda action: [*map(number, action.tolist())]
 
 
 class Lanes(SimulatorsBase):
@@ -32,7 +108,7 @@ class Lanes(SimulatorsBase):
         self._steps: list[Callable[[Any], Any]] = [lane.step for lane in lanes]
         self._resets: list[Callable[..., Any]] = [lane.reset for lane in lanes]
         self._alone = self._steps[0] if len(lanes) == 1 else None  # the `step` of the only lane
-        self._decode = decoder(env.action_spec)
+        self._decode = _decoder(env.action_spec)
         self._space = env.action_space
         self._info_keys = env.info_keys
         self._first_lane = env.first_lane
@@ -51,7 +127,7 @@ class Lanes(SimulatorsBase):
                 where = f"lane {self._first_lane + lane}"
                 raise EnvError(f"{where}: reset(seed={seed}) raised {error!r}: {mend}") from error
             if not isinstance(answer, tuple) or len(answer) != 2:
-                raise bad_reset(f"lane {self._first_lane + lane}", answer)
+                raise _bad_reset(f"lane {self._first_lane + lane}", answer)
             write(lane, answer[0])
             signs[0] += 1
 
@@ -111,7 +187,7 @@ class Lanes(SimulatorsBase):
         except (KeyError, TypeError) as error:
             for key in self._info_keys:
                 if not isinstance(info, Mapping) or key not in info:
-                    raise no_info_key(self._first_lane + lane, key, info) from error
+                    raise _no_info_key(self._first_lane + lane, key, info) from error
             raise
 
     def _not_five(self, lane: int, answer: Any) -> EnvError:
@@ -157,19 +233,147 @@ def _copied(value: Any) -> Any:
         return value
 
 
-def bad_reset(where: str, answer: Any) -> EnvError:
-    """The error of a reset that returned anything but a pair."""
-    return EnvError(
-        f"{where}: reset returned {shown(answer)}, expected the two values (observation, info): use Gymnasium's "
-        "reset API"
-    )
+def _bad_reset(where: str, answer: Any) -> EnvError:
+    says = "expected the two values (observation, info): use Gymnasium's reset API"
+    return EnvError(f"{where}: reset returned {shown(answer)}, {says}")
 
 
-def no_info_key(lane: int, key: str, info: Any) -> EnvError:
-    """The error of a step whose info lacks a recorded key, or is no dict."""
+def _no_info_key(lane: int, key: str, info: Any) -> EnvError:
     if not isinstance(info, Mapping):
         return EnvError(f"lane {lane}: step returned the info {shown(info)}, expected a dict: return one")
     return EnvError(
         f"lane {lane}: step returned no info key {key!r}, which info_keys names: there are {sorted(map(str, info))}; "
         "name one that every step returns"
     )
+
+
+def over_vector(vector: GymVectorEnv) -> Opener:
+    """The opener over a vector environment; ValueError if that resets its lanes itself."""
+    if (mode := autoreset_mode(vector)) != AutoresetMode.DISABLED:
+        mend = f"build {type(vector).__name__} with that argument, or pass the list of its functions"
+        if vector.spec is not None:
+            name, kind = vector.spec.id, "async" if isinstance(vector.unwrapped, AsyncVectorEnv) else "sync"
+            mend = (
+                f"pass {name!r} with num_envs={vector.num_envs}, or build it by gymnasium.make_vec({name!r}, "
+                f"num_envs={vector.num_envs}, vectorization_mode={kind!r}, "
+                'vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED})'
+            )
+        raise ValueError(
+            f"the vector environment resets its lanes itself (autoreset_mode={getattr(mode, 'name', mode)}), expected "
+            f"autoreset_mode=AutoresetMode.DISABLED: {mend}"
+        )
+    return partial(VectorLanes, Made(vector, partial(rebuild, vector)))
+
+
+class VectorLanes(SimulatorsBase):
+    """A vector environment, of which later states get copies: it is stepped as a whole, and reset by masks."""
+
+    def __init__(self, made: Made, env: SimulatedEnv) -> None:
+        self._env, self._rebuild = made(), made.build
+        TAKEN[id(self._env)] = self._env
+        self._broken_off = False  # whether the last call of the environment raised, so its processes may be unusable
+        self._info_keys = env.info_keys
+        self._started = False  # whether all lanes have been reset
+        self._decode = batch_decoder(env.action_spec)
+        self._ended: npt.NDArray[np.bool_] = np.zeros(self._env.num_envs, bool)  # [P]: the last step ended an episode
+        self._rows = Rows(env)
+        self.observation = self._rows.arrays
+
+    @override
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
+        if not lanes:
+            return  # Gymnasium takes no empty mask
+        mask = np.isin(np.arange(self._env.num_envs), lanes)
+        given = dict(zip(lanes, seeds, strict=True))
+        by_lane = [given.get(lane) for lane in range(self._env.num_envs)]
+        if self._broken_off and mask.all() and isinstance(self._env, AsyncVectorEnv):
+            self._end_processes()  # they accept no call, since an answer is pending or a process has ended
+            self._env = self._rebuild()
+        some = self._started and not mask.all()
+        self._broken_off = True
+        try:
+            answer = self._env.reset(seed=by_lane, options={"reset_mask": mask} if some else None)
+        except Exception as error:
+            raise self._failed(f"lanes {list(lanes)}: reset(seed={by_lane})", error) from error
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise _bad_reset("the vector environment", answer)
+        self._started = True
+        self._ended[mask] = False
+        self._broken_off = False
+        self._rows.write_batch(answer[0], lanes, of_all=True)
+
+    @override
+    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
+        actions, everyone = self._decode(action), len(lanes) == self._env.num_envs
+        actions = actions if everyone else of_everyone(actions, lanes, self._env.num_envs)
+        self._broken_off = True
+        try:
+            if not everyone and (over := self._ended & np.isin(np.arange(len(self._ended)), lanes, invert=True)).any():
+                self._env.reset(options={"reset_mask": over})  # Gymnasium forbids to step a lane after its end
+            observation, *answer, info = self._env.step(actions)
+        except Exception as error:
+            raise self._failed("the vector environment: step", error) from error
+        self._broken_off = False
+        outcome = self._checked(answer)
+        flags = outcome[1:] > 0
+        self._ended = np.any(flags, axis=0)
+        picked = self._pick(info)
+        self._rows.write_batch(observation, lanes, of_all=True)
+        if not everyone:
+            outcome, flags = outcome[:, list(lanes)], flags[:, list(lanes)]
+            picked = [tuple(values[lane] for lane in lanes) for values in picked]
+        return outcome[0].tolist(), flags[0].tolist(), flags[1].tolist(), picked
+
+    def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
+        """Reward, terminated and truncated of a step as one array [3, P]; EnvError for other than P values each."""
+        try:
+            outcome = np.array(answer, np.float64)
+        except (TypeError, ValueError):
+            outcome = np.empty(0)
+        if outcome.shape != (3, self._env.num_envs):
+            raise EnvError(
+                f"the vector environment: step returned {shown(answer, 120)} between observation and info, expected "
+                f"reward, terminated and truncated with {self._env.num_envs} values each: {_API}"
+            )
+        return outcome
+
+    def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """For each recorded info key, its P values; EnvError if a lane lacks one."""
+        picked = []
+        for key in self._info_keys:
+            present = info.get(f"_{key}", key in info)  # Gymnasium marks the lanes that returned the key
+            if not np.all(present):
+                known = {name: values for name, values in info.items() if not name.startswith("_")}
+                raise _no_info_key(int(np.argmin(present)), key, known)
+            picked.append(tuple(info[key]))
+        return picked
+
+    def _failed(self, call: str, error: Exception) -> EnvError:
+        """The EnvError for a `call`, in words, that raised. If a process has ended, it names that one instead."""
+        if isinstance(self._env, AsyncVectorEnv) and isinstance(error, (EOFError, OSError)):
+            ended = wait([process.sentinel for process in self._env.processes], _TO_DIE)
+            for lane, process in enumerate(self._env.processes):
+                if process.sentinel in ended:
+                    process.join()  # a process closes its pipes shortly before its exit code can be read
+                    return EnvError(f"lane {lane}: its process is gone (exit code {process.exitcode}): {ONWARD}")
+        return EnvError(f"{call} raised {error!r}: {ONWARD}")
+
+    def _end_processes(self) -> None:
+        """Kill the processes of an `AsyncVectorEnv`, which may be busy, hung or gone."""
+        for process in self._env.processes:
+            process.kill()
+        self._env._state = AsyncState.DEFAULT  # otherwise `close` would wait for answers that do not come
+        self._env.close(terminate=True)
+
+    @override
+    def close(self) -> None:
+        processes = isinstance(self._env, AsyncVectorEnv)
+        if processes and self._broken_off:
+            self._end_processes()
+            return
+        try:
+            self._env.close()
+        except (EOFError, OSError):
+            if not processes:
+                raise
+            self._end_processes()  # one has ended

@@ -1,4 +1,4 @@
-"""Environments whose simulators are Python objects, and checks of the simulators' results."""
+"""Environments whose simulators are Python objects, rows of observations, and checks of the simulators' results."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from funcollect.envs.base import AdaptedEnv, EnvBase
 from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.errors import EnvError
 from funcollect.interop.memory import aligned
-from funcollect.messages import shown
+from funcollect.messages import form, shown
 from funcollect.processes.life import SIGNS
 from funcollect.protocols import Column, Env, Forking, HostEnv, Outcome, Seeding, Simulators
-from funcollect.specs import ActionSpec
+from funcollect.specs import ActionSpec, Leaf, disassemble
 from funcollect.tree import Path
 
-OpenerOf = Callable[[int, int], Callable[["SimulatedEnv"], Simulators]]  # opens the lanes ``first … end - 1``
+Array = npt.NDArray[Any]
+Opener = Callable[["SimulatedEnv"], Simulators]  # makes the simulators of an adapted environment, once for each state
+OpenerOf = Callable[[int, int], Opener]  # opens the lanes ``first … end - 1``
 
 ONWARD = "correct that, or begin new episodes with funcollect.recover(env, state), as a collector does by itself"
 
@@ -62,9 +64,9 @@ def bad_outcome(outcome: Outcome, lanes: Sequence[int]) -> EnvError:
 
 
 def _fault(outcome: Outcome, lanes: Sequence[int]) -> EnvError | None:
-    flag = "a bool: return (observation, reward, terminated, truncated, info)"
-    wanted = (("reward", "biuf", "a number: return a float"), ("terminated", "biu", flag), ("truncated", "biu", flag))
-    for (name, kinds, expected), values in zip(wanted, outcome, strict=False):
+    flag = ("biu", "a bool: return (observation, reward, terminated, truncated, info)")
+    wanted = {"reward": ("biuf", "a number: return a float"), "terminated": flag, "truncated": flag}
+    for (name, (kinds, expected)), values in zip(wanted.items(), outcome, strict=False):
         for lane, value in zip(lanes, values, strict=False):
             try:
                 array = np.asarray(value)
@@ -198,7 +200,7 @@ class SimulatorsBase(ABC):
 class SimulatedEnv(AdaptedEnv):
     """The host environment that every adapter returns."""
 
-    opener: Callable[[SimulatedEnv], Simulators]  # makes the simulators of this environment
+    opener: Opener
     info_keys: tuple[str, ...] = ()
     seeding: Seeding = "episode"
     forking: Forking = "replay"
@@ -208,7 +210,7 @@ class SimulatedEnv(AdaptedEnv):
     workers: LaneWorkers | None = None  # the processes that the simulators live in; None for this process
     open_group: OpenerOf | None = None  # what opens the simulators of some lanes in a worker
     first_lane: int = 0  # in a worker: what messages call the first lane
-    memory: Mapping[Path, npt.NDArray[Any]] | None = None  # in a worker: where observations are written
+    memory: Mapping[Path, Array] | None = None  # in a worker: where observations are written
 
     def open(self) -> Simulators:
         """Make live simulators, which are not reset yet."""
@@ -227,7 +229,7 @@ def statistics_of(env: Env) -> str:
     return f"{' and '.join(names)} {verb} by statistics updated over episodes" if names else ""
 
 
-def batch_decoder(spec: ActionSpec) -> Callable[[Any], npt.NDArray[Any]]:
+def batch_decoder(spec: ActionSpec) -> Callable[[Any], Array]:
     """A function that copies a batch's action [P, ...], of Torch or NumPy, to an array in the action space's dtype."""
     dtype = np.dtype(spec.space.dtype)
     if spec.one_hot:
@@ -242,28 +244,103 @@ def of_everyone(action: Any, lanes: Sequence[int], num_envs: int) -> Any:
     return everyone
 
 
-class _Numbers(dict[int, Any]):
-    """NumPy's numbers of a type by their values: it takes half as long to look one up as to make it."""
+class LeafRows:
+    """The current rows of one leaf, in `array` [P, *shape]; all methods raise EnvError for other shapes and dtypes.
 
-    def __init__(self, kind: Callable[[int], Any]) -> None:
-        self._kind = kind
-
-    def __missing__(self, value: int) -> Any:
-        made = self._kind(value)
-        return self.setdefault(value, made) if len(self) < 1024 else made
-
-
-def decoder(spec: ActionSpec) -> Callable[[Any], Sequence[Any]]:
-    """A function from a batch's action [P, ...], of Torch or NumPy, to P actions as `sample` of the space returns them.
-
-    An environment may keep or write to the arrays among them.
+    Torch's bits depend on the alignment of an input row, and NumPy's assignment broadcasts and truncates silently. So
+    the policy always reads the same 64-byte-aligned arrays, and the shape and dtype of every row are checked.
     """
-    batch: Callable[[Any], Any] = batch_decoder(spec)
-    if spec.space.shape:
-        return batch
-    if not spec.categories:
-        return lambda action: [np.asarray(value) for value in batch(action)]
-    number = _Numbers(np.dtype(spec.space.dtype).type).__getitem__
-    if spec.one_hot:
-        return lambda action: [*map(number, batch(action).tolist())]
-    return lambda action: [*map(number, action.tolist())]
+
+    def __init__(self, leaf: Leaf, array: Array, first_lane: int) -> None:
+        self.leaf, self.array, self._first_lane = leaf, array, first_lane
+        casting: Literal["same_kind", "safe"] = "same_kind" if leaf.dtype.kind == "f" else "safe"
+        dtypes = [np.dtype(kind) for kind in "?bhilqBHILQefd"]
+        self.dtypes = {dtype for dtype in dtypes if np.can_cast(dtype, leaf.dtype, casting)}  # accepted as is
+
+    def write_batch(self, values: Any, lanes: Sequence[int] | Array | None = None, *, of_all: bool = False) -> None:
+        """Write an array [P, *shape], or the rows of k lanes from [k, *shape] or, if it is `of_all`, [P, *shape]."""
+        wanted = self.array.shape if lanes is None or of_all else (len(lanes), *self.leaf.shape)
+        values = self._as_array("the vector environment", values, wanted)
+        if lanes is not None and of_all:
+            lanes = None if len(lanes) == len(values) else np.array(lanes)
+            values = values if lanes is None else values[lanes]
+        if values.dtype in self.dtypes:
+            self.array[... if lanes is None else lanes] = values
+        else:
+            for lane, value in zip(range(len(values)) if lanes is None else lanes, values, strict=True):
+                self.write_lane(lane, value)
+
+    def write_lane(self, lane: int, value: Any) -> None:
+        """Write one lane's row. Any number is cast to a floating dtype; integers have to keep their values."""
+        if getattr(value, "dtype", None) in self.dtypes and value.shape == self.leaf.shape:
+            self.array[lane] = value
+            return
+        given = self._as_array(f"lane {self._first_lane + lane}", value, self.leaf.shape)
+        dtype = self.leaf.dtype
+        integers = {given.dtype.kind, dtype.kind} <= set("iub")
+        if given.dtype not in self.dtypes and not (integers and (given.astype(dtype) == given).all()):
+            raise EnvError(
+                f"lane {self._first_lane + lane}: observation {self.leaf.name!r} has dtype {given.dtype}, "
+                f"its space wants {dtype}: correct the space's dtype or cast the observation"
+            )
+        self.array[lane] = given
+
+    def _as_array(self, where: str, value: Any, shape: tuple[int, ...]) -> Array:
+        """The value as an array; EnvError, which names the place `where`, unless it has this shape."""
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise EnvError(
+                f"{where}: observation {self.leaf.name!r} is {type(value).__name__} and no array ({error}), "
+                f"its space wants {self.leaf.dtype} {self.leaf.shape}: correct the space or the observation"
+            ) from error
+        if array.shape != shape:
+            raise EnvError(
+                f"{where}: observation {self.leaf.name!r} has shape {array.shape}, its space wants {shape}: correct "
+                "the space or the observation"
+            )
+        return array
+
+
+class Rows:
+    """The current observations of all lanes of an environment, for all leaves of its space."""
+
+    def __init__(self, env: SimulatedEnv) -> None:
+        self.space, leaves, num_envs = env.observation_space, env.observation_leaves, env.num_envs or 1
+        self._first_lane = env.first_lane
+        arrays = env.memory or observation_rows(env)
+        self.leaves = tuple(LeafRows(leaf, arrays[leaf.path], env.first_lane) for leaf in leaves)
+        self.arrays = {rows.leaf.path: rows.array for rows in self.leaves}  # [P, ...] each: always the same memory
+        plain = len(self.leaves) == 1 and leaves[0].path == ("observation",)  # no Dict or Tuple to take apart
+        self.write_lane: Callable[[int, Any], None] = self.leaves[0].write_lane if plain else self._write_lane
+        # The rows, and the dtypes and the shape that go into them as they are; no dtypes for a Dict or a Tuple.
+        self.plain: tuple[list[Array], set[np.dtype[Any]], tuple[int, ...]] = ([], set(), ())
+        if plain:
+            (only,) = self.leaves
+            self.plain = [only.array[lane, ...] for lane in range(num_envs)], only.dtypes, only.leaf.shape
+
+    def _write_lane(self, lane: int, observation: Any) -> None:
+        for rows, value in zip(self.leaves, self._parts(lane, observation), strict=True):
+            rows.write_lane(lane, value)
+
+    def write_batch(
+        self, observations: Any, lanes: Sequence[int] | Array | None = None, *, of_all: bool = False
+    ) -> None:
+        """Write a vector environment's observation, whose leaves `LeafRows.write_batch` describes."""
+        for rows, values in zip(self.leaves, self._parts(None, observations), strict=True):
+            rows.write_batch(values, lanes, of_all=of_all)
+
+    def _parts(self, lane: int | None, observation: Any) -> list[Any]:
+        """The leaves of one lane's observation, or of all lanes' (None), in order; EnvError for another structure."""
+        try:
+            return disassemble(self.space, observation)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            where = "the vector environment" if lane is None else f"lane {self._first_lane + lane}"
+            raise EnvError(
+                f"{where}: the observation is {_structure(observation)} and lacks the structure of its space, "
+                f"{_structure(getattr(self.space, 'spaces', None))} ({error!r}): return every one of these"
+            ) from error
+
+
+def _structure(observation: Any) -> str:
+    return f"a tuple of {len(observation)}" if isinstance(observation, (tuple, list)) else form(observation)

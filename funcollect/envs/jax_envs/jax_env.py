@@ -1,34 +1,39 @@
-"""Environments written in JAX: pure functions of one lane, which the loops batch and compile.
-
-Here are their base class, what adapters return, and what adapters of suites share.
-"""
+"""Environments written in JAX: pure functions of one lane, which the loops batch and compile, and their checks."""
 
 from __future__ import annotations
 
-import copy
+import inspect
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from gymnasium import spaces
 
 from funcollect.arguments import check_choice, check_keys, check_kind, check_num_envs, check_optional_positive
-from funcollect.envs.base import AdaptedEnv, EnvBase, check_pure_functions, checked_start, checked_transition, returned
-from funcollect.envs.recognise import import_extra
-from funcollect.envs.spaces import as_delivered
+from funcollect.envs.base import (
+    AdaptedEnv,
+    EnvBase,
+    box,
+    check_pure_functions,
+    checked_start,
+    checked_transition,
+    returned,
+)
 from funcollect.errors import EnvError
-from funcollect.interop.jax_setup import import_jax, own_generator, tracing
+from funcollect.interop.jax_setup import import_jax, tracing
+from funcollect.interop.memo import Variable, memo_of, set_since_use, variables_of
 from funcollect.messages import shown
 from funcollect.protocols import JaxEnv, Renderer, Starts, Transition
-from funcollect.specs import ActionSpec, Space, observation_leaves
+from funcollect.specs import ActionSpec, Space, disassemble, observation_leaves
 
 Reset = Callable[[Any, Any], tuple[Any, Any]]  # (uint32[2] key, params) -> (env_state, observation)
-Open = Callable[[], AbstractContextManager[Renderer]]
 Step = Callable[[Any, Any, Any, Any], Transition]  # (uint32[2] key, env_state, action, params) -> Transition
+Open = Callable[[], AbstractContextManager[Renderer]]
 
 
 class JaxEnvBase(EnvBase, ABC):
@@ -105,6 +110,66 @@ class JaxEnvState(NamedTuple):
         return self._replace(next_start_used=self.next_start_used | True)
 
 
+def from_functions(
+    reset: Reset,
+    step: Callable[[Any, Any, Any, Any], Any],
+    *,
+    observation_space: Space,
+    action_space: Space,
+    num_envs: int | None = None,
+    max_episode_steps: int | None = None,
+    one_hot: bool = False,
+    info_keys: Sequence[str] = (),
+    starts: Starts = "fresh",
+    params: Any = None,
+    param_keys: Sequence[str] = (),
+    name: str = "functions",
+) -> FunctionsEnv:
+    """A JAX environment from two pure functions of one lane, which the library batches, compiles and resets.
+
+    Args:
+        reset: ``(key, params) -> (env_state, observation)``: the start of an episode; `key` is uint32[2], `env_state`
+            any pytree.
+        step: ``(key, env_state, action, params) -> (env_state, observation, reward, terminated, truncated)``, or with
+            a dict `info` as a sixth: one step. The reward is a number [] or [players]; the flags are bool []. It does
+            not reset.
+        observation_space, action_space: of one environment.
+        num_envs: P; None for a single environment without a batch dimension.
+        max_episode_steps: steps after which an episode is truncated; None for no limit.
+        one_hot: in a batch, discrete actions are one-hot rows, TorchRL's encoding; `step` gets them as in the space.
+        info_keys: the keys of `info` that a batch records under ``next.info``.
+        starts: ``"cached"`` starts every episode of a lane as its first one: less work, and less variety.
+        params: the last argument of both functions, a pytree of arrays, or None. `set_env_params` changes them during
+            a run.
+        param_keys: the names of parameters that a batch records under ``env_params``, with dots between those of nodes.
+        name: its name in messages.
+
+    Raises:
+        TypeError: for a `step` that returns something else.
+        EnvError: for results that do not fit each other or the spaces.
+        ValueError: for an option out of range.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from gymnasium.spaces import Box
+    >>> line = Box(-5, 5, (1,))
+    >>> walk = from_functions(
+    ...     lambda key, params: (jnp.zeros(1), jnp.zeros(1)),
+    ...     lambda key, x, action, params: (x + action, x + action, -abs(x + action)[0], abs(x + action)[0] > 4, False),
+    ...     observation_space=line, action_space=Box(-1, 1, (1,)), num_envs=64, max_episode_steps=100, name="walk",
+    ... )
+    >>> walk
+    JaxEnv('walk', num_envs=64)
+    """
+    check_kind("name", name, str, "pass for example 'walk'")
+    check_pure_functions("", reset, step)
+    common = (observation_space, action_space, num_envs, one_hot, info_keys, starts)
+    facts = {"max_episode_steps": max_episode_steps, "params": params, "param_keys": param_keys}
+    env = jax_env(name, reset, step, *common, **facts)
+    check_functions(env, env.params)
+    return env
+
+
 def jax_env(
     label: str,
     reset: Reset,
@@ -117,17 +182,13 @@ def jax_env(
     starts: Starts = "fresh",
     **fields: Any,
 ) -> FunctionsEnv:
-    """Make the environment of two functions of one lane; `from_functions` documents the arguments.
-
-    `step` returns a Transition, or a tuple of its fields. Observation spaces get the integer dtypes that JAX has. The
-    `fields` are further ones of a `FunctionsEnv`.
-    """
-    check_kind("observation_space", observation_space, spaces.Space, "pass a space of gymnasium.spaces")
-    check_kind("action_space", action_space, spaces.Space, "pass a space of gymnasium.spaces")
+    """Make the environment of two functions of one lane; `step` returns a Transition, or a tuple of its fields."""
+    for what, space in (("observation_space", observation_space), ("action_space", action_space)):
+        check_kind(what, space, spaces.Space, "pass a space of gymnasium.spaces")
     check_num_envs(num_envs)
     check_keys("info_keys", info_keys, "discount")
     check_choice("starts", starts, get_args(Starts))
-    observed = as_delivered(observation_space)
+    observed = _as_delivered(observation_space)
     env = FunctionsEnv(
         label=label,
         num_envs=num_envs,
@@ -147,65 +208,23 @@ def jax_env(
     return env
 
 
-@dataclass(frozen=True)
-class Suite:
-    """A package of JAX environments."""
-
-    name: str  # of the suite, in ids, in the name of its adapter and for pip
-    module: str  # imported on first use
-    find: Callable[[Any], tuple[Iterable[str], Callable[..., Any]]]  # from the module: the ids, and the constructor
-    members: tuple[str, ...]  # attributes that every environment of the suite has
-
-    def make(self, env: Any, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
-        """The label and the suite's own environment, from an id with keyword arguments, or from an instance."""
-        import_jax()
-        if isinstance(env, str):
-            with own_generator():  # some draw as they are made
-                names, make = self.find(import_extra(self.module, self.name, "jax-envs"))
-                check_known(self.name, env, names)
-                return f"{self.name}/{env}", make(env, **kwargs)
-        if kwargs:
-            raise TypeError(
-                f"from_{self.name} has no argument {', '.join(kwargs)} for an environment that is made already: pass "
-                f"its id, for which from_{self.name} has more arguments, or check the spelling"
-            )
-        check_instance(self.name, env, *self.members)
-        return f"{self.name}/{type(env).__name__}", env
-
-
-def check_known(suite: str, name: str, known: Iterable[str]) -> None:
-    """Raise ValueError unless `name` is among a suite's `known` environments; the message names similar ones."""
-    known = sorted(known)
-    if name in known:
-        return
-    by_case = {other.casefold(): other for other in known}
-    near = [by_case[other] for other in get_close_matches(name.casefold(), by_case, n=3, cutoff=0.5)]
-    guess = f": did you mean {' or '.join(map(repr, near))}?" if near else ": choose one of these"
-    raise ValueError(f"{suite} has no environment {name!r}, expected one of {known}{guess}")
-
-
-def check_instance(suite: str, env: object, *members: str) -> None:
-    """Raise TypeError unless `env` is an instance, not a class, and has these members of a suite's environments."""
-    made = f"the class {env.__name__}: make an instance" if isinstance(env, type) else type(env).__name__
-    if isinstance(env, type) or not all(hasattr(env, name) for name in members):
-        raise TypeError(f"env is {made}, expected an environment of {suite}, with {', '.join(members)}")
-
-
-def first_observation(reset: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
-    """The shapes and dtypes of the observation that `reset` returns, a pytree."""
-    jax = import_jax()
-    with own_generator():
-        return jax.eval_shape(lambda key: reset(key, None)[1], jax.numpy.zeros(2, "uint32"))
-
-
-def copy_with(env: Any, wrapped: str, change: Callable[[Any], None]) -> Any:
-    """A copy of a suite's environment, changed under its wrappers, which hold it as `wrapped`: for one trace."""
-    copied = copy.copy(env)
-    if wrapped in vars(env):
-        setattr(copied, wrapped, copy_with(getattr(env, wrapped), wrapped, change))
-    else:
-        change(copied)
-    return copied
+def _as_delivered(space: Space) -> Space:
+    """The same space with the integer dtypes of JAX's arrays: 32 bits, unless JAX has enabled 64."""
+    own = np.dtype(space.dtype or np.float32)
+    dtype = np.dtype(import_jax().dtypes.canonicalize_dtype(own))
+    changes = own.kind in "iu" and dtype != own
+    match space:
+        case spaces.Dict():
+            return spaces.Dict({name: _as_delivered(child) for name, child in space.spaces.items()})
+        case spaces.Tuple():
+            return spaces.Tuple([*map(_as_delivered, space.spaces)])
+        case spaces.Discrete() if changes:
+            return spaces.Discrete(int(space.n), start=int(space.start), dtype=dtype.type)
+        case spaces.MultiDiscrete() if changes:
+            return spaces.MultiDiscrete(space.nvec, dtype.type, start=space.start)
+        case spaces.Box() if changes:
+            return box(space.shape, dtype, space.low, space.high)
+    return space
 
 
 def default_params(env: Any) -> Any:
@@ -253,9 +272,6 @@ def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]
     return recorded
 
 
-_OUTCOME = (("reward", np.float32, np.floating), ("terminated", bool, np.bool_), ("truncated", bool, np.bool_))
-
-
 def reset_lane(env: JaxEnv, key: Any, params: Any) -> tuple[Any, Any]:
     """Call the environment's `reset` within a JAX trace; EnvError unless it returns a state and an observation."""
     with tracing(f"reset of {env!r}"):
@@ -270,9 +286,9 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
         action = env.action_spec.from_one_hot(action, jnp).astype(jnp.int32)
     with tracing(f"step of {env!r}"):
         answer = env.step(key, env_state, action, params)
-    transition = checked_transition(env, answer)
-    converted = {}
-    for name, dtype, kind in _OUTCOME:
+    transition, converted = checked_transition(env, answer), {}
+    for name in ("reward", "terminated", "truncated"):
+        dtype, kind = (np.float32, np.floating) if name == "reward" else (bool, np.bool_)
         value = getattr(transition, name)
         try:
             array = jnp.asarray(value)
@@ -285,3 +301,87 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
             raise EnvError(f"the {name} that step of {env!r} returned is {array.dtype}, expected {wanted}")
         converted[name] = array.astype(dtype)
     return transition._replace(**converted)
+
+
+def check_functions(env: JaxEnv, params: Any) -> tuple[int, ...]:
+    """Raise EnvError unless `reset` and `step` fit each other and the spaces; return the shape of a reward."""
+    jax = import_jax()
+    key = jax.ShapeDtypeStruct((2,), np.uint32)
+    dtype = jax.dtypes.canonicalize_dtype(np.int64 if env.action_spec.one_hot else env.action_space.dtype)
+    begun = jax.eval_shape(partial(reset_lane, env), key, params)
+    action = jax.ShapeDtypeStruct(env.action_spec.shape, dtype)
+    moved = jax.eval_shape(partial(step_lane, env), key, begun[0], action, params)
+    if difference := differing(begun[0], moved.env_state):
+        raise EnvError(
+            f"the state of {env!r} changes between reset and step: {difference}; a compiled loop wants the same "
+            "structure, shapes and dtypes at every step: cast or pad it"
+        )
+    for function, observation in (("reset", begun[1]), ("step", moved.observation)):
+        try:
+            leaves = list(zip(env.observation_leaves, disassemble(env.observation_space, observation), strict=True))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EnvError(
+                f"the observation that {function} of {env!r} returned is {type(observation).__name__} and lacks the "
+                f"structure of its space {env.observation_space} ({error!r}): correct {function} or the space"
+            ) from error
+        for leaf, value in leaves:
+            wanted = f"{leaf.dtype} {list(leaf.shape)}, as its space has it"
+            name = f"observation {leaf.name!r} that {function}"
+            _check_leaf(f"{name} of {env!r} returned", value, wanted, leaf.shape, leaf.dtype)
+    reward: tuple[int, ...] = tuple(moved.reward.shape)
+    flag, number = ("bool []", (), np.dtype(bool)), ("a number [] or [players]", reward[:1], np.dtype(np.float64))
+    for name, expected in (("terminated", flag), ("truncated", flag), ("reward", number)):
+        _check_leaf(f"{name} that step of {env!r} returned", getattr(moved, name), *expected)
+    return reward
+
+
+def _check_leaf(what: str, value: Any, expected: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raise EnvError unless an array has this shape and may be cast: between floats, or if all values are kept."""
+    jnp, given = import_jax().numpy, getattr(value, "dtype", None)
+    fits = given is not None and tuple(value.shape) == shape
+    if fits and not (dtype.kind == "f" and jnp.issubdtype(given, jnp.floating)):
+        fits = jnp.promote_types(given, dtype) == dtype
+    if not fits:
+        raise EnvError(
+            f"the {what} is {_words(value)}, expected {expected}: both functions are for one lane, without a batch "
+            "dimension; correct the function or the space"
+        )
+
+
+def differing(one: Any, other: Any) -> str:
+    """The first difference of two pytrees of arrays in structure, shape or dtype, in words; empty if there is none."""
+    tree, keystr = import_jax().tree, import_jax().tree_util.keystr
+    ones, others = ({keystr(path): _words(leaf) for path, leaf in tree.leaves_with_path(each)} for each in (one, other))
+    for path in sorted(ones.keys() | others.keys()):
+        if ones.get(path) != others.get(path):
+            return f"{path or 'it'} is {ones.get(path, 'not there')} first, then {others.get(path, 'not there')}"
+    first, then = tree.structure(one), tree.structure(other)
+    return "" if first == then else f"they are {first} first, then {then}"
+
+
+def _words(leaf: Any) -> str:
+    return f"{leaf.dtype} {list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+def check_unchanged(env: JaxEnv) -> None:
+    """Raise EnvError if something that the compiled functions of the environment read has been set since they are."""
+    memo = memo_of(env)
+    if "read" not in memo:
+        functions = inspect.unwrap(env.reset), inspect.unwrap(env.step)
+        memo["read"] = [*_attributes_of(env), *itertools.chain.from_iterable(map(variables_of, functions))]
+    if names := set_since_use(env, memo["read"]):
+        raise EnvError(
+            f"{env!r} reads {', '.join(names)}, set since it was compiled, which has no effect: pass changing values "
+            "in params (funcollect.set_env_params), or make another environment"
+        )
+
+
+def _attributes_of(env: JaxEnv) -> list[Variable]:
+    """The attributes of an instance of a class of the user's, but `params` and what is None, which may be a cache."""
+    if not isinstance(env, JaxEnvBase):
+        return []
+    own = itertools.takewhile(lambda each: each is not JaxEnvBase, type(env).__mro__)
+    members = itertools.chain.from_iterable(vars(each).items() for each in own)
+    plain = [name for name, value in members if not (callable(value) or hasattr(value, "__get__") or name[:2] == "__")]
+    names = {*vars(env), *plain} - {"params", "_memo"}
+    return [(name, env) for name in sorted(names) if getattr(env, name, None) is not None]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,23 +12,18 @@ import numpy as np
 from gymnasium import spaces
 
 from funcollect.arguments import check_keys
-from funcollect.envs.jax_envs.checks import differing
-from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Suite, copy_with, jax_env
-from funcollect.envs.jax_envs.renderers import jumanji_renderer
-from funcollect.envs.spaces import box
+from funcollect.envs.base import box, import_extra
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv, differing, jax_env
+from funcollect.envs.jax_envs.suites import copy_with, of_suite, pixels_of
+from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.messages import shown
-from funcollect.protocols import Starts, Transition
+from funcollect.protocols import Renderer, Starts, Transition
 from funcollect.specs import Space
 
-_SUITE = Suite(
-    "jumanji",
-    "jumanji",
-    lambda jumanji: (jumanji.registered_environments(), jumanji.make),
-    ("observation_spec", "action_spec", "reset", "step"),
-)
-_GENERATORS = ("generator", "_generator")  # the attributes by which environments hold theirs
 _NUMBERS = (int, float, np.number)
+_DPI = 60  # figures are 10 inches wide and high
+_FPS = 5  # as jumanji's own animations have
 
 
 def from_jumanji(
@@ -53,9 +49,8 @@ def from_jumanji(
             generator, or of both, such as ``["total_budget"]`` of Knapsack or ``["time_limit"]`` of many. Whatever else
             jumanji computed from these numbers as it made the environment stays, its bounds of observations too.
         **kwargs: for `jumanji.make`.
-        num_envs, one_hot, param_keys: see `from_functions`.
-        starts: see `from_functions`; the state holds the key, so with ``"cached"`` everything random in a lane's
-            episode also repeats.
+        num_envs, one_hot, starts, param_keys: see `from_functions`; the state holds the key, so with
+            ``starts="cached"`` everything random in a lane's episode also repeats.
 
     Raises the errors of `from_gymnax`, TypeError for a spec without a Gymnasium counterpart, and ValueError for a
     name in `params` that is no number, or whose value is needed earlier, such as the size of a grid.
@@ -63,7 +58,7 @@ def from_jumanji(
     >>> from_jumanji("Snake-v1", num_envs=64)
     JaxEnv('jumanji/Snake-v1', num_envs=64)
     """
-    label, raw = _SUITE.make(env, kwargs)
+    label, raw = of_suite("jumanji", env, kwargs)
     observed = _space(raw.observation_spec)
     check_keys("params", params, "time_limit")
     numbers = {name: _number(raw, name) for name in params}
@@ -81,7 +76,7 @@ def from_jumanji(
     common = (observed, _space(raw.action_spec), num_envs, one_hot, info_keys, starts)
     limited = getattr(raw.unwrapped, "time_limit", None) is not None
     facts: dict[str, Any] = {"default_params": numbers or None, "param_keys": param_keys, "truncates": limited}
-    return jax_env(label, reset, step, *common, renderer=partial(jumanji_renderer, raw), **facts)
+    return jax_env(label, reset, step, *common, renderer=partial(_renderer, raw), **facts)
 
 
 def _plain(space: Space, observation: Any) -> Any:
@@ -110,10 +105,10 @@ def _space(spec: Any) -> Space:
     )
 
 
-def _holders(env: Any) -> list[Any]:
-    """The environment, and its generator if it has one."""
-    generators = [vars(env)[name] for name in _GENERATORS if name in vars(env)]
-    return [env, *(each for each in generators if hasattr(each, "__dict__"))]
+def _generators(env: Any) -> dict[str, Any]:
+    """The generator of an environment, if it has one, by the attribute that holds it."""
+    names = ("generator", "_generator")
+    return {name: vars(env)[name] for name in names if hasattr(vars(env).get(name), "__dict__")}
 
 
 def _attribute(holder: Any, name: str) -> str | None:
@@ -122,17 +117,12 @@ def _attribute(holder: Any, name: str) -> str | None:
 
 
 def _with(env: Any, numbers: Mapping[str, Any] | None) -> Any:
-    """A copy of an environment with other numbers in it and in its generator; without any the environment itself.
-
-    A name stands for the attribute of the environment, of its generator, or of both, since environments copy those of
-    their generator. A leading underscore is left out.
-    """
+    """A copy of an environment with other numbers in it, its generator or both; for None the environment itself."""
 
     def change(copied: Any) -> None:
-        for name in _GENERATORS:
-            if hasattr(vars(copied).get(name), "__dict__"):
-                setattr(copied, name, copy.copy(vars(copied)[name]))
-        for holder in _holders(copied):
+        own = {name: copy.copy(generator) for name, generator in _generators(copied).items()}
+        vars(copied).update(own)
+        for holder in (copied, *own.values()):
             for name, value in (numbers or {}).items():
                 if attribute := _attribute(holder, name):
                     setattr(holder, attribute, value)
@@ -142,7 +132,7 @@ def _with(env: Any, numbers: Mapping[str, Any] | None) -> Any:
 
 def _number(raw: Any, name: str) -> Any:
     """The value of a number; ValueError if there is none, if environment and generator differ, or if it has to stay."""
-    env, holders = raw.unwrapped, _holders(raw.unwrapped)
+    env, holders = raw.unwrapped, [raw.unwrapped, *_generators(raw.unwrapped).values()]
     found = [vars(holder)[attribute] for holder in holders if (attribute := _attribute(holder, name))]
     if not found or not all(isinstance(value, _NUMBERS) for value in found):
         members = [member for holder in holders for member in vars(holder).items()]
@@ -184,3 +174,40 @@ def _why_fixed(env: Any, name: str, number: Any) -> str:
             return differing(wanted, shapes) or unused
         except Exception as error:
             return str(error).partition("\n")[0]
+
+
+@contextmanager
+def _renderer(raw: Any) -> Iterator[Renderer]:
+    """Draw states of `raw` by copies of it and of its viewer, which show no window."""
+    pyplot = import_extra("matplotlib.pyplot", "Matplotlib", "viz")
+    kind = import_extra("jumanji.viewer", "jumanji", "jax-envs").MatplotlibViewer
+    tree = import_jax().tree
+    env = copy.copy(raw.unwrapped)
+    found = [name for name, member in vars(env).items() if isinstance(member, kind)]
+    if len(found) != 1:
+        raise EnvError(
+            f"jumanji has no renderer for {type(env).__name__}, expected an environment with a viewer that draws with "
+            "Matplotlib: pass one as the environment's viewer="
+        )
+    viewer: Any = copy.copy(getattr(env, found[0]))
+    setattr(env, found[0], viewer)
+    pictures: list[Any] = []
+    viewer._name += " "  # figures are found by name: not one that the user has open
+    viewer._get_fig_ax = partial(viewer._get_fig_ax, show=False)
+    viewer._display = lambda figure: pictures.append(pixels_of(figure, _DPI))  # some `render` drop its result
+
+    def render(env_state: Any) -> Any:
+        try:
+            with pyplot.ioff():
+                env.render(env_state)
+        finally:
+            pyplot.close(viewer._name)  # some viewers draw over what the figure shows
+        return pictures.pop()
+
+    def draw(env_state: Any, _: Any) -> Any:
+        try:
+            return render(tree.map(np.asarray, env_state))  # many viewers read cell by cell, which is slow in JAX
+        except AttributeError:
+            return render(env_state)  # some viewers use `.at`, which NumPy's arrays lack
+
+    yield Renderer(_FPS, draw)

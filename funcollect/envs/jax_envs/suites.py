@@ -1,53 +1,167 @@
-"""Adapters for suites of JAX environments.
+"""Adapters for suites of JAX environments, and for Gymnasium's `FuncEnv`.
 
-These are brax (https://github.com/google/brax), gymnax (https://github.com/RobertTLange/gymnax, of its releases 1.x and
-0.0.x), MuJoCo Playground (https://github.com/google-deepmind/mujoco_playground), navix
+The suites are gymnax (https://github.com/RobertTLange/gymnax, of its releases 1.x and 0.0.x), navix
 (https://github.com/epignatelli/navix), and pgx (https://github.com/sotetsuk/pgx) with games of one player or several.
+What draws their states, for `funcollect.record`, is imported on first use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from gymnasium import spaces
 
-from funcollect.arguments import check_optional_positive, check_positive
-from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Suite, copy_with, first_observation, jax_env
-from funcollect.envs.jax_envs.renderers import brax_renderer, gymnax_renderer, navix_renderer, playground_renderer
-from funcollect.envs.spaces import box, space_like
-from funcollect.interop.jax_setup import own_generator
-from funcollect.protocols import Starts, Transition
+from funcollect.envs.base import box, import_extra
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv, check_functions, jax_env
+from funcollect.errors import EnvError
+from funcollect.interop.jax_setup import import_jax, own_generator
+from funcollect.protocols import Renderer, Starts, Transition
 from funcollect.specs import Space
 
 
-def _load_playground(registry: Any, name: str, **kwargs: Any) -> Any:
-    """Load an environment of MuJoCo Playground, with MJX's JAX implementation unless the arguments name one."""
-    if "config" not in kwargs and "impl" in registry.get_default_config(name):
-        kwargs["config_overrides"] = {"impl": "jax"} | (kwargs.get("config_overrides") or {})
-    return registry.load(name, **kwargs)
+def _playground(package: Any) -> tuple[Iterable[str], Callable[..., Any]]:
+    """MuJoCo Playground's ids and constructor, with MJX's JAX implementation unless the arguments name one."""
+
+    def load(name: str, **kwargs: Any) -> Any:
+        if "config" not in kwargs and "impl" in package.registry.get_default_config(name):
+            kwargs["config_overrides"] = {"impl": "jax"} | (kwargs.get("config_overrides") or {})
+        return package.registry.load(name, **kwargs)
+
+    return package.registry.ALL_ENVS, load
 
 
-_PHYSICS = ("reset", "step", "action_size")
-_BRAX = Suite("brax", "brax.envs", lambda envs: (envs._envs, envs.get_environment), _PHYSICS)
-_GYMNAX = Suite(
-    "gymnax",
-    "gymnax",
-    lambda gymnax: (gymnax.registered_envs, lambda name, **kwargs: gymnax.make(name, **kwargs)[0]),
-    ("reset_env", "step_env"),
-)
-_NAVIX = Suite("navix", "navix", lambda navix: (navix.registry(), navix.make), ("reset", "_step", "action_space"))
-_PGX = Suite("pgx", "pgx", lambda pgx: (pgx.available_envs(), pgx.make), ("init", "num_players", "num_actions"))
-_PLAYGROUND = Suite(
-    "playground",
-    "mujoco_playground",
-    lambda playground: (playground.registry.ALL_ENVS, partial(_load_playground, playground.registry)),
-    (*_PHYSICS, "unwrapped"),
-)
-_TRAINING = ("AutoResetWrapper", "EpisodeWrapper", "EvalWrapper", "VmapWrapper")  # in brax's and playground's names
+# By suite, as ids, adapters and pip name it: the module, a function from that to the ids and the constructor, and the
+# attributes by which an environment is known.
+_SUITES: dict[str, tuple[str, Callable[[Any], tuple[Iterable[str], Callable[..., Any]]], tuple[str, ...]]] = {
+    "brax": ("brax.envs", lambda its: (its._envs, its.get_environment), ("reset", "step", "action_size")),
+    "gymnax": ("gymnax", lambda its: (its.registered_envs, lambda *a, **k: its.make(*a, **k)[0]), ("reset_env",)),
+    "jumanji": ("jumanji", lambda its: (its.registered_environments(), its.make), ("observation_spec", "action_spec")),
+    "navix": ("navix", lambda its: (its.registry(), its.make), ("reset", "_step", "action_space")),
+    "pgx": ("pgx", lambda its: (its.available_envs(), its.make), ("init", "num_players", "num_actions")),
+    "playground": ("mujoco_playground", _playground, ("reset", "step", "action_size", "unwrapped")),
+}
 _TRUNCATION, _TERMINATION = 1, 2  # navix's step types; 0 is a transition
+_GYMNAX_DPI = 100
+_NAVIX_FPS = 10  # MiniGrid's
+_NAVIX_SIZE = 256  # pixels that the shorter side has at least, up to rounding: navix draws 8 for a cell
+
+
+def of_suite(suite: str, env: Any, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
+    """The label and the suite's own environment, from an id with keyword arguments, or from an instance."""
+    module, find, members = _SUITES[suite]
+    import_jax()
+    if isinstance(env, str):
+        with own_generator():  # some draw as they are made
+            names, make = find(import_extra(module, suite, "jax-envs"))
+            if env not in (known := sorted(names)):
+                by_case = {other.casefold(): other for other in known}
+                near = [repr(by_case[other]) for other in get_close_matches(env.casefold(), by_case, n=3, cutoff=0.5)]
+                guess = f"did you mean {' or '.join(near)}?" if near else "choose one of these"
+                raise ValueError(f"{suite} has no environment {env!r}, expected one of {known}: {guess}")
+            return f"{suite}/{env}", make(env, **kwargs)
+    if kwargs:
+        raise TypeError(
+            f"from_{suite} has no argument {', '.join(kwargs)} for an environment that is made already: pass its id, "
+            f"for which from_{suite} has more arguments, or check the spelling"
+        )
+    _check_instance(suite, env, *members)
+    return f"{suite}/{type(env).__name__}", env
+
+
+def _check_instance(suite: str, env: object, *members: str) -> None:
+    """Raise TypeError unless `env` is an instance, not a class, and has these members of a suite's environments."""
+    made = f"the class {env.__name__}: make an instance" if isinstance(env, type) else type(env).__name__
+    if isinstance(env, type) or not all(hasattr(env, name) for name in members):
+        raise TypeError(f"env is {made}, expected an environment of {suite}, with {', '.join(members)}")
+
+
+def first_observation(reset: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
+    """The shapes and dtypes of the observation that `reset` returns, a pytree."""
+    jax = import_jax()
+    with own_generator():
+        return jax.eval_shape(lambda key: reset(key, None)[1], jax.numpy.zeros(2, "uint32"))
+
+
+def space_like(array: Any) -> Space:
+    """The space of an array, or of a dict of arrays, which may be the results of `jax.eval_shape`."""
+    if isinstance(array, Mapping):
+        return spaces.Dict({name: space_like(part) for name, part in array.items()})
+    return box(array.shape, array.dtype)
+
+
+def copy_with(env: Any, wrapped: str, change: Callable[[Any], None]) -> Any:
+    """A copy of a suite's environment, changed under its wrappers, which hold it as `wrapped`: for one trace."""
+    copied = copy.copy(env)
+    if wrapped in vars(env):
+        setattr(copied, wrapped, copy_with(getattr(env, wrapped), wrapped, change))
+    else:
+        change(copied)
+    return copied
+
+
+def pixels_of(figure: Any, dpi: float) -> npt.NDArray[np.uint8]:
+    """Draw a figure of Matplotlib's at `dpi` dots per inch, whatever backend is set: [H, W, 3] uint8."""
+    agg = import_extra("matplotlib.backends.backend_agg", "Matplotlib", "viz")
+    figure.set_dpi(dpi)
+    before, canvas = figure.canvas, agg.FigureCanvasAgg(figure)
+    canvas.draw()
+    figure.set_canvas(before)  # by which pyplot finds the figure to close it
+    picture: npt.NDArray[np.uint8] = np.array(np.asarray(canvas.buffer_rgba())[..., :3], order="C")
+    return picture
+
+
+def from_functional(
+    env: Any,
+    params: Any = None,
+    *,
+    num_envs: int | None = None,
+    max_episode_steps: int | None = None,
+    one_hot: bool = False,
+    info_keys: Sequence[str] = (),
+    starts: Starts = "fresh",
+) -> FunctionsEnv:
+    """A JAX environment over a `FuncEnv`, whose `terminal` is a termination; it never truncates by itself.
+
+    As in Gymnasium's own wrapper, one key serves all functions of a step.
+
+    Args:
+        env: a `FuncEnv` instance, whose functions JAX can trace.
+        params: the last argument of its functions; by default their own.
+        info_keys: the keys of `transition_info` that a batch records under ``next.info``.
+        num_envs, max_episode_steps, one_hot, starts: see `from_functions`.
+
+    Raises:
+        TypeError: for something that is no `FuncEnv`; `from_functions` has the errors of its functions.
+
+    >>> from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
+    >>> from_functional(CartPoleFunctional(), num_envs=64, max_episode_steps=500)
+    JaxEnv('CartPoleFunctional', num_envs=64)
+    """
+    _check_instance("Gymnasium's FuncEnv", env, "initial", "transition", "terminal")
+    last = () if params is None else (params,)
+
+    def reset(key: Any, _: Any) -> tuple[Any, Any]:
+        state = env.initial(key, *last)
+        return state, env.observation(state, key, *last)
+
+    def step(key: Any, env_state: Any, action: Any, _: Any) -> Transition:
+        state = env.transition(env_state, action, key, *last)
+        observation = env.observation(state, key, *last)
+        reward = env.reward(env_state, action, state, key, *last)
+        info = env.transition_info(env_state, action, state, *last)
+        return Transition(state, observation, reward, env.terminal(state, key, *last), False, info)
+
+    common = (env.observation_space, env.action_space, num_envs, one_hot, info_keys, starts)
+    made = jax_env(type(env).__name__, reset, step, *common, max_episode_steps=max_episode_steps)
+    check_functions(made, made.params)
+    return made
 
 
 def from_gymnax(
@@ -81,7 +195,7 @@ def from_gymnax(
     >>> from_gymnax("CartPole-v1", num_envs=64)
     JaxEnv('gymnax/CartPole-v1', num_envs=64)
     """
-    _, raw = _GYMNAX.make(env, kwargs)
+    _, raw = of_suite("gymnax", env, kwargs)
     if getattr(raw, "supports_transition_gradients", False):
         raw = raw.with_transition_gradients()  # else its steps cut those of `differentiable_rollout` and `jax.grad`
     own = raw.default_params if params is None else params
@@ -104,16 +218,13 @@ def from_gymnax(
         return Transition(after, observation, reward, terminated, truncated, info)
 
     observed, actions = _space(raw.observation_space(own), first_observation(reset)), _space(raw.action_space(own))
-    facts = {"default_params": own, "param_keys": param_keys, "renderer": partial(gymnax_renderer, raw, own)}
+    facts = {"default_params": own, "param_keys": param_keys, "renderer": partial(_gymnax_renderer, raw, own)}
     common = (observed, actions, num_envs, one_hot, info_keys, starts)
     return jax_env(f"gymnax/{raw.name}", reset, step, *common, truncates=True, **facts)
 
 
 def _space(given: Any, delivered: Any = None) -> Space:
-    """The Gymnasium counterpart of a space of gymnax.
-
-    A Box gets the dtype of the `delivered` array, if that is given: some spaces of gymnax name another one.
-    """
+    """The counterpart of a space of gymnax; a Box gets the dtype of the `delivered` array, as some name another."""
     match type(given).__name__:
         case "Discrete":
             return spaces.Discrete(int(given.n))
@@ -127,6 +238,34 @@ def _space(given: Any, delivered: Any = None) -> Space:
     raise TypeError(
         f"the space {given!r} of gymnax has no counterpart in Gymnasium: expected Discrete, Box, Dict, Tuple"
     )
+
+
+@contextmanager
+def _gymnax_renderer(raw: Any, own: Any) -> Iterator[Renderer]:
+    """Draw states of `raw` by gymnax's `Visualizer`, with the parameters `own` where a state has none."""
+    pyplot = import_extra("matplotlib.pyplot", "Matplotlib", "viz")
+    visualizer: Any = import_extra("gymnax.visualize", "gymnax", "jax-envs").Visualizer(raw, own, {})
+
+    def draw(env_state: Any, params: Any) -> Any:
+        visualizer.env_params = own if params is None else params
+        step = int(getattr(env_state, "time", 0))
+        visualizer.state_seq = {0: env_state, step: env_state}
+        pyplot.sca(visualizer.ax)
+        visualizer.ax.clear()
+        visualizer.init()  # at every picture, since goals differ between episodes and are drawn here only
+        if not hasattr(visualizer, "im"):
+            raise EnvError(
+                f"gymnax has no renderer for {raw.name}, expected an environment that gymnax.visualize.Visualizer "
+                "draws, such as those of classic control and MinAtar: film one of these, or plot observations with "
+                "plots.episode"
+            )
+        visualizer.update(step)  # also writes the step into the title
+        return pixels_of(visualizer.fig, _GYMNAX_DPI)
+
+    try:
+        yield Renderer(1000 / visualizer.interval, draw)
+    finally:
+        pyplot.close(visualizer.fig)
 
 
 def from_navix(
@@ -144,15 +283,14 @@ def from_navix(
         env: an id such as ``"Navix-Empty-8x8-v0"``, or an instance.
         info_keys: the keys of the time step's `info`, such as ``"return"``, that a batch records under ``next.info``.
         **kwargs: for `navix.make`, such as `max_steps`, after which an episode is truncated (default: 100).
-        num_envs, one_hot: see `from_functions`.
-        starts: see `from_functions`; with ``"cached"`` a lane keeps its grid.
+        num_envs, one_hot, starts: see `from_functions`; with ``starts="cached"`` a lane keeps its grid.
 
     Raises the errors of `from_gymnax`.
 
     >>> from_navix("Navix-Empty-8x8-v0", num_envs=64)
     JaxEnv('navix/Navix-Empty-8x8-v0', num_envs=64)
     """
-    label, raw = _NAVIX.make(env, kwargs)
+    label, raw = of_suite("navix", env, kwargs)
 
     def reset(key: Any, _: Any) -> tuple[Any, Any]:
         timestep = raw.reset(key)
@@ -165,7 +303,20 @@ def from_navix(
 
     actions: Space = spaces.Discrete(int(raw.action_space.maximum) + 1)
     common = (space_like(first_observation(reset)), actions, num_envs, one_hot, info_keys, starts)
-    return jax_env(label, reset, step, *common, truncates=True, renderer=navix_renderer)
+    return jax_env(label, reset, step, *common, truncates=True, renderer=_navix_renderer)
+
+
+@contextmanager
+def _navix_renderer() -> Iterator[Renderer]:
+    """Draw the whole grid of a state by navix's sprites, whatever the environment's own observations are."""
+    jitted = import_jax().jit(import_extra("navix.observations", "navix", "jax-envs").rgb)
+
+    def draw(timestep: Any, _: Any) -> Any:
+        picture = np.asarray(jitted(timestep.state))
+        times = max(1, _NAVIX_SIZE // min(picture.shape[:2]))
+        return picture.repeat(times, 0).repeat(times, 1)
+
+    yield Renderer(_NAVIX_FPS, draw)
 
 
 def from_pgx(
@@ -186,7 +337,7 @@ def from_pgx(
     >>> from_pgx("tic_tac_toe", num_envs=64)
     JaxEnv('pgx/tic_tac_toe', num_envs=64)
     """
-    _, raw = _PGX.make(env, {})
+    _, raw = of_suite("pgx", env, {})
     several = raw.num_players > 1
 
     def observe(state: Any) -> dict[str, Any]:
@@ -209,100 +360,3 @@ def from_pgx(
         actions: Space = spaces.Discrete(raw.num_actions)
     common = (spaces.Dict(observed), actions, num_envs, one_hot)
     return jax_env(f"pgx/{raw.id}", reset, step, *common, max_episode_steps=max_episode_steps)
-
-
-def from_brax(
-    env: Any,
-    *,
-    num_envs: int | None = None,
-    episode_length: int = 1000,
-    info_keys: Sequence[str] = (),
-    starts: Starts = "fresh",
-    param_keys: Sequence[str] = (),
-    **kwargs: Any,
-) -> FunctionsEnv:
-    """A JAX environment over a raw brax one, without its training wrappers.
-
-    Args:
-        env: an id such as ``"ant"``, or an instance without wrappers that batch, count or reset.
-        episode_length: steps after which an episode is truncated.
-        info_keys: the keys of the state's `metrics` that a batch records under ``next.info``.
-        **kwargs: for `brax.envs.get_environment`, such as `backend`.
-        num_envs: see `from_functions`.
-        starts: see `from_functions`; ``"cached"`` is what brax's own autoreset does.
-        param_keys: see `from_functions`; the parameters are brax's system.
-
-    Raises the errors of `from_gymnax`, and ValueError for a training wrapper.
-
-    >>> from_brax("inverted_pendulum", num_envs=64)
-    JaxEnv('brax/inverted_pendulum', num_envs=64)
-    """
-    check_positive("episode_length", episode_length, 1000)
-    label, raw = _BRAX.make(env, kwargs)
-    facts = {"max_episode_steps": episode_length, "param_keys": param_keys, "renderer": partial(brax_renderer, raw)}
-    return _over_states(label, raw, "sys", (num_envs, False, info_keys, starts), facts)
-
-
-def from_playground(
-    env: Any,
-    *,
-    num_envs: int | None = None,
-    episode_length: int | None = None,
-    info_keys: Sequence[str] = (),
-    starts: Starts = "fresh",
-    param_keys: Sequence[str] = (),
-    **kwargs: Any,
-) -> FunctionsEnv:
-    """A JAX environment over a raw one of MuJoCo Playground, without its training wrappers.
-
-    The physics are MJX's ``"jax"`` implementation, which runs on every device, unless a `config` or
-    ``config_overrides={"impl": …}`` names another. The `action_repeat` of the config is not applied.
-
-    Args:
-        env: an id such as ``"CartpoleBalance"``, or an instance without wrappers that batch, count or reset.
-        episode_length: steps after which an episode is truncated; by default the config's.
-        **kwargs: for `mujoco_playground.registry.load`: `config`, `config_overrides`.
-        num_envs, info_keys: see `from_brax`.
-        starts: see `from_brax`; resets are slow here, so ``"cached"`` saves much time.
-        param_keys: see `from_brax`; the parameters are MJX's model.
-
-    Raises the errors of `from_brax`.
-
-    >>> from_playground("CartpoleBalance", num_envs=64)
-    JaxEnv('playground/CartpoleBalance', num_envs=64)
-    """
-    check_optional_positive("episode_length", episode_length)
-    label, raw = _PLAYGROUND.make(env, kwargs)
-    length = raw.unwrapped._config.episode_length if episode_length is None else episode_length
-    facts = {"max_episode_steps": length, "param_keys": param_keys, "renderer": partial(playground_renderer, raw)}
-    return _over_states(label, raw, "_mjx_model", (num_envs, False, info_keys, starts), facts)
-
-
-def _over_states(label: str, raw: Any, physics: str, common: tuple[Any, ...], facts: Mapping[str, Any]) -> FunctionsEnv:
-    """Adapt an environment with ``reset(key)`` and ``step(state, action)``: states have `obs`, `reward` and `done`.
-
-    Its attribute `physics` holds the parameters of the simulation. `common` and `facts` are arguments of `jax_env`.
-    """
-    inner = raw
-    while inner is not None:
-        if type(inner).__name__.endswith(_TRAINING):
-            raise ValueError(
-                f"{label} is wrapped in {type(inner).__name__}, expected an environment of one lane that neither "
-                "counts its steps nor resets itself: pass env.unwrapped"
-            )
-        inner = vars(inner).get("env")  # the environment that a wrapper wraps
-
-    def under(params: Any) -> Any:
-        return raw if params is None else copy_with(raw, "env", lambda inner: setattr(inner, physics, params))
-
-    def reset(key: Any, params: Any) -> tuple[Any, Any]:
-        state = under(params).reset(key)
-        return state, state.obs
-
-    def step(_: Any, env_state: Any, action: Any, params: Any) -> Transition:
-        state = under(params).step(env_state, action)
-        return Transition(state, state.obs, state.reward, state.done > 0, False, state.metrics)
-
-    observed, actions = space_like(first_observation(reset)), box((raw.action_size,), "float32", -1.0, 1.0)
-    own = getattr(raw.unwrapped, physics, None)
-    return jax_env(label, reset, step, observed, actions, *common, default_params=own, **facts)
