@@ -142,7 +142,7 @@ def test_an_exception_leaves_nothing_behind():
             with pytest.raises(ArithmeticError):
                 fc.profile(collector, reader=fail)
         assert one.loops is api.LOOPS
-        assert two.run.stop_timers() == []
+        assert two.run.timers(False) == []
         assert next(one).numel() == 20
         check(fc.profile(two, frames=20))
 

@@ -11,7 +11,7 @@ from funcollect.arguments import check_flags
 from funcollect.collectors.keywords import collector
 from funcollect.collectors.options import LocalOptions, options_of
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.batch_layout import Join
+from funcollect.collectors.workers.gathering import Join, in_this_process
 from funcollect.collectors.workers.jobs import (
     DEVICES,
     columns_of,
@@ -23,7 +23,6 @@ from funcollect.collectors.workers.jobs import (
     shares,
     want_accelerators,
 )
-from funcollect.collectors.workers.run import in_this_process
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
 

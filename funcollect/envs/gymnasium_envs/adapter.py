@@ -27,7 +27,7 @@ from funcollect.envs.host.lane_workers.options import LaneWorkers, refuse_remove
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.envs.recognise import has_time_limit, refuse_foreign, running_statistics
 from funcollect.errors import InUseError
-from funcollect.processes.life import SIGNS
+from funcollect.processes.system import SIGNS
 from funcollect.protocols import Forking, Simulators, is_env
 from funcollect.specs import ActionSpec, observation_leaves
 

@@ -14,7 +14,7 @@ from funcollect.envs.host.host_env import ONWARD, Camera, SimulatedEnv, Simulato
 from funcollect.envs.host.rows import Rows
 from funcollect.errors import EnvError
 from funcollect.messages import shown
-from funcollect.processes.life import SIGNS
+from funcollect.processes.system import SIGNS
 from funcollect.protocols import Outcome
 
 GymEnv = gymnasium.Env[Any, Any]
