@@ -229,4 +229,4 @@ _CHILDREN: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
 
 # A process that was forked from the owner of children closes its handles: only the owner keeps them alive.
-os.register_at_fork(after_in_child=lambda: [child.kill() for child in list(_CHILDREN)])
+os.register_at_fork(after_in_child=lambda: [*map(ChildProcess.kill, [*_CHILDREN])])

@@ -225,7 +225,8 @@ class WorkerRun(WorkerPool):
         if episodes is None:
             return states
         firsts: dict[int, Any] = {}
-        for state in (runner for each in saved for runner in runners_of(each)):  # a file holds equal weights once
+        runners: list[Any] = [runner for each in saved for runner in runners_of(each)]
+        for state in runners:  # a file holds equal weights once
             own = state["policy_state_dict"]
             first = firsts.setdefault(state["policy_version"], own)
             if first.keys() == own.keys() and all(torch.equal(first[name], own[name]) for name in own):

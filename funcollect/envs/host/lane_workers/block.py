@@ -74,7 +74,7 @@ class LaneBlock(SimpleNamespace):
         """The arrays over this memory."""
         block = cls(observation={}, ends={})
         for path, leaf in layout.leaves(memory).items():
-            own = vars(block)[path[0]] if path[1:] else vars(block)
+            own: dict[Any, Any] = vars(block)[path[0]] if path[1:] else vars(block)
             own[path[1:] or path[0]] = leaf.numpy()
         return block
 

@@ -69,7 +69,7 @@ class WorkerLanes(WorkerPool):
         self._applied: list[list[Applied]] = [[] for _ in shares]  # by worker, what its lanes were called with
         self.cpus = spread(len(shares))
         layout = LaneBlock.layout(env, len(shares))
-        bare = replace(env, **dict.fromkeys(("opener", "open_group", "workers")))  # each worker has its own opener
+        bare = replace(env, open_group=None, workers=None)  # each worker has its own opener
         jobs = [
             LaneJob(bare, layout, index, lanes, env.open_group(lanes.start, lanes.stop), cpu, [])
             for index, (lanes, cpu) in enumerate(zip(shares, self.cpus, strict=True))
