@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,8 @@ from funcollect.plots.recording import check_filmed, record
 from funcollect.policies.torch_modules.sending import dumps
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.processes.failures import Failure, sending
-from funcollect.processes.pool import Call, FailurePolicy, Loss, WorkerHandle, WorkerPool, WorkerRecord
-from funcollect.processes.serving import ProcessHandle, ProcessTransport, Served, serve
+from funcollect.processes.pool import Call, FailurePolicy, Loss, WorkerPool, WorkerRecord
+from funcollect.processes.serving import ProcessTransport, Served, serve
 from funcollect.processes.system import run_as_batch_work
 from funcollect.protocols import Policy, is_policy
 from funcollect.specs import ExplorationType
@@ -114,27 +115,17 @@ class Evaluator:
         if film is not None:
             check_kind("film", film, str, "pass for example 'films/{step}.mp4'")
             check_film(_film_name(film), None)
-        source = RunnerSpec(
-            create_env_fn=create_env_fn,
-            create_env_kwargs=create_env_kwargs,
-            policy=policy,
-            policy_factory=policy_factory,
-        )
+        given: dict[str, Any] = {"create_env_kwargs": create_env_kwargs, "policy_factory": policy_factory}
+        source = RunnerSpec(create_env_fn=create_env_fn, policy=policy, **given)
         job = EvaluatorJob(source, episodes, seed, max_frames, exploration_type, film)
         own = policy is None or is_policy(policy)
         self._policy: Policy | None = policy if own else TorchPolicy(policy, None, None, None)
-        self._size = waiting
-        self._waiting: list[tuple[int, Mapping[str, Tensor], Any]] = []  # the newest last
-        self._busy: tuple[int, Call] | None = None  # the step that is being evaluated
-        self._ready: list[tuple[int, Call]] = []  # evaluations that have ended
+        self._waiting: deque[tuple[int, Mapping[str, Tensor], Any]] = deque(maxlen=int(waiting))  # the newest last
+        self._calls: list[Call] = []  # the evaluations that were begun; only the last one may be under way
         self.dropped = 0
         self._pool = _Process(_EndsAtOnce(__name__, "call evaluate in the loop instead"), [job], _PATIENT)
-        self._finalizer = weakref.finalize(self, self._pool.close)
-        try:
-            self._pool.finish(self._pool.built)
-        except BaseException:
-            self.close()
-            raise
+        self._child = self._pool.records[0].handle
+        self._finalizer = weakref.finalize(self, self._pool.stop)
 
     def submit(self, params: Any = None, step: int = 0) -> None:
         """Evaluate weights as they are now, once the process is free.
@@ -156,10 +147,8 @@ class Evaluator:
             named = self._policy.state_dict(params)
             weights = {name: torch.as_tensor(each).detach().to("cpu", copy=True) for name, each in named.items()}
         packed = None if weights or params is None else dumps(params, on_cpu=True)  # as they are now
+        self.dropped += len(self._waiting) == self._waiting.maxlen
         self._waiting.append((step, weights, packed))
-        if len(self._waiting) > self._size:
-            del self._waiting[0]
-            self.dropped += 1
         self._send()
 
     def results(self) -> list[Evaluation]:
@@ -169,7 +158,8 @@ class Evaluator:
             EvaluationError: if an evaluation raised, or the process has ended. The next call returns the others.
         """
         self._check_open()
-        self._read(wait=False)
+        self._pool.poll()
+        self._send()
         return self._taken()
 
     def wait(self) -> list[Evaluation]:
@@ -181,45 +171,29 @@ class Evaluator:
         self._check_open()
         _prioritize(self._child, idle=False)
         try:
-            self._read(wait=True)
+            while self._send():
+                self._pool.wait()
         finally:
             _prioritize(self._child, idle=True)
         return self._taken()
 
-    def _read(self, *, wait: bool) -> None:
-        """Read the answer that has arrived, or wait for all."""
-        self._pool.poll()
-        while self._busy is not None:
-            while wait and not self._busy[1].done:
-                self._pool.wait()
-            if not self._busy[1].done:
-                return
-            self._ready.append(self._busy)
-            self._busy = None
-            self._send()
+    def _send(self) -> bool:
+        """Send the newest weights that wait, if the process is free; return whether it is at work."""
+        at_work = bool(self._calls) and not self._calls[-1].done
+        if self._waiting and not at_work:
+            self._calls.append(self._pool.call(0, "evaluate", *self._waiting.pop()))
+            at_work = True
+        return at_work
 
     def _taken(self) -> list[Evaluation]:
-        """The results that were read; the first that is an exception is raised instead."""
-        for place, (_, call) in enumerate(self._ready):
+        """The results that have arrived; the first that is an exception is raised instead."""
+        for call in self._calls:
             if call.error is not None:
-                del self._ready[place]
+                self._calls.remove(call)
                 raise call.error
-        taken, self._ready = self._ready, []
-        results = [(step, *call.value) for step, call in taken]
-        return [Evaluation(step, stats, None if film is None else Path(film)) for step, stats, film in results]
-
-    def _send(self) -> None:
-        """Send the newest weights that wait, if the process is free."""
-        if self._busy is None and self._waiting:
-            newest = self._waiting.pop()
-            self._busy = newest[0], self._pool.call(0, "evaluate", *newest)
-
-    @property
-    def _child(self) -> ProcessHandle:
-        """The process."""
-        handle = self._pool.records[0].handle
-        assert isinstance(handle, ProcessHandle)
-        return handle
+        taken = [call for call in self._calls if call.done]
+        self._calls = self._calls[len(taken) :]
+        return [call.value for call in taken]
 
     def _check_open(self) -> None:
         if not self._child.open:
@@ -274,14 +248,13 @@ class _EndsAtOnce(ProcessTransport):
     """Ends the process without asking it to close. With idle priority its end would wait for an idle core."""
 
     @override
-    def close(self, handles: Sequence[WorkerHandle]) -> None:
+    def close(self, handles: Sequence[Any]) -> None:
         for handle in handles:
-            assert isinstance(handle, ProcessHandle)
             _prioritize(handle, idle=False)
             handle.kill()
 
 
-def _prioritize(child: ProcessHandle, *, idle: bool) -> None:
+def _prioritize(child: Any, *, idle: bool) -> None:
     """Change the priority of a process that has not ended; once it has, its number may be another process's."""
     if child.open and child.owned and not child.ended_by(0):
         run_as_batch_work(idle=idle, pid=child.pid)
@@ -317,24 +290,23 @@ class Evaluating(Served):
         if job.film is not None:  # an error after the episodes would lose their statistics
             check_filmed(self._env, self._policy)
 
+    @override
     def describe(self) -> None:
-        """Nothing; from here on the process works only while a core has nothing else to do."""
-        run_as_batch_work(idle=True)
+        run_as_batch_work(idle=True)  # from here on
 
-    def evaluate(
-        self, step: int, weights: Mapping[str, Tensor], packed: bytes | None
-    ) -> tuple[EpisodeStats, str | None]:
-        """The statistics of the episodes, and the path of the film if there is one."""
+    def evaluate(self, step: int, weights: Mapping[str, Tensor], packed: bytes | None) -> Evaluation:
+        """Evaluate the weights by name, or packed params; for neither the policy's own."""
         job, params = self._job, None if packed is None else cloudpickle.loads(packed)
         if weights:
             self._policy.load(dict(weights))
         seed = seed_of(key_from_seed(job.seed))  # one for the episodes and for the film
         given: dict[str, Any] = {"seed": seed, "params": params, "exploration_type": job.exploration_type}
         stats = evaluate(self._env, self._policy, episodes=job.episodes, max_frames=job.max_frames, **given)
-        path = None if job.film is None else job.film.format(step=step)
-        if path is not None:
-            record(self._env, self._policy, path, **given)
-        return stats, path
+        if job.film is None:
+            return Evaluation(step, stats)
+        film = Path(job.film.format(step=step))
+        record(self._env, self._policy, film, **given)
+        return Evaluation(step, stats, film)
 
 
 def main(fds: Sequence[int]) -> None:

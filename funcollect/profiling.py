@@ -285,14 +285,14 @@ def _timed(collector: CollectorBase) -> Iterator[list[RolloutTimes]]:
     run = collector.run if isinstance(collector, WorkerCollector) else None
     timer = RunnerTimer(collector) if isinstance(collector, SyncDataCollector) else None
     if run is not None:
-        run.start_timers()
+        run.timers(True)
     try:
         yield times
     finally:
         if timer is not None:
             times.append(timer.stop())
         elif run is not None and not run.closed:
-            times += [each for each in run.stop_timers() if each.frames]
+            times += [each for each in run.timers(False) if each.frames]
 
 
 def _divide(collector: SyncDataCollector, parts: dict[str, float], frames: int) -> None:

@@ -147,7 +147,7 @@ def test_nothing_is_left_behind_after_an_exception_either():
             with pytest.raises(ArithmeticError):
                 fc.profile(collector, reader=fail)
         assert one.loops is api.LOOPS
-        assert two.run.stop_timers() == []
+        assert two.run.timers(False) == []
         assert next(one).numel() == 20
         check(fc.profile(two, frames=20))
 

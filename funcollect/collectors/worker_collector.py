@@ -19,9 +19,9 @@ from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.in_use import FillsBuffer, exclusive
 from funcollect.collectors.options import Device, Options, collector
 from funcollect.collectors.sync import given_weights
-from funcollect.collectors.workers.batch_layout import Join
+from funcollect.collectors.workers.gathering import Join, Means
 from funcollect.collectors.workers.jobs import masks_of
-from funcollect.collectors.workers.run import Means, WorkerRun
+from funcollect.collectors.workers.run import WorkerRun
 from funcollect.collectors.workers.worker import Job, runners_of
 from funcollect.core.env_params import part_of_lanes
 from funcollect.core.evaluate_actions import remember_spaces
@@ -233,7 +233,7 @@ class WorkerCollector(CollectorBase, FillsBuffer):
     @exclusive
     def state_dict(self) -> Any:
         """The state that `load_state_dict` takes: one per worker. Saving does not disturb the run."""
-        return {**self.run.state_dict(), "frames": self.frames, "iter": self._batches}
+        return {**self.run.save(None), "frames": self.frames, "iter": self._batches}
 
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -241,18 +241,18 @@ class WorkerCollector(CollectorBase, FillsBuffer):
 
         Batches that the workers have ready are not delivered: they belong to the run before.
         """
-        self.run.load_state_dict(state_dict)
+        self.run.load(state_dict, None)
         self._continue(state_dict)
 
     @override
     @exclusive
     def saved_run(self, episodes: Episodes) -> dict[str, Any]:
-        return {**self.run.saved_run(episodes), "frames": self.frames, "iter": self._batches}
+        return {**self.run.save(episodes), "frames": self.frames, "iter": self._batches}
 
     @override
     @exclusive
     def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
-        self.run.continue_run(saved, episodes)
+        self.run.load(saved, episodes)
         self._continue(saved)
 
     def _continue(self, saved: Mapping[str, Any]) -> None:

@@ -17,8 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from funcollect.processes.shared_memory import anonymous_file
-from funcollect.processes.system import PORTABLE
+from funcollect.processes.system import PORTABLE, anonymous_file
 
 _KIND = socket.SOCK_STREAM if PORTABLE else socket.SOCK_SEQPACKET  # the latter keeps packets apart
 _LENGTH = struct.Struct("<I")  # before each packet of a stream

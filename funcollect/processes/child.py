@@ -23,9 +23,7 @@ import torch
 from funcollect.interop.jax_setup import FrameworkSettings
 from funcollect.processes.channel import Channel, pair
 from funcollect.processes.fork_server import STATUS, die_with_parent, kill_group, launch
-from funcollect.processes.life import COUNT_BYTES, SIGNS
-from funcollect.processes.shared_memory import anonymous_file
-from funcollect.processes.system import PORTABLE, place, run_as_batch_work, take_place
+from funcollect.processes.system import COUNT_BYTES, PLACE, PORTABLE, SIGNS, anonymous_file, place, run_as_batch_work
 
 OnFailure = Literal["raise", "restart"]  # what happens when a child is lost: an error, or another child
 
@@ -60,29 +58,24 @@ class ChildSetup(NamedTuple):
         os.environ.clear()
         os.environ.update(self.environ)
         self.apply_anywhere()
-        take_place(self.place)
+        PLACE[:] = [self.place]
         # All children would have the numbers of the server that has forked them.
         np.random.seed()
         torch.default_generator.seed()
 
     def apply_anywhere(self) -> None:
-        """Take over what does not depend on the machine."""
-        limit_threads(self.num_threads, accelerators=self.accelerators)
+        """Take over what does not depend on the machine, before JAX makes a client."""
+        os.environ["OMP_NUM_THREADS"] = os.environ["NPROC"] = str(self.num_threads)  # XLA's CPU client reads the latter
+        torch.set_num_threads(self.num_threads)
+        if self.num_threads == 1:
+            flags = os.environ.get("XLA_FLAGS", "")
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+        if not self.accelerators:
+            os.environ["JAX_PLATFORMS"] = "cpu"
+            if "jax" in sys.modules:
+                sys.modules["jax"].config.update("jax_platforms", "cpu")
         self.frameworks.apply()
         multiprocessing.current_process().authkey = self.authkey
-
-
-def limit_threads(num_threads: int, *, accelerators: bool) -> None:
-    """Limit this process's threads, and hide accelerators from JAX unless wanted. Call it before JAX makes a client."""
-    os.environ["OMP_NUM_THREADS"] = os.environ["NPROC"] = str(num_threads)  # XLA's CPU client reads the latter
-    torch.set_num_threads(num_threads)
-    if num_threads == 1:
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
-    if not accelerators:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        if "jax" in sys.modules:
-            sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
 def enter_child(fds: Sequence[int]) -> Channel:
@@ -106,9 +99,8 @@ class ChildProcess:
     """
 
     def __init__(self, module: str) -> None:
-        self._pid = 0
+        self._pid, self._owner = 0, os.getpid()
         self._ended: int | None = None  # its wait status; -1 if none was reported
-        self._owner = os.getpid()
         try:
             self._launch(module)
         except OSError as error:
@@ -122,14 +114,9 @@ class ChildProcess:
         """Start the process. What it alone needs is closed here afterwards, and everything after a failure."""
         with ExitStack() as given, ExitStack() as kept:
             self.channel, theirs = pair()
-            given.callback(theirs.close)
             kept.callback(self.channel.close)
-            self._status, reports = os.pipe()
-            kept.callback(os.close, self._status)
-            given.callback(os.close, reports)
-            alive, self._life = os.pipe()
-            kept.callback(os.close, self._life)
-            given.callback(os.close, alive)
+            given.callback(theirs.close)
+            (self._status, reports), (alive, self._life) = (_pipe(kept, given), _pipe(given, kept))
             self._stack = anonymous_file("stack")  # after the count of signs of life
             kept.callback(os.close, self._stack)
             self._clear_stack()
@@ -191,8 +178,9 @@ class ChildProcess:
         """The Python stack of a process that hangs, or why there is none; empty if the process has ended."""
         if not self._pid or self.ended_by(0):
             return ""
-        if _is_stopped(self._pid):
-            return "(it is stopped, by SIGSTOP or a debugger, so it shows no Python stack)"
+        with contextlib.suppress(OSError), open(f"/proc/{self._pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[0] in "Tt":
+                return "(it is stopped, by SIGSTOP or a debugger, so it shows no Python stack)"
         self._clear_stack()
         try:
             os.kill(self._pid, signal.SIGUSR1)
@@ -211,7 +199,7 @@ class ChildProcess:
         os.lseek(self._stack, COUNT_BYTES, os.SEEK_SET)
 
     def signs(self) -> int:
-        """A number that has changed if the process has shown a sign of life (see `funcollect.processes.life`)."""
+        """A number that has changed if the process has shown a sign of life (see `SignsOfLife`)."""
         return int.from_bytes(os.pread(self._stack, COUNT_BYTES, 0), sys.byteorder) if self.open else 0
 
     def kill(self) -> None:
@@ -229,22 +217,16 @@ class ChildProcess:
         self.channel.close()
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, if the system tells."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False
+def _pipe(*closing: ExitStack) -> tuple[int, int]:
+    """The reading and the writing end of a pipe, each with the stack that closes it."""
+    ends = os.pipe()
+    for stack, fd in zip(closing, ends, strict=True):
+        stack.callback(os.close, fd)
+    return ends
 
 
 _CHILDREN: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
 
-def _let_go() -> None:
-    """Close the handles in a process that was forked from the owner of children: only the owner keeps them alive."""
-    for child in list(_CHILDREN):
-        child.kill()
-
-
-os.register_at_fork(after_in_child=_let_go)
+# A process that was forked from the owner of children closes its handles: only the owner keeps them alive.
+os.register_at_fork(after_in_child=lambda: [*map(ChildProcess.kill, [*_CHILDREN])])

@@ -1,22 +1,17 @@
-"""Exceptions of a child process, as it sends them, and results that it cannot send."""
+"""Exceptions of a worker, as it sends them, and results that it cannot send."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import traceback
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import cloudpickle
 
-from funcollect.errors import EnvError
+from funcollect.errors import EnvError, WorkerError
 from funcollect.messages import shown
-
-_MOST_LINES = 40  # of a traceback in a warning
-_RESTARTS = itertools.count(1)  # by this process
 
 
 class UnsentResultError(TypeError):
@@ -44,22 +39,23 @@ def check_sendable(results: Any) -> None:
 
 
 class Failure(NamedTuple):
-    """An exception in a child process, or in a worker of any kind."""
+    """An exception in a worker."""
 
     message: str
     traceback: str
-    lane: int | None  # that an `EnvError` names, counted over all workers
+    lane: int | None  # that the error names, counted over all workers
     cause: bytes | None  # the exception itself, pickled, if that is possible
 
     @classmethod
     def of(cls, error: BaseException, first_lane: int | None = None) -> Self:
-        """Pack an exception. `first_lane` is the number of the process's first lane over all workers, if it has any."""
+        """Pack an exception. `first_lane` is the number of the worker's first lane over all workers, if it has any."""
         try:
             cause: bytes | None = cloudpickle.dumps(error)
         except Exception:
             cause = None
         named = re.match(r"lanes? \[?(\d+)", str(error)) if isinstance(error, EnvError) else None
-        lane = first_lane + int(named[1]) if named and first_lane is not None else None
+        lane = error.lane if isinstance(error, WorkerError) else None
+        lane = first_lane + int(named[1]) if named and first_lane is not None else lane
         return cls(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), lane, cause)
 
     def error(self) -> BaseException | None:
@@ -69,15 +65,3 @@ class Failure(NamedTuple):
         except Exception:
             return None
         return error if isinstance(error, BaseException) else None
-
-
-def warn_of_restart(reason: str, where: str) -> None:
-    """Warn that another process takes the place of a lost one. `where` is its traceback or Python stack, if it has one.
-
-    The number of the restart makes the text a new one: by default, Python shows a warning of the same text only once.
-    """
-    lines = where.rstrip().splitlines()
-    if len(lines) > _MOST_LINES:
-        lines[_MOST_LINES // 2 : -_MOST_LINES // 2] = ["  …"]
-    restart = f"another takes its place, and its lanes begin new episodes (restart {next(_RESTARTS)} by this process)"
-    warnings.warn("\n".join([f"{reason}; {restart}", *lines]), RuntimeWarning, stacklevel=3)

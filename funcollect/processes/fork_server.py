@@ -1,9 +1,8 @@
 """Starts worker processes by forking them from a server process, which has imported everything heavy once.
 
-The server is started on first use and shared by everything that starts workers. It is a program of its own with a
-single thread, so forking it is safe, unlike forking the user's process. It forks on request, reports the end of its
-children, and ends with the process that started it. Where a fork is never safe, as on macOS, it starts them as programs
-of their own, and kills them when it ends.
+The server, a program with a single thread, can be forked safely, unlike the user's process. It is started on first use,
+reports the end of its children, and ends with the process that started it. Where a fork is never safe, as on macOS, it
+starts them as programs of their own, and kills them when it ends.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.processes.channel import Channel, pair
@@ -69,17 +69,16 @@ def main(control: int, alive: int) -> None:
 
 
 def _start(module: str, fds: list[int], children: dict[int, int], own: tuple[int, ...]) -> None:
-    """Start a worker, by a fork or as a separate program, which calls `main` of a module, and report its id.
+    """Start a worker, which calls `main` of a module with all descriptors but the first, on which its id is reported.
 
-    The first descriptor is for reports, the others are the arguments of `main`. The worker closes the server's `own`.
-    If it cannot start, all are closed: whoever asked for it then sees that it has ended.
+    The worker closes the server's `own`. If it cannot start, all are closed: whoever asked for it sees that it ended.
     """
     status, *others = fds
     try:
         if PORTABLE:
             for fd in others:
                 os.set_inheritable(fd, True)
-            pid = os.posix_spawn(sys.executable, _command(module, others), os.environ, setpgroup=0)
+            pid = os.posix_spawn(sys.executable, program(module, [others]), os.environ, setpgroup=0)
         else:
             importlib.import_module(module)  # here, so that later workers have it
             if not (pid := os.fork()):
@@ -98,25 +97,20 @@ def _start(module: str, fds: list[int], children: dict[int, int], own: tuple[int
 
 
 def _report(status: int, number: int) -> None:
-    """Send the collector's process the id of a worker, or its wait status."""
-    with contextlib.suppress(BrokenPipeError):  # the collector has closed its end
+    with contextlib.suppress(BrokenPipeError):  # its other end was closed
         os.write(status, STATUS.pack(number))
 
 
 def _reap(children: dict[int, int]) -> None:
     """Reap every process that has ended, and report the end of workers."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            pid = 0
-        if not pid:
-            return
-        if (fd := children.pop(pid, None)) is not None:
-            if PORTABLE:
-                kill_group(pid)
-            _report(fd, status)
-            os.close(fd)
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = ended
+            if (fd := children.pop(pid, None)) is not None:
+                if PORTABLE:
+                    kill_group(pid)
+                _report(fd, status)
+                os.close(fd)
 
 
 def kill_group(pid: int) -> None:
@@ -132,7 +126,7 @@ def _become_worker(module: str, fds: list[int]) -> None:
         if len(os.listdir(f"/proc/{os.getppid()}/task")) > 1:
             for fd in fds:
                 os.set_inheritable(fd, True)
-            os.execv(sys.executable, _command(module, fds))
+            os.execv(sys.executable, program(module, [fds]))
         importlib.import_module(module).main(fds)
         code = 0
     except BaseException:
@@ -141,21 +135,17 @@ def _become_worker(module: str, fds: list[int]) -> None:
         os._exit(code)
 
 
-def _command(module: str, fds: list[int]) -> list[str]:
-    return [sys.executable, "-c", program(module, f"main({fds})")]
-
-
-def program(module: str, call: str) -> str:
-    """Code for ``python -c``: a call of the `main` of a module, with this process's import path."""
-    return f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; {call}"
+def program(module: str, arguments: Sequence[Any]) -> list[str]:
+    """The command that calls the `main` of a module, with this process's import path."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main(*{arguments!r})"
+    return [sys.executable, "-c", code]
 
 
 def die_with_parent(alive: int) -> None:
     """Let the kernel kill this process, and those that it starts, once the other end of the pipe `alive` is closed.
 
-    This works even if they are stopped, or hang while they hold the GIL. The process leads its own process group. It
-    stays in the session, since Linux groups tasks by session, and a process that calls `sched_yield` yields to its
-    group.
+    This works even if they are stopped, or hang while they hold the GIL. The process leads a group, but stays in the
+    session: Linux groups tasks by session, and a process that calls `sched_yield` yields to its group.
     """
     os.setpgid(0, 0)
     fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
@@ -174,9 +164,8 @@ class _Server:
         self.owner = os.getpid()
         self._channel, theirs = pair()
         alive, self._life = os.pipe()
-        call = f"main({theirs.fileno()}, {alive})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program(__name__, call)],
+            program(__name__, [theirs.fileno(), alive]),
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), alive),
             env=os.environ | dict.fromkeys(_THREADS, "1"),

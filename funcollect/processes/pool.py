@@ -1,9 +1,7 @@
-"""Workers that answer calls, over any transport: answers, deaths, hangs, replacement, and the end.
+"""The kernel of workers: calls and answers over any transport, deaths, hangs, replacement, and the end.
 
-A worker is an object in this process, in another process or in a Ray actor, which is built from a packed job by its
-first call, ``"describe"``, and answers further calls with its methods, in the order they were sent
-(`funcollect.processes.serving`). A `Transport` starts workers and reports which have answered; a `WorkerPool` is all
-that its user sees of them.
+A worker is an object in this process, in another one or in a Ray actor. Its first call, ``"describe"``, builds it from
+a packed job; its methods answer all calls, in the order they were sent (`funcollect.processes.serving`).
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,13 +19,15 @@ from typing import Any, NamedTuple, Protocol
 from funcollect.errors import WorkerError
 from funcollect.interop.jax_setup import send_main_by_value
 from funcollect.processes.child import OnFailure
-from funcollect.processes.failures import Failure, warn_of_restart
-from funcollect.processes.life import SIGNS
+from funcollect.processes.failures import Failure
+from funcollect.processes.system import SIGNS
 
 _SLICE = 0.05  # seconds of one wait at most: another thread may have read the answer meanwhile
 _LATE = 0.5  # seconds of waiting from which on signs of life are looked for
 _FAILURES_IN_A_ROW = 5  # of one worker, without a finished task in between
 _BACKOFF = 0.1  # seconds before the second restart in a row, doubled at each
+_MOST_LINES = 40  # of a traceback in a warning
+_RESTARTS = itertools.count(1)  # by this process
 
 
 @dataclass(eq=False)
@@ -49,10 +50,10 @@ class Call:
 
 
 class Answer(NamedTuple):
-    """A worker's answer to a call: its result, or a `Failure`."""
+    """A worker's answer to a call."""
 
     number: int
-    value: Any
+    value: Any  # its result, or a `Failure`
 
 
 class Loss(NamedTuple):
@@ -70,7 +71,7 @@ class WorkerHandle(Protocol):
 
     @property
     def label(self) -> str:
-        """The kind and place of the worker, for error messages; empty if its index says enough."""
+        """Its kind and place, for error messages; empty if its index says enough."""
         return ""
 
     def send(self, call: Call) -> None:
@@ -103,11 +104,14 @@ class Transport(Protocol):
         """Raise WorkerError if there is no room for new workers, with indices from `first`, beside the present ones."""
         return
 
-    def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
+    def ready(self, handles: Mapping[int, Any], timeout: float) -> Iterable[int]:
         """The keys of the handles that may have an answer; waits for the first one, at most `timeout` seconds."""
+        return handles
 
-    def close(self, handles: Sequence[WorkerHandle]) -> None:
+    def close(self, handles: Sequence[Any]) -> None:
         """Let the workers close what they hold, then end them."""
+        for handle in handles:
+            handle.kill()
 
     def leave(self) -> None:
         """Release the workers' resources, once all of them have ended."""
@@ -128,7 +132,7 @@ class WorkerRecord:
     """What a pool knows about a worker."""
 
     job: Any
-    handle: WorkerHandle
+    handle: Any  # a `WorkerHandle` of the transport
     calls: deque[Call] = field(default_factory=deque)  # unanswered, oldest first
     first: Sequence[Call] = ()  # those that a replacement was sent first
     progress: Any = None  # where a replacement continues; None at the beginning
@@ -143,25 +147,26 @@ class WorkerRecord:
 class WorkerPool(ABC):
     """Workers that answer calls, one for each of `jobs`: each has a `place` in the run, and ``pack() -> bytes``.
 
-    Every method that reads answers raises an error if a worker was lost. All workers are ended then. A derived class
-    says what answers mean, which failures refuse a call and leave the worker at work, and how a replacement begins.
+    `described` are their answers to the first call. Every method that reads answers raises an error if a worker was
+    lost; all workers are ended then. A derived class says what answers mean, which failures refuse a call and leave the
+    worker at work, and how a replacement begins.
     """
 
     def __init__(self, transport: Transport, jobs: Sequence[Any], failure_policy: FailurePolicy) -> None:
-        self._transport = transport
-        self._failure_policy = failure_policy
+        self._transport, self._failure_policy = transport, failure_policy
         self.lock = threading.RLock()
         self.restarts = 0  # workers that were replaced
-        self.waited = 0.0  # seconds in which the reader has waited for workers
+        self.waited = 0.0  # seconds in which the reader has waited for workers, since all were built
         self.closed = self._started = False
         self._checked = time.monotonic()
         send_main_by_value()
         self.records: list[WorkerRecord] = []
         try:
-            self.built = self.start(jobs)  # the calls that build the first workers
+            self.described = self.finish(self.start(jobs))
         except BaseException:
-            self.close()
+            self.stop()
             raise
+        self._started, self.waited = True, 0.0  # from now on those that fail may be replaced
 
     def _answered(self, record: WorkerRecord, call: Call, value: Any) -> Any:
         """Count an answer; return it as the caller gets it."""
@@ -181,13 +186,9 @@ class WorkerPool(ABC):
     def _error(self, worker: int, loss: Loss) -> Exception:
         """The error for a worker that was lost and is not replaced."""
 
-    def _continued(self, record: WorkerRecord, pending: Sequence[Call]) -> Any:
-        """The job of a replacement; `pending` are the calls that it is going to answer."""
-        return record.job
-
-    def _first_calls(self, worker: int) -> Sequence[Call]:
-        """The calls that a replacement needs before those."""
-        return ()
+    def _continued(self, worker: int, pending: Sequence[Call]) -> tuple[Any, Sequence[Call]]:
+        """The job of a replacement, and the calls that it needs before those that are `pending`."""
+        return self.records[worker].job, ()
 
     def _descriptors(self, worker: int) -> tuple[int, ...]:
         """The file descriptors that a worker is built with."""
@@ -212,7 +213,6 @@ class WorkerPool(ABC):
             return [self.submit(self._describe(worker, data)) for worker, data in enumerate(packed, first)]
 
     def _describe(self, worker: int, packed: bytes) -> Call:
-        """The call that builds a worker."""
         return Call(worker, "describe", (packed,), self._descriptors(worker))
 
     def retire(self, worker: int) -> None:
@@ -246,14 +246,14 @@ class WorkerPool(ABC):
         sent = zip(self.workers, arguments, strict=True)
         return self.finish([self.call(worker, name, each, *others) for worker, each in sent])
 
-    def begin(self) -> None:
-        """All workers have been built: from now on those that fail may be replaced, and waiting is counted."""
-        self._started, self.waited = True, 0.0
+    def await_all(self, calls: Sequence[Call]) -> None:
+        """Wait for the answers to these calls."""
+        while not all(call.done for call in calls):
+            self.wait()
 
     def finish(self, calls: Sequence[Call]) -> list[Any]:
         """Wait for the answers to these calls, and return them; raise the error of a call that failed."""
-        while not all(call.done for call in calls):
-            self.wait()
+        self.await_all(calls)
         for call in calls:
             if call.error is not None:
                 raise call.error
@@ -291,7 +291,7 @@ class WorkerPool(ABC):
 
     def _broken_off(self) -> None:
         """End all workers after an exception in `poll`: an answer may have been read and not given to its call."""
-        self.close()
+        self.stop()
 
     def _read(self, worker: int) -> bool:
         """Read one answer of a worker; return whether there was one. Only one, so that no worker gets ahead."""
@@ -347,7 +347,13 @@ class WorkerPool(ABC):
         record.handle.kill()
         may_return = self._started and not self.closed and not record.newcomer
         if self._failure_policy.on_failure == "restart" and may_return and record.failures <= _FAILURES_IN_A_ROW:
-            warn_of_restart(self._words(worker, loss), loss.traceback)
+            where = loss.traceback.rstrip().splitlines()
+            if len(where) > _MOST_LINES:
+                where[_MOST_LINES // 2 : -_MOST_LINES // 2] = ["  …"]
+            # By default, Python shows a warning of the same text only once.
+            restart = f"and its lanes begin new episodes (restart {next(_RESTARTS)} by this process)"
+            reason = f"{self._words(worker, loss)}; another takes its place, {restart}"
+            warnings.warn("\n".join([reason, *where]), RuntimeWarning, stacklevel=2)
             self._replace(worker)
             return
         error = self._error(worker, loss)
@@ -366,17 +372,16 @@ class WorkerPool(ABC):
         self.restarts += 1
         own = {call.number for call in record.first}
         pending = [call for call in record.calls if not call.done and call.number not in own]
-        job = self._continued(record, pending)
-        packed = job.pack()
+        job, first = self._continued(worker, pending)
+        record.first = [self._describe(worker, job.pack()), *first]
         record.handle = self._transport.start(job)
         record.calls.clear()
         record.tasks, record.silence = 0, 0.0
-        record.first = [self._describe(worker, packed), *self._first_calls(worker)]
         for call in [*record.first, *pending]:
             if not call.done:
                 self.submit(call)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """End every worker. Does nothing the second time."""
         with self.lock:
             if not self.closed:

@@ -23,30 +23,25 @@ _TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C
 
 
 class Served:
-    """Base class of what answers the calls: each names a method, and has its arguments."""
+    """Base class of objects whose methods answer calls."""
+
+    first_lane: int | None = None  # over all workers, if the exceptions of its methods name lanes
 
     def describe(self) -> Any:
         """What its owner needs to know about it."""
-
-    def failure(self, error: BaseException) -> Failure:
-        """The `Failure` to send for an exception that one of its methods has raised."""
-        return Failure.of(error)
 
     def close(self) -> None:
         """Free what it holds."""
 
 
 class Answering:
-    """Answers calls. The first one, ``"describe"``, builds the object `served`, whose methods answer the others.
+    """Answers calls: the first one, ``"describe"``, has a job and descriptors, to `build` what answers the others.
 
-    Args:
-        build: makes the object from a packed job, and the pool's `_descriptors`.
-        catches: the exceptions that answer a call; others end the worker, or its user's program if both are one.
+    Exceptions that are not among those that it `catches` end the worker, or its user's program if both are one.
     """
 
     def __init__(self, build: Callable[..., Any], catches: type[BaseException] = BaseException) -> None:
-        self._build = build
-        self._catches = catches
+        self._build, self._catches = build, catches
         self.served: Any = None
 
     def answer(self, name: str, args: Sequence[Any]) -> Any:
@@ -57,7 +52,7 @@ class Answering:
                 args = ()
             return getattr(self.served, name)(*args)
         except self._catches as error:
-            return Failure.of(error) if self.served is None else self.served.failure(error)
+            return Failure.of(error, None if self.served is None else self.served.first_lane)
 
     def close(self) -> None:
         """Close the object, if it was built. Does nothing the second time."""
@@ -77,15 +72,20 @@ def serve(fds: Sequence[int], build: Callable[..., Any], attend: Callable[[Any, 
     setup, urgent = first[0]
     setup.apply()
     answering = Answering(build)
-    waiting: deque[_Waiting] = deque()
+    waiting: deque[tuple[int, str, tuple[Any, ...], bool, list[int]]] = deque()
     with contextlib.suppress(EOFError, OSError):  # that process has ended
         while True:
             built = answering.served is not None
             if attend is not None and built and not waiting:
                 attend(answering.served, channel)
             wait = attend is None or not built
-            if (call := _next(channel, waiting, urgent if built else (), wait=wait)) is None:
+            while (message := channel.receive(wait=wait and not waiting)) is not None:
+                waiting.append((*message[0], message[1]))
+            if not waiting:
                 continue
+            sooner = ("close", *urgent) if built else ("close",)
+            call = next((call for call in waiting if call[1] in sooner), waiting[0])
+            waiting.remove(call)
             number, name, args, plain, given = call
             if name == "close":
                 answering.close()
@@ -98,19 +98,6 @@ def serve(fds: Sequence[int], build: Callable[..., Any], attend: Callable[[Any, 
             channel.send((number, value), plain=plain)
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-_Waiting = tuple[int, str, tuple[Any, ...], bool, list[int]]  # a call's number, name, arguments, `plain`, descriptors
-
-
-def _next(channel: Channel, waiting: deque[_Waiting], urgent: Collection[str], *, wait: bool) -> _Waiting | None:
-    """The next call: one to close, else an urgent one, else the oldest; None if it may not `wait` for one."""
-    while (message := channel.receive(wait=wait and not waiting)) is not None:
-        waiting.append((*message[0], message[1]))
-    call = next((call for call in waiting if call[1] == "close" or call[1] in urgent), waiting[0] if waiting else None)
-    if call is not None:
-        waiting.remove(call)
-    return call
 
 
 class InProcessHandle(WorkerHandle):
@@ -149,15 +136,6 @@ class InProcessTransport(Transport):
     def start(self, job: Any) -> InProcessHandle:
         return InProcessHandle(self._build)
 
-    @override
-    def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
-        return handles  # a worker answers as soon as it is asked
-
-    @override
-    def close(self, handles: Sequence[WorkerHandle]) -> None:
-        for handle in handles:
-            handle.kill()
-
 
 class ProcessHandle(ChildProcess, WorkerHandle):
     """The connection to one worker process, which a module's `main` runs (see `ChildProcess`)."""
@@ -187,20 +165,13 @@ class ProcessHandle(ChildProcess, WorkerHandle):
 
 
 class ProcessTransport(Transport):
-    """Starts workers as processes.
+    """Starts workers as processes, by the function ``main(fds)`` of a module, which calls `serve`.
 
-    `module` has a function ``main(fds)``, which calls `serve`; the server of forks imports it once for all. `instead`
-    is what to do where there are no such processes. Calls whose names are `urgent` go before earlier ones.
+    `instead` is what to do where there are none. Calls whose names are `urgent` go before earlier ones.
     """
 
     def __init__(
-        self,
-        module: str,
-        instead: str,
-        *,
-        num_threads: int = 1,
-        accelerators: bool = False,
-        urgent: Collection[str] = (),
+        self, module: str, instead: str, *, num_threads: int = 1, accelerators: bool = False, urgent: Sequence[str] = ()
     ) -> None:
         check_platform(instead)
         self._module, self._urgent = module, urgent
@@ -212,24 +183,21 @@ class ProcessTransport(Transport):
         return ProcessHandle(self._module, setup, self._urgent)
 
     @override
-    def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
+    def ready(self, handles: Mapping[int, Any], timeout: float) -> Iterable[int]:
         if timeout:
             readable = select.poll()
             for handle in handles.values():
-                assert isinstance(handle, ProcessHandle)
                 for fd in handle.filenos():
                     readable.register(fd, select.POLLIN)
             readable.poll(timeout * 1000)
         return handles  # all of them: looking at each is as cheap as asking which of them has an answer
 
     @override
-    def close(self, handles: Sequence[WorkerHandle]) -> None:
-        children = [handle for handle in handles if isinstance(handle, ProcessHandle)]
-        for child in children:
+    def close(self, handles: Sequence[Any]) -> None:
+        for child in handles:
             if child.open and child.owned:
                 child.post((-1, "close", (), False))
         until = time.monotonic() + _TO_CLOSE
-        for child in children:
+        for child in handles:
             child.ended_by(until)
-        for child in children:
-            child.kill()
+        super().close(handles)

@@ -204,7 +204,7 @@ def test_an_exception_is_raised_once_and_the_next_weights_are_evaluated(tmp_path
     policy = fc.torch_policy(linear(0), head=fc.heads.categorical)
     with fc.Evaluator(lambda: Odd(str(file)), policy, **GIVEN) as evaluator:
         evaluator.submit(step=1)
-        evaluator._read(wait=True)
+        evaluator._pool.await_all(evaluator._calls)
         file.touch()
         evaluator.submit(step=2)
         with pytest.raises(fc.EvaluationError, match=r"the evaluation of step 2 raised .*out of petrol") as caught:

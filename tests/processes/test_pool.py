@@ -11,10 +11,10 @@ from typing_extensions import override
 from funcollect.errors import WorkerError
 from funcollect.processes.failures import Failure
 from funcollect.processes.pool import Call, FailurePolicy, Loss, WorkerPool, WorkerRecord
-from funcollect.processes.serving import InProcessTransport
+from funcollect.processes.serving import InProcessTransport, Served
 
 
-class Counter:
+class Counter(Served):
     """Adds to a number. It refuses to add 0, and fails at a negative number."""
 
     built: list[int]  # the number that each began with
@@ -26,6 +26,7 @@ class Counter:
             raise ArithmeticError("began below 0")
         Counter.built.append(self.sum)
 
+    @override
     def describe(self) -> str:
         return f"from {self.sum}"
 
@@ -37,9 +38,7 @@ class Counter:
         self.sum += number
         return self.sum
 
-    def failure(self, error: BaseException) -> Failure:
-        return Failure.of(error)
-
+    @override
     def close(self) -> None:
         Counter.closed += 1
 
@@ -73,8 +72,8 @@ class Counters(WorkerPool):
         return WorkerError(self._words(worker, loss), worker, traceback=loss.traceback)
 
     @override
-    def _continued(self, record: WorkerRecord, pending: Sequence[Call]) -> CounterJob:
-        return CounterJob(record.progress + 1)
+    def _continued(self, worker: int, pending: Sequence[Call]) -> tuple[CounterJob, Sequence[Call]]:
+        return CounterJob(self.records[worker].progress + 1), ()
 
 
 def counters(*starts: int, on_failure: Any = "raise") -> Counters:
@@ -82,8 +81,7 @@ def counters(*starts: int, on_failure: Any = "raise") -> Counters:
     made = Counters(
         InProcessTransport(Counter), [CounterJob(start) for start in starts], FailurePolicy(1, 1, on_failure)
     )
-    assert made.finish(made.built) == [f"from {start}" for start in starts]
-    made.begin()
+    assert made.described == [f"from {start}" for start in starts]
     return made
 
 
@@ -94,8 +92,8 @@ def test_calls_are_answered_in_order_and_a_refused_one_harms_nothing() -> None:
         pool.finish(calls)
     assert [call.value for call in calls] == [12, 11, None, None, 32, 31]
     assert pool.call_each("add", [1, 2]) == [32, 34]
-    pool.close()
-    pool.close()
+    pool.stop()
+    pool.stop()
     assert Counter.closed == 2
 
 

@@ -1,4 +1,4 @@
-"""The class of the Ray actors: each holds a worker, or a collector with its own workers, and answers calls."""
+"""Imports Ray, and defines the class of its actors: each holds a worker, or a collector with its own workers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.cluster.resources import ray
 from funcollect.collectors.sync import RolloutTimes, SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.batch_layout import copy_into, turned
-from funcollect.collectors.workers.worker import EnvCalls, Job, Progress, RolloutReport, Worker, WorkerInfo
+from funcollect.collectors.workers.worker import Job, Progress, RolloutReport, Worker, WorkerInfo, copy_into, turned
 from funcollect.core.request import NOWHERE, OwnColumns
-from funcollect.errors import WorkerError
 from funcollect.processes.child import ChildSetup
-from funcollect.processes.failures import Failure
-from funcollect.processes.layout import MemoryLayout
-from funcollect.processes.life import SIGNS
+from funcollect.processes.memory import Memory, MemoryLayout
 from funcollect.processes.serving import Answering
-from funcollect.processes.shared_memory import Memory
+from funcollect.processes.system import SIGNS
 from funcollect.tree import Path, aliased, flatten, nest
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a library reports its use only if its user wants that
+try:
+    import ray as _ray
+except ImportError as error:
+    raise ImportError("RayCollector needs Ray, which is not installed: pip install 'funcollect[ray]'") from error
+
+ray: Any = _ray  # half of it is typed
 
 
 def private_memory(size: int) -> Memory:
@@ -63,9 +66,7 @@ def worker_of(packed: bytes) -> PackingWorker:
     """The worker for a packed `Job`."""
     job: Job = cloudpickle.loads(packed)
     assert job.kind is not None
-    if issubclass(job.kind, WorkerCollector):
-        return NestedWorker(job.progress, job.collector(), job.applied)
-    return PackingWorker(job)
+    return (NestedWorker if issubclass(job.kind, WorkerCollector) else PackingWorker)(job)
 
 
 class PackingWorker(Worker):
@@ -84,9 +85,7 @@ class PackingWorker(Worker):
         columns = NOWHERE if known is None or known.single is None else self._leaves  # recorded there: without a copy
         batch, report = self.roll_out(columns)
         single = self._single(batch) if known is None else known.single
-        leaves = flatten(batch)
-        if single is not None:
-            leaves = {path: turned(leaf, single) for path, leaf in leaves.items()}
+        leaves = flatten(batch) if single is None else turned(batch, single)
         if known is None:
             self._packed_layout = PackedLayout(MemoryLayout.of(leaves), single)
             self._memory = private_memory(self._packed_layout.layout.size)
@@ -101,9 +100,9 @@ class PackingWorker(Worker):
 
     @override
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
-        if type(self._runner) is SyncDataCollector:
+        if type(self._collector) is SyncDataCollector:
             return super()._rollout(columns)
-        batch: TensorDictBase = next(self._collector)  # a class of the user's own collects in its own way
+        batch: TensorDictBase = next(self._collector)  # with workers, or a class of the user's own
         return batch
 
     def fetch(self, version: int, policy: bytes | None, layout: MemoryLayout, memory: Memory) -> None:
@@ -115,10 +114,11 @@ class PackingWorker(Worker):
 class NestedWorker(PackingWorker):
     """A worker of a larger run that is itself a collector with workers, whose lanes are a shard of that run."""
 
-    def __init__(self, progress: Progress, collector: WorkerCollector, applied: EnvCalls = ()) -> None:
+    def __init__(self, job: Job) -> None:
+        collector: WorkerCollector = job.collector()
         self._run = collector.run
         self._counted = (0, 0)  # restarts and lost frames, as last reported
-        self._begin(collector, progress, applied)
+        self._begin(collector, job.progress, job.applied)
 
     @override
     def describe(self) -> WorkerInfo:
@@ -129,18 +129,11 @@ class NestedWorker(PackingWorker):
         return None
 
     @override
-    def _rollout(self, columns: OwnColumns) -> TensorDictBase:
-        batch: TensorDictBase = next(self._collector)
-        return batch
-
-    @override
-    def _standing(self) -> tuple[Progress, int]:
-        return self._run.progress(self._batches, self._frames), self._run.gathering.version
-
-    @override
-    def _losses(self) -> tuple[int, int]:
-        (restarts, lost), self._counted = self._counted, (self._run.restarts, self._run.lost)
-        return self._run.restarts - restarts, self._run.lost - lost
+    def _standing(self) -> tuple[Progress, int, int, int]:
+        run, (restarts, lost) = self._run, self._counted
+        self._counted = run.restarts, run.lost
+        progress = run.progress(self._batches, self._frames)
+        return progress, run.gathering.version, run.restarts - restarts, run.lost - lost
 
     @override
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
@@ -155,17 +148,8 @@ class NestedWorker(PackingWorker):
         self._run.go_on(progress)
 
     @override
-    def start_timer(self) -> None:
-        self._run.start_timers()
-
-    @override
-    def stop_timer(self) -> list[RolloutTimes]:
-        return self._run.stop_timers()
-
-    @override
-    def failure(self, error: BaseException) -> Failure:
-        failure = Failure.of(error)
-        return failure._replace(lane=error.lane) if isinstance(error, WorkerError) else failure
+    def timer(self, on: bool) -> list[RolloutTimes]:
+        return self._run.timers(on)
 
 
 class RayWorker:
@@ -195,8 +179,6 @@ class RayWorker:
             return self._answer(name, args)
 
     def _answer(self, name: str, args: tuple[Any, ...]) -> Any:
-        if name == "close":
-            return self._answering.close()
         try:
             return self._answering.answer(name, args)
         finally:
@@ -205,8 +187,8 @@ class RayWorker:
     @staticmethod
     def node() -> str:
         """The node on which it runs."""
-        context = ray.get_runtime_context()
-        return f"node {ray.util.get_node_ip_address()} ({context.get_node_id()[:12]}), process {os.getpid()}"
+        node = ray.get_runtime_context().get_node_id()
+        return f"node {ray.util.get_node_ip_address()} ({node[:12]}), process {os.getpid()}"
 
     @staticmethod
     def signs() -> int:

@@ -63,7 +63,12 @@ def actor_jobs(
         check_not_given("remote_configs", config, _NOT_REMOTE)
         own = dict(row.pop("collector_kwargs", None) or {})
         check_not_given("collector_kwargs", own, _NOT_FOR_ACTORS)
-        _check_known(kind, own)
+        known = signature(kind).parameters.keys() - _NOT_FOR_ACTORS.keys()
+        if kind in CLASSES and (unknown := sorted(own.keys() - known)):  # a derived class checks its own
+            raise TypeError(
+                f"collector_kwargs has {unknown}, which {kind.__name__} lacks, expected some of {sorted(known)}: check "
+                "the spelling, or pass another collector_class"
+            )
         (row,) = rows(1, row | own)
         place = (WorkerShard if nested else Shard)(shard.index + index * workers, shard.count)
         job = job_of(row, policy=policy, seed=seed, shard=place)
@@ -72,18 +77,6 @@ def actor_jobs(
         jobs.append(replace(job, kind=kind, keywords=keywords, config=config))
     default = {"num_cpus": 1} | ({"num_gpus": 0.2} if want_accelerators(jobs) else {})
     return [replace(job, config={**default, **job.config}) for job in jobs]
-
-
-def _check_known(kind: type[Any], own: Mapping[str, Any]) -> None:
-    """Raise TypeError for keywords that a class of ours lacks; a derived class checks its own."""
-    if kind not in CLASSES:
-        return
-    known = signature(kind).parameters.keys() - _NOT_FOR_ACTORS.keys()
-    if unknown := sorted(own.keys() - known):
-        raise TypeError(
-            f"collector_kwargs has {unknown}, which {kind.__name__} lacks, expected some of {sorted(known)}: check the "
-            "spelling, or pass another collector_class"
-        )
 
 
 def check_class(kind: Any) -> None:

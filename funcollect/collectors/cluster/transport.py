@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
+import warnings
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,18 +17,14 @@ from tensordict import TensorDict
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.cluster.actor import PackedBatch, PackedLayout, RayWorker, private_memory
-from funcollect.collectors.cluster.resources import RaySession, check_room, ray, resources
-from funcollect.collectors.workers.batch_layout import copy_into
-from funcollect.collectors.workers.gathering import BatchAssembler, PendingBatch, WorkerGroup
-from funcollect.collectors.workers.run import Means
+from funcollect.collectors.cluster.actor import PackedBatch, PackedLayout, RayWorker, private_memory, ray
+from funcollect.collectors.workers.gathering import BatchAssembler, Means, PendingBatch, WorkerGroup
 from funcollect.collectors.workers.weights import WITH_WEIGHTS, WeightStore
-from funcollect.collectors.workers.worker import Job
+from funcollect.collectors.workers.worker import Job, copy_into
 from funcollect.errors import WorkerError
 from funcollect.processes.child import ChildSetup
-from funcollect.processes.layout import MemoryLayout
+from funcollect.processes.memory import Memory, MemoryLayout
 from funcollect.processes.pool import Answer, Call, Loss, Transport, WorkerHandle
-from funcollect.processes.shared_memory import Memory
 from funcollect.tree import Path
 
 _GROUPS = {"hurry": 1, "look": 1}  # threads of an actor besides the one that works
@@ -35,23 +35,17 @@ _MOST_IDLE = 3  # pieces of a size that wait to be written again: fresh memory c
 
 
 class RayHandle(WorkerHandle):
-    """The connection to one actor, which was made with the options `config`.
-
-    An `eager` actor takes new weights before the rollouts that it was sent earlier.
-    """
+    """The connection to one actor with these options; an `eager` one takes new weights before earlier calls."""
 
     def __init__(self, actor: Any, config: Mapping[str, Any], *, eager: bool) -> None:
-        self.actor = actor
-        self._config = config
-        self._eager = eager
+        self.actor, self._config, self._eager = actor, config, eager
         self._sent: deque[tuple[Any, int]] = deque()  # calls that will be answered in order
         self._hurried: deque[tuple[Any, int]] = deque()  # calls that are answered before those
         self.there: set[Any] = set()  # the references to answers that Ray reports as readable
         self._collects = 0  # rollouts that were asked for and have not arrived
         self._packed_layout: PackedLayout | None = None
         self._signs: int = 0  # of life, as last reported
-        self._signs_ref: Any = None  # to the next report, if it was asked for
-        self._node_ref = self._look("node")
+        self._signs_ref, self._node_ref = self._look("signs"), self._look("node")  # to the next report, and the node
         self._gone = ""
 
     def _look(self, name: str) -> Any:
@@ -61,8 +55,9 @@ class RayHandle(WorkerHandle):
     @property
     @override
     def label(self) -> str:
-        return f"actor {self.actor._actor_id.hex()[:12]} on {self._node() or 'no node yet'}"
+        return f"actor {self.actor._actor_id.hex()[:12]} on {self._node or 'no node yet'}"
 
+    @property
     def _node(self) -> str:
         """The node and the process of the actor; empty until it runs."""
         node = _answer(self._node_ref) if ray.is_initialized() else None
@@ -93,15 +88,11 @@ class RayHandle(WorkerHandle):
     def receive(self) -> Answer | Loss | None:
         if self.gone:
             return Loss(self.gone)
-        for queue in (self._hurried, self._sent):
-            if queue and queue[0][0] in self.there:
-                ref, number = queue.popleft()
-                self.there.remove(ref)
-                return self._read(ref, number)
-        return None
-
-    def _read(self, ref: Any, number: int) -> Answer | Loss:
-        """Fetch an answer that Ray has reported as readable."""
+        queue = next((each for each in (self._hurried, self._sent) if each and each[0][0] in self.there), None)
+        if queue is None:
+            return None
+        ref, number = queue.popleft()
+        self.there.remove(ref)
         try:
             value = ray.get(ref, timeout=_TO_FETCH)
         except ray.exceptions.RayError as error:
@@ -115,8 +106,7 @@ class RayHandle(WorkerHandle):
 
     @override
     def signs(self) -> int:
-        answer = None if self._signs_ref is None else _answer(self._signs_ref)
-        if self._signs_ref is None or answer is not None:
+        if (answer := _answer(self._signs_ref)) is not None:
             self._signs_ref = self._look("signs")
         if isinstance(answer, int):  # else its next answer shows that it was lost
             self._signs = answer
@@ -126,7 +116,7 @@ class RayHandle(WorkerHandle):
     def where(self) -> str:
         if self.gone:
             return ""
-        if not self._node():
+        if not self._node:
             return f"(it has not begun: {resources([self._config])})"
         stack = _answer(self._look("stack"), _TO_REPORT)
         if stack is None:
@@ -163,52 +153,43 @@ class MemoryPool:
     """Memory of this process that batches borrow, and return once no view of it lives."""
 
     def __init__(self) -> None:
-        self._idle: defaultdict[int, list[Memory]] = defaultdict(list)
+        self._idle: defaultdict[int, deque[Memory]] = defaultdict(lambda: deque(maxlen=_MOST_IDLE))
 
     def lend(self, size: int) -> Memory:
         """A piece of `size` bytes, not cleared."""
         idle = self._idle[size]
         memory = idle.pop() if idle else private_memory(size)
         lent = np.frombuffer(memory, np.uint8)  # all views refer to this very array
-        weakref.finalize(lent, self._take_back, memory).atexit = False
+        weakref.finalize(lent, idle.append, memory).atexit = False
         return lent
-
-    def _take_back(self, memory: Memory) -> None:
-        idle = self._idle[len(memory)]
-        if len(idle) < _MOST_IDLE:
-            idle.append(memory)
 
 
 class RayAssembler(BatchAssembler):
     """Copies rollouts of actors out of the object store; those of several actors are stacked."""
 
-    def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup, memory_pool: MemoryPool) -> None:
+    def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup, *, of_single_ones: MemoryPool) -> None:
         super().__init__(submit, group)
-        self._memory_pool = memory_pool
+        # Stacked batches have another size, and their memory is freed with this object.
+        self._memory_pool = of_single_ones if group.join is None else MemoryPool()
 
     @override
     def deliver(self, pending: PendingBatch) -> TensorDict:
         packed_batches: list[PackedBatch] = [call.value[0] for call in pending.calls]
-        packed_layout = self._packed_layout(pending.calls, packed_batches)
+        packed_layout = packed_batches[0].packed_layout
+        assert packed_layout is not None
+        for call, packed_batch in zip(pending.calls, packed_batches, strict=True):
+            if packed_batch.packed_layout != packed_layout:
+                raise WorkerError(
+                    f"worker {call.worker}: its batch has other leaves, shapes or dtypes than that of worker "
+                    f"{pending.calls[0].worker}: give all workers equal spaces and policies",
+                    call.worker,
+                )
         memory = self._memory_pool.lend(len(packed_batches) * packed_layout.layout.size)
         np.concatenate([packed_batch.memory for packed_batch in packed_batches], out=memory)
         batch = packed_layout.batch(memory, None if self.group.join is None else len(packed_batches))
         for call in pending.calls:
             call.value = (None, call.value[1])  # so that the object store drops the rollout
         return batch
-
-    def _packed_layout(self, calls: Sequence[Call], packed_batches: Sequence[PackedBatch]) -> PackedLayout:
-        """The layout of all these batches; `WorkerError` if they differ."""
-        first = packed_batches[0].packed_layout
-        assert first is not None
-        for call, packed_batch in zip(calls, packed_batches, strict=True):
-            if packed_batch.packed_layout != first:
-                raise WorkerError(
-                    f"worker {call.worker}: its batch has other leaves, shapes or dtypes than that of worker "
-                    f"{calls[0].worker}: give all workers equal spaces and policies",
-                    call.worker,
-                )
-        return first
 
 
 class RayWeightStore(WeightStore):
@@ -234,13 +215,32 @@ class RayWeightStore(WeightStore):
 class RayTransport(Transport):
     """Starts workers as actors of a Ray cluster, each with the options of Ray that its `Job` has.
 
-    `init` is for `ray.init`, if Ray does not run in this process; `eager` is that of each `RayHandle`.
+    `init` is for `ray.init`; None uses a running cluster, or else starts one on this machine, which ends with the last
+    transport that uses it. ValueError if Ray runs in this process, and was not started with this `init`. `eager` is
+    that of each `RayHandle`.
     """
 
+    _lock = threading.Lock()
+    _users = 0  # transports that use the cluster that the first one started
+    _init: Mapping[str, Any] | None = None
+
     def __init__(self, init: Mapping[str, Any] | None, *, num_threads: int, accelerators: bool, eager: bool) -> None:
-        self._session = RaySession(init)
-        self._num_threads, self._accelerators = num_threads, accelerators
-        self._eager = eager
+        own = RayTransport
+        with own._lock:
+            started = not ray.is_initialized()
+            if started:
+                with warnings.catch_warnings():  # JAX warns of forks; those of Ray become other programs at once
+                    warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+                    ray.init(**{"include_dashboard": False, "logging_level": "warning", **(init or {})})
+                own._users, own._init = 0, init
+            self._counted = started or own._users > 0  # otherwise Ray was started by the user
+            if init is not None and not (self._counted and init == own._init):
+                raise ValueError(
+                    "ray_init_config is given, but Ray runs in this process already: leave it out, or call "
+                    "ray.shutdown() before"
+                )
+            own._users += self._counted
+        self._num_threads, self._accelerators, self._eager = num_threads, accelerators, eager
 
     @override
     def check_room(self, jobs: Sequence[Job], first: int, present: Sequence[Job]) -> None:
@@ -254,40 +254,88 @@ class RayTransport(Transport):
         return RayHandle(actor, job.config, eager=self._eager)
 
     @override
-    def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
-        own = {worker: handle for worker, handle in handles.items() if isinstance(handle, RayHandle)}
-        if gone := [worker for worker, handle in own.items() if handle.gone]:
+    def ready(self, handles: Mapping[int, Any], timeout: float) -> Iterable[int]:
+        if gone := [worker for worker, handle in handles.items() if handle.gone]:
             return gone
-        heads = {ref: worker for worker, handle in own.items() for ref in handle.heads()}
+        heads = {ref: worker for worker, handle in handles.items() for ref in handle.heads()}
         if not heads:
             time.sleep(timeout)
             return ()
         there, _ = ray.wait(list(heads), num_returns=1 if timeout else len(heads), timeout=timeout)
         for ref in there:
-            own[heads[ref]].there.add(ref)
+            handles[heads[ref]].there.add(ref)
         return dict.fromkeys(heads[ref] for ref in there)
 
     @override
-    def close(self, handles: Sequence[WorkerHandle]) -> None:
-        own = [handle for handle in handles if isinstance(handle, RayHandle)]
-        answers = [handle.actor.do.remote("close") for handle in own if not handle.gone]
+    def close(self, handles: Sequence[Any]) -> None:
+        answers = [handle.actor.do.remote("close") for handle in handles if not handle.gone]
         if answers:
             ray.wait(answers, num_returns=len(answers), timeout=_TO_CLOSE)
-        for handle in own:
-            handle.kill()
+        super().close(handles)
 
     @override
     def leave(self) -> None:
-        self._session.release()
+        own = RayTransport
+        with own._lock:
+            own._users -= self._counted
+            if self._counted and own._users == 0 and ray.is_initialized():
+                ray.shutdown()
+            self._counted = False
 
 
-def over_ray(init: Mapping[str, Any] | None, *, num_threads: int, accelerators: bool, eager: bool) -> Means:
-    """Workers in actors, see `RayTransport`."""
-    of_single_ones = MemoryPool()
+def over_ray(init: Mapping[str, Any] | None, **options: Any) -> Means:
+    """Workers in actors; see `RayTransport`."""
+    transport = RayTransport(init, **options)
+    return Means(transport, partial(RayAssembler, of_single_ones=MemoryPool()), RayWeightStore())
 
-    def assembler(submit: Callable[[Call], Call], group: WorkerGroup) -> RayAssembler:
-        alone = group.join is None  # stacked batches have another size, and their memory is freed with the assembler
-        return RayAssembler(submit, group, of_single_ones if alone else MemoryPool())
 
-    transport = RayTransport(init, num_threads=num_threads, accelerators=accelerators, eager=eager)
-    return Means(transport, assembler, RayWeightStore())
+def _demand(config: Mapping[str, Any]) -> dict[str, float]:
+    """The resources that an actor with these options asks for, by Ray's names."""
+    named = {"CPU": config.get("num_cpus"), "GPU": config.get("num_gpus"), "memory": config.get("memory")}
+    return {name: amount for name, amount in (named | dict(config.get("resources") or {})).items() if amount}
+
+
+def resources(configs: Sequence[Mapping[str, Any]]) -> str:
+    """The resources that actors with these options request, and those of the cluster, for error messages."""
+    counts = Counter(_words(_demand(config)) for config in configs)
+    asked = "; ".join(f"{count} x ({words})" for words, count in counts.items())
+    nodes = "; ".join(f"{node['NodeManagerAddress']} has {_words(node['Resources'])}" for node in _alive())
+    return f"asked for [{asked}]; the cluster: [{nodes}], free: {_words(ray.available_resources())}"
+
+
+def check_room(configs: Sequence[Mapping[str, Any]], first: int, taken: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Raise WorkerError if the cluster is too small for these actors beside those that are `taken`.
+
+    What is refused fits nowhere, however Ray places it. What is not refused may still have to wait for other jobs.
+    """
+    wanted = [_units(_demand(config)) for config in (*taken, *configs)]
+    nodes, refused = [_units(node["Resources"]) for node in _alive()], set[int]()
+    for name in {name for asked in wanted for name in asked}:  # demands that exceed what all nodes hold of a resource
+        room, sums = sum(node[name] for node in nodes), itertools.accumulate(asked[name] for asked in wanted)
+        refused |= {index for index, total in enumerate(sums) if total > room and wanted[index][name]}
+    for asked in filter(None, wanted):  # or the number of nodes that fit them
+        places = sum(min(node[name] // amount for name, amount in asked.items()) for node in nodes)
+        refused.update([index for index, other in enumerate(wanted) if asked <= other][places:])
+    if newcomers := [index for index in refused if index >= len(taken)]:
+        worker = first + min(newcomers) - len(taken)
+        raise WorkerError(
+            f"the cluster has no room for collector {worker} of {first + len(configs)}: {resources(configs)}: use "
+            "fewer collectors, ask for less by remote_configs, or let the cluster grow before "
+            "(ray.autoscaler.sdk.request_resources)",
+            worker,
+        )
+
+
+def _units(amounts: Mapping[str, float]) -> Counter[str]:
+    """Resources in Ray's integer units, so that ten tenths are one."""
+    return +Counter({name: round(amount * 10_000) for name, amount in amounts.items()})
+
+
+def _alive() -> list[Mapping[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _words(amounts: Mapping[str, float]) -> str:
+    """Amounts of resources in words, without those that Ray adds itself."""
+    shown = {name: amount for name, amount in amounts.items() if ":" not in name and name != "object_store_memory"}
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items())) or "nothing"

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from tensordict import TensorDict
+import cloudpickle
+import torch
+from tensordict import TensorDict, TensorDictBase
 
-from funcollect.collectors.workers.batch_layout import Join, joined
-from funcollect.collectors.workers.weights import Weights
-from funcollect.collectors.workers.worker import RolloutReport
-from funcollect.processes.pool import Call, WorkerPool
+from funcollect.collectors.workers.weights import Weights, WeightStore
+from funcollect.collectors.workers.worker import RolloutReport, Worker
+from funcollect.processes.pool import Call, Transport, WorkerPool
+from funcollect.processes.serving import InProcessTransport
 from funcollect.trajectories.final_observations import FinalObservations, attach
+from funcollect.tree import flatten, to_batch
+
+Join = Literal["stack", 0, -1]
 
 
 class WorkerGroup(NamedTuple):
@@ -34,14 +39,10 @@ class PendingBatch:
 
 
 class BatchAssembler:
-    """Makes batches of the rollouts of a group of workers: here as they come, over other transports in their memory.
-
-    `submit` sends a call to its worker.
-    """
+    """Makes batches of the rollouts of a group of workers: here as they come, over other transports in their memory."""
 
     def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
-        self._submit = submit
-        self.group = group
+        self._submit, self.group = submit, group
         self.under_way: deque[PendingBatch] = deque()  # the batches that the workers have begun
         self.copies = 0  # batches that were delivered as copies, since the reader held views of every slot
 
@@ -70,6 +71,33 @@ class BatchAssembler:
         """Release the memory; batches that were delivered keep theirs."""
 
 
+def joined(parts: Sequence[TensorDictBase], join: Join | None) -> Any:
+    """Join several workers' batches in new memory; the batch of one worker is returned as it is."""
+    if join is None:
+        (batch,) = parts
+        return batch
+    leaves, dims = [flatten(part) for part in parts], parts[0].batch_dims
+    if join == "stack":
+        whole, dims = {path: torch.stack([each[path] for each in leaves]) for path in leaves[0]}, dims + 1
+    else:
+        dim = 0 if join == 0 else dims - 1
+        whole = {path: torch.cat([each[path] for each in leaves], dim) for path in leaves[0]}
+    return to_batch(whole, tuple(whole["next", "done"].shape[:dims]))
+
+
+class Means(NamedTuple):
+    """How workers are reached, and how rollouts and weights travel: in this process, over processes, or over Ray."""
+
+    transport: Transport
+    assembler: Callable[[Callable[[Call], Call], WorkerGroup], BatchAssembler]  # makes that of a group of workers
+    weight_store: WeightStore
+
+
+def in_this_process() -> Means:
+    """Workers that run one after another, whenever an answer is asked for, each with its own environment and policy."""
+    return Means(InProcessTransport(lambda packed: Worker(cloudpickle.loads(packed))), BatchAssembler, WeightStore())
+
+
 class ReadyBatch(NamedTuple):
     """A batch that has been collected and not been asked for yet."""
 
@@ -82,12 +110,9 @@ class ReadyBatch(NamedTuple):
 class Gathering:
     """Collects batches from the workers of `pool`, after sending them the latest `weights`.
 
-    One rollout of every worker makes a batch, or each worker's rollouts are batches, in the order of their arrival.
-    None is ever dropped, and an exception (Ctrl-C, for example) loses none: the next batch is the one that was awaited.
-
-    `open_assembler` makes an assembler for batches of some workers. `ahead` is how many batches of the same workers may
-    have been begun, or be ready, when one is delivered. Batches of all workers `together` then lag as many updates of
-    the weights behind.
+    Batches are of all workers `together`, or of each, in the order of their arrival. None is ever dropped, and an
+    exception (Ctrl-C, for example) loses none: the next batch is the one that was awaited. `ahead` is how many batches
+    of the same workers may have been begun, or be ready, when one is delivered: as many updates of the weights behind.
     """
 
     def __init__(
@@ -99,9 +124,7 @@ class Gathering:
         together: bool,
         ahead: int,
     ) -> None:
-        self._pool = pool
-        self._weights = weights
-        self._open_assembler = open_assembler
+        self._pool, self._weights, self._open_assembler = pool, weights, open_assembler
         self.together, self._ahead = together, ahead
         self.assemblers: dict[tuple[int, ...], BatchAssembler] = {}  # by the workers whose rollouts make a batch
         self._arrived: deque[tuple[BatchAssembler, PendingBatch]] = deque()
@@ -135,16 +158,13 @@ class Gathering:
         return ready.batch
 
     def _first(self) -> ReadyBatch:
-        """The batch that arrived first."""
         assembler, pending = self._arrived[0]
         batch = assembler.deliver(pending)
         self._arrived.popleft()
         reports: list[RolloutReport] = [call.value[-1] for call in pending.calls]
-        final = [report.final for report in reports if report.final is not None]
-        version = min(report.version for report in reports)
-        return ReadyBatch(
-            batch, version, [*assembler.group.workers], FinalObservations.joined(final) if final else None
-        )
+        parts = [report.final for report in reports if report.final is not None]
+        final = FinalObservations.joined(parts) if parts else None
+        return ReadyBatch(batch, min(report.version for report in reports), [*assembler.group.workers], final)
 
     def _go_on(self, most: int) -> None:
         """Queue the batches that have arrived, and let workers begin others, until each group has so many."""
@@ -163,27 +183,22 @@ class Gathering:
 
     def settle(self) -> None:
         """Complete the batches that have been begun, and keep them in `ready`: no worker is at work then."""
-        for assembler in self.assemblers.values():
+        assemblers = self.assemblers.values()
+        for assembler in assemblers:
             self._complete(assembler)
-        copies = {assembler: assembler.copies for assembler in self.assemblers.values()}
+        copies = [assembler.copies for assembler in assemblers]
         while self._arrived:
             self.ready.append(self._first())
-        for assembler, count in copies.items():
+        for assembler, count in zip(assemblers, copies, strict=True):
             assembler.copies = count  # it is not the reader that holds these batches
 
     def _complete(self, assembler: BatchAssembler) -> None:
         """Wait until the batches that a group of workers has begun are complete."""
         while assembler.under_way:
-            pending = assembler.under_way[0]
-            self._pool.finish(pending.calls)
+            self._pool.finish((pending := assembler.under_way[0]).calls)
             while not assembler.complete(pending):
                 self._pool.finish(pending.calls)
             self._arrived.append((assembler, assembler.under_way.popleft()))
-
-    def discard(self) -> None:
-        """Drop the batches that have been begun and not delivered."""
-        self.settle()
-        self.ready.clear()
 
     def set_workers(self, workers: Sequence[int]) -> None:
         """Collect from these workers from now on. Batches that have been begun are completed, and delivered."""
@@ -195,10 +210,8 @@ class Gathering:
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """The calls that the new process of a replaced worker needs first."""
-        first = [
-            call for workers, each in self.assemblers.items() if worker in workers for call in each.restarted(worker)
-        ]
-        return [*first, *self._weights.restarted(worker)]
+        own = [each.restarted(worker) for workers, each in self.assemblers.items() if worker in workers]
+        return [*(call for calls in own for call in calls), *self._weights.restarted(worker)]
 
     def close(self) -> None:
         """Release the memory."""

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from funcollect.arguments import check_positive
 from funcollect.collectors.options import Options, RunnerSpec, Shard
-from funcollect.collectors.workers.worker import Job, WorkerInfo
-from funcollect.envs.base import is_torchrl
-from funcollect.errors import WorkerError
+from funcollect.collectors.workers.worker import Job
+from funcollect.envs.recognise import is_torchrl
 from funcollect.messages import clipped, shown
 
 _OF_THE_READER = {
@@ -27,8 +26,8 @@ _OF_THE_READER = {
     "trajs_per_batch", "traj_format",
 }  # fmt: skip
 _OF_OPTIONS = {each.name for each in fields(Options) if each.init} - _OF_THE_READER
-DEVICES = ("device", "env_device", "policy_device")  # each may be a list
 _OF_SOURCE = {each.name for each in fields(RunnerSpec)} - {"policy"}
+DEVICES = ("device", "env_device", "policy_device")  # each may be a list
 
 
 def listed(given: Any) -> Sequence[Any] | None:
@@ -61,20 +60,8 @@ def number_of_workers(create_env_fn: Any, num_workers: int | None) -> int:
     return len(entries)
 
 
-def _one_each(environments: Sequence[Any], copies: int) -> list[Any]:
-    """The same entries, except that a live environment that several workers share is built again in each.
-
-    `copies` environments are built from each entry. TorchRL's environments are sent to each worker by value.
-    Gymnasium's are made again from their spec. Others raise ValueError.
-    """
-    live = [env for env in environments if isinstance(env, (gymnasium.Env, VectorEnv)) or is_torchrl(env)]
-    shared = {number for number, count in Counter(map(id, live)).items() if count * copies > 1}
-    rebuilt = {id(env): _again(env) for env in live if id(env) in shared}
-    return [rebuilt.get(id(env), env) for env in environments]
-
-
 def _again(env: Any) -> Any:
-    """The environment, or a function that makes it, for each of the workers that share it."""
+    """A live environment that is sent by value (TorchRL's), or a function that makes it from its spec (Gymnasium's)."""
     try:
         if is_torchrl(env):
             cloudpickle.dumps(env)
@@ -100,16 +87,20 @@ def columns_of(collector: Any) -> dict[str, Any]:
 def rows(count: int, columns: Mapping[str, Any], *, copies: int = 1) -> list[dict[str, Any]]:
     """One dict of arguments per worker, from keywords that have a list with a value for each worker, or one for all.
 
-    Each worker builds `copies` environments from its `create_env_fn`, none of which is another worker's.
+    Each worker builds `copies` environments from its `create_env_fn`, none of which is another worker's: a live one
+    that several share is built again in each, or raises ValueError.
     """
     lists = {name: values for name, given in columns.items() if (values := listed(given)) is not None}
     for name, values in lists.items():
         if len(values) != count:
             raise ValueError(f"{name} has {len(values)} entries for {count} workers: pass one for each, or one for all")
     table = [{**columns, **{name: values[worker] for name, values in lists.items()}} for worker in range(count)]
-    if "create_env_fn" in columns:
-        for row, env in zip(table, _one_each([row["create_env_fn"] for row in table], copies), strict=True):
-            row["create_env_fn"] = env
+    given = [row["create_env_fn"] for row in table if "create_env_fn" in row]
+    live = {id(env): env for env in given if isinstance(env, (gymnasium.Env, VectorEnv)) or is_torchrl(env)}
+    counts = Counter(map(id, given))
+    again = {number: _again(env) for number, env in live.items() if counts[number] * copies > 1}
+    for row, env in zip(table, given, strict=False):
+        row["create_env_fn"] = again.get(id(env), env)
     return table
 
 
@@ -145,20 +136,3 @@ def want_accelerators(jobs: Sequence[Job]) -> bool:
     """Whether an environment or a policy belongs on another device than the CPU."""
     devices = [device for job in jobs for device in (job.options.env_device, job.options.policy_device)]
     return any(device is not None and str(device) != "cpu" for device in devices)
-
-
-def check_alike(infos: Mapping[int, WorkerInfo]) -> None:
-    """Raise WorkerError unless the workers' environments fit into one batch: equal spaces, as many lanes."""
-    first = infos[0]
-    for worker, info in infos.items():
-        for name in ("num_envs", "leaves", "action"):
-            own, wanted = getattr(info, name), getattr(first, name)
-            if own != wanted:
-                raise WorkerError(
-                    f"worker {worker}: {info.label} has {_SHOWN[name]} {own}, worker 0 has {wanted}: give all workers "
-                    "environments with equal spaces and as many lanes",
-                    worker,
-                )
-
-
-_SHOWN = {"num_envs": "num_envs", "leaves": "the observation", "action": "the action"}

@@ -4,75 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import cloudpickle
+import torch
 from typing_extensions import override
 
-from funcollect.collectors.sync import RolloutTimes
-from funcollect.collectors.workers.batch_layout import Join
-from funcollect.collectors.workers.gathering import BatchAssembler, Gathering, ReadyBatch, WorkerGroup
-from funcollect.collectors.workers.jobs import check_alike
-from funcollect.collectors.workers.weights import Weights, WeightStore, share_weights
-from funcollect.collectors.workers.worker import (
-    START,
-    Job,
-    Progress,
-    RolloutReport,
-    Worker,
-    WorkerInfo,
-    env_calls_of,
-    progress_of,
-    runners_of,
-    saved_workers,
-)
+from funcollect.collectors.sync import RolloutTimes, check_saved
+from funcollect.collectors.workers.gathering import BatchAssembler, Gathering, Join, Means, ReadyBatch, WorkerGroup
+from funcollect.collectors.workers.weights import Weights
+from funcollect.collectors.workers.worker import SAVED, Job, Progress, RolloutReport, WorkerInfo, restored, runners_of
 from funcollect.core.saving import Episodes
 from funcollect.envs.host.host_env import without_advice
 from funcollect.errors import EnvError, ReplayError, WorkerError
 from funcollect.keys import seed_of
 from funcollect.processes.failures import Failure, UnsentResultError
-from funcollect.processes.pool import Call, FailurePolicy, Loss, Transport, WorkerPool, WorkerRecord
-from funcollect.processes.serving import InProcessTransport
+from funcollect.processes.pool import Call, FailurePolicy, Loss, WorkerPool, WorkerRecord
 from funcollect.trajectories.final_observations import FinalObservations
 from funcollect.tree import flatten, to_batch
-
-
-class Means(NamedTuple):
-    """How workers are reached, and how rollouts and weights travel: in this process, over processes, or over Ray."""
-
-    transport: Transport
-    assembler: Callable[[Callable[[Call], Call], WorkerGroup], BatchAssembler]  # makes that of a group of workers
-    weight_store: WeightStore
-
-
-def in_this_process() -> Means:
-    """Workers that run one after another, whenever an answer is asked for, each with its own environment and policy."""
-    return Means(InProcessTransport(lambda packed: Worker(cloudpickle.loads(packed))), BatchAssembler, WeightStore())
-
 
 _AHEAD = 2  # batches that an asynchronous worker may have begun, or have ready, beyond the one the reader holds
 _ROLLOUTS = ("collect", "attach")  # the calls whose answers are rollouts
 # The errors by which a worker refuses a call: it is as it was before, or begins new episodes by itself.
-_REFUSALS: dict[str, tuple[type[Exception], ...]] = {
-    **dict.fromkeys(
-        ("reset", "set_seed", "set_env_params", "load_state_dict", "take_params", "saved_run"),
-        (TypeError, ValueError, ReplayError),
-    ),
-    "continue_run": (TypeError, ValueError, ReplayError, EnvError),
-    "apply": (TypeError, EnvError),
-}
+_BAD: tuple[type[Exception], ...] = (TypeError, ValueError, ReplayError)
+_REFUSALS = dict.fromkeys(("reset", "set_seed", "set_env_params", "take_params", "save"), _BAD)
+_REFUSALS |= {"load": (*_BAD, EnvError), "apply": (TypeError, EnvError)}
+_ALIKE = {"num_envs": "num_envs", "leaves": "the observation", "action": "the action"}
 
 
 class WorkerRun(WorkerPool):
     """The workers of one run, one for each of `jobs`, held by collectors and by workers that have workers themselves.
 
-    It does not refer to its collector, so that it is closed once the collector is no longer used. The workers act
-    with the parameters of `policy`; for None they build their own. Batches are of all workers, put together by `join`,
-    and with `prefetch` begun ahead; for None each is of one worker. If a worker cannot be built, `WorkerError` is
-    raised, and no worker is left.
+    It does not refer to its collector, so that it ends once that is no longer used. The workers act with the parameters
+    of `policy`; for None they build their own. Batches are of all workers, put together by `join`, and with `prefetch`
+    begun ahead; for None each is of one worker.
     """
-
-    infos: dict[int, WorkerInfo]  # the descriptions of all workers, also of those that have been removed
 
     def __init__(
         self,
@@ -88,26 +53,38 @@ class WorkerRun(WorkerPool):
         self.lost = 0  # frames of rollouts that ended with their worker; as `restarts`, also of workers of workers
         self.idle = 0.0  # seconds that workers have spent between two rollouts
         self._means, self._join = means, join
-        super().__init__(means.transport, jobs, failure_policy)
         try:
-            self.infos = dict(enumerate(self.finish(self.built)))
-            check_alike(self.infos)
-            self.begin()
+            super().__init__(means.transport, jobs, failure_policy)
+            # The descriptions of all workers, also of those that have been removed.
+            self.infos: dict[int, WorkerInfo] = dict(enumerate(self.described))
+            self._check_alike(self.infos)
             self.weights = Weights(self, means.weight_store, policy)
             together = join is not None
             ahead = int(prefetch) if together else _AHEAD
             self.gathering = Gathering(self, self.weights, self._open_assembler, together=together, ahead=ahead)
             self.next = self.gathering.next  # a method would cost every batch another call
         except BaseException:
-            self.close()
+            self.stop()
             means.weight_store.close()
             raise
 
     def end(self) -> None:
         """End the workers and release the memory; batches stay. Does nothing the second time."""
-        self.close()
+        self.stop()
         self._means.weight_store.close()
         self.gathering.close()
+
+    def _check_alike(self, infos: Mapping[int, WorkerInfo]) -> None:
+        """Raise WorkerError unless the workers' environments fit into one batch: equal spaces, as many lanes."""
+        for worker, info in infos.items():
+            for name, words in _ALIKE.items():
+                own, wanted = getattr(info, name), getattr(self.info, name)
+                if own != wanted:
+                    raise WorkerError(
+                        f"worker {worker}: {info.label} has {words} {own}, worker 0 has {wanted}: give all workers "
+                        "environments with equal spaces and as many lanes",
+                        worker,
+                    )
 
     @override
     def _answered(self, record: WorkerRecord, call: Call, value: Any) -> Any:
@@ -150,20 +127,17 @@ class WorkerRun(WorkerPool):
         return WorkerError(message, worker, loss.lane, loss.traceback)
 
     @override
-    def _continued(self, record: WorkerRecord, pending: Sequence[Call]) -> Job:
+    def _continued(self, worker: int, pending: Sequence[Call]) -> tuple[Job, Sequence[Call]]:
+        record = self.records[worker]
         job: Job = record.job
-        progress: Progress = record.progress or START
+        progress: Progress = record.progress or Progress()
         if any(call.name == "collect" for call in pending):
             self.lost += progress.frames // max(progress.batches, 1) or job.options.frames_per_batch
-        return replace(job, progress=progress)
-
-    @override
-    def _first_calls(self, worker: int) -> Sequence[Call]:
-        return self.gathering.restarted(worker)
+        return replace(job, progress=progress), self.gathering.restarted(worker)
 
     @property
     def info(self) -> WorkerInfo:
-        """The description of the first worker; all have equal spaces and as many environments."""
+        """The description of the first worker; all are alike."""
         return self.infos[0]
 
     @property
@@ -177,7 +151,6 @@ class WorkerRun(WorkerPool):
         return [self.infos[worker].frames for worker in self.workers]
 
     def _open_assembler(self, workers: tuple[int, ...]) -> BatchAssembler:
-        """An assembler for batches of these workers' rollouts."""
         join, lengths = self._join, tuple(self.infos[worker].length for worker in workers)
         if len({*lengths}) > 1 and (join == "stack" or (join == 0 and self.info.num_envs)):
             raise ValueError(
@@ -211,19 +184,16 @@ class WorkerRun(WorkerPool):
 
     def progress(self, batches: int, frames: int) -> Progress:
         """How far the run has come after so many batches and frames: no worker has used a higher id."""
-        each = [record.progress or START for record in self.records]
+        each = [record.progress or Progress() for record in self.records]
         return Progress(max(one.steps for one in each), max(one.episode for one in each), batches, frames)
 
     def add(self, jobs: Sequence[Job], check: Callable[[WorkerInfo], None]) -> list[int]:
-        """Start workers beside the others, and return their indices. If one of them fails, the others continue.
-
-        `check` raises if a new worker does not suit the run.
-        """
+        """Start workers that `check` accepts, and return their indices. If one of them fails, the others continue."""
         calls = self.start(jobs, newcomers=True)
         workers = [call.worker for call in calls]
         try:
             infos: dict[int, WorkerInfo] = dict(zip(workers, self.finish(calls), strict=True))
-            check_alike({0: self.info, **infos})
+            self._check_alike(infos)
             for info in infos.values():
                 check(info)
         except BaseException:
@@ -244,85 +214,65 @@ class WorkerRun(WorkerPool):
             self.retire(worker)
         self.weights.set_workers(self.workers)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The states of the workers, and which weights they act with."""
-        self.weights.flush()
-        return self._with_weights(self.call_all("state_dict"))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of as many workers; batches that the workers have ready are dropped."""
-        saved = saved_workers(state_dict, len(self.workers))
-        self.gathering.discard()
-        self.call_each("load_state_dict", saved)
-        self._go_on_from(state_dict, saved, new_envs=False)
-
-    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
-        """Plain data for `continue_run`, including the batches that the workers have ready."""
+    def save(self, episodes: Episodes | None) -> dict[str, Any]:
+        """Plain data for `load`, including the batches that the workers have ready; for None a `state_dict` without."""
         gathering = self.gathering
-        gathering.settle()
+        if episodes is not None:
+            gathering.settle()
         self.weights.flush()
-        saved = self.call_all("saved_run", episodes)
-        share_weights([runner for worker in saved for runner in runners_of(worker)])
-        return {
-            **self._with_weights(saved),
-            "lanes_of_workers": self.lanes,
-            "frames_of_workers": self.frames,
-            "ready": [
-                [flatten(batch), [*batch.shape], *which, final and final.plain]
-                for batch, *which, final in gathering.ready
-            ],
-            "gathered": [gathering.version, list(gathering.workers)],
-        }
+        saved = self.call_all("save", episodes)
+        states = {"workers": {str(worker): each for worker, each in enumerate(saved)}, **self.weights.plain}
+        if episodes is None:
+            return states
+        firsts: dict[int, Any] = {}
+        runners: list[Any] = [runner for each in saved for runner in runners_of(each)]
+        for state in runners:  # a file holds equal weights once
+            own = state["policy_state_dict"]
+            first = firsts.setdefault(state["policy_version"], own)
+            if first.keys() == own.keys() and all(torch.equal(first[name], own[name]) for name in own):
+                state["policy_state_dict"] = first
+        ready = [
+            [flatten(batch), [*batch.shape], *which, final and final.plain] for batch, *which, final in gathering.ready
+        ]
+        gathered = [gathering.version, list(gathering.workers)]
+        sizes = {"lanes_of_workers": self.lanes, "frames_of_workers": self.frames}
+        return {**states, **sizes, "ready": ready, "gathered": gathered}
 
-    def continue_run(self, data: Mapping[str, Any], episodes: Episodes) -> None:
-        """Continue from the result of `saved_run`."""
-        saved = saved_workers(data, len(self.workers))
-        for name, own in (("lanes", self.lanes), ("frames", self.frames)):
+    def load(self, data: Mapping[str, Any], episodes: Episodes | None) -> None:
+        """Continue from the result of `save`; batches that the workers have ready are dropped."""
+        check_saved(data, SAVED)
+        saved, count = runners_of(data), len(self.workers)
+        if len(saved) != count:
+            raise ValueError(f"the state_dict has {len(saved)} workers, this collector {count}: build it with as many")
+        for name, own in (("lanes", self.lanes), ("frames", self.frames)) if episodes is not None else ():
             if (was := data[f"{name}_of_workers"]) != own:
                 raise ValueError(
                     f"the saved workers have {was} {name} in a batch, these have {own}: build the collector with as "
                     "many environments and frames_per_batch"
                 )
-        self.gathering.discard()
-        self.call_each("continue_run", saved, episodes)
-        self._go_on_from(data, saved, new_envs=True)
-        for leaves, shape, version, workers, final in data["ready"]:
-            batch, whole = to_batch(leaves, tuple(shape)), final and FinalObservations(*final)
-            self.gathering.ready.append(ReadyBatch(batch, version, workers, whole))
-        self.gathering.version, self.gathering.workers = data["gathered"]
-
-    def _with_weights(self, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The states of the workers, with the version of their weights."""
-        return {
-            "workers": {str(worker): each for worker, each in enumerate(saved)},
-            "policy_version": self.weights.version,
-            "own_weights": self.weights.own,
-            "own_workers": self.weights.own_workers(),
-        }
-
-    def _go_on_from(self, state_dict: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], *, new_envs: bool) -> None:
-        """Continue from states that the workers have loaded: replacements begin with these environments' parameters.
-
-        With `new_envs`, the workers have also loaded new environments, to which no function has been applied.
-        """
+        self.gathering.settle()
+        self.gathering.ready.clear()
+        self.call_each("load", saved, episodes)
         self.seed = seed_of(runners_of(saved[0])[0]["key"].numpy())
         with self.lock:
             for worker, loaded in zip(self.workers, saved, strict=True):
                 record = self.records[worker]
-                applied = () if new_envs else [call for call in record.job.applied if call[0] == "apply"]
-                record.job = replace(record.job, seed=self.seed, applied=(*applied, *env_calls_of(loaded)))
-                record.progress = progress_of(loaded)
-        runners = {worker: runners_of(each)[0] for worker, each in zip(self.workers, saved, strict=True)}
-        own, own_workers = state_dict["own_weights"], state_dict["own_workers"]
-        self.weights.go_on_from(state_dict["policy_version"], runners, own=own, own_workers=own_workers)
+                # With `episodes` the environments are new ones, to which no function has been applied.
+                applied = [call for call in record.job.applied if call[0] == "apply" and episodes is None]
+                record.progress, env_calls = restored(loaded)
+                record.job = replace(record.job, seed=self.seed, applied=(*applied, *env_calls))
+        self.weights.go_on_from(
+            data, {worker: runners_of(each)[0] for worker, each in zip(self.workers, saved, strict=True)}
+        )
+        if episodes is not None:
+            for leaves, shape, version, workers, final in data["ready"]:
+                batch, whole = to_batch(leaves, tuple(shape)), final and FinalObservations(*final)
+                self.gathering.ready.append(ReadyBatch(batch, version, workers, whole))
+            self.gathering.version, self.gathering.workers = data["gathered"]
 
-    def start_timers(self) -> None:
-        """Let every worker time its rollouts, after those that have been begun."""
-        self.call_all("start_timer")
-
-    def stop_timers(self) -> list[RolloutTimes]:
-        """Return the times of the workers since `start_timers`; one that was replaced meanwhile has none."""
-        return [times for answer in self.call_all("stop_timer") for times in answer]
+    def timers(self, on: bool) -> list[RolloutTimes]:
+        """Let workers time their rollouts; or return the times since that, none of one that was replaced meanwhile."""
+        return [times for answer in self.call_all("timer", on) for times in answer]
 
 
 def _note_applied(record: WorkerRecord, call: Call) -> None:

@@ -1,7 +1,4 @@
-"""Workers in processes of this machine: they write whole rollouts into slots of shared memory, and read weights there.
-
-Batches are views of slots.
-"""
+"""Workers in processes: rollouts and weights lie in slots of shared memory, and batches are views of slots."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from sys import getrefcount
 from typing import Any
 
@@ -18,20 +16,56 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.workers.batch_layout import BatchLayout, columns_of, store
-from funcollect.collectors.workers.gathering import BatchAssembler, PendingBatch, WorkerGroup
-from funcollect.collectors.workers.run import Means
+from funcollect.collectors.workers.gathering import BatchAssembler, Join, Means, PendingBatch, WorkerGroup
 from funcollect.collectors.workers.weights import WITH_WEIGHTS, WeightStore
-from funcollect.collectors.workers.worker import Job, RolloutReport, Worker
+from funcollect.collectors.workers.worker import Job, RolloutReport, Worker, copy_into, turned
 from funcollect.core.request import NOWHERE
 from funcollect.errors import WorkerError
-from funcollect.processes.layout import LeafPlace, MemoryLayout
+from funcollect.processes.memory import LeafPlace, Memory, MemoryLayout, mapped, shared_memory
 from funcollect.processes.pool import Call
 from funcollect.processes.serving import ProcessTransport, serve
-from funcollect.processes.shared_memory import Memory, mapped, shared_memory
 from funcollect.tree import Path, aliased, nest
 
 _SLOTS = 3  # one that the reader holds, one that is ready, one that is being written
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Places the rollouts of a group of workers in one memory, so that the batch is a view of it."""
+
+    columns: tuple[LeafPlace, ...]  # the leaves of each worker's rollout, without T: [P, ...]
+    lengths: tuple[int, ...]  # T of each worker
+    join: Join | None  # how the rollouts make a batch; None for one rollout alone
+    single: bool  # whether the environments have no batch dimension
+
+    @property
+    def _side_by_side(self) -> bool:
+        """Whether the workers' rows of one step lie side by side, [T, W, P, ...], not one worker after another."""
+        return self.join == 0 and not self.single
+
+    @cached_property
+    def whole(self) -> MemoryLayout:
+        """Every column of all workers: [T, W, P, ...], or [sum of T, P, ...]."""
+        lead = (self.lengths[0], len(self.lengths)) if self._side_by_side else (sum(self.lengths),)
+        return MemoryLayout(tuple(column._replace(shape=(*lead, *column.shape)) for column in self.columns))
+
+    def part(self, memory: Memory, index: int) -> dict[Path, Tensor]:
+        """One worker's columns, each [T, P, ...]."""
+        first = sum(self.lengths[:index])
+        own = (slice(None), index) if self._side_by_side else slice(first, first + self.lengths[index])
+        return {path: column[own] for path, column in self.whole.leaves(memory).items()}
+
+    def leaves(self, memory: Memory) -> dict[Path, Tensor]:
+        """The leaves of the batch that the rollouts make, views of one storage."""
+        return {path: self._joined(column) for path, column in self.whole.leaves(memory).items()}
+
+    def _joined(self, column: Tensor) -> Tensor:
+        if self._side_by_side:
+            return column.flatten(1, 2).transpose(0, 1)
+        if self.join == "stack":
+            column = column.view(len(self.lengths), self.lengths[0], *column.shape[1:])
+            return column.squeeze(2) if self.single else column.transpose(1, 2)
+        return column.squeeze(1) if self.single else column.transpose(0, 1)
 
 
 class BatchSlot:
@@ -42,8 +76,7 @@ class BatchSlot:
     """
 
     def __init__(self, layout: BatchLayout, memory: Memory) -> None:
-        self._layout = layout
-        self._memory = memory
+        self._layout, self._memory = layout, memory
         self._open()
 
     def _open(self) -> None:
@@ -72,10 +105,7 @@ class BatchSlot:
 
 
 class SlotAssembler(BatchAssembler):
-    """Workers write into slots of shared memory, and a batch is a view of its slot.
-
-    The layout follows from the first rollouts. The workers keep these until they have attached the slots.
-    """
+    """Workers write into slots, laid out by the first rollouts, which they keep until they have attached the slots."""
 
     _layout: BatchLayout
     _fd: int
@@ -177,7 +207,7 @@ def weights_in(memory: Memory, layout: MemoryLayout) -> dict[str, Tensor]:
 
 
 class _WeightSlots:
-    """Slots for weights of the same names, shapes and dtypes, like `weights`. They are freed with this object."""
+    """Slots for weights like these, freed with this object."""
 
     def __init__(self, weights: Mapping[str, Tensor], count: int) -> None:
         self.layout = MemoryLayout.of({(name,): weight for name, weight in weights.items()})
@@ -218,10 +248,9 @@ class _HeldWeights:
 
 
 class SharedWeightStore(WeightStore):
-    """Weights in slots of shared memory: one for each version that can be in use, and one to write.
+    """Weights in slots of shared memory: one for each worker to read, one with the latest weights, and one to write.
 
-    Each worker may read one slot while the latest weights lie in another. The layout is that of the latest weights;
-    weights with other names or shapes get new slots.
+    Weights with other names or shapes get new slots.
     """
 
     def __init__(self, workers: int) -> None:
@@ -254,10 +283,7 @@ class SharedWeightStore(WeightStore):
 
 
 def over_processes(workers: int, *, num_threads: int, accelerators: bool, eager: bool) -> Means:
-    """Workers in processes. If they are `eager`, they take new weights before the rollouts that were asked for earlier.
-
-    `ChildSetup` describes the other keywords.
-    """
+    """Workers in processes. If they are `eager`, they take new weights before the rollouts that were asked for."""
     instead, urgent = "use SyncDataCollector, or in_process=True", WITH_WEIGHTS if eager else ()
     transport = ProcessTransport(__name__, instead, num_threads=num_threads, accelerators=accelerators, urgent=urgent)
     return Means(transport, SlotAssembler, SharedWeightStore(workers))
@@ -285,8 +311,9 @@ class SlotWorker(Worker):
         batch, report = self.roll_out(columns)
         if not self._slots:
             self._held = batch, report, slot
-            return columns_of(batch, self._single), report
-        store(batch, columns, self._single)
+            leaves = turned(batch, self._single).items()
+            return tuple(LeafPlace(path, leaf.dtype, tuple(leaf.shape[1:])) for path, leaf in leaves), report
+        copy_into(columns, turned(batch, self._single))
         return None, report.packed() if report.final is None else report
 
     def attach(self, layout: BatchLayout, part: int, count: int, fd: int) -> tuple[None, RolloutReport] | None:
@@ -295,7 +322,7 @@ class SlotWorker(Worker):
         if self._held is None:
             return None
         (batch, report, slot), self._held = self._held, None
-        store(batch, self._slots[slot], self._single)
+        copy_into(self._slots[slot], turned(batch, self._single))
         return None, report._replace(idle=0.0, restarts=0, lost=0)  # those have been reported
 
     def fetch(self, slot: int, version: int, policy: bytes | None, layout: MemoryLayout, count: int, *fds: int) -> None:

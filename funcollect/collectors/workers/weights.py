@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from funcollect.policies.torch_in_jax import LoweredPolicy
@@ -63,29 +62,16 @@ class _OfWorker:
     copied: int | None = None  # the number of the version that it acts with
 
 
-def share_weights(saved: Sequence[Any]) -> None:
-    """Make equal weights in the states of runners one object, which a file holds once."""
-    firsts: dict[int, Mapping[str, Tensor]] = {}
-    for state in saved:
-        own = state["policy_state_dict"]
-        first = firsts.setdefault(state["policy_version"], own)
-        if first.keys() == own.keys() and all(torch.equal(first[name], own[name]) for name in own):
-            state["policy_state_dict"] = first
-
-
 class Weights:
     """The weights that each worker acts with, and those that it will act with.
 
     A worker copies weights before it acts with them, and gets later ones only after that. So in a tight loop of updates
-    the store holds one version per worker, the latest one and one to write, and no process waits. A version is held as
-    long as a worker wants it or is about to copy it.
-
-    `policy` owns the parameters: a `Policy`, a module or a function; None if the workers build their own.
+    the store holds one version per worker, the latest one and one to write, and no process waits. `policy` owns the
+    parameters: a `Policy`, a module or a function; None if the workers build their own.
     """
 
     def __init__(self, pool: WorkerPool, weight_store: WeightStore, policy: Any) -> None:
-        self._pool = pool
-        self._weight_store = weight_store
+        self._pool, self._weight_store = pool, weight_store
         own = policy is None or is_policy(policy)
         self._policy: Policy | None = policy if own else TorchPolicy(policy, None, None, None)
         self._shapes = self._shapes_now()
@@ -100,9 +86,16 @@ class Weights:
 
         TypeError for a policy that has changed into one that cannot be sent, ValueError for parameters that do not fit.
         """
-        weights, policy = self._named(params), self._changes.packed()
+        weights: Mapping[str, Tensor] = {}  # by name, if the policy has some in this process
+        if self._policy is not None:
+            if params is None:
+                check_shapes(self._shapes, self._shapes_now())
+            else:
+                self._policy.prepare(params)
+            weights = self._policy.state_dict(params)
+        policy = self._changes.packed()
         with self._pool.lock:
-            held = None if weights is None else self._write(weights)
+            held = self._write(weights) if weights else None
             self.version, own = self.version + 1, params is None
             sent = self._weight_store.encode_params(params) if held is None else None
             version = WeightsVersion(self.version, held, sent, own, policy=policy)
@@ -120,35 +113,19 @@ class Weights:
         """Send weights that only the workers can check; raise the error of one that refuses them."""
         self.flush()
         calls = [self._pool.submit(self._call(worker, version)) for worker in workers]
-        while not all(call.done for call in calls):
-            self._pool.wait()
+        self._pool.await_all(calls)
         for worker, call in zip(workers, calls, strict=True):
             if call.error is None:
                 self._of[worker] = _OfWorker(wanted=version, copied=version.number)
         self._pool.finish(calls)
 
-    def _named(self, params: Any) -> Mapping[str, Tensor] | None:
-        """The weights by name; None if the policy has none in this process."""
-        if self._policy is None:
-            return None
-        if params is None:
-            check_shapes(self._shapes, self._shapes_now())
-        else:
-            self._policy.prepare(params)
-        return self._policy.state_dict(params) or None
-
     def _shapes_now(self) -> Shapes:
-        """The shapes of a JAX policy's parameters, which have to stay as its workers got them.
-
-        Empty for other policies: if these change their structure, workers get the new module or policy.
-        """
-        policy = self._policy
-        if policy is None or policy.backend == "torch" or isinstance(policy, LoweredPolicy):
+        """The shapes of a JAX policy's parameters, which have to stay. Of other policies workers get the new ones."""
+        if (policy := self._policy) is None or policy.backend == "torch" or isinstance(policy, LoweredPolicy):
             return {}
         return shapes_of(policy.params, "jax")
 
     def _write(self, weights: Mapping[str, Tensor]) -> Any:
-        """Put weights into the store, once there is room."""
         while (held := self._weight_store.put(weights)) is None:
             self._pool.wait()  # updates of single workers may need more room than there is
             self.send()
@@ -202,18 +179,15 @@ class Weights:
             self._policy = replaced(self._policy, unpack(policy))
             self._changes = PolicyChanges(self._policy, policy)
 
-    def own_workers(self) -> list[bool]:
-        """Whether each worker at work acts with the policy's own weights, as they were at its latest update."""
-        return [each.wanted is None or each.wanted.own for each in self._of.values()]
+    @property
+    def plain(self) -> dict[str, Any]:
+        """What `go_on_from` needs beside the states of the workers; they act with the policy's own weights, or not."""
+        own_workers = [each.wanted is None or each.wanted.own for each in self._of.values()]
+        return {"policy_version": self.version, "own_weights": self.own, "own_workers": own_workers}
 
-    def go_on_from(
-        self, version: int, saved: Mapping[int, Mapping[str, Any]], *, own: bool, own_workers: Sequence[bool]
-    ) -> None:
-        """Continue from the states that the workers have loaded. No call with weights is under way then.
-
-        `own` and `own_workers` are what they were when the run was saved.
-        """
-        self.version, self.own = version, own
+    def go_on_from(self, run: Mapping[str, Any], saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Continue from the states that the workers have loaded. No call with weights is under way then."""
+        self.version, self.own, own_workers = run["policy_version"], run["own_weights"], run["own_workers"]
         self._of = {worker: _OfWorker() for worker in saved}
         for each, state, its_own in zip(self._of.values(), saved.values(), own_workers, strict=True):
             if weights := state["policy_state_dict"]:
@@ -222,7 +196,7 @@ class Weights:
         by_version = sorted(zip(saved, own_workers, strict=True), key=lambda each: saved[each[0]]["policy_version"])
         self._latest = self._of[by_version[-1][0]].wanted
         owners = [worker for worker, its_own in by_version if its_own]
-        if own and self._policy is not None and owners and (weights := saved[owners[-1]]["policy_state_dict"]):
+        if self.own and self._policy is not None and owners and (weights := saved[owners[-1]]["policy_state_dict"]):
             self._policy.load(weights)
 
     def _saved_version(self, state: Mapping[str, Any], weights: Any, *, own: bool) -> WeightsVersion:

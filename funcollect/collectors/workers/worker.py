@@ -10,20 +10,24 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.collectors.options import Options, RunnerSpec
-from funcollect.collectors.sync import RolloutTimes, RunnerTimer, SyncDataCollector, check_saved
+from funcollect.collectors.sync import RolloutTimes, RunnerTimer, SyncDataCollector
 from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.rollout_trajectories import is_limited
 from funcollect.core.saving import Episodes, counts_in
 from funcollect.files import from_data
 from funcollect.policies.torch_modules.sending import dumps, unpack
-from funcollect.processes.failures import Failure, UnsentResultError, check_sendable, sending
+from funcollect.processes.failures import UnsentResultError, check_sendable, sending
+from funcollect.processes.serving import Served
 from funcollect.specs import ActionSpec, Leaf, Space
 from funcollect.trajectories.final_observations import FinalObservations, detach
+from funcollect.tree import Path, flatten
 
 # Calls that have changed the environments of a worker: the names of methods of `Worker`, and packed arguments.
 EnvCalls = tuple[tuple[str, bytes], ...]
@@ -38,24 +42,7 @@ class Progress(NamedTuple):
     frames: int = 0
 
 
-START = Progress()
-_SAVED = ("workers", "frames", "iter", "policy_version", "own_weights")
-
-
-def progress_of(state_dict: Mapping[str, Any]) -> Progress:
-    """The progress of a worker that has loaded this state."""
-    runners = runners_of(state_dict)
-    steps, episodes = max(each["steps"] for each in runners), [int(each["episode"].max()) for each in runners]
-    return Progress(steps, max(episodes), max(state_dict["iter"], 1), state_dict["frames"])
-
-
-def saved_workers(state_dict: Any, count: int) -> list[Mapping[str, Any]]:
-    """The states of `count` workers, from the state of their collector; ValueError for another number of workers."""
-    check_saved(state_dict, _SAVED)
-    saved = runners_of(state_dict)
-    if len(saved) != count:
-        raise ValueError(f"the state_dict has {len(saved)} workers, this collector {count}: build it with as many")
-    return saved
+SAVED = ("workers", "frames", "iter", "policy_version", "own_weights", "own_workers")
 
 
 def runners_of(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -64,25 +51,46 @@ def runners_of(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [state_dict] if workers is None else [workers[name] for name in sorted(workers, key=int)]
 
 
-def env_calls_of(saved: Mapping[str, Any]) -> EnvCalls:
-    """What brings a new worker's environments to the parameters in `saved`, a `state_dict` or a saved run."""
-    counts = _restart_of(saved)
-    if all(each.get("varying_params") is None for each in runners_of(counts)):
-        return ()
-    return (("begin_from", dumps(counts)),)
+def restored(saved: Mapping[str, Any]) -> tuple[Progress, EnvCalls]:
+    """The progress of a worker that has loaded this state, and what brings new environments to the parameters in it."""
+    counts, runners = _without_weights(saved), runners_of(saved)
+    steps, episodes = max(each["steps"] for each in runners), [int(each["episode"].max()) for each in runners]
+    progress = Progress(steps, max(episodes), max(saved["iter"], 1), saved["frames"])
+    varying = any(each.get("varying_params") is not None for each in runners_of(counts))
+    return progress, (("begin_from", dumps(counts)),) if varying else ()
 
 
-def _restart_of(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _without_weights(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A `state_dict` without weights, from a `state_dict` or a saved run."""
     if (workers := saved.get("workers")) is not None:
-        return {
-            **{name: saved[name] for name in _SAVED},
-            "workers": {name: _restart_of(each) for name, each in workers.items()},
-        }
-    state = saved.get("state")
-    counts = saved if state is None else {**saved, **counts_in(from_data(*state))}
-    kept = {name: value for name, value in counts.items() if name != "state"}
-    return kept | {"policy_state_dict": {}, "own_weights": True}
+        own = {name: _without_weights(each) for name, each in workers.items()}
+        return {**{name: saved[name] for name in SAVED}, "workers": own}
+    counts = {name: value for name, value in saved.items() if name != "state"}
+    if "state" in saved:
+        counts |= counts_in(from_data(*saved["state"]))
+    return counts | {"policy_state_dict": {}, "own_weights": True}
+
+
+def turned(batch: TensorDictBase, single: bool) -> dict[Path, Tensor]:
+    """The leaves [P, T, ...] of a batch, or [T, ...] of a `single` environment's, as columns [T, P, ...]."""
+    return {path: leaf.unsqueeze(1) if single else leaf.transpose(0, 1) for path, leaf in flatten(batch).items()}
+
+
+def copy_into(columns: Mapping[Path, Tensor], leaves: Mapping[Path, Tensor]) -> None:
+    """Copy leaves into columns of the same paths, shapes and dtypes, unless they lie there already; else ValueError."""
+    if leaves.keys() != columns.keys():
+        differing = sorted(".".join(path) for path in leaves.keys() ^ columns.keys())
+        raise ValueError(f"the keys {differing} are not in every batch: record the same ones in all")
+    for path, leaf in leaves.items():
+        column = columns[path]
+        if leaf.data_ptr() == column.data_ptr():
+            continue
+        if leaf.shape != column.shape or not torch.can_cast(leaf.dtype, column.dtype):
+            raise ValueError(
+                f"{'.'.join(path)} is {leaf.dtype} {list(leaf.shape)}, in the first batch it was {column.dtype} "
+                f"{list(column.shape)}: keep shapes and dtypes the same in all"
+            )
+        column.copy_(leaf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +100,7 @@ class Job:
     source: RunnerSpec  # makes the environment and the policy
     options: Options  # with the shard whose lanes the worker owns
     seed: int  # of the run, the same for all workers
-    progress: Progress = START  # where the worker continues from
+    progress: Progress = field(default_factory=Progress)  # where the worker continues from
     applied: EnvCalls = ()  # those so far
     kind: type[Any] | None = None  # in an actor: the class of its collector; None for a runner
     keywords: Mapping[str, Any] = field(default_factory=dict)  # of that class, apart from those of the whole run
@@ -118,7 +126,7 @@ class Job:
         except Exception:
             given: dict[str, Any] = vars(self.source) | {"postproc": self.options.postproc}
             for name, value in (given | {"its environment or policy": self}).items():
-                with sending(f"worker {self.options.shard.index}: {name}", "a worker", mend):
+                with sending(f"worker {self.place}: {name}", "a worker", mend):
                     dumps(value)
             raise
 
@@ -144,17 +152,17 @@ class RolloutReport(NamedTuple):
 
     progress: Progress
     version: int  # of the weights that acted
+    restarts: int  # by its own workers, since the last rollout
+    lost: int  # frames with them
     idle: float  # seconds between the last rollout and this one
-    restarts: int = 0  # by its own workers, since then
-    lost: int = 0  # frames with them
-    final: FinalObservations | None = None  # of a compact batch, which is sent without them
+    final: FinalObservations | None  # of a compact batch, which is sent without them
 
     def packed(self) -> tuple[Any, ...]:
-        """As plain tuples, without `final`: a class by name costs the reader more to unpickle than all numbers."""
-        return (tuple(self.progress), *self[1:-1])
+        """As plain tuples: a class by name costs the reader more to unpickle than all numbers."""
+        return (tuple(self.progress), *self[1:])
 
 
-class Worker:
+class Worker(Served):
     """Collects in a worker, for the collector that holds it. Each public method answers one call.
 
     A replacement continues from the job's `progress`, and repeats the calls that had changed the lost environments.
@@ -164,6 +172,7 @@ class Worker:
         self._job = job
         self._policy: bytes | None = None  # packed, if another one than the job's was sent
         self._runner: SyncDataCollector = job.collector()
+        self.first_lane = job.place * (self._runner.env.num_envs or 1)
         self._timer: RunnerTimer | None = None
         self._begin(self._runner, job.progress, job.applied)
 
@@ -171,8 +180,6 @@ class Worker:
         """Use this collector, which makes the rollouts: a `SyncDataCollector`, or one that has workers itself."""
         self._collector = collector
         self.reset, self.set_seed = collector.reset, collector.set_seed
-        self.state_dict, self.saved_run = collector.state_dict, collector.saved_run
-        self.close = collector.shutdown
         for name, packed in applied:
             with contextlib.suppress(UnsentResultError):  # nobody asks for the results again
                 getattr(self, name)(packed)
@@ -181,22 +188,17 @@ class Worker:
             self.go_on(progress)
         self._ended = time.monotonic()
 
+    @override
+    def close(self) -> None:
+        self._collector.shutdown()
+
+    @override
     def describe(self) -> WorkerInfo:
-        """The worker's description."""
-        env = self._runner.env
-        lanes = env.num_envs or 1
+        env, length = self._runner.env, self._runner.length
+        lanes, limited = env.num_envs or 1, is_limited(env, self._job.options.max_frames_per_traj)
         return WorkerInfo(
-            env.num_envs,
-            self._runner.length,
-            env.observation_space,
-            env.observation_leaves,
-            env.action_spec,
-            repr(env),
-            lanes,
-            self._runner.length * lanes,
-            is_limited(env, self._job.options.max_frames_per_traj),
-            param_shapes(env),
-            self._runner.warning,
+            *(env.num_envs, length, env.observation_space, env.observation_leaves, env.action_spec, repr(env)),
+            *(lanes, length * lanes, limited, param_shapes(env), self._runner.warning),
         )
 
     def collect(self) -> tuple[Any, Any]:
@@ -210,31 +212,24 @@ class Worker:
         self._ended = time.monotonic()
         self._batches += 1
         self._frames += batch.numel()
-        return batch, RolloutReport(*self._standing(), idle, *self._losses(), detach(batch))
+        return batch, RolloutReport(*self._standing(), idle, detach(batch))
 
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
         self._runner.begin_batch()
         return self._runner.rollout_into(columns)
 
-    def _standing(self) -> tuple[Progress, int]:
-        """The progress after the last rollout, and the version of the weights that acted in it."""
+    def _standing(self) -> tuple[Progress, int, int, int]:
+        """The first four fields of the report on the last rollout."""
         state = self._runner.state
         progress = Progress(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
-        return progress, int(state.policy_version)
-
-    def _losses(self) -> tuple[int, int]:
-        """How many of its own workers were replaced since the last rollout, and the lost frames."""
-        return 0, 0
+        return progress, int(state.policy_version), 0, 0
 
     def go_on(self, progress: Progress) -> None:
         """Begin new episodes as if the lanes had made this progress."""
         self._runner.go_on(steps=progress.steps, episode=progress.episode)
 
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
-        """Copy weights, by their names in the policy's `state_dict`, and act with them from now on.
-
-        `version` is their number. `policy` is the policy's module or function, packed, if it has changed.
-        """
+        """Act with a copy of these weights by name from now on, and with a packed `policy`, if it has changed."""
         self._replace(policy)
         self._runner.policy.load(dict(weights))
         self._runner.count_as(None, version)
@@ -263,33 +258,27 @@ class Worker:
         params, at_once = cloudpickle.loads(packed)
         self._collector.set_env_params(params, at_once=at_once)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self._collector.load_state_dict(state_dict)
-        self._batches, self._frames = state_dict["iter"], state_dict["frames"]
+    def save(self, episodes: Episodes | None) -> Any:
+        """The collector's `saved_run`; for None its `state_dict`."""
+        return self._collector.state_dict() if episodes is None else self._collector.saved_run(episodes)
+
+    def load(self, saved: Mapping[str, Any], episodes: Episodes | None) -> None:
+        """Continue from the result of `save`."""
+        if episodes is None:
+            self._collector.load_state_dict(saved)
+        else:
+            self._collector.continue_run(saved, episodes)
+        self._batches, self._frames = saved["iter"], saved["frames"]
 
     def begin_from(self, packed: bytes) -> None:
         """Begin with the parameters of the environment that `env_calls_of` has packed, under the seed of now."""
-        state_dict, own = cloudpickle.loads(packed), runners_of(self.state_dict())[0]
+        state_dict, own = cloudpickle.loads(packed), runners_of(self.save(None))[0]
         loaded: list[Any] = [*runners_of(state_dict)]
         for each in loaded:
             each["key"] = own["key"]
-        self.load_state_dict(state_dict)
+        self.load(state_dict, None)
 
-    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
-        """Continue from the result of `saved_run`."""
-        self._collector.continue_run(saved, episodes)
-        self._batches, self._frames = saved["iter"], saved["frames"]
-
-    def start_timer(self) -> None:
-        """Time the rollouts from now on."""
-        self._timer = RunnerTimer(self._runner)
-
-    def stop_timer(self) -> list[RolloutTimes]:
-        """Stop timing, and return the times of each runner; empty unless a timer was started."""
-        timer, self._timer = self._timer, None
-        return [] if timer is None else [timer.stop()]
-
-    def failure(self, error: BaseException) -> Failure:
-        """The `Failure` to send for an exception that was raised in this worker."""
-        return Failure.of(error, self._job.options.shard.index * (self._runner.env.num_envs or 1))
+    def timer(self, on: bool) -> list[RolloutTimes]:
+        """Time the rollouts from now on; or stop that, and return the times of each runner, empty if there are none."""
+        timer, self._timer = self._timer, RunnerTimer(self._runner) if on else None
+        return [] if on or timer is None else [timer.stop()]

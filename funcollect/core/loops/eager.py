@@ -17,7 +17,7 @@ from funcollect.core.request import Request, open_actor
 from funcollect.core.state import CollectorState
 from funcollect.interop.memory import reads_together
 from funcollect.keys import random_words
-from funcollect.processes.life import SIGNS
+from funcollect.processes.system import SIGNS
 from funcollect.protocols import Actor, Columns, Policy
 from funcollect.threefry import Words
 

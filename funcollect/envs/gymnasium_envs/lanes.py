@@ -31,7 +31,7 @@ from funcollect.envs.host.host_env import (
 )
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
-from funcollect.processes.life import SIGNS
+from funcollect.processes.system import SIGNS
 from funcollect.protocols import Outcome
 from funcollect.specs import ActionSpec
 

@@ -5,7 +5,7 @@ import types
 import pytest
 
 import funcollect as fc
-from funcollect.collectors.cluster import resources
+from funcollect.collectors.cluster import transport
 
 HALVES = [{"num_cpus": 3}, {"num_cpus": 2, "num_gpus": 1}]
 # Nodes, actors, and the first actor that fits nowhere.
@@ -24,8 +24,8 @@ CASES = {
 def check_room(monkeypatch, nodes, configs, *others):
     listed = [{"Alive": True, "NodeManagerAddress": "here", "Resources": node} for node in nodes]
     stand_in = types.SimpleNamespace(nodes=lambda: listed, available_resources=dict)
-    monkeypatch.setattr(resources, "ray", stand_in)
-    resources.check_room(configs, *others)
+    monkeypatch.setattr(transport, "ray", stand_in)
+    transport.check_room(configs, *others)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,7 +11,6 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 import funcollect as fc
-from funcollect.collectors.workers.worker import START
 from tests.support.compare import assert_same
 from tests.support.faulty.faulty_workers import BadInit, Doubled, Plain, Wide
 from tests.support.running import FORKS_OF_RAY, SCALE, STORE, in_soak, scaled
@@ -273,16 +272,6 @@ def test_memory_stays_flat(ray_cluster):
     assert all(late < early + 20 for early, late in zip(before, after, strict=True)), (before, after)
     spilled = pathlib.Path(ray_cluster._private.worker.global_worker.node.get_session_dir_path())
     assert not [*spilled.glob("ray_spilled_objects*/*")]
-
-
-def test_a_collector_in_an_actor_loads_a_state_once(monkeypatch):
-    from funcollect.collectors.cluster.actor import NestedWorker
-
-    with multi(MULTI, "serial", create_env_fn=["CartPole-v1"] * 2, frames_per_batch=4) as collector:
-        worker, loaded = NestedWorker(START, collector), []
-        monkeypatch.setattr(MULTI, "load_state_dict", lambda self, state: loaded.append(state))
-        worker.load_state_dict(saved := worker.state_dict())
-        assert loaded == [saved]
 
 
 @pytest.mark.parametrize("nested", [True, *in_soak([False])])

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.envs.host.lane_workers import lane_processes
+from funcollect.envs.host.lane_workers import simulators
 from funcollect.processes import pool
-from funcollect.processes.life import SIGNS
+from funcollect.processes.system import SIGNS
 from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.support.envs.counting import make_counting
 from tests.support.envs.lane_workers import workers_of
@@ -109,13 +109,13 @@ def test_a_rollout_may_last_longer_than_the_timeout_of_its_worker(kind, tmp_path
 
 
 def test_an_order_may_last_longer_than_the_timeout_of_worker_lanes(tmp_path, monkeypatch):
-    monkeypatch.setattr(lane_processes, "SLICE", 0.01)
+    monkeypatch.setattr(simulators, "SLICE", 0.01)
     env = lanes_of(tmp_path, 6, num_workers=1, timeout=2)
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)
     clock = StepClock(tmp_path, 1.0, 12)
     clock.signs = workers_of(state)[0].signs
-    for module in (lane_processes, pool):
+    for module in (simulators, pool):
         monkeypatch.setattr(module, "time", clock)
     state, batch = fc.rollout(env, policy, state, 2)
     assert batch.numel() == 12

@@ -245,7 +245,12 @@ def test_a_server_of_processes_that_is_killed_is_replaced():
 @pytest.mark.evening
 def test_processes_begin_afresh_where_a_fork_would_not_be_safe(monkeypatch):
     program = fork_server.program
-    monkeypatch.setattr(fork_server, "program", lambda module, call: _THREADED + program(module, call))
+
+    def threaded(*args):
+        *command, code = program(*args)
+        return [*command, _THREADED + code]
+
+    monkeypatch.setattr(fork_server, "program", threaded)
     monkeypatch.setattr(fork_server, "_SERVERS", [])  # the others' goes on
     try:
         with multi(SYNC, create_env_fn=["CartPole-v1"], frames_per_batch=20) as collector:

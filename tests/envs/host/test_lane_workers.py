@@ -26,9 +26,8 @@ from gymnasium import spaces
 from torch import nn
 
 import funcollect as fc
-from funcollect.envs.host.lane_workers import lane_processes
+from funcollect.envs.host.lane_workers import simulators
 from funcollect.envs.host.lane_workers.block import STEP
-from funcollect.envs.host.lane_workers.lane_processes import LaneProcesses
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.errors import EnvError, ReplayError
 from funcollect.processes.child import ChildSetup
@@ -86,6 +85,14 @@ def in_jax() -> Any:
 
     weights = np.linspace(-1, 1, 8, dtype=np.float32).reshape(4, 2)
     return fc.jax_policy(lambda params, x: jnp.tanh(x @ params), weights, head=fc.heads.categorical)
+
+
+def begun(env: Any, *, steps: int = 0, **kwargs: Any) -> tuple[Any, Any, Any]:
+    """An environment, a random policy, and the state after so many steps."""
+    env = fc.make_env(env, **kwargs)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    return env, policy, fc.rollout(env, policy, state, steps)[0] if steps else state
 
 
 def with_and_without(env: Any, **kwargs: Any) -> list[Any]:
@@ -220,10 +227,14 @@ def test_a_collector_goes_on_with_another_worker(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["closed", "dropped", "killed", "broken off"])
 def test_nothing_is_left_behind(how: str) -> None:
-    env = fc.make_env("CartPole-v1", num_envs=4, num_workers=2)
+    env = fc.make_env([Nested, Unmade] if how == "broken off" else ["CartPole-v1"] * 4, num_workers=2)
     policy = fc.random_policy(env)
 
     def cycle() -> None:
+        if how == "broken off":
+            with pytest.raises(RuntimeError, match="no such car"):
+                fc.init(env, policy, seed=0)
+            return
         state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
         pids = pids_of(state)
         if how == "killed":
@@ -235,16 +246,6 @@ def test_nothing_is_left_behind(how: str) -> None:
         gc.collect()
         wait_until(lambda: all(map(gone, pids)))
 
-    if how == "broken off":
-        env = fc.make_env([Nested, Unmade], num_workers=2)
-        with pytest.raises(RuntimeError, match="no such car"):
-            fc.init(env, policy, seed=0)
-        before = held()
-        for _ in range(scaled(3)):
-            with pytest.raises(RuntimeError, match="no such car"):
-                fc.init(env, policy, seed=0)
-        assert held() == before
-        return
     cycle()
     before = held()
     for _ in range(scaled(3)):
@@ -255,27 +256,6 @@ def test_nothing_is_left_behind(how: str) -> None:
 class Unmade(Nested):
     def __init__(self) -> None:
         raise RuntimeError("no such car")
-
-
-PARENT = """
-import funcollect as fc
-env = fc.make_env("CartPole-v1", num_envs=4, num_workers=2)
-policy = fc.random_policy(env)
-state = fc.init(env, policy, seed=0)
-print(*[record.handle.pid for record in state.env_state.simulation.simulators._processes.records], flush=True)
-while True:
-    state, _ = fc.rollout(env, policy, state, 100)
-"""
-
-
-@pytest.mark.evening
-def test_workers_end_with_a_parent_that_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        parent.kill()
-    assert len(pids) == 2
-    wait_until(lambda: all(map(gone, pids)))
 
 
 SCRIPT = """
@@ -332,9 +312,7 @@ def test_an_interrupted_rollout_is_followed_by_new_episodes() -> None:
 
 
 def test_rollouts_that_are_interrupted_at_any_moment_are_followed_by_new_episodes() -> None:
-    env = fc.make_env(Nested, num_envs=4, num_workers=2)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = begun(Nested, num_envs=4, num_workers=2)
     moments = random.Random(1)
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
@@ -376,9 +354,7 @@ class Telling(gymnasium.Env[Any, Any]):
 
 
 def test_infos_that_an_interrupt_left_unread_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = fc.make_env(Telling, num_envs=1, num_workers=1, info_keys=["told"])
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    env, policy, state = begun(Telling, num_envs=1, num_workers=1, info_keys=["told"], steps=3)
     with monkeypatch.context() as patch:
         patch.setattr(WorkerLanes, "_infos", ctrl_c)
         with pytest.raises(KeyboardInterrupt):
@@ -396,7 +372,7 @@ def test_a_run_goes_on_after_a_fork_that_was_interrupted(moment: str, monkeypatc
     for interrupted in (False, True):
         state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
         with monkeypatch.context() as patch:
-            patch.setattr(LaneProcesses, moment, ctrl_c)
+            patch.setattr(WorkerLanes, moment, ctrl_c)
             for _ in range(interrupted):
                 with pytest.raises(KeyboardInterrupt):
                     fc.fork(env, state)
@@ -414,10 +390,8 @@ def ctrl_c(*_: Any) -> None:
 
 
 def test_a_hang_is_told_again_by_the_rollout_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = fc.make_env("ale/Pong", num_envs=2, num_workers=2)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
-    processes = state.env_state.simulation.simulators._processes
+    env, policy, state = begun("ale/Pong", num_envs=2, num_workers=2)
+    processes = state.env_state.simulation.simulators
     os.kill(pids_of(state)[0], signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(processes, "_failure_policy", FailurePolicy(0.5, 0.5))
@@ -439,8 +413,7 @@ class Unseeded(gymnasium.Env[Any, Any]):
 
 
 def test_workers_do_not_share_the_states_of_global_generators() -> None:
-    env = fc.make_env(Unseeded, num_envs=4, num_workers=2)
-    state = fc.init(env, fc.random_policy(env), seed=0)
+    *_, state = begun(Unseeded, num_envs=4, num_workers=2)
     assert all(len(column.unique()) == 4 for column in state.observation["observation",].T)
     fc.close(state)
 
@@ -570,9 +543,7 @@ class NeverAgain(Late):
 
 
 def test_a_reset_ahead_that_fails_is_reported_beside_large_infos() -> None:
-    env = fc.make_env(NeverAgain, num_envs=2, num_workers=1, info_keys=INFOS)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = begun(NeverAgain, num_envs=2, num_workers=1, info_keys=INFOS)
     with pytest.raises(EnvError, match=r"lane 0: reset\(seed=\d+\) raised.*sold"):
         fc.rollout(env, policy, state, 9)
     fc.close(state)
@@ -609,16 +580,15 @@ def test_new_workers_of_games_get_seeds() -> None:
 
 def test_workers_on_other_processors_are_woken_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker takes its processor as soon as it is woken; on that of the caller, it would keep the others waiting."""
-    env = fc.make_env("CartPole-v1", num_envs=4, num_workers=4)
-    state = fc.init(env, fc.random_policy(env), seed=0)
-    processes = state.env_state.simulation.simulators._processes
+    *_, state = begun("CartPole-v1", num_envs=4, num_workers=4)
+    processes = state.env_state.simulation.simulators
     rung: list[int] = []
     assert len({*processes.cpus}) == min(4, len(os.sched_getaffinity(0)))
     monkeypatch.setattr(processes, "cpus", [0, 1, 2, 3])
     for number, bell in enumerate(processes.bells):
         monkeypatch.setattr(bell, "ring", lambda number=number, ring=bell.ring: (rung.append(number), ring()))
     for here in range(4):
-        monkeypatch.setattr(lane_processes, "current_cpu", lambda here=here: here)
+        monkeypatch.setattr(simulators, "current_cpu", lambda here=here: here)
         rung.clear()
         processes.order(STEP, [0, 1, 2, 3])
         processes.await_answers([0, 1, 2, 3])
@@ -773,9 +743,7 @@ class Dead(Nested):
 
 
 def test_a_forked_process_does_not_use_its_parents_workers() -> None:
-    env = fc.make_env(Nested, num_envs=2, num_workers=2)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = begun(Nested, num_envs=2, num_workers=2)
     meanwhile, gone_on = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -793,7 +761,7 @@ def test_a_forked_process_does_not_use_its_parents_workers() -> None:
         finally:
             os._exit(refusals)
     state, _ = fc.rollout(env, policy, state, 3)
-    block = state.env_state.simulation.simulators._block
+    block = state.env_state.simulation.simulators.block
     before = [array.copy() for array in (block.action, block.next_seeds, *block.observation.values())]
     os.write(gone_on, b"1")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2

@@ -14,7 +14,7 @@ from tests.support.envs.light_envs import Nested
 
 def workers_of(state: Any) -> list[Any]:
     """The handles on the workers of a state over lanes in processes."""
-    return [record.handle for record in state.env_state.simulation.simulators._processes.records]
+    return [record.handle for record in state.env_state.simulation.simulators.records]
 
 
 def pids_of(state: Any) -> list[int]:

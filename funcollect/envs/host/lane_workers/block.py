@@ -6,18 +6,17 @@ import contextlib
 import os
 import select
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, Self
 
 import numpy.typing as npt
 import torch
 
-from funcollect.processes.layout import LeafPlace, MemoryLayout
-from funcollect.processes.shared_memory import Memory
+from funcollect.processes.memory import LeafPlace, Memory, MemoryLayout
 from funcollect.processes.system import PORTABLE
-from funcollect.specs import ActionSpec, Leaf, torch_dtype
-from funcollect.tree import Path
+from funcollect.protocols import HostEnv
+from funcollect.specs import torch_dtype
 
 Array = npt.NDArray[Any]
 
@@ -32,57 +31,62 @@ STEP_CHOSEN = 1  # those that are marked
 RESET = 2  # marked lanes
 
 
-@dataclass(frozen=True)
-class LaneBlock:
-    """Arrays over one piece of shared memory, for P lanes of W workers."""
-
-    observation: Mapping[Path, Array]  # [P, ...]
-    ends: Mapping[Path, Array]  # [P, ...], the last observations of episodes whose lanes were restarted
-    action: Array  # [P, ...], as in a batch
-    reward: Array  # [P] float64
-    terminated: Array  # [P] bool
-    truncated: Array  # [P] bool
-    chosen: Array  # [P] bool, the lanes of an order that is not for all lanes of a worker
-    seeds: Array  # [P] int64, for resets; `NO_SEED` for none
-    next_seeds: Array  # [P] int64, for the restart after an episode's end; `NO_RESTART` if there is none
-    asked: Array  # [W] int64, the number of the last order
-    answered: Array  # [W] int64, the number of the last order after whose answer the bell rang
-    order: Array  # [W] int8, see above
-    failed: Array  # [W] bool, whether the last order has failed
-    info: Array  # [W, INFO_BYTES] uint8, pickled
-    info_size: Array  # [W] int64, in bytes; -1 if the infos are too large for `info`
+_OF_LANES = {  # [P]
+    "reward": torch.float64,
+    "terminated": torch.bool,
+    "truncated": torch.bool,
+    "chosen": torch.bool,  # the lanes of an order that is not for all lanes of a worker
+    "seeds": torch.int64,  # for resets; `NO_SEED` for none
+    "next_seeds": torch.int64,  # for the restart after an episode's end; `NO_RESTART` if there is none
+}
+_OF_WORKERS = {  # [W]
+    "asked": torch.int64,  # the number of the last order
+    "answered": torch.int64,  # the number of the last order after whose answer the bell rang
+    "order": torch.int8,  # see above
+    "failed": torch.bool,  # whether the last order has failed
+    "info_size": torch.int64,  # in bytes; -1 if the infos are too large for `info`
+}
 
 
-def block_layout(
-    leaves: tuple[Leaf, ...], action: ActionSpec, num_envs: int, num_workers: int, *, infos: bool
-) -> MemoryLayout:
-    """Where the arrays of a `LaneBlock` lie."""
-    places: dict[Path, tuple[torch.dtype, tuple[int, ...]]] = {
-        (name, *leaf.path): (torch_dtype(leaf.dtype), (num_envs, *leaf.shape))
-        for name in ("observation", "ends")
-        for leaf in leaves
-    }
-    places["action",] = action.dtype, (num_envs, *action.shape)
-    places["reward",] = torch.float64, (num_envs,)
-    for names, dtype, count in (
-        (("terminated", "truncated", "chosen"), torch.bool, num_envs),
-        (("seeds", "next_seeds"), torch.int64, num_envs),
-        (("asked", "answered", "info_size"), torch.int64, num_workers),
-        (("order",), torch.int8, num_workers),
-        (("failed",), torch.bool, num_workers),
-    ):
-        places |= {(name,): (dtype, (count,)) for name in names}
-    places["info",] = torch.uint8, (num_workers, INFO_BYTES if infos else 0)
-    return MemoryLayout(tuple(LeafPlace(path, *place) for path, place in places.items()))
+class LaneBlock(SimpleNamespace):
+    """Arrays over one piece of shared memory, for P lanes of W workers: those above by name, and four others.
 
+    These are `action` [P, ...], as in a batch, `info` [W, INFO_BYTES] uint8, pickled, and [P, ...] by path the
+    `observation`, and the last observations of episodes whose lanes were restarted, `ends`.
+    """
 
-def block_over(memory: Memory, layout: MemoryLayout) -> LaneBlock:
-    """The arrays over this memory."""
-    arrays = {path: leaf.numpy() for path, leaf in layout.leaves(memory).items()}
-    columns: dict[str, Any] = {path[0]: array for path, array in arrays.items() if not path[1:]}
-    for name in ("observation", "ends"):
-        columns[name] = {path[1:]: array for path, array in arrays.items() if path[0] == name}
-    return LaneBlock(**columns)
+    @staticmethod
+    def layout(env: HostEnv, num_workers: int) -> MemoryLayout:
+        """Where the arrays of all lanes lie in memory."""
+        num_envs, action = env.num_envs or 1, env.action_spec
+        places = [
+            LeafPlace((name, *leaf.path), torch_dtype(leaf.dtype), (num_envs, *leaf.shape))
+            for name in ("observation", "ends")
+            for leaf in env.observation_leaves
+        ]
+        places += [LeafPlace((name,), dtype, (num_envs,)) for name, dtype in _OF_LANES.items()]
+        places += [LeafPlace((name,), dtype, (num_workers,)) for name, dtype in _OF_WORKERS.items()]
+        info = LeafPlace(("info",), torch.uint8, (num_workers, INFO_BYTES if env.info_keys else 0))
+        return MemoryLayout((*places, LeafPlace(("action",), action.dtype, (num_envs, *action.shape)), info))
+
+    @classmethod
+    def over(cls, memory: Memory, layout: MemoryLayout) -> Self:
+        """The arrays over this memory."""
+        block = cls(observation={}, ends={})
+        for path, leaf in layout.leaves(memory).items():
+            own: dict[Any, Any] = vars(block)[path[0]] if path[1:] else vars(block)
+            own[path[1:] or path[0]] = leaf.numpy()
+        return block
+
+    @staticmethod
+    def rows(workers: Sequence[int]) -> slice | Sequence[int]:
+        """An index of arrays by worker: for a range a slice, which NumPy reads sooner."""
+        return slice(workers.start, workers.stop) if isinstance(workers, range) else workers
+
+    @staticmethod
+    def numbers(seeds: Sequence[int | None]) -> list[int]:
+        """Seeds, as the arrays hold them."""
+        return [NO_SEED if seed is None else seed for seed in seeds]
 
 
 class Bell:
@@ -94,12 +98,18 @@ class Bell:
 
     def __init__(self, fds: Sequence[int] = ()) -> None:
         """Make a counter, or use the descriptors `fds` of one."""
-        self.fds = tuple(fds) or _new_counter()
+        self.fds = tuple(fds)
+        if not fds and not PORTABLE:
+            self.fds = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),)
+        elif not fds:
+            self.fds = os.pipe()
+            for fd in self.fds:
+                os.set_blocking(fd, False)
         self._poll = select.poll()
         self._poll.register(self.fds[0], select.POLLIN)
 
     def ring(self) -> None:
-        """Count one ring."""
+        """Count one."""
         if PORTABLE:
             os.write(self.fds[1], b"\0")
         else:
@@ -135,13 +145,3 @@ class Bell:
         """Free the descriptors."""
         for fd in self.fds:
             os.close(fd)
-
-
-def _new_counter() -> tuple[int, ...]:
-    """The descriptors of a new counter, which do not block."""
-    if not PORTABLE:
-        return (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),)
-    fds = os.pipe()
-    for fd in fds:
-        os.set_blocking(fd, False)
-    return fds

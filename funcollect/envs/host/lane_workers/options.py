@@ -24,7 +24,7 @@ class LaneWorkers:
     timeout: float = 60.0  # seconds after which a worker that has neither answered nor stepped a lane counts as hung
 
     def __str__(self) -> str:
-        return f"{self.num_workers} worker process{'' if self.num_workers == 1 else 'es'}"
+        return f"{self.num_workers} worker process{'es' * (self.num_workers != 1)}"
 
     @classmethod
     def checked(cls, num_envs: int, *, parallel: bool, num_workers: int, timeout: float) -> Self | None:

@@ -16,14 +16,12 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from funcollect.envs.host.host_env import NOT_RECORDED, SimulatedEnv, bad_info, bad_outcome, check_outcome
-from funcollect.envs.host.lane_workers.block import INFO_BYTES, NO_RESTART, NO_SEED, RESET, STEP, Bell, block_over
+from funcollect.envs.host.lane_workers.block import INFO_BYTES, NO_RESTART, NO_SEED, RESET, STEP, Bell, LaneBlock
 from funcollect.processes.channel import Channel
-from funcollect.processes.failures import Failure, check_sendable, sending
-from funcollect.processes.layout import MemoryLayout
-from funcollect.processes.life import SIGNS
+from funcollect.processes.failures import Failure, UnsentResultError, check_sendable, sending
+from funcollect.processes.memory import MemoryLayout, mapped
 from funcollect.processes.serving import Served, serve
-from funcollect.processes.shared_memory import mapped
-from funcollect.processes.system import run_on
+from funcollect.processes.system import SIGNS, run_on
 from funcollect.protocols import SavableSnapshots, Simulators, SimulatorsOfLanes
 
 Applied = tuple[list[int], bytes]  # lanes, counted from the worker's first, and a function with its arguments, packed
@@ -83,7 +81,7 @@ class ServedLanes(Served):
         self._index, self._lanes, self._rows = job.index, job.lanes, slice(job.lanes.start, job.lanes.stop)
         run_on(job.cpu)
         (whole,) = mapped(memory, 1, job.layout.size)
-        self._block = block_over(whole, job.layout)
+        self._block = LaneBlock.over(whole, job.layout)
         observation = {path: array[self._rows] for path, array in self._block.observation.items()}
         count, middle, kept = len(job.lanes), len(bells) // 2, [*map(os.dup, bells)]
         self._bell, self._answers = Bell(kept[:middle]), Bell(kept[middle:])
@@ -94,7 +92,8 @@ class ServedLanes(Served):
         try:
             self._simulators.reset(range(count), [0] * count)  # as they were at the calls
             for call in job.applied:
-                self._apply(*call)
+                with contextlib.suppress(UnsentResultError):  # nobody asks for the results again
+                    self.apply(*call)
         except BaseException:
             with contextlib.suppress(Exception):
                 self.close()
@@ -108,53 +107,41 @@ class ServedLanes(Served):
 
     def _carry_out(self) -> None:
         """Carry out the order in the block, and answer it."""
-        number, order, failed = self._block.asked[self._index], self._block.order[self._index], False
+        block, index = self._block, self._index
+        number, order, failed = block.asked[index], block.order[index], False
         try:
             if order == STEP:
-                self._step()
+                self._step(range(len(self._lanes)), self._lanes, self._rows)
             else:
-                self._act_in_chosen(order)
+                own = block.chosen[self._rows].nonzero()[0]
+                rows = own + self._lanes.start
+                if order == RESET:
+                    self._simulators.reset(own.tolist(), _seeds(block.seeds[rows]))
+                else:
+                    self._step(own.tolist(), rows.tolist(), rows)
         except BaseException as error:
             self._failure, failed = Failure.of(error), True
-        self._block.failed[self._index] = failed
+        block.failed[index] = failed
         SIGNS.count[0] += 1
         self._answers.ring()
-        self._block.answered[self._index] = number
+        block.answered[index] = number
 
-    def _step(self) -> None:
-        """Step all lanes, and begin the next episodes where that was announced."""
-        block, rows = self._block, self._rows
-        self._simulators.send(range(len(self._lanes)), block.action[rows])
+    def _step(self, own: Sequence[int], lanes: Sequence[int], rows: Any) -> None:
+        """Step lanes, by their numbers here and over all workers. If all step, those restart that were told to."""
+        block = self._block
+        self._simulators.send(own, block.action[rows])
         _, outcome = self._simulators.receive()
-        check_outcome(outcome, self._lanes)
+        check_outcome(outcome, lanes)
         try:
             block.reward[rows], block.terminated[rows], block.truncated[rows], infos = outcome
         except NOT_RECORDED as error:
-            raise bad_outcome(outcome, self._lanes) from error
-        packed = self._packed(infos)  # before a restart, which may write over them
-        over = block.terminated[rows] | block.truncated[rows]
-        if over.any():
-            self._restart(over)
-        self._inform(packed)
-
-    def _act_in_chosen(self, order: int) -> None:
-        """Reset or step the lanes that are marked."""
-        block, rows = self._block, self._rows
-        chosen = block.chosen[rows].nonzero()[0]
-        own = chosen.tolist()
-        if order == RESET:
-            self._simulators.reset(own, _seeds(block.seeds[rows][chosen]))
-            return
-        self._simulators.send(own, block.action[rows][chosen])
-        _, outcome = self._simulators.receive()
-        lanes = [self._lanes[lane] for lane in own]
-        check_outcome(outcome, lanes)
-        try:
-            for column, values in zip((block.reward, block.terminated, block.truncated), outcome, strict=False):
-                column[rows][chosen] = values
-        except NOT_RECORDED as error:
             raise bad_outcome(outcome, lanes) from error
-        self._inform(self._packed(outcome[3]))
+        if infos:  # before a restart, which may write over them
+            self._inform(infos)
+        if lanes is self._lanes:
+            over = block.terminated[rows] | block.truncated[rows]
+            if over.any():
+                self._restart(over)
 
     def _restart(self, over: npt.NDArray[np.bool_]) -> None:
         """Begin the next episodes of lanes that are over, [k] bool, if that was announced."""
@@ -165,17 +152,17 @@ class ServedLanes(Served):
             ends[rows][own] = block.observation[path][rows][own]
         self._simulators.reset(own.tolist(), _seeds(seeds[own]))
 
-    def _packed(self, infos: Sequence[Any]) -> bytes:
-        """A step's infos, an array for each key; nothing without any."""
-        if not infos:
-            return b""
-        keys = self._job.env.info_keys
-        return pickle.dumps([_regular(key, values) for key, values in zip(keys, infos, strict=True)], -1)
-
-    def _inform(self, packed: bytes) -> None:
-        """Pass on what `_packed` returned."""
-        if not packed:
-            return
+    def _inform(self, infos: Sequence[Any]) -> None:
+        """Pass on a step's infos, an array for each key, in the block if they fit; EnvError if they are no numbers."""
+        arrays = []
+        for key, values in zip(self._job.env.info_keys, infos, strict=True):
+            try:
+                arrays.append(np.array(values))
+                if (dtype := arrays[-1].dtype).kind not in "biufc":
+                    raise TypeError(f"an array of them has the dtype {dtype}")
+            except (TypeError, ValueError) as error:
+                raise bad_info(key, values, error) from error
+        packed = pickle.dumps(arrays, -1)
         if small := len(packed) <= INFO_BYTES:
             self._block.info[self._index, : len(packed)] = np.frombuffer(packed, np.uint8)
         else:
@@ -205,16 +192,12 @@ class ServedLanes(Served):
         plain = isinstance(self._simulators, SavableSnapshots) and not refusal
         self._simulators.restore(self._simulators.snapshot_from(lanes) if plain else lanes)
 
-    def _apply(self, lanes: list[int], packed: bytes) -> list[Any]:
-        """Call a function with the environments of some lanes."""
+    def apply(self, lanes: list[int], packed: bytes) -> list[Any]:
+        """Call a function with the environments of some lanes; UnsentResultError if the results cannot be sent."""
         if not isinstance(self._simulators, SimulatorsOfLanes):
             raise TypeError("the lanes have no objects that a function could be called with")
         function, args = cloudpickle.loads(packed)
-        return self._simulators.apply(lanes, function, args)
-
-    def apply(self, lanes: list[int], packed: bytes) -> list[Any]:
-        """Call a function with the environments of some lanes; UnsentResultError if the results cannot be sent."""
-        results = self._apply(lanes, packed)
+        results = self._simulators.apply(lanes, function, args)
         check_sendable(results)
         return results
 
@@ -245,14 +228,3 @@ class ServedLanes(Served):
 
 def _seeds(seeds: npt.NDArray[np.int64]) -> list[int | None]:
     return [None if seed == NO_SEED else seed for seed in seeds.tolist()]
-
-
-def _regular(key: str, values: Any) -> npt.NDArray[Any]:
-    """An info's values as one array; EnvError unless they are numbers, or arrays of one shape."""
-    try:
-        array = np.array(values)
-    except (TypeError, ValueError) as error:
-        raise bad_info(key, values, error) from error
-    if array.dtype.kind not in "biufc":
-        raise bad_info(key, values, TypeError(f"an array of them has the dtype {array.dtype}"))
-    return array

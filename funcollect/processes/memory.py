@@ -1,21 +1,62 @@
-"""Where tensors lie in a piece of memory: lanes, rollouts and weights that processes share, or that are sent whole."""
+"""Memory that processes share, and where tensors lie in a piece of it. It is anonymous, so nothing is left behind."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import mmap
+import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from funcollect.processes.shared_memory import Memory
+from funcollect.files import allocate
+from funcollect.processes.system import PORTABLE
 from funcollect.tree import Path
 
+Memory = npt.NDArray[np.uint8]
+
+_MAPPING = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # a page's first touch would cost a fault everywhere
 _ALIGNMENT = 64  # bytes: where XLA takes a tensor without a copy
+
+
+def shared_memory(count: int, size: int) -> tuple[int, list[Memory]]:
+    """Allocate `count` pieces of `size` bytes each; return the descriptor and the pieces.
+
+    MemoryError if there is not enough. Without the allocation, a process could be killed when it writes.
+    """
+    fd = _portable_memory() if PORTABLE else os.memfd_create("funcollect")
+    try:
+        allocate(fd, count * size)
+    except OSError as error:
+        os.close(fd)
+        mebibytes = count * size / 2**20
+        raise MemoryError(f"there is no shared memory for {mebibytes:.1f} MiB ({error.strerror})") from error
+    return fd, mapped(fd, count, size)
+
+
+def _portable_memory() -> int:
+    """The descriptor of memory that any process may map, under a name that it has already lost."""
+    # `SharedMemory`, which calls the same functions, would start a process to watch over names.
+    from _posixshmem import shm_open, shm_unlink  # type: ignore[import-not-found]
+
+    name = f"/fc{secrets.token_hex(12)}"  # macOS takes 31 characters
+    fd: int = shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    shm_unlink(name)
+    return fd
+
+
+def mapped(fd: int, count: int, size: int) -> list[Memory]:
+    """`count` pieces of shared memory of `size` bytes each. The memory stays mapped as long as one of them lives."""
+    whole = mmap.mmap(fd, count * size, flags=_MAPPING)
+    return [np.frombuffer(whole, np.uint8, size, place * size) for place in range(count)]
 
 
 class LeafPlace(NamedTuple):

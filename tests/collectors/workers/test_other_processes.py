@@ -1,14 +1,52 @@
-"""In a process that `torch.multiprocessing.spawn` started, the functions and classes of the script reach workers."""
+"""Proxies of a `multiprocessing.Manager` work in every kind of process; scripts that spawn processes reach workers."""
 
-from __future__ import annotations
-
+import functools
+import multiprocessing
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support.running import ROOT
+from tests.support.faulty.faulty_workers import Plain
+from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, ROOT
+from tests.support.workers import multi, ray_collector
+
+pytestmark = FORKS_OF_RAY
+
+
+class Counted(Plain):
+    """Writes its steps into a list of the manager's."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.log = steps
+
+    def step(self, action):
+        self.log.append(self.steps)
+        return super().step(action)
+
+
+KINDS = {"a process": multi, "an actor of Ray": ray_collector}
+
+
+@pytest.fixture(scope="module")
+def manager():
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        yield manager
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=AN_EVENING_OVER_RAY if "Ray" in each else ()) for each in KINDS]
+)
+def test_an_environment_uses_a_proxy(kind, manager, request):
+    if "Ray" in kind:
+        request.getfixturevalue("ray_cluster")
+    steps = manager.list()
+    env = functools.partial(Counted, steps)
+    with KINDS[kind](create_env_fn=[env], policy=None, frames_per_batch=2) as collector:
+        next(collector)
+    assert steps[0] == 0
+
 
 SCRIPT = """
 import gymnasium
@@ -56,7 +94,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.evening
-def test_what_the_script_defines_reaches_workers(tmp_path: Path) -> None:
+def test_what_a_script_defines_reaches_workers_of_a_process_that_it_spawned(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script)]
