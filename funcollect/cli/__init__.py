@@ -9,7 +9,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,7 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: the arguments; by default those of the process.
+    """Run one command, with the arguments of the process by default.
 
     Returns:
         The exit code: 0; 1 if a check failed; 2 for an error that the user can correct; 130 after Ctrl-C.
@@ -37,20 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         importlib.import_module("funcollect.cli.commands").run(arguments)
+        return 0
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    except MemoryError as error:
-        return _fail(f"error: out of memory {error}", 2)
+        message, code = "interrupted", 130
     except CheckError as error:
-        return _fail(f"check failed: {error}", 1)
-    except (FuncollectError, ValueError, TypeError, OSError, ImportError) as error:
-        return _fail(f"error: {error}", 2)
-    return 0
-
-
-def _fail(message: str, code: int) -> int:
-    """Print a message as one line on standard error, and return the exit code."""
-    print("funcollect:", *message.split(), file=sys.stderr)
+        message, code = f"check failed: {error}", 1
+    except (FuncollectError, ValueError, TypeError, OSError, ImportError, MemoryError) as error:
+        message, code = f"error: {str(error) or type(error).__name__}", 2
+    print("funcollect:", *message.split(), file=sys.stderr)  # in one line
     return code
 
 
@@ -72,10 +63,8 @@ def _named_value(text: str) -> tuple[str, Any]:
     name, given, value = text.partition("=")
     if not given or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    if value in _WORDS:
-        return name, _WORDS[value]
     try:
-        return name, json.loads(value)
+        return name, _WORDS[value] if value in _WORDS else json.loads(value)
     except ValueError:
         return name, value
 
@@ -87,46 +76,42 @@ def _option(kind: Any, metavar: str, default: Any, what: str = "") -> dict[str, 
 
 
 _number, _path = partial(_option, _count, "N"), partial(_option, Path, "FILE")
-_SEED = _option(int, "S", 0)
-_LIMIT = _number(None, "truncate episodes after N steps")
+_SEED = {"--seed": _option(int, "S", 0)}
+_LIMITED = {"--max-episode-steps": _number(None, "truncate episodes after N steps")}
 
 
 def _add_commands(commands: Any) -> None:
     """Add each command and its options."""
-    command = partial(_command, commands)
-    add = command("demo", "show a Torch MLP collecting on CartPole-v1", "--frames 1e5", subject="")
-    add("--frames", **_number(100_000, "rounded up to whole batches"))
-    add("--seed", **_SEED)
-    add("--out", **_path(Path("runs", "demo.png"), "a picture"))
-    add = command("collect", "collect experience and save it", "CartPole-v1 --policy mlp --frames 1e5", lanes=1)
-    add("--frames", **_number(10_000, "in whole batches"))
-    add("--frames-per-batch", **_number(None, "default: 128 per environment, at least 2000"))
-    add("--max-episode-steps", **_LIMIT)
-    add("--seed", **_option(int, "S", None, "default: a new one, kept in stats.json"))
-    add("--out", **_option(Path, "DIR", None, "for the batch, stats.json and returns.png"))
-    add("--overwrite", action="store_true", help="replace an earlier run in DIR")
-    example = "CartPole-v1 --policy mlp --weights weights.pt"
-    add = command("evaluate", "run whole episodes and print their returns", example, lanes=8)
-    add("--episodes", **_number(16))
-    add("--max-episode-steps", **_LIMIT)
-    add("--seed", **_SEED)
-    add = command("record", "film whole episodes", "CartPole-v1 --policy mlp --out film.gif")
-    add("--episodes", **_number(1))
-    add("--max-episode-steps", **_LIMIT)
-    add("--seed", **_SEED)
-    add("--out", **_path(Path("film.mp4"), ".mp4 or .gif"))
+    add = partial(_command, commands)
+    options = {
+        "--frames": _number(100_000, "rounded up to whole batches"),
+        **_SEED,
+        "--out": _path(Path("runs", "demo.png"), "a picture"),
+    }
+    add("demo", "show a Torch MLP collecting on CartPole-v1", "--frames 1e5", options, subject="")
+    options = {
+        "--frames": _number(10_000, "in whole batches"),
+        "--frames-per-batch": _number(None, "default: 128 per environment, at least 2000"),
+        **_LIMITED,
+        "--seed": _option(int, "S", None, "default: a new one, kept in stats.json"),
+        "--out": _option(Path, "DIR", None, "for the batch, stats.json and returns.png"),
+        "--overwrite": {"action": "store_true", "help": "replace an earlier run in DIR"},
+    }
+    add("collect", "collect experience and save it", "CartPole-v1 --policy mlp --frames 1e5", options, lanes=1)
+    example, options = "CartPole-v1 --policy mlp --weights weights.pt", {"--episodes": _number(16), **_LIMITED, **_SEED}
+    add("evaluate", "run whole episodes and print their returns", example, options, lanes=8)
+    film = {"--out": _path(Path("film.mp4"), ".mp4 or .gif")}
+    options = {"--episodes": _number(1), **_LIMITED, **_SEED, **film}
+    add("record", "film whole episodes", "CartPole-v1 --policy mlp --out film.gif", options)
     what, named = "check that an environment, or a policy, keeps its contract", "check this policy in ENV instead"
-    add = command("check", what, "my_module:MyEnvironment", lanes=3, policy=None, policy_help=named)
-    add("--steps", **_number(100, "of a run, in which episodes end"))
-    add("--max-episode-steps", **_LIMIT)
-    add("--seed", **_SEED)
+    options = {"--steps": _number(100, "of a run, in which episodes end"), **_LIMITED, **_SEED}
+    add("check", what, "my_module:MyEnvironment", options, lanes=3, policy=(None, named))
     example = "gymnax/CartPole-v1 --policy mlp --num-envs 64"
-    command("explain", "show how an environment and a policy would run together", example, lanes=1)
-    example = "HalfCheetah-v5 --policy mlp --out profile.png"
-    add = command("profile", "measure where the time of a frame goes", example, lanes=8)
-    add("--frames", **_number(10_000, "to time, in whole batches"))
-    add("--out", **_path(None, "also draw the parts in this picture"))
-    command("policies", "list the policies that packages offer by name", "CartPole-v1", subject="[ENV]")
+    add("explain", "show how an environment and a policy would run together", example, {}, lanes=1)
+    picture = {"--out": _path(None, "also draw the parts in this picture")}
+    options, example = {"--frames": _number(10_000, "to time, in whole batches")}, "HalfCheetah-v5 --out profile.png"
+    add("profile", "measure where the time of a frame goes", example, options | picture, lanes=8)
+    add("policies", "list the policies that packages offer by name", "CartPole-v1", {}, subject="[ENV]")
 
 
 def _command(
@@ -134,15 +119,15 @@ def _command(
     name: str,
     what: str,
     example: str,
+    options: dict[str, Any],
     *,
     subject: str = "ENV",
     lanes: int | None = None,
-    policy: str | None = "random",
-    policy_help: str = "mlp, random (default), or module:factory",
-) -> Callable[..., Any]:
-    """Add a command, whose help fits on a screen and ends with an example; return what adds an option to it.
+    policy: tuple[str | None, str] = ("random", "mlp, random (default), or module:factory"),
+) -> None:
+    """Add a command, whose help fits on a screen and ends with an example.
 
-    `lanes` is the default of ``--num-envs``, None for a single environment; `policy` that of ``--policy``.
+    `lanes` is the default of ``--num-envs``, None for one environment; `policy` that of ``--policy``, with its help.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -160,20 +145,18 @@ def _command(
         add("--env", dest="env_option", metavar="ENV", help="the same as ENV")
         if lanes is not None:
             add("--num-envs", **_number(lanes, "environments in one batch"))
-        add("--policy", default=policy, metavar="NAME", help=policy_help)
+        add("--policy", default=policy[0], metavar="NAME", help=policy[1])
         add("--weights", **_path(None, "the policy's state_dict: .safetensors, .pt or .pth"))
         given = "for the policy's factory, as JSON or text"
         add("--option", "-o", type=_named_value, action="append", default=[], metavar="NAME=VALUE", help=given)
-    return add
+    for option, keywords in options.items():
+        add(option, **keywords)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of a command; SystemExit if they cannot be parsed, and for ``--help`` and ``--version``."""
-    parser = argparse.ArgumentParser(
-        prog="funcollect",
-        description="Collect experience: a policy in an environment.",
-        epilog="example: funcollect collect CartPole-v1",
-    )
+    about, example = "Collect experience: a policy in an environment.", "example: funcollect collect CartPole-v1"
+    parser = argparse.ArgumentParser(prog="funcollect", description=about, epilog=example)
     parser.add_argument("--version", action="version", version=__version__)
     parser.set_defaults(max_episode_steps=None)  # of commands without whole episodes
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
