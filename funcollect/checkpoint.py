@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import optree
 from tensordict import TensorDictBase
 
@@ -208,20 +207,17 @@ def _saved(part: Any) -> Any:
         return {"group": {name: _saved(each) for name, each in part.items()}}
     if not _stateful(part):
         leaves, treedef = flatten_part(part)
-        return {"leaves": leaves, "names": _names(part, treedef)}
+        if isinstance(treedef, optree.PyTreeSpec):
+            names = [".".join(map(str, path)) or "leaf" for path in treedef.paths()]
+        else:
+            tree_util = import_jax().tree_util
+            names = [tree_util.keystr(path) for path, _ in tree_util.tree_flatten_with_path(part)[0]]
+        return {"leaves": leaves, "names": names}
     state = dict(part.state_dict())
     if "param_groups" not in state:
         return {"state": state}
     shapes = [[list(each.shape) for each in group["params"]] for group in part.param_groups]
     return {"state": state, "kind": type(part).__name__, "shapes": shapes}
-
-
-def _names(part: Any, treedef: Any) -> list[str]:
-    """The paths of the leaves of a pytree."""
-    if isinstance(treedef, optree.PyTreeSpec):
-        return [".".join(map(str, path)) or "leaf" for path in treedef.paths()]
-    tree_util = import_jax().tree_util
-    return [tree_util.keystr(path) for path, _ in tree_util.tree_flatten_with_path(part)[0]]
 
 
 def _layout(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,14 +226,12 @@ def _layout(saved: Mapping[str, Any]) -> dict[str, Any]:
         case {"group": parts}:
             layouts = {name: _layout(part) for name, part in parts.items()}
             return {f"{name}.{key}": kind for name, layout in layouts.items() for key, kind in layout.items()}
-        case {"leaves": leaves, "names": names}:
-            kinds = [(np.shape(leaf), str(getattr(leaf, "dtype", type(leaf).__name__))) for leaf in leaves]
-            return dict(zip(names, kinds, strict=True))
         case {"shapes": groups, "kind": kind}:
             return {"class": kind, **{f"parameters of group {number}": shapes for number, shapes in enumerate(groups)}}
+    named = dict(zip(saved["names"], saved["leaves"], strict=True)) if "leaves" in saved else saved["state"]
     return {
         name: (str(value.dtype).removeprefix("torch."), *value.shape) if hasattr(value, "shape") else None
-        for name, value in saved["state"].items()
+        for name, value in named.items()
     }
 
 

@@ -17,10 +17,6 @@ from typing import Any
 from funcollect import __version__
 from funcollect.errors import CheckError, FuncollectError
 
-__all__ = ["main"]
-
-_WORDS = {"True": True, "False": False, "None": None}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, with the arguments of the process by default.
@@ -64,9 +60,9 @@ def _named_value(text: str) -> tuple[str, Any]:
     if not given or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     try:
-        return name, _WORDS[value] if value in _WORDS else json.loads(value)
+        return name, json.loads(value)
     except ValueError:
-        return name, value
+        return name, {"True": True, "False": False, "None": None}.get(value, value)
 
 
 def _option(kind: Any, metavar: str, default: Any, what: str = "") -> dict[str, Any]:

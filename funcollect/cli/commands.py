@@ -68,17 +68,10 @@ def collect(arguments: Namespace) -> None:
         env = make_env(arguments, num_envs)
         policy = make_policy(arguments, env, seed)
         episodes, statistics = collected(env, policy, size, frames, seed, saver(folder / "batch", frames))
-        about = {
-            "funcollect": fc.__version__,
-            "env": arguments.env,
-            "policy": arguments.policy,
-            "policy_origin": policy_named(arguments.policy).origin,
-            "policy_options": dict(arguments.option),
-            "weights": None if arguments.weights is None else str(arguments.weights),
-            "num_envs": num_envs,
-            "frames_per_batch": size,
-            "seed": seed,
-        }
+        weights = None if arguments.weights is None else str(arguments.weights)
+        about = {"funcollect": fc.__version__, "env": arguments.env, "num_envs": num_envs, "frames_per_batch": size}
+        about |= {"seed": seed, "policy": arguments.policy, "policy_origin": policy_named(arguments.policy).origin}
+        about |= {"policy_options": dict(arguments.option), "weights": weights}
         (folder / "stats.json").write_text(json.dumps(about | statistics, indent=2) + "\n")
         if drawable := _is_drawable(folder / "returns.png"):
             plots.returns(episodes, title=arguments.env, path=folder / "returns.png")
@@ -242,18 +235,14 @@ def make_policy(arguments: Namespace, env: fc.Env, seed: int) -> fc.Policy:
     plugin, path = policy_named(arguments.policy), arguments.weights
     seeded = {"seed": seed} if plugin.takes("seed") else {}
     policy = plugin.make(env, **(seeded | dict(arguments.option)))
-    if path is None:
-        return policy
-    if not hasattr(policy, "load"):
-        kind = type(policy).__name__
-        raise TypeError(f"{kind} has no method load, expected one for --weights: derive it from PolicyBase")
-    if arguments.policy == "random":
+    if path is not None and arguments.policy == "random":
         raise ValueError("random actions have no weights: name the policy of --weights with --policy")
-    weights = read_weights(path)
-    try:
-        policy.load(weights)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} does not fit the policy {arguments.policy}: {error}") from error
+    if path is not None:
+        weights = read_weights(path)
+        try:
+            policy.load(weights)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} does not fit the policy {arguments.policy}: {error}") from error
     return policy
 
 
@@ -274,9 +263,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             weights = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(weights, dict) or not all(isinstance(leaf, Tensor) for leaf in weights.values()):
             raise TypeError(f"it holds {type(weights).__name__}")
-    except ImportError as error:
-        raise ImportError(f"{path} needs safetensors, which is not installed: pip install safetensors") from error
-    except OSError:
+    except (OSError, ImportError):
         raise
     except Exception as error:  # whatever the file makes unpickling raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

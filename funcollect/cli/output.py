@@ -119,13 +119,9 @@ def statistics_of(episodes: EpisodeStats) -> dict[str, Any]:
     """The counts of episodes, and the spread of their returns and lengths, as values for JSON."""
     terminated, returns = int(episodes.terminated.sum()), episodes.returns
     players = {"": returns} if returns.ndim == 1 else {f"_{n}": column for n, column in enumerate(returns.mT)}
-    return {
-        "episodes": len(episodes),
-        "terminated": terminated,
-        "truncated": len(episodes) - terminated,
-        **{f"return{player}": _spread(column) for player, column in players.items()},
-        "length": _spread(episodes.lengths.double()),
-    }
+    counts = {"episodes": len(episodes), "terminated": terminated, "truncated": len(episodes) - terminated}
+    spreads = {f"return{player}": _spread(column) for player, column in players.items()}
+    return {**counts, **spreads, "length": _spread(episodes.lengths.double())}
 
 
 def tables(statistics: dict[str, Any]) -> str:
