@@ -91,7 +91,9 @@ def track(
     if logger is not None:
         check_function("logger", logger, "a function of frames and a dict", 2)
     episodes = window if isinstance(window, EpisodeWindow) else EpisodeWindow(window)
-    loggers = [*([] if log_dir is None else [TensorBoard(log_dir)]), *([] if logger is None else [logger])]
+    loggers: list[Logger] = [] if logger is None else [logger]
+    if log_dir is not None:
+        loggers.insert(0, TensorBoard(log_dir))
     frames = getattr(batches, "total_frames", -1) if total is None else total
     kernel = sys.modules.get("ipykernel.kernelapp")  # that it is imported is not enough: it may start kernels
     if disable is None and kernel is not None and kernel.IPKernelApp.initialized():

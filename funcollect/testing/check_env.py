@@ -6,9 +6,8 @@ import copy
 import inspect
 import math
 import traceback
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import gymnasium
 import numpy as np
@@ -28,7 +27,6 @@ from funcollect.envs.base import EnvBase
 from funcollect.envs.host.host_env import seeding_of
 from funcollect.envs.registry import WORKER_ARGUMENTS, make_env
 from funcollect.errors import StaleStateError
-from funcollect.keys import Noise
 from funcollect.messages import shown
 from funcollect.policies.base import PolicyBase
 from funcollect.policies.random_policy import RandomPolicy
@@ -208,7 +206,9 @@ def _watch_resets(env: Any) -> bool:
 
     def reset(*args: Any, **kwargs: Any) -> Any:
         for frame, _ in traceback.walk_stack(inspect.currentframe()):
-            if frame.f_code.co_name == "step" and any(frame.f_locals.get("self") is each for each in layers):
+            code = frame.f_code
+            caller = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "step" and code.co_argcount else None
+            if any(caller is each for each in layers):
                 vars(raw)[_NOTICED] = True
         return inner(*args, **kwargs)
 
@@ -305,15 +305,16 @@ def lanes_alone(trial: Trial) -> None:
 class _OverwritingPolicy(PolicyBase):
     """Acts at random, keeps a copy of each action [P, ...] in `actions`, and overwrites each observation with zeros."""
 
-    backend, params = "torch", None
+    backend: Literal["torch"] = "torch"
+    params = None
 
     def __init__(self, spec: ActionSpec) -> None:
         self._random, self.actions = RandomPolicy(spec), list[Tensor]()
 
-    def noise(self, spec: ActionSpec, /) -> Noise | None:
+    def noise(self, spec: ActionSpec, /) -> Any:
         return self._random.noise(spec)
 
-    def __call__(self, *inputs: Any) -> tuple[None, Mapping[str, Any]]:
+    def __call__(self, *inputs: Any) -> tuple[None, Any]:
         _, outputs = self._random(*inputs)
         self.actions.append(outputs["action"].clone())
         for leaf in optree.tree_leaves(inputs[2], namespace=NAMESPACE):  # the observation
@@ -369,13 +370,11 @@ CHECKS: tuple[trials.Check[Trial], ...] = (
 def check_env(env: Any, *, steps: int = 100, seed: int = 0, single: Env | None = None, **kwargs: Any) -> trials.Report:
     """Check that an environment keeps the contract, under random actions; `print` the report to see what was checked.
 
-    Args:
-        env: an `Env`, or anything that `make_env` accepts. An instance needs a spec, from which copies are made.
-        steps: T, the number of steps of a run; ends of episodes are checked only if some episodes end within it.
-        seed: the seed of the runs.
-        single: the same environment with ``num_envs=1``, which the lanes of a batch are compared with. By default it is
-            made, if `env` is an id, a factory or an instance of one of the base classes.
-        **kwargs: arguments of `make_env`, such as ``num_envs=3``: some checks need two lanes.
+    `env` is an `Env`, or anything that `make_env` accepts, with its arguments, such as ``num_envs=3``: some checks need
+    two lanes. An instance needs a spec, from which copies are made. Runs begin with `seed` and have `steps` steps; ends
+    of episodes are checked only if some episodes end within them. `single` is the same environment with
+    ``num_envs=1``, which the lanes of a batch are compared with. By default it is made, if `env` is an id, a factory or
+    an instance of one of the base classes.
 
     Raises:
         CheckError: at the first check that fails, with the place, the expectation, the value and the fix.

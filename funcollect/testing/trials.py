@@ -147,8 +147,8 @@ def expect_equal(
     kinds = [{path: (leaf.shape, leaf.dtype) for path, leaf in leaves.items()} for leaves in (ours, theirs)]
     if kinds[0] != kinds[1]:
         path = min(path for path in ours.keys() | theirs.keys() if kinds[0].get(path) != kinds[1].get(path))
-        where, (found, expected) = f"{what}, {'.'.join(path)}", (each.get(path) for each in kinds)
-        raise FailedError(where, f"{expected} as in {source}", found, mend)
+        found, known = (each.get(path) for each in kinds)
+        raise FailedError(f"{what}, {'.'.join(path)}", f"{known} as in {source}", found, mend)
     places = {path: first_row(differs(leaf, theirs[path])) for path, leaf in ours.items()}
     if earliest := [(*place, path) for path, place in places.items() if place]:
         step, lane, path = min(earliest)
