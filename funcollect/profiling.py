@@ -133,15 +133,10 @@ def profile(
     those that the workers have collected, in the same time in each process. If more processes run than there are
     processors, parts hold the time of others.
 
-    Args:
-        target: a collector; or an environment, which a new collector runs that is then closed.
-        policy: with an environment, what acts there, as a collector takes it; None for random actions.
-        frames: frames to time, rounded up to whole batches, three at least with workers.
-        length: with an environment, the steps of each rollout; None for 128.
-        reader: a function that is called with each batch, such as a step of training.
-
-    Returns:
-        The profile; `str` is a table, and `funcollect.plots.profile` draws it.
+    `target` is a collector; or an environment, which a new collector runs with `policy` (as a collector takes it, None
+    for random actions) and `length` steps in each rollout (None for 128). At least `frames` frames are timed, in whole
+    batches, three at least with workers. `reader` is a function that is called with each batch, such as a step of
+    training. The result's `str` is a table, and `funcollect.plots.profile` draws it.
 
     Raises:
         TypeError: for another target.

@@ -77,14 +77,10 @@ def returns(
 
     An episode is drawn where it ended: at the number of frames of its lane at that time, times the number of lanes.
 
-    Args:
-        stats: a run's episodes, or a list of those of its batches in order; with several players each has a curve.
-        window: the number of last episodes that the rolling mean covers.
-        title: such as the environment's id; the number of episodes follows it, unless the run has a `label` or `ax` has
-            other runs.
-        label: the run's name in the legend, to tell several runs apart.
-        ax: Matplotlib's axes to draw in, for several runs in one figure; None for a new figure.
-        path: the file to save the figure in; its suffix names the format.
+    `stats` are a run's episodes, or a list of those of its batches in order; with several players each has a curve. The
+    rolling mean covers the last `window` episodes. The number of episodes follows the `title`, such as the
+    environment's id, unless the run has a `label`, its name in the legend, or `ax` has other runs: Matplotlib's axes to
+    draw several runs in one figure, None for a new one. `path` is the file to save it in; its suffix names the format.
 
     Raises:
         ImportError: if Matplotlib is not installed.
@@ -217,10 +213,9 @@ def episode(batch: TensorDictBase, traj_id: int | None = None, *, path: File = N
     map. Actions, rewards and integers are drawn as steps. Pixel observations (at least two axes per frame) are omitted:
     use `frames`.
 
-    Args:
-        batch: ``[*B, T]`` with ``collector.traj_ids``, or the result of `split_trajectories`.
-        traj_id: the trajectory; None for the longest whole one, or the longest of all if none is whole.
-        path: the file to save the figure in; its suffix names the format.
+    `batch` is ``[*B, T]`` with ``collector.traj_ids``, or the result of `split_trajectories`. `traj_id` names the
+    trajectory; None stands for the longest whole one, or the longest of all if none is whole. `path` is that of
+    `returns`.
 
     Raises:
         ImportError: if Matplotlib is not installed.

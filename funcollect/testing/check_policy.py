@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import optree
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
@@ -34,7 +33,7 @@ from funcollect.protocols import ActorInputs, Exploration, Policy
 from funcollect.specs import ExplorationType, assemble
 from funcollect.testing import trials
 from funcollect.testing.trials import FailedError, NotApplicableError, expect_equal, mended_by, numbers_differ
-from funcollect.tree import NAMESPACE, Path, flatten, to_tensordict
+from funcollect.tree import Path, flatten, to_tensordict
 
 DETERMINISTIC, RANDOM = ExplorationType.DETERMINISTIC, ExplorationType.RANDOM
 _DRAWS = "it draws by itself, whatever the exploration type"
@@ -231,8 +230,7 @@ def recurrent(trial: PolicyTrial) -> None:
     """The recurrent state is reset in a lane that begins an episode, and only there."""
 
     def leaves(**options: Any) -> list[Tensor]:
-        state = trial.query(**options).recurrent
-        return [trials.to_tensor(leaf) for leaf in optree.tree_leaves(state, namespace=NAMESPACE)]
+        return [*state_dict_of(trial.query(**options).recurrent, trial.policy.backend).values()]
 
     if not (once := leaves()):
         raise NotApplicableError("it has no recurrent state")
@@ -359,12 +357,9 @@ CHECKS: tuple[trials.Check[PolicyTrial], ...] = (
 def check_policy(policy: Any, env: Any, *, steps: int = 40, seed: int = 0, **kwargs: Any) -> trials.Report:
     """Check that a policy keeps the contract, in an environment that passes `check_env`; returns a report likewise.
 
-    Args:
-        policy: a `Policy`, or anything that a collector accepts as one. Its weights are changed, and then restored.
-        env: an `Env`, or anything that `make_env` accepts.
-        steps: T, the number of steps of a run; some episodes should end within it.
-        seed: the seed of the runs.
-        **kwargs: arguments of `make_env`, such as ``num_envs=3``.
+    `policy` is a `Policy`, or anything that a collector accepts as one. Its weights are changed, and then restored.
+    `env` is an `Env`, or anything that `make_env` accepts, with its arguments, such as ``num_envs=3``. Runs begin with
+    `seed` and have `steps` steps; some episodes should end within them.
 
     Raises:
         CheckError: at the first check that fails, with the place, the expectation, the value and the fix.
