@@ -7,19 +7,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import gymnasium
-import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from tensordict import TensorDict
 
 import funcollect as fc
 from funcollect.cli import main
 from funcollect.policies.mlp import mlp
 from funcollect.progress import EpisodeWindow
+from tests.support.misuse import Rigged, raises
 
 CARTPOLE = ("collect", "CartPole-v1", "--policy", "mlp", "--num-envs", "3", "--frames", "600", "--seed", "7")
 
@@ -45,26 +43,9 @@ def error_of(capsys):
     return line
 
 
-class Broken(gymnasium.Env[Any, Any]):
-    """Raises at its twentieth step."""
-
-    observation_space = spaces.Box(-1, 1, (2,), np.float32)
-    action_space = spaces.Discrete(2)
-    count = 0
-
-    def reset(self, *, seed=None, options=None):
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action):
-        self.count += 1
-        if self.count == 20:
-            raise ArithmeticError("the arm broke off")
-        return np.zeros(2, np.float32), 0.0, False, False, {}
-
-
 @pytest.fixture
 def rigged():
-    gymnasium.register("Broken-v0", Broken)
+    gymnasium.register("Broken-v0", lambda: Rigged(raises(ArithmeticError("the arm broke off")), at=20))
     yield
     del gymnasium.registry["Broken-v0"]
 
