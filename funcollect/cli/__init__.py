@@ -76,16 +76,27 @@ _SEED = {"--seed": _option(int, "S", 0)}
 _LIMITED = {"--max-episode-steps": _number(None, "truncate episodes after N steps")}
 
 
+def _pair(lanes: int | None = None, policy: str | None = "random", named: str = "") -> dict[str, Any]:
+    """The options that name an environment and a policy; `lanes` is the default of ``--num-envs``, None for no such."""
+    env, given = "an id (torch/CartPole-v1), or module:factory", "for the policy's factory, as JSON or text"
+    return {
+        "env": {"nargs": "?", "metavar": "ENV", "help": env},
+        "--env": {"dest": "env_option", "metavar": "ENV", "help": "the same as ENV"},
+        **({} if lanes is None else {"--num-envs": _number(lanes, "environments in one batch")}),
+        "--policy": {"default": policy, "metavar": "NAME", "help": named or "mlp, random (default), or module:factory"},
+        "--weights": _path(None, "the policy's state_dict: .safetensors, .pt or .pth"),
+        "--option -o": {**_option(_named_value, "NAME=VALUE", None, given), "action": "append", "default": []},
+    }
+
+
 def _add_commands(commands: Any) -> None:
     """Add each command and its options."""
     add = partial(_command, commands)
-    options = {
-        "--frames": _number(100_000, "rounded up to whole batches"),
-        **_SEED,
-        "--out": _path(Path("runs", "demo.png"), "a picture"),
-    }
+    options = {"--frames": _number(100_000, "rounded up to whole batches"), **_SEED}
+    options |= {"--out": _path(Path("runs", "demo.png"), "a picture")}
     add("demo", "show a Torch MLP collecting on CartPole-v1", "--frames 1e5", options, subject="")
     options = {
+        **_pair(lanes=1),
         "--frames": _number(10_000, "in whole batches"),
         "--frames-per-batch": _number(None, "default: 128 per environment, at least 2000"),
         **_LIMITED,
@@ -93,38 +104,26 @@ def _add_commands(commands: Any) -> None:
         "--out": _option(Path, "DIR", None, "for the batch, stats.json and returns.png"),
         "--overwrite": {"action": "store_true", "help": "replace an earlier run in DIR"},
     }
-    add("collect", "collect experience and save it", "CartPole-v1 --policy mlp --frames 1e5", options, lanes=1)
-    example, options = "CartPole-v1 --policy mlp --weights weights.pt", {"--episodes": _number(16), **_LIMITED, **_SEED}
-    add("evaluate", "run whole episodes and print their returns", example, options, lanes=8)
-    film = {"--out": _path(Path("film.mp4"), ".mp4 or .gif")}
-    options = {"--episodes": _number(1), **_LIMITED, **_SEED, **film}
+    add("collect", "collect experience and save it", "CartPole-v1 --policy mlp --frames 1e5", options)
+    options, example = {**_pair(8), "--episodes": _number(16)}, "CartPole-v1 --policy mlp --weights weights.pt"
+    add("evaluate", "run whole episodes and print their returns", example, {**options, **_LIMITED, **_SEED})
+    options = {**_pair(), "--episodes": _number(1), **_LIMITED, **_SEED}
+    options |= {"--out": _path(Path("film.mp4"), ".mp4 or .gif")}
     add("record", "film whole episodes", "CartPole-v1 --policy mlp --out film.gif", options)
-    what, named = "check that an environment, or a policy, keeps its contract", "check this policy in ENV instead"
-    options = {"--steps": _number(100, "of a run, in which episodes end"), **_LIMITED, **_SEED}
-    add("check", what, "my_module:MyEnvironment", options, lanes=3, policy=(None, named))
+    pair, number = _pair(3, None, "check this policy in ENV instead"), _number(100, "of a run, in which episodes end")
+    what = "check that an environment, or a policy, keeps its contract"
+    add("check", what, "my_module:MyEnvironment", {**pair, "--steps": number, **_LIMITED, **_SEED})
     example = "gymnax/CartPole-v1 --policy mlp --num-envs 64"
-    add("explain", "show how an environment and a policy would run together", example, {}, lanes=1)
-    picture = {"--out": _path(None, "also draw the parts in this picture")}
-    options, example = {"--frames": _number(10_000, "to time, in whole batches")}, "HalfCheetah-v5 --out profile.png"
-    add("profile", "measure where the time of a frame goes", example, options | picture, lanes=8)
-    add("policies", "list the policies that packages offer by name", "CartPole-v1", {}, subject="[ENV]")
+    add("explain", "show how an environment and a policy would run together", example, _pair(1))
+    options = {**_pair(8), "--frames": _number(10_000, "to time, in whole batches")}
+    options |= {"--out": _path(None, "also draw the parts in this picture")}
+    add("profile", "measure where the time of a frame goes", "HalfCheetah-v5 --policy mlp --out profile.png", options)
+    also = {"env": {"nargs": "?", "metavar": "ENV", "help": "also make each of them for this environment"}}
+    add("policies", "list the policies that packages offer by name", "CartPole-v1", also, subject="[ENV]")
 
 
-def _command(
-    commands: Any,
-    name: str,
-    what: str,
-    example: str,
-    options: dict[str, Any],
-    *,
-    subject: str = "ENV",
-    lanes: int | None = None,
-    policy: tuple[str | None, str] = ("random", "mlp, random (default), or module:factory"),
-) -> None:
-    """Add a command, whose help fits on a screen and ends with an example.
-
-    `lanes` is the default of ``--num-envs``, None for one environment; `policy` that of ``--policy``, with its help.
-    """
+def _command(commands: Any, name: str, what: str, example: str, options: dict[str, Any], subject: str = "ENV") -> None:
+    """Add a command, whose help fits on a screen and ends with an example."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         usage=f"funcollect {name} {subject} [options]".replace("  ", " "),
@@ -133,20 +132,8 @@ def _command(
         epilog=f"example: funcollect {name} {example}",
         formatter_class=partial(argparse.HelpFormatter, max_help_position=32),
     )
-    add = parser.add_argument
-    if subject == "[ENV]":
-        add("env", nargs="?", metavar="ENV", help="also make each of them for this environment")
-    if subject == "ENV":
-        add("env", nargs="?", metavar="ENV", help="an id (torch/CartPole-v1), or module:factory")
-        add("--env", dest="env_option", metavar="ENV", help="the same as ENV")
-        if lanes is not None:
-            add("--num-envs", **_number(lanes, "environments in one batch"))
-        add("--policy", default=policy[0], metavar="NAME", help=policy[1])
-        add("--weights", **_path(None, "the policy's state_dict: .safetensors, .pt or .pth"))
-        given = "for the policy's factory, as JSON or text"
-        add("--option", "-o", type=_named_value, action="append", default=[], metavar="NAME=VALUE", help=given)
-    for option, keywords in options.items():
-        add(option, **keywords)
+    for names, keywords in options.items():
+        parser.add_argument(*names.split(), **keywords)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
