@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import optree
 from tensordict import TensorDictBase
 
@@ -29,15 +28,11 @@ allow(EpisodeStats, OpenReturn)
 
 
 class Checkpoint:
-    """Saves a training run from time to time, and restores it in another process.
+    """Saves a training run from time to time, keeps the latest checkpoints, and restores one in another process.
 
     Each checkpoint is a directory, ``step-…``, that is written beside the others and renamed last, so a crash leaves
     the previous one whole. A buffer writes only the frames that are new since the checkpoint before. Restoring executes
     no code from the files.
-
-    Args:
-        directory: where the checkpoints are.
-        keep: how many of the latest ones are kept.
 
     Raises:
         TypeError, ValueError: if `directory` is no path, or `keep` is below 1.
@@ -109,19 +104,15 @@ class Checkpoint:
         check_episodes(episodes)
         for name, value in values.items():
             if _stateful(value):
-                part = "optimizer" if hasattr(value, "param_groups") else "policy"
-                raise TypeError(
-                    f"{name} is {shown(value)}, expected plain data: pass it within {part}={{'{name}': …}}, a dict of "
-                    "all such objects"
-                )
+                mend = f"{'optimizer' if hasattr(value, 'param_groups') else 'policy'}={{'{name}': …}}"
+                what = f"{name} is {shown(value)}, expected plain data"
+                raise TypeError(f"{what}: pass it within {mend}, a dict of all such objects")
         memory = None if buffer is None else buffer.state.memory
         if memory is not None and isinstance(memory.storage, ListStorage):
             memory.storage.check_plain()
         if (latest := self.latest()) is not None and step <= latest:
-            raise ValueError(
-                f"step is {step}, expected more than {latest}, that of the latest checkpoint in {self.directory}: pass "
-                "a later step, or another directory for another run"
-            )
+            what = f"step is {step}, expected more than {latest}, that of the latest checkpoint in {self.directory}"
+            raise ValueError(f"{what}: pass a later step, or another directory for another run")
         self.directory.mkdir(parents=True, exist_ok=True)
         for left in self.directory.glob(".step-*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
@@ -156,20 +147,13 @@ class Checkpoint:
         step: int | None = None,
         episodes: Episodes = "continue",
     ) -> dict[str, Any]:
-        """Read a checkpoint. Collectors, buffers, modules and optimizers are restored in place.
+        """Read a checkpoint into objects that were built like the saved ones, and pytrees like the saved ones.
 
-        So are the tensors of a pytree that require gradients: an optimizer over them continues with them.
-
-        After an exception some of them may be restored already: restore them all from another checkpoint.
-
-        Args:
-            collector: a collector that was built like the saved one.
-            buffer: a buffer that was built like the saved one.
-            policy: as `save` takes it: the object to restore, or a pytree like the saved one.
-            optimizer: likewise.
-            step: which checkpoint; by default the latest. A run that continues from an earlier one saves into another
-                directory: in this one its steps would not come after the latest.
-            episodes: as `restore` of the collector takes it.
+        Collectors, buffers, modules and optimizers are restored in place, and so are the tensors of a pytree that
+        require gradients: an optimizer over them continues with them. `step` names the checkpoint, by default the
+        latest. A run that continues from an earlier one saves into another directory: in this one its steps would not
+        come after the latest. `episodes` is that of the collector's `restore`. After an exception some objects may be
+        restored already: restore them all from another checkpoint.
 
         Returns:
             The plain values, ``"step"``, and ``"policy"`` and ``"optimizer"`` if they were given: the same objects, or
@@ -182,23 +166,25 @@ class Checkpoint:
         check_episodes(episodes)
         found = self.latest() if step is None else step
         if found is None or not self._path(found).is_dir():
-            raise FileNotFoundError(
-                f"{self.directory} has the checkpoints {self.steps()}, expected {'one' if step is None else step}: "
-                "pass the directory and the step of one that was saved"
-            )
+            what = f"{self.directory} has the checkpoints {self.steps()}, expected {'one' if step is None else step}"
+            raise FileNotFoundError(f"{what}: pass the directory and the step of one that was saved")
         path = self._path(found)
         data = read_data(path / "values", _KIND)
         parts = {name: part for name, part in (("policy", policy), ("optimizer", optimizer)) if part is not None}
-        files = {name: path / name for name, each in (("collector", collector), ("buffer", buffer)) if each is not None}
-        for name in [*parts, *files]:
-            if not files[name].exists() if name in files else data["parts"][name] is None:
-                raise FileNotFoundError(f"{path} has no {name}: leave it out, or save it")
+        apart = {name: each for name, each in (("collector", collector), ("buffer", buffer)) if each is not None}
+        absent = [name for name in parts if data["parts"][name] is None]
+        if absent := [*absent, *(name for name in apart if not (path / name).exists())]:
+            raise FileNotFoundError(f"{path} has no {absent[0]}: leave it out, or save it")
         for name, part in parts.items():
-            _check(name, _layout(_saved(part)), _layout(data["parts"][name]))
+            own, saved = layouts = [_layout(each) for each in (_saved(part), data["parts"][name])]
+            if differing := [key for key in {*own, *saved} if key not in own or own[key] != saved.get(key, ...)]:
+                first = min(differing)
+                one, two = (shown(each[first]) if first in each else "not there" for each in layouts)
+                raise ValueError(f"{name} differs from the saved one: {first} is {one}, was {two}: build it as it was")
         if collector is not None:
-            collector.restore(files["collector"], episodes=episodes)
+            collector.restore(path / "collector", episodes=episodes)
         if buffer is not None:
-            buffer.loads(files["buffer"])
+            buffer.loads(path / "buffer")
         restored = {name: _restored(part, data["parts"][name]) for name, part in parts.items()}
         return {**data["values"], **restored, "step": found}
 
@@ -220,7 +206,12 @@ def _saved(part: Any) -> Any:
         return {"group": {name: _saved(each) for name, each in part.items()}}
     if not _stateful(part):
         leaves, treedef = flatten_part(part)
-        return {"leaves": leaves, "names": _names(part, treedef)}
+        if isinstance(treedef, optree.PyTreeSpec):
+            names = [".".join(map(str, path)) or "leaf" for path in treedef.paths()]
+        else:
+            tree_util = import_jax().tree_util
+            names = [tree_util.keystr(path) for path, _ in tree_util.tree_flatten_with_path(part)[0]]
+        return {"leaves": leaves, "names": names}
     state = dict(part.state_dict())
     if "param_groups" not in state:
         return {"state": state}
@@ -228,36 +219,18 @@ def _saved(part: Any) -> Any:
     return {"state": state, "kind": type(part).__name__, "shapes": shapes}
 
 
-def _names(part: Any, treedef: Any) -> list[str]:
-    """The paths of the leaves of a pytree."""
-    if isinstance(treedef, optree.PyTreeSpec):
-        return [".".join(map(str, path)) or "leaf" for path in treedef.paths()]
-    tree_util = import_jax().tree_util
-    return [tree_util.keystr(path) for path, _ in tree_util.tree_flatten_with_path(part)[0]]
-
-
-def _check(name: str, own: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError if a part cannot take the saved state, which has another layout."""
-    if own != wanted:
-        first = min({*own} ^ {*wanted} or {each for each in own if own[each] != wanted[each]})
-        one, two = (shown(part[first]) if first in part else "not there" for part in (own, wanted))
-        raise ValueError(f"{name} differs from the saved one: {first} is {one}, was {two}: build it as it was")
-
-
 def _layout(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The shapes and dtypes of a saved part by name; of an optimizer, whose state begins empty, its parameters'."""
-    if "group" in saved:
-        parts = {name: _layout(each) for name, each in saved["group"].items()}
-        return {f"{name}.{key}": shape for name, part in parts.items() for key, shape in part.items()}
-    if "leaves" in saved:
-        kinds = [(np.shape(leaf), str(getattr(leaf, "dtype", type(leaf).__name__))) for leaf in saved["leaves"]]
-        return dict(zip(saved["names"], kinds, strict=True))
-    if "shapes" in saved:
-        groups = {f"parameters of group {number}": shapes for number, shapes in enumerate(saved["shapes"])}
-        return {"class": saved["kind"], **groups}
+    match saved:
+        case {"group": parts}:
+            layouts = {name: _layout(part) for name, part in parts.items()}
+            return {f"{name}.{key}": kind for name, layout in layouts.items() for key, kind in layout.items()}
+        case {"shapes": groups, "kind": kind}:
+            return {"class": kind, **{f"parameters of group {number}": shapes for number, shapes in enumerate(groups)}}
+    named = dict(zip(saved["names"], saved["leaves"], strict=True)) if "leaves" in saved else saved["state"]
     return {
         name: (str(value.dtype).removeprefix("torch."), *value.shape) if hasattr(value, "shape") else None
-        for name, value in saved["state"].items()
+        for name, value in named.items()
     }
 
 

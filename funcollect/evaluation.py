@@ -22,8 +22,7 @@ from funcollect.core.evaluate import evaluate
 from funcollect.core.request import check_exploration
 from funcollect.errors import ClosedError, EvaluationError
 from funcollect.keys import key_from_seed, seed_of
-from funcollect.plots.figures import check_film
-from funcollect.plots.recording import check_filmed, record
+from funcollect.plots.recording import check_film, check_filmed, record
 from funcollect.policies.torch_modules.sending import dumps
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.processes.failures import Failure, sending

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,16 +21,8 @@ from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.messages import shown, table
 from funcollect.protocols import Env, is_env
 
-__all__ = ["PARTS", "Limit", "Profile", "Timeline", "profile"]
-
-PARTS = (  # in the order of a frame's way
-    *("environment", "policy", "environment and policy", "recording", "preparation", "delivery", "hand-over"),
-    *("reader", "waiting"),
-)
-_STEPS = 128  # of a rollout
-_BATCHES = 3  # that are timed with workers, at least
-_AHEAD = 4  # of each worker whose batches are delivered as they arrive, since two may have been ready before
-_SECONDS = 0.3  # that the bare environment is run, about
+PARTS: tuple[str, ...] = ("environment", "policy", "environment and policy", "recording", "preparation", "delivery")
+PARTS += ("hand-over", "reader", "waiting")  # in the order of a frame's way
 
 
 class Timeline(NamedTuple):
@@ -52,14 +43,6 @@ class Limit(NamedTuple):
 class Profile:
     """Where the time of a frame goes; `str` is a table.
 
-    Attributes:
-        subject: the profiled environment, policy or collector.
-        loop: the name of the loop that ran, as `explain` has it.
-        frames: the frames that were timed.
-        seconds: the time that they took.
-        first_seconds: the time of the batches before these, which are not counted since they may compile programs.
-        timelines: the parts of a frame's time where frames are collected and, with workers, where batches are read.
-
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=8)
     >>> profile = fc.profile(env, fc.random_policy(env), frames=1024)
@@ -67,12 +50,12 @@ class Profile:
     (1024, 1)
     """
 
-    subject: str
-    loop: str
-    frames: int
-    seconds: float
-    first_seconds: float
-    timelines: tuple[Timeline, ...]
+    subject: str  # the profiled environment, policy or collector
+    loop: str  # the name of the loop that ran, as `explain` has it
+    frames: int  # that were timed
+    seconds: float  # that they took
+    first_seconds: float  # of the batches before these, which are not counted since they may compile programs
+    timelines: tuple[Timeline, ...]  # where frames are collected and, with workers, where batches are read
 
     @property
     def frames_per_second(self) -> float:
@@ -101,18 +84,15 @@ class Profile:
         return self.parts.get(part, 0.0) / self.microseconds
 
     def __str__(self) -> str:
-        head = (
-            f"{self.subject}, loop {self.loop}\n"
-            f"{self.frames:,} frames in {self.seconds:.3g} s: {self.frames_per_second:,.0f} frames/s; the first "
-            f"batches, not counted, took {self.first_seconds:.3g} s"
-        )
-        tables: list[list[tuple[str, ...]]] = []
+        speed = f"{self.frames:,} frames in {self.seconds:.3g} s: {self.frames_per_second:,.0f} frames/s"
+        first = f"the first batches, not counted, took {self.first_seconds:.3g} s"
+        texts = [f"{self.subject}, loop {self.loop}\n{speed}; {first}"]
         for where, parts in self.timelines:
             values = {**parts, "a frame": sum(parts.values())}
             rows = [(part, f"{value:.2f}", f"{value / self.microseconds:.0%}") for part, value in values.items()]
-            tables.append([(where, "µs/frame", "share"), *rows])
+            texts.append(table([(where, "µs/frame", "share"), *rows]))
         limits = [(what, f"{self.frames_per_second / rate:.0%}", f"{rate:,.0f}") for what, rate in self.limits]
-        return "\n\n".join([head, *map(table, tables), table([("limit", "reached", "frames/s"), *limits])])
+        return "\n\n".join([*texts, table([("limit", "reached", "frames/s"), *limits])])
 
     @property
     def advice(self) -> str:
@@ -149,20 +129,14 @@ def profile(
     workers, or as CUDA graphs, environment and policy are one part. Where lanes live in workers, one lane is measured
     here with random actions, and what this process waits beyond the steps of the slowest worker's lanes is hand-over.
 
-    A collector continues from where it is, and its weights do not change. The batches are its next ones: they count as
-    delivered, and go to `reader`, or are dropped. An environment and a policy run as a new collector, which is
-    closed. Frames are those that the workers have collected, in the same time in each process. If more processes run
-    than there are processors, parts hold the time of others.
+    A collector continues from where it is: its batches are its next ones, and its weights do not change. Frames are
+    those that the workers have collected, in the same time in each process. If more processes run than there are
+    processors, parts hold the time of others.
 
-    Args:
-        target: a collector; or an environment, for a run of the functions `init` and `rollout`.
-        policy: with an environment, what acts there, as a collector takes it; None for random actions.
-        frames: frames to time, rounded up to whole batches, three at least with workers.
-        length: with an environment, the steps of each rollout; None for 128.
-        reader: a function that is called with each batch, such as a step of training.
-
-    Returns:
-        The profile; `str` is a table, and `funcollect.plots.profile` draws it.
+    `target` is a collector; or an environment, which a new collector runs with `policy` (as a collector takes it, None
+    for random actions) and `length` steps in each rollout (None for 128). At least `frames` frames are timed, in whole
+    batches, three at least with workers. `reader` is a function that is called with each batch, such as a step of
+    training. The result's `str` is a table, and `funcollect.plots.profile` draws it.
 
     Raises:
         TypeError: for another target.
@@ -183,15 +157,13 @@ def profile(
     if isinstance(target, CollectorBase):
         for name, value, where in (("policy", policy, "has its own"), ("length", length, "has frames_per_batch")):
             if value is not None:
-                raise ValueError(
-                    f"{name} is {shown(value, 60)}, but target is a collector, which {where}: leave it out"
-                )
+                what = f"{name} is {shown(value, 60)}"
+                raise ValueError(f"{what}, but target is a collector, which {where}: leave it out")
         return _profiled(target, frames, reader, repr(target))
     if not is_env(target):
-        raise TypeError(
-            f"target is {type(target).__name__}, expected a collector or an Env: make one with funcollect.make_env"
-        )
-    size = (target.num_envs or 1) * (_STEPS if length is None else length)
+        what = f"target is {type(target).__name__}, expected a collector or an Env"
+        raise TypeError(f"{what}: make one with funcollect.make_env")
+    size = (target.num_envs or 1) * (128 if length is None else length)
     with SyncDataCollector(target, policy, frames_per_batch=size, seed=0) as own:
         return _profiled(own, frames, reader, f"{target!r} with {type(own.policy).__name__}")
 
@@ -202,51 +174,44 @@ def _profiled(collector: CollectorBase, frames: int, reader: Callable[[Any], Any
     apart = 0 if run is None or run.gathering.together else len(run.workers)  # workers whose batches are their own
     first = _read(collector, reader, batches=max(apart, 1))
     waited = collector.stats().get("reader_waited", 0.0)
-    with _timed(collector) as times:
-        batches = _AHEAD * apart or (1 if run is None else _BATCHES)
-        done = _read(collector, reader, frames=frames, batches=batches)
+    with _timed(collector) as times:  # of a worker apart two batches may have been ready before
+        done = _read(collector, reader, frames=frames, batches=4 * apart or (1 if run is None else 3))
     waited = collector.stats().get("reader_waited", 0.0) - waited
     if not done.batches:
-        raise ValueError(
-            f"{collector!r} has no batches left to time, total_frames is {collector.total_frames}: build one with "
-            "more, since the first batch is not counted"
-        )
+        what = f"{collector!r} has no batches left to time, total_frames is {collector.total_frames}"
+        raise ValueError(f"{what}: build one with more, since the first batch is not counted")
     if not times:
         raise ValueError(f"{collector!r} has lost every worker meanwhile, expected one to stay: see its stats")
-    count, seconds = sum(each.frames for each in times), sum(each.seconds for each in times) / len(times)
+    count, seconds, workers = sum(each.frames for each in times), sum(each.seconds for each in times), len(times)
     sums: dict[str, float] = defaultdict(float)
     for part, spent in (item for each in times for item in each.parts.items()):
         sums["environment and policy" if part == "rollout" else part] += spent
-    timeline = partial(_timeline, count, seconds)
+    whole = seconds / workers
+
+    def timeline(where: str, parts: Mapping[str, float], reading: float, rest: str) -> Timeline:
+        """The time that is neither in `parts` nor the reader's is that of the part `rest`."""
+        left = max(whole - sum(parts.values()), 0.0)
+        reading = min(reading, left)
+        spent = {**parts, rest: parts.get(rest, 0.0) + left - reading, **({"reader": reading} if reading else {})}
+        return Timeline(where, {part: 1e6 * spent[part] / count for part in PARTS if part in spent})
+
     if isinstance(collector, SyncDataCollector):
         _divide(collector, sums, count)
         timelines = [timeline("in this process", sums, done.reader, "delivery")]
     elif isinstance(collector, ProcessCollector) and collector.in_process:
-        timelines = [timeline(f"in this process, with {len(times)} workers", sums, done.reader, "hand-over")]
+        timelines = [timeline(f"in this process, with {workers} workers", sums, done.reader, "hand-over")]
     else:
-        parts = {part: spent / len(times) for part, spent in sums.items()}
-        parts["hand-over"] = sum(min(each.busy, each.between) for each in times) / len(times)
-        taken = {"hand-over": min(max(done.collector - waited, 0.0), max(seconds - done.reader, 0.0))}
+        handed = sum(min(each.busy, each.between) for each in times)
+        parts = {part: spent / workers for part, spent in {**sums, "hand-over": handed}.items()}
+        taken = {"hand-over": min(max(done.collector - waited, 0.0), max(whole - done.reader, 0.0))}
         timelines = [
-            timeline(f"in each of {len(times)} workers", parts, 0.0, "waiting"),
+            timeline(f"in each of {workers} workers", parts, 0.0, "waiting"),
             timeline("in this process", taken, done.reader, "waiting"),
         ]
+    loop, before = times[0].loop, first.collector + first.reader
     return Profile(
-        subject=subject,
-        loop=times[0].loop,
-        frames=count,
-        seconds=seconds,
-        first_seconds=first.collector + first.reader,
-        timelines=tuple(timelines),
+        subject=subject, loop=loop, frames=count, seconds=whole, first_seconds=before, timelines=tuple(timelines)
     )
-
-
-def _timeline(frames: int, whole: float, where: str, parts: Mapping[str, float], reader: float, rest: str) -> Timeline:
-    """Seconds by part as a timeline; the seconds in `whole` that are neither in `parts` nor the reader's are `rest`."""
-    left = max(whole - sum(parts.values()), 0.0)
-    reader = min(reader, left)
-    seconds = {**parts, rest: parts.get(rest, 0.0) + left - reader, **({"reader": reader} if reader else {})}
-    return Timeline(where, {part: 1e6 * seconds[part] / frames for part in PARTS if part in seconds})
 
 
 class _Reading(NamedTuple):
@@ -317,8 +282,8 @@ def _bare(env: Env, length: int, max_frames_per_traj: int | None) -> float:
     with SyncDataCollector(env, None, frames_per_batch=size, max_frames_per_traj=max_frames_per_traj, seed=0) as alone:
         next(alone)  # compiles
         with _timed(alone) as times:
-            until = time.perf_counter() + _SECONDS
-            _read(alone, None, batches=_BATCHES)
+            until = time.perf_counter() + 0.3
+            _read(alone, None, batches=3)
             while time.perf_counter() < until:
                 next(alone)
     parts = times[0].parts

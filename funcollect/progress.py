@@ -26,8 +26,6 @@ with warnings.catch_warnings():  # without ipywidgets a notebook shows a plain b
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-__all__ = ["EpisodeWindow", "Logger", "TensorBoard", "Tracked", "track"]
-
 # Called with the frames so far, and numbers by name. If it has methods `begin(frames)` and `close()`, they are called
 # when a loop over the batches begins and when it ends.
 Logger = Callable[[int, Mapping[str, float]], Any]
@@ -47,19 +45,17 @@ def track(
 
     The bar shows frames, frames per second, episodes, and their mean return and length. The rate includes the time
     between batches. If batches lack the keys for episodes, only frames are shown. Frames count from the start of the
-    run, as a collector's `frames` does: with `trajs_per_batch` they include frames that wait for the next batch.
-
-    For a collector with workers, the bar also shows how much of the time the reader waited for workers and workers for
-    the reader, how many versions of the weights a batch is behind, and the numbers of replaced workers and copied
-    batches. Zeros are omitted.
+    run, as a collector's `frames` does: with `trajs_per_batch` they include frames that wait for the next batch. For a
+    collector with workers, the bar also shows how much of the time the reader waited for workers and workers for the
+    reader, how many versions of the weights a batch is behind, and the numbers of replaced workers and copied batches.
+    Zeros are omitted.
 
     A logger gets ``speed/frames_per_second`` of each batch for which frames were collected, and ``episode/return``
     (``episode/return/0``, … for several players) and ``episode/length``, the means of the episodes that ended in the
     batch, all by frames. Add your own numbers with `Tracked.log`.
 
     Args:
-        batches: a collector, or any other iterable over batches that are TensorDicts, such as a generator that calls
-            `rollout`, or `deliver` of `funcollect.traced`'s batches.
+        batches: a collector, or any other iterable over TensorDicts, such as a generator that calls `rollout`.
         window: the number of last episodes in the means, or an `EpisodeWindow`, which you can read during the loop.
         total: the number of frames of a full bar; by default the collector's `total_frames`.
         disable: True hides the bar, False always shows it, None shows it on a terminal or in a notebook.
@@ -95,13 +91,16 @@ def track(
     if logger is not None:
         check_function("logger", logger, "a function of frames and a dict", 2)
     episodes = window if isinstance(window, EpisodeWindow) else EpisodeWindow(window)
-    given = [None if log_dir is None else TensorBoard(log_dir), logger]
+    loggers: list[Logger] = [] if logger is None else [logger]
+    if log_dir is not None:
+        loggers.insert(0, TensorBoard(log_dir))
     frames = getattr(batches, "total_frames", -1) if total is None else total
     kernel = sys.modules.get("ipykernel.kernelapp")  # that it is imported is not enough: it may start kernels
     if disable is None and kernel is not None and kernel.IPKernelApp.initialized():
         disable = False  # tqdm sees no terminal in a notebook
-    bar = partial(tqdm, total=frames if frames > 0 else None, unit=" frames", disable=disable, file=file)
-    return Tracked(batches, episodes, bar, [each for each in given if each is not None])
+    style: dict[str, Any] = {"unit": " frames", "unit_scale": True, "dynamic_ncols": True}
+    bar = partial(tqdm, total=frames if frames > 0 else None, disable=disable, file=file, **style)
+    return Tracked(batches, episodes, bar, loggers)
 
 
 @dataclass(eq=False, repr=False)
@@ -122,7 +121,7 @@ class Tracked:
     def __iter__(self) -> Iterator[TensorDict]:
         self._frames = getattr(self._batches, "frames", self._frames)  # not 0 if the run continues after a break
         workers, then = shown_workers(self._batches), time.perf_counter()
-        with self._opened(), self._bar(initial=self._frames, unit_scale=True, dynamic_ncols=True) as bar:
+        with self._opened(), self._bar(initial=self._frames) as bar:
             for batch in self._batches:
                 before, frames = self._frames, self._episodes.add(batch)
                 self._frames = getattr(self._batches, "frames", before + frames)  # a collector's are those of its run
@@ -142,8 +141,8 @@ class Tracked:
         """Open the loggers, and close them after the block."""
         with ExitStack() as open_now:
             for logger in self._loggers:
-                getattr(logger, "begin", _nothing)(self._frames)
-                open_now.callback(getattr(logger, "close", _nothing))
+                getattr(logger, "begin", lambda _: None)(self._frames)
+                open_now.callback(getattr(logger, "close", lambda: None))
             self._looping = True
             open_now.callback(setattr, self, "_looping", False)
             yield
@@ -155,9 +154,8 @@ class Tracked:
     def log(self, values: Mapping[str, Any], frames: int | None = None) -> None:
         """Give numbers to the loggers; without any, do nothing.
 
-        Args:
-            values: numbers by name, such as ``{"loss/value": loss}``: floats, or tensors or arrays of one element.
-            frames: where they belong, such as the `step` of an evaluation; by default the current frame, in the loop.
+        `values` are numbers by name, such as ``{"loss/value": loss}``: floats, or tensors or arrays of one element.
+        They belong to `frames`, such as the `step` of an evaluation; by default to the current frame, in the loop.
 
         Raises:
             RuntimeError: if it is called outside of a loop over the batches without `frames`.
@@ -176,17 +174,19 @@ class Tracked:
         if frames is not None:
             check_count("frames", frames)
         elif self._loggers and not self._looping:
-            raise RuntimeError(
-                "log was called outside of the loop, expected a batch in hand: call it inside the loop, or say where "
-                "the values belong, frames=…"
-            )
+            mend = "call it inside the loop, or say where the values belong, frames=…"
+            raise RuntimeError(f"log was called outside of the loop, expected a batch in hand: {mend}")
         if self._loggers:
+            check_kind("values", values, Mapping, 'pass numbers by name, such as {"loss": 0.1}')
+            found = {}
+            for name, value in values.items():
+                try:
+                    found[name] = float(value.detach() if isinstance(value, Tensor) else value)
+                except (TypeError, ValueError, RuntimeError) as error:
+                    mend = "give its mean, say"
+                    raise ValueError(f"{name} is {shown(value)}, expected one number: {mend}") from error
             with nullcontext() if self._looping else self._opened():
-                self._write(_numbers(values), self._frames if frames is None else frames)
-
-
-def _nothing(*_: Any) -> None:
-    """Stands for a method that a logger does not have."""
+                self._write(found, self._frames if frames is None else frames)
 
 
 def _means(episodes: EpisodeStats | None) -> dict[str, float]:
@@ -218,10 +218,7 @@ def shown_workers(collector: Any) -> Callable[[], dict[str, str]]:
 
 
 class TensorBoard:
-    """A logger that writes TensorBoard's event files.
-
-    Args:
-        log_dir: the folder for the files, which is created at once.
+    """A logger that writes TensorBoard's event files into the folder `log_dir`, which is created at once.
 
     Raises:
         ImportError: if TensorBoard is not installed.
@@ -233,20 +230,18 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError(
-                "log_dir needs TensorBoard, which is not installed: pip install 'funcollect[viz]'"
-            ) from error
+            mend = "pip install 'funcollect[viz]'"
+            raise ImportError(f"log_dir needs TensorBoard, which is not installed: {mend}") from error
         check_kind("log_dir", log_dir, (str, PathLike), "pass for example log_dir='runs/first'")
         self._make: Any = SummaryWriter
-        self._folder = fspath(log_dir)
         self._writer: Any = None
+        self._folder = fspath(log_dir)
         try:
             if "://" not in self._folder:  # for example a bucket, which TensorBoard writes to itself
                 makedirs(log_dir, exist_ok=True)
         except OSError as error:
-            raise OSError(
-                f"log_dir is {self._folder!r}, which cannot be made ({error}): name another folder"
-            ) from error
+            what = f"log_dir is {self._folder!r}, which cannot be made ({error})"
+            raise OSError(f"{what}: name another folder") from error
 
     def begin(self, frames: int) -> None:
         """Open another file, after so many frames of the run; TensorBoard hides what was written for later ones."""
@@ -263,23 +258,8 @@ class TensorBoard:
         self._writer.close()
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The values as floats; TypeError for anything but numbers by name, ValueError for one that is not a single one."""
-    check_kind("values", values, Mapping, 'pass numbers by name, such as {"loss": 0.1}')
-    found = {}
-    for name, value in values.items():
-        try:
-            found[name] = float(value.detach() if isinstance(value, Tensor) else value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{name} is {shown(value)}, expected one number: give its mean, say") from error
-    return found
-
-
 class EpisodeWindow:
-    """The last episodes of a stream of batches, and counts since its start.
-
-    Args:
-        size: the number of last episodes in the means.
+    """The means of the last `size` episodes of a stream of batches, and counts since its start.
 
     Attributes:
         frames: the number of frames so far, without the padding of split trajectories.
@@ -308,11 +288,10 @@ class EpisodeWindow:
             self.last, _ = stats_and_missing(batch, self.last)
         except ValueError:  # a postproc may leave any keys and shapes
             self.last = None
-        else:
-            self.episodes += len(self.last)
-            returns = self.last.returns
-            self._returns.extend((returns[:, None] if returns.ndim == 1 else returns).tolist())
-            self._lengths.extend(self.last.lengths.tolist())
+            return frames
+        self.episodes += len(self.last)
+        self._returns.extend(self.last.returns.reshape(len(self.last), -1 if len(self.last) else 1).tolist())
+        self._lengths.extend(self.last.lengths.tolist())
         return frames
 
     @property

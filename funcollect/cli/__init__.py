@@ -9,7 +9,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,9 @@ from typing import Any
 from funcollect import __version__
 from funcollect.errors import CheckError, FuncollectError
 
-__all__ = ["main"]
-
-_WORDS = {"True": True, "False": False, "None": None}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: the arguments; by default those of the process.
+    """Run one command, with the arguments of the process by default.
 
     Returns:
         The exit code: 0; 1 if a check failed; 2 for an error that the user can correct; 130 after Ctrl-C.
@@ -37,20 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         importlib.import_module("funcollect.cli.commands").run(arguments)
+        return 0
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    except MemoryError as error:
-        return _fail(f"error: out of memory {error}", 2)
+        message, code = "interrupted", 130
     except CheckError as error:
-        return _fail(f"check failed: {error}", 1)
-    except (FuncollectError, ValueError, TypeError, OSError, ImportError) as error:
-        return _fail(f"error: {error}", 2)
-    return 0
-
-
-def _fail(message: str, code: int) -> int:
-    """Print a message as one line on standard error, and return the exit code."""
-    print("funcollect:", *message.split(), file=sys.stderr)
+        message, code = f"check failed: {error}", 1
+    except (FuncollectError, ValueError, TypeError, OSError, ImportError, MemoryError) as error:
+        message, code = f"error: {str(error) or type(error).__name__}", 2
+    print("funcollect:", *message.split(), file=sys.stderr)  # in one line
     return code
 
 
@@ -72,12 +59,10 @@ def _named_value(text: str) -> tuple[str, Any]:
     name, given, value = text.partition("=")
     if not given or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    if value in _WORDS:
-        return name, _WORDS[value]
     try:
         return name, json.loads(value)
     except ValueError:
-        return name, value
+        return name, {"True": True, "False": False, "None": None}.get(value, value)
 
 
 def _option(kind: Any, metavar: str, default: Any, what: str = "") -> dict[str, Any]:
@@ -87,63 +72,58 @@ def _option(kind: Any, metavar: str, default: Any, what: str = "") -> dict[str, 
 
 
 _number, _path = partial(_option, _count, "N"), partial(_option, Path, "FILE")
-_SEED = _option(int, "S", 0)
-_LIMIT = _number(None, "truncate episodes after N steps")
+_SEED = {"--seed": _option(int, "S", 0)}
+_LIMITED = {"--max-episode-steps": _number(None, "truncate episodes after N steps")}
+
+
+def _pair(lanes: int | None = None, policy: str | None = "random", named: str = "") -> dict[str, Any]:
+    """The options that name an environment and a policy; `lanes` is the default of ``--num-envs``, None for no such."""
+    env, given = "an id (torch/CartPole-v1), or module:factory", "for the policy's factory, as JSON or text"
+    return {
+        "env": {"nargs": "?", "metavar": "ENV", "help": env},
+        "--env": {"dest": "env_option", "metavar": "ENV", "help": "the same as ENV"},
+        **({} if lanes is None else {"--num-envs": _number(lanes, "environments in one batch")}),
+        "--policy": {"default": policy, "metavar": "NAME", "help": named or "mlp, random (default), or module:factory"},
+        "--weights": _path(None, "the policy's state_dict: .safetensors, .pt or .pth"),
+        "--option -o": {**_option(_named_value, "NAME=VALUE", None, given), "action": "append", "default": []},
+    }
 
 
 def _add_commands(commands: Any) -> None:
     """Add each command and its options."""
-    command = partial(_command, commands)
-    add = command("demo", "show a Torch MLP collecting on CartPole-v1", "--frames 1e5", subject="")
-    add("--frames", **_number(100_000, "rounded up to whole batches"))
-    add("--seed", **_SEED)
-    add("--out", **_path(Path("runs", "demo.png"), "a picture"))
-    add = command("collect", "collect experience and save it", "CartPole-v1 --policy mlp --frames 1e5", lanes=1)
-    add("--frames", **_number(10_000, "in whole batches"))
-    add("--frames-per-batch", **_number(None, "default: 128 per environment, at least 2000"))
-    add("--max-episode-steps", **_LIMIT)
-    add("--seed", **_option(int, "S", None, "default: a new one, kept in stats.json"))
-    add("--out", **_option(Path, "DIR", None, "for the batch, stats.json and returns.png"))
-    add("--overwrite", action="store_true", help="replace an earlier run in DIR")
-    example = "CartPole-v1 --policy mlp --weights weights.pt"
-    add = command("evaluate", "run whole episodes and print their returns", example, lanes=8)
-    add("--episodes", **_number(16))
-    add("--max-episode-steps", **_LIMIT)
-    add("--seed", **_SEED)
-    add = command("record", "film whole episodes", "CartPole-v1 --policy mlp --out film.gif")
-    add("--episodes", **_number(1))
-    add("--max-episode-steps", **_LIMIT)
-    add("--seed", **_SEED)
-    add("--out", **_path(Path("film.mp4"), ".mp4 or .gif"))
-    what, named = "check that an environment, or a policy, keeps its contract", "check this policy in ENV instead"
-    add = command("check", what, "my_module:MyEnvironment", lanes=3, policy=None, policy_help=named)
-    add("--steps", **_number(100, "of a run, in which episodes end"))
-    add("--max-episode-steps", **_LIMIT)
-    add("--seed", **_SEED)
+    add = partial(_command, commands)
+    options = {"--frames": _number(100_000, "rounded up to whole batches"), **_SEED}
+    options |= {"--out": _path(Path("runs", "demo.png"), "a picture")}
+    add("demo", "show a Torch MLP collecting on CartPole-v1", "--frames 1e5", options, subject="")
+    options = {
+        **_pair(lanes=1),
+        "--frames": _number(10_000, "in whole batches"),
+        "--frames-per-batch": _number(None, "default: 128 per environment, at least 2000"),
+        **_LIMITED,
+        "--seed": _option(int, "S", None, "default: a new one, kept in stats.json"),
+        "--out": _option(Path, "DIR", None, "for the batch, stats.json and returns.png"),
+        "--overwrite": {"action": "store_true", "help": "replace an earlier run in DIR"},
+    }
+    add("collect", "collect experience and save it", "CartPole-v1 --policy mlp --frames 1e5", options)
+    options, example = {**_pair(8), "--episodes": _number(16)}, "CartPole-v1 --policy mlp --weights weights.pt"
+    add("evaluate", "run whole episodes and print their returns", example, {**options, **_LIMITED, **_SEED})
+    options = {**_pair(), "--episodes": _number(1), **_LIMITED, **_SEED}
+    options |= {"--out": _path(Path("film.mp4"), ".mp4 or .gif")}
+    add("record", "film whole episodes", "CartPole-v1 --policy mlp --out film.gif", options)
+    pair, number = _pair(3, None, "check this policy in ENV instead"), _number(100, "of a run, in which episodes end")
+    what = "check that an environment, or a policy, keeps its contract"
+    add("check", what, "my_module:MyEnvironment", {**pair, "--steps": number, **_LIMITED, **_SEED})
     example = "gymnax/CartPole-v1 --policy mlp --num-envs 64"
-    command("explain", "show how an environment and a policy would run together", example, lanes=1)
-    example = "HalfCheetah-v5 --policy mlp --out profile.png"
-    add = command("profile", "measure where the time of a frame goes", example, lanes=8)
-    add("--frames", **_number(10_000, "to time, in whole batches"))
-    add("--out", **_path(None, "also draw the parts in this picture"))
-    command("policies", "list the policies that packages offer by name", "CartPole-v1", subject="[ENV]")
+    add("explain", "show how an environment and a policy would run together", example, _pair(1))
+    options = {**_pair(8), "--frames": _number(10_000, "to time, in whole batches")}
+    options |= {"--out": _path(None, "also draw the parts in this picture")}
+    add("profile", "measure where the time of a frame goes", "HalfCheetah-v5 --policy mlp --out profile.png", options)
+    also = {"env": {"nargs": "?", "metavar": "ENV", "help": "also make each of them for this environment"}}
+    add("policies", "list the policies that packages offer by name", "CartPole-v1", also, subject="[ENV]")
 
 
-def _command(
-    commands: Any,
-    name: str,
-    what: str,
-    example: str,
-    *,
-    subject: str = "ENV",
-    lanes: int | None = None,
-    policy: str | None = "random",
-    policy_help: str = "mlp, random (default), or module:factory",
-) -> Callable[..., Any]:
-    """Add a command, whose help fits on a screen and ends with an example; return what adds an option to it.
-
-    `lanes` is the default of ``--num-envs``, None for a single environment; `policy` that of ``--policy``.
-    """
+def _command(commands: Any, name: str, what: str, example: str, options: dict[str, Any], subject: str = "ENV") -> None:
+    """Add a command, whose help fits on a screen and ends with an example."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         usage=f"funcollect {name} {subject} [options]".replace("  ", " "),
@@ -152,28 +132,14 @@ def _command(
         epilog=f"example: funcollect {name} {example}",
         formatter_class=partial(argparse.HelpFormatter, max_help_position=32),
     )
-    add = parser.add_argument
-    if subject == "[ENV]":
-        add("env", nargs="?", metavar="ENV", help="also make each of them for this environment")
-    if subject == "ENV":
-        add("env", nargs="?", metavar="ENV", help="an id (torch/CartPole-v1), or module:factory")
-        add("--env", dest="env_option", metavar="ENV", help="the same as ENV")
-        if lanes is not None:
-            add("--num-envs", **_number(lanes, "environments in one batch"))
-        add("--policy", default=policy, metavar="NAME", help=policy_help)
-        add("--weights", **_path(None, "the policy's state_dict: .safetensors, .pt or .pth"))
-        given = "for the policy's factory, as JSON or text"
-        add("--option", "-o", type=_named_value, action="append", default=[], metavar="NAME=VALUE", help=given)
-    return add
+    for names, keywords in options.items():
+        parser.add_argument(*names.split(), **keywords)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of a command; SystemExit if they cannot be parsed, and for ``--help`` and ``--version``."""
-    parser = argparse.ArgumentParser(
-        prog="funcollect",
-        description="Collect experience: a policy in an environment.",
-        epilog="example: funcollect collect CartPole-v1",
-    )
+    about, example = "Collect experience: a policy in an environment.", "example: funcollect collect CartPole-v1"
+    parser = argparse.ArgumentParser(prog="funcollect", description=about, epilog=example)
     parser.add_argument("--version", action="version", version=__version__)
     parser.set_defaults(max_episode_steps=None)  # of commands without whole episodes
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import json
@@ -12,26 +11,28 @@ import secrets
 import sys
 import time
 import warnings
+from argparse import Namespace
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 import funcollect as fc
 from funcollect import plots
-from funcollect.cli.output import RunSummary, episode_table, layout, output_folder, save
+from funcollect.cli.output import collected, output_folder, saver, statistics_of, tables
 from funcollect.core.rollout_trajectories import is_limited
 from funcollect.envs.registry import limited
+from funcollect.messages import table
 from funcollect.plots.figures import check_figure
 from funcollect.policies.as_policy import PolicyPlugin, find_policy, offered_policies
 from funcollect.policies.mlp import mlp
-from funcollect.protocols import is_env
-
-_IN_A_MODULE = re.compile(r"[\w.]+:[A-Za-z_]\w*")  # Gymnasium's module:Id-v0 has a version
+from funcollect.tree import flatten
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Namespace) -> None:
     """Run the command with one Torch thread: more do not help a small network, and slow it down on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -41,25 +42,22 @@ def run(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(before)
 
 
-def demo(arguments: argparse.Namespace) -> None:
+def demo(arguments: Namespace) -> None:
     """Collect on CartPole-v1 with a Torch MLP, and print the result."""
-    frames, seed = arguments.frames, arguments.seed
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    drawable = _is_drawable(arguments.out)
+    drawable, last = _is_drawable(arguments.out), deque[TensorDict](maxlen=1)
     env = fc.make_env("CartPole-v1", num_envs=8)
-    policy = mlp(env, seed=seed)
+    policy, size = mlp(env, seed=arguments.seed), min(2048, arguments.frames)
     print(fc.explain(env, policy), end="\n\n", flush=True)
-    summary, size = RunSummary(), min(2048, frames)
-    with fc.SyncDataCollector(env, policy, frames_per_batch=size, total_frames=frames, seed=seed) as collector:
-        for batch in summary.follow(collector):
-            last = batch
-    print(summary.table(), layout(last), sep="\n\n")
+    episodes, statistics = collected(env, policy, size, arguments.frames, arguments.seed, last.append)
+    rows = [(".".join(path), str(list(leaf.shape)), str(leaf.dtype)) for path, leaf in flatten(last[0]).items()]
+    print(tables(statistics), table([("key", "shape", "dtype"), *sorted(rows)]), sep="\n\n")
     if drawable:
-        plots.returns(summary.episodes, title="CartPole-v1, an untrained policy", path=arguments.out)
+        plots.returns(episodes, title="CartPole-v1, an untrained policy", path=arguments.out)
         print(f"\npicture: {arguments.out}")
 
 
-def collect(arguments: argparse.Namespace) -> None:
+def collect(arguments: Namespace) -> None:
     """Collect, and save the batch as a memory-mapped TensorDict, the statistics as JSON, and a plot of the returns."""
     num_envs, frames = arguments.num_envs, arguments.frames
     name = re.sub(r"[^\w.-]+", "-", arguments.env)
@@ -69,24 +67,15 @@ def collect(arguments: argparse.Namespace) -> None:
     with output_folder(out, arguments.overwrite) as folder:
         env = make_env(arguments, num_envs)
         policy = make_policy(arguments, env, seed)
-        summary = RunSummary()
-        with fc.SyncDataCollector(env, policy, frames_per_batch=size, total_frames=frames, seed=seed) as collector:
-            save(summary.follow(collector), folder / "batch", frames)
-        about = {
-            "funcollect": fc.__version__,
-            "env": arguments.env,
-            "policy": arguments.policy,
-            "policy_origin": policy_named(arguments.policy).origin,
-            "policy_options": dict(arguments.option),
-            "weights": None if arguments.weights is None else str(arguments.weights),
-            "num_envs": num_envs,
-            "frames_per_batch": size,
-            "seed": seed,
-        }
-        (folder / "stats.json").write_text(json.dumps(about | summary.statistics(), indent=2) + "\n")
+        episodes, statistics = collected(env, policy, size, frames, seed, saver(folder / "batch", frames))
+        weights = None if arguments.weights is None else str(arguments.weights)
+        about = {"funcollect": fc.__version__, "env": arguments.env, "num_envs": num_envs, "frames_per_batch": size}
+        about |= {"seed": seed, "policy": arguments.policy, "policy_origin": policy_named(arguments.policy).origin}
+        about |= {"policy_options": dict(arguments.option), "weights": weights}
+        (folder / "stats.json").write_text(json.dumps(about | statistics, indent=2) + "\n")
         if drawable := _is_drawable(folder / "returns.png"):
-            plots.returns(summary.episodes, title=arguments.env, path=folder / "returns.png")
-    print(summary.table(), f"saved in {out}", *([f"picture: {out / 'returns.png'}"] if drawable else []), sep="\n\n")
+            plots.returns(episodes, title=arguments.env, path=folder / "returns.png")
+    print(tables(statistics), f"saved in {out}", *([f"picture: {out / 'returns.png'}"] if drawable else []), sep="\n\n")
 
 
 def _is_drawable(path: Path) -> bool:
@@ -99,12 +88,12 @@ def _is_drawable(path: Path) -> bool:
     return True
 
 
-def evaluate(arguments: argparse.Namespace) -> None:
+def evaluate(arguments: Namespace) -> None:
     """Run whole episodes, and print the spread of their returns and lengths."""
     env = make_env(arguments, arguments.num_envs)
     policy = make_policy(arguments, env, arguments.seed)
     _warn_of_no_end(env)
-    print(episode_table(fc.evaluate(env, policy, episodes=arguments.episodes, seed=arguments.seed)))
+    print(tables(statistics_of(fc.evaluate(env, policy, episodes=arguments.episodes, seed=arguments.seed))))
 
 
 def _warn_of_no_end(env: fc.Env) -> None:
@@ -114,17 +103,19 @@ def _warn_of_no_end(env: fc.Env) -> None:
         print(f"episodes may have no end: {mend}", file=sys.stderr)
 
 
-def record(arguments: argparse.Namespace) -> None:
-    """Film whole episodes."""
+def record(arguments: Namespace) -> None:
+    """Film whole episodes; Gymnasium's environments, and factories that can, are asked to render."""
     os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # films have no sound; pygame looks for a sound card
-    env = make_filmed_env(arguments)
+    name, renders = arguments.env, {"render_mode": "rgb_array"}
+    asked = "render_mode" in _parameters(factory) if (factory := _member(name)) else re.match(r"ale/|[^/]*$", name)
+    env = make_env(arguments, None, **(renders if asked else {}))
     _warn_of_no_end(env)
     policy = make_policy(arguments, env, arguments.seed)
     stats = fc.record(env, policy, arguments.out, episodes=arguments.episodes, seed=arguments.seed)
-    print(episode_table(stats), f"film: {arguments.out}", sep="\n\n")
+    print(tables(statistics_of(stats)), f"film: {arguments.out}", sep="\n\n")
 
 
-def check(arguments: argparse.Namespace) -> None:
+def check(arguments: Namespace) -> None:
     """Check an environment, or a policy in it, and print the report up to the first failure."""
     for name in ("option", "weights"):
         if getattr(arguments, name) and arguments.policy is None:
@@ -141,13 +132,13 @@ def check(arguments: argparse.Namespace) -> None:
         raise
 
 
-def explain(arguments: argparse.Namespace) -> None:
+def explain(arguments: Namespace) -> None:
     """Print how the environment and the policy would run together."""
     env = make_env(arguments, arguments.num_envs)
     print(fc.explain(env, make_policy(arguments, env, seed=0)))
 
 
-def profile(arguments: argparse.Namespace) -> None:
+def profile(arguments: Namespace) -> None:
     """Print where the time of a frame goes, and draw it if a file is named."""
     drawable = arguments.out is not None and _is_drawable(arguments.out)
     env = make_env(arguments, arguments.num_envs)
@@ -157,27 +148,21 @@ def profile(arguments: argparse.Namespace) -> None:
         plots.profile(measured, title=arguments.env, path=arguments.out)
 
 
-def policies(arguments: argparse.Namespace) -> None:
+def policies(arguments: Namespace) -> None:
     """Print each policy that packages offer by name: whether it works, the package, and where its factory is."""
     env = None if arguments.env is None else make_env(arguments, 1)
     offers = offered_policies()
     wide, origins = (max(map(len, each)) for each in (offers, [plugin.origin for plugin in offers.values()]))
     for name, plugin in offers.items():
-        reason = _fault(plugin, env)
-        verdict = "broken" if reason else "ok"
+        verdict, reason = "ok", ""
+        try:
+            plugin.load() if env is None else plugin.make(env)
+        except (fc.PluginError, TypeError) as error:
+            verdict, reason = "broken", " ".join(str(getattr(error, "reason", error)).split())
         print(f"{verdict:<6}  {name:<{wide}}  {plugin.origin:<{origins}}  {plugin.source}  {reason}".rstrip())
 
 
-def _fault(plugin: PolicyPlugin, env: fc.Env | None) -> str:
-    """Why the policy cannot be loaded, or made for the environment; empty if it can."""
-    try:
-        plugin.load() if env is None else plugin.make(env)
-    except (fc.PluginError, TypeError) as error:
-        return " ".join(str(getattr(error, "reason", error)).split())
-    return ""
-
-
-def make_env(arguments: argparse.Namespace, num_envs: int | None, **kwargs: Any) -> fc.Env:
+def make_env(arguments: Namespace, num_envs: int | None, **kwargs: Any) -> fc.Env:
     """Make the environment that the arguments name by an id or ``module:factory``; None lanes mean a single one.
 
     Any error of the environment's own code becomes a ValueError, which the command prints as one line.
@@ -186,31 +171,18 @@ def make_env(arguments: argparse.Namespace, num_envs: int | None, **kwargs: Any)
     given = {"num_envs": num_envs, "max_episode_steps": arguments.max_episode_steps}
     kwargs |= {key: value for key, value in given.items() if value is not None}
     try:
-        if not _is_in_a_module(name):
-            return fc.make_env(name, **kwargs)
-        factory = _member(name)
-        if not callable(factory) or "num_envs" not in _parameters(factory):  # it makes one lane
-            return fc.make_env(factory, **kwargs)
-        made = limited(factory, kwargs)
-        return made if is_env(made) else fc.make_env(made)
+        factory = _member(name) or name
+        if "num_envs" in _parameters(factory):  # else it makes one lane
+            return fc.make_env(limited(factory, kwargs))
+        return fc.make_env(factory, **kwargs)
     except (ValueError, TypeError):
         raise
     except Exception as error:  # the environment's own code may raise anything
         raise ValueError(f"cannot make {name!r}: {error or type(error).__name__}") from error
 
 
-def make_filmed_env(arguments: argparse.Namespace) -> fc.Env:
-    """Make a single environment that can be filmed: Gymnasium's, and factories that can, are asked to render."""
-    name = arguments.env
-    if _is_in_a_module(name):
-        asked = "render_mode" in _parameters(_member(name))
-    else:
-        asked = "/" not in name or name.startswith("ale/")
-    return make_env(arguments, None, **{"render_mode": "rgb_array"} if asked else {})
-
-
 def _parameters(factory: Any) -> set[str]:
-    """The names of a factory's parameters; empty for one that has no signature."""
+    """The names of a factory's parameters; empty for one that has no signature, and for an id."""
     try:
         return {*inspect.signature(factory).parameters}
     except (TypeError, ValueError):
@@ -226,25 +198,25 @@ def _is_in_a_module(address: str) -> bool:
     if not name and Path(f"{address}.py").exists():
         raise ValueError(f"{address!r} is a module here, expected a function of it: say for example {address}:make")
     if file.endswith(".py"):
-        raise ValueError(
-            f"{address!r} names a file, expected a module: say {Path(file).stem}:{name}, in the folder of the file"
-        )
-    if found := _IN_A_MODULE.fullmatch(address) is not None:
+        own = f"{Path(file).stem}:{name}"
+        raise ValueError(f"{address!r} names a file, expected a module: say {own}, in the folder of the file")
+    if found := re.fullmatch(r"[\w.]+:[A-Za-z_]\w*", address) is not None:  # Gymnasium's module:Id-v0 has a version
         sys.path[:0] = {os.getcwd()} - {*sys.path}
     return found
 
 
 def _member(address: str) -> Any:
-    """Return the member ``module:name``."""
+    """The member ``module:name``; None for an address that is none, such as an id."""
+    if not _is_in_a_module(address):
+        return None
     module, _, name = address.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise ValueError(f"{address!r} names the module {module!r}, which cannot be imported: {error}") from error
     except AttributeError as error:
-        raise ValueError(
-            f"{address!r} names {name!r}, which the module {module!r} lacks: check the spelling"
-        ) from error
+        mend = "check the spelling"
+        raise ValueError(f"{address!r} names {name!r}, which the module {module!r} lacks: {mend}") from error
 
 
 def policy_named(name: str) -> PolicyPlugin:
@@ -258,23 +230,19 @@ def policy_named(name: str) -> PolicyPlugin:
     return PolicyPlugin(name, source=name, package=name.partition(":")[0], version="module")
 
 
-def make_policy(arguments: argparse.Namespace, env: fc.Env, seed: int) -> fc.Policy:
+def make_policy(arguments: Namespace, env: fc.Env, seed: int) -> fc.Policy:
     """Make the policy that the arguments name, with its weights, and with the run's seed if its factory takes one."""
-    plugin = policy_named(arguments.policy)
+    plugin, path = policy_named(arguments.policy), arguments.weights
     seeded = {"seed": seed} if plugin.takes("seed") else {}
     policy = plugin.make(env, **(seeded | dict(arguments.option)))
-    if arguments.weights is not None:
-        if not hasattr(policy, "load"):
-            raise TypeError(
-                f"{type(policy).__name__} has no method load, expected one for --weights: derive it from PolicyBase"
-            )
-        if arguments.policy == "random":
-            raise ValueError("random actions have no weights: name the policy of --weights with --policy")
-        weights = read_weights(arguments.weights)
+    if path is not None and arguments.policy == "random":
+        raise ValueError("random actions have no weights: name the policy of --weights with --policy")
+    if path is not None:
+        weights = read_weights(path)
         try:
             policy.load(weights)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{arguments.weights} does not fit the policy {arguments.policy}: {error}") from error
+            raise ValueError(f"{path} does not fit the policy {arguments.policy}: {error}") from error
     return policy
 
 
@@ -283,9 +251,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: check the path")
     if path.suffix not in (".safetensors", ".pt", ".pth"):
-        raise ValueError(
-            f"{path} has the suffix {path.suffix!r}, expected .safetensors, .pt or .pth: save it as one of these"
-        )
+        known = ".safetensors, .pt or .pth"
+        raise ValueError(f"{path} has the suffix {path.suffix!r}, expected {known}: save it as one of these")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -296,9 +263,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             weights = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(weights, dict) or not all(isinstance(leaf, Tensor) for leaf in weights.values()):
             raise TypeError(f"it holds {type(weights).__name__}")
-    except ImportError as error:
-        raise ImportError(f"{path} needs safetensors, which is not installed: pip install safetensors") from error
-    except OSError:
+    except (OSError, ImportError):
         raise
     except Exception as error:  # whatever the file makes unpickling raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,20 +17,31 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.collectors.sync import SyncDataCollector
 from funcollect.files import allocate
 from funcollect.messages import table
 from funcollect.progress import EpisodeWindow, track
+from funcollect.protocols import Env, Policy
 from funcollect.trajectories.stats import EpisodeStats
 from funcollect.tree import flatten
-
-OUTPUTS = frozenset({"batch", "stats.json", "returns.png"})
 
 
 @contextmanager
 def output_folder(out: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield a new folder, which replaces `out` if the block ends without an error; ValueError if `out` must be kept."""
+    """Yield a new folder, which replaces `out` if the block ends without an error; ValueError if `out` must be kept.
+
+    That is unless it is missing, empty, or with `overwrite` the result of an earlier run.
+    """
     out = out.resolve()
-    _check_output(out, overwrite)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file, expected a folder for --out: choose another name")
+    if out.exists() and (out.is_mount() or Path.cwd().is_relative_to(out)):
+        raise ValueError(f"{out} is in use and cannot be replaced as a whole: name a folder inside it")
+    present = {path.name for path in out.iterdir()} if out.exists() else set()
+    if present and not overwrite:
+        raise ValueError(f"{out} is not empty: choose another folder, or replace an earlier run with --overwrite")
+    if foreign := sorted(present - {"batch", "stats.json", "returns.png"}):
+        raise ValueError(f"{out} holds {foreign}, which no run of funcollect has written: choose another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
         new, old = Path(scratch, "new"), Path(scratch, "old")
@@ -46,43 +57,34 @@ def output_folder(out: Path, overwrite: bool) -> Iterator[Path]:
             raise
 
 
-def _check_output(out: Path, overwrite: bool) -> None:
-    """Raise ValueError unless `out` is missing, empty, or with `overwrite` the result of an earlier run."""
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise ValueError(f"{out} is a file, expected a folder for --out: choose another name")
-    if out.is_mount() or Path.cwd().is_relative_to(out):
-        raise ValueError(f"{out} is in use and cannot be replaced as a whole: name a folder inside it")
-    present = {path.name for path in out.iterdir()}
-    if present and not overwrite:
-        raise ValueError(f"{out} is not empty: choose another folder, or replace an earlier run with --overwrite")
-    if foreign := sorted(present - OUTPUTS):
-        raise ValueError(f"{out} holds {foreign}, which no run of funcollect has written: choose another folder")
+def saver(path: Path, frames: int) -> Callable[[TensorDict], None]:
+    """A function that writes batches [P, T] of equal shape one after another as one memory-mapped TensorDict.
 
-
-def save(batches: Iterable[TensorDict], path: Path, frames: int) -> None:
-    """Write batches [P, T] of equal shape, with `frames` frames or a few more, as one memory-mapped TensorDict."""
-    store, filled = None, 0
-    for batch in batches:
-        if store is None:
-            store = _reserve(path, batch, steps=math.ceil(frames / batch.numel()) * batch.shape[-1])
-        store[..., filled : filled + batch.shape[-1]].update_(batch)
-        filled += batch.shape[-1]
-
-
-def _reserve(path: Path, batch: TensorDict, *, steps: int) -> TensorDict:
-    """Make a memory-mapped TensorDict [P, steps] with the keys, shapes and dtypes of `batch`.
-
-    All disk blocks are allocated at once (OSError if there is no room), since writing to a sparse file on a full disk
-    kills the process by a signal.
+    It has room for `frames` frames or a few more. All disk blocks are allocated at once (OSError if there is no room),
+    since writing to a sparse file on a full disk kills the process by a signal.
     """
-    whole = batch[..., :1].expand(*batch.shape[:-1], steps)
-    wanted = sum(leaf.numel() * leaf.element_size() for leaf in flatten(whole).values())
+    store: TensorDict | None = None
+    filled = 0
+
+    def save(batch: TensorDict) -> None:
+        nonlocal store, filled
+        length = batch.shape[-1]
+        if store is None:
+            whole = batch[..., :1].expand(*batch.shape[:-1], math.ceil(frames / batch.numel()) * length)
+            store = _reserved(path, whole)
+        store[..., filled : filled + length].update_(batch)
+        filled += length
+
+    return save
+
+
+def _reserved(path: Path, like: TensorDict) -> TensorDict:
+    """A memory-mapped TensorDict with the keys, shapes and dtypes of another."""
+    wanted = sum(leaf.numel() * leaf.element_size() for leaf in flatten(like).values())
     try:
         if wanted > shutil.disk_usage(path.parent).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        store = whole.memmap_like(path)
+        store = like.memmap_like(path)
         for file in path.rglob("*.memmap"):
             if size := file.stat().st_size:
                 with file.open("r+b") as opened:
@@ -93,57 +95,36 @@ def _reserve(path: Path, batch: TensorDict, *, steps: int) -> TensorDict:
     return store
 
 
-class RunSummary:
-    """Counts the episodes, frames and seconds of a run."""
+def collected(
+    env: Env, policy: Policy, size: int, frames: int, seed: int, take: Callable[[TensorDict], None]
+) -> tuple[EpisodeStats, dict[str, Any]]:
+    """Collect batches of `size` frames with a progress bar, and pass each to `take`.
 
-    def __init__(self) -> None:
-        self._window, self._seconds = EpisodeWindow(), 0.0
-        self._parts: list[EpisodeStats] = []
-
-    def follow(self, collector: Iterable[TensorDict]) -> Iterator[TensorDict]:
-        """Iterate over the batches with a progress bar."""
-        began = time.perf_counter()
-        for batch in track(collector, window=self._window):
-            assert self._window.last is not None
-            self._parts[-1:] = [replace(part, open_returns={}) for part in self._parts[-1:]]  # of the last one alone
-            self._parts.append(self._window.last)
-            yield batch
-        self._seconds = time.perf_counter() - began
-
-    @property
-    def episodes(self) -> EpisodeStats:
-        """The episodes that ended, and those that were open at the end."""
-        return EpisodeStats.concatenate(self._parts)
-
-    def statistics(self) -> dict[str, Any]:
-        """The counts of the run, and the spread of episode returns and lengths, as values for JSON."""
-        counts = {"frames": self._window.frames, "seconds": self._seconds}
-        return {**counts, "frames_per_second": self._window.frames / self._seconds, **_statistics(self.episodes)}
-
-    def table(self) -> str:
-        """The statistics as two tables."""
-        return _tables(self.statistics())
+    Returns the episodes, those that were open at the end included, and the statistics of the run, as values for JSON.
+    """
+    window, began = EpisodeWindow(), time.perf_counter()
+    parts: list[EpisodeStats] = []
+    with SyncDataCollector(env, policy, frames_per_batch=size, total_frames=frames, seed=seed) as collector:
+        for batch in track(collector, window=window):
+            assert window.last is not None
+            parts[-1:] = [replace(part, open_returns={}) for part in parts[-1:]]  # of the last one alone
+            parts.append(window.last)
+            take(batch)
+    seconds, episodes = time.perf_counter() - began, EpisodeStats.concatenate(parts)
+    counts = {"frames": window.frames, "seconds": seconds, "frames_per_second": window.frames / seconds}
+    return episodes, counts | statistics_of(episodes)
 
 
-def episode_table(episodes: EpisodeStats) -> str:
-    """The number of episodes, and the spread of their returns and lengths, as two tables."""
-    return _tables(_statistics(episodes))
-
-
-def _statistics(episodes: EpisodeStats) -> dict[str, Any]:
+def statistics_of(episodes: EpisodeStats) -> dict[str, Any]:
     """The counts of episodes, and the spread of their returns and lengths, as values for JSON."""
     terminated, returns = int(episodes.terminated.sum()), episodes.returns
     players = {"": returns} if returns.ndim == 1 else {f"_{n}": column for n, column in enumerate(returns.mT)}
-    return {
-        "episodes": len(episodes),
-        "terminated": terminated,
-        "truncated": len(episodes) - terminated,
-        **{f"return{player}": _spread(column) for player, column in players.items()},
-        "length": _spread(episodes.lengths.double()),
-    }
+    counts = {"episodes": len(episodes), "terminated": terminated, "truncated": len(episodes) - terminated}
+    spreads = {f"return{player}": _spread(column) for player, column in players.items()}
+    return {**counts, **spreads, "length": _spread(episodes.lengths.double())}
 
 
-def _tables(statistics: dict[str, Any]) -> str:
+def tables(statistics: dict[str, Any]) -> str:
     """Counts and spreads, each as a table."""
     spreads = [(name, *map(_number, each.values())) for name, each in statistics.items() if isinstance(each, dict)]
     counts = [(name, _number(each)) for name, each in statistics.items() if not isinstance(each, dict)]
@@ -162,9 +143,3 @@ def _spread(values: Tensor) -> dict[str, float | None]:
 def _number(value: float | None) -> str:
     """A number as text: commas in thousands, two decimals if it is a float; "-" for None."""
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
-
-
-def layout(batch: TensorDict) -> str:
-    """The keys of a batch with their shapes and dtypes."""
-    rows = [(".".join(path), str(list(leaf.shape)), str(leaf.dtype)) for path, leaf in flatten(batch).items()]
-    return table([("key", "shape", "dtype"), *sorted(rows)])

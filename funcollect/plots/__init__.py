@@ -1,10 +1,9 @@
-"""Figures of episode statistics, of single episodes and of profiles, and films.
+"""Figures of episode statistics, of single episodes and of profiles, and films: ``pip install 'funcollect[viz]'``.
 
-Matplotlib, and imageio for films, are imported on first use: ``pip install 'funcollect[viz]'``. Figures are not
-registered with pyplot, so you need not close them.
+Matplotlib and imageio are imported on first use. Figures are not registered with pyplot, so you need not close them.
 """
 
-from funcollect.plots.curves import lengths, profile, returns
-from funcollect.plots.episodes import episode, frames, video
+from funcollect.plots.figures import episode, lengths, profile, returns
+from funcollect.plots.recording import frames, video
 
 __all__ = ["episode", "frames", "lengths", "profile", "returns", "video"]

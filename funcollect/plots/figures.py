@@ -1,23 +1,34 @@
-"""Makes figures and films, and writes them to files. No other module of `plots` imports Matplotlib or imageio."""
+"""Pictures: episode statistics over a run, the parts of a frame's time, and single episodes from a batch."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from collections import Counter
+from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
 
-from funcollect.arguments import check_kind, check_number
+from funcollect.arguments import check_kind, check_positive
+from funcollect.profiling import PARTS, Profile
+from funcollect.trajectories.next_observations import next_observations
+from funcollect.trajectories.split import MASK, STEP, TRAJECTORY_IDS, check_batch, ends_of, require
+from funcollect.trajectories.stats import EpisodeStats
+from funcollect.tree import Path, flatten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+File = str | PathLike[str] | None
+Stats = EpisodeStats | Sequence[EpisodeStats]
+
+_BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": "small", "frameon": False}
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -29,8 +40,10 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
-def axes_of(ax: Any, width: float, height: float) -> Axes:
-    """The axes that a user gives, or those of a new figure for None; TypeError unless they are Matplotlib's."""
+def _axes(ax: Any, title: Any, label: Any, width: float, height: float) -> Axes:
+    """Check the arguments of a plot, and return the axes that the user gives, or those of a new figure for None."""
+    check_kind("title", title, str, "pass for example 'CartPole-v1'")
+    check_kind("label", label, str, "pass for example 'seed 0'")
     if ax is None:
         return new_figure(width, height).add_subplot()
     from matplotlib.axes import Axes
@@ -40,7 +53,7 @@ def axes_of(ax: Any, width: float, height: float) -> Axes:
     return axes
 
 
-def saved(drawn: Figure | Axes, path: str | PathLike[str] | None) -> Figure:
+def saved(drawn: Figure | Axes, path: File) -> Figure:
     """Save a figure, or that of axes, if `path` is given, in the format that its suffix names, and return it."""
     figure = drawn.get_figure(root=True)
     assert figure is not None
@@ -49,94 +62,261 @@ def saved(drawn: Figure | Axes, path: str | PathLike[str] | None) -> Figure:
     return figure
 
 
-def check_figure(path: Path) -> None:
+def check_figure(path: FilePath) -> None:
     """Raise ValueError for a suffix that names no format, OSError unless the folder exists; ImportError as above."""
-    formats = sorted(new_figure(1, 1).canvas.get_supported_filetypes())
-    if path.suffix.lower()[1:] not in formats:
+    if path.suffix.lower()[1:] not in new_figure(1, 1).canvas.get_supported_filetypes():
         raise ValueError(f"{path} has the suffix {path.suffix!r}, expected that of a picture, such as .png: change it")
     if not path.parent.is_dir():
         raise OSError(f"{path.parent} is no folder, expected one for {path.name}: make it")
 
 
-Picture = npt.NDArray[np.uint8]
+def returns(
+    stats: Stats, *, window: int = 100, title: str = "", label: str = "", ax: Axes | None = None, path: File = None
+) -> Figure:
+    """Plot episode returns over the frames of a run, with a rolling mean.
 
-_SUFFIXES = (".gif", ".mp4")
-_NO_FORK = "IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"
+    An episode is drawn where it ended: at the number of frames of its lane at that time, times the number of lanes.
 
-
-@contextmanager
-def film(path: str | PathLike[str], fps: float) -> Iterator[Callable[[Picture], None]]:
-    """Open a film, and yield the function that adds a picture, [H, W, 3] uint8. An error in the block leaves no file.
-
-    A GIF's frames last a multiple of 10 ms. An MP4 of an odd height or width gets one more row or column.
-    """
-    target = check_film(path, fps)
-    import imageio.v2
-    import imageio.v3
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
-    writer = _gif if target.suffix.lower() == ".gif" else _mp4
-    try:
-        with writer(imageio, partial, fps) as add:
-            yield add
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def check_film(path: str | PathLike[str], fps: float | None) -> Path:
-    """Return the path of a film.
+    `stats` are a run's episodes, or a list of those of its batches in order; with several players each has a curve. The
+    rolling mean covers the last `window` episodes. The number of episodes follows the `title`, such as the
+    environment's id, unless the run has a `label`, its name in the legend, or `ax` has other runs: Matplotlib's axes to
+    draw several runs in one figure, None for a new one. `path` is the file to save it in; its suffix names the format.
 
     Raises:
-        ImportError: if imageio is not installed.
-        ValueError: for an unknown suffix, or frames per second that are not positive.
+        ImportError: if Matplotlib is not installed.
+        TypeError: if `stats` is something else, such as a batch, or another argument has another type.
+        ValueError: if `window` is below 1, or `stats` is an empty list.
+
+    >>> import torch
+    >>> from funcollect import EpisodeStats
+    >>> ended = dict(traj_ids=torch.arange(3), lanes=torch.zeros(3).long(), terminated=torch.ones(3).bool())
+    >>> stats = EpisodeStats(returns=torch.tensor([1.0, 3.0, 8.0]), lengths=torch.tensor([10, 10, 30]), **ended)
+    >>> figure = returns(stats, window=2, label="seed 0")
+    >>> figure.axes[0].lines[-1].get_xydata().tolist()
+    [[10.0, 1.0], [20.0, 2.0], [50.0, 5.5]]
+    >>> figure is returns(stats, window=2, label="seed 1", ax=figure.axes[0])
+    True
     """
-    check_kind("path", path, (str, PathLike), "pass for example 'episode.gif'")
-    target = Path(path)
-    if target.suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"path is {str(target)!r}, expected a name that ends in {' or '.join(_SUFFIXES)}: change it")
-    if fps is not None:
-        check_number("fps", fps, positive=True, example=30)
-    if find_spec("imageio") is None:
-        raise ImportError("films need imageio, which is not installed: pip install 'funcollect[viz]'")
-    return target
+    return _curves("returns", "episode return", stats, window, title, label, ax, path)
 
 
-@contextmanager
-def _gif(imageio: Any, path: Path, fps: float) -> Iterator[Callable[[Picture], None]]:
-    """Open a GIF, and yield the function that adds a picture."""
-    duration = max(2, round(100 / fps)) * 10  # in milliseconds; viewers show shorter frames more slowly
-    with imageio.v3.imopen(path, "w", plugin="pillow") as file:
-        yield lambda picture: file.write(picture, duration=duration, loop=0)
+def lengths(
+    stats: Stats, *, window: int = 100, title: str = "", label: str = "", ax: Axes | None = None, path: File = None
+) -> Figure:
+    """Plot episode lengths over the frames of a run, with a rolling mean. See `returns` for the arguments and errors.
+
+    >>> import torch
+    >>> from funcollect import EpisodeStats
+    >>> ended = dict(traj_ids=torch.arange(2), lanes=torch.zeros(2).long(), terminated=torch.ones(2).bool())
+    >>> stats = EpisodeStats(returns=torch.tensor([1.0, 3.0]), lengths=torch.tensor([10, 30]), **ended)
+    >>> lengths(stats).axes[0].lines[-1].get_xydata().tolist()
+    [[10.0, 10.0], [40.0, 20.0]]
+    """
+    return _curves("lengths", "episode length in frames", stats, window, title, label, ax, path)
 
 
-@contextmanager
-def _mp4(imageio: Any, path: Path, fps: float) -> Iterator[Callable[[Picture], None]]:
-    """Open an MP4, and yield the function that adds a picture."""
+def _curves(
+    name: str, quantity: str, stats: Stats, window: int, title: str, label: str, ax: Axes | None, path: File
+) -> Figure:
+    """Draw this field of `stats`, [E] or [E, players], as points over frames, and the rolling mean as a line."""
+    check_positive("window", window, 100)
+    for part in (parts := stats if isinstance(stats, Sequence) else [stats]):
+        if not isinstance(part, EpisodeStats):
+            raise TypeError(
+                f"stats is or holds a {type(part).__name__}, expected EpisodeStats or a sequence of them: pass "
+                "fc.episode_stats(batch)"
+            )
+    axes, whole = _axes(ax, title, label, 8, 4.5), EpisodeStats.concatenate(parts)
+    if not (label or axes.lines):  # the number of one run's episodes would mislead beside others
+        title = f"{title}{': ' if title else ''}{len(whole):,} episode{'' if len(whole) == 1 else 's'}"
+    if title:
+        axes.set_title(title)
+    axes.set(xlabel="frames", ylabel=quantity)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    frames, count = _frames(whole), len(whole)
+    last = np.append(frames[1:] != frames[:-1], True)[:count]  # of the episodes that ended together
+    values = getattr(whole, name).double().numpy().reshape(count, -1 if count else 1)
+    for player, value in enumerate(values.T):
+        who = [*([label] if label else []), *([f"player {player}"] if values.shape[1] > 1 else [])]
+        # Not a running sum, which would stay infinite.
+        sums = np.convolve(value, np.ones(min(window, count)))[:count] if count else value
+        mean = sums / np.minimum(np.arange(1, count + 1), window)
+        (points,) = axes.plot(frames, value, ".", markersize=5, alpha=0.5, markeredgewidth=0)
+        entry = ", ".join([*who, f"mean of the last {window:,}"])
+        axes.plot(frames[last], mean[last], color=points.get_color(), label=entry)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(loc="best")
+    return saved(axes, path)
 
-    def add(picture: Picture) -> None:
-        height, width = picture.shape[:2]
-        even = np.pad(picture, [(0, height % 2), (0, width % 2), (0, 0)], mode="edge")  # as the pixel format requires
-        with _without_fork():  # ffmpeg starts with the first picture
-            file.append_data(even)
 
-    file = imageio.v2.get_writer(path, format="FFMPEG", mode="I", fps=fps, macro_block_size=1)
-    try:
-        yield add
-    except BaseException:
-        with suppress(Exception):  # Ctrl-C ends ffmpeg too, and its error would hide the interrupt
-            file.close()
-        raise
-    file.close()
+def _frames(stats: EpisodeStats) -> npt.NDArray[Any]:
+    """The number of frames of the whole run at the end of each episode: [E]."""
+    of_lane: Counter[int] = Counter()
+    frames = []
+    for lane, length in zip(stats.lanes.tolist(), stats.lengths.tolist(), strict=True):
+        of_lane[lane] += length
+        frames.append(of_lane[lane])
+    lanes = {*of_lane, *(one.lane for one in stats.open_returns.values())}
+    return np.array(frames) * len(lanes)
 
 
-@contextmanager
-def _without_fork() -> Iterator[None]:
-    """Let imageio-ffmpeg start its process without `fork`, which may hang, and warns, if JAX has threads."""
-    before = os.environ.get(_NO_FORK)
-    os.environ[_NO_FORK] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(_NO_FORK) if before is None else os.environ.update({_NO_FORK: before})
+_COLORS = dict(zip(PARTS, ("C0", "C1", "C0", "C2", "C4", "C5", "C3", "C8", "0.85"), strict=True))
+_BAR: dict[str, Any] = {"height": 0.6, "edgecolor": "white", "linewidth": 0.5}
+
+
+def profile(profile: Profile, *, title: str = "", ax: Axes | None = None, path: File = None) -> Figure:
+    """Draw the parts of a frame's time as a bar, one for each timeline.
+
+    A dashed line shows the time with the bare environment and the bare policy and nothing else. `title` is followed by
+    the speed; `ax` and `path` are those of `returns`.
+
+    Raises:
+        ImportError: if Matplotlib is not installed.
+        TypeError: if `profile` is not the result of `funcollect.profile`, or another argument has another type.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=8)
+    >>> figure = profile(fc.profile(env, frames=1_000))
+    >>> figure.axes[0].get_xlabel()
+    'microseconds per frame'
+    """
+    check_kind("profile", profile, Profile, "pass the result of funcollect.profile")
+    bars, whole = len(profile.timelines), profile.microseconds
+    axes = _axes(ax, title, "", 9, 1.6 + 0.8 * bars)
+    for row, timeline in enumerate(profile.timelines):
+        left = 0.0
+        for part, value in timeline.parts.items():
+            known = {handle.get_label() for handle in axes.containers}
+            bar = axes.barh(row, value, left=left, label="" if part in known else part, color=_COLORS[part], **_BAR)
+            if value > 0.06 * whole:  # there is room for a number
+                axes.bar_label(bar, [f"{value / whole:.0%}"], label_type="center", fontsize="small")
+            left += value
+    limit = profile.limits[-1]
+    place, note = 1e6 / limit.frames_per_second, f"{limit.what}: {limit.frames_per_second:,.0f} frames/s"
+    axes.axvline(place, color="black", linestyle="--", linewidth=1, zorder=0)
+    text: dict[str, Any] = {"textcoords": "offset points", "va": "top", "fontsize": "small"}
+    side, points = ("right", -4) if place > whole / 2 else ("left", 4)
+    axes.annotate(note, (place, 1.0), (points, -4), ("data", "axes fraction"), ha=side, **text)
+    axes.set_yticks(range(bars), [timeline.where.replace(", ", ",\n") for timeline in profile.timelines])
+    axes.set(ylim=(bars - 0.4, -0.9), xlim=(0, 1.02 * whole), xlabel="microseconds per frame")
+    speed = f"{profile.frames_per_second:,.0f} frames/s"
+    axes.set_title(f"{title}: {speed}" if title else speed)
+    axes.legend(**_BESIDE)
+    return saved(axes, path)
+
+
+def episode(batch: TensorDictBase, traj_id: int | None = None, *, path: File = None) -> Figure:
+    """Plot the observations, actions and rewards of one episode over its steps, one panel each.
+
+    Observations include the terminal one. Each component is a line; more than ten components are the rows of a color
+    map. Actions, rewards and integers are drawn as steps. Pixel observations (at least two axes per frame) are omitted:
+    use `frames`.
+
+    `batch` is ``[*B, T]`` with ``collector.traj_ids``, or the result of `split_trajectories`. `traj_id` names the
+    trajectory; None stands for the longest whole one, or the longest of all if none is whole. `path` is that of
+    `returns`.
+
+    Raises:
+        ImportError: if Matplotlib is not installed.
+        TypeError: if `batch` is not a TensorDict.
+        ValueError: if the batch lacks the id, a key, or any frames.
+
+    >>> import funcollect as fc
+    >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, seed=0) as collector:
+    ...     figure = episode(next(collector))
+    >>> [axes.get_ylabel() for axes in figure.axes]
+    ['observation', 'action', 'reward']
+    """
+    trajectory = pick(batch, traj_id)
+    frames, first = trajectory.frames, trajectory.first_step
+    for key in ("action", ("next", "reward")):
+        if frames.get(key, None) is None:
+            raise ValueError(f"the batch has no {key}, expected actions and rewards by the data contract")
+    leaves = {".".join(path): leaf for path, leaf in trajectory.observations.items() if leaf.ndim <= 2}  # [T + 1, ...]
+    leaves |= {"action": frames["action"], "reward": frames["next", "reward"]}  # [T, ...]
+    figure = new_figure(8, 1.2 + 1.7 * len(leaves))
+    every = figure.subplots(len(leaves), sharex=True, squeeze=False)[:, 0]
+    for axes, (label, leaf) in zip(every, leaves.items(), strict=True):
+        values = leaf.detach().double().reshape(len(leaf), -1).numpy()
+        steps = label in ("action", "reward") or not leaf.is_floating_point()
+        axes.set_ylabel(label)
+        _draw(figure, axes, values, first, steps=steps)
+    flags = {name: frames.get(("next", name), None) for name in ("terminated", "truncated")}
+    ended = " and ".join(name for name, flag in flags.items() if flag is not None and bool(flag[-1].any()))
+    total = "/".join(f"{value:.4g}" for value in frames["next", "reward"].double().sum(0).tolist())
+    what = f"{len(frames)} frames, return {total}, {ended or 'goes on'}"
+    every[0].set_title(f"trajectory {trajectory.traj_id}: {what}")
+    every[-1].set(xlabel="step", xlim=(first, first + len(frames)))
+    every[-1].locator_params(axis="x", integer=True)
+    figure.align_ylabels(every)
+    return saved(figure, path)
+
+
+def _draw(figure: Figure, axes: Any, values: npt.NDArray[Any], first: int, *, steps: bool) -> None:
+    """Draw the values [N, components] from step `first` on; as steps, a value holds until the next one."""
+    count, components = values.shape
+    edges = np.arange(first, first + count + 1)
+    if components > 10:
+        bound = float(np.quantile(np.abs(values), 0.99)) or 1.0  # with the maximum, outliers would leave the rest pale
+        rows = np.arange(components + 1) - 0.5
+        image = axes.pcolormesh(edges, rows, values.T, cmap="RdBu_r", vmin=-bound, vmax=bound, rasterized=True)
+        figure.colorbar(image, ax=axes, pad=0.01, extend="both")
+        return
+    for component, line in enumerate(values.T):
+        style = {"label": str(component), "color": f"C{component}", "linewidth": 1.2}
+        if steps:
+            axes.stairs(line, edges, baseline=None, **style)
+        else:
+            axes.plot(edges[:-1], line, **style)
+    if components > 1:
+        axes.legend(**_BESIDE)
+    if (values == np.round(values)).all():
+        axes.locator_params(axis="y", integer=True, nbins=5)
+    axes.margins(y=0.1)
+    if (middle := float(values.min())) == values.max():  # a scale of its magnitude
+        axes.set_ylim(middle - max(1.0, abs(middle)), middle + max(1.0, abs(middle)))
+    axes.grid(alpha=0.3)
+
+
+class Trajectory(NamedTuple):
+    """The frames of one trajectory in a batch, in order, on the CPU."""
+
+    traj_id: int
+    frames: TensorDictBase  # [T]
+    observations: dict[Path, Tensor]  # each [T + 1, ...], the last observation of the trajectory included
+    first_step: int  # the index of the first frame in its trajectory; 0 if the batch has no step counter
+
+
+def pick(batch: TensorDictBase, traj_id: int | None) -> Trajectory:
+    """Select one trajectory of a batch, which may be split; `episode` documents the arguments and errors."""
+    check_batch(batch)
+    batch = next_observations(batch)
+    ids, step = require(batch, TRAJECTORY_IDS, tail=()), batch.get(STEP, None)
+    mask, stays = batch.get(MASK, None), batch.get("done", None)
+    real = torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device) if mask is None else mask
+    real = real if stays is None else real & ~stays[..., 0]  # neither padding nor a lane that stays finished
+    if not real.any():
+        raise ValueError(f"the batch {list(batch.batch_size)} has no frames, expected one trajectory or more")
+    present, place, counts = torch.unique(ids[real], return_inverse=True, return_counts=True)
+    if traj_id is None:
+        begins, ends = torch.zeros_like(present), torch.zeros_like(present)
+        if step is not None:
+            begins.index_add_(0, place, (step[real] == 0).to(present.dtype))
+        if batch.get(("next", "done"), None) is not None:
+            ends.index_add_(0, place, ends_of(batch)[real].to(present.dtype))
+        whole = (begins > 0) & (ends > 0)
+        traj_id = int(present[(counts + whole * ids.numel()).argmax()])
+    chosen = (ids == traj_id) & real
+    if not chosen.any():
+        some = present[:10].tolist()
+        raise ValueError(f"the batch has no trajectory {traj_id}, expected one of {some} ({len(present)} in all)")
+    frames = batch[chosen.nonzero(as_tuple=True)].cpu()
+    if step is not None:
+        frames = frames[frames[STEP].argsort(stable=True)]
+    after, roots = flatten(frames["next"]), flatten(frames.exclude("next"))
+    for path in [*after]:
+        if path not in roots or path[0] in ("reward", "done", "terminated", "truncated", "info"):
+            del after[path]
+    observations = {path: torch.cat([roots[path], last[-1:]]) for path, last in after.items()}
+    return Trajectory(int(traj_id), frames, observations, 0 if step is None else int(frames[STEP][0]))

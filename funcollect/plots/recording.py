@@ -1,16 +1,22 @@
-"""`record`: films episodes, by the simulators of a state or by the renderer of a JAX environment."""
+"""Pixels: strips and films of episodes in a batch, and `record`, which films a policy in an environment."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
 from os import PathLike
-from typing import Any
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tensordict import TensorDict
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_kind, check_number, check_positive
 from funcollect.core.api import close, init, reset, run
 from funcollect.core.env_params import of_one_lane
 from funcollect.core.request import Request
@@ -19,12 +25,190 @@ from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import Camera
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
-from funcollect.plots.figures import Picture, check_film, film
+from funcollect.plots.figures import File, Trajectory, new_figure, pick, saved
 from funcollect.protocols import Env, Policy, RenderedEnv
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
+from funcollect.tree import Path, as_path
 
-_FPS = 30  # if neither the user nor the environment names it
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Key = str | Path | None
+Picture = npt.NDArray[np.uint8]
+Add = Callable[[Picture], None]  # adds a picture [H, W, 3] to a film
+
+_NO_FORK = "IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"
+
+
+def frames(
+    batch: TensorDictBase, traj_id: int | None = None, *, count: int = 8, key: Key = None, path: File = None
+) -> Figure:
+    """Show evenly spaced frames of an episode side by side, at most `count`, from its first observation to its last.
+
+    A frame is ``[H, W]``, ``[H, W, C]`` with 1, 3 or 4 colors, or ``[3, H, W]``. Of a stack of frames,
+    ``[stack, H, W]`` or ``[stack, H, W, C]``, the last one is shown. The dtype is uint8, or floating with values in
+    [0, 1]. `key` names the observation; None if only one consists of pictures. The other arguments are those of
+    `episode`.
+
+    Raises:
+        ImportError: if Matplotlib is not installed.
+        TypeError: if `batch` is not a TensorDict, or the pictures have another dtype.
+        ValueError: if the id or the key is not in the batch, or an observation does not consist of pictures.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> pixels = {"observation": torch.zeros(5, 8, 8, 3, dtype=torch.uint8)}
+    >>> batch = TensorDict({**pixels, "next": pixels, "collector": {"traj_ids": torch.zeros(5).long()}}, [5])
+    >>> [axes.get_title() for axes in frames(batch, count=3).axes]
+    ['step 0', '2', '5']
+    """
+    check_positive("count", count, 8)
+    trajectory = pick(batch, traj_id)
+    leaf = _pictorial(trajectory, key)
+    shown = np.unique(np.linspace(0, len(leaf) - 1, min(count, len(leaf))).round().astype(int))
+    pictures = _rgb(leaf[torch.from_numpy(shown)])
+    height, width = pictures.shape[1:3]
+    inches = min(2.0, 12 / len(shown))
+    figure = new_figure(inches * len(shown), inches * height / width + 0.3)
+    every = figure.subplots(1, len(shown), squeeze=False)[0]
+    for axes, picture, index in zip(every, pictures, shown, strict=True):
+        axes.imshow(picture, interpolation="nearest")
+        axes.set_title(f"{'' if index else 'step '}{trajectory.first_step + index}", fontsize="small")
+        axes.set_axis_off()
+    return saved(figure, path)
+
+
+def _pictorial(trajectory: Trajectory, key: Key) -> Tensor:
+    """The observation leaf that consists of pictures, [T + 1, ...]."""
+    leaves = trajectory.observations
+    shapes = {".".join(path): list(leaf.shape[1:]) for path, leaf in leaves.items()}
+    if key is not None:
+        if (wanted := as_path(key)) not in leaves:
+            raise ValueError(f"there is no observation {'.'.join(wanted)}, expected one of {shapes}")
+        return leaves[wanted]
+    found = [leaf for leaf in leaves.values() if leaf.ndim >= 3]
+    if len(found) != 1:
+        mend = f"name it with key=; there are {shapes} (plots.episode draws the others)"
+        raise ValueError(f"{len(found)} of the observations are pictures, expected one: {mend}")
+    return found[0]
+
+
+def _rgb(leaf: Tensor) -> npt.NDArray[np.uint8]:
+    """Pictures of any layout as [T, H, W, 3] uint8; floats must be in [0, 1], and are scaled to 255."""
+    match leaf.shape[1:]:
+        case (_, _):
+            pictures = leaf[..., None]
+        case (_, _, 1 | 3 | 4):
+            pictures = leaf
+        case (3, _, _):
+            pictures = leaf.movedim(1, -1)
+        case (_, _, _):
+            pictures = leaf[:, -1, :, :, None]
+        case (_, _, _, 1 | 3 | 4):
+            pictures = leaf[:, -1]
+        case shape:
+            known = "[H, W], [H, W, C] with 1, 3 or 4 colours, [3, H, W], [stack, H, W] or [stack, H, W, C]"
+            raise ValueError(f"a frame has shape {list(shape)}, expected {known}: choose another key")
+    if pictures.is_floating_point():
+        low, high = (float(bound) for bound in pictures.aminmax())
+        if not (low >= 0 and high <= 1):
+            found = f"from {low:.4g} to {high:.4g}"
+            raise ValueError(f"the pictures hold values {found}, expected [0, 1], or uint8: scale them")
+        pictures = (pictures * 255).round().to(torch.uint8)
+    if pictures.dtype != torch.uint8:
+        raise TypeError(f"the pictures are {pictures.dtype}, expected uint8, or floats within [0, 1]: convert them")
+    return pictures.expand(*pictures.shape[:-1], 3).numpy() if pictures.shape[-1] == 1 else pictures[..., :3].numpy()
+
+
+def video(
+    batch: TensorDictBase, path: str | PathLike[str], traj_id: int | None = None, *, fps: float = 30, key: Key = None
+) -> int:
+    """Save an episode's pixel observations, those of `frames`, as a film, and return the number of frames.
+
+    That is the number of steps, plus one for the terminal observation. `path` names a GIF or an MP4 by its suffix; the
+    file is written only if all goes well. `fps` are frames per second. The other arguments are those of `frames`.
+
+    Raises:
+        ImportError: if imageio is not installed.
+        TypeError, ValueError: as for `frames`. ValueError also if the suffix is unknown, or `fps` is not positive.
+
+    >>> import tempfile, torch
+    >>> from tensordict import TensorDict
+    >>> pixels = {"observation": torch.zeros(5, 32, 32, 3, dtype=torch.uint8)}
+    >>> batch = TensorDict({**pixels, "next": pixels, "collector": {"traj_ids": torch.zeros(5).long()}}, [5])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     video(batch, f"{folder}/episode.gif")
+    6
+    """
+    leaf = _pictorial(pick(batch, traj_id), key)
+    with film(path, fps) as add:
+        for picture in leaf[:, None]:
+            add(_rgb(picture)[0])
+    return len(leaf)
+
+
+@contextmanager
+def film(path: str | PathLike[str], fps: float) -> Iterator[Add]:
+    """Open a film, and yield the function that adds a picture. An error in the block leaves no file."""
+    target = check_film(path, fps)
+    import imageio.v2
+    import imageio.v3
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    writer = _gif if target.suffix.lower() == ".gif" else _mp4
+    try:
+        with writer(imageio, partial, fps) as add:
+            yield add
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_film(path: str | PathLike[str], fps: float | None) -> FilePath:
+    """The path of a film; ImportError without imageio, ValueError for an unknown suffix or a bad number of frames."""
+    check_kind("path", path, (str, PathLike), "pass for example 'episode.gif'")
+    target = FilePath(path)
+    if target.suffix.lower() not in (".gif", ".mp4"):
+        raise ValueError(f"path is {str(target)!r}, expected a name that ends in .gif or .mp4: change it")
+    if fps is not None:
+        check_number("fps", fps, positive=True, example=30)
+    if find_spec("imageio") is None:
+        raise ImportError("films need imageio, which is not installed: pip install 'funcollect[viz]'")
+    return target
+
+
+@contextmanager
+def _gif(imageio: Any, path: FilePath, fps: float) -> Iterator[Add]:
+    """Open a GIF, whose frames last a multiple of 10 ms."""
+    duration = max(2, round(100 / fps)) * 10  # in milliseconds; viewers show shorter frames more slowly
+    with imageio.v3.imopen(path, "w", plugin="pillow") as file:
+        yield lambda picture: file.write(picture, duration=duration, loop=0)
+
+
+@contextmanager
+def _mp4(imageio: Any, path: FilePath, fps: float) -> Iterator[Add]:
+    """Open an MP4; an odd height or width gets one more row or column, as the pixel format requires."""
+
+    def add(picture: Picture) -> None:
+        height, width = picture.shape[:2]
+        even = np.pad(picture, [(0, height % 2), (0, width % 2), (0, 0)], mode="edge")
+        before = os.environ.get(_NO_FORK)
+        os.environ[_NO_FORK] = "1"  # ffmpeg starts with the first picture: not by `fork`, which JAX's threads may hang
+        try:
+            file.append_data(even)
+        finally:
+            os.environ.pop(_NO_FORK) if before is None else os.environ.update({_NO_FORK: before})
+
+    file = imageio.v2.get_writer(path, format="FFMPEG", mode="I", fps=fps, macro_block_size=1)
+    try:
+        yield add
+    except BaseException:
+        with suppress(Exception):  # Ctrl-C ends ffmpeg too, and its error would hide the interrupt
+            file.close()
+        raise
+    file.close()
 
 
 def record(
@@ -78,29 +262,21 @@ def record(
     check_positive("max_frames", max_frames)
     check_film(path, fps)
     request = Request(length=1, params=params, exploration_type=exploration_type, reset_when_done=False)
-    state = init(env, policy, seed=seed)
-    try:
-        parts: list[EpisodeStats] = []
-        with _opened_camera(env, state) as (own_fps, shoot), film(path, fps or own_fps or _FPS) as add:
-            for after, batch in _steps(env, policy, state, request, episodes):
-                add(shoot(after))
-                if batch is not None:
-                    parts.append(episode_stats(batch[:1], parts[-1] if parts else None))  # [1], or the first of [P, 1]
-                if len(parts) >= max_frames:
-                    break
-        return EpisodeStats.concatenate(parts)
-    finally:
-        close(state)
+    parts: list[EpisodeStats] = []
+    with _filmed(env, policy, seed) as (state, own_fps, shoot), film(path, fps or own_fps or 30) as add:
+        for after, batch in _steps(env, policy, state, request, episodes):
+            add(shoot(after))
+            if batch is not None:
+                parts.append(episode_stats(batch[:1], parts[-1] if parts else None))  # [1], or the first of [P, 1]
+            if len(parts) >= max_frames:
+                break
+    return EpisodeStats.concatenate(parts)
 
 
 def check_filmed(env: Env, policy: Policy) -> None:
     """Take one picture; raises as `record` does if the environment cannot be filmed."""
-    state = init(env, policy, seed=0)
-    try:
-        with _opened_camera(env, state) as (_, shoot):
-            shoot(state)
-    finally:
-        close(state)
+    with _filmed(env, policy, 0) as (state, _, shoot):
+        shoot(state)
 
 
 def _steps(
@@ -116,45 +292,39 @@ def _steps(
 
 
 @contextmanager
-def _opened_camera(
-    env: Env, state: CollectorState
-) -> Iterator[tuple[float | None, Callable[[CollectorState], Picture]]]:
-    """Open what films `env`, of several environments the first; `state` is its first state.
+def _filmed(
+    env: Env, policy: Policy, seed: int | None
+) -> Iterator[tuple[CollectorState, float | None, Callable[[CollectorState], Picture]]]:
+    """Open a run and what films it, of several environments the first; raises as `record` does.
 
-    Yields the frames per second that the environment recommends, and a function from a state to its picture, [H, W, 3]
-    uint8, which raises EnvError if rendering fails.
-
-    Raises:
-        TypeError: if it cannot be filmed.
-        ValueError: for another render mode.
-        EnvError: if its renderer raises.
+    Yields the first state, the frames per second that the environment recommends, and a function from a state to its
+    picture, [H, W, 3] uint8.
     """
     with ExitStack() as stack:
+        state = init(env, policy, seed=seed)
+        stack.callback(close, state)
         if isinstance(env, RenderedEnv):
             with _rendering():
                 fps, draw = stack.enter_context(env.renderer())
-            camera = None
         else:
-            camera = _simulators_camera(env, state)
-            fps = camera.fps
+            camera = _camera(env, state)
+            fps, draw = camera.fps, lambda *_: camera.shoot()
 
         def shoot(state: CollectorState) -> Picture:
+            shown: Any = state.env_state
             with _rendering():
-                if camera is None:
-                    env_state = import_jax().tree.map(lambda leaf: leaf[0], state.env_state.current)
-                    array = np.asarray(draw(env_state, of_one_lane(state.env_params)))
-                else:
-                    array = np.asarray(camera.shoot())
+                if env.backend == "jax":
+                    shown = import_jax().tree.map(lambda leaf: leaf[0], shown.current)
+                array = np.asarray(draw(shown, of_one_lane(state.env_params)))
             if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3:
-                raise EnvError(
-                    f"render() gave {array.dtype} {list(array.shape)}, expected uint8 [H, W, 3]: return RGB pictures"
-                )
+                what = f"render() gave {array.dtype} {list(array.shape)}"
+                raise EnvError(f"{what}, expected uint8 [H, W, 3]: return RGB pictures")
             return array
 
-        yield fps, shoot
+        yield state, fps, shoot
 
 
-def _simulators_camera(env: Env, state: CollectorState) -> Camera:
+def _camera(env: Env, state: CollectorState) -> Camera:
     """The camera of simulators that render arrays; TypeError or ValueError for any others."""
     simulators = state.env_state.simulation.simulators if isinstance(state.env_state, SimulatorHandle) else None
     opened: Callable[[int], Camera] | None = getattr(simulators, "camera", None)

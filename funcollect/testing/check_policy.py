@@ -1,14 +1,16 @@
-"""`check_policy`, and the checks that only policies need."""
+"""`check_policy`, the checks that only policies need, and calls of a policy without its environment."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
-import optree
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
@@ -19,39 +21,99 @@ from funcollect.core.api import check_pair
 from funcollect.core.evaluate_actions import evaluate_actions
 from funcollect.envs.registry import make_env
 from funcollect.interop.bridge import to_jax
-from funcollect.keys import key_from_seed
+from funcollect.interop.memory import fixed
+from funcollect.keys import Key, draw_ahead, key_from_seed
 from funcollect.policies.as_policy import as_policy
 from funcollect.policies.checks import check_action
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.torch_modules.torch_backed import TorchBacked
+from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.policies.weights import state_dict_of
-from funcollect.protocols import Policy
-from funcollect.specs import ExplorationType
-from funcollect.testing import pairs
-from funcollect.testing.pairs import PolicyTrial
-from funcollect.testing.report import (
-    Check,
-    NotApplicableError,
-    Report,
-    bits_differ,
-    digits,
-    expect_equal,
-    expect_rows,
-    fail,
-    first_row,
-    mended_by,
-    numbers_differ,
-    run_checks,
-    to_tensor,
-)
-from funcollect.tree import NAMESPACE, flatten
+from funcollect.protocols import ActorInputs, Exploration, Policy
+from funcollect.specs import ExplorationType, assemble
+from funcollect.testing import trials
+from funcollect.testing.trials import FailedError, NotApplicableError, expect_equal, mended_by, numbers_differ
+from funcollect.tree import Path, flatten, to_tensordict
 
 DETERMINISTIC, RANDOM = ExplorationType.DETERMINISTIC, ExplorationType.RANDOM
 _DRAWS = "it draws by itself, whatever the exploration type"
 _SCALES = (0.5, 3.0, 20.0)  # tried in turn, since a small change of the weights may not change an argmax
-_MOST_ACTIONS = 64  # whose probabilities are added up
 _CLOSE = 1e-3  # tolerance of log-probabilities
+
+ObservationRows = dict[Path, Tensor]  # an observation by key, each [N, ...]
+
+
+class PolicyOutput(NamedTuple):
+    """The result of calling a policy several times (steps) on the same N rows."""
+
+    columns: TensorDict  # its outputs, [N, steps]
+    recurrent: Any  # its recurrent state after the last step, each [N, ...], or None
+    rows: ObservationRows  # the observation after the last step
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTrial(trials.Trial):
+    """A policy and its environment, for checks; `query` calls the policy on chosen rows, without the environment."""
+
+    @property
+    def count(self) -> int:
+        """N, the number of rows of a query: the number of lanes if possible, so that a jitted policy compiles once."""
+        return self.lanes if self.lanes > 1 else 4
+
+    @cached_property
+    def seen(self) -> list[ObservationRows]:
+        """Two sets of N rows from a run of random actions."""
+        batch = replace(self, policy=RandomPolicy(self.env.action_spec)).run(max(self.steps, 2 * self.count))
+        picked = torch.linspace(0, batch.numel() - 1, 2 * self.count).long().chunk(2)
+        flat = {leaf.path: batch[leaf.path].flatten(0, 1) for leaf in self.env.observation_leaves}
+        return [{path: rows[chosen] for path, rows in flat.items()} for chosen in picked]
+
+    @property
+    def key(self) -> Key:
+        """The key of the first run."""
+        return key_from_seed(self.seed)
+
+    def query(
+        self,
+        rows: ObservationRows | None = None,
+        *,
+        exploration_type: ExplorationType = DETERMINISTIC,
+        steps: int = 1,
+        restart: Sequence[int] = (),  # the lanes that begin an episode before the last step
+        lanes: Any = None,  # those of the noise, [N] int64
+        policy_state: Any = None,  # by default that of a new run
+        key: Key | None = None,  # for the policy's state, and for the keys of a function that takes them
+        noise_key: Key | None = None,  # for the noise of a head; by default `key`
+    ) -> PolicyOutput:
+        """Call the policy on the same rows (by default the first set in `seen`), with the same noise at each step."""
+        key, spec = self.key if key is None else key, self.env.action_spec
+        memory = {path: fixed(leaf.cpu()) for path, leaf in (self.seen[0] if rows is None else rows).items()}
+        leaves = memory if self.policy.backend == "torch" else {path: leaf.numpy() for path, leaf in memory.items()}
+        initial, noise = self.policy.init(key, self.count), self.policy.noise(spec)
+        if noise is not None:
+            words = key if noise_key is None or noise.kind == "key" else noise_key
+            drawn = draw_ahead(noise, words, np.arange(self.count) if lanes is None else lanes, 0, 1)
+        inputs = ActorInputs(
+            observation=assemble(self.env.observation_space, leaves),
+            params=self.policy.prepare(None),
+            policy_state=initial if policy_state is None else policy_state,
+            initial_state=initial,
+            noise=None if noise is None else drawn.expand(steps, *drawn.shape[1:]).clone(),
+            exploration=Exploration(exploration_type),
+            spec=spec,
+            num_envs=self.count,
+            length=steps,
+        )
+        actor = self.policy.actor(inputs)
+        with actor.running():
+            for t in range(steps):
+                if t == steps - 1:
+                    actor.restart(restart)
+                actor.act(t)
+            after, columns = actor.finish()
+        outputs = {path: column.transpose(0, 1) if column.ndim > 1 else column for path, column in columns.items()}
+        recurrent = after.recurrent if isinstance(after, TorchPolicyState) else after
+        return PolicyOutput(to_tensordict(outputs, (self.count, steps)), recurrent, memory)
 
 
 @mended_by("keep keys, shapes and dtypes the same")
@@ -66,10 +128,10 @@ def answers(trial: PolicyTrial) -> None:
             if column.shape[:2] != (trial.count, 2):
                 got = list(column.shape[:1] + column.shape[2:]) if column.ndim > 1 else []
                 expected = f"[{trial.count}, ...], a row for each environment"
-                raise fail(f"the output {'.'.join(path)}", expected, got, "return [P, ...] for P environments")
+                raise FailedError(f"the output {'.'.join(path)}", expected, got, "return [P, ...] for P environments")
         kinds = {".".join(path): (list(each.shape[2:]), each.dtype) for path, each in columns.items()}
         if wanted not in (None, kinds):
-            raise fail(f"the outputs with exploration_type={way.name}", wanted, kinds)
+            raise FailedError(f"the outputs with exploration_type={way.name}", wanted, kinds)
         wanted = kinds
 
 
@@ -81,8 +143,8 @@ def acts(trial: PolicyTrial) -> str | None:
         return None  # every rollout checks discrete actions
     numbers = action.cpu().numpy()
     outside = ((numbers < space.low) | (numbers > space.high)).reshape(*numbers.shape[:2], -1).any(-1)
-    few = f"{np.sum(outside)} of {outside.size} actions are outside the Box: the environment has to clip them"
-    return few if outside.any() else None
+    how_many = f"{np.sum(outside)} of {outside.size} actions"
+    return f"{how_many} are outside the Box: the environment has to clip them" if outside.any() else None
 
 
 @mended_by("keep nothing in self: what a policy remembers is its recurrent state, and its randomness is given")
@@ -92,22 +154,29 @@ def pure(trial: PolicyTrial) -> None:
     with torch.no_grad():
         start = trial.policy.init(trial.key, trial.count)
     first = trial.query(exploration_type=RANDOM, policy_state=copy.deepcopy(start))
-    for path, rows in before.items():
-        what = f"the observation {'.'.join(path)} after the policy was called"
-        _expect_bits(first.rows[path], rows, what, "copy it before writing")
+    what = "the observation {} after the policy was called"
+    _expect_unchanged(first.rows, before, what, "copy it before writing")
     trial.query(trial.seen[1], exploration_type=RANDOM, steps=2)
     trial.run(trial.steps)
-    expect_unchanged(trial, weights)
+    expect_weights_unchanged(trial.policy, weights)
     again = trial.query(exploration_type=RANDOM, policy_state=copy.deepcopy(start))
     what, source = "the second of two equal calls", "the first, with the same observation, state and noise"
     expect_equal(again.columns, first.columns, what, source)
 
 
-def _expect_bits(got: Tensor, wanted: Tensor, what: str, mend: str) -> None:
-    """Fail unless a tensor still has the bits of an earlier copy; `what` names it in the message, `mend` is the fix."""
-    one, two = (each.detach().reshape(1, 1, -1) for each in (got, wanted))
-    if one.shape != two.shape or bool(bits_differ(one, two).any()):
-        raise fail(what, f"unchanged, {digits(wanted)}", digits(got), mend)
+def _expect_unchanged(got: Mapping[Any, Tensor], before: Mapping[Any, Tensor], what: str, mend: str) -> None:
+    """Fail unless tensors still have the bits of an earlier copy; `what` names them, with {} for the key."""
+    for key, wanted in before.items():
+        one, two = (each.detach().reshape(1, 1, -1) for each in (got[key], wanted))
+        if one.shape != two.shape or bool(trials.bits_differ(one, two).any()):
+            name = what.format(key if isinstance(key, str) else ".".join(key))
+            raise FailedError(name, f"unchanged, {trials.digits(wanted)}", trials.digits(got[key]), mend)
+
+
+def expect_weights_unchanged(policy: Policy, before: Mapping[str, Tensor]) -> None:
+    """Fail if the policy's own parameters or buffers no longer have the bits of an earlier copy."""
+    mend = "let a rollout write to no weight or buffer, and load restore all of them"
+    _expect_unchanged(own_weights(policy), before, "the policy's own {}", mend)
 
 
 @mended_by("take the mode if exploration_type says so; call module.eval() if there is dropout")
@@ -117,21 +186,18 @@ def deterministic(trial: PolicyTrial) -> None:
         if not _knows_exploration(trial.policy):
             raise NotApplicableError(_DRAWS)
         where = f"{place}, with exploration_type=DETERMINISTIC"
-        raise fail(where, "the same for every seed", "another for another seed")
+        raise FailedError(where, "the same for every seed", "another for another seed")
 
 
 def _seed_changes(trial: PolicyTrial, *, noise: bool) -> str:
-    """The first row and key of the outputs that change with the seed, as text; empty if none changes.
-
-    The seed is that of the policy's own draws and, with `noise`, also that of the noise for its head.
-    """
+    """The first row and key that change with the seed of the policy (and of its head, with `noise`); empty if none."""
     one = flatten(trial.query().columns)
     for shift in range(1, 9):  # with few choices and rows, two seeds may draw the same
         other = key_from_seed(trial.seed + shift)
         two = flatten(trial.query(key=other, noise_key=other if noise else trial.key).columns)
         for path, column in one.items():
-            if place := first_row(numbers_differ(column, two[path])):
-                return f"row {place[0]}, {'.'.join(path)}"
+            if place := trials.first_row(numbers_differ(column, two[path])):
+                return f"row {place[1]}, {'.'.join(path)}"
     return ""
 
 
@@ -155,7 +221,7 @@ def rows_apart(trial: PolicyTrial) -> None:
     beside = trial.query({path: torch.cat((rows[path][:1], others[path][1:])) for path in rows}).columns
     expect_equal(beside[:1], wanted[:1], "the output beside other rows", source, differs=numbers_differ)
     order = torch.arange(trial.count).flip(0)
-    turned = trial.query({path: value[order] for path, value in rows.items()}, order=order).columns[order]
+    turned = trial.query({path: leaf[order] for path, leaf in rows.items()}, lanes=order.numpy()).columns[order]
     expect_equal(turned, wanted, "the outputs for the rows in reverse order", source, differs=numbers_differ)
 
 
@@ -164,7 +230,7 @@ def recurrent(trial: PolicyTrial) -> None:
     """The recurrent state is reset in a lane that begins an episode, and only there."""
 
     def leaves(**options: Any) -> list[Tensor]:
-        return [to_tensor(leaf) for leaf in optree.tree_leaves(trial.query(**options).recurrent, namespace=NAMESPACE)]
+        return [*state_dict_of(trial.query(**options).recurrent, trial.policy.backend).values()]
 
     if not (once := leaves()):
         raise NotApplicableError("it has no recurrent state")
@@ -172,11 +238,12 @@ def recurrent(trial: PolicyTrial) -> None:
         raise NotApplicableError(_DRAWS)
     twice, restarted = leaves(steps=2), leaves(steps=2, restart=[0])
     for number, (one, two, got) in enumerate(zip(once, twice, restarted, strict=True)):
-        wanted = torch.cat((one[:1], two[1:])).unsqueeze(1)
-        if place := first_row(numbers_differ(got.unsqueeze(1), wanted)):
-            where = f"lane {place[0]}, leaf {number} of the recurrent state after a restart of lane 0"
-            how = "begun anew, as after the episode's first step" if place[0] == 0 else "going on, as in its episode"
-            raise fail(where, f"{how}, {digits(wanted[place])}", digits(got[place[0]]))
+        wanted = torch.cat((one[:1], two[1:]))
+        if place := trials.first_row(numbers_differ(got.unsqueeze(1), wanted.unsqueeze(1))):
+            lane = place[1]
+            where = f"lane {lane}, leaf {number} of the recurrent state after a restart of lane 0"
+            how = "going on, as in its episode" if lane else "begun anew, as after the episode's first step"
+            raise FailedError(where, f"{how}, {trials.digits(wanted[lane])}", trials.digits(got[lane]))
 
 
 @mended_by(
@@ -186,17 +253,13 @@ def recurrent(trial: PolicyTrial) -> None:
 )
 def log_probs(trial: PolicyTrial) -> None:
     """Log-probabilities are those of `evaluate_actions`; over all discrete actions, probabilities add up to one."""
-    wanted = _scores(trial, trial.batch)
+    wanted, spec = _scores(trial, trial.batch), trial.env.action_spec
     got = trial.batch["action_log_prob"].double().cpu().reshape(wanted.shape)
     wrong = ~torch.isclose(got, wanted, rtol=_CLOSE, atol=_CLOSE)
-    expect_rows(wrong, ("action_log_prob",), got, wanted, note=", by evaluate_actions")
-    if 1 <= math.prod(trial.env.action_spec.categories or (0,)) <= _MOST_ACTIONS:
-        _expect_normalised(trial)
-
-
-def _expect_normalised(trial: PolicyTrial) -> None:
-    """Fail unless the probabilities of all actions, in the run's first rows, add up to one."""
-    spec, first = trial.env.action_spec, trial.batch[:, :1].clone()
+    trials.expect_rows(wrong, "action_log_prob", got, wanted, note=", by evaluate_actions")
+    if not 1 <= math.prod(spec.categories or (0,)) <= 64:  # more take long
+        return
+    first = trial.batch[:, :1].clone()
     total = torch.zeros(first.shape, dtype=torch.float64)
     for chosen in itertools.product(*map(range, spec.categories)):
         if spec.one_hot:
@@ -206,7 +269,7 @@ def _expect_normalised(trial: PolicyTrial) -> None:
         first["action"] = action.to(first["action"]).expand_as(first["action"])
         total += _scores(trial, first).exp()
     mend = "let log_prob of the head return the log of a probability, normalised over all actions"
-    expect_rows((total - 1).abs() > _CLOSE, ("the sum of all actions' probabilities",), total, "1.0", mend)
+    trials.expect_rows((total - 1).abs() > _CLOSE, "the sum of all actions' probabilities", total, "1.0", mend)
 
 
 def _scores(trial: PolicyTrial, batch: TensorDict) -> Tensor:
@@ -214,35 +277,30 @@ def _scores(trial: PolicyTrial, batch: TensorDict) -> Tensor:
     policy = trial.policy
     if "action_log_prob" not in batch:
         raise NotApplicableError("it records no action_log_prob")
-    start = policy.init(trial.key, trial.lanes)
     given = to_jax(batch) if isinstance(policy, FunctionPolicy) else batch
     try:
         with torch.no_grad():
+            start = policy.init(trial.key, trial.lanes)
             now = evaluate_actions(policy, None, given, env=trial.env, policy_state=start)
     except TypeError as error:
         raise NotApplicableError(str(error)) from error
-    return to_tensor(now["action_log_prob"]).double().cpu().reshape(batch.shape)
+    return trials.to_tensor(now["action_log_prob"]).double().cpu().reshape(batch.shape)
 
 
 def own_weights(policy: Policy) -> dict[str, Tensor]:
     """A copy of the policy's own parameters and buffers, by name; whatever its `state_dict` returns."""
-    leaves = state_dict_of(policy.params, policy.backend)
-    return {f"params{name}": leaf for name, leaf in leaves.items()}
+    return {f"params{name}": leaf for name, leaf in state_dict_of(policy.params, policy.backend).items()}
 
 
 def other_weights(policy: Policy, scale: float) -> dict[str, Tensor]:
     """The policy's `state_dict` with noise of standard deviation `scale`; its buffers are unchanged."""
     module = policy.module if isinstance(policy, TorchBacked) else None
     kept = {name for name, _ in module.named_buffers()} if isinstance(module, nn.Module) else set()
-    generator = torch.Generator().manual_seed(0)
-
-    def moved(leaf: Tensor) -> Tensor:
-        return leaf + scale * torch.randn(leaf.shape, generator=generator).to(leaf)
-
-    return {
-        name: moved(leaf) if leaf.is_floating_point() and name not in kept else leaf
-        for name, leaf in policy.state_dict().items()
-    }
+    generator, weights = torch.Generator().manual_seed(0), {**policy.state_dict()}
+    for name, leaf in weights.items():
+        if leaf.is_floating_point() and name not in kept:
+            weights[name] = leaf + scale * torch.randn(leaf.shape, generator=generator).to(leaf)
+    return weights
 
 
 @mended_by("use the params that the call is given, not those of the constructor")
@@ -253,8 +311,8 @@ def params_argument(trial: PolicyTrial) -> None:
     what, source = "the run with params=policy.params", "the run with params=None"
     expect_equal(got, trial.batch, what, source, "let prepare(None) stand for the policy's own")
     if not any(_changes_outputs(trial, params=other_weights(trial.policy, scale)) for scale in _SCALES):
-        raise fail("the run with other params", "other outputs", "the same")
-    expect_unchanged(trial, weights)
+        raise FailedError("the run with other params", "other outputs", "the same")
+    expect_weights_unchanged(trial.policy, weights)
 
 
 def _trainable_weights(trial: PolicyTrial) -> dict[str, Tensor]:
@@ -268,14 +326,7 @@ def _trainable_weights(trial: PolicyTrial) -> dict[str, Tensor]:
 def _changes_outputs(trial: PolicyTrial, **options: Any) -> bool:
     """Whether a run with these options of `rollout`, and with the present weights, differs from `trial.batch`."""
     ours = flatten(trial.run(trial.steps, **options))
-    return any(bool(bits_differ(leaf, ours[path]).any()) for path, leaf in flatten(trial.batch).items())
-
-
-def expect_unchanged(trial: PolicyTrial, weights: dict[str, Tensor]) -> None:
-    """Fail if the policy's own parameters or buffers no longer have the bits of `weights`, an earlier copy."""
-    mend = "let a rollout write to no weight or buffer, and load restore all of them"
-    for name, value in own_weights(trial.policy).items():
-        _expect_bits(value, weights[name], f"the policy's own {name}", mend)
+    return any(bool(trials.bits_differ(leaf, ours[path]).any()) for path, leaf in flatten(trial.batch).items())
 
 
 @mended_by("let state_dict hold a copy of everything that load needs, and load use its argument")
@@ -290,31 +341,25 @@ def state_dict(trial: PolicyTrial) -> None:
 
     try:
         if not any(map(changed, _SCALES)):
-            raise fail("the run after load", "other outputs", "the same")
+            raise FailedError("the run after load", "other outputs", "the same")
     finally:
         policy.load(saved)
-    expect_unchanged(trial, weights)
+    expect_weights_unchanged(trial.policy, weights)
     expect_equal(trial.run(trial.steps), before, "the run after load(state_dict())", "the run before")
 
 
-CHECKS: tuple[Check[PolicyTrial], ...] = (
-    *(answers, acts, pairs.generators, pure, pairs.same_seed, pairs.cuts, pairs.batch_memory, pairs.save),
+CHECKS: tuple[trials.Check[PolicyTrial], ...] = (
+    *(answers, acts, trials.generators, pure, trials.same_seed, trials.cuts, trials.batch_memory, trials.save),
     *(deterministic, rows_apart, recurrent, log_probs, params_argument, state_dict),
 )
 
 
-def check_policy(policy: Any, env: Any, *, steps: int = 40, seed: int = 0, **kwargs: Any) -> Report:
-    """Check that a policy keeps the contract, in an environment that passes `check_env`.
+def check_policy(policy: Any, env: Any, *, steps: int = 40, seed: int = 0, **kwargs: Any) -> trials.Report:
+    """Check that a policy keeps the contract, in an environment that passes `check_env`; returns a report likewise.
 
-    Args:
-        policy: a `Policy`, or anything that a collector accepts as one. Its weights are changed, and then restored.
-        env: an `Env`, or anything that `make_env` accepts.
-        steps: T, the number of steps of a run; some episodes should end within it.
-        seed: the seed of the runs.
-        **kwargs: arguments of `make_env`, such as ``num_envs=3``.
-
-    Returns:
-        The report; `print` shows one line for each check.
+    `policy` is a `Policy`, or anything that a collector accepts as one. Its weights are changed, and then restored.
+    `env` is an `Env`, or anything that `make_env` accepts, with its arguments, such as ``num_envs=3``. Runs begin with
+    `seed` and have `steps` steps; some episodes should end within them.
 
     Raises:
         CheckError: at the first check that fails, with the place, the expectation, the value and the fix.
@@ -325,7 +370,6 @@ def check_policy(policy: Any, env: Any, *, steps: int = 40, seed: int = 0, **kwa
     >>> "log_probs" in check_policy(policy, "CartPole-v1", num_envs=2).passed
     True
     """
-    pairs.check_run(steps, seed)
     made = make_env(env, **kwargs)
     trial = PolicyTrial(env=made, policy=as_policy(policy, made), steps=steps, seed=seed)
-    return run_checks(f"{type(trial.policy).__name__} in {made!r}", CHECKS, trial)
+    return trials.run_checks(f"{type(trial.policy).__name__} in {made!r}", CHECKS, trial)

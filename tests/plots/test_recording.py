@@ -99,10 +99,11 @@ def test_exploration_and_params_reach_the_policy(tmp_path):
 @pytest.mark.parametrize("suffix", ["gif", "mp4"])
 @pytest.mark.parametrize(("fails_at", "error"), [((0, 2), fc.EnvError), ((1, 1), KeyboardInterrupt)])
 def test_nothing_is_left_of_a_film_broken_off(suffix, fails_at, error, tmp_path):
-    screen = Screen(fails_at=fails_at, shape=(64, 48, 3))
+    screen, path = Screen(fails_at=fails_at, shape=(64, 48, 3)), tmp_path / f"film.{suffix}"
+    path.write_text("what was there before")
     with pytest.raises(error) as caught:
-        fc.record(fc.make_env(screen), always(0), tmp_path / f"film.{suffix}", episodes=2)
-    assert not list(tmp_path.iterdir())
+        fc.record(fc.make_env(screen), always(0), path, episodes=2)
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["what was there before"]
     assert screen.closed
     if error is fc.EnvError:
         assert "no display" in str(caught.value)

@@ -198,7 +198,7 @@ def test_why_nothing_is_drawn(how, message, monkeypatch, tmp_path):
         (
             counting,
             TypeError,
-            r"cannot be filmed, expected one of gymnax, .* or one with a method renderer\(\): add the method",
+            r"cannot be filmed, expected one of gymnax, .* with a method renderer\(\): add the method",
         ),
         (lambda: fc.make_env("pgx/tic_tac_toe"), TypeError, "cannot be filmed"),
     ],

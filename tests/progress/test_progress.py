@@ -1,15 +1,10 @@
-from __future__ import annotations
-
 import io
 import math
 import re
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import ipykernel.kernelapp
 import pytest
-from tensordict import TensorDict
 
 import funcollect as fc
 from funcollect import progress
@@ -18,12 +13,12 @@ from funcollect.trajectories.split import split_trajectories
 from tests.support.frames.streams import LENGTH, FakeCollector, make_batch, seven_frames_each
 
 
-def drawn(text: str) -> str:
+def drawn(text):
     """What the bar shows in the end."""
     return text.rstrip("\n").split("\r")[-1]
 
 
-def shown(batches: list[TensorDict], total_frames: int = -1, **options: Any) -> str:
+def shown(batches, total_frames=-1, **options):
     """The text of a bar over these batches, which are delivered as they are."""
     file = io.StringIO()
     tracked = list(track(FakeCollector(batches, total_frames), disable=False, file=file, **options))
@@ -31,7 +26,7 @@ def shown(batches: list[TensorDict], total_frames: int = -1, **options: Any) -> 
     return file.getvalue()
 
 
-def test_the_bar_shows_frames_rate_and_episodes() -> None:
+def test_the_bar_shows_frames_rate_and_episodes():
     text = shown(seven_frames_each(5), total_frames=70)
     line = drawn(text)
     assert line.startswith("100%")
@@ -39,9 +34,6 @@ def test_the_bar_shows_frames_rate_and_episodes() -> None:
     assert re.search(r"[\d.]+k? frames/s", line)
     assert "episodes=14, return=10, length=5" in line  # 35 steps of 2 lanes, returns 0 + 1 + 2 + 3 + 4
     assert text.endswith("\n")
-
-
-def test_the_total_of_the_bar() -> None:
     line = drawn(shown(seven_frames_each(2), total_frames=20))  # a whole last batch may be more
     assert line.startswith("100%")
     assert "28.0/28.0" in line
@@ -51,22 +43,18 @@ def test_the_total_of_the_bar() -> None:
     assert drawn(shown(seven_frames_each(2), total=56)).startswith(" 50%")
 
 
-def test_nothing_is_drawn_where_nobody_looks() -> None:
+def test_the_bar_is_drawn_in_a_notebook_and_not_where_nobody_looks(monkeypatch):
     """Nor where a process that runs notebooks, and is none itself, has imported what they are made of."""
     assert ipykernel.kernelapp.IPKernelApp
     file = io.StringIO()
     assert len(list(track(FakeCollector(seven_frames_each(2)), file=file))) == 2
     assert file.getvalue() == ""
-
-
-def test_a_notebook_shows_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipykernel.kernelapp.IPKernelApp, "_instance", object())
-    file = io.StringIO()
     list(track(FakeCollector(seven_frames_each(2)), file=file))
     assert "28.0 frames" in drawn(file.getvalue())
 
 
-def test_breaking_off_closes_the_bar_and_the_iteration() -> None:
+def test_breaking_off_and_an_exception_close_the_bar_and_the_iteration():
     file = io.StringIO()
     collector = FakeCollector(seven_frames_each(5), total_frames=70)
     for _ in track(collector, disable=False, file=file):
@@ -75,8 +63,18 @@ def test_breaking_off_closes_the_bar_and_the_iteration() -> None:
     assert file.getvalue().endswith("\n")
     assert "14.0/70.0" in drawn(file.getvalue())
 
+    class Failing(FakeCollector):
+        def __iter__(self):
+            yield make_batch(0, 7)
+            raise RuntimeError("worker 3 died")
 
-def test_a_run_taken_up_again_is_shown_from_where_it_was() -> None:
+    file = io.StringIO()
+    with pytest.raises(RuntimeError, match="worker 3"):
+        list(track(Failing([]), disable=False, file=file))
+    assert file.getvalue().endswith("\n")
+
+
+def test_a_run_taken_up_again_is_shown_from_where_it_was():
     env = fc.make_env("CartPole-v1", num_envs=2)
     with fc.SyncDataCollector(env, None, frames_per_batch=20, total_frames=80, seed=0) as collector:
         for _ in track(collector, disable=True):
@@ -88,7 +86,7 @@ def test_a_run_taken_up_again_is_shown_from_where_it_was() -> None:
     assert drawn(file.getvalue()).startswith("100%")
 
 
-def test_frames_of_whole_trajectories_are_those_of_the_run() -> None:
+def test_frames_of_whole_trajectories_are_those_of_the_run():
     logged, file = [], io.StringIO()
     given = {"frames_per_batch": 500, "trajs_per_batch": 2, "total_frames": 1000, "seed": 0}
     with fc.SyncDataCollector("CartPole-v1", **given) as collector:
@@ -101,19 +99,7 @@ def test_frames_of_whole_trajectories_are_those_of_the_run() -> None:
     assert "1.00k/1.00k" in drawn(file.getvalue())
 
 
-def test_an_exception_of_the_collector_closes_the_bar() -> None:
-    class Failing(FakeCollector):
-        def __iter__(self) -> Iterator[TensorDict]:
-            yield make_batch(0, 7)
-            raise RuntimeError("worker 3 died")
-
-    file = io.StringIO()
-    with pytest.raises(RuntimeError, match="worker 3"):
-        list(track(Failing([]), disable=False, file=file))
-    assert file.getvalue().endswith("\n")
-
-
-def test_returns_are_whole_across_batch_borders_and_the_window_forgets_older_ones() -> None:
+def test_returns_are_whole_across_batch_borders_and_the_window_forgets_older_ones():
     window = EpisodeWindow()
     for start in range(0, 30, 3):  # no episode lies within one batch
         window.add(make_batch(start, 3))
@@ -127,7 +113,7 @@ def test_returns_are_whole_across_batch_borders_and_the_window_forgets_older_one
     assert (window.mean_returns, window.episodes) == ([10.0], 4)
 
 
-def test_before_the_first_episode_and_with_several_players() -> None:
+def test_before_the_first_episode_and_with_several_players():
     window = EpisodeWindow()
     window.add(make_batch(0, 3))
     assert window.mean_returns == []
@@ -139,7 +125,7 @@ def test_before_the_first_episode_and_with_several_players() -> None:
     assert window.summary()["return"] == "10/-10"
 
 
-def test_padding_counts_for_nothing_in_split_batches() -> None:
+def test_padding_counts_for_nothing_in_split_batches():
     split, window = split_trajectories(make_batch(0, 7)), EpisodeWindow()
     assert split.numel() == 20
     assert window.add(split) == 14
@@ -147,7 +133,7 @@ def test_padding_counts_for_nothing_in_split_batches() -> None:
 
 
 @pytest.mark.parametrize("lost", ["collector", ("next", "reward"), "next"])
-def test_of_batches_without_episodes_frames_are_shown(lost: str | tuple[str, ...]) -> None:
+def test_of_batches_without_episodes_frames_are_shown(lost):
     window = EpisodeWindow()
     line = drawn(shown([batch.exclude(lost) for batch in seven_frames_each(5)], total_frames=70, window=window))
     assert "70.0/70.0" in line
@@ -155,7 +141,7 @@ def test_of_batches_without_episodes_frames_are_shown(lost: str | tuple[str, ...
     assert window.last is None
 
 
-def test_a_window_can_be_read_meanwhile() -> None:
+def test_a_window_can_be_read_meanwhile():
     window, seen = EpisodeWindow(), []
     for _ in track(FakeCollector(seven_frames_each(3)), window=window, disable=True):
         assert window.last is not None
@@ -163,7 +149,7 @@ def test_a_window_can_be_read_meanwhile() -> None:
     assert seen == [(14, 2), (28, 2), (42, 4)]
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments():
     with pytest.raises(TypeError, match=r"batch is .*, expected TensorDictBase: track batches of a collector"):
         list(track([{"next": 1}], disable=True))
     for size in (0, -1):

@@ -21,7 +21,7 @@ from tensordict import TensorDict
 
 from funcollect.errors import ClosedError
 from funcollect.testing.check_policy import other_weights, own_weights
-from funcollect.testing.report import Check, NotApplicableError, Report, expect_equal, run_checks
+from funcollect.testing.trials import Check, NotApplicableError, Report, expect_equal, run_checks
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
 from funcollect.tree import flatten, time_last, to_tensordict
 

@@ -1,0 +1,232 @@
+"""Episodes of a batch: which one, the panels of its figure, and its pixel observations as strips and films."""
+
+import sys
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensordict import TensorDict
+
+import funcollect as fc
+from funcollect import plots
+from funcollect.plots.figures import pick
+from tests.support.envs.counting import always, make_counting
+
+
+def counted(length=9, lanes=({"lengths": (3, 2)}, {"lengths": (4,), "truncated": (0,)})):
+    """Lane 0 has episodes of 3 and 2 steps; lane 1 of 4, the first truncated."""
+    env = make_counting("torch", *lanes)
+    policy = always(2)
+    return fc.rollout(env, policy, fc.init(env, policy, seed=0), length)[1]
+
+
+def lines(axes):
+    return [line.get_ydata().tolist() for line in axes.lines]
+
+
+def stairs(axes):
+    return [patch.get_data().values.tolist() for patch in axes.patches]
+
+
+def test_an_episode_with_its_terminal_observation():
+    figure = plots.episode(counted(), 2)  # lane 0, episode 1
+    observation, action, reward = figure.axes
+    assert lines(observation) == [[0, 0, 0], [1, 1, 1], [0, 1, 2]]
+    assert observation.lines[0].get_xdata().tolist() == [0, 1, 2]
+    assert stairs(action) == [[2, 2]]
+    assert stairs(reward) == [[10.5, 11.5]]
+    assert reward.get_xlim() == (0, 2)
+    assert observation.get_title() == "trajectory 2: 2 frames, return 22, terminated"
+
+
+def test_the_longest_whole_episode_unless_told_otherwise():
+    batch = counted()
+    assert pick(batch, None).traj_id == 1
+    assert plots.episode(batch).axes[0].get_title() == "trajectory 1: 4 frames, return 8, truncated"
+    tail = batch[:, 2:6]  # lane 0: one frame, the two of episode 1, one; lane 1: two of episode 0, two of 1
+    assert pick(tail, None).traj_id == 2
+    part = batch[1:, 1:3]  # no whole one
+    figure = plots.episode(part, 1)
+    assert pick(part, None).traj_id == 1
+    assert figure.axes[0].get_title().endswith("2 frames, return 4, goes on")
+    assert figure.axes[-1].get_xlim() == (1, 3)
+    wide = batch.clone()
+    wide["collector", "traj_ids"] += 1 << 40  # beyond 32 bits
+    assert pick(wide, None).traj_id == (1 << 40) + 1
+    assert np.isfinite(plots.episode(wide).axes[0].get_ylim()).all()
+
+
+def test_split_batches_and_batches_in_rows_give_the_same():
+    batch = counted(12)
+    split = fc.split_trajectories(batch)
+    rows = torch.cat([batch[:, :6], batch[:, 6:]])  # trajectories go on in another row
+    for traj_id in (0, 1, 2, 3, 5):
+        expected = pick(batch, traj_id)
+        for other in (split, rows):
+            assert (pick(other, traj_id).frames.exclude(("collector", "mask")) == expected.frames).all()
+    assert pick(split, None).traj_id == pick(batch, None).traj_id
+
+
+def test_repeated_frames_of_a_finished_lane_are_left_out():
+    with fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, reset_when_done=False, seed=0) as collector:
+        batch = next(collector)
+    assert len(pick(batch, None).frames) == int((~batch["done"]).sum()) < 100
+
+
+def made(observation, action, players=1):
+    """One trajectory of three frames."""
+    frames = TensorDict({"next": {"reward": torch.ones(3, players)}, "collector": {"traj_ids": torch.zeros(3)}}, [3])
+    frames.update({"action": action, **observation})
+    frames["next"].update(observation)
+    return frames
+
+
+def test_each_kind_of_leaf(tmp_path):
+    observation = {
+        "joints": torch.randn(3, 2),
+        "room": torch.tensor([4, 5, 6]),
+        "screen": torch.zeros(3, 8, 8),
+        "wide": torch.arange(36.0).reshape(3, 12),
+    }
+    batch = made({**observation, "nested": {"x": torch.ones(3, 1)}}, torch.randn(3, 2), players=2)
+    batch["logits"] = torch.randn(3, 2)  # a policy's output is no observation
+    figure = plots.episode(batch, path=tmp_path / "episode.png")
+    assert (tmp_path / "episode.png").read_bytes().startswith(b"\x89PNG")
+    panels = {axes.get_ylabel(): axes for axes in figure.axes}
+    assert list(panels) == ["joints", "room", "wide", "nested.x", "action", "reward", ""]
+    assert len(lines(panels["joints"])) == len(stairs(panels["action"])) == len(stairs(panels["reward"])) == 2
+    assert stairs(panels["room"]) == [[4, 5, 6, 6]]
+    (mesh,) = panels["wide"].collections
+    assert mesh.get_array().shape == (12, 4)
+    assert panels["joints"].get_title() == "trajectory 0: 3 frames, return 3/3, goes on"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
+        (lambda batch: batch.exclude("collector"), ValueError, "no tensor collector.traj_ids"),
+        (lambda batch: batch.exclude("action"), ValueError, "has no action, expected actions and rewards"),
+        (lambda batch: batch.exclude(("next", "reward")), ValueError, "has no .*reward.*, expected actions and"),
+        (lambda batch: batch[:, :0], ValueError, r"the batch \[2, 0\] has no frames"),
+    ],
+)
+def test_batches_that_cannot_be_drawn(change, error, message):
+    with pytest.raises(error, match=message):
+        plots.episode(change(counted()))
+
+
+def test_an_id_that_is_not_there():
+    with pytest.raises(ValueError, match=r"no trajectory 77, expected one of \[0, 1, 2, 3, 4, 5, 6\] \(7 in all\)"):
+        plots.episode(counted(), 77)
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def shown(figure):
+    return [np.asarray(axes.images[0].get_array()) for axes in figure.axes]
+
+
+def pictured(screen, **others):
+    """One trajectory [T] of the pictures [T + 1, ...]: the last is the terminal one."""
+    length = len(screen) - 1
+    step = torch.arange(length)
+    next_ = {"screen": screen[1:], "done": (step == length - 1)[:, None], **others}
+    collector = {"traj_ids": torch.full((length,), 3), "step": step}
+    return TensorDict({"screen": screen[:-1], "next": next_, "collector": collector, **others}, [length])
+
+
+def rising(count, *shape):
+    """The picture at step t is filled with 10 t."""
+    return (torch.arange(count, dtype=torch.uint8) * 10).reshape(-1, *[1] * len(shape)).repeat(1, *shape)
+
+
+def test_a_strip_goes_from_the_first_observation_to_the_terminal_one(tmp_path):
+    figure = plots.frames(pictured(rising(10, 6, 4, 3)), count=4, path=tmp_path / "strip.png")
+    assert [picture[0, 0].tolist() for picture in shown(figure)] == [[value] * 3 for value in (0, 30, 60, 90)]
+    assert [axes.get_title() for axes in figure.axes] == ["step 0", "3", "6", "9"]
+    assert (tmp_path / "strip.png").read_bytes().startswith(b"\x89PNG")
+    for count in (1, 3, 100):  # never more frames than there are
+        assert len(shown(plots.frames(pictured(rising(3, 6, 6)), count=count))) == min(count, 3)
+    with pytest.raises(ValueError, match="count is 0, expected at least 1"):
+        plots.frames(pictured(rising(3, 6, 4)), count=0)
+
+
+@pytest.mark.parametrize(
+    "shape", [(6, 5), (6, 5, 1), (6, 5, 3), (6, 5, 4), (3, 6, 5), (4, 6, 5), (4, 6, 5, 3), (2, 6, 5, 1)]
+)
+def test_every_layout(shape):
+    (picture,) = shown(plots.frames(pictured(rising(3, *shape)), count=1))
+    assert picture.shape == (6, 5, 3)
+
+
+def test_colours_and_stacks_are_told_apart_and_floats_are_scaled():
+    colours = torch.zeros(2, 3, 6, 5, dtype=torch.uint8)
+    colours[:, 2] = 255  # blue
+    (picture,) = shown(plots.frames(pictured(colours), count=1))
+    assert picture[0, 0].tolist() == [0, 0, 255]
+    stack = torch.zeros(2, 4, 6, 5, dtype=torch.uint8)
+    stack[:, 3] = 99  # the newest
+    for screen, value in ((stack, 99), (torch.full((2, 6, 4), 0.5), 128)):
+        (picture,) = shown(plots.frames(pictured(screen), count=1))
+        assert (picture == value).all()
+
+
+def test_the_observation_is_named_where_there_are_several():
+    batch = pictured(rising(3, 6, 4), other=rising(2, 6, 4) + 7)
+    with pytest.raises(ValueError, match=r"2 of the observations are pictures.*key=.*'screen': \[6, 4\]"):
+        plots.frames(batch)
+    assert (shown(plots.frames(batch, key="other", count=1))[0] == 7).all()
+    with pytest.raises(ValueError, match="no observation elsewhere, expected one of"):
+        plots.frames(batch, key="elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("screen", "error", "message"),
+    [
+        (torch.zeros(3, 6), ValueError, r"0 of the observations are pictures.*\[6\].*plots.episode"),
+        (torch.zeros(3, 2, 2, 2, 2, 2), ValueError, r"a frame has shape \[2, 2, 2, 2, 2\], expected"),
+        (torch.zeros(3, 6, 4).long(), TypeError, "torch.int64, expected uint8, or floats"),
+        (torch.full((3, 6, 4), 200.0), ValueError, r"from 200 to 200, expected \[0, 1\]"),
+        (torch.full((3, 6, 4), torch.nan), ValueError, r"from nan to nan, expected \[0, 1\]"),
+    ],
+)
+def test_what_is_no_picture(screen, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        plots.frames(pictured(screen))
+    with pytest.raises(error, match=message):
+        plots.video(pictured(screen), tmp_path / "film.gif")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gif_holds_every_frame(tmp_path):
+    path = tmp_path / "new" / "film.gif"
+    assert plots.video(pictured(rising(10, 6, 4, 3)), path, fps=20) == 10
+    with Image.open(path) as film:
+        assert (film.n_frames, film.size, film.info["duration"], film.info["loop"]) == (10, (4, 6), 50, 0)
+        film.seek(9)
+        assert film.convert("RGB").getpixel((0, 0)) == (90, 90, 90)
+
+
+@pytest.mark.parametrize("screen", [rising(10, 64, 48, 3), rising(10, 63, 47, 3), torch.zeros(10, 64, 48)])
+def test_an_mp4_holds_every_frame(screen, tmp_path):
+    path = tmp_path / "film.mp4"
+    assert plots.video(pictured(screen), path, fps=20) == 10
+    assert imageio_ffmpeg.count_frames_and_secs(str(path)) == (10, 0.5)
+
+
+def test_equal_pictures_of_a_gif_take_their_time(tmp_path):
+    assert plots.video(pictured(torch.zeros(10, 64, 48)), tmp_path / "film.gif", fps=20) == 10
+    with Image.open(tmp_path / "film.gif") as film:  # which keeps them as one
+        assert film.info["duration"] * film.n_frames == 500
+
+
+def test_a_film_needs_a_known_suffix_and_imageio(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match=r"'film.avi', expected a name that ends in .gif or .mp4"):
+        plots.video(pictured(rising(3, 6, 4)), "film.avi")
+    monkeypatch.setitem(sys.modules, "imageio", None)
+    with pytest.raises(ImportError, match=r"pip install 'funcollect\[viz\]'"):
+        plots.video(pictured(rising(3, 6, 4)), tmp_path / "film.gif")
