@@ -21,7 +21,7 @@ from torch import Tensor
 import funcollect as fc
 from funcollect import plots
 from funcollect.cli.output import RunSummary, episode_table, layout, output_folder, save
-from funcollect.core.rollout_trajectories import is_limited
+from funcollect.core.whole_episodes import is_limited
 from funcollect.envs.registry import limited
 from funcollect.plots.figures import check_figure
 from funcollect.policies.as_policy import PolicyPlugin, find_policy, offered_policies

@@ -17,8 +17,8 @@ from funcollect.collectors.options import Options, RunnerSpec
 from funcollect.collectors.sync import RolloutTimes, RunnerTimer, SyncDataCollector, check_saved
 from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
-from funcollect.core.rollout_trajectories import is_limited
 from funcollect.core.saving import Episodes, counts_in
+from funcollect.core.whole_episodes import is_limited
 from funcollect.interop.plain_data import from_data
 from funcollect.policies.torch_modules.sending import dumps, unpack
 from funcollect.processes.failures import Failure, UnsentResultError, check_sendable, sending
