@@ -144,10 +144,11 @@ class CollectorState(Generic[Array]):
 
         A NumPy array over JAX environments, since JAX may lack int64; in traced code use `lane` and `episode`.
         """
-        pair: Any = self.lane, self.episode
-        if not isinstance(self.lane, Tensor):
-            pair = (np.asarray(each).astype(np.uint32).astype(np.int64) for each in pair)
-        ids: Tensor | npt.NDArray[np.int64] = trajectory_ids(*pair, self.total_lanes)
+        lane: Any = self.lane
+        episode: Any = self.episode
+        if not isinstance(lane, Tensor):
+            lane, episode = (np.asarray(each).astype(np.uint32).astype(np.int64) for each in (lane, episode))
+        ids: Tensor | npt.NDArray[np.int64] = trajectory_ids(lane, episode, self.total_lanes)
         return ids
 
     def replace(self, **changes: Any) -> CollectorState[Array]:
