@@ -131,14 +131,14 @@ def _with_compile_times(result: Result, env_id: str, num_envs: int) -> Result:
 def _our_compile(env_id: str, num_envs: int, length: int) -> float:
     """Compile the loop alone: in both, `init` is a separate program."""
     import funcollect as fc
-    from funcollect.core.loops import fused
+    from funcollect.core.loops import over_jax
     from funcollect.core.request import Request
 
     env, policy = our_pair(env_id, num_envs)
     state = fc.init(env, policy, seed=0)
     request = Request(length=length)
-    program: Any = fused.program(env, policy, state, request)
-    return compile_seconds(partial(program.lower, fused.bound_params(policy, request), state, length))
+    program: Any = over_jax.program(env, policy, state, request)
+    return compile_seconds(partial(program.lower, over_jax.bound_params(policy, request), state, length))
 
 
 def compile_seconds(lower: Any) -> float:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.collectors.sync import Collector as Collector
     from funcollect.collectors.sync import SyncDataCollector as SyncDataCollector
     from funcollect.core import traced as traced
+    from funcollect.core.api import apply as apply
     from funcollect.core.api import close as close
     from funcollect.core.api import fork as fork
     from funcollect.core.api import init as init
@@ -51,19 +52,18 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.core.api import reset as reset
     from funcollect.core.api import rollout as rollout
     from funcollect.core.api import step as step
-    from funcollect.core.apply import apply as apply
     from funcollect.core.differentiable import differentiable_rollout as differentiable_rollout
     from funcollect.core.env_params import set_env_params as set_env_params
-    from funcollect.core.evaluate import evaluate as evaluate
     from funcollect.core.evaluate_actions import evaluate_actions as evaluate_actions
     from funcollect.core.explain import Plan as Plan
     from funcollect.core.explain import explain as explain
-    from funcollect.core.rollout_trajectories import rollout_trajectories as rollout_trajectories
     from funcollect.core.routes import lower_policy as lower_policy
     from funcollect.core.saving import load as load
     from funcollect.core.saving import save as save
     from funcollect.core.state import CollectorState as CollectorState
     from funcollect.core.traced_step.columns import deliver as deliver
+    from funcollect.core.whole_episodes import evaluate as evaluate
+    from funcollect.core.whole_episodes import rollout_trajectories as rollout_trajectories
     from funcollect.envs.registry import make_env as make_env
     from funcollect.errors import BridgeError as BridgeError
     from funcollect.errors import CheckError as CheckError

@@ -18,8 +18,8 @@ from typing_extensions import override
 from funcollect.arguments import check_count, check_kind, check_positive
 from funcollect.collectors.options import Options, RunnerSpec
 from funcollect.core.api import check_pair
-from funcollect.core.evaluate import evaluate
 from funcollect.core.request import check_exploration
+from funcollect.core.whole_episodes import evaluate
 from funcollect.errors import ClosedError, EvaluationError
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.plots.recording import check_film, check_filmed, record

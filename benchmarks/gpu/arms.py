@@ -41,7 +41,7 @@ class Arm(Ours):
     """The fused loop of a JAX policy, built in one way; its state is its own."""
 
     def __init__(self, size: Size, device: str, options: dict[str, Any] | None) -> None:
-        from funcollect.core.loops import fused
+        from funcollect.core.loops import over_jax
         from funcollect.core.loops.blocks import BlockOptions
         from funcollect.core.request import Request
         from funcollect.protocols import traced_values
@@ -52,9 +52,9 @@ class Arm(Ours):
         self._frames = size.lanes * size.length
         self._owned = options is not None
         if options is None:
-            self._loop: Any = fused.program(self.env, self.policy, self._state, request)
+            self._loop: Any = over_jax.program(self.env, self.policy, self._state, request)
         else:
-            self._loop = fused.block_loop(self.env, self.policy, self._state, request, BlockOptions(**options))
+            self._loop = over_jax.block_loop(self.env, self.policy, self._state, request, BlockOptions(**options))
 
     def run(self) -> int:
         kept = {"owned": True} if self._owned else {}

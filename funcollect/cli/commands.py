@@ -22,8 +22,8 @@ from torch import Tensor
 
 import funcollect as fc
 from funcollect import plots
-from funcollect.cli.output import collected, output_folder, saver, statistics_of, tables
-from funcollect.core.rollout_trajectories import is_limited
+from funcollect.cli.output import RunSummary, episode_table, layout, output_folder, save
+from funcollect.core.whole_episodes import is_limited
 from funcollect.envs.registry import limited
 from funcollect.messages import table
 from funcollect.plots.figures import check_figure

@@ -31,8 +31,7 @@ from funcollect.arguments import (
     check_positive,
     checked_device,
 )
-from funcollect.core.exploration import NO_VALUES, Value, check_values
-from funcollect.core.request import OwnColumns, Request, check_ends, check_exploration
+from funcollect.core.request import NO_VALUES, OwnColumns, Request, Value, check_ends, check_exploration, check_values
 from funcollect.envs.registry import make_env
 from funcollect.interop.jax_setup import default_device_type
 from funcollect.policies.as_policy import as_policy

@@ -17,9 +17,9 @@ from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.jobs import DEVICES, columns_of, listed, rows, shares, want_accelerators
-from funcollect.collectors.workers.worker import Job, WorkerInfo
-from funcollect.core.rollout_trajectories import check_limited
+from funcollect.collectors.workers.worker import WorkerInfo
 from funcollect.core.saving import Episodes
+from funcollect.core.whole_episodes import check_limited
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
 from funcollect.trajectories.final_observations import attach, detach

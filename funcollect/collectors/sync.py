@@ -20,16 +20,13 @@ from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.in_use import exclusive
 from funcollect.collectors.options import Options, RunnerOptions, RunnerSpec, SourceOptions, collector, options_of
 from funcollect.core import api
-from funcollect.core.apply import apply
 from funcollect.core.env_params import set_env_params
-from funcollect.core.exploration import check_given, own_action_warning
-from funcollect.core.loops import RunsRollouts
 from funcollect.core.loops.device import check_uncut
-from funcollect.core.request import NOWHERE, OwnColumns
-from funcollect.core.rollout_trajectories import check_limited, is_limited
+from funcollect.core.request import NOWHERE, OwnColumns, check_given, own_action_warning
 from funcollect.core.saving import COUNTS, Episodes, counts_in, go_on, reseed, restore, resume, snapshot
 from funcollect.core.state import CollectorState
 from funcollect.core.timing import TimedLoops
+from funcollect.core.whole_episodes import check_limited, is_limited
 from funcollect.errors import InUseError
 from funcollect.interop.plain_data import from_data, to_data
 from funcollect.policies.torch_modules.torch_backed import TorchBacked, replaced
@@ -120,7 +117,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         self.seed = self.state.seed
         self.warning = own_action_warning(self.policy, options.init_random_frames)  # for the user; may be empty
         self.length = math.ceil(options.frames_per_batch / lanes)
-        self.loops: Mapping[str, RunsRollouts] = api.LOOPS  # what runs the rollouts, by `Route.loop`
+        self.loops: Mapping[str, api.RunLoop] = api.LOOPS  # what runs the rollouts, by `Route.loop`
 
     @property
     @override
@@ -202,7 +199,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         """The results of a function of each lane's environment, in the order of lanes, as `funcollect.apply` has it."""
         self._recover()
         with self._changing(TypeError):
-            self.state, results = apply(self.env, self.state, function, *args)
+            self.state, results = api.apply(self.env, self.state, function, *args)
         return results
 
     @exclusive

@@ -25,9 +25,9 @@ from funcollect.collectors.workers.run import WorkerRun
 from funcollect.collectors.workers.worker import Job, runners_of
 from funcollect.core.env_params import part_of_lanes
 from funcollect.core.evaluate_actions import remember_spaces
-from funcollect.core.exploration import check_given
-from funcollect.core.rollout_trajectories import check_limited
+from funcollect.core.request import check_given
 from funcollect.core.saving import Episodes
+from funcollect.core.whole_episodes import check_limited
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed
 from funcollect.policies.torch_modules.sending import dumps

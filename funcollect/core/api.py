@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -10,15 +10,21 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.arguments import check_call, check_kind, check_optional_positive
-from funcollect.core.checks import check_state, check_untraced
+from funcollect.arguments import check_call, check_function, check_kind, check_optional_positive
 from funcollect.core.evaluate_actions import remember_spaces
-from funcollect.core.exploration import NO_VALUES, Value, exploration_values, with_values
-from funcollect.core.loops import Loop, RunsRollouts, captured, crossing, device, fused, host, tensor
-from funcollect.core.request import Request
+from funcollect.core.loops import device, host, over_jax, tensor
+from funcollect.core.request import (
+    NO_VALUES,
+    Request,
+    Value,
+    check_state,
+    check_untraced,
+    exploration_values,
+    with_values,
+)
 from funcollect.core.routes import complete, of_lanes, route_of, run_in_jax
-from funcollect.core.simulators.simulation import SimulatorHandle
-from funcollect.core.state import Array, CollectorState, all_lanes
+from funcollect.core.simulators import SimulatorHandle
+from funcollect.core.state import Array, CollectorState
 from funcollect.interop.memory import memory_for
 from funcollect.keys import key_from_seed
 from funcollect.messages import kind_of, shown
@@ -27,33 +33,30 @@ from funcollect.policies.normalized import Normalized, check_statistics
 from funcollect.policies.population import Population
 from funcollect.policies.torch_in_jax import LoweredPolicy, Source
 from funcollect.policies.torch_modules.torch_backed import TorchBacked
-from funcollect.protocols import Backend, Env, Policy, is_env
+from funcollect.protocols import Backend, Env, Policy, SimulatorsOfLanes, is_env
 from funcollect.specs import ExplorationType
 from funcollect.tree import without_time
 
 _CALL = "what funcollect.Policy has: (params, policy_state, observation, noise, spec, exploration)"
-# By `Route.loop` for rollouts, and by the environment's backend for functions that need no policy's route.
-LOOPS: dict[str, Loop] = {
-    "host": host,
-    "torch": tensor,
-    "captured": captured,
-    "jax": fused,
-    "fused": fused,
-    "crossing": crossing,
-    "device": device,
+_STATES: dict[str, Any] = {"host": host, "torch": tensor, "jax": over_jax, "device": device}  # by an Env's backend
+RunLoop = Callable[[Any, Policy, CollectorState, Request], tuple[CollectorState, TensorDict]]
+LOOPS: dict[str, RunLoop] = {  # by `Route.loop`
+    "host": host.run,
+    "torch": tensor.run,
+    "device": device.run,
+    "captured": tensor.run_captured,
+    "fused": over_jax.run,
+    "crossing": over_jax.run_crossing,
 }
 
 
 def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
     """Build and reset the environments, and return the first state of a collection.
 
-    Args:
-        env: an environment (see `make_env`).
-        policy: a policy (see `torch_policy`, `jax_policy`, `random_policy`).
-        seed: an int in [0, 2**64), from which all randomness follows. None draws one; ``state.seed`` holds it.
+    The `seed` is an int in [0, 2**64), from which all randomness follows. None draws one; ``state.seed`` holds it.
 
     Raises:
-        TypeError: if `env` is no environment or `policy` no policy.
+        TypeError: if `env` is no environment (see `make_env`) or `policy` no policy (see `torch_policy`, `jax_policy`).
         ValueError: for a seed out of range, or a policy that does not suit the environment's spaces.
         EnvError: if an environment does not reset.
 
@@ -75,7 +78,8 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
     if isinstance(policy, Population):
         policy = policy.of_lanes(range(first_lane, first_lane + (env.num_envs or 1)), total_lanes)
     with memory_for(lambda: f"the first state of {env.num_envs or 1:,} environments"):
-        return LOOPS[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
+        state: CollectorState = _STATES[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
+        return state
 
 
 def check_pair(env: Any, policy: Any) -> None:
@@ -119,8 +123,8 @@ def rollout(
         length: the number of steps, T.
         params: the parameters to act with; None for the policy's own current ones.
         exploration_type: whether the policy samples or acts deterministically.
-        exploration: other values for the numbers in `Policy.exploration`, such as ``{"epsilon": 0.1}``; the batch holds
-            them. A function, such as an annealing schedule, is called with the number of frames of all lanes so far.
+        exploration: other values for the numbers in `Policy.exploration`, such as ``{"epsilon": 0.1}``, or functions of
+            the number of frames of all lanes so far. The batch holds them.
         max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
 
     Returns:
@@ -129,8 +133,8 @@ def rollout(
 
     Raises:
         StaleStateError: if the state has been superseded by a later one.
-        EnvError: if an environment raises, or returns other shapes or dtypes than its spaces have; the message names
-            the lane. Whether numbers are within the bounds of a space is checked by `funcollect.testing.check_env`.
+        EnvError: if an environment raises, or returns other shapes or dtypes than its spaces have. Bounds of spaces are
+            checked by `funcollect.testing.check_env`.
         PolicyError: for an action of the wrong shape or dtype, or NaN.
 
     >>> import funcollect as fc
@@ -157,21 +161,18 @@ def run(
     state: CollectorState[Array],
     request: Request,
     function: str = "rollout",
-    loops: Mapping[str, RunsRollouts] = LOOPS,
+    loops: Mapping[str, RunLoop] = LOOPS,
 ) -> tuple[CollectorState[Array], TensorDict]:
-    """Do what `rollout` does, with every option, by one of `loops`.
-
-    `function` is the name of the function that the user called.
-    """
+    """Do what `rollout` does, with every option, by one of `loops`; `function` is what the user called."""
     check_policy(policy)
-    check_state(env, state, function)
-    check_untraced(function, policy.params if policy.backend == "jax" and request.params is None else request.params)
+    params = policy.params if policy.backend == "jax" and request.params is None else request.params
+    check_state(env, state, function, params)
     policy = of_lanes(env, policy, state)
     values = exploration_values(policy, request.exploration, lambda: state.steps_made * state.total_lanes)
     if values is not request.exploration:
         request = replace(request, exploration=values)
     route = route_of(env, policy, request.exploration_type)
-    run_loop, inner = loops[route.loop].run, route.policy
+    run_loop, inner = loops[route.loop], route.policy
     with memory_for(lambda: f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
         if inner is policy or not isinstance(inner, LoweredPolicy):
             after, batch = run_loop(env, inner, state, request)
@@ -206,14 +207,9 @@ def step(
 def reset(env: Env, state: CollectorState[Array], mask: Tensor | None = None) -> CollectorState[Array]:
     """Return a state in which the lanes of `mask`, or all lanes, begin another episode under a new trajectory id.
 
-    Args:
-        env: the environment that `state` was made with.
-        state: the state to continue from. Over simulators a state can be used once; see `fork` and `recover`.
-        mask: [P] bool; None for all lanes.
-
     Raises:
-        ValueError: for a mask of another shape or dtype.
-        StaleStateError: if the state has been superseded by a later one.
+        ValueError: for a mask that is not bool [P].
+        StaleStateError: over simulators, if the state has been superseded by a later one; see `fork` and `recover`.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -223,21 +219,31 @@ def reset(env: Env, state: CollectorState[Array], mask: Tensor | None = None) ->
     >>> state.step.tolist(), state.traj_ids.tolist()
     ([0, 4], [2, 1])
     """
-    check_state(env, state, "reset")
-    check_untraced("reset", mask)
+    check_state(env, state, "reset", mask)
+    return _reset(env, state, mask)
+
+
+def _reset(env: Env, state: CollectorState[Array], mask: Any, *, stale: bool = False) -> CollectorState[Array]:
+    place = state.lane.device if isinstance(state.lane, Tensor) else "cpu"  # over JAX, too
+    every = lanes = torch.ones(state.num_lanes, dtype=torch.bool, device=place)
+    if mask is not None:
+        try:
+            lanes = torch.as_tensor(mask, device=every.device)
+            given = f"{lanes.dtype} {tuple(lanes.shape)}"
+        except (TypeError, ValueError, RuntimeError):  # such as a ragged list
+            given = shown(mask)
+        if given != f"{every.dtype} {tuple(every.shape)}":
+            raise ValueError(f"mask is {given}, expected bool {tuple(every.shape)}: pass one flag per lane")
     with memory_for(lambda: f"a reset of {state.num_lanes:,} environments"):
-        return LOOPS[env.backend].reset(env, state, _checked_mask(mask, state))
+        begun: CollectorState[Array] = _STATES[env.backend].reset(env, state, lanes, stale=stale)
+        return begun
 
 
 def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     """Return a state in which all lanes begin another episode, also from a stale state, such as after an exception.
 
-    Over simulators, trajectory ids continue from the highest ones used, whichever state is given. States over JAX and
-    Torch environments are values and never stale: for them this is `reset`.
-
-    Args:
-        env: the environment that `state` was made with.
-        state: any state of the run.
+    Over simulators, trajectory ids continue from the highest ones used, whichever state of the run is given. States
+    over JAX and Torch environments are values and never stale: for them this is `reset`.
 
     Raises:
         EnvError: if an environment raises as it is reset.
@@ -245,30 +251,13 @@ def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1")
-    >>> policy = fc.random_policy(env)
-    >>> old = fc.init(env, policy, seed=0)
-    >>> state, batch = fc.rollout(env, policy, old, 8, max_frames_per_traj=4)
-    >>> recovered = fc.recover(env, old)
-    >>> state.traj_ids.tolist(), recovered.traj_ids.tolist()
+    >>> old = fc.init(env, fc.random_policy(env), seed=0)
+    >>> state, batch = fc.rollout(env, fc.random_policy(env), old, 8, max_frames_per_traj=4)
+    >>> state.traj_ids.tolist(), fc.recover(env, old).traj_ids.tolist()
     ([2], [3])
     """
     check_state(env, state, "reset", live=False)
-    with memory_for(lambda: f"a reset of {state.num_lanes:,} environments"):
-        return LOOPS[env.backend].recover(env, state)
-
-
-def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
-    every = all_lanes(state)
-    if mask is None:
-        return every
-    try:
-        mask = torch.as_tensor(mask, device=every.device)
-        if (mask.dtype, mask.shape) == (every.dtype, every.shape):
-            return mask
-        given = f"{mask.dtype} {tuple(mask.shape)}"
-    except (TypeError, ValueError, RuntimeError):  # such as a ragged list
-        given = shown(mask)
-    raise ValueError(f"mask is {given}, expected bool {tuple(every.shape)}: pass one flag per lane")
+    return _reset(env, state, None, stale=True)
 
 
 def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
@@ -279,8 +268,7 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
 
     Raises:
         ReplayError: for an environment that supports neither (EnvPool, TorchRL's, ``replayable=False``), for an episode
-            with more than 128 MiB of actions of all lanes, and if the new simulator does not return the same
-            observation.
+            with more than 128 MiB of actions of all lanes, and if the new simulator returns another observation.
         EnvError: if an environment raises during the replay. Lanes of a vector environment are stepped together, also
             those whose episode has not begun, so one that refuses illegal actions may raise.
         StaleStateError: if the state has been superseded by a later one.
@@ -297,7 +285,57 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     """
     check_state(env, state, "fork")
     with memory_for(lambda: f"a copy of the state of {state.num_lanes:,} environments"):
-        return LOOPS[env.backend].fork(env, state)
+        copied: CollectorState[Array] = _STATES[env.backend].fork(env, state)
+        return copied
+
+
+def apply(
+    env: Env, state: CollectorState[Array], function: Callable[..., Any], *args: Any
+) -> tuple[CollectorState[Array], list[Any]]:
+    """Call a function on the environment of every lane, wherever it lives, and return what it returned.
+
+    It acts from the next step on, and in all later episodes; the observation at the root of the next frame remains the
+    one that was there. `fork` repeats the calls on its copies, and so do processes that replace lost ones. Functions
+    are not saved: `save` refuses to save episodes after a call unless ``episodes="restart"``; call it again after
+    `load`. `evaluate` runs environments as they were made.
+
+    The environment is one over Gymnasium's or TorchRL's single environments, one for each lane. The function is called
+    as ``function(lane_env, *args)``, with the environment as the factory returned it; with `num_workers`, cloudpickle
+    sends it, its arguments and results. `state` is stale afterwards.
+
+    Returns:
+        The next state, and the results in the order of lanes.
+
+    Raises:
+        TypeError: for an environment without an object for each lane, and for a function, arguments or results that
+            cannot be sent. `state` can still be used; results that cannot be sent are those of calls that were made.
+        StaleStateError: if the state has been superseded by a later one.
+        EnvError: if the function raises, or a process is lost. `recover` begins new episodes. Some lanes have been
+            changed then, so let the function set values rather than add to them, and call it again.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> state = fc.init(env, fc.random_policy(env), seed=0)
+    >>> state, forces = fc.apply(env, state, lambda lane: lane.unwrapped.force_mag)
+    >>> forces
+    [10.0, 10.0]
+    """
+    check_state(env, state, "apply")
+    check_function("function", function, "a function of one lane's environment and args", 1 + len(args))
+    handle = state.env_state
+    if not isinstance(handle, SimulatorHandle) or not isinstance(handle.simulation.simulators, SimulatorsOfLanes):
+        raise TypeError(
+            f"{env} has no object for each lane that a function could be called with, expected an environment over "
+            "single environments of Gymnasium's or TorchRL's: over JAX use funcollect.set_env_params, over Torch "
+            "state.replace(env_params=...)"
+        )
+    simulation = handle.claim()
+    try:
+        results = simulation.apply(function, args)
+    except TypeError:  # the function was called in all lanes, or in none
+        simulation.version, simulation.busy = handle.version, False  # the handle can be used after all
+        raise
+    return state.changed(env_state=simulation.release()), results
 
 
 def close(state: CollectorState) -> None:
@@ -305,9 +343,7 @@ def close(state: CollectorState) -> None:
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
-    >>> policy = fc.random_policy(env)
-    >>> state = fc.init(env, policy, seed=0)
-    >>> fc.close(state)
+    >>> fc.close(fc.init(env, fc.random_policy(env), seed=0))
     """
     check_kind("state", state, CollectorState, "pass the state that rollout returned")
     if isinstance(state.env_state, SimulatorHandle):

@@ -1,14 +1,13 @@
 """The batch of a rollout: counts its steps, names its columns, checks the rewards, and puts time last.
 
-Counters are computed for all steps at once, after the last one, by one function for NumPy and for Torch. One call into
-Torch costs as much as a step of a small environment, so counters of one kind share one array.
+Counters are computed for all steps at once. One call into Torch costs as much as a step of a small environment, so
+counters of one kind share one array.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from funcollect.core.state import CollectorState, trajectory_ids
 from funcollect.envs.host.host_env import check_rewards
 from funcollect.interop.memory import complain_if
 from funcollect.policies.checks import check_apart
-from funcollect.protocols import Env
+from funcollect.protocols import Columns, Env
 from funcollect.tree import Path, select, to_batch
 
 ROOT_FLAGS: list[Path] = [("terminated",), ("truncated",), ("done",)]
@@ -29,18 +28,6 @@ NEXT_FLAGS: list[Path] = [("next", *path) for path in ROOT_FLAGS]
 OUTCOME_KEYS: list[Path] = [("next", name) for name in ("reward", "terminated", "truncated")]
 REWARD, TERMINATED, TRUNCATED = OUTCOME_KEYS
 _NUMBERS: list[Path] = [("collector", name) for name in ("traj_ids", "step", "lane", "policy_version")]
-_NONE: Mapping[Path, Tensor] = {}
-
-
-def new_columns(rows: Mapping[Path, Tensor], request: Request, *, compact: bool = False) -> dict[Path, Tensor]:
-    """Return memory [T, P, ...] for a rollout with root rows [P, ...]; with `compact`, none for next observations."""
-    nexts = {} if compact else {("next", *path): row for path, row in rows.items()}
-    columns = {path: request.column(path, row) for path, row in {**rows, **nexts}.items()}
-    row = next(iter(rows.values()))
-    for path in OUTCOME_KEYS:
-        dtype = torch.float32 if path == REWARD else torch.bool
-        columns[path] = torch.zeros(request.length, len(row), dtype=dtype, device=row.device)
-    return columns
 
 
 class _Lanes(NamedTuple):
@@ -55,19 +42,12 @@ class _Lanes(NamedTuple):
 
 
 def deliver(
-    env: Env,
-    state: CollectorState,
-    request: Request,
-    columns: dict[Path, Tensor],
-    outputs: dict[Path, Tensor],
-    *,
-    on_host: bool = True,
+    env: Env, state: CollectorState, request: Request, columns: Columns, outputs: Columns, *, on_host: bool = True
 ) -> tuple[dict[str, Tensor], TensorDict]:
     """Return the counters of the state after a rollout that began with `state`, and its batch.
 
-    The environment's `columns` and the policy's `outputs` are [T, P, ...] by the batch's keys. Under ``next``, flags
-    and rewards of lanes that were finished before a step are ignored. Unless they are `on_host`, nothing waits for the
-    device here within `reads_together`.
+    The environment's `columns` and the policy's `outputs` are [T, P, ...] by the batch's keys. Unless they are
+    `on_host`, nothing waits for the device here within `reads_together`.
     """
     check_apart(outputs, state.observation)
     reward, place = columns[REWARD], columns[REWARD].device
@@ -90,7 +70,7 @@ def deliver(
     if on_host:
         check_rewards(rows[1])
     else:
-        check_reward(reward.detach())
+        _check_reward(reward.detach())
     batch = as_batch(columns | outputs, single=env.num_envs is None, counters=counters)
     return {name: torch.from_numpy(value) if on_host else value for name, value in after.items()}, batch
 
@@ -98,11 +78,10 @@ def deliver(
 def _count_episodes(
     xp: Any, before: _Lanes, time: Any, flags: Any, reward: Any, terminated: Any, truncated: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Count if every finished lane began another episode.
+    """Return each step's episode and its number in that [P, T], and the counters after the last one.
 
-    Returns each step's episode and its number in that [P, T], and the lanes' counters after the last one. `time` are
-    the numbers [T] of the steps, `flags` those of the batch [6, P, T], all False, into which this writes; the others
-    are [T, P].
+    Every finished lane began another episode. `time` are the numbers [T] of the steps; this writes into the batch's
+    `flags` [6, P, T], all False at first; the others are [T, P].
     """
     flags[3], flags[4] = terminated.T, truncated.T
     flags[5] = done = flags[3] | flags[4]
@@ -125,9 +104,9 @@ def _count_episodes(
 def _count_until_finished(
     xp: Any, before: _Lanes, time: Any, flags: Any, reward: Any, terminated: Any, truncated: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Count if finished lanes stay finished, as `_count_episodes` does.
+    """Count as `_count_episodes` does if finished lanes repeat their flags, without reward or steps.
 
-    They repeat their flags, without reward or steps. A loop may have recorded anything for them.
+    A loop may have recorded anything for them.
     """
     flags[2, :, 0] = finished = before.terminated | before.truncated
     flags[5] = done = ((terminated | truncated).T.cumsum(-1) > 0) | finished[:, None]  # at or before a step's end
@@ -164,29 +143,25 @@ def reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dic
 
 
 def checked_batch(env: Env, columns: dict[Path, Tensor]) -> TensorDict:
-    """Return the batch of all columns [T, P, ...], counters included; root flags that are missing are False.
-
-    Raises:
-        EnvError: for a NaN among the rewards; within `reads_together`, at its end.
-    """
-    check_reward(columns[REWARD].detach())
+    """Return the batch of all columns [T, P, ...], counters included; root flags that are missing are False."""
+    _check_reward(columns[REWARD].detach())
     if ROOT_FLAGS[0] not in columns:
         shape = len(ROOT_FLAGS), *columns[NEXT_FLAGS[0]].shape
         columns |= zip(ROOT_FLAGS, columns[NEXT_FLAGS[0]].new_zeros(shape).unbind(), strict=True)
     return as_batch(columns, single=env.num_envs is None)
 
 
-def check_reward(reward: Tensor) -> None:
+def _check_reward(reward: Tensor) -> None:
     """Raise EnvError for the first NaN among rewards [T, P], or [T, P, players]; of others one number is read."""
-    complain_if(reward.sum(), math.isnan, partial(_check_each_reward, reward))  # or a sum of both infinities
 
+    def complain() -> None:
+        check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
 
-def _check_each_reward(reward: Tensor) -> None:
-    check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
+    complain_if(reward.sum(), math.isnan, complain)  # or a sum of both infinities
 
 
 def as_batch(
-    columns: Mapping[Path, Tensor], *, single: bool, counters: Mapping[Path, Tensor] = _NONE, time: int = 0
+    columns: Mapping[Path, Tensor], *, single: bool, counters: Mapping[Path, Tensor] | None = None, time: int = 0
 ) -> TensorDict:
     """Return a locked batch [*B, P, T], or [*B, T] of a `single` environment, which has no batch dimension.
 
@@ -201,4 +176,4 @@ def as_batch(
     for path, leaf in leaves.items():
         leaves[path] = leaf.select(time + 1, 0) if single else leaf.transpose(time, time + 1)
     shape = (*lead, length) if single else (*lead, num_lanes, length)
-    return to_batch({**leaves, **counters}, shape).lock_()
+    return to_batch({**leaves, **(counters or {})}, shape).lock_()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,25 +17,28 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from funcollect.core.api import check_pair
-from funcollect.core.checks import check_jax_env, check_state
 from funcollect.core.env_params import of_one_lane
-from funcollect.core.exploration import NO_VALUES, Value, exploration_values, with_values
-from funcollect.core.lanes import run_keys
-from funcollect.core.loops.fused import batch_of
-from funcollect.core.request import Request, step_options
+from funcollect.core.loops.over_jax import batch_of
+from funcollect.core.request import (
+    NO_VALUES,
+    Request,
+    Value,
+    check_jax_env,
+    check_state,
+    exploration_values,
+    step_options,
+    with_values,
+)
 from funcollect.core.routes import lowered_for, run_in_jax
 from funcollect.core.state import CollectorState, origin_of
 from funcollect.core.traced_step.columns import recorded_step
-from funcollect.core.traced_step.starts import operations
-from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
+from funcollect.core.traced_step.step import Row, StepConfig, make_step_config, operations, run_keys
 from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memo import memo_of
-from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import JaxEnv, Policy, Transition, traced_values
 from funcollect.specs import ExplorationType
-from funcollect.tree import Path
 
 
 def differentiable_rollout(
@@ -54,14 +57,12 @@ def differentiable_rollout(
     All floating leaves of the batch (rewards, observations, actions, log-probabilities, other outputs) depend on the
     parameters that require grad, those of the module or of `params`: the loss's ``backward()`` adds to their ``.grad``.
     Sampled continuous actions are differentiated with their noise fixed (reparametrised); discrete ones pass no
-    gradient. The given state is a constant, so gradients end where the rollout begins, and where an episode ends. Those
-    of an environment that stops them (`jax.lax.stop_gradient`) end at each step: a warning says so.
+    gradient. Gradients end where the rollout begins, and where an episode ends. An environment that stops them at each
+    step (`jax.lax.stop_gradient`) causes a warning.
 
     Noise, episodes and batch are the same as in `rollout`, within rounding. All steps are kept in memory until the
-    gradient is taken, and each `length` compiles a program, so this is a separate function.
-
-    The environment is one written in JAX, whose steps JAX can differentiate; the policy is one of `torch_policy` or
-    `tensordict_policy`, whose module can be lowered. The other arguments are those of `rollout`.
+    gradient is taken, and each `length` compiles a program. The environment is one written in JAX, the policy one of
+    `torch_policy` or `tensordict_policy`, whose module can be lowered. The other arguments are those of `rollout`.
 
     Raises:
         TypeError: for an environment that is not written in JAX, or a policy that is not of these.
@@ -97,7 +98,7 @@ def differentiable_rollout(
     apply: Any = _Rollout.apply  # which Torch does not type
 
     def run(entered: CollectorState) -> tuple[CollectorState, TensorDict]:
-        own = _Run(lowered, program, entered, traced_values(values))
+        own = SimpleNamespace(policy=lowered, program=program, state=entered, values=traced_values(values))
         columns = apply(own, *(tensors[name] for name in lowered.lowered.names))
         return own.state, batch_of(env, lowered, state, dict(zip(own.paths, columns, strict=True)))
 
@@ -107,8 +108,7 @@ def differentiable_rollout(
 
 def _warn_of_stops(env: JaxEnv, state: CollectorState) -> None:
     """Warn, once for each environment, if its step stops the gradients of continuous actions."""
-    memo = memo_of(env)
-    space = env.action_space
+    memo, space = memo_of(env), env.action_space
     if "stops" in memo or not isinstance(space, spaces.Box):
         return
     jax = import_jax()
@@ -128,23 +128,15 @@ def _warn_of_stops(env: JaxEnv, state: CollectorState) -> None:
         )
 
 
-@dataclass
-class _Run:
-    """A rollout: the compiled program, and the state, which the rollout replaces. `paths` are the columns' keys."""
-
-    policy: LoweredPolicy
-    program: Callable[..., Any]
-    state: CollectorState
-    values: Mapping[str, Any]
-    paths: list[Path] = field(default_factory=list)
-
-
 class _Rollout(torch.autograd.Function):
-    """A rollout as one operation of Torch: from the parameters to the columns [T, P, ...]."""
+    """A rollout as one operation of Torch: from the parameters to the columns [T, P, ...].
+
+    A `run` has the program and its arguments; its state is replaced by the next one, and `paths` are the columns' keys.
+    """
 
     @staticmethod
     @override
-    def forward(ctx: Any, run: _Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: SimpleNamespace, *tensors: Tensor) -> tuple[Tensor, ...]:
         names = run.policy.lowered.names
         given = dict(zip(names, tensors, strict=True))
         trained, fixed = dict(run.policy.laid_out(given)), dict[str, Any]()

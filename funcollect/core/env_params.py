@@ -1,7 +1,7 @@
 """Parameters of a JAX environment that change during a run: each leaf is shared, or has a row for each lane.
 
-A state holds the environment's own pytree or, once a leaf has rows, `LaneParams`. `set_env_params` compares values to
-find the leaves that change. Traced code cannot do so: `traced_set_env_params` goes by the objects that it is given.
+A state holds the environment's own pytree or, once a leaf has rows, `LaneParams`. `set_env_params` finds the leaves
+that change by their values, `traced_set_env_params` by the identity of objects.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from funcollect.arguments import check_flags
-from funcollect.core.checks import check_state, check_traced_state
-from funcollect.core.lanes import varying, where_lanes
+from funcollect.core.request import check_state, check_traced_state
 from funcollect.core.state import Array, CollectorState
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, default_params, param_keys, param_of
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.messages import clipped, shown
+from funcollect.policies.numerics import jax_numerics
 from funcollect.protocols import Env, JaxEnv
 from funcollect.tree import Path
 
@@ -39,11 +39,6 @@ class LaneParams(NamedTuple):
     current: tuple[Any, ...]  # the leaves with rows, each [P, ...], of the episodes that the lanes are in
     coming: tuple[Any, ...]  # the same for the episodes after these
 
-    @property
-    def nodes(self) -> list[Any]:
-        """What `shared` has instead of each leaf: the leaf itself, `Varying` or `Unchanged`."""
-        return [*import_jax().tree.leaves(self.shared, is_leaf=_is_node)]
-
     def filled(self, rows: Sequence[Any]) -> Any:
         """The whole pytree, with these in place of `Varying`."""
         rest = iter(rows)
@@ -63,17 +58,12 @@ def set_env_params(
 ) -> CollectorState[Array]:
     """Return a state with other parameters of a JAX environment: for domain randomisation and curricula.
 
-    Starts of episodes that were made ahead with the old parameters are not used. The first change compiles the loop.
-    So does each one after which another leaf has a value for each lane: one given by lane or, unless `at_once`, one
-    whose value changes. Other changes compile nothing. `evaluate` runs the environment with its own parameters.
+    The first change compiles the loop. So does each one after which another leaf has a value for each lane: one given
+    by lane or, unless `at_once`, one whose value changes. `evaluate` runs the environment with its own parameters.
 
-    Args:
-        env: gymnax's, brax's (its system), MuJoCo Playground's (its model), jumanji's with `params`, or functions of
-            your own with `params`.
-        state: the state to continue from.
-        params: a pytree like ``env.default_params``. Each leaf has the same shape as there, or a first dimension P
-            more: then each lane has its own.
-        at_once: also in the episodes that lanes are in, instead of from each lane's next episode on.
+    The environment is gymnax's, brax's (its system), MuJoCo Playground's (its model), jumanji's or your own functions,
+    with `params`. `params` is a pytree like ``env.default_params``, whose leaves may have a first dimension P more, one
+    value per lane. With `at_once` they also act in the episodes that lanes are in, else from each lane's next one on.
 
     Raises:
         TypeError: for an environment without parameters, or in another framework.
@@ -95,20 +85,17 @@ def set_env_params(
     given = _given(env, state, params)
     nodes, held = _taken_apart(default_params(env) if state.env_params is None else state.env_params)
     old, new = given.arrays_of(held), given.arrays_of(given.leaves)
-    same = [*map(_equal, new, old)]
-    made = given.for_lanes(given.with_rows(nodes, same, at_once), new, new if at_once else old, new)
-    return state.replace(env_params=made if made.current else made.shared)
+    pairs = [(np.asarray(one), np.asarray(other)) for one, other in zip(new, old, strict=True)]
+    same = [np.array_equal(*pair, equal_nan=pair[0].dtype.kind == "f") for pair in pairs]
+    return given.set_in(state, given.for_lanes(nodes, same, new, old, new, at_once=at_once))
 
 
 def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at_once: bool = False) -> CollectorState:
     """Return a state with other parameters of the environment: for domain randomisation and curricula inside `jit`.
 
-    Episodes change as with `funcollect.set_env_params`. In a `scan`, call it once before with the same kind of
-    parameters, so that the carry has a fixed structure. Without `at_once`, each leaf gets a dimension P, one value per
-    lane, except those that are the very objects in ``env.default_params`` (``env.default_params.replace(gravity=g)``
-    leaves all but one as they are).
-
-    Arguments and errors are those of `funcollect.set_env_params`; `params` may be traced.
+    Arguments, errors and the change of episodes are those of `funcollect.set_env_params`; `params` may be traced. In a
+    `scan`, call it once before with the same kind of parameters, so that the carry has a fixed structure. Without
+    `at_once`, each leaf gets a dimension P, except those that are the very objects in ``env.default_params``.
 
     >>> import jax, jax.numpy as jnp, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=4, param_keys=["gravity"])
@@ -131,7 +118,8 @@ def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at
     check_flags(at_once=at_once)
     given = _given(env, state, params)
     own = [leaf is like for leaf, like in zip(given.leaves, given.own, strict=True)]
-    nodes, held = _taken_apart(given.default() if state.env_params is None else state.env_params)
+    default = LaneParams(given.treedef.unflatten([Unchanged(leaf) for leaf in given.arrays_of(given.own)]), (), ())
+    nodes, held = _taken_apart(default if state.env_params is None else state.env_params)
     # XLA would compute with constants otherwise than with arguments, which parameters of the eager function are.
     barrier = import_jax().lax.optimization_barrier
     old, new = [barrier(leaf) for leaf in held], [barrier(leaf) for leaf in given.arrays_of(given.leaves)]
@@ -141,14 +129,10 @@ def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at
     ]
     new = [before if kept else leaf for before, leaf, kept in zip(old, new, same, strict=True)]
     shared = [Unchanged(leaf) if is_own else leaf for leaf, is_own in zip(new, own, strict=True)]
-    made = given.for_lanes(given.with_rows(nodes, same, at_once), shared, new if at_once else old, new)
-    rows = varying(state.lane, (made.current, made.coming))  # over a mesh, as those of later states
+    made = given.for_lanes(nodes, same, shared, old, new, at_once=at_once)
+    rows = made.current, made.coming
+    rows = jax_numerics().select(state.lane == state.lane, rows, rows)  # vary over a mesh, as those of later states
     return state.replace(env_params=LaneParams(made.shared, *rows))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    one, other = np.asarray(one), np.asarray(other)
-    return bool(np.array_equal(one, other, equal_nan=one.dtype.kind == "f"))
 
 
 class _Given(NamedTuple):
@@ -165,26 +149,26 @@ class _Given(NamedTuple):
         jnp = import_jax().numpy
         return [jnp.asarray(leaf, jnp.asarray(like).dtype) for leaf, like in zip(leaves, self.own, strict=True)]
 
-    def default(self) -> LaneParams:
-        return LaneParams(self.treedef.unflatten([Unchanged(leaf) for leaf in self.arrays_of(self.own)]), (), ())
+    def for_lanes(
+        self, nodes: list[Any], same: list[bool], shared: Sequence[Any], old: Any, new: Any, *, at_once: bool
+    ) -> LaneParams:
+        """The parameters after a change from `old` leaves, held in `nodes`, to `new` ones.
 
-    def with_rows(self, nodes: list[Any], same: list[bool], at_once: bool) -> list[bool]:
-        """Which leaves have rows: those given or held so, and those that change from each lane's next episode on."""
+        Leaves have rows if they were given or held so, or change from each lane's next episode on; others are `shared`.
+        """
         each = zip(self.by_lane, nodes, same, strict=True)
-        return [by_lane or isinstance(node, Varying) or not (at_once or kept) for by_lane, node, kept in each]
-
-    def for_lanes(self, rows: list[bool], shared: Sequence[Any], current: Any, coming: Any) -> LaneParams:
-        """The parameters with `rows` of the leaves `current` and `coming`, and `shared` nodes of the others."""
+        rows = [by_lane or isinstance(node, Varying) or not (at_once or kept) for by_lane, node, kept in each]
 
         def of_lanes(leaves: Sequence[Any]) -> tuple[Any, ...]:
-            each = zip(self.arrays_of(leaves), self.own, rows, strict=True)
-            as_rows = import_jax().numpy.broadcast_to
+            each, as_rows = zip(leaves, self.own, rows, strict=True), import_jax().numpy.broadcast_to
             return tuple(as_rows(leaf, (self.num_lanes, *np.shape(own))) for leaf, own, own_rows in each if own_rows)
 
-        nodes = [Varying() if own_rows else node for node, own_rows in zip(shared, rows, strict=True)]
-        made = LaneParams(self.treedef.unflatten(nodes), of_lanes(current), of_lanes(coming))
-        params: LaneParams = without_weak_types(made)
+        tree = self.treedef.unflatten([Varying() if own else node for node, own in zip(shared, rows, strict=True)])
+        params: LaneParams = without_weak_types(LaneParams(tree, of_lanes(new if at_once else old), of_lanes(new)))
         return params
+
+    def set_in(self, state: CollectorState, params: LaneParams) -> CollectorState:
+        return state.replace(env_params=params if params.current else params.shared)
 
 
 def _given(env: Env, state: CollectorState, params: Any) -> _Given:
@@ -231,9 +215,10 @@ def _is_by_lane(name: str, leaf: Any, own: tuple[int, ...], lanes: int) -> bool:
 
 
 def _taken_apart(params: Any) -> tuple[list[Any], list[Any]]:
-    """What a state's parameters have in place of each leaf, and the leaves of the episodes that lanes are in."""
+    """The nodes of a state's parameters, each a leaf, `Varying` or `Unchanged`, and the leaves of the episodes now."""
     leaves = import_jax().tree.leaves(of_current(params))
-    return params.nodes if isinstance(params, LaneParams) else leaves, leaves
+    lanes = isinstance(params, LaneParams)
+    return import_jax().tree.leaves(params.shared, is_leaf=_is_node) if lanes else leaves, leaves
 
 
 def has_rows(env: JaxEnv, params: Any) -> bool:
@@ -250,12 +235,11 @@ def call_in_lanes(function: Callable[..., Any], params: Any, *arguments: Any, co
 
     The parameters are those of the episodes that the lanes are in, or of the `coming` ones.
     """
-    jax = import_jax()
+    vmap = import_jax().vmap
     if not isinstance(params, LaneParams):
-        return jax.vmap(function, (*[0] * len(arguments), None))(*arguments, params)
-
+        return vmap(function, (*[0] * len(arguments), None))(*arguments, params)
     rows = params.coming if coming else params.current
-    return jax.vmap(lambda leaves, *own: function(*own, params.filled(leaves)))(rows, *arguments)
+    return vmap(lambda leaves, *own: function(*own, params.filled(leaves)))(rows, *arguments)
 
 
 def of_current(params: Any) -> Any:
@@ -268,15 +252,11 @@ def of_one_lane(params: Any) -> Any:
     return params.filled([leaf[0] for leaf in params.current]) if isinstance(params, LaneParams) else params
 
 
-def of_begun(params: Any) -> Any:
-    """The parameters after all lanes have begun another episode."""
-    return params._replace(current=params.coming) if isinstance(params, LaneParams) else params
-
-
 def of_restarted(params: Any, mask: Any) -> Any:
     """The parameters after the lanes of `mask` [P] have begun another episode."""
-    lanes = isinstance(params, LaneParams)
-    return params._replace(current=where_lanes(mask, params.coming, params.current)) if lanes else params
+    if not isinstance(params, LaneParams):
+        return params
+    return params._replace(current=jax_numerics().select(mask, params.coming, params.current))
 
 
 def recorded_params(env: JaxEnv, params: Any, num_lanes: int) -> dict[Path, Any]:
@@ -308,8 +288,7 @@ def like_described(env: Env, state: CollectorState, rows: list[bool] | None) -> 
         )
     own = _Given(treedef, leaves, leaves, rows, state.num_lanes)
     arrays = own.arrays_of(leaves)
-    made = own.for_lanes(rows, arrays, arrays, arrays)
-    return state.replace(env_params=made if made.current else made.shared)
+    return own.set_in(state, own.for_lanes(leaves, [True] * len(rows), arrays, arrays, arrays, at_once=True))
 
 
 def param_shapes(env: Env) -> list[tuple[int, ...]] | None:

@@ -19,7 +19,7 @@ from tensordict.nn import (
 from torch import Tensor
 
 from funcollect.arguments import check_kind
-from funcollect.core.exploration import EXPLORATION
+from funcollect.core.request import EXPLORATION
 from funcollect.core.state import flatten_part
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
@@ -38,7 +38,7 @@ from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy, is_env
 from funcollect.specs import ActionSpec, Leaf, Space, assemble
 from funcollect.trajectories.split import LANE, STEP, TRAJECTORY_IDS
-from funcollect.tree import Path, flatten, to_tensordict
+from funcollect.tree import Path, flatten, moved, to_tensordict
 
 _ACTION: Path = ("action",)
 _LOG_PROB: Path = ("action_log_prob",)
@@ -47,7 +47,6 @@ _ANY = key_from_seed(0)  # initial states do not depend on keys
 
 _Leaves = Mapping[Path, Any]  # the leaves of a batch, each [..., *shape]
 _Forward = Callable[[_Leaves, Any], tuple[Any, Any]]  # from inputs and recurrent state to outputs and the next state
-
 _Spaces = tuple[Space, Sequence[Leaf], ActionSpec]
 
 
@@ -75,12 +74,10 @@ def evaluate_actions(
         batch: a batch, a part of one, or samples of a buffer: a TensorDict [...] for a policy in Torch; for one in JAX
             `funcollect.interop.to_jax` of that, or what `funcollect.traced.rollout` returned. For a recurrent policy
             [*B, T], with any dimensions of lanes before time, or [T, P] of `funcollect.traced`.
-        env: the environment, for its spaces. It is not needed if `init` or a collector in this process has used
-            `policy` with this environment and with no other.
+        env: the environment, for its spaces; not needed if `policy` has acted in no other in this process.
         policy_state: the policy's state before the rollout, ``state.policy_state``, if the batch does not hold it. The
-            batch must then be the whole rollout in its order: all lanes, and all steps from the first one. A missing
-            first step cannot be noticed. Batches of a policy on a TensorDict always hold its hidden states, so that
-            this is not used.
+            batch must then be the whole rollout in its order; a missing first step cannot be noticed. Batches of a
+            policy on a TensorDict always hold its hidden states.
 
     Returns:
         By name, each [...] in the shape of the batch: ``action_log_prob``, ``entropy`` in nats, if the head or the
@@ -121,7 +118,7 @@ def evaluate_actions(
     in_torch = isinstance(policy, TorchPolicy)
     exploration: list[Path] = [(*EXPLORATION, name) for name in policy.head.values]
     _check_rows(rows, [_ACTION, *(leaf.path for leaf in leaves), *exploration], in_torch=in_torch)
-    rows = _beside(policy, rows)
+    rows = moved(rows, policy.run_device) if isinstance(policy, TorchPolicy) and policy.run_device else rows
     xp, network, action = TORCH if in_torch else jax_numerics(), _network(policy, params), rows[_ACTION]
     head = policy.head.at({path[-1]: rows[path] for path in exploration})
 
@@ -173,11 +170,6 @@ def _check_rows(rows: _Leaves, wanted: Sequence[Path], *, in_torch: bool) -> Non
         )
 
 
-def _beside(policy: Policy, rows: _Leaves) -> dict[Path, Any]:
-    place = policy.run_device if isinstance(policy, TorchBacked) else None
-    return {path: leaf if place is None else leaf.to(place) for path, leaf in rows.items()}
-
-
 def _network(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
     """The policy's module or function with these parameters, from an observation and the recurrent state, or None."""
     if isinstance(policy, FunctionPolicy):
@@ -196,8 +188,6 @@ def _network(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
 
 
 class _Recurrent(NamedTuple):
-    """Where the recurrent state comes from."""
-
     initial: Any  # at the start of an episode, [1, ...]
     treedef: Any  # its structure
     paths: list[Path]  # the batch's keys that hold it
@@ -245,7 +235,11 @@ def _outputs(
         apart = lane[1:] != lane[:-1]
     else:
         starts = [turn(rows[path]) for path in recurrent.paths]
-        apart = _gaps(lane, step, turn(rows[TRAJECTORY_IDS]) if TRAJECTORY_IDS in rows else None)
+        apart = (lane[1:] != lane[:-1]) | (step[1:] != step[:-1] + 1)  # as between slices of samples in a row
+        if TRAJECTORY_IDS in rows:
+            ids = turn(rows[TRAJECTORY_IDS])
+            other = ids[1:] != ids[:-1]
+            apart = apart | (other if other.ndim == apart.ndim else other.any(-1))  # in JAX 64 bits may be two words
     changes = xp.join([lane[:1] == lane[:1], apart])  # the first row, and those after a gap
 
     def advance(carry: Any, row: Any) -> tuple[Any, Any]:
@@ -259,25 +253,13 @@ def _outputs(
     return xp.map(back, xp.scan(advance, carry, (turned, changes, step == 0, starts))[1])
 
 
-def _gaps(lane: Any, step: Any, ids: Any) -> Any:
-    """Which rows [T - 1, L] but the first do not follow on the row before, as in slices of samples in a row."""
-    apart = (lane[1:] != lane[:-1]) | (step[1:] != step[:-1] + 1)
-    if ids is None:
-        return apart
-    other = ids[1:] != ids[:-1]
-    return apart | (other if other.ndim == apart.ndim else other.any(-1))  # in JAX 64 bits may be two words
-
-
 def _check_whole(lane: Any, step: Any, lanes: int) -> None:
-    """Raise ValueError unless rows [T, P] can be a whole rollout, for a state of so many lanes before it.
-
-    In traced code only the number of lanes is known.
-    """
+    """Raise ValueError unless rows [T, P] can be a whole rollout, for a state of so many lanes before it."""
     mend = "pass the whole rollout in its order, or make the policy with record_state=True"
     if lane.shape[1] != lanes:
         raise ValueError(f"the batch has {lane.shape[1]} lanes, expected {lanes}, as policy_state has: {mend}")
     if not isinstance(lane, Tensor) and isinstance(lane, import_jax().core.Tracer):
-        return
+        return  # only the number of lanes is known
     mixed = (lane != lane[:1]).any() | (lane[0, 1:] <= lane[0, :-1]).any()
     if bool(mixed | (step[1:] - step[:-1] > 1).any()):
         raise ValueError(
@@ -310,7 +292,7 @@ def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> di
             "ProbabilisticActor: pass that"
         )
     _check_rows(rows, [_ACTION, *paths_of(module, "in_keys")], in_torch=True)
-    rows = _beside(policy, rows)
+    rows = moved(rows, policy.run_device) if policy.run_device else rows
     inputs = {path: rows[path] for path in paths_of(module, "in_keys")}
     lead = rows["next", "done"].shape[:-1] if ("next", "done") in rows else rows[_ACTION].shape[:1]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from funcollect.core.api import check_pair
-from funcollect.core.exploration import head_of
-from funcollect.core.loops import captured
 from funcollect.core.loops.blocks import MOST_STEPS
+from funcollect.core.loops.tensor import STEPS
+from funcollect.core.request import head_of
 from funcollect.core.routes import Route, route_of
 from funcollect.envs.host.host_env import seeding_of, statistics_of
 from funcollect.faulty_fusions import avoid_faulty_fusions
@@ -41,6 +41,15 @@ _PLACES = {
     "jax": "the environment is a JAX function",
     "device": "the simulators hold all lanes as tensors on one device, and reset them themselves",
 }
+_IN_TORCH = "the policy runs in Torch: each step is one call of the policy and one compiled call of the environment"
+_ON_STREAMS = (
+    "at every step each framework's stream waits for the other's, and the host for neither, unless starts of episodes "
+    "are costly: then it reads whether a lane needs one"
+)
+_IN_BLOCKS = (
+    f"up to {MOST_STEPS} steps are one compiled program, which adds no branch for which the host would wait; a "
+    "collector lets it use the memory of its last state again"
+)
 _OWN_COLUMNS = "the loop writes the batch's own columns, which Torch takes over by DLPack"
 
 
@@ -50,8 +59,7 @@ class Plan:
 
     Attributes:
         env, policy: the arguments.
-        loop: the name of the loop that runs.
-        why: the reason.
+        loop, why: the name of the loop that runs, and the reason.
         copies: which data are copied, and when.
         seeding: how the environment is seeded, and what that guarantees.
         noise: where the policy's randomness comes from.
@@ -101,24 +109,19 @@ def explain(env: Env, policy: Policy) -> Plan:
     check_pair(env, policy)
     route = route_of(env, policy)
     lanes = "one environment without a batch dimension" if env.num_envs is None else f"a batch of {env.num_envs}"
+    head = f" with the head {own.name}" if (own := head_of(policy)) else ""
+    compiler = f", compiled by {policy.compiler}" if isinstance(policy, TorchBacked) and policy.compiler else ""
     return Plan(
         env=f"{env!r}, {lanes}",
-        policy=_describe(policy),
+        policy=f"{type(policy).__name__}{head} ({policy.backend}{compiler})",
         loop=route.loop,
-        why="; ".join((_why(env, route), *route.refusals)),
+        why="; ".join((*_why(env, route), *route.refusals)),
         copies=_copies(env, route),
         seeding=_seeding(env),
         noise=_noise(env, policy, route),
         forking=_forking(env),
-        caution=avoid_faulty_fusions() if "jax" in (env.backend, route.policy.backend) else "",
+        caution=avoid_faulty_fusions() if _in_jax(env, route) else "",
     )
-
-
-def _describe(policy: Policy) -> str:
-    head = head_of(policy)
-    name = type(policy).__name__ if head is None else f"{type(policy).__name__} with the head {head.name}"
-    compiler = policy.compiler if isinstance(policy, TorchBacked) else None
-    return f"{name} ({policy.backend}{f', compiled by {compiler}' if compiler else ''})"
 
 
 def _noise(env: Env, policy: Policy, route: Route) -> str:
@@ -152,58 +155,41 @@ def _seeding(env: Env) -> str:
     return f"{seeding}: {_SEEDING[seeding]}"
 
 
-def _why(env: Env, route: Route) -> str:
+def _in_jax(env: Env, route: Route) -> bool:
+    return "jax" in (env.backend, route.policy.backend)
+
+
+def _why(env: Env, route: Route) -> list[str]:
     """Return why this loop runs: where the environment lives, and how the policy is called."""
-    where, lowered = _PLACES[env.backend], isinstance(route.policy, LoweredPolicy)
-    on_cpu = "jax" not in (env.backend, route.policy.backend) or import_jax().default_backend() == "cpu"
+    on_cpu = not _in_jax(env, route) or import_jax().default_backend() == "cpu"
+    parts = [_PLACES[env.backend]]
+    if isinstance(route.policy, LoweredPolicy):
+        parts.append("the policy's module is lowered to one JAX function (its torch.export graph in jax.numpy)")
     if route.loop == "captured":
-        return f"{where}; policy, environment and recording are CUDA graphs of {captured.STEPS} steps, one launch each"
-    if route.loop == "crossing":
-        turns = dispatch_note() if on_cpu else _ON_STREAMS
-        return (
-            f"{where}, the policy runs in Torch; each step is one call of the policy and one compiled call of the "
-            f"environment, which writes its columns in place; {turns}"
-        )
-    if route.loop == "fused":
-        one_loop = "all steps are one compiled loop" if on_cpu else _IN_BLOCKS
-        if lowered:
-            graph = "its torch.export graph in jax.numpy"
-            return f"{where}, and the policy's module is lowered to one ({graph}), so {one_loop}"
-        if route.policy.backend == "jax":
-            return f"environment and policy are both JAX functions, so {one_loop}"
-        return f"{where}, and JAX draws the random actions, so {one_loop}"
-    if route.policy.backend == "torch":
-        return f"{where}; the policy is one call per step for all lanes"
-    where = f"{where}; the policy's module is lowered to JAX" if lowered else where
-    if env.backend in ("torch", "device") and env.device.type != "cpu":
-        return f"{where}; the policy is one jitted call per step, DLPack each way"
-    return f"{where}; the policy is one jitted call per step, its outputs read back as one array; {dispatch_note()}"
-
-
-_ON_STREAMS = (
-    "at every step each framework's stream waits for the other's, and the host for neither, unless starts of episodes "
-    "are costly: then it reads whether a lane needs one"
-)
-_IN_BLOCKS = (
-    f"up to {MOST_STEPS} steps are one compiled program, which adds no branch for which the host would wait; a "
-    "collector lets it use the memory of its last state again"
-)
+        parts.append(f"policy, environment and recording are CUDA graphs of {STEPS} steps, one launch each")
+    elif route.loop == "crossing":
+        parts += [_IN_TORCH, dispatch_note() if on_cpu else _ON_STREAMS]
+    elif route.loop == "fused":
+        parts.append("all steps are one compiled loop" if on_cpu else _IN_BLOCKS)
+    elif route.policy.backend == "torch":
+        parts.append("the policy is one call per step for all lanes")
+    else:
+        parts += ["the policy is one jitted call per step", dispatch_note()]
+    return parts
 
 
 def _copies(env: Env, route: Route) -> str:
     """Describe what is copied on this route, and when."""
-    policy = route.policy
+    policy, once = route.policy, "each observation once, into the batch"
     if isinstance(policy, LoweredPolicy):
-        columns = _OWN_COLUMNS if route.loop == "fused" else "each observation once, into the batch"
+        columns = _OWN_COLUMNS if route.loop == "fused" else once
         return f"parameters and buffers into JAX's layout, at every rollout; {columns}"
     if route.loop == "fused":
         return f"nothing: {_OWN_COLUMNS}"
     if route.loop == "captured":
-        return (
-            f"parameters, buffers and random numbers into each graph of {captured.STEPS} steps, its columns out of it"
-        )
+        return f"parameters, buffers and random numbers into each graph of {STEPS} steps, its columns out of it"
     crossing = "each observation into the columns, and to where the policy reads it; each action to the environment"
-    parts = [crossing if route.loop == "crossing" else "each observation once, into the batch"]
+    parts = [crossing if route.loop == "crossing" else once]
     place = env.device if env.backend in ("torch", "device") else "cpu"
     run_device, device = (policy.run_device, policy.device) if isinstance(policy, TorchBacked) else (None, None)
     if run_device is not None and str(run_device) != str(place):

@@ -1,38 +1,54 @@
-"""The checked arguments of one rollout, and the policy bound to them."""
+"""The checked arguments of a rollout: its request, the numbers of its exploration, the state that it begins with."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import optree
+import numpy as np
+import torch
+from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.arguments import check_count, check_flags, check_optional_positive, check_positive
-from funcollect.core.exploration import NO_VALUES, check_values, head_of
-from funcollect.core.state import CollectorState
-from funcollect.keys import draw_ahead, random_words
-from funcollect.policies.random_policy import RandomStart
-from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
-from funcollect.protocols import Actor, ActorInputs, Env, Exploration, JaxEnv, Policy, TorchEnv
+from funcollect.arguments import (
+    check_count,
+    check_flags,
+    check_function,
+    check_kind,
+    check_optional_positive,
+    check_positive,
+)
+from funcollect.core.state import CollectorState, check_origin
+from funcollect.envs.jax_envs.jax_env import JaxEnvState
+from funcollect.interop.jax_setup import import_jax
+from funcollect.messages import kind_of, shown
+from funcollect.policies.base import HeadedPolicy
+from funcollect.policies.heads.head import Head
+from funcollect.policies.tensordict_modules.calling import carries_action
+from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
+from funcollect.protocols import Env, JaxEnv, Policy, TorchEnv, is_env
 from funcollect.specs import ExplorationType
-from funcollect.threefry import Words
 from funcollect.tree import Path
 
 ANOTHER_POLICY = (  # what to do about its state
     "pass the policy that the state was made with, or continue with "
     "state.replace(policy_state=policy.init(state.key, state.num_lanes))"
 )
-
+EXPLORATION: Path = ("collector", "exploration")  # a batch's key of the values
+NO_VALUES: Mapping[str, Any] = MappingProxyType({})
+Value = float | Callable[[int], float]  # a number, or a function of the frames of the whole run so far
 OwnColumns = Mapping[Path, Tensor]
 NOWHERE: OwnColumns = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One rollout's arguments, checked."""
+    """One rollout's arguments, checked here and nowhere else."""
 
     length: int  # the number of steps, T
     params: Any = None
@@ -49,7 +65,6 @@ class Request:
     compact_obs: bool = False  # whether next observations may be left out that following frames have
 
     def __post_init__(self) -> None:
-        """Check every field, here and nowhere else."""
         check_positive("length", self.length)
         if self.length >= 2**31:
             raise ValueError(f"length is {self.length}, expected less than 2**31 steps: collect in several rollouts")
@@ -106,6 +121,97 @@ def check_exploration(value: Any) -> None:
         )
 
 
+def check_values(exploration: Any) -> None:
+    """Raise TypeError unless `exploration` is a dict from names to values."""
+    if not isinstance(exploration, Mapping) or not all(isinstance(name, str) for name in exploration):
+        raise TypeError(
+            f"exploration is {shown(exploration)}, expected a dict from names to numbers: pass for example "
+            '{"epsilon": 0.1}, or {"epsilon": lambda frames: max(0.05, 1 - frames / 1e5)}'
+        )
+
+
+def check_given(policy: Policy, given: Mapping[str, Any]) -> None:
+    """Raise what `exploration_values` would raise, without calling the functions among the values."""
+    constants = dict(given)
+    for name, value in given.items():
+        if callable(value):
+            check_function(f"exploration[{name!r}]", value, "a function of the number of frames", 1)
+            constants[name] = policy.exploration.get(name, 0.0)
+    exploration_values(policy, constants, lambda: 0)
+
+
+def exploration_values(
+    policy: Policy, given: Mapping[str, Any], frames: Callable[[], int] | None = None
+) -> Mapping[str, Any]:
+    """Return the values of `Policy.exploration`: the `given` ones, and the policy's own for all other names.
+
+    Functions among the values are called with ``frames()``, which may wait for a device, and numbers are rounded to
+    float32. In traced code `frames` is None, and the values are arrays.
+    """
+    own = policy.exploration
+    if not own and not given:
+        return NO_VALUES
+    if unknown := sorted(given.keys() - own.keys()):
+        raise ValueError(
+            f"exploration has {unknown}, expected names out of {sorted(own)}, the numbers that the policy's head has: "
+            "check the spelling, or leave them out"
+        )
+    values = {**own, **given}
+    functions = [name for name, value in values.items() if callable(value)]
+    if frames is None and functions:
+        raise TypeError(
+            f"exploration has functions for {functions}, expected numbers in traced code: call them, pass the results"
+        )
+    if frames is not None:
+        values |= {name: values[name](frames()) for name in functions}
+        values = {name: _number(name, value) for name, value in values.items()}
+    if head := head_of(policy):
+        head.at(values)  # checks their ranges
+    return values
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(np.float32(float(value)))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"exploration[{name!r}] is {shown(value)}, expected a number: pass for example {{{name!r}: 0.1}}"
+        ) from error
+
+
+def with_values(batch: TensorDict, values: Mapping[str, float]) -> TensorDict:
+    """Return a batch that also holds these values, each [P, T]: views of one number."""
+    if not values:
+        return batch
+    batch.unlock_()
+    for name, value in values.items():
+        batch[(*EXPLORATION, name)] = torch.tensor(value, device=batch["next", "done"].device).expand(batch.batch_size)
+    return batch.lock_()
+
+
+def head_of(policy: Policy) -> Head | None:
+    """Return the head of a policy over a module or a function, if it has one."""
+    return policy.head if isinstance(policy, HeadedPolicy) else None
+
+
+def own_action_warning(policy: Policy, random_frames: int | None) -> str:
+    """Return a warning for random first frames of a policy that may carry its own action; empty for any other."""
+    if not random_frames or random_frames < 0:
+        return ""
+    source = policy.source if isinstance(policy, LoweredPolicy) else policy
+    if isinstance(source, TensorDictPolicy):
+        carries = carries_action(source.module, [*source.written.values()])
+    else:
+        carries = isinstance(source, HeadedPolicy) and source.initial_state is not None and source.head is None
+    warning = (
+        f"init_random_frames is {random_frames} with a recurrent policy that chooses its action itself: if it carries "
+        "that action from step to step, it carries one that was not executed in the random frames, expected the "
+        "executed one: give the policy a head (funcollect.heads), carry only what follows from observations, or leave "
+        "init_random_frames out"
+    )
+    return warning if carries else ""
+
+
 def check_state_kind(policy_state: Any, wanted: type) -> None:
     """Raise ValueError for a policy state that is of another kind of policy."""
     if type(policy_state) is not wanted:
@@ -115,61 +221,78 @@ def check_state_kind(policy_state: Any, wanted: type) -> None:
         )
 
 
-def _check_recurrent(held: Any, wanted: Any) -> None:
-    own, other = ([list(leaf.shape) for leaf in optree.tree_leaves(each)] for each in (wanted, held))
-    if own != other or optree.tree_structure(held) != optree.tree_structure(wanted):
+def check_state(env: Env, state: CollectorState, function: str, values: Any = None, *, live: bool = True) -> None:
+    """Raise unless `state` is a state of `env`, live if that is asked for, and neither it nor `values` are traced."""
+    check_kind("state", state, CollectorState, "pass the state that init or rollout returned (after env and policy)")
+    if not is_env(env):
+        raise TypeError(f"env is {kind_of(env)}, expected an Env: pass the env that the state was made with")
+    check_untraced(function, (state.lane, values))
+    _check_one_run(state)
+    if live and isinstance(state.env_state, JaxEnvState) and not is_live(state):
         raise ValueError(
-            f"the state holds the policy state of another policy, with recurrent states of the shapes {other}, this "
-            f"policy wants {own}: {ANOTHER_POLICY}"
+            "the state was donated or deleted, expected a live one: continue with the state that the compiled function "
+            "returned, or leave the state out of its donate_argnums; of a collector's state, which it uses up on a "
+            "GPU, take a funcollect.fork before the next batch"
+        )
+    if state.num_lanes != (env.num_envs or 1):
+        raise ValueError(f"the state has {state.num_lanes} lanes, {env!r} has {env.num_envs or 1}: pass its own env")
+    check_origin(env, state)
+
+
+def check_traced_state(env: Any, state: Any) -> None:
+    """Raise unless `state` is the state of one run of `env`, which is written in JAX."""
+    check_jax_env(env)
+    mend = "pass the state that init or rollout returned, after env, policy and params"
+    check_kind("state", state, CollectorState, mend)
+    _check_one_run(state)
+    check_origin(env, state)
+
+
+def check_jax_env(env: Any) -> None:
+    """Raise TypeError unless `env` is an environment written in JAX."""
+    mend = "make one with for example funcollect.make_env('gymnax/CartPole-v1'), or use funcollect.rollout for this one"
+    check_kind("env", env, JaxEnv, mend)
+
+
+def check_untraced(function: str, values: Any) -> None:
+    """Raise TypeError inside a JAX transformation, also if it traces none of these values."""
+    if "jax" not in sys.modules:
+        return
+    jax = import_jax()
+    if not _untraced()() or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
+        raise TypeError(
+            f"funcollect.{function} got values that JAX traces, expected arrays: inside jit, vmap, grad or scan call "
+            f"funcollect.traced.{function} over a JAX environment; over others call it outside"
         )
 
 
-def inputs_of(
-    env: Env, policy: Policy, state: CollectorState, request: Request, observation: Any, noise: Tensor | None
-) -> ActorInputs:
-    """Return a policy's inputs for this rollout."""
-    initial_state = policy.init(state.key, state.num_lanes)
-    check_state_kind(state.policy_state, type(initial_state))
-    if isinstance(initial_state, TorchPolicyState):
-        _check_recurrent(state.policy_state.recurrent, initial_state.recurrent)
-    return ActorInputs(
-        observation=observation,
-        params=policy.prepare(request.params),
-        policy_state=state.policy_state,
-        initial_state=initial_state,
-        noise=noise,
-        exploration=Exploration(request.exploration_type, request.exploration),
-        spec=env.action_spec,
-        num_envs=state.num_lanes,
-        length=request.length,
-        single=env.num_envs is None,
-    )
+@cache
+def _untraced() -> Callable[[], bool]:
+    """Return JAX's function that reports whether this thread is outside all transformations."""
+    import_jax()
+    try:
+        from jax._src.core import trace_state_clean
+    except ImportError:  # a private function, without which only traced arguments are recognised
+        return lambda: True
+    return trace_state_clean
 
 
-def open_actor(
-    env: Env,
-    policy: Policy,
-    state: CollectorState,
-    request: Request,
-    observation: Any,
-    draw: Callable[..., Words] = random_words,
-) -> Actor:
-    """Return the policy bound to this rollout; it reads the same `observation` at each step.
+def _check_one_run(state: CollectorState) -> None:
+    """Raise TypeError for a state whose key is of another kind, ValueError for one with dimensions of a `vmap`."""
+    key: Any = state.key
+    if getattr(key, "dtype", None) != np.uint32 or key.shape[-1:] != (2,):
+        raise TypeError(
+            f"the state's key is {shown(key)}, expected uint32 [2]: pass funcollect.keys.key_from_seed(0) to "
+            "state.replace, or jax.random.key_data of a typed key"
+        )
+    if key.ndim > 1:
+        raise ValueError(
+            f"the state is of {list(state.key.shape[:-1])} runs, expected one: call funcollect.traced.rollout inside "
+            "the jax.vmap over the runs"
+        )
 
-    Its noise is drawn ahead, from words that `draw` draws.
-    """
-    steps, noise = state.steps_made, policy.noise(env.action_spec)
-    on_device = isinstance(state.lane, Tensor) and state.lane.device.type != "cpu" and policy.backend == "torch"
-    lanes = state.lane if on_device else state.lane_ids
-    drawn = None if noise is None else draw_ahead(noise, state.key, lanes, steps, request.length, draw=draw)
-    inputs = inputs_of(env, policy, state, request, observation, drawn)
-    actor = policy.actor(inputs)
-    random_left = min(request.random_steps - steps, request.length)
-    if random_left > 0:
-        actor = RandomStart(actor, inputs, state.key, state.lane_ids, steps, random_left, head_of(policy))
-    fresh = state.step == 0
-    if fresh.device.type != "cpu":
-        actor.restart(fresh)  # which is not read, since that would wait for the device
-    elif bool(fresh.any()):
-        actor.restart(fresh.nonzero()[:, 0].tolist())
-    return actor
+
+def is_live(state: CollectorState) -> bool:
+    """Whether the state's memory was donated to no compiled function."""
+    leaves = import_jax().tree.leaves((state.env_state, dict(state.observation)))  # what collectors use up
+    return not any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, import_jax().Array))

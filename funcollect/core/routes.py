@@ -54,7 +54,14 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
     """
     asked = policy.compiler if isinstance(policy, TorchBacked) else None
     if isinstance(policy, TorchBacked) and asked == "cudagraph":
-        _check_capture(env, policy)
+        if env.backend != "torch" or not can_capture(env.device):
+            where = f"runs on {env.device}" if env.backend == "torch" else "is not written in Torch"
+            raise LoweringError(
+                f"compile='cudagraph' captures the steps of a Torch environment on a CUDA device, and {env!r} {where}: "
+                "make it there (device='cuda'), or leave compile out"
+            )
+        if (place := policy.run_device) not in (None, env.device):
+            raise LoweringError(f"the policy runs on {place}, the environment on {env.device}: move the module")
         return Route("captured", policy)
     if env.backend != "jax":
         if asked != "xla":
@@ -71,23 +78,8 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
     return Route("crossing", policy, (f"not lowered: {lowered}",))
 
 
-def _check_capture(env: Env, policy: TorchBacked) -> None:
-    """Raise LoweringError unless a policy's steps in an environment can be captured."""
-    if env.backend != "torch" or not can_capture(env.device):
-        where = f"runs on {env.device}" if env.backend == "torch" else "is not written in Torch"
-        raise LoweringError(
-            f"compile='cudagraph' captures the steps of a Torch environment on a CUDA device, and {env!r} {where}: "
-            "make it there (device='cuda'), or leave compile out"
-        )
-    if (place := policy.run_device) not in (None, env.device):
-        raise LoweringError(f"the policy runs on {place}, the environment on {env.device}: move the module")
-
-
 def of_lanes(env: Env, policy: Policy, state: CollectorState) -> Policy:
-    """Return the policy for the lanes of a state: for a population its members that act for these, else itself.
-
-    PolicyError if the run's lanes do not divide among the members.
-    """
+    """Return the policy for the lanes of a state: for a population its members that act for these, else itself."""
     source = policy.source if isinstance(policy, LoweredPolicy) else policy
     if not isinstance(source, Population):
         return policy
@@ -102,12 +94,8 @@ def lower_policy(policy: Policy, env: Env) -> LoweredPolicy:
     Its ``params`` are arrays by dotted name, read from the module at each access; ``load(params)`` writes such arrays
     into the module. `funcollect.rollout` lowers by itself.
 
-    Args:
-        policy: a policy of `torch_policy` or `tensordict_policy`.
-        env: an environment, for its observations.
-
     Raises:
-        TypeError: for another policy.
+        TypeError: for a policy that is not of `torch_policy` or `tensordict_policy`.
         LoweringError: for a module that cannot be lowered; it names the reason and the place in the module.
 
     >>> import jax, torch, funcollect as fc
@@ -130,8 +118,7 @@ def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> 
         raise TypeError(
             f"policy is {type(policy).__name__}, expected one over a Torch module: make it with funcollect.torch_policy"
         )
-    lowered = _lowered(env, policy, exploration_type)
-    if isinstance(lowered, LoweringError):
+    if isinstance(lowered := _lowered(env, policy, exploration_type), LoweringError):
         raise lowered
     return lowered
 
@@ -151,12 +138,20 @@ def _lowered(env: Env, source: Source, exploration_type: ExplorationType) -> Low
         single = env.num_envs is None and isinstance(source, TensorDictPolicy)
         rows = source.lanes if isinstance(source, TorchPopulation) else min(env.num_envs or 1, _MOST_ROWS)
         try:
-            _check_place(source)
+            _check_lowerable(source)
             given = example(env.observation_space, env.observation_leaves, rows)
             known[which] = LoweredPolicy(source, given, exploration_type, single=single)
         except LoweringError as error:
             known[which] = error.with_traceback(None)
     return known[which]
+
+
+def _check_lowerable(source: TorchBacked) -> None:
+    if isinstance(source.head, FromDistribution):
+        raise LoweringError(f"the head {source.head.name} samples in Torch: use another head, or funcollect.jax_policy")
+    own, place = source.run_device, default_device_type()
+    if own is not None and own.type != place and (source.device is not None or own.type != "cpu"):
+        raise LoweringError(f"the policy runs on {own.type}, JAX on {place}: move the module there")
 
 
 def _seen_of(env: Env) -> Hashable:
@@ -191,16 +186,6 @@ def complete(env: Env, policy: Source) -> None:
         for part, training in modes.items():
             part.training = training
     policy.replace(module)
-
-
-def _check_place(source: TorchBacked) -> None:
-    """Raise LoweringError for a policy that runs on another kind of device than JAX."""
-    if isinstance(source.head, FromDistribution):
-        raise LoweringError(f"the head {source.head.name} samples in Torch: use another head, or funcollect.jax_policy")
-    own, place = source.run_device, default_device_type()
-    anywhere = own is None or (source.device is None and own.type == "cpu")
-    if own is not None and not anywhere and own.type != place:
-        raise LoweringError(f"the policy runs on {own.type}, JAX on {place}: move the module there")
 
 
 def run_in_jax(

@@ -14,9 +14,8 @@ from torch import Tensor
 from funcollect.arguments import check_choice, check_kind
 from funcollect.core.api import check_pair, close, init_lanes, recover
 from funcollect.core.env_params import described, like_described
-from funcollect.core.simulators.forking import rebuild, record_of
-from funcollect.core.simulators.record import SimulationRecord
-from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
+from funcollect.core.forking import rebuild, record_of
+from funcollect.core.simulators import Simulation, SimulationRecord, SimulatorHandle
 from funcollect.core.state import LEAVES, CollectorState, first_state, flatten_part, policy_start
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.errors import ReplayError
@@ -41,13 +40,11 @@ _ADVICE = "save with episodes='restart', which begins new episodes after loading
 def save(path: str | os.PathLike[str], state: CollectorState, *, episodes: Episodes = "continue") -> None:
     """Write a state to a file, from which `load` continues exactly, in any process. The state can still be used.
 
-    Episodes in flight are saved as values over JAX and Torch environments. Of simulators, a snapshot is saved if they
-    give one (ALE), otherwise the seed and the actions of each lane's episode, which `load` replays.
+    Over JAX and Torch environments, states are values. Of simulators, a snapshot is saved if they give one (ALE),
+    otherwise the seed and the actions of each lane's episode, which `load` replays.
 
-    Args:
-        path: the file. An earlier one is replaced once this one is complete.
-        state: the current state of a run.
-        episodes: ``"restart"`` saves no episodes: all lanes begin others after loading, under new trajectory ids.
+    An earlier file is replaced once the new one is complete. ``episodes="restart"`` saves no episodes: all lanes begin
+    others after loading, under new trajectory ids.
 
     Raises:
         ReplayError: if the simulators can neither be replayed nor give a snapshot (EnvPool, TorchRL's environments,
@@ -80,11 +77,8 @@ def load(
 ) -> CollectorState[Any]:
     """Read a state that `save` has written: the next rollout is bit for bit the one that would have come.
 
-    Args:
-        path: the file.
-        env: an environment like the one that the state was made with.
-        policy: a policy like the one that the state was made with. Its parameters are not in the file.
-        episodes: ``"restart"`` begins new episodes in all lanes, under new trajectory ids.
+    `env` and `policy` are like those that the state was made with; the policy's parameters are not in the file.
+    ``episodes="restart"`` begins new episodes in all lanes, under new trajectory ids.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -142,7 +136,6 @@ def snapshot(state: CollectorState, episodes: Episodes | None = "continue") -> d
 
 
 def _record_data(simulation: Simulation, state: CollectorState) -> dict[str, Any]:
-    """The record of simulators as plain data."""
     record = record_of(simulation, "saved in mid-episode", _ADVICE)
     if record.calls:
         raise ReplayError(
@@ -165,12 +158,7 @@ def _record_data(simulation: Simulation, state: CollectorState) -> dict[str, Any
 
 
 def restore(
-    data: Mapping[str, Any],
-    env: Env,
-    policy: Policy,
-    *,
-    episodes: Episodes = "continue",
-    over: CollectorState | None = None,
+    data: Mapping[str, Any], env: Env, policy: Policy, *, episodes: Episodes = "continue", over: Any = None
 ) -> CollectorState:
     """The state from a `snapshot`, for a checked pair; raises as `load` does. `over` gives it its simulators."""
     if len(lanes := data["lanes"]) != (env.num_envs or 1):
@@ -180,10 +168,8 @@ def restore(
     goes_on = episodes == "continue" and data["env_state"] is not None
     seed = seed_of(np.asarray(data["fields"]["key"][0]))
     if env.backend == "host" and goes_on:
-        rows = {
-            leaf.path: torch.zeros(len(lanes), *leaf.shape, dtype=torch_dtype(leaf.dtype))
-            for leaf in env.observation_leaves
-        }
+        types = {leaf.path: (leaf.shape, torch_dtype(leaf.dtype)) for leaf in env.observation_leaves}
+        rows = {path: torch.zeros(len(lanes), *shape, dtype=dtype) for path, (shape, dtype) in types.items()}
         key, lane = key_from_seed(seed), torch.tensor(lanes)
         state = first_state(env, policy, key, lane, data["total_lanes"], env_state=None, observation=rows)
     elif over is None:
@@ -216,6 +202,15 @@ def restore(
         raise
 
 
+def _with_fields(state: CollectorState, data: Mapping[str, Any]) -> CollectorState:
+    parts = {name: put_back(name, getattr(state, name), leaves) for name, leaves in data["fields"].items()}
+    if data["carried"] is not None:
+        device = next((leaf.device for leaf in flatten_part(parts["policy_state"].recurrent)[0]), "cpu")
+        carried = {path: leaf.to(device) for path, leaf in data["carried"].items()}
+        parts["policy_state"] = parts["policy_state"]._replace(carried=carried)
+    return state.replace(**parts)
+
+
 def _description(state: CollectorState, env: Env | None = None) -> dict[str, Any]:
     """What a state and its environment have in common with those that can load it."""
     if isinstance(state.env_state, SimulatorHandle):
@@ -227,17 +222,6 @@ def _description(state: CollectorState, env: Env | None = None) -> dict[str, Any
         "forking": env.forking if isinstance(env, HostEnv) else None,
         "observation": dict(sorted(rows.items())),
     }
-
-
-def _with_fields(state: CollectorState, data: Mapping[str, Any]) -> CollectorState:
-    """A state whose leaves are replaced by the saved ones."""
-    parts = {name: put_back(name, getattr(state, name), leaves) for name, leaves in data["fields"].items()}
-    if data["carried"] is not None:
-        policy_state: TorchPolicyState = parts["policy_state"]
-        device = next((leaf.device for leaf in flatten_part(policy_state.recurrent)[0]), torch.device("cpu"))
-        carried = {path: leaf.to(device) for path, leaf in data["carried"].items()}
-        parts["policy_state"] = policy_state._replace(carried=carried)
-    return state.replace(**parts)
 
 
 def counts_in(data: Mapping[str, Any], *, copies: bool = False) -> dict[str, Any]:
@@ -258,33 +242,29 @@ def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> Collect
     """Begin new episodes after the saved counts, with the parts of the state that `counts_in` has kept."""
     if len(saved["episode"]) != state.num_lanes:
         raise ValueError(
-            f"the saved state has {len(saved['episode'])} lanes, this one {state.num_lanes}: "
-            "build the collector with the same number of environments"
+            f"the saved state has {len(saved['episode'])} lanes, this one {state.num_lanes}: build the collector with "
+            "the same number of environments"
         )
     if "varying_params" in saved:
         state = like_described(env, state, saved["varying_params"])
     parts = {name: put_back(name, getattr(state, name), saved[name]) for name in _PARTS if name in saved}
     key = saved["key"].numpy().astype(np.uint32)
     episode, steps, version = saved["episode"], saved["steps"], saved["policy_version"]
-    match state.env_state:
-        case SimulatorHandle(simulation=simulation):
-            simulation.rekey(key, episode.tolist(), steps)
-            episode = episode.to(state.episode.device)
-        case JaxEnvState() as lanes:  # the next starts follow from the key
-            parts["env_state"] = lanes._replace(next_start_used=np.ones(state.num_lanes, bool))
-            episode, steps, version = episode.numpy().astype(np.int32), from_number(steps), np.int32(version)
-        case _:
-            episode = episode.to(state.episode.device)
+    if isinstance(state.env_state, SimulatorHandle):
+        state.env_state.simulation.rekey(key, episode.tolist(), steps)
+    if isinstance(state.env_state, JaxEnvState):  # the next starts follow from the key
+        parts["env_state"] = state.env_state._replace(next_start_used=np.ones(state.num_lanes, bool))
+        episode, steps, version = episode.numpy().astype(np.int32), from_number(steps), np.int32(version)
+    else:
+        episode = episode.to(state.episode.device)
     return recover(env, state.changed(**parts, key=key, episode=episode, steps=steps, policy_version=version))
 
 
 def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> CollectorState:
     """Begin new episodes under another seed. Before the first step, the result equals `init` with this seed."""
     key = key_from_seed(seed)
-    counts = {"key": torch.from_numpy(key.astype(np.int64))}
-    if not state.steps_made:
-        counts["episode"] = torch.full((state.num_lanes,), -1)
-    return _begun_again(env, policy, state, key, counts)
+    episode = {} if state.steps_made else {"episode": torch.full((state.num_lanes,), -1)}
+    return _begun_again(env, policy, state, key, {"key": torch.from_numpy(key.astype(np.int64)), **episode})
 
 
 def go_on(env: Env, policy: Policy, state: CollectorState, *, steps: int, episode: int) -> CollectorState:
@@ -308,7 +288,6 @@ def _flattened(part: Any) -> tuple[list[Any], Any]:
 
 
 def _copied(leaf: Any) -> Tensor:
-    """A copy of a tensor, an array of another library, or a number."""
     return leaf.clone() if isinstance(leaf, Tensor) else torch.from_numpy(np.array(leaf))
 
 
@@ -335,7 +314,7 @@ def put_back(name: str, like: Any, leaves: Sequence[Any], *, in_place: bool = Fa
 
 
 def _dtype(leaf: Any) -> str:
-    """The name of an array's dtype; empty for a number."""
+    """Return the name of an array's dtype; empty for a number."""
     return str(leaf.dtype).removeprefix("torch.") if np.ndim(leaf) and hasattr(leaf, "dtype") else ""
 
 

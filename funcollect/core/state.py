@@ -23,7 +23,7 @@ from funcollect.interop.memo import memo_of
 from funcollect.interop.words import number
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
-from funcollect.protocols import DeviceEnv, HostEnv, Policy, TorchEnv
+from funcollect.protocols import Env, Policy
 from funcollect.tree import NAMESPACE, Path
 
 Array = TypeVar("Array", default=Any)  # Tensor, or jax.Array over a JAX environment
@@ -54,9 +54,8 @@ class CollectorState(Generic[Array]):
     """The state of a collection: made by `init`, threaded through `rollout`, never changed.
 
     Its arrays are Torch tensors, or JAX arrays over a JAX environment, of 32 bits where the list below states 64. It is
-    a pytree, a node in optree's namespace ``"funcollect"`` and in JAX, with the same leaves in both: all fields but
-    `total_lanes` and `origin`. Only a node that JAX does not know, such as a TensorDict in the state of a Torch
-    environment, is one leaf to JAX.
+    a pytree, a node in optree's namespace ``"funcollect"`` and in JAX. All fields but `total_lanes` and `origin` are
+    leaves, or nodes; a node that JAX does not know, such as a TensorDict, is one leaf to JAX.
 
     Attributes:
         env_state: the environment's own state; over simulators a handle that can be used once.
@@ -115,14 +114,13 @@ class CollectorState(Generic[Array]):
     def lane_ids(self) -> npt.NDArray[np.int64]:
         """[P], `lane` in NumPy, read without running a JAX program, and from a device once."""
         lanes: Any = self.lane
-        if not isinstance(lanes, Tensor):
-            return np.asarray(lanes).astype(np.int64, copy=False)
-        if lanes.device.type == "cpu":
-            return lanes.numpy().astype(np.int64, copy=False)
-        if lanes not in _LANE_IDS:
-            _LANE_IDS[lanes] = lanes.cpu().numpy().astype(np.int64, copy=False)
-        known: npt.NDArray[np.int64] = _LANE_IDS[lanes]
-        return known
+        if isinstance(lanes, Tensor):
+            if lanes.device.type != "cpu":
+                if lanes not in _LANE_IDS:
+                    _LANE_IDS[lanes] = lanes.cpu()
+                lanes = _LANE_IDS[lanes]
+            lanes = lanes.numpy()
+        return np.asarray(lanes).astype(np.int64, copy=False)
 
     @property
     def num_lanes(self) -> int:
@@ -144,8 +142,7 @@ class CollectorState(Generic[Array]):
     def traj_ids(self) -> Tensor | npt.NDArray[np.int64]:
         """[P] int64, the ids of the trajectories that the lanes are in, as the next batch has them.
 
-        A NumPy array over JAX environments, since JAX may lack int64. JAX therefore raises a TypeError in traced code:
-        use `lane` and `episode` there.
+        A NumPy array over JAX environments, since JAX may lack int64; in traced code use `lane` and `episode`.
         """
         lane: Any = self.lane
         episode: Any = self.episode
@@ -157,9 +154,8 @@ class CollectorState(Generic[Array]):
     def replace(self, **changes: Any) -> CollectorState[Array]:
         """Return a state with some fields changed.
 
-        Other `env_params` act at once, and are the same for all lanes; see also `set_env_params`. Another `env_state`
-        needs its own observation, on which the policy acts next: pass both. An observation alone is not compared with
-        the environment's state.
+        Other `env_params` act at once, and are the same for all lanes; see also `set_env_params`. With another
+        `env_state`, pass its observation, on which the policy acts next.
         """
         if "observation" not in changes and changes.get("env_state", self.env_state) is not self.env_state:
             raise ValueError(
@@ -210,14 +206,7 @@ def trajectory_ids(lane: Any, episode: Any, total_lanes: int) -> Any:
 
 
 def first_state(
-    env: HostEnv | TorchEnv | DeviceEnv,
-    policy: Policy,
-    key: Key,
-    lane: Tensor,
-    total_lanes: int,
-    *,
-    env_state: Any,
-    observation: dict[Path, Tensor],
+    env: Env, policy: Policy, key: Key, lane: Tensor, total_lanes: int, *, env_state: Any, observation: Any
 ) -> CollectorState:
     """Return the state of lanes [P] that begin their first episode, with tensors on the device of `lane`."""
     zeros = partial(torch.zeros, len(lane), device=lane.device)
@@ -238,17 +227,10 @@ def first_state(
     )
 
 
-def all_lanes(state: CollectorState) -> Tensor:
-    """Return the mask [P] of all lanes, on the device of the state, or on the CPU for a state over JAX."""
-    device = state.lane.device if isinstance(state.lane, Tensor) else "cpu"
-    return torch.ones(state.num_lanes, dtype=torch.bool, device=device)
-
-
 def policy_start(policy: Policy, key: Key, num_envs: int, first_lane: int, steps: int = 0) -> Any:
     """Return the policy's state for the lanes from `first_lane` on, after `steps` steps.
 
-    A module that draws from Torch's generator gets different numbers in different lanes, and in a worker that replaces
-    another one at a later step. All other randomness depends on lanes and steps anyway.
+    A module that draws from Torch's generator gets other numbers in other lanes, and in a worker that replaces another.
     """
     policy_state = policy.init(key, num_envs)
     if policy.backend == "jax":
@@ -270,7 +252,6 @@ def flatten_part(part: Any) -> tuple[list[Any], Any]:
 
 
 def _flatten(state: CollectorState) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
-    """Flatten a state. Parts with nodes that only JAX knows are flattened by JAX."""
     children = {name: getattr(state, name) for name in LEAVES}
     treedefs: dict[str, Any] = {}
     for name in _PARTS:
@@ -299,14 +280,11 @@ def _unflatten_dict(paths: tuple[Path, ...], children: Any) -> ReadOnlyDict:
 
 
 def _register(jax: Any) -> None:
-    """Make nodes of JAX of both classes."""
-
     def with_keys(node: ReadOnlyDict) -> Any:
         return [(jax.tree_util.DictKey(path), node[path]) for path in sorted(node)], tuple(sorted(node))
 
-    jax.tree_util.register_pytree_with_keys(
-        ReadOnlyDict, with_keys, _unflatten_dict, lambda node: _flatten_dict(node)[:2]
-    )
+    register = jax.tree_util.register_pytree_with_keys
+    register(ReadOnlyDict, with_keys, _unflatten_dict, lambda node: _flatten_dict(node)[:2])
     jax.tree_util.register_dataclass(CollectorState, list(LEAVES), list(_STATIC))
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from funcollect.core.api import LOOPS
-from funcollect.core.loops import RunsRollouts
+from funcollect.core.api import LOOPS, RunLoop
 from funcollect.core.loops.eager import CLOCK, Clock
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
@@ -23,7 +20,7 @@ from funcollect.protocols import Env, Policy
 COMPILED = ("fused", "captured")  # loops in which nothing can be timed, since one program does it all
 
 
-class TimedLoops(dict[str, Any]):
+class TimedLoops(dict[str, RunLoop]):
     """The loops by name, for `funcollect.core.api.run`; they add up the time of their rollouts.
 
     Attributes:
@@ -33,18 +30,18 @@ class TimedLoops(dict[str, Any]):
     """
 
     def __init__(self) -> None:
-        super().__init__({name: SimpleNamespace(run=partial(self._run, name, loop)) for name, loop in LOOPS.items()})
+        super().__init__({name: partial(self._run, name, loop) for name, loop in LOOPS.items()})
         self.loop, self.cpu = "", 0.0
         self.seconds: dict[str, float] = defaultdict(float)
 
     def _run(
-        self, name: str, loop: RunsRollouts, env: Env, policy: Policy, state: CollectorState, request: Request
+        self, name: str, run_loop: RunLoop, env: Env, policy: Policy, state: CollectorState, request: Request
     ) -> tuple[CollectorState, TensorDict]:
         clock = Clock(torch.cuda.synchronize if _on_accelerator(env, policy) else None)
         token = CLOCK.set(None if name in COMPILED else clock)
         cpu, began = time.process_time(), time.perf_counter()
         try:
-            result = loop.run(env, policy, state, request)
+            result = run_loop(env, policy, state, request)
         finally:
             CLOCK.reset(token)
         seconds = time.perf_counter() - began

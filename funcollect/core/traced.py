@@ -14,28 +14,29 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from funcollect.arguments import check_kind, check_optional_positive, check_positive
-from funcollect.core.checks import check_jax_env, check_traced_state, checked_lane
-from funcollect.core.env_params import LaneParams, has_rows, of_begun, of_one_lane
+from funcollect.core.env_params import LaneParams, has_rows, of_one_lane
 from funcollect.core.env_params import traced_set_env_params as set_env_params
 from funcollect.core.evaluate_actions import remember_spaces
-from funcollect.core.exploration import EXPLORATION, NO_VALUES, exploration_values
-from funcollect.core.lanes import RunKeys, run_keys, varying
-from funcollect.core.request import Request, step_options
-from funcollect.core.state import LEAVES, CollectorState, origin_of
-from funcollect.core.traced_step.episodes import (
-    TracedEpisodeStats,
-    after_frame,
-    episode_stats,
-    frame_of,
-    nothing_open,
+from funcollect.core.request import (
+    EXPLORATION,
+    NO_VALUES,
+    Request,
+    check_jax_env,
+    check_traced_state,
+    exploration_values,
+    step_options,
 )
-from funcollect.core.traced_step.starts import begin
-from funcollect.core.traced_step.step import StepConfig, by_path, make_step_config, restart
+from funcollect.core.state import LEAVES, CollectorState, origin_of
+from funcollect.core.traced_step.episodes import TracedEpisodeStats, after_frame, episode_stats, frame_of, nothing_open
+from funcollect.core.traced_step.step import StepConfig, begin, by_path, make_step_config, restart, run_keys, varying
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, check_functions
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, without_weak_types
+from funcollect.messages import shown
 from funcollect.policies.jax_functions.jax_policy import check_traceable
 from funcollect.policies.jax_functions.program import PROBE
 from funcollect.policies.population import Population
@@ -73,15 +74,9 @@ def init(
 
     Call it inside `jit`: outside, a reset runs operation by operation, which for brax takes seconds.
 
-    Args:
-        env: a JAX environment.
-        policy: a JAX policy, or `random_policy`.
-        params: the policy's parameters; not read yet.
-        key: uint32[2], or a typed key, from which all randomness follows.
-        first_lane: the id of the first lane, an int or an array []; the parts of one run begin at different lanes.
-        total_lanes: the number of lanes in the run; P by default.
-        env_params: the parameters of the environment, which may be traced; its own `params` by default. As in
-            `set_env_params`, each lane may have its own.
+    All randomness follows from `key`, uint32[2] or a typed key. Parts of one run have different `first_lane`, an int or
+    an array [], and the same `total_lanes`, P by default. `params` are not read yet. `env_params`, which may be traced,
+    are as for `set_env_params`; the environment's own `params` by default.
 
     Raises:
         TypeError: if `env` is no JAX environment, `policy` cannot be traced, or `key` is no key.
@@ -106,10 +101,17 @@ def init(
     if env_params is not None and has_rows(env, given):
         begun = partial(init, env, policy, params, key=key, first_lane=first_lane, total_lanes=total_lanes)
         return begun(env_params=set_env_params(env, begun(), given, at_once=True).env_params)
-    env_params = of_begun(without_weak_types(jax.tree.map(jnp.asarray, given)))
+    env_params = without_weak_types(jax.tree.map(jnp.asarray, given))
+    if isinstance(env_params, LaneParams):
+        env_params = env_params._replace(current=env_params.coming)
     players = check_functions(env, of_one_lane(env_params))
     key, count = _raw(key), env.num_envs or 1
-    lane = jnp.arange(count, dtype=jnp.int32) + checked_lane(first_lane)
+    if np.shape(first_lane) or not np.issubdtype(getattr(first_lane, "dtype", type(first_lane)), np.integer):
+        mend = "expected an int or an integer array []: give a lane's number"
+        raise TypeError(f"first_lane is {shown(first_lane)}, {mend}")
+    if not isinstance(first_lane, jax.core.Tracer) and first_lane < 0:
+        raise ValueError(f"first_lane is {first_lane}, expected at least 0: give a lane's number")
+    lane = jnp.arange(count, dtype=jnp.int32) + first_lane
     zero, no = lane * 0, lane != lane  # constants would not vary over a mesh, as these do
     current, observation = begin(env, run_keys(key, lane), lane, zero, env_params)
     state = CollectorState(
@@ -142,8 +144,7 @@ def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorStat
 
     >>> import jax, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
-    >>> policy = fc.random_policy(env)
-    >>> state = fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0))
+    >>> state = fc.traced.init(env, fc.random_policy(env), None, key=jax.random.PRNGKey(0))
     >>> fc.traced.reset(env, state).traj_ids.tolist()
     [2, 3]
     """
@@ -199,9 +200,8 @@ def rollout(
 ) -> tuple[CollectorState, Batch]:
     """Run `length` steps of every lane, and return the next state and the batch [T, P, ...].
 
-    Keys, resets and counters are the same as in `funcollect.rollout`. Floats may differ in their last bits, since XLA
-    rounds by how it fuses the whole program that it compiles. `jax.grad` passes through the steps of environments that
-    do not stop gradients themselves, as most of gymnax's do.
+    Keys, resets and counters are the same as in `funcollect.rollout`; floats may differ in their last bits. `jax.grad`
+    passes through the steps of environments that do not stop gradients themselves, as most of gymnax's do.
 
     `exploration` has no functions, but its numbers may be traced. In the first `random_steps` steps of the run, lanes
     act randomly. ``reset_when_done=False`` keeps a finished lane finished until `reset`. The other arguments are those
@@ -244,9 +244,9 @@ def evaluate(
 ) -> TracedEpisodeStats:
     """Return the returns and lengths ``[episodes]`` of whole episodes, in a separate run.
 
-    `funcollect.evaluate` runs the same episodes with the same key, and takes the same arguments. `key` is uint32[2], or
-    a typed key. `env_params` are for all lanes or for each, the environment's own by default. The evaluation ends after
-    `max_frames` frames over all lanes; `ended` is False for episodes that it lacks. Episodes are ordered by lane.
+    `funcollect.evaluate` runs the same episodes with the same key, and takes the same arguments; `key` and `env_params`
+    are those of `init`. The evaluation ends after `max_frames` frames over all lanes; `ended` is False for episodes
+    that it lacks. Episodes are ordered by lane.
 
     Raises:
         TypeError, ValueError: for bad arguments.
@@ -311,7 +311,7 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     return state.replace(**parts)
 
 
-def _step(config: StepConfig, bound: BoundParams, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:
+def _step(config: StepConfig, bound: BoundParams, state: CollectorState, keys: Any) -> tuple[CollectorState, Batch]:
     """Return the next state and the nested row of a step, without the probe for NaN."""
     after, row = fused_step(config, bound, state, keys)
     for name, value in bound[1].items():

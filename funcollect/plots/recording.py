@@ -20,7 +20,7 @@ from funcollect.arguments import check_kind, check_number, check_positive
 from funcollect.core.api import close, init, reset, run
 from funcollect.core.env_params import of_one_lane
 from funcollect.core.request import Request
-from funcollect.core.simulators.simulation import SimulatorHandle
+from funcollect.core.simulators import SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import Camera
 from funcollect.errors import EnvError

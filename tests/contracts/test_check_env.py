@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
 from funcollect.core import api
-from funcollect.core.simulators.simulation import SimulatorHandle
+from funcollect.core.simulators import SimulatorHandle
 from funcollect.testing import ENV_CHECKS, check_env
 from tests.support.check_collector import expect_counters, expect_flags, expect_layout
 from tests.support.envs.jax_suites import functions_suite

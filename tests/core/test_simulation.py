@@ -12,8 +12,8 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.core.simulators import simulation
-from funcollect.core.simulators.record import LARGEST_LOG, ActionLog
+from funcollect.core import simulators
+from funcollect.core.simulators import LARGEST_LOG, ActionLog
 
 LIVE: list[Any] = []
 
@@ -206,7 +206,7 @@ def test_episodes_of_ordinary_length_fit_into_the_log() -> None:
 def test_a_state_without_its_actions_is_saved_without_its_episodes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: int, kwargs: Any, words: str
 ) -> None:
-    monkeypatch.setattr(simulation, "LARGEST_LOG", limit)
+    monkeypatch.setattr(simulators, "LARGEST_LOG", limit)
     env = fc.make_env("Pendulum-v1", num_envs=2, **kwargs)
     with fc.SyncDataCollector(env, frames_per_batch=100, seed=0) as collector:
         next(collector)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import funcollect as fc
-from funcollect.core.loops import fused
+from funcollect.core.loops import over_jax
 from funcollect.interop import to_jax, to_torch
 from funcollect.interop.bridge import joining, opened, torch_followed
 from funcollect.policies import torch_in_jax
@@ -25,7 +25,7 @@ def as_on_a_gpu(device, monkeypatch):
     """Policies join their tensors, and loops run in blocks, on the CPU too."""
     if device == "cpu":
         monkeypatch.setattr(torch_in_jax, "_can_join", bool)
-        monkeypatch.setattr(fused, "waits_for_host", lambda place: True)
+        monkeypatch.setattr(over_jax, "waits_for_host", lambda place: True)
 
 
 def network(device):

@@ -22,8 +22,8 @@ from tensordict.nn import (
 from torch import Tensor, nn
 
 import funcollect as fc
-from funcollect.core.exploration import exploration_values
-from funcollect.core.request import Request, open_actor
+from funcollect.core.loops.eager import open_actor
+from funcollect.core.request import Request, exploration_values
 from funcollect.keys import key_from_seed
 from funcollect.policies import base
 from funcollect.policies.random_policy import RandomPolicy
@@ -122,7 +122,8 @@ def run(make: Callable[[], Any], spec: ActionSpec, *, masked: bool = False, rand
         for rollout, way in enumerate([SAMPLED, SAMPLED, fc.ExplorationType.DETERMINISTIC]):
             asked = Request(length=STEPS, random_steps=random_steps, exploration_type=way, exploration=values)
             state.step, state.steps_made = torch.zeros(P, dtype=torch.int64, device=CUDA), rollout * STEPS
-            actor = open_actor(env, policy, state, asked, observation)
+            stepper: Any = SimpleNamespace(env=env, policy=policy, state=state, request=asked, observation=observation)
+            actor = open_actor(stepper)
             with actor.running():
                 if policy.remembers(state.policy_state):
                     actor.restart([0, 2])  # as `crossing` does, which keeps the steps on the host

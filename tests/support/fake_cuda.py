@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from funcollect import keys
-from funcollect.core import request
+from funcollect.core.loops import eager
 from funcollect.policies import base, random_policy
 from funcollect.policies.tensordict_modules import tensordict_policy
 from funcollect.policies.torch_modules import torch_policy
@@ -43,7 +43,7 @@ class FakeCuda(TorchFunctionMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._patches = [
             *(mock.patch.object(module, "memory_of", id) for module in (base, torch_policy)),  # there is no memory
-            *(mock.patch.object(module, "draw_ahead", _noise) for module in (request, random_policy)),  # no numbers
+            *(mock.patch.object(module, "draw_ahead", _noise) for module in (eager, random_policy)),  # no numbers
             *(
                 mock.patch.object(module, "torch_generator", _no_generator)
                 for module in (torch_policy, tensordict_policy)

@@ -19,9 +19,9 @@ from funcollect.collectors.options import Options, RunnerSpec
 from funcollect.collectors.sync import RolloutTimes, RunnerTimer, SyncDataCollector
 from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
-from funcollect.core.rollout_trajectories import is_limited
 from funcollect.core.saving import Episodes, counts_in
-from funcollect.files import from_data
+from funcollect.core.whole_episodes import is_limited
+from funcollect.interop.plain_data import from_data
 from funcollect.policies.torch_modules.sending import dumps, unpack
 from funcollect.processes.failures import UnsentResultError, check_sendable, sending
 from funcollect.processes.serving import Served

@@ -2,16 +2,13 @@
 
 There, a loop to a traced length copies its condition to the host and waits at every step, and so does every branch. So
 one program makes K steps; those beyond the rollout's length change nothing. A call costs the host as much as some steps
-of many lanes, and a step beyond the length as much as any other. So K is the length itself, up to 256, and one call
-makes the rollout. A longer one is cut into equal blocks, by ``ceil(T / K)`` calls on memory that they use again; as in
-the loop with branches, lengths within an eighth share a program.
+of many lanes, so K is the length itself, up to 256. A longer rollout is cut into equal blocks, by ``ceil(T / K)`` calls
+on memory that they use again. Lengths within an eighth share a program.
 
 A kernel takes a microsecond, however little it does. So a step writes its row by two of them, into memory that all
-leaves of a batch share (`PackedRows`), and the counter of steps, which all lanes have in common, is not carried.
-
-Instead of a branch that makes starts where they are needed, each block begins with spare starts for every lane. A lane
-that needs more than these sets a flag, which is read after the last block: the rollout then runs again, from its first
-state, in the program with branches. Where a start costs about as little as a step it is made at each step instead.
+leaves of a batch share (`PackedRows`), and the counter of steps is not carried. Instead of a branch that makes starts
+where they are needed, each block begins with spare starts for every lane. A lane that needs more sets a flag, which is
+read after the last block: the rollout then runs again in the program with branches. Cheap starts are made at each step.
 """
 
 from __future__ import annotations
@@ -24,12 +21,27 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from funcollect.core.lanes import run_keys
 from funcollect.core.state import CollectorState
-from funcollect.core.traced_step.columns import bucket, constant_columns, recorded_row, recorded_step, write_row
-from funcollect.core.traced_step.packing import Packed, PackedRows
-from funcollect.core.traced_step.starts import SPARES, SpareStarts, Traced, after_block, spare_starts, starts_are_cheap
-from funcollect.core.traced_step.step import Row, StepConfig
+from funcollect.core.traced_step.columns import (
+    Packed,
+    PackedRows,
+    bucket,
+    constant_columns,
+    recorded_row,
+    recorded_step,
+    write_row,
+)
+from funcollect.core.traced_step.step import (
+    SPARES,
+    Row,
+    SpareStarts,
+    StepConfig,
+    Traced,
+    after_block,
+    run_keys,
+    spare_starts,
+    starts_are_cheap,
+)
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop import words
 from funcollect.interop.bridge import opened, torch_view
@@ -46,20 +58,14 @@ Moved = tuple[Any, dict[Any, Any]]  # the environment's state and the observatio
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """How blocks are built. `benchmarks gpu` compares the values.
+    """How blocks are built. `benchmarks gpu` compares the values."""
 
-    Attributes:
-        steps: the number of steps in a block, K; None decides by the rollout's length.
-        unroll: steps in each iteration of a block's loop; None for 4 where starts are made at each step, as steps are
-            short there, and K is 8, 12, 16, …; else 1.
-        made_each_step: whether starts are made at each step; None decides by the operations of a reset.
-        compiler_options: XLA's, by name.
-    """
-
-    steps: int | None = None
+    steps: int | None = None  # in a block, K; None decides by the rollout's length
+    # In each iteration of a block's loop; None for 4 where starts are made at each step, as steps are short there, and
+    # K is 8, 12, 16, …; else 1.
     unroll: int | None = None
-    made_each_step: bool | None = None
-    compiler_options: Mapping[str, Any] = field(default_factory=dict)
+    made_each_step: bool | None = None  # whether starts are; None decides by the operations of a reset
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)  # XLA's, by name
 
     @property
     def key(self) -> Hashable:
@@ -80,24 +86,14 @@ def steps_per_block(length: int) -> int:
 
 
 class BlockLoop:
-    """The programs of a rollout in blocks, for the static part of a request.
-
-    Attributes:
-        has_spares: whether blocks begin with spare starts, which may not suffice.
-    """
+    """The programs of a rollout in blocks, for the static part of a request."""
 
     def __init__(
-        self,
-        config: StepConfig,
-        bound: BoundParams,
-        state: CollectorState,
-        which: Hashable,
-        *,
-        place: Any = None,
-        options: BlockOptions = OPTIONS,
+        self, config: StepConfig, bound: BoundParams, state: Traced, which: Hashable, place: Any, options: BlockOptions
     ) -> None:
         env, each = config.env, options.made_each_step
         self._made_each_step = starts_are_cheap(env, state.env_params) if each is None else each
+        # whether blocks begin with spare starts, which may not suffice
         self.has_spares = env.starts == "fresh" and config.options.reset_when_done and not self._made_each_step
         self._config, self._options, self._place = config, options, place
         self._layout = PackedRows(recorded_row(config, bound, state))

@@ -15,8 +15,8 @@ from funcollect.core.loops import eager
 from funcollect.core.loops.eager import timed
 from funcollect.core.loops.tensor import TensorLanes, TensorStepper, by_path, check_tensors
 from funcollect.core.request import Request
-from funcollect.core.simulators.simulation import LiveSimulators, SimulatorHandle
-from funcollect.core.state import CollectorState, all_lanes, first_state
+from funcollect.core.simulators import LiveSimulators, SimulatorHandle
+from funcollect.core.state import CollectorState, first_state
 from funcollect.errors import ReplayError
 from funcollect.keys import Key, Purpose, fold
 from funcollect.protocols import DeviceEnv, DeviceSimulators, Policy, Transition
@@ -37,8 +37,8 @@ class _DeviceSimulation(LiveSimulators):
         self.has_finished = False  # whether lanes may have been kept finished
         self.rekey(key, [], 0)
 
-    @override
     def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
+        """Take the seed from `key`, after so many steps."""
         self.steps = steps
         self.episode: Tensor | None = None  # [P], the latest one of each lane, whichever state is given
         self._seed: int | None = int(fold(key, Purpose.RESET, self._first_lane, steps)[0]) % _SEEDS
@@ -64,7 +64,7 @@ def init(env: DeviceEnv, policy: Policy, key: Key, first_lane: int, total_lanes:
 
 
 def reset(env: DeviceEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False) -> CollectorState:
-    """Implement `funcollect.reset`, of all lanes only."""
+    """Implement `funcollect.reset`, of all lanes only; with `stale`, `funcollect.recover`."""
     if not bool(lanes.all()):
         raise ValueError(f"{env} resets its lanes itself, and otherwise all at once: leave the mask out")
     simulation: _DeviceSimulation = state.env_state.claim(stale=stale)
@@ -77,11 +77,6 @@ def reset(env: DeviceEnv, state: CollectorState, lanes: Tensor, *, stale: bool =
         steps=max(simulation.steps, state.steps_made),
         **reset_counters(state, lanes, simulation.episode),
     )
-
-
-def recover(env: DeviceEnv, state: CollectorState) -> CollectorState:
-    """Implement `funcollect.recover`, also of a superseded state."""
-    return reset(env, state, all_lanes(state), stale=True)
 
 
 def fork(env: DeviceEnv, state: CollectorState) -> CollectorState:
@@ -107,20 +102,18 @@ def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request)
 
 
 class _DeviceStepper(TensorStepper):
-    """Steps simulators over tensors.
-
-    They step on with lanes that stay finished, which repeat their last observation in the batch.
-    """
+    """Steps simulators over tensors; lanes that stay finished repeat their last observation in the batch."""
 
     @override
     def begin(self) -> None:
-        held: SimulatorHandle[_DeviceSimulation] = self.state.env_state
+        held: SimulatorHandle = self.state.env_state
         if held.simulation.has_finished and self.request.reset_when_done:
             raise ValueError(
                 f"lanes of the state are finished, and {self.env} has begun other episodes in them: begin new ones "
                 "with funcollect.reset(env, state)"
             )
-        self._simulation, self.waits = held.claim(), True
+        self._simulation: _DeviceSimulation = held.claim()
+        self.waits = True
         self._move = timed("environment", self._simulation.simulators.step)
 
     @override

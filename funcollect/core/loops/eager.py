@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import optree
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core.batch import deliver
-from funcollect.core.request import Request, open_actor
+from funcollect.core.batch import OUTCOME_KEYS, REWARD, deliver
+from funcollect.core.request import ANOTHER_POLICY, Request, check_state_kind, head_of
 from funcollect.core.state import CollectorState
-from funcollect.interop.memory import reads_together
-from funcollect.keys import random_words
-from funcollect.processes.system import SIGNS
-from funcollect.protocols import Actor, Columns, Policy
+from funcollect.interop.reads import reads_together
+from funcollect.keys import draw_ahead, random_words
+from funcollect.policies.random_policy import RandomStart
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
+from funcollect.processes.life import SIGNS
+from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, Policy
 from funcollect.threefry import Words
+from funcollect.tree import Path
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -40,6 +45,15 @@ class Stepper:
 
     def __init__(self, env: Any, policy: Policy, state: CollectorState, request: Request) -> None:
         self.env, self.policy, self.state, self.request = env, policy, state, request
+
+    def _make_columns(self, roots: Mapping[Path, Tensor], nexts: Mapping[Path, Tensor]) -> None:
+        """Make columns for rows of root observations [P, ...] and of next ones, and for the outcomes of the steps."""
+        rows = {**roots, **{("next", *path): row for path, row in nexts.items()}}
+        self.columns = {path: self.request.column(path, row) for path, row in rows.items()}
+        like = next(iter(roots.values()))
+        for path in OUTCOME_KEYS:
+            dtype = torch.float32 if path == REWARD else torch.bool
+            self.columns[path] = torch.zeros(self.request.length, len(like), dtype=dtype, device=like.device)
 
     def begin(self) -> None:
         """Use the state, which may be possible once: bad arguments have raised."""
@@ -73,12 +87,11 @@ class Stepper:
 
 def run(stepper: Stepper, draw: Callable[..., Words] = random_words) -> tuple[CollectorState, TensorDict]:
     """Make a rollout; return the next state and the batch. Noise is made of the words that `draw` draws."""
-    env, policy, state, request = stepper.env, stepper.policy, stepper.state, stepper.request
-    actor = open_actor(env, policy, state, request, stepper.observation, draw)
+    actor = open_actor(stepper, draw)
     stepper.begin()
     with reads_together() if stepper.waits else nullcontext():
         with actor.running():
-            timed("steps", step_all)(stepper, actor, request.length)
+            timed("steps", step_all)(stepper, actor, stepper.request.length)
             policy_state, outputs = timed("finish", actor.finish)()
         counters, batch = timed("delivery", stepper.deliver)(outputs)
     return stepper.after(policy_state, counters), batch
@@ -94,6 +107,54 @@ def step_all(stepper: Stepper, actor: Actor, length: int) -> None:
         begun = step(t, act(t))
         if begun is not None:
             restart(begun)
+
+
+def inputs_of(
+    env: Env, policy: Policy, state: CollectorState, request: Request, observation: Any, noise: Tensor | None
+) -> ActorInputs:
+    """Return a policy's inputs for this rollout; raise ValueError for a state of another policy."""
+    initial_state = policy.init(state.key, state.num_lanes)
+    check_state_kind(state.policy_state, type(initial_state))
+    if isinstance(initial_state, TorchPolicyState):
+        held, wanted = state.policy_state.recurrent, initial_state.recurrent
+        shapes, own = ([list(leaf.shape) for leaf in optree.tree_leaves(each)] for each in (held, wanted))
+        if own != shapes or optree.tree_structure(held) != optree.tree_structure(wanted):
+            raise ValueError(
+                "the state holds the policy state of another policy, with recurrent states of the shapes "
+                f"{shapes}, this policy wants {own}: {ANOTHER_POLICY}"
+            )
+    return ActorInputs(
+        observation=observation,
+        params=policy.prepare(request.params),
+        policy_state=state.policy_state,
+        initial_state=initial_state,
+        noise=noise,
+        exploration=Exploration(request.exploration_type, request.exploration),
+        spec=env.action_spec,
+        num_envs=state.num_lanes,
+        length=request.length,
+        single=env.num_envs is None,
+    )
+
+
+def open_actor(stepper: Stepper, draw: Callable[..., Words] = random_words) -> Actor:
+    """Return the policy bound to a stepper's rollout. Its noise is drawn ahead, from words that `draw` draws."""
+    env, policy, state, request = stepper.env, stepper.policy, stepper.state, stepper.request
+    steps, noise = state.steps_made, policy.noise(env.action_spec)
+    on_device = isinstance(state.lane, Tensor) and state.lane.device.type != "cpu" and policy.backend == "torch"
+    lanes = state.lane if on_device else state.lane_ids
+    drawn = None if noise is None else draw_ahead(noise, state.key, lanes, steps, request.length, draw=draw)
+    inputs = inputs_of(env, policy, state, request, stepper.observation, drawn)
+    actor = policy.actor(inputs)
+    random_left = min(request.random_steps - steps, request.length)
+    if random_left > 0:
+        actor = RandomStart(actor, inputs, state.key, state.lane_ids, steps, random_left, head_of(policy))
+    fresh = state.step == 0
+    if fresh.device.type != "cpu":
+        actor.restart(fresh)  # which is not read, since that would wait for the device
+    elif bool(fresh.any()):
+        actor.restart(fresh.nonzero()[:, 0].tolist())
+    return actor
 
 
 class TrajectoryLimit:

@@ -8,19 +8,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.core.batch import OUTCOME_KEYS, new_columns, reset_counters
+from funcollect.core.batch import OUTCOME_KEYS, reset_counters
+from funcollect.core.forking import rebuild, record_of
 from funcollect.core.loops import eager
 from funcollect.core.loops.eager import Stepper, TrajectoryLimit, timed
 from funcollect.core.request import Request
-from funcollect.core.simulators.forking import rebuild, record_of
-from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
-from funcollect.core.state import CollectorState, all_lanes, first_state
+from funcollect.core.simulators import Simulation, SimulatorHandle
+from funcollect.core.state import CollectorState, first_state
 from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome, check_outcome
 from funcollect.keys import Key
 from funcollect.policies.checks import check_32_bits
@@ -29,8 +28,6 @@ from funcollect.specs import assemble
 from funcollect.trajectories.final_observations import FinalObservations, attach
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
 from funcollect.tree import Path
-
-Array = npt.NDArray[Any]
 
 
 def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
@@ -52,11 +49,11 @@ def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: i
 
 
 def reset(env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False) -> CollectorState:
-    """Implement `funcollect.reset` of the lanes of a mask [P]; with `stale`, also of a superseded state."""
+    """Implement `funcollect.reset` of the lanes of a mask [P]; with `stale`, `funcollect.recover`."""
     simulation: Simulation = state.env_state.claim(stale=stale)
     simulation.show(state.observation)
-    if stale:
-        simulation.renew()
+    if stale and simulation.renewed is not None and simulation.renewed.renew():
+        simulation.seed_again()
     simulation.restart(lanes.nonzero()[:, 0].tolist())
     simulation.action_log.ages = torch.where(lanes, 0, simulation.action_log.ages)
     return state.replace(
@@ -67,18 +64,12 @@ def reset(env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = F
     )
 
 
-def recover(env: HostEnv, state: CollectorState) -> CollectorState:
-    """Implement `funcollect.recover`, also of a superseded state."""
-    return reset(env, state, all_lanes(state), stale=True)
-
-
 def fork(env: HostEnv, state: CollectorState) -> CollectorState:
     """Implement `funcollect.fork`: rebuild the simulators and bring them to the same state."""
     state.env_state.check()
-    advice = "begin a second run with funcollect.init"
-    if env.seeding != "episode":
-        advice += ", or take the same simulator through funcollect.envs.from_gymnasium"
     source: Simulation = state.env_state.simulation
+    other = ", or take the same simulator through funcollect.envs.from_gymnasium"
+    advice = "begin a second run with funcollect.init" + other * (env.seeding != "episode")
     return state.changed(env_state=rebuild(source.env, record_of(source, "forked", advice), state))
 
 
@@ -97,21 +88,18 @@ class _HostStepper(Stepper):
         self._rows = rows = self._simulation.simulators.observation
         views = {path: torch.from_numpy(row) for path, row in rows.items()}
         self.observation = assemble(env.observation_space, views if policy.backend == "torch" else rows)
-        self.columns = new_columns(views, request, compact=request.compact_obs)
+        nexts = {} if request.compact_obs else views
+        self._make_columns(views, nexts)
         self._roots = [(self.columns[path].numpy(), row) for path, row in rows.items()]
-        nexts = () if request.compact_obs else rows.items()
-        self._nexts = [(self.columns["next", *path].numpy(), row) for path, row in nexts]
+        self._nexts = [(self.columns["next", *path].numpy(), rows[path]) for path in nexts]
         self._reward, self._terminated, self._truncated = (self.columns[path].numpy() for path in OUTCOME_KEYS)
         self._infos: dict[str, list[Any]] = {key: [] for key in env.info_keys}
-        self._final: list[tuple[int, Array, list[Array]]] = []  # next observations without a column: step, lanes, rows
+        self._final: list[tuple[int, Any, list[Any]]] = []  # next observations without a column: step, lanes, rows
         self._lanes = range(state.num_lanes)
         most = request.max_frames_per_traj
         self._limit = TrajectoryLimit(state.step.numpy(), most) if most else None
-        self._next_cut = self._first_due()
-
-    def _first_due(self) -> int:
-        """Return the first step at which a lane reaches the limit, or one after the rollout."""
-        return self.request.length if self._limit is None else min(self._limit.due.tolist())
+        # the first step at which a lane reaches the limit, or one after the rollout
+        self._next_cut = request.length if self._limit is None else min(self._limit.due.tolist())
 
     @override
     def begin(self) -> None:
@@ -176,11 +164,10 @@ class _HostStepper(Stepper):
         self._restart(ended)
         if self._limit is not None:
             self._limit.restart(t, ended)
-            self._next_cut = self._first_due()
+            self._next_cut = min(self._limit.due.tolist())
         return ended
 
     def _keep(self, t: int, lanes: Any) -> None:
-        """Keep the next observations of step `t` in these lanes."""
         self._final.append((t, np.asarray(lanes, np.int64), [row[lanes] for row in self._rows.values()]))
 
     @override
@@ -194,21 +181,21 @@ class _HostStepper(Stepper):
         self.columns |= {("next", "info", key): _info_column(key, values) for key, values in self._infos.items()}
         counters, batch = super().deliver(outputs)
         if self.request.compact_obs:
-            attach(batch.unlock_(), self._final_observations(batch))
-            batch.lock_()
+            self._attach_final(batch)
         log = self._simulation.action_log
         episode, step, before = (each.numpy() for each in (counters["episode"], counters["step"], self.state.episode))
         ages = np.where(episode != before, step, log.ages.numpy() + self.request.length)
         log.extend(outputs["action",], torch.from_numpy(ages))
         return counters, batch
 
-    def _final_observations(self, batch: TensorDict) -> FinalObservations:
-        """Return the next observations that no frame of a batch has at its root."""
+    def _attach_final(self, batch: TensorDict) -> None:
+        """Attach the next observations that no frame of a batch has at its root."""
         time = np.concatenate([np.full(len(lanes), t) for t, lanes, _ in self._final])
         at = (np.concatenate([lanes for _, lanes, _ in self._final]), time)[2 - batch.batch_dims :]
         columns = zip(*(rows for _, _, rows in self._final), strict=True)
         leaves = {path: torch.from_numpy(np.concatenate(each)) for path, each in zip(self._rows, columns, strict=True)}
-        return FinalObservations(batch[TRAJECTORY_IDS][at], batch[STEP][at], leaves)
+        attach(batch.unlock_(), FinalObservations(batch[TRAJECTORY_IDS][at], batch[STEP][at], leaves))
+        batch.lock_()
 
     @override
     def end(self, counters: dict[str, Tensor]) -> tuple[SimulatorHandle, dict[Path, Tensor]]:

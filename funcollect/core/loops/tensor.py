@@ -1,32 +1,45 @@
-"""The loop over environments written in Torch: states are values, all lanes step at once."""
+"""The loops over environments written in Torch: states are values, all lanes step at once.
+
+`run_captured` runs CUDA graphs of 32 steps of policy, environment and columns. A graph repeats kernels, and nothing
+that Python did around them. So all that changes between launches is an argument: lanes, keys, parameters, exploration.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import optree
 import torch
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
-from funcollect.core.batch import OUTCOME_KEYS, new_columns, reset_counters
+from funcollect.core.batch import OUTCOME_KEYS, deliver, reset_counters
 from funcollect.core.loops import eager
-from funcollect.core.loops.eager import Stepper, TrajectoryLimit, timed
-from funcollect.core.request import Request, step_limit
-from funcollect.core.state import CollectorState, all_lanes, first_state
+from funcollect.core.loops.eager import Stepper, TrajectoryLimit, inputs_of, timed
+from funcollect.core.request import NOWHERE, Request, step_limit
+from funcollect.core.state import CollectorState, first_state, origin_of
 from funcollect.envs.base import checked_start, checked_transition
-from funcollect.errors import EnvError
+from funcollect.errors import EnvError, LoweringError
+from funcollect.interop.cuda_graph import CaptureError, CudaGraph, written
+from funcollect.interop.memo import memo_of
 from funcollect.interop.memory import fixed
-from funcollect.keys import Key, LaneKeys, Purpose
+from funcollect.interop.reads import reads_together
+from funcollect.keys import Key, LaneKeys, Purpose, draw_on_device, torch_generator
 from funcollect.messages import shown
-from funcollect.protocols import DeviceEnv, Policy, TorchEnv, Transition
+from funcollect.policies.torch_modules.torch_policy import TorchActor, TorchPolicy
+from funcollect.protocols import ActorInputs, DeviceEnv, Exploration, Policy, TorchEnv, Transition
 from funcollect.specs import assemble, disassemble, torch_dtype
 from funcollect.tree import NAMESPACE, Path, select
 
 Start = tuple[Any, dict[Path, Tensor]]  # state and observation [P, ...] at the start of an episode
+
+STEPS = 32  # of one graph
+_MOST_GRAPHS = 8  # that a policy keeps
 
 
 def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
@@ -44,17 +57,12 @@ def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: 
     return first_state(env, policy, key, lane, total_lanes, env_state=env_state, observation=observation)
 
 
-def reset(env: TorchEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
-    """Implement `funcollect.reset` of the lanes of a mask [P]."""
+def reset(env: TorchEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False) -> CollectorState:
+    """Implement `funcollect.reset` of the lanes of a mask [P]; states are values and never `stale`."""
     episode = state.episode + lanes
     start = _begin(env, LaneKeys.of(state.key, Purpose.RESET, state.lane, episode), state.env_params)
     env_state, observation = select(lanes, start, (state.env_state, dict(state.observation)))
     return state.replace(env_state=env_state, observation=observation, **reset_counters(state, lanes, episode))
-
-
-def recover(env: TorchEnv, state: CollectorState) -> CollectorState:
-    """Implement `funcollect.recover`: states are values and never stale."""
-    return reset(env, state, all_lanes(state))
 
 
 def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
@@ -95,10 +103,10 @@ def check_tensors(env: TorchEnv | DeviceEnv, root: dict[Path, Tensor], num_lanes
 def _check_step(env: TorchEnv | DeviceEnv, answer: Any, num_lanes: int) -> None:
     """Raise EnvError unless `step` returned reward and flags [P], the flags bool, and an observation of the space."""
     transition = checked_transition(env, answer)
-    reward = transition.reward
-    _check_tensor(env, "reward", reward, (num_lanes,), getattr(reward, "dtype", torch.float32))
-    _check_tensor(env, "terminated", transition.terminated, (num_lanes,), torch.bool)
-    _check_tensor(env, "truncated", transition.truncated, (num_lanes,), torch.bool)
+    for name in ("reward", "terminated", "truncated"):
+        value = getattr(transition, name)
+        dtype = getattr(value, "dtype", torch.float32) if name == "reward" else torch.bool
+        _check_tensor(env, name, value, (num_lanes,), dtype)
     check_tensors(env, by_path(env, transition.observation), num_lanes)
 
 
@@ -136,22 +144,12 @@ class TensorLanes(NamedTuple):
     @classmethod
     def of(cls, state: CollectorState, *, keyed: bool = True) -> TensorLanes:
         """The lanes of a state; without keys unless they are `keyed`."""
-        start_keys, step_keys = (
+        keys = [
             LaneKeys.of(state.key, purpose, state.lane, 0).keys if keyed else (None, None)
             for purpose in (Purpose.RESET, Purpose.DYNAMICS)
-        )
-        return cls(
-            env_state=state.env_state,
-            env_params=state.env_params,
-            observation=dict(state.observation),
-            lane=state.lane,
-            episode=state.episode,
-            step=state.step,
-            finished=state.terminated | state.truncated,
-            steps=state.steps_made,
-            start_keys=start_keys,
-            step_keys=step_keys,
-        )
+        ]
+        own = state.env_state, state.env_params, dict(state.observation), state.lane, state.episode, state.step
+        return cls(*own, state.terminated | state.truncated, state.steps_made, *keys)
 
 
 class TensorStepper(Stepper):
@@ -168,7 +166,7 @@ class TensorStepper(Stepper):
         self.waits = reads_wait(env.device)
         self.root = {leaf.path: fixed(lanes.observation[leaf.path]) for leaf in env.observation_leaves}
         self.observation = as_read(env, policy, self.root)
-        self.columns = new_columns(self.root, request)
+        self._make_columns(self.root, self.root)
         self._reward, self._terminated, self._truncated = (self.columns[path] for path in OUTCOME_KEYS)
         self._roots = [self.columns[path] for path in self.root]
         self._nexts = [self.columns["next", *path] for path in self.root]
@@ -240,9 +238,8 @@ class TensorStepper(Stepper):
 
     def _continue(self, answer: Transition, observed: list[Tensor]) -> Iterable[Tensor]:
         """Keep the environment's state; return the observations [P, ...] that the policy reads next."""
-        restarting = self.request.reset_when_done
-        before, after = self._env_state, answer.env_state
-        self._env_state = after if restarting else select(self._finished, before, after)
+        after = answer.env_state
+        self._env_state = after if self.request.reset_when_done else select(self._finished, self._env_state, after)
         return observed
 
     def _restart(self, t: int, done: Tensor) -> Tensor | None:
@@ -265,3 +262,122 @@ class TensorStepper(Stepper):
     @override
     def end(self, counters: dict[str, Tensor]) -> tuple[Any, dict[Path, Tensor]]:
         return self._env_state, {path: root.clone() for path, root in self.root.items()}
+
+
+class _Before(NamedTuple):
+    """What a graph reads: where its steps begin, and what holds for them."""
+
+    lanes: TensorLanes
+    recurrent: Any
+    tensors: dict[str, Tensor]  # the module's parameters and buffers
+    noise_keys: tuple[Any, Any]  # each lane's key to its noise
+    values: dict[str, Tensor]  # of the exploration
+
+
+class _After(NamedTuple):
+    """What a graph computes."""
+
+    next: _Before  # where the next steps begin: mostly the memory that the graph reads, so that nothing is copied
+    columns: dict[Path, Tensor]  # [K, P, ...]
+    recorded: list[Tensor]  # of the policy
+
+
+def run_captured(
+    env: TorchEnv, policy: Policy, state: CollectorState, request: Request
+) -> tuple[CollectorState, TensorDict]:
+    """Implement `funcollect.rollout` by CUDA graphs."""
+    assert isinstance(policy, TorchPolicy)
+    if request.random_steps > state.steps_made:
+        return run(env, policy, state, request)  # random actions are drawn on the host
+    inputs = inputs_of(env, policy, state, request, as_read(env, policy, dict(state.observation)), None)
+    if inputs.policy_state.recurrent is not None:  # which a graph cannot copy from the host
+        policy_state, initial_state = (each.on(env.device) for each in (inputs.policy_state, inputs.initial_state))
+        inputs = replace(inputs, policy_state=policy_state, initial_state=initial_state)
+    before: Any = _before(env, policy, state, inputs)
+    generator = inputs.policy_state.generator.clone()
+    columns: dict[Path, Tensor] = {}
+    recorded: list[Tensor] = []
+    with torch_generator(generator, env.device):
+        for start in range(0, request.length, STEPS):
+            steps = slice(start, min(start + STEPS, request.length))
+            after, actor = _launch(env, policy, request, steps.stop - start, inputs, before)
+            if start == 0:
+                columns = {path: request.column(path, column[0]) for path, column in after.columns.items()}
+                recorded = [column.new_empty(request.length, *column.shape[1:]) for column in after.recorded]
+            rows = [column[steps] for column in (*columns.values(), *recorded)]
+            torch._foreach_copy_(rows, [*after.columns.values(), *after.recorded])
+            before = after.next
+    with reads_together():
+        counters, batch = deliver(env, state, request, columns, actor.outputs_of(recorded), on_host=False)
+        own: Any = (before.lanes.env_state, before.lanes.observation, before.recurrent)
+        env_state, observation, recurrent = optree.tree_map(torch.clone, own, namespace=NAMESPACE)
+    return state.replace(
+        env_state=env_state,
+        observation=observation,
+        policy_state=inputs.policy_state._replace(recurrent=recurrent, generator=generator),
+        steps=state.steps_made + request.length,
+        **counters,
+    ), batch
+
+
+def _before(env: TorchEnv, policy: TorchPolicy, state: CollectorState, inputs: ActorInputs) -> _Before:
+    steps = torch.full((1,), state.steps_made, device=env.device)  # `torch.tensor` would wait for its copy
+    lanes = TensorLanes.of(state)._replace(steps=steps)
+    recurrent = inputs.policy_state.recurrent
+    if recurrent is not None:
+        recurrent = select(lanes.step == 0, inputs.initial_state.recurrent, recurrent)
+    values = {name: torch.full((), value, device=env.device) for name, value in inputs.exploration.values.items()}
+    noise_keys = LaneKeys.of(state.key, Purpose.NOISE, lanes.lane, 0).keys
+    return _Before(lanes, recurrent, policy.tensors(inputs.params), noise_keys, values)
+
+
+def _launch(
+    env: TorchEnv, policy: TorchPolicy, request: Request, length: int, inputs: ActorInputs, before: Any
+) -> tuple[_After, TorchActor]:
+    """Make `length` steps by a graph: one of those that the policy keeps, or a new one."""
+    leaves, treedef = optree.tree_flatten(before, namespace=NAMESPACE)
+    function = None if isinstance(policy.module, nn.Module) else policy.module
+    key = (origin_of(env), length, request.max_frames_per_traj, request.reset_when_done)
+    which = (*key, request.exploration_type, function, policy.settings)
+    graphs: list[tuple[Any, CudaGraph[tuple[_After, TorchActor]]]] = memo_of(policy).setdefault("graphs", [])
+    for kept, graph in graphs:
+        if kept == which and graph.fits(leaves, treedef):
+            return graph(leaves)
+    request = replace(request, length=length, columns=NOWHERE)
+    try:
+        graph = CudaGraph(partial(_steps, env, policy, request, inputs), leaves, treedef, env.device)
+    except CaptureError as error:
+        raise LoweringError(
+            f"compile='cudagraph' cannot capture the steps of {env!r} with this policy ({shown(error, 300)}): read no "
+            "value of a tensor on the host and make none there, in the environment and in the module, or leave compile "
+            "out"
+        ) from error
+    graphs[:] = [*graphs[1 - _MOST_GRAPHS :], (which, graph)]
+    return graph(leaves)
+
+
+def _steps(
+    env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before
+) -> tuple[_After, TorchActor]:
+    """Make the steps of one graph; return its results, and the actor, which knows the outputs by name."""
+    stepper = TensorStepper(env, policy, None, request, before.lanes, step_limit(env, request))
+    stepper.begin()
+    noise = policy.noise(env.action_spec)
+    steps = before.lanes.steps + torch.arange(request.length, device=env.device)
+    actor = policy.actor(
+        replace(
+            inputs,
+            observation=stepper.observation,
+            params=before.tensors,
+            policy_state=inputs.policy_state._replace(recurrent=before.recurrent),
+            noise=None if noise is None else draw_on_device(noise, before.noise_keys, steps),
+            exploration=Exploration(inputs.exploration.type, before.values),
+            length=request.length,
+        )
+    )
+    with actor.running():
+        eager.step_all(stepper, actor, request.length)
+        following = before._replace(
+            lanes=stepper.lanes(), recurrent=actor.recurrent, tensors=before.tensors | policy.buffers()
+        )
+        return _After(written(before, following), stepper.columns, actor.recorded()), actor

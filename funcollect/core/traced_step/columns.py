@@ -1,10 +1,11 @@
-"""The columns of a traced rollout: what every step records, memory for it, and batches in Torch."""
+"""The columns of a traced rollout: what every step records, memory for it, rows in few arrays, batches in Torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,9 +14,7 @@ from torch import Tensor
 
 from funcollect.arguments import check_kind, check_optional_positive
 from funcollect.core.batch import REWARD, ROOT_FLAGS, as_batch
-from funcollect.core.lanes import RunKeys, run_keys
-from funcollect.core.traced_step.starts import Traced
-from funcollect.core.traced_step.step import Row, StepConfig, step
+from funcollect.core.traced_step.step import Row, RunKeys, StepConfig, Traced, run_keys, step
 from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax
@@ -26,6 +25,9 @@ from funcollect.tree import Path, flatten
 
 Name = TypeVar("Name")
 Dtypes = dict[Path, torch.dtype]
+Packed = dict[str, Any]  # arrays [R] of a row, or [T, R] of columns, by the name of their dtype; and the large leaves
+_LARGE = 1 << 22  # bytes of a leaf: to write them takes longer than a kernel does by itself
+_ALIGNED = 16  # bytes: each leaf begins at a multiple, so that Torch can view two words as an int64
 
 _EPISODE, _LANE, _VERSION = ("collector", "episode"), ("collector", "lane"), ("collector", "policy_version")
 _TRAJECTORY = ("collector", "traj_ids")
@@ -37,7 +39,7 @@ _DONE = ("next", "done")
 def recorded_step(config: StepConfig, bound: Any, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
     """Do what `step` does, and return the row as a loop's columns hold it, with 64-bit integers as words.
 
-    Root flags are omitted if lanes restart, since they are then False in every row.
+    Root flags, which are False in every row if lanes restart, are omitted then.
     """
     after, row = step(config, bound, state, keys)
     row = _widen(row, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
@@ -113,13 +115,9 @@ def typed(leaves: dict[Path, Tensor], of: JaxEnv | Dtypes) -> dict[Path, Tensor]
 def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes: int | None = None) -> TensorDict:
     """Return the batch of the result of `funcollect.traced.rollout`, in new memory.
 
-    Args:
-        arrays: the nested dict, ``[T, P, ...]``. Leading dimensions, from a rollout under `vmap`, stay in front. Arrays
-            on several devices are gathered on the first.
-        env: the environment. It gives integer observations and actions the dtypes of its spaces, and a single
-            environment's batch no ``P``; without it, integer actions become int64 and other leaves keep their dtypes.
-        total_lanes: the state's `total_lanes`; P by default. With it the trajectory ids are the same as
-            in `funcollect.rollout`. Under `vmap` they are unique within each run.
+    The `arrays` are ``[T, P, ...]``; leading dimensions, from a rollout under `vmap`, stay in front. Arrays on several
+    devices are gathered on the first. `env` gives integers the dtypes of its spaces, and a single environment's batch
+    no ``P``; without it, integer actions are int64. Trajectory ids follow from the state's `total_lanes`, P by default.
 
     Returns:
         A locked TensorDict ``[*B, P, T]`` (``[*B, T]`` for an `env` without a batch dimension).
@@ -146,14 +144,17 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
     guessed = _COUNTERS | ({("action",): torch.int64} if integers else {})
     dtypes = guessed if env is None else dtypes_of(env)
     columns = _widening(frozenset(dtypes.items()), total)(flat)
-    leaves = {path: torch_view(_gathered(column)) for path, column in columns.items()}
+    devices = {device for column in columns.values() for device in column.sharding.device_set}
+    if len(devices) > 1:  # DLPack does not support several
+        columns = import_jax().device_put(columns, min(devices, key=lambda each: each.id))
+    leaves = {path: torch_view(column) for path, column in columns.items()}
     single = env is not None and env.num_envs is None
     return as_batch(typed(leaves, dtypes), single=single, time=flat[_DONE].ndim - 2)
 
 
 @cache
 def _widening(dtypes: frozenset[tuple[Path, torch.dtype]], total_lanes: int) -> Any:
-    """Return `_widen` under `jit`, cached so that it compiles once for all batches of a run."""
+    """`_widen` under `jit`, which compiles once for all batches of a run."""
     return import_jax().jit(partial(_widen, dtypes=dict(dtypes), total_lanes=total_lanes))
 
 
@@ -173,7 +174,69 @@ def _checked(arrays: Any) -> Row:
     return flat
 
 
-def _gathered(column: Any) -> Any:
-    """Return the column on one device, since DLPack does not support several."""
-    devices = column.sharding.device_set
-    return column if len(devices) == 1 else import_jax().device_put(column, min(devices, key=lambda each: each.id))
+class _Place(NamedTuple):
+    """Where a leaf lies in a row."""
+
+    carrier: str  # the dtype of the array that holds it
+    first: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class PackedRows:
+    """The places of a row's leaves. All but large ones share an array of integers with others of the same size.
+
+    Args:
+        row: arrays, or their shapes and dtypes.
+    """
+
+    def __init__(self, row: Row) -> None:
+        self._places: dict[Path, _Place] = {}
+        self._sizes: dict[str, int] = {}
+        self._alone: dict[str, tuple[Path, Any]] = {}  # large leaves
+        for path, leaf in row.items():
+            dtype = np.dtype(leaf.dtype)
+            if math.prod(leaf.shape) * dtype.itemsize >= _LARGE:
+                self._alone[f"large {len(self._alone)}"] = path, leaf
+                continue
+            carrier = str(dtype) if dtype.kind == "c" else f"int{8 * dtype.itemsize}"
+            first = self._sizes.get(carrier, 0)
+            self._places[path] = _Place(carrier, first, tuple(leaf.shape), dtype)
+            self._sizes[carrier] = first + _padded(math.prod(leaf.shape), dtype.itemsize)
+
+    def zeros(self, capacity: int) -> Packed:
+        """Trace columns [capacity, R] of zeros."""
+        zeros = import_jax().numpy.zeros
+        shared = {name: zeros((capacity, size), name) for name, size in self._sizes.items()}
+        alone = {name: zeros((capacity, *leaf.shape), leaf.dtype) for name, (_, leaf) in self._alone.items()}
+        return shared | alone
+
+    def pack(self, row: Row) -> Packed:
+        """Trace the arrays [R] of a row."""
+        jax = import_jax()
+        parts: dict[str, list[Any]] = {name: [] for name in self._sizes}
+        for path, place in self._places.items():
+            flat = row[path].reshape(-1)
+            if place.dtype.kind == "b":
+                flat = flat.astype(place.carrier)
+            elif str(place.dtype) != place.carrier:
+                flat = jax.lax.bitcast_convert_type(flat, place.carrier)
+            missing = _padded(flat.size, place.dtype.itemsize) - flat.size
+            parts[place.carrier] += [flat, jax.numpy.zeros(missing, place.carrier)] if missing else [flat]
+        shared = {name: jax.numpy.concatenate(each) for name, each in parts.items()}
+        return shared | {name: row[path] for name, (path, _) in self._alone.items()}
+
+    def unpack(self, columns: Mapping[str, Tensor]) -> dict[Path, Tensor]:
+        """The leaves [T, *shape] over the memory of columns [T, R]."""
+        shared = {path: _leaf(columns[place.carrier], place) for path, place in self._places.items()}
+        return shared | {path: columns[name] for name, (path, _) in self._alone.items()}
+
+
+def _padded(count: int, itemsize: int) -> int:
+    grain = max(_ALIGNED // itemsize, 1)
+    return -(-count // grain) * grain
+
+
+def _leaf(columns: Tensor, place: _Place) -> Tensor:
+    flat = columns.narrow(1, place.first, math.prod(place.shape))
+    return flat.view(getattr(torch, place.dtype.name)).view(len(columns), *place.shape)

@@ -65,13 +65,10 @@ class TracedEpisodeStats(NamedTuple):
 def episode_stats(batch: Batch, previous: TracedEpisodeStats | None = None) -> TracedEpisodeStats:
     """Return the returns and lengths of the episodes that end in a batch, including their frames in earlier batches.
 
-    They are arrays ``[T, P]`` beside the batch's frames, so that shapes do not depend on data: `ended` is True in the
-    last frame of each episode. Rewards are added in order, so that results do not depend on how a run is cut. Episodes
-    with missing frames are omitted, and so are frames that repeat a finished lane (``reset_when_done=False``).
+    They are arrays ``[T, P]``, where `ended` is True in the last frame of each episode. Results do not depend on how a
+    run is cut. Episodes with missing frames are omitted, and frames that repeat a finished lane.
 
-    Args:
-        batch: what `rollout` returned, with time first.
-        previous: the result for the batch before; None for the first one.
+    `batch` is what `rollout` returned, `previous` the result for the batch before; None for the first one.
 
     Raises:
         TypeError: if `batch` is no dict, or `previous` no result of this function.
@@ -92,7 +89,16 @@ def episode_stats(batch: Batch, previous: TracedEpisodeStats | None = None) -> T
     ((50, 4), True, True)
     """
     rows = _rows(batch)
-    start = nothing_open(rows.episode[0], rows.reward[0]) if previous is None else _continued(rows, previous)
+    start: Any = nothing_open(rows.episode[0], rows.reward[0])
+    if previous is not None:
+        check_kind("previous", previous, TracedEpisodeStats, "pass the result of the last call")
+        check_kind("previous.open", previous.open, OpenEpisodes, "pass the result of traced.episode_stats")
+        start = previous.open
+        before, now = start.returns.shape, rows.reward.shape[1:]
+        if before != now:
+            raise ValueError(
+                f"the batch before had rewards {list(before)}, this one has {list(now)}: give one run's batches"
+            )
     open_, (returns, lengths, ended) = import_jax().lax.scan(after_frame, start, rows)
     return TracedEpisodeStats(returns, lengths, ended, open_)
 
@@ -136,18 +142,6 @@ def _rows(batch: Any) -> Frame:
         )
     check_time_first(batch["collector"].get("lane"))
     return rows
-
-
-def _continued(rows: Frame, previous: Any) -> OpenEpisodes:
-    check_kind("previous", previous, TracedEpisodeStats, "pass the result of the last call")
-    check_kind("previous.open", previous.open, OpenEpisodes, "pass the result of traced.episode_stats")
-    open_: OpenEpisodes = previous.open
-    before, now = open_.returns.shape, rows.reward.shape[1:]
-    if before != now:
-        raise ValueError(
-            f"the batch before had rewards {list(before)}, this one has {list(now)}: give one run's batches"
-        )
-    return open_
 
 
 def after_frame(open_: OpenEpisodes, row: Frame) -> tuple[OpenEpisodes, tuple[Any, Any, Any]]:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from funcollect.core.batch import NEXT_FLAGS, ROOT_FLAGS
-from funcollect.core.checks import check_next_state, check_policy_state
-from funcollect.core.env_params import call_in_lanes, of_restarted, recorded_params
-from funcollect.core.exploration import head_of
-from funcollect.core.lanes import RunKeys, varying, where_lanes
-from funcollect.core.request import StepOptions
-from funcollect.core.traced_step.starts import Traced, restarted
-from funcollect.envs.jax_envs.jax_env import step_lane
+from funcollect.core.env_params import call_in_lanes, of_one_lane, of_restarted, recorded_params
+from funcollect.core.request import ANOTHER_POLICY, StepOptions, head_of
+from funcollect.envs.jax_envs.checks import differing
+from funcollect.envs.jax_envs.jax_env import JaxEnvState, reset_lane, step_lane
+from funcollect.errors import PolicyError
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax, without_weak_types
+from funcollect.interop.memo import memo_of
 from funcollect.keys import Purpose
 from funcollect.policies.checks import check_apart
 from funcollect.policies.jax_functions.jax_policy import match_log_prob, traced_policy, traced_random
@@ -25,11 +25,53 @@ from funcollect.policies.jax_functions.program import TracedCall, drawing
 from funcollect.policies.numerics import jax_numerics
 from funcollect.protocols import BoundParams, JaxEnv, Policy, Transition
 from funcollect.specs import assemble, disassemble
+from funcollect.threefry import Pair, hashed_in_jax
 from funcollect.tree import Path
 
 Row = dict[Path, Any]  # each [P, ...]
+Start = tuple[Any, Any]  # state and observation [P, ...] at the start of an episode
+Traced = Any  # a CollectorState of JAX arrays
 
+SPARES = 2  # episodes that a lane can begin in one block of steps, unless starts are made at every step
+_COSTLY = {"while", "scan", "cond", "sort", "custom_call", "pure_callback", "io_callback", "ffi_call"}
+_MOST_OPERATIONS = 300  # of a reset that is made at every step; on a GPU they are one kernel with the rest of the step
 _MOST_STEPS = 2**31 - 1  # of one trajectory: step counters saturate here
+_PURPOSES = (Purpose.NOISE, Purpose.RANDOM_ACTION, Purpose.DYNAMICS, Purpose.RESET)
+
+
+class RunKeys(NamedTuple):
+    """The lanes' keys, which do not change during a run: the words of each purpose and lane, uint32 [4, P]."""
+
+    first: Any
+    second: Any
+
+    def of(self, purpose: Purpose) -> Pair:
+        """The lanes' keys [P] for a purpose."""
+        at = _PURPOSES.index(purpose)
+        return self.first[at], self.second[at]
+
+    def at(self, purpose: Purpose, high: Any, low: Any) -> Any:
+        """The lanes' keys [P, 2] for the step, or the episodes, with the number of these words."""
+        return import_jax().numpy.stack(hashed_in_jax(self.of(purpose), high, low), -1)
+
+
+def run_keys(key: Any, lane: Any) -> RunKeys:
+    """Return the keys of a run from its key [2] and its lanes [P]: all with two hashes, since XLA compiles each."""
+    by_purpose = hashed_in_jax((key[0], key[1]), np.uint32(0), np.array(_PURPOSES, np.uint32)[:, None])
+    return RunKeys(*hashed_in_jax(by_purpose, np.uint32(0), lane.astype(np.uint32)))
+
+
+def where_lanes(mask: Any, chosen: Any, other: Any) -> Any:
+    """Return a pytree with the lanes of `mask` [P] taken from `chosen` and the others from `other`."""
+    return jax_numerics().select(mask, chosen, other)
+
+
+def varying(lane: Any, tree: Any) -> Any:
+    """Return the pytree with leaves that depend on `lane`: in a `shard_map`, a loop rejects constants.
+
+    XLA removes the choice between equals. JAX's own function for this has a different name in each version.
+    """
+    return where_lanes(lane == lane, tree, tree)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +133,19 @@ def _act(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
     """Return the policy's next state and its outputs; at the start of an episode it acts from its initial state."""
     observation = assemble(config.env.observation_space, state.observation)
     initial = config.policy.init(state.key, state.num_lanes)
-    check_policy_state(initial, state.policy_state)
+    if difference := differing(state.policy_state, initial):
+        raise ValueError(
+            f"the state holds the policy state of another policy (first its own, then what this policy wants): "
+            f"{difference}: {ANOTHER_POLICY}"
+        )
     remembered = where_lanes(state.step == 0, initial, state.policy_state)
     policy_state, outputs = config.answer(bound, remembered, observation, drawing(keys.of(Purpose.NOISE), state.steps))
     policy_state = varying(state.lane, without_weak_types(policy_state))
-    check_next_state(remembered, policy_state)
+    if difference := differing(remembered, policy_state):
+        raise PolicyError(
+            f"the policy's state changes in a step: {difference}; a compiled loop wants the same structure, shapes and "
+            "dtypes at every step: cast it, or give initial_state as the steps return it"
+        )
     if config.options.random_steps:
         outputs = _random_start(config, state, keys, observation, outputs)
     return policy_state, outputs
@@ -146,12 +196,34 @@ def _keep(env: JaxEnv, state: Traced, moved: Transition, finished: Any) -> Trans
     return kept
 
 
+def by_path(env: JaxEnv, observation: Any) -> dict[Path, Any]:
+    """Return an observation's leaves by their keys in a batch, in the batch's dtypes, or their 32-bit ones in JAX."""
+    canonical = import_jax().dtypes.canonicalize_dtype
+    leaves = zip(env.observation_leaves, disassemble(env.observation_space, observation), strict=True)
+    return {leaf.path: value.astype(canonical(leaf.dtype)) for leaf, value in leaves}
+
+
+class SpareStarts(NamedTuple):
+    """The state of all lanes in a block of steps without a branch: see `funcollect.core.loops.blocks`."""
+
+    current: Any  # the environment's own state, a pytree [P, ...]
+    spares: tuple[Start, ...]  # of each lane's next episodes, in their order; none if starts are made at every step
+    since: Any  # [P] int32, the episodes that the lanes were in when the spares were made
+
+
 def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
     """Return the state in which the lanes of `mask` [P] begin another episode."""
-    jnp = import_jax().numpy
-    env_state, roots = restarted(env, state, keys, mask)
+    jnp, lanes = import_jax().numpy, state.env_state
+    if isinstance(lanes, JaxEnvState):
+        (starts, roots), lanes = _kept_starts(env, state, keys, mask)
+    elif not lanes.spares:
+        starts, roots = begin(env, keys, state.lane, state.episode + 1, state.env_params)
+    elif len(lanes.spares) == 1:
+        starts, roots = lanes.spares[0]
+    else:
+        starts, roots = where_lanes(state.episode == lanes.since, *lanes.spares)
     return state.replace(
-        env_state=env_state,
+        env_state=lanes._replace(current=where_lanes(mask, starts, lanes.current)),
         env_params=of_restarted(state.env_params, mask),
         observation=where_lanes(mask, by_path(env, roots), dict(state.observation)),
         episode=state.episode + mask.astype(state.episode.dtype),
@@ -162,8 +234,65 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
     )
 
 
-def by_path(env: JaxEnv, observation: Any) -> dict[Path, Any]:
-    """Return an observation's leaves by their keys in a batch, in the batch's dtypes, or their 32-bit ones in JAX."""
-    canonical = import_jax().dtypes.canonicalize_dtype
-    leaves = zip(env.observation_leaves, disassemble(env.observation_space, observation), strict=True)
-    return {leaf.path: value.astype(canonical(leaf.dtype)) for leaf, value in leaves}
+def _kept_starts(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> tuple[Start, JaxEnvState]:
+    """Return the kept starts. If a lane needs one that has been used, make those of all lanes again."""
+    jax = import_jax()
+    lanes: JaxEnvState = state.env_state
+    refill = (mask & lanes.next_start_used).any()
+
+    def start_anew() -> Start:
+        # The sum belongs inside the branch: outside of it, XLA makes a step of few lanes 1.5 times as long.
+        return begin(env, keys, state.lane, state.episode + 1, state.env_params)
+
+    try:
+        next_start: Start = jax.lax.cond(refill, start_anew, lambda: lanes.next_start)
+    except TypeError as error:
+        if difference := differing(lanes.next_start, jax.eval_shape(start_anew)):
+            raise ValueError(
+                f"the state does not fit the environment as JAX traces it now: {difference}; jax_enable_x64 may have "
+                "been set in between: make another state with init"
+            ) from error
+        raise
+    used = (lanes.next_start_used & ~refill) | (mask & (env.starts == "fresh"))
+    return next_start, JaxEnvState(lanes.current, next_start, used)
+
+
+def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any, params: Any) -> Start:
+    """Return state and observation [P, ...] at the start of the episodes: a function of key, lane and episode."""
+    which = episode if env.starts == "fresh" else episode * 0
+    own = keys.at(Purpose.RESET, np.uint32(0), which.astype(np.uint32))
+    env_state, observation = call_in_lanes(partial(reset_lane, env), params, own, coming=True)
+    begun: Start = varying(lane, (without_weak_types(env_state), observation))
+    return begun
+
+
+def spare_starts(env: JaxEnv, state: Traced, keys: RunKeys) -> tuple[Start, ...]:
+    """Return the spares of lanes in this state; one suffices where all episodes of a lane start alike."""
+    count = SPARES if env.starts == "fresh" else 1
+    return tuple(begin(env, keys, state.lane, state.episode + 1 + i, state.env_params) for i in range(count))
+
+
+def after_block(env: JaxEnv, before: JaxEnvState, current: Any, begun: Any) -> JaxEnvState:
+    """Return the lanes' state after a block: the kept starts of lanes that have `begun` an episode [P] are used."""
+    return before._replace(current=current, next_start_used=before.next_start_used | (begun & (env.starts == "fresh")))
+
+
+def starts_are_cheap(env: JaxEnv, params: Any) -> bool:
+    """Whether a start costs about as little as a step: few operations, and no loop, branch or call among them."""
+    jax, memo = import_jax(), memo_of(env)
+    if "cheap starts" not in memo:
+        key = jax.ShapeDtypeStruct((2,), jax.numpy.uint32)
+        names = [*operations(jax.make_jaxpr(partial(reset_lane, env))(key, of_one_lane(params)).jaxpr)]
+        memo["cheap starts"] = len(names) <= _MOST_OPERATIONS and not _COSTLY.intersection(names)
+    return bool(memo["cheap starts"])
+
+
+def operations(jaxpr: Any) -> Iterator[str]:
+    """Yield the names of all operations, those of inner functions included."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for value in equation.params.values():
+            for each in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(each, "jaxpr", each)
+                if hasattr(inner, "eqns"):
+                    yield from operations(inner)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.core.loops import crossing, fused
+from funcollect.core.loops import over_jax
 from funcollect.core.loops.blocks import BlockOptions, steps_per_block
 from funcollect.core.request import Request
 from funcollect.core.routes import lower_policy
-from funcollect.core.traced_step.starts import SPARES, starts_are_cheap
+from funcollect.core.traced_step.step import SPARES, starts_are_cheap
 from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.interop import to_jax
 from funcollect.policies.mlp import mlp
@@ -33,13 +33,13 @@ NAMES = [*QUICK, *in_soak([name for name in SUITES if name not in QUICK])]
 @pytest.fixture
 def blocks(monkeypatch):
     """Every fused loop runs in blocks, as it does on a GPU."""
-    monkeypatch.setattr(fused, "waits_for_host", lambda place: True)
+    monkeypatch.setattr(over_jax, "waits_for_host", lambda place: True)
 
 
 def lowered(env, policy, request, options):
     """The programs of K steps for CUDA as text, alone and among others, each with how many leaves are donated to it."""
     state = fc.init(env, policy, seed=0)
-    loop = fused.block_loop(env, policy, state, request, options)
+    loop = over_jax.block_loop(env, policy, state, request, options)
     bound = policy.prepare(None), traced_values(request.exploration)
     moved, rows, *others = loop.arguments(bound, state, K)
     large = len(jax.tree.leaves(moved))
@@ -136,8 +136,8 @@ def test_data_are_those_of_the_loop_with_branches(name, made_each_step, monkeypa
 
 
 def in_blocks(monkeypatch, **options):
-    monkeypatch.setattr(fused, "waits_for_host", lambda place: True)
-    monkeypatch.setattr(fused.block_loop, "__defaults__", (BlockOptions(**options),))
+    monkeypatch.setattr(over_jax, "waits_for_host", lambda place: True)
+    monkeypatch.setattr(over_jax.block_loop, "__defaults__", (BlockOptions(**options),))
 
 
 @pytest.mark.parametrize("starts", ["fresh", "cached"])
@@ -146,7 +146,7 @@ def test_lanes_that_lack_spare_starts_run_again(starts, monkeypatch):
     env, policy = counting(3, starts=starts), counting_policy()
     wanted = collect(env, policy, 64, 61, 64)
     tried = []
-    call = fused.BlockLoop.__call__
+    call = over_jax.BlockLoop.__call__
 
     def noted(self, *args, **kwargs):
         done = call(self, *args, **kwargs)
@@ -154,7 +154,7 @@ def test_lanes_that_lack_spare_starts_run_again(starts, monkeypatch):
         return done
 
     in_blocks(monkeypatch, made_each_step=False)
-    monkeypatch.setattr(fused.BlockLoop, "__call__", noted)
+    monkeypatch.setattr(over_jax.BlockLoop, "__call__", noted)
     assert_same(wanted, collect(env, policy, 64, 61, 64))
     assert tried[0] is all(tried) is (starts == "cached")
 
@@ -227,7 +227,7 @@ def test_an_interrupted_collector_goes_on_though_its_state_was_used_up(monkeypat
         ids = next(one)["collector", "traj_ids"]
 
         with monkeypatch.context() as patch:
-            patch.setattr(fused, "batch_of", ctrl_c)
+            patch.setattr(over_jax, "batch_of", ctrl_c)
             with pytest.raises(KeyboardInterrupt):
                 next(one)
         one.set_env_params(one.env.default_params)
@@ -244,8 +244,8 @@ def test_a_step_that_crosses_has_no_branch_and_gives_the_same_data(starts, monke
         lambda x: x["count"].float().view(-1, 1) * torch.arange(3.0), head=fc.heads.categorical, compile="eager"
     )
     wanted = collect(env, policy, 20, 7, 3)
-    monkeypatch.setattr(crossing, "waits_for_host", lambda place: True)
-    texts, compile_ = [], crossing.compiled
+    monkeypatch.setattr(over_jax, "waits_for_host", lambda place: True)
+    texts, compile_ = [], over_jax.compiled
 
     def noting(owner, which, function, **options):
         made = compile_(owner, which, function, **options)
@@ -259,7 +259,7 @@ def test_a_step_that_crosses_has_no_branch_and_gives_the_same_data(starts, monke
 
         return call
 
-    monkeypatch.setattr(crossing, "compiled", noting)
+    monkeypatch.setattr(over_jax, "compiled", noting)
     assert_same(wanted, collect(env, policy, 20, 7, 3))
     assert waits(texts[0]) == {}
 
@@ -283,7 +283,7 @@ def test_an_environment_without_a_state_is_recovered_too(monkeypatch):
         with pytest.raises(ValueError, match="was donated or deleted"):
             fc.rollout(env, one.policy, old, 5)
         with monkeypatch.context() as patch:
-            patch.setattr(fused, "batch_of", ctrl_c)
+            patch.setattr(over_jax, "batch_of", ctrl_c)
             with pytest.raises(KeyboardInterrupt):
                 next(one)
         assert (next(one)["collector", "step"][:, 0] == 0).all()

@@ -10,7 +10,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.core.api import run
-from funcollect.core.loops import crossing
+from funcollect.core.loops import over_jax
 from funcollect.core.request import Request
 from funcollect.envs.jax_envs.suites import from_gymnax
 from funcollect.keys import Purpose, key_from_seed, lane_keys, random_words
@@ -155,7 +155,7 @@ def test_on_a_gpu_the_host_waits_for_nothing(monkeypatch):
     env = from_gymnax("CartPole-v1", num_envs=64)
     policy = fc.torch_policy(nn.Linear(4, 2).cuda(), head=fc.heads.categorical, compile="eager")
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 32)  # compiles
-    calls = forbid_waits(monkeypatch, crossing._CrossingStepper, "step", "cuda")
+    calls = forbid_waits(monkeypatch, over_jax._CrossingStepper, "step", "cuda")
     _, batch = fc.rollout(env, policy, state, 32)
     assert len(calls) == 32
     assert {leaf.device.type for leaf in leaves(batch).values()} == {"cuda"}
@@ -176,15 +176,15 @@ def test_a_program_draws_the_same_words_as_numpy(lanes, length, width):
     keys = lane_keys(key_from_seed(5), Purpose.NOISE, np.arange(7, 7 + lanes))
     for start in (0, 2**32 - 1, 5 * 2**32):
         steps = np.arange(start, start + length)[:, None]
-        drawn = crossing._draw_words(env, keys, steps, width)
+        drawn = over_jax._draw_words(env, keys, steps, width)
         np.testing.assert_array_equal(drawn, random_words(keys, steps, width))
 
 
 def test_on_a_gpu_a_strided_action_crosses(monkeypatch):
     numpy = SimpleNamespace(zeros=lambda shape, device: torch.zeros(shape))
-    monkeypatch.setattr(crossing, "import_jax", lambda: SimpleNamespace(numpy=numpy))
-    monkeypatch.setattr(crossing, "torch_view", lambda array: array)
-    cross = crossing._crosser(fc.make_env("Pendulum-v1").action_spec, SimpleNamespace(platform="gpu"))
+    monkeypatch.setattr(over_jax, "import_jax", lambda: SimpleNamespace(numpy=numpy))
+    monkeypatch.setattr(over_jax, "torch_view", lambda array: array)
+    cross = over_jax._crosser(fc.make_env("Pendulum-v1").action_spec, SimpleNamespace(platform="gpu"))
     answer = torch.randn(3, 2)
     np.testing.assert_array_equal(cross(answer.chunk(2, -1)[0]), answer[:, :1])
     np.testing.assert_array_equal(cross(answer[:1, :1].expand(3, 1)), answer[:1, :1].expand(3, 1))

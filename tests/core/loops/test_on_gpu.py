@@ -7,7 +7,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.core.loops import device as device_loop
-from funcollect.core.loops import eager, fused, tensor
+from funcollect.core.loops import eager, over_jax, tensor
 from funcollect.core.loops.blocks import BlockOptions
 from funcollect.interop.cuda_graph import CudaGraph
 from tests.envs.test_torch_vector_env import LikeIsaacLab
@@ -30,7 +30,7 @@ CARTPOLE, PENDULUM = "torch/CartPole-v1", "torch/Pendulum-v1"
 def as_on_a_gpu(device, monkeypatch):
     """Loops that do not read, on the CPU too."""
     if device == "cpu":
-        monkeypatch.setattr(fused, "waits_for_host", lambda place: True)
+        monkeypatch.setattr(over_jax, "waits_for_host", lambda place: True)
         monkeypatch.setattr(tensor, "reads_wait", lambda device: True)
 
 
@@ -95,10 +95,10 @@ def test_blocks_give_what_branches_give(device, kind, made_each_step, monkeypatc
     env = fc.make_env("gymnax/CartPole-v1", num_envs=64)
     made = network(4, 2, device, fc.heads.categorical, compile="xla")
     policy = made if kind == "network" else fc.random_policy(env)
-    monkeypatch.setattr(fused, "waits_for_host", lambda place: False)
+    monkeypatch.setattr(over_jax, "waits_for_host", lambda place: False)
     wanted = collect(env, policy, 61, 64)
-    monkeypatch.setattr(fused, "waits_for_host", lambda place: True)
-    monkeypatch.setattr(fused.block_loop, "__defaults__", (BlockOptions(made_each_step=made_each_step),))
+    monkeypatch.setattr(over_jax, "waits_for_host", lambda place: True)
+    monkeypatch.setattr(over_jax.block_loop, "__defaults__", (BlockOptions(made_each_step=made_each_step),))
     assert wanted["next", "done"].any()
     assert_same(wanted, collect(env, policy, 61, 64))
 

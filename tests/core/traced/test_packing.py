@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from funcollect.core.traced_step import packing
-from funcollect.core.traced_step.columns import write_row
-from funcollect.core.traced_step.packing import PackedRows
+from funcollect.core.traced_step import columns
+from funcollect.core.traced_step.columns import PackedRows, write_row
 from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
 
@@ -31,7 +30,7 @@ def rows_of(length):
 @pytest.mark.parametrize("large", [1 << 22, 12, 0])
 @pytest.mark.parametrize("length", [1, 4])
 def test_every_leaf_comes_back(length, large, monkeypatch):
-    monkeypatch.setattr(packing, "_LARGE", large)
+    monkeypatch.setattr(columns, "_LARGE", large)
     rows = rows_of(length)
     layout = PackedRows(rows[0])
     packed = layout.zeros(length)

@@ -1,4 +1,4 @@
-"""Live simulators behind a state, used linearly: one state at a time holds them.
+"""Live simulators behind a state: one state at a time holds them.
 
 A `Simulation` keeps what a state that is a value would hold itself: which version of the state is the current one, how
 many episodes each lane has begun, and the actions since, from which `fork` and `load` replay them.
@@ -7,16 +7,17 @@ many episodes each lane has begun, and the actions since, from which `fork` and 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Self, cast
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import TypeVar, override
+from typing_extensions import override
 
-from funcollect.core.simulators.record import LARGEST_LOG, ActionLog, AppliedCall, SimulationRecord
 from funcollect.errors import ClosedError, EnvError, NotCalledError, StaleStateError
 from funcollect.keys import Key, Purpose, lane_keys
 from funcollect.processes.failures import UnsentResultError
@@ -33,17 +34,87 @@ from funcollect.protocols import (
 from funcollect.threefry import hashed_in_numpy
 from funcollect.tree import Path
 
+LARGEST_LOG = 128 << 20  # bytes; almost twice what 1,000 steps of 1,024 lanes with 17 numbers each need
+_JOINED = 64  # steps of short rollouts in one chunk, since a tensor takes half a kilobyte besides its numbers
+_PROGRESS = ("key", "episodes", "steps", "unseeded", "last_outcome", "calls")  # of simulators, which a record copies
 _SEEDS = 64  # of episodes, drawn at once
 
 
-class LiveSimulators:
-    """Simulators, and the version of the state that may use them.
+class ActionLog:
+    """The actions of the last steps, [steps, P, ...], in one chunk per rollout or some short ones.
 
-    Attributes:
-        steps: steps of every lane since `init`.
+    They have at most `limit` bytes, so the lanes of a longer episode cannot be replayed.
     """
 
-    steps: int
+    def __init__(self, num_lanes: int, limit: int = LARGEST_LOG) -> None:
+        self._chunks: deque[Tensor] = deque()
+        self._length = 0
+        self.limit = limit  # 0 if no replay will need the actions
+        self.ages = torch.zeros(num_lanes, dtype=torch.int64)  # [P], steps of the loop since each lane's reset
+
+    def extend(self, actions: Tensor, ages: Tensor) -> None:
+        """Add a rollout's actions, and drop those that no lane's episode needs."""
+        self.ages = ages
+        if not self.limit:
+            return
+        needed = min(int(ages.max()), self.limit * len(actions) // max(actions.nbytes, 1))
+        newest = actions[max(len(actions) - needed, 0) :].clone()
+        self._chunks.append(newest)
+        self._length += len(newest)
+        while len(self._chunks) > 1 and len(self._chunks[-2]) <= len(self._chunks[-1]) <= _JOINED // 2:
+            newest = self._chunks.pop()
+            self._chunks.append(torch.cat((self._chunks.pop(), newest)))
+        while self._chunks and self._length - len(self._chunks[0]) >= needed:
+            self._length -= len(self._chunks.popleft())
+        if self._length > needed:
+            self._chunks[0] = self._chunks[0][self._length - needed :]
+            self._length = needed
+
+    def since_reset(self) -> Tensor | None:
+        """Return the actions of the last ``ages.max()`` steps, or None if they are not all kept."""
+        longest = int(self.ages.max())
+        if self._length < longest:
+            return None
+        return torch.cat(tuple(self._chunks))[-longest:] if longest else torch.empty(0, len(self.ages))
+
+    def resume(self, actions: Tensor | None, ages: Tensor) -> None:
+        """Continue the log with the result of another's `since_reset`, and its ages."""
+        given = [] if actions is None or not len(actions) else [actions]
+        self.ages, self._chunks, self._length = ages, deque(given), sum(map(len, given))
+
+
+class AppliedCall(NamedTuple):
+    """A function that was called with the environments of all lanes."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    steps: int  # of every lane before the call
+    episodes: list[int]  # [P], the episode that each lane was in; -1 for none that can come again
+
+    def lanes(self, episodes: Sequence[int], *, during: bool) -> list[int]:
+        """The lanes in which the call was made during these episodes [P], or those in which it was made before."""
+        return [lane for lane, own in enumerate(self.episodes) if (own == episodes[lane]) == during]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationRecord:
+    """What brings new simulators to the state of these: for `fork` in memory, for `save` in a file."""
+
+    key: Key
+    episodes: list[int]  # [P], the episode that each lane is in
+    steps: int  # of every lane since `init`
+    unseeded: set[int]  # lanes that get a seed at their next reset in any case
+    ages: Tensor  # [P] int64, steps of the loop since each lane's reset
+    actions: Tensor | None  # [max(ages), P, ...], the latest ones, for simulators that are replayed
+    snapshot: Any  # of simulators that give one
+    last_outcome: Outcome  # which finished lanes repeat
+    calls: list[AppliedCall] = field(default_factory=list)  # of functions, in order
+
+
+class LiveSimulators:
+    """Simulators, and the version of the state that may use them."""
+
+    steps: int  # of every lane since `init`
 
     def __init__(self, env: HostEnv | DeviceEnv, simulators: Simulators | DeviceSimulators) -> None:
         self._finalizer = weakref.finalize(self, simulators.close)  # first of all: Ctrl-C may come at any moment
@@ -58,14 +129,10 @@ class LiveSimulators:
             "funcollect.save(path, state)"
         )
 
-    def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
-        """Take further seeds from `key`, after the episodes with the numbers `episodes` [P] and so many steps."""
-        raise NotImplementedError
-
     def seed_again(self) -> None:
         """Give every lane a seed at its next reset: after a call that did not end, simulators may stand anywhere."""
 
-    def release(self) -> SimulatorHandle[Self]:
+    def release(self) -> SimulatorHandle:
         """Return the handle of the next state."""
         self.busy = False
         return SimulatorHandle(self, self.version)
@@ -94,8 +161,8 @@ class Simulation(LiveSimulators):
         self.action_log = ActionLog(len(self.lanes), LARGEST_LOG if env.forking == "replay" else 0)
         self.last_outcome: Outcome = ((), (), (), ())  # which finished lanes repeat
 
-    @override
     def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
+        """Take further seeds from `key`, after the episodes with the numbers `episodes` [P] and so many steps."""
         self.key, self.episodes, self.steps = key, episodes, steps
         self.calls = [call._replace(episodes=[-1] * len(self.lanes)) for call in self.calls]
         self._seeds: list[tuple[int, list[int]]] = [(0, [])] * len(self.lanes)  # with the episode of the first one
@@ -104,7 +171,7 @@ class Simulation(LiveSimulators):
 
     @override
     def seed_again(self) -> None:
-        self._unseeded = set(range(len(self.lanes)))
+        self.unseeded = set(range(len(self.lanes)))
 
     def _draw_seeds(self, lanes: slice, first: int | None = None) -> None:
         """Draw the seeds of some lanes' episodes from `first`, or from each lane's next one, on: many at once."""
@@ -124,16 +191,10 @@ class Simulation(LiveSimulators):
 
     def _next_seeds(self, lanes: Sequence[int]) -> list[int | None]:
         """The seeds of the next episodes of some lanes, None where the generator of an earlier episode continues."""
-        seeds: list[int | None] = []
-        for lane in lanes:
-            seeded = self._each_episode or lane in self._unseeded
-            seeds.append(self._seed(lane, self.episodes[lane] + 1) if seeded else None)
-        return seeds
-
-    def renew(self) -> None:
-        """Get ready for a reset of all lanes, also after a call that did not end."""
-        if self.renewed is not None and self.renewed.renew():
-            self.seed_again()
+        return [
+            self._seed(lane, self.episodes[lane] + 1) if self._each_episode or lane in self.unseeded else None
+            for lane in lanes
+        ]
 
     def announce(self, restarting: bool) -> None:
         """Announce whether, and how, lanes will be restarted to simulators that can use it."""
@@ -142,18 +203,15 @@ class Simulation(LiveSimulators):
             self.renewed.announce(every, self._next_seeds(every) if restarting else None)
 
     def restart(self, lanes: Sequence[int]) -> None:
-        """Begin the next episode of each of `lanes`.
-
-        Each episode has a seed if the environment takes one per episode, otherwise only the first under a key.
-        """
+        """Begin the next episode of each of `lanes`."""
         seeds = self._next_seeds(lanes)
         for lane in lanes:
             self.episodes[lane] += 1
         self.simulators.reset(lanes, seeds)
-        if self._unseeded:
-            self._unseeded.difference_update(lanes)
-        if self._announced and self.renewed is not None:
-            self.renewed.announce(lanes, self._next_seeds(lanes))
+        if self.unseeded:
+            self.unseeded.difference_update(lanes)
+        if self._announced and self._restarting is not None:
+            self._restarting.announce(lanes, self._next_seeds(lanes))
 
     def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Call a function with the environment of each lane, and note that for copies."""
@@ -171,23 +229,16 @@ class Simulation(LiveSimulators):
         """Describe the state of the simulators."""
         forking = self.env.forking
         return SimulationRecord(
-            key=self.key,
-            episodes=list(self.episodes),
-            steps=self.steps,
-            unseeded=set(self._unseeded),
+            **{name: copy(getattr(self, name)) for name in _PROGRESS},
             ages=self.action_log.ages,
             actions=self.action_log.since_reset() if forking == "replay" else None,
             snapshot=cast(SnapshotSimulators, self.simulators).snapshot() if forking == "snapshot" else None,
-            last_outcome=self.last_outcome,
-            calls=list(self.calls),
         )
 
     def go_on_as(self, record: SimulationRecord) -> None:
         """Take over the saved record, once the simulators have been brought to that state."""
-        self.episodes, self.steps = list(record.episodes), record.steps
-        self._unseeded, self.calls = set(record.unseeded), list(record.calls)
+        vars(self).update({name: copy(getattr(record, name)) for name in _PROGRESS})
         self.action_log.resume(record.actions, record.ages)
-        self.last_outcome = record.last_outcome
 
     def observation(self) -> dict[Path, Tensor]:
         """Return a copy of the current root observation."""
@@ -199,24 +250,21 @@ class Simulation(LiveSimulators):
             array[...] = observation[path].numpy()
 
     def hand_over(self) -> Simulators:
-        """The simulators, for another simulation; this one is closed."""
+        """Return the simulators, for another simulation; this one is closed."""
         self.closed = True
         self._finalizer.detach()
         return self.simulators
 
 
-Held = TypeVar("Held", bound=LiveSimulators, default=Any)
-
-
 @dataclass(frozen=True)
-class SimulatorHandle(Generic[Held]):
+class SimulatorHandle:
     """A state's handle on simulators, which can be used once."""
 
-    simulation: Held
+    simulation: Any  # one of `LiveSimulators`
     version: int
 
-    def claim(self, *, stale: bool = False) -> Held:
-        """Use the handle: return its simulation, and make this and earlier handles stale. Raises as `check` does."""
+    def claim(self, *, stale: bool = False) -> Any:
+        """Return the simulation, and make this and earlier handles stale. Raises as `check` does."""
         self.check(stale=stale)
         if self.simulation.busy:
             self.simulation.seed_again()
@@ -224,18 +272,9 @@ class SimulatorHandle(Generic[Held]):
         self.simulation.busy = True
         return self.simulation
 
-    def give_back(self) -> None:
-        """Undo `claim`: the handle can be used after all."""
-        self.simulation.version = self.version
-        self.simulation.busy = False
-
     def check(self, *, stale: bool = False) -> None:
-        """Raise ClosedError if the simulators were closed, and StaleStateError if a later handle supersedes this one.
-
-        With `stale`, a superseded handle is accepted, as `recover` does. Simulators in other processes are closed for
-        a process that was forked from the one that started them.
-        """
-        held = self.simulation
+        """Raise ClosedError if the simulators were closed; unless `stale`, StaleStateError for a superseded handle."""
+        held: LiveSimulators = self.simulation
         if held.closed:
             raise ClosedError(f"the simulators of {held.env} were closed: make a new state with funcollect.init")
         if held.renewed is not None:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from funcollect.core.simulators.record import AppliedCall, SimulationRecord
-from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
+from funcollect.core.simulators import Simulation, SimulationRecord, SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import statistics_of
 from funcollect.errors import ReplayError
 from funcollect.processes.failures import UnsentResultError
-from funcollect.protocols import HostEnv, SavableSnapshots, Simulators, SimulatorsOfLanes, SnapshotSimulators
+from funcollect.protocols import HostEnv, SavableSnapshots, SimulatorsOfLanes, SnapshotSimulators
 
 
 def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
-    """Describe the state of simulators for `rebuild`.
+    """Describe the state of simulators for `rebuild`; ReplayError if they cannot be rebuilt.
 
-    Raises:
-        ReplayError: if they cannot be rebuilt; the message says what cannot be done, and what to do instead.
+    The message names the `aim`, such as "forked", and the `advice`.
     """
     env = source.env
     if kept := statistics_of(env):
@@ -55,12 +53,7 @@ def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
 
 
 def rebuild(
-    env: HostEnv,
-    record: SimulationRecord,
-    state: CollectorState,
-    *,
-    saved: bool = False,
-    simulators: Simulators | None = None,
+    env: HostEnv, record: SimulationRecord, state: CollectorState, *, saved: bool = False, simulators: Any = None
 ) -> SimulatorHandle:
     """Bring simulators to the recorded state, and compare their observations with those of `state`.
 
@@ -69,7 +62,8 @@ def rebuild(
     copy, returns = Simulation(env, record.key, state.lane, simulators), None
     try:
         if record.calls:
-            _repeat_earlier_calls(copy, record, state)
+            _restart(copy, range(len(record.episodes)), state)
+            _repeat_calls(copy, record)
         if env.forking == "replay":
             returns = _replay(copy, record, state)
         else:
@@ -89,8 +83,8 @@ def rebuild(
 def _replay(copy: Simulation, record: SimulationRecord, state: CollectorState) -> npt.NDArray[np.float64]:
     """Replay every lane's episode from its seed and its actions, all lanes in step; return the rewards' sums [P].
 
-    A lane is reset when its episode begins. It is not stepped before that, since the actions then belong to other
-    episodes and may be illegal in this one, nor after its episode has ended.
+    A lane is reset when its episode begins, and not stepped before that, since the actions then belong to other
+    episodes and may be illegal in this one.
     """
     returns = np.zeros(len(record.ages))
     actions, ages = cast(torch.Tensor, record.actions), record.ages.tolist()
@@ -120,24 +114,14 @@ def _restart(copy: Simulation, lanes: Sequence[int], state: CollectorState) -> N
     copy.restart(lanes)
 
 
-def _repeat_earlier_calls(copy: Simulation, record: SimulationRecord, state: CollectorState) -> None:
-    """Repeat the calls of functions that were made before each lane's current episode, in some other episode."""
-    _restart(copy, range(len(record.episodes)), state)
+def _repeat_calls(copy: Simulation, record: SimulationRecord, steps: int | None = None) -> None:
+    """Repeat the calls of functions after so many steps of the current episodes; None for those before each of them."""
     for call in record.calls:
         replayed = copy.env.forking == "replay"
-        _repeat(copy, call.lanes(record.episodes, during=False) if replayed else range(len(record.episodes)), call)
-
-
-def _repeat_calls(copy: Simulation, record: SimulationRecord, steps: int) -> None:
-    """Repeat the calls of functions that were made after so many steps, in lanes whose current episode had begun."""
-    for call in record.calls:
-        if call.steps == steps and (lanes := call.lanes(record.episodes, during=True)):
-            _repeat(copy, lanes, call)
-
-
-def _repeat(copy: Simulation, lanes: Sequence[int], call: AppliedCall) -> None:
-    with contextlib.suppress(UnsentResultError):  # nobody asks for the results
-        cast(SimulatorsOfLanes, copy.simulators).apply(lanes, call.function, call.args)
+        lanes = call.lanes(record.episodes, during=steps is not None) if replayed else range(len(record.episodes))
+        if steps in (None, call.steps) and lanes:
+            with contextlib.suppress(UnsentResultError):  # nobody asks for the results
+                cast(SimulatorsOfLanes, copy.simulators).apply(lanes, call.function, call.args)
 
 
 def _compare(copy: Simulation, returns: npt.NDArray[np.float64] | None, state: CollectorState, otherwise: str) -> None:

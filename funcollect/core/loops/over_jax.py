@@ -1,0 +1,311 @@
+"""The loops over a JAX environment: one compiled call per rollout, or one per step if the policy runs in Torch.
+
+In the latter, the environment's state and the columns are donated at each step, so they are exported by DLPack only
+after the last one. Each step returns the observation as a separate array, which is copied to the fixed memory that the
+policy reads. On an accelerator nothing waits for the device, unless starts are too costly to be made at each step, so
+that the step has a branch: DLPack orders a reader after the writer. A step's observation and action are kept alive
+until the next step has been started, which is ordered after their last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from typing_extensions import override
+
+from funcollect.core import traced
+from funcollect.core.batch import REWARD, ROOT_FLAGS, checked_batch
+from funcollect.core.loops import eager
+from funcollect.core.loops.blocks import OPTIONS as BLOCKS
+from funcollect.core.loops.blocks import BlockLoop, BlockOptions
+from funcollect.core.request import Request, StepOptions, check_state_kind, is_live, step_options
+from funcollect.core.state import CollectorState, origin_of, policy_start
+from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_step, typed, write_row
+from funcollect.core.traced_step.step import (
+    Row,
+    RunKeys,
+    SpareStarts,
+    StepConfig,
+    after_block,
+    make_step_config,
+    run_keys,
+    starts_are_cheap,
+)
+from funcollect.envs.jax_envs.checks import check_unchanged
+from funcollect.interop.bridge import follow_torch, jax_view, torch_followed, torch_view
+from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.interop.joined_tensors import opened
+from funcollect.interop.memo import memo_of
+from funcollect.interop.memory import fixed
+from funcollect.interop.reads import reads_together
+from funcollect.keys import Key, random_words
+from funcollect.policies.checks import check_apart
+from funcollect.policies.random_policy import RandomPolicy
+from funcollect.policies.torch_in_jax import LoweredPolicy
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
+from funcollect.protocols import BoundParams, Columns, JaxEnv, Policy, traced_values
+from funcollect.specs import ActionSpec, ExplorationType, assemble, torch_dtype
+from funcollect.threefry import hashed_in_jax
+from funcollect.tree import Path
+
+_MANY = 1024  # hashes, from which on a call of a program costs less than NumPy
+
+
+def init(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
+    """Implement `funcollect.init`. The policy's state, which may hold tensors, is made outside the program."""
+    check_unchanged(env)
+    state = _begun(env, key, first_lane, total_lanes, env.params)
+    return state.replace(policy_state=policy_start(policy, key, state.num_lanes, first_lane))
+
+
+def _begun(env: JaxEnv, key: Any, first_lane: int, total_lanes: int, env_params: Any) -> CollectorState:
+    first = partial(traced.init, env, RandomPolicy(env.action_spec), None, total_lanes=total_lanes)
+    begin: Callable[..., CollectorState] = compiled(env, ("init", total_lanes), first)
+    follow_torch(import_jax().local_devices()[0])
+    return begin(key=key, first_lane=first_lane, env_params=env_params)
+
+
+def reset(env: JaxEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False) -> CollectorState:
+    """Implement `funcollect.reset` of the lanes of a mask [P].
+
+    With `stale`, implement `funcollect.recover`: an interrupted collector may have used up the state's memory.
+    """
+    if stale and not is_live(state):
+        begun = _begun(env, state.key, int(state.lane_ids[0]), state.total_lanes, state.env_params)
+        state = state.replace(env_state=begun.env_state.with_used_starts(), observation=begun.observation)
+    place = place_of(state)
+    restart = compiled(env, "reset", partial(traced.reset, env), place=place)
+    follow_torch(*place.device_set)
+    after: CollectorState = restart(state.replace(policy_state=None), lanes.numpy())
+    return after.replace(policy_state=state.policy_state)
+
+
+def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
+    """Implement `funcollect.fork`: the state itself, which is a value, or a copy where a collector would use it up."""
+    place = place_of(state)
+    if not waits_for_host(place):
+        return state
+    follow_torch(*place.device_set)
+    env_state, observation = import_jax().tree.map(import_jax().numpy.copy, (state.env_state, dict(state.observation)))
+    return state.replace(env_state=env_state, observation=observation)  # the other parts are never used up
+
+
+def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
+    """Implement `funcollect.rollout` for a policy that can be traced."""
+    check_unchanged(env)
+    if isinstance(state.policy_state, TorchPolicyState):  # of another policy; JAX cannot take it as an argument
+        check_state_kind(state.policy_state, type(policy.init(state.key, state.num_lanes)))
+    done, place = None, place_of(state)
+    wait = waits_for_host(place)
+    with torch_followed(*place.device_set) if wait else nullcontext():
+        bound = bound_params(policy, request)
+        blocks = block_loop(env, policy, state, request) if wait else None
+    if blocks:
+        done = blocks(bound, state, request.length, owned=request.owned)
+    if done is None:
+        after, columns = program(env, policy, state, request)(bound, state, request.length)
+        done = after, {path: torch_view(column) for path, column in columns.items()}
+    after, leaves = done
+    if len(leaves[REWARD]) > request.length:
+        leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
+    with reads_together() if wait else nullcontext():
+        return after, batch_of(env, policy, state, leaves)
+
+
+def bound_params(policy: Policy, request: Request) -> BoundParams:
+    """Return what a rollout's program reads; it has read it before the rollout ends."""
+    prepare = policy.lend if isinstance(policy, LoweredPolicy) else policy.prepare
+    return prepare(request.params), traced_values(request.exploration)
+
+
+def waits_for_host(place: Any) -> bool:
+    """Whether branches, and loops to a traced length, wait for the host on the devices of this sharding."""
+    return any(device.platform != "cpu" for device in place.device_set)
+
+
+def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Callable[..., Any]:
+    """Return the compiled loop, with branches, for the static part of a request."""
+    capacity, options = bucket(request.length), step_options(env, request)
+    which = ("rollout", origin_of(env), state.num_lanes, options, capacity)
+    return compiled(policy, which, partial(_loop, env, policy, options, capacity), place=place_of(state))
+
+
+def block_loop(
+    env: JaxEnv, policy: Policy, state: CollectorState, request: Request, options: BlockOptions = BLOCKS
+) -> BlockLoop:
+    """Return the loop in blocks for the static part of a request, made once for a policy."""
+    fixed, place = step_options(env, request), place_of(state)
+    which = (origin_of(env), state.num_lanes, fixed, options.key)
+    made: dict[Hashable, BlockLoop] = memo_of(policy).setdefault("blocks", {})
+    if (which, place) not in made:
+        config = make_step_config(env, policy, state.num_lanes, fixed, branches=False)
+        bound = bound_params(policy, request)
+        made[which, place] = BlockLoop(config, bound, state, which, place, options)
+    return made[which, place]
+
+
+def place_of(state: CollectorState) -> Any:
+    """Return the sharding of a state; raise ValueError if it lies on several devices, since Torch cannot read it."""
+    place = state.lane.sharding
+    if len(place.device_set) > 1:
+        raise ValueError(
+            f"the state lies on {len(place.device_set)} devices, expected one: call funcollect.traced.rollout in your "
+            "own shard_map and funcollect.deliver on its result, or gather the state with jax.device_put"
+        )
+    return place
+
+
+def _loop(
+    env: JaxEnv, policy: Policy, options: StepOptions, capacity: int, bound: BoundParams, state: Any, length: Any
+) -> Any:
+    """Trace the loop. The trip count is traced, since XLA would round a loop of one step differently."""
+    config = make_step_config(env, policy, state.num_lanes, options)
+    bound, keys = opened(bound), run_keys(state.key, state.lane)
+
+    def body(t: Any, carry: tuple[CollectorState, Row]) -> tuple[CollectorState, Row]:
+        state, row = recorded_step(config, bound, carry[0], keys)
+        return state, write_row(carry[1], row, t)
+
+    columns = empty_columns(config, bound, state, capacity)
+    after, columns = import_jax().lax.fori_loop(0, length, body, (state, columns))
+    return after, columns | constant_columns(state, capacity)
+
+
+def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor]) -> TensorDict:
+    """Return the batch of columns [T, P, ...], checked."""
+    leaves = typed(leaves, env)
+    names = [path for path in leaves if len(path) == 1 and path not in ROOT_FLAGS and path not in state.observation]
+    outputs = policy.finish({path: leaves.pop(path) for path in names}, env.action_spec)
+    return checked_batch(env, leaves | outputs)
+
+
+def run_crossing(
+    env: JaxEnv, policy: Policy, state: CollectorState, request: Request
+) -> tuple[CollectorState, TensorDict]:
+    """Implement `funcollect.rollout` for a policy that runs in Torch."""
+    check_unchanged(env)
+    return eager.run(_CrossingStepper(env, policy, state, request), partial(_draw_words, env))
+
+
+def _draw_words(env: JaxEnv, keys: Any, numbers: Any, width: int) -> Any:
+    """Return what `random_words` does. Many words are hashed by XLA, which is several times faster than NumPy."""
+    draws, length, cpu = -(-width // 2), len(numbers), import_jax().local_devices(backend="cpu")[0]
+    if length * len(keys[0]) * draws < _MANY:
+        return random_words(keys, numbers, width)
+    hashes = compiled(env, ("hashes", draws), partial(_hashes, draws))
+    steps = np.zeros((bucket(length), 1), np.uint64)
+    steps[:length] = numbers
+    with import_jax().default_device(cpu):
+        words = hashes(keys, (steps & 0xFFFFFFFF).astype(np.uint32), (steps >> 32).astype(np.uint32))
+    return np.asarray(words).reshape(len(steps), len(keys[0]), -1)[:length, :, :width]
+
+
+def _hashes(draws: int, keys: Any, low: Any, high: Any) -> Any:
+    """Hash the steps [T, 1], given as their low and high words: [T, P, draws, 2]."""
+    jnp = import_jax().numpy
+    one = jnp.arange(1, 1 + draws, dtype=jnp.uint32) | high[..., None] << np.uint32(16)
+    pair = keys[0][:, None], keys[1][:, None]
+    return jnp.stack(hashed_in_jax(pair, one, low[..., None]), -1)
+
+
+class _CrossingStepper(eager.Stepper):
+    """The state and the columns in JAX, donated at each step, and the observation in Torch that the policy reads."""
+
+    def __init__(self, env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> None:
+        # The actor reads a NumPy key and tensors.
+        read = {name: torch_view(getattr(state, name)).cpu() for name in ("lane", "step")}
+        super().__init__(env, policy, state.replace(key=np.asarray(state.key), steps=state.steps_made, **read), request)
+        self._before, place = state, place_of(state)
+        # The actor explores and makes the random steps.
+        options = step_options(env, request)._replace(exploration_type=ExplorationType.RANDOM, random_steps=0)
+        self._config = config = StepConfig(
+            env=env,
+            policy=RandomPolicy(env.action_spec),  # any policy without a state
+            answer=lambda action, policy_state, *_: (policy_state, {"action": action}),  # which Torch chose
+            options=options,
+            branches=not (waits_for_host(place) and starts_are_cheap(env, state.env_params)),
+        )
+        which = (state.num_lanes, options, config.branches)
+        capacity = bucket(request.length)
+        begin = compiled(env, ("crossing", capacity, *which), partial(_begin, config, capacity), place=place)
+        follow_torch(*place.device_set)
+        self._advance = compiled(env, ("crossing", *which), partial(_advance, config), donate_argnums=(0, 1))
+        self._now, self.columns, self._constants, self._keys = begin(state.replace(policy_state=None))
+        dtypes = {leaf.path: torch_dtype(leaf.dtype) for leaf in env.observation_leaves}
+        self._root = {path: fixed(torch_view(state.observation[path]).to(dtype)) for path, dtype in dtypes.items()}
+        self.observation = assemble(env.observation_space, self._root)
+        self.waits = any(root.device.type != "cpu" for root in self._root.values())
+        self._into_jax = _crosser(env.action_spec, state.lane.device)
+        self._restarts_matter = policy.remembers(state.policy_state)
+        self._held: Any = None
+
+    @override
+    def step(self, t: int, action: Any) -> Tensor | None:
+        """See `Stepper`; observations are recorded by the step itself, from memory that no policy writes."""
+        crossed = self._into_jax(action)
+        self._now, self.columns, root, fresh = self._advance(self._now, self.columns, self._keys, np.int32(t), crossed)
+        for path, value in root.items():
+            if self.waits:
+                self._root[path].copy_(torch_view(value))
+            else:
+                self._root[path].numpy()[...] = np.asarray(value)
+        self._held = (root, crossed)
+        if not self._restarts_matter:
+            return None
+        begun = torch_view(fresh)
+        return begun if self.waits or bool(begun.any()) else None
+
+    @override
+    def deliver(self, outputs: Columns) -> tuple[dict[str, Tensor], TensorDict]:
+        check_apart(outputs, self.state.observation)
+        recorded = {**self.columns, **self._constants}
+        columns = {path: torch_view(column)[: self.request.length] for path, column in recorded.items()}
+        return {}, checked_batch(self.env, typed(columns, self.env) | outputs)
+
+    @override
+    def after(self, policy_state: Any, counters: dict[str, Tensor]) -> CollectorState:
+        after: CollectorState = self._now
+        if not self._config.branches:
+            begun, current = after.episode != self._before.episode, after.env_state.current
+            after = after.changed(env_state=after_block(self.env, self._before.env_state, current, begun))
+        return after.replace(policy_state=policy_state)
+
+
+def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[CollectorState, Row, Row, RunKeys]:
+    """Return a copy of the state, which may be donated, empty and constant columns, and the keys of the run."""
+    jax = import_jax()
+    spec = config.env.action_spec
+    action = jax.ShapeDtypeStruct((state.num_lanes, *spec.shape), _jax_dtype(spec))
+    columns = empty_columns(config, action, state, capacity)
+    del columns["action",]  # the actor records the policy's outputs
+    copied: CollectorState = jax.tree.map(jax.numpy.copy, state)
+    if not config.branches:  # starts are made at each step
+        copied = copied.changed(env_state=SpareStarts(copied.env_state.current, (), jax.numpy.copy(state.episode)))
+    return copied, columns, constant_columns(state, capacity), run_keys(state.key, state.lane)
+
+
+def _advance(config: StepConfig, state: CollectorState, columns: Row, keys: RunKeys, t: Any, action: Any) -> Any:
+    """Return the next state, the columns with row `t`, the next observation, and which lanes begin an episode."""
+    after, row = recorded_step(config, action.astype(_jax_dtype(config.env.action_spec)), state, keys)
+    fresh = row["next", "done"] if config.options.reset_when_done else import_jax().numpy.zeros_like(after.terminated)
+    return after, write_row(columns, row, t), after.observation, fresh
+
+
+def _jax_dtype(spec: ActionSpec) -> Any:
+    return import_jax().dtypes.canonicalize_dtype(spec.space.dtype if not spec.one_hot else np.int64)
+
+
+def _crosser(spec: ActionSpec, device: Any) -> Callable[[Any], Any]:
+    """Return a function that brings an action [P, ...] to the environment's device."""
+    if device.platform == "cpu":  # a NumPy view is cheapest; the call has read it before its observation is available
+        return lambda action: torch.as_tensor(action).detach().cpu().to(spec.dtype).numpy()
+    narrow = torch.int32 if spec.dtype == torch.int64 else spec.dtype
+    place = torch_view(import_jax().numpy.zeros((), device=device)).device
+    return lambda action: jax_view(torch.as_tensor(action).detach().to(place, narrow).contiguous())

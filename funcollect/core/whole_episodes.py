@@ -1,0 +1,184 @@
+"""Rollouts until episodes are whole: `evaluate` returns their statistics, `rollout_trajectories` their frames."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import torch
+from tensordict import TensorDictBase
+
+from funcollect.arguments import check_choice, check_kind, check_positive
+from funcollect.core.api import close, init, rollout, run
+from funcollect.core.request import NO_VALUES, Request, Value, check_state
+from funcollect.core.state import Array, CollectorState
+from funcollect.envs.base import ends_episodes
+from funcollect.envs.host.host_env import statistics_of
+from funcollect.errors import EnvError, EvaluationError
+from funcollect.protocols import Env, Policy
+from funcollect.specs import ExplorationType
+from funcollect.trajectories.split import split_trajectories
+from funcollect.trajectories.stats import EpisodeStats, episode_stats
+from funcollect.trajectories.whole_trajectories import PendingTrajectories, TrajectoryFormat
+from funcollect.tree import Path
+
+_STEPS_AT_ONCE = 128
+
+
+def evaluate(
+    env: Env,
+    policy: Policy,
+    *,
+    episodes: int,
+    seed: int | None,
+    params: Any = None,
+    max_frames: int = 10_000_000,
+    exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
+) -> EpisodeStats:
+    """Return the statistics of exactly `episodes` whole episodes, run on new simulators.
+
+    Each lane contributes its first episodes, since the first ones to finish would be short ones. If `episodes` is not a
+    multiple of the number of lanes, the first lanes contribute one more. Warns if the first episode, started again from
+    its seed, begins with another observation: the environment then keeps something from episode to episode.
+
+    An instance that is in use by a state is rebuilt from its spec. The same `seed` gives the same statistics; None
+    draws one. `params` are those to act with, None for the policy's own. The evaluation gives up after `max_frames`
+    frames over all lanes.
+
+    Raises:
+        EvaluationError: if `max_frames` is not enough, and for an environment whose wrappers normalise by running
+            statistics (Gymnasium's `NormalizeObservation`, TorchRL's `VecNorm`), which new simulators lack.
+        EnvError: if an environment raises, or a process of its lanes is lost.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=4)
+    >>> len(evaluate(env, fc.random_policy(env), episodes=10, seed=0))
+    10
+    """
+    check_positive("episodes", episodes)
+    check_positive("max_frames", max_frames)
+    if kept := statistics_of(env):
+        raise EvaluationError(
+            f"{env} cannot be evaluated: {kept}, which new simulators lack: normalise in the policy "
+            "(funcollect.normalized; funcollect.scale_rewards for rewards), or evaluate over wrappers that hold a copy "
+            "of the trained statistics and are frozen (update_running_mean=False)"
+        )
+    state = init(env, policy, seed=seed)
+    first = dict(state.observation)
+    lanes = torch.arange(state.num_lanes)
+    quota = episodes // state.num_lanes + (lanes < episodes % state.num_lanes).long()
+    parts: list[EpisodeStats] = []
+    finished = torch.zeros_like(quota)
+    try:
+        while bool((finished < quota).any()):
+            if state.frames >= max_frames:
+                raise EvaluationError(
+                    f"{int(finished.minimum(quota).sum())} of {episodes} episodes ended within max_frames={max_frames}"
+                    ": raise max_frames, or give the environment a time limit"
+                )
+            length = min(_STEPS_AT_ONCE, -(-(max_frames - state.frames) // state.num_lanes))
+            state, batch = rollout(env, policy, state, length, params=params, exploration_type=exploration_type)
+            parts.append(episode_stats(batch, parts[-1] if parts else None))
+            finished += torch.bincount(parts[-1].lanes, minlength=len(quota))
+        if env.backend == "host" and env.seeding == "episode":
+            _warn_if_kept(env, state, first)
+    finally:
+        close(state)
+    stats = EpisodeStats.concatenate(parts)
+    first_ones = [(stats.lanes == lane).nonzero()[:count, 0] for lane, count in enumerate(quota.tolist())]
+    return stats.select(torch.cat(first_ones))
+
+
+def _warn_if_kept(env: Env, state: CollectorState, first: Mapping[Path, torch.Tensor]) -> None:
+    """Warn if the first episode of lane 0, started again from its seed, does not begin with `first` [P, ...]."""
+    simulation = state.env_state.claim()
+    simulation.episodes[0] = -1
+    with contextlib.suppress(EnvError):
+        simulation.restart([0])
+        again = simulation.observation()
+        if not all(torch.equal(again[path][0].nan_to_num(), row[0].nan_to_num()) for path, row in first.items()):
+            warnings.warn(
+                f"{env}: an episode begun again from its seed begins with another observation. The environment keeps "
+                "something from episode to episode (a wrapper's running statistics?), which an evaluation on new "
+                "simulators lacks, or it draws from an unseeded generator: run funcollect.testing.check_env",
+                stacklevel=3,
+            )
+
+
+def rollout_trajectories(
+    env: Env,
+    policy: Policy,
+    state: CollectorState[Array],
+    count: int,
+    pending: PendingTrajectories | None = None,
+    *,
+    params: Any = None,
+    exploration_type: ExplorationType = ExplorationType.RANDOM,
+    exploration: Mapping[str, Value] = NO_VALUES,
+    max_frames_per_traj: int | None = None,
+    traj_format: TrajectoryFormat = "cat",
+    length: int = 64,
+) -> tuple[CollectorState[Array], TensorDictBase, PendingTrajectories]:
+    """Run all lanes until `count` trajectories are whole, and return these.
+
+    They are the ones that began first, by the step of their first frame, then by lane; those that merely end first
+    would be short ones. Frames of other trajectories are kept as `pending`, so that two calls with a count of 2 return
+    the trajectories of one call with 4. Trajectories that had begun before the first call are left out.
+
+    `pending` is that of the last call; None for the first one. `max_frames_per_traj` may be None if the environment
+    truncates. `traj_format` is ``"cat"`` for one trajectory after another, ``[F]``, or ``"padded"`` for ``[N, Tmax]``,
+    as `split_trajectories` returns them. Rollouts have `length` steps. The other arguments are those of `rollout`.
+
+    Returns:
+        The next state, the trajectories with the keys of `rollout`, and the other frames.
+
+    Raises:
+        TypeError, ValueError: for a bad argument; also if neither the environment nor `max_frames_per_traj` truncates
+            trajectories, since one that never ends would be waited for.
+        StaleStateError, EnvError, PolicyError: as `rollout` does. Frames since the call are lost then.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> state = fc.init(env, policy, seed=0)
+    >>> state, batch, pending = fc.rollout_trajectories(env, policy, state, 3)
+    >>> int(batch["next", "done"].sum()), batch["collector", "traj_ids"].unique().tolist()
+    (3, [0, 1, 2])
+    >>> state, batch, pending = fc.rollout_trajectories(env, policy, state, 1, pending)
+    >>> batch["collector", "traj_ids"].unique().tolist()  # it began before 3, in the other lane
+    [4]
+    """
+    check_state(env, state, "rollout_trajectories", live=False)
+    check_positive("count", count, 16)
+    check_kind("pending", pending, (PendingTrajectories, type(None)), "pass the pending frames of the last call")
+    check_choice("traj_format", traj_format, get_args(TrajectoryFormat))
+    request = Request(
+        length=length,
+        params=params,
+        exploration_type=exploration_type,
+        exploration=exploration,
+        max_frames_per_traj=max_frames_per_traj,
+    )
+    check_limited(is_limited(env, max_frames_per_traj), repr(env))
+    pending = PendingTrajectories() if pending is None else pending
+    while (taken := pending.take(count)) is None:
+        state, batch = run(env, policy, state, request)
+        pending = pending.add(batch)
+    frames, pending = taken
+    return state, (split_trajectories(frames) if traj_format == "padded" else frames).lock_(), pending
+
+
+def is_limited(env: Env, max_frames_per_traj: int | None) -> bool:
+    """Whether every trajectory ends after some number of steps."""
+    return (max_frames_per_traj is not None and max_frames_per_traj > 0) or ends_episodes(env)
+
+
+def check_limited(limited: bool, env: str) -> None:
+    """Raise ValueError if trajectories of the environment with this name may never end."""
+    if not limited:
+        raise ValueError(
+            f"{env} is not known to truncate episodes, so a whole trajectory might be waited for without end: pass "
+            "max_frames_per_traj or, if it ends them by itself, give its class an attribute truncates = True"
+        )
