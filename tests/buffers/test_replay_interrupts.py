@@ -39,26 +39,28 @@ def interrupted_after(lines):
         sys.settrace(before)
 
 
-def make(sampler):
-    return fc.ReplayBuffer(storage=fc.LazyTensorStorage(8), sampler=sampler(), batch_size=4)
+def make(by_priority):
+    sampler = fc.PrioritizedSampler(8, alpha=1.0, beta=1.0) if by_priority else fc.SliceSampler(slice_len=2)
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(8), sampler=sampler, batch_size=4)
+    return buffer, buffer.extend(frames(0))
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [lambda: fc.samplers.SliceSampler(slice_len=2), lambda: fc.samplers.PrioritizedSampler(8, alpha=1.0, beta=1.0)],
-)
-def test_an_extend_is_wholly_done_or_not_at_all(sampler):
-    seen = set()
+def interrupted(change, by_priority):
+    """The buffers whose change was interrupted at one line after another, until it ends first."""
     for lines in itertools.count(0, STEP):
-        buffer = make(sampler)
-        buffer.extend(frames(0))
+        buffer, slots = make(by_priority)
         try:
             with interrupted_after(lines):
-                buffer.extend(frames(6))
+                change(buffer, slots)
+            return
         except KeyboardInterrupt:
-            pass
-        else:
-            break
+            yield buffer
+
+
+@pytest.mark.parametrize("by_priority", [False, True])
+def test_an_extend_is_wholly_done_or_not_at_all(by_priority):
+    seen = set()
+    for buffer in interrupted(lambda buffer, _: buffer.extend(frames(6)), by_priority):
         held = sorted(buffer[:]["a"].tolist())
         assert held == sorted(buffer[:]["b"].tolist())
         assert held in ([*range(6)], [*range(4, 12)])
@@ -71,15 +73,9 @@ def test_an_extend_is_wholly_done_or_not_at_all(sampler):
 
 
 def test_priorities_are_all_set_or_none():
-    for lines in itertools.count(0, STEP):
-        buffer = make(lambda: fc.samplers.PrioritizedSampler(8, alpha=1.0, beta=1.0))
-        slots = buffer.extend(frames(0))
-        buffer.update_priority(slots, torch.ones(6))
-        try:
-            with interrupted_after(lines):
-                buffer.update_priority(slots[:3], torch.zeros(3))
-        except KeyboardInterrupt:
-            drawn = {index for _ in range(30) for index in buffer.sample()["a"].tolist()}
-            assert drawn in ({*range(6)}, {3, 4, 5})
-        else:
-            break
+    def change(buffer, slots):
+        buffer.update_priority(slots[:3], torch.zeros(3))
+
+    for buffer in interrupted(change, True):
+        drawn = {index for _ in range(30) for index in buffer.sample()["a"].tolist()}
+        assert drawn in ({*range(6)}, {3, 4, 5})
