@@ -70,8 +70,7 @@ class Trajectories:
     def frames(self, leaves: Mapping[Path, Tensor], lead: tuple[int, ...], start: int, by_lane: bool = True) -> Frames:
         """The frames of a batch ``[*lead]``, numbered from `start` on; the arrays may be views of the batch.
 
-        Without ids, lanes identify trajectories, but not unless `by_lane`. ValueError if the batch lacks a key, a leaf
-        is not one number per frame, or lanes have the same id.
+        ValueError if it lacks a key, or ids unless `by_lane`, a leaf is not one number per frame, or lanes share an id.
         """
         ids = _column(leaves, lead, self.traj_key, _IDS)
         ends = _column(leaves, lead, self.end_key, (("next", "done"),))

@@ -149,7 +149,7 @@ class SamplerWithoutReplacement(RandomSampler):
 
     @override
     def load(self, state: Arrays) -> None:
-        self._left: Ints = state.get("left", np.zeros(0, np.int64))
+        self._left = state.get("left", np.zeros(0, np.int64))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"

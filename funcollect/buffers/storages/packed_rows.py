@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,8 @@ _CARRIERS = {
 _Form = tuple[tuple[int, ...], torch.dtype]  # the shape and the dtype of a leaf in one frame
 
 
-class Column(NamedTuple):
+@dataclass(frozen=True)
+class Column:
     """The place of a leaf in a row."""
 
     path: Path
