@@ -39,7 +39,7 @@ _Form = tuple[tuple[int, ...], torch.dtype]  # the shape and the dtype of a leaf
 
 
 @dataclass(frozen=True)
-class Column:
+class PackedLeaf:
     """The place of a leaf in a row."""
 
     path: Path
@@ -94,10 +94,10 @@ class RowLayout:
 
     def __init__(self, leaves: Mapping[Path, _Form], item_dims: tuple[int, ...] = (), structure: Any = None) -> None:
         self.item_dims, self.structure = item_dims, structure
-        offset, columns = 0, dict[Path, Column]()
+        offset, columns = 0, dict[Path, PackedLeaf]()
         for path, (shape, dtype) in sorted(leaves.items(), key=lambda leaf: (-leaf[1][1].itemsize, str(leaf[1][1]))):
             count = math.prod(shape)
-            columns[path] = Column(path, shape, dtype, offset, count, count * dtype.itemsize)
+            columns[path] = PackedLeaf(path, shape, dtype, offset, count, count * dtype.itemsize)
             offset += columns[path].nbytes
         self.columns, self._paths = [columns[path] for path in leaves], {*leaves}
         self._nested = nest({path: index for index, path in enumerate(leaves)}) if structure is None else {}
@@ -227,7 +227,7 @@ def time_major(leaf: Tensor, ndim: int) -> Tensor:
     return leaf.movedim(ndim - 1, 0) if ndim > 1 else leaf
 
 
-def _elements(leaf: Tensor, column: Column, bytes_: np.dtype[np.void]) -> npt.NDArray[np.void]:
+def _elements(leaf: Tensor, column: PackedLeaf, bytes_: np.dtype[np.void]) -> npt.NDArray[np.void]:
     """The frames of a leaf ``[*B, ...]``, which is not empty, each as one element of bytes: [N]."""
     if column.dtype in _CARRIERS:
         leaf = leaf.view(_CARRIERS[column.dtype])
@@ -281,9 +281,9 @@ class FrameLayout:
         """A description in numbers and strings; TypeError for trees."""
         return {"batch": self.batch.to_json(), "planes": [*self.planes.items()]}
 
-    def kinds(self) -> dict[tuple[int, int, torch.dtype], list[Column]]:
+    def kinds(self) -> dict[tuple[int, int, torch.dtype], list[PackedLeaf]]:
         """The shared leaves by the number of their planes, and the planes' number of values and dtype."""
-        found: dict[tuple[int, int, torch.dtype], list[Column]] = {}
+        found: dict[tuple[int, int, torch.dtype], list[PackedLeaf]] = {}
         for leaf in self.batch.columns:
             if count := self.planes.get(leaf.path):
                 found.setdefault((count, leaf.count // count, leaf.dtype), []).append(leaf)
