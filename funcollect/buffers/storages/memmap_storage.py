@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +102,9 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     def _create(self, path: Path, layout: FrameLayout) -> tuple[Tensor, SharedLeaves]:
         """Create the file, and those for planes."""
-        files: list[RowsInFile] = []
-
-        def planes_of(words: int) -> RowsInFile:
-            files.append(RowsInFile(path.with_name(PLANES.format(secrets.token_hex(8))), words))
-            return files[-1]
-
-        shared = SharedLeaves(layout, planes_of, self.max_size)
         saved = layout.to_json() if layout.rows.structure is None else {}
-        names = [file.path.name for file in files]
+        names = [PLANES.format(secrets.token_hex(8)) for _ in layout.kinds()]
+        shared = SharedLeaves(layout, [partial(RowsInFile, path.with_name(name)) for name in names], self.max_size)
         header = np.frombuffer(json.dumps({**saved, "max_size": self.max_size, "files": names}).encode(), np.uint8)
         offset = -(-(_JSON * _WORD + len(header)) // _PAGE) * _PAGE // _WORD  # words before the first row
         # The file gets its name once it is complete. An old file is replaced, not truncated: a process that has mapped
@@ -181,5 +176,6 @@ def attach(directory: Path) -> tuple[RowsFile, FrameLayout, SharedLeaves]:
     file = RowsFile(words)
     if "batch" not in file.header:
         raise TypeError("the storage holds trees, whose structure is not in its file: store TensorDicts for readers")
-    layout, names = FrameLayout.from_json(file.header), iter(file.header["files"])
-    return file, layout, SharedLeaves(layout, lambda words: RowsInFile(directory / next(names), words, reading=True))
+    layout = FrameLayout.from_json(file.header)
+    planes = [partial(RowsInFile, directory / name, reading=True) for name in file.header["files"]]
+    return file, layout, SharedLeaves(layout, planes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -181,16 +181,16 @@ class PlanePool:
 class SharedLeaves:
     """The planes of shared leaves, if there are any, for reading, or to store those of up to `max_size` frames.
 
-    The methods take `rows` [N, words] of this layout of frames. `rows_of` returns the rows for planes of so many words,
-    once for each kind of shared leaf. `max_size` is 0 for reading.
+    The methods take `rows` [N, words] of this layout of frames. For each kind of shared leaf, there is a function that
+    returns the rows for planes of so many words. `max_size` is 0 for reading.
     """
 
-    def __init__(self, layout: FrameLayout, rows_of: Callable[[int], GrowingRows], max_size: int = 0) -> None:
+    def __init__(self, layout: FrameLayout, rows: Iterable[Callable[[int], GrowingRows]], max_size: int = 0) -> None:
         self.pools: list[PlanePool] = []
         self._layout = layout.rows
         self._planes: list[tuple[RowLayout, GrowingRows]] = []
         kinds: dict[KeyPath, tuple[int, tuple[int, ...]]] = {}
-        for (_, size, dtype), leaves in layout.kinds().items():
+        for ((_, size, dtype), leaves), rows_of in zip(layout.kinds().items(), rows, strict=False):
             plane = RowLayout({_PLANE: ((size,), dtype)})
             kinds |= {leaf.path: (len(self._planes), leaf.shape) for leaf in leaves}
             self._planes.append((plane, rows_of(plane.words)))

@@ -8,6 +8,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,7 +125,7 @@ class LazyTensorStorage(Storage):
                 rows = torch.from_numpy(np.zeros((self.max_size, layout.rows.words), np.int64))
             else:
                 rows = torch.empty(self.max_size, layout.rows.words, dtype=torch.int64, device=self.device)
-        return rows, SharedLeaves(layout, GrowingRows, self.max_size)
+        return rows, SharedLeaves(layout, repeat(GrowingRows), self.max_size)
 
     def _open(self) -> tuple[FrameLayout, Tensor, SharedLeaves]:
         if self.layout is None or self._rows is None or self._shared is None:
