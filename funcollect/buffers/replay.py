@@ -316,7 +316,6 @@ class _PrefetchedSample(NamedTuple):
 
 
 def _copied(leaf: Any) -> Any:
-    """A copy of a TensorDict, a tensor or an array; other leaves themselves."""
     if isinstance(leaf, Tensor) or is_tensor_collection(leaf):
         return leaf.clone()
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

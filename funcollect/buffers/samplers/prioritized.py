@@ -121,7 +121,6 @@ class PrioritizedSampler(RandomSampler):
             self._highest = max(self._highest, highest)
 
     def _weights(self, priority: Floats) -> Floats:
-        """The weights [N], to which probabilities are proportional, of priorities [N]."""
         return np.asarray((priority + self.eps) ** self.alpha)
 
     def _check(self, memory: BufferView) -> None:

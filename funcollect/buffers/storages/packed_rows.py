@@ -159,10 +159,7 @@ class RowLayout:
                 )
 
     def pack(self, rows: Tensor, leaves: Mapping[Path, Tensor], ndim: int, first: int = 0) -> None:
-        """Write N frames of ``[*B, ...]`` leaves, beginning with frame `first`, to `rows` [N, words].
-
-        The `ndim` dimensions ``*B`` have time last. Frames are ordered by time, then by lane.
-        """
+        """Write N frames of leaves ``[*B, T, ...]`` from `first` on, by time, then by lane, to `rows` [N, words]."""
         number = len(rows)
         if not rows.is_cpu:
             source = next(iter(leaves.values())).device

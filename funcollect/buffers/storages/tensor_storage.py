@@ -250,10 +250,7 @@ class SegmentFiles(NamedTuple):
         return Segment(start, stop, crc, [len(each) for each in planes])
 
     def load(self, segments: Sequence[Any]) -> None:
-        """Read the frames of these files, oldest first; ValueError if the files were damaged.
-
-        A file may begin with frames that the ring did not hold any more. Later ones take their places again.
-        """
+        """Read the frames of these files, oldest first: later ones overwrite those that the ring had lost already."""
         for segment in (Segment(*each) for each in segments):
             rows, *planes = self._read(segment)
             slots = np.arange(segment.start, segment.stop) % len(self.rows)
