@@ -1,10 +1,7 @@
 """Writes and reads dumps of a buffer: frames, trajectory index, sampler and generator.
 
-Each dump is written to a new directory, next to the previous one. It becomes current when a small file that
-names it is renamed, so an interrupted dump leaves the previous one intact. The files contain no code.
-
-Rows of frames are written in the order of the frames, in files that are never changed. A dump links those of an earlier
-one, so that it writes only the frames that are new.
+Each dump is written to a new directory, next to the previous one, whose files of frames it links. It becomes current
+when a small file that names it is renamed, so an interrupted dump leaves the previous one intact.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from funcollect.buffers.trajectory_index import TrajectoryIndex
 from funcollect.files import read_arrays, replacing, sync
 from funcollect.messages import shown
 
-_FORMAT = 3
+_FORMAT = 4
 _POINTER, _META, _ARRAYS = "current", "meta.json", "arrays.npz"
 
 
@@ -40,7 +37,7 @@ class Contents(NamedTuple):
 
     @property
     def parts(self) -> dict[str, Sampler | TrajectoryIndex]:
-        """The parts whose state is a dict of arrays; the name of a part is the prefix of its arrays."""
+        """The parts whose state is a dict of arrays, by the prefix of their names."""
         index = self.memory.index
         return {"sampler": self.sampler} if index is None else {"sampler": self.sampler, "trajectories": index}
 
@@ -63,8 +60,7 @@ class Contents(NamedTuple):
 def dump(root: Path, contents: Contents, base: Path | None = None) -> None:
     """Make a dump of the contents the current one of the directory `root`.
 
-    Frames that the dump in `root`, or the one in `base`, has already are linked. If that dump is damaged, or a file of
-    it is gone, all frames are written.
+    Frames that the dump in `root` or `base` has already are linked, unless it is damaged.
     """
     root.mkdir(parents=True, exist_ok=True)
     former = _current(root)
@@ -91,7 +87,7 @@ def dump(root: Path, contents: Contents, base: Path | None = None) -> None:
 
 
 def _earlier(name: str | None, *directories: Path | None) -> Dumped | None:
-    """The dump with this name, if one of the directories has it: it holds the ring's first frames."""
+    """The dump with this name, which holds the ring's first frames, if one of the directories has it."""
     for directory in directories:
         if directory is not None and name is not None and (directory / _META).exists():
             meta = _read_meta(directory)
@@ -101,7 +97,6 @@ def _earlier(name: str | None, *directories: Path | None) -> Dumped | None:
 
 
 def _write_files(directory: Path, contents: Contents, name: str, earlier: Dumped | None) -> None:
-    """Write the files of one dump: frames, a JSON description, and the arrays of sampler, index and generator."""
     # An interrupted dump may have left links, and writing to one changes the linked file.
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
@@ -150,24 +145,20 @@ def load(root: Path, contents: Contents, allow_pickle: bool) -> None:
                 f"{name} of the dump is {meta.get(name)}, of this buffer {mine}: build the buffer like the one that "
                 "was dumped before loading"
             )
+    memory, _, generator = contents
     try:
-        _read_files(found, meta, contents, allow_pickle)
+        memory.written, memory.dumped = meta["written"], meta["name"]
+        lanes, memory.since = meta["lanes"]
+        memory.lanes = None if lanes is None else tuple(lanes)
+        arrays = read_arrays(found / _ARRAYS)
+        frames = range(memory.written - len(memory), memory.written)
+        memory.storage.load(frames, Dumped(found, meta["frames"]), allow_pickle)
+        for name, part in contents.parts.items():
+            prefix = f"{name}."
+            part.load({key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)})
+        if generator is not None and "generator" in arrays:
+            generator.set_state(torch.from_numpy(arrays["generator"]))
     except (OSError, EOFError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(
             f"{found} cannot be read ({error!r}): the dump is damaged, or too large for this machine"
         ) from error
-
-
-def _read_files(directory: Path, meta: dict[str, Any], contents: Contents, allow_pickle: bool) -> None:
-    memory, _, generator = contents
-    memory.written, memory.dumped = meta["written"], meta["name"]
-    lanes, memory.since = meta["lanes"]
-    memory.lanes = None if lanes is None else tuple(lanes)
-    arrays = read_arrays(directory / _ARRAYS)
-    frames = range(memory.written - len(memory), memory.written)
-    memory.storage.load(frames, Dumped(directory, meta["frames"]), allow_pickle)
-    for name, part in contents.parts.items():
-        prefix = f"{name}."
-        part.load({key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)})
-    if generator is not None and "generator" in arrays:
-        generator.set_state(torch.from_numpy(arrays["generator"]))

@@ -21,8 +21,7 @@ _TRIES = 4  # random draws per slice before all frames are searched
 class JaxRing(NamedTuple):
     """The newest steps of every lane.
 
-    >>> import jax.numpy as jnp
-    >>> import funcollect as fc
+    >>> import funcollect as fc, jax.numpy as jnp
     >>> ring = fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10)
     >>> ring.data["x"].shape, int(ring.written)
     ((10, 3), 0)
@@ -35,19 +34,13 @@ class JaxRing(NamedTuple):
 
 
 def init(example: Any, *, steps: int, lanes: int | None = None) -> JaxRing:
-    """An empty ring.
+    """An empty ring for `steps` steps of each lane.
 
-    Args:
-        example: a pytree of arrays, or of shapes and dtypes, ``[T, L, ...]``, like the batches for `extend`; for
-            example the result of `jax.eval_shape` on `funcollect.traced.rollout`.
-        steps: the capacity in steps of each lane.
-        lanes: L, which the example must have; by default that of the example.
+    The example is a pytree of arrays, or of shapes and dtypes, ``[T, L, ...]``, like the batches for `extend`; for
+    example the result of `jax.eval_shape` on `funcollect.traced.rollout`. Raises ValueError if it has no leaves, or its
+    arrays do not have the same L, or not that of `lanes`.
 
-    Raises:
-        ValueError: if the example has no leaves, or its arrays are not ``[T, L, ...]`` with the same L.
-
-    >>> import jax.numpy as jnp
-    >>> import funcollect as fc
+    >>> import funcollect as fc, jax.numpy as jnp
     >>> ring = fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10)
     >>> ring = fc.jax_ring.extend(ring, {"x": jnp.ones((4, 3))})
     >>> int(fc.jax_ring.held(ring)), ring.data["x"].shape
@@ -76,8 +69,7 @@ def init(example: Any, *, steps: int, lanes: int | None = None) -> JaxRing:
 def held(ring: JaxRing) -> Any:
     """The number of steps of each lane in the ring, int32.
 
-    >>> import jax.numpy as jnp
-    >>> import funcollect as fc
+    >>> import funcollect as fc, jax.numpy as jnp
     >>> int(fc.jax_ring.held(fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10)))
     0
     """
@@ -86,17 +78,12 @@ def held(ring: JaxRing) -> Any:
 
 
 def extend(ring: JaxRing, batch: Any) -> JaxRing:
-    """Add steps of every lane; they replace the oldest.
+    """Add steps of every lane; they replace the oldest. The ring may be donated.
 
-    Args:
-        ring: the ring; it may be donated.
-        batch: a pytree like the example, ``[T, L, ...]`` with any T. If it is longer than the ring, its end is kept.
+    The batch is a pytree like the example, ``[T, L, ...]`` with any T; of one longer than the ring, the end is kept.
+    Raises ValueError if its structure, shapes or dtypes differ from the example.
 
-    Raises:
-        ValueError: if its structure, shapes or dtypes differ from the example.
-
-    >>> import jax.numpy as jnp
-    >>> import funcollect as fc
+    >>> import funcollect as fc, jax.numpy as jnp
     >>> ring = fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10)
     >>> ring = fc.jax_ring.extend(ring, {"x": jnp.ones((12, 3))})
     >>> int(fc.jax_ring.held(ring))
@@ -104,11 +91,10 @@ def extend(ring: JaxRing, batch: Any) -> JaxRing:
     """
     _check_ring(ring)
     jax = import_jax()
-    length = _check(ring, batch)
+    length, steps = _check(ring, batch), len(ring.begin)
     check_time_first(_leaf(batch, "collector", "lane"))
     if not length:
         return ring
-    steps = len(ring.begin)
     number = ring.written + jax.numpy.arange(length, dtype="int32")
     begin, going = _begins(ring, batch, number)
     skipped = max(length - steps, 0)
@@ -132,8 +118,7 @@ def _begins(ring: JaxRing, batch: Any, number: Any) -> tuple[Any, Any]:
     if step is not None:
         starts |= step == 0
     marks = jax.numpy.where(starts, number[:, None], -1)
-    marks = marks.at[0].max(ring.going)
-    begin = jax.lax.cummax(marks, axis=0)
+    begin = jax.lax.cummax(marks.at[0].max(ring.going), axis=0)
     return begin, jax.numpy.where(done[-1], -1, begin[-1])
 
 
@@ -150,12 +135,9 @@ def sample(ring: JaxRing, key: Any, batch_size: int) -> Any:
     """Single frames, drawn uniformly with replacement: a pytree ``[batch_size, ...]``.
 
     The ring must not be empty. This is not checked, since the number of its steps is unknown when this is compiled.
+    Raises TypeError or ValueError if `ring` is something else, or `batch_size` is no positive int.
 
-    Raises:
-        TypeError, ValueError: if `ring` is something else, or `batch_size` is no positive int.
-
-    >>> import jax, jax.numpy as jnp
-    >>> import funcollect as fc
+    >>> import funcollect as fc, jax, jax.numpy as jnp
     >>> ring = fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10)
     >>> ring = fc.jax_ring.extend(ring, {"x": jnp.ones((4, 3))})
     >>> fc.jax_ring.sample(ring, jax.random.PRNGKey(0), 5)["x"].shape
@@ -179,27 +161,18 @@ def _take(tree: Any, frame: Any) -> Any:
 
 
 def sample_slices(ring: JaxRing, key: Any, *, num_slices: int, slice_len: int) -> tuple[Any, Any]:
-    """Slices of trajectories, drawn uniformly from all possible starts.
+    """Slices of trajectories, each of `slice_len` frames, drawn uniformly from all possible starts.
 
-    ``next.truncated`` and ``next.done``, if the batches have them, are True in the last row of each slice.
-    ``collector.is_first`` ``[slice_len, num_slices]`` bool is True in its first row, and so is ``is_init``, nested
-    ones included, if the batches have it.
-
-    Args:
-        ring: its batches must have ``next.done`` ``[T, L]`` bool. A ``collector.step`` of 0 also begins a trajectory.
-        key: a JAX key.
-        num_slices: the number of slices.
-        slice_len: the number of frames in a slice.
+    Raises ValueError if the ring's batches have no ``next.done`` ``[T, L]`` bool, or slices are longer than the ring. A
+    ``collector.step`` of 0 also begins a trajectory.
 
     Returns:
         A pytree ``[slice_len, num_slices, ...]``, and a bool that is False if the ring has no such slice; the pytree is
-        meaningless then.
+        meaningless then. ``next.done`` and ``next.truncated``, if it is there, are True in the last row.
+        ``collector.is_first`` ``[slice_len, num_slices]`` bool is True in the first row, and so is ``is_init``, nested
+        ones included, if it is there.
 
-    Raises:
-        ValueError: if the batches have no ``next.done``, or slices are longer than the ring.
-
-    >>> import jax, jax.numpy as jnp
-    >>> import funcollect as fc
+    >>> import funcollect as fc, jax, jax.numpy as jnp
     >>> batch = {"x": jnp.arange(12.0).reshape(6, 2), "next": {"done": jnp.zeros((6, 2), bool)}}
     >>> ring = fc.jax_ring.extend(fc.jax_ring.init(batch, steps=10), batch)
     >>> slices, found = fc.jax_ring.sample_slices(ring, jax.random.PRNGKey(0), num_slices=4, slice_len=3)

@@ -16,10 +16,9 @@ from funcollect.arguments import check_kind, check_optional_positive
 from funcollect.buffers import Bools, Ints
 from funcollect.buffers.samplers.indices import SampleIndices, from_generator
 from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler, wanted_size
-from funcollect.buffers.segments import Frames, Segments, Trajectories
 from funcollect.buffers.storages.memmap_storage import RowsFile, attach
 from funcollect.buffers.storages.packed_rows import RowLayout
-from funcollect.buffers.trajectory_index import TrajectoryIndex
+from funcollect.buffers.trajectory_index import Frames, Segments, Trajectories, TrajectoryIndex
 from funcollect.messages import shown
 
 __all__ = ["ReplayReader"]
@@ -40,8 +39,7 @@ class ReplayReader:
 
     Raises:
         FileNotFoundError: before the writer's first `extend`.
-        TypeError, ValueError: for another sampler, for frames that are not TensorDicts, and for a storage with
-            `compact_obs`.
+        TypeError, ValueError: for another sampler, and for frames that are not TensorDicts.
 
     >>> import funcollect as fc, tempfile, torch
     >>> from tensordict import TensorDict
@@ -77,8 +75,9 @@ class ReplayReader:
                 "trajectories: the others need to be notified of each extend"
             )
         self.directory, self.batch_size = Path(directory), batch_size
-        self._file, self._layout, self._stacks = attach(self.directory)
-        self._view = FileView(self._file, self._layout, self.sampler.trajectories)
+        self._file, layout, shared = attach(self.directory)
+        self._layout, self._unpack = layout.rows, shared.unpack
+        self._view = FileView(self._file, layout.rows, self.sampler.trajectories)
         self._random_source = from_generator(generator)
 
     def __len__(self) -> int:
@@ -91,19 +90,15 @@ class ReplayReader:
         drawn, numbers = self._draw(wanted)
         while True:
             sample = drawn if self._pad_output else drawn.shortened()
-            batch = self._read(sample)
-            gone = np.any(numbers < self._file.oldest, axis=1)
+            gathered = self._layout.gather(self._file.rows, sample.slots)
+            if sample.mask is not None:
+                gathered[torch.from_numpy(~sample.mask)] = 0
+            batch = self._unpack(gathered)
+            gone = np.any(numbers < self._file.oldest, axis=1)  # may have been overwritten while they were read
             if not gone.any():
                 return sample.finish(batch)
             other, others = self._draw(wanted)
             drawn, numbers = _redrawn(drawn, other, gone), np.where(gone[:, None], others, numbers)
-
-    def _read(self, drawn: SampleIndices) -> Any:
-        """The drawn frames. Some may be overwritten while they are read."""
-        gathered = self._layout.gather(self._file.rows, drawn.slots)
-        if drawn.mask is not None:
-            gathered[torch.from_numpy(~drawn.mask)] = 0
-        return self._layout.unpack(gathered) if self._stacks is None else self._stacks.unpack(self._layout, gathered)
 
     def _draw(self, batch_size: int) -> tuple[SampleIndices, Ints]:
         """A sample, and the numbers of its frames [slices, slice_len]; single frames are slices of length 1."""
@@ -123,10 +118,7 @@ class ReplayReader:
 
 
 class FileView:
-    """The frames ``oldest … written - 1`` of a growing file, from which a sampler draws.
-
-    Without `trajectories`, it has no index, and only single frames can be sampled.
-    """
+    """The frames ``oldest … written - 1`` of a growing file, from which a sampler draws; slices with `trajectories`."""
 
     def __init__(self, file: RowsFile, layout: RowLayout, trajectories: Trajectories | None) -> None:
         self.capacity = len(file.rows)
@@ -139,7 +131,7 @@ class FileView:
 
     def follow(self) -> None:
         """Add the frames written since the last call to the index; ValueError if they have no trajectory ids."""
-        if self.index is None or self._trajectories is None:
+        if self.index is None:
             self.oldest, self.written = self._file.span
             return
         while True:
@@ -149,30 +141,28 @@ class FileView:
             self.oldest, self.written = oldest, max(oldest, self.written)
             if not len(numbers):
                 return
-            frames = self._frames(numbers, self._trajectories)
+            segments = self._segments(numbers)
             if self._file.oldest <= numbers[0]:  # else they may have been overwritten while they were read
-                self.index.extend(Segments.of(frames))
+                self.index.extend(segments)
                 self.written = written
                 return
 
-    def _frames(self, numbers: Ints, trajectories: Trajectories) -> Frames:
-        """The frames with these numbers, sorted by trajectory."""
+    def _segments(self, numbers: Ints) -> Segments:
+        """The segments of the frames with these numbers."""
+        assert self._trajectories is not None
         columns = self._layout.numbers(self._file.rows, numbers % self.capacity)
-        trajectories.check_ids(columns)
-        frames = trajectories.frames(columns, (len(numbers),), int(numbers[0]))
+        frames = self._trajectories.frames(columns, (len(numbers),), int(numbers[0]), by_lane=False)
         order = frames.key.argsort(kind="stable")
         frames = Frames._make(None if column is None else column[order] for column in frames)
         begins = np.append(True, frames.key[1:] != frames.key[:-1])
         gap = np.diff(frames.number)
         begins[2:] |= gap[1:] != gap[:-1]  # where numbers do not increase evenly
-        return frames._replace(begins=begins)
+        return Segments.of(frames._replace(begins=begins))
 
     def place(self, drawn: Ints) -> tuple[Ints, Ints]:
         """The slots and numbers of `drawn` [N]: slots if there is an index, else distances from the oldest frame."""
-        if self.index is None:
-            numbers = self.oldest + drawn
-            return numbers % self.capacity, numbers
-        return drawn, self.oldest + (drawn - self.oldest) % self.capacity
+        numbers = self.oldest + (drawn if self.index is None else (drawn - self.oldest) % self.capacity)
+        return numbers % self.capacity, numbers
 
 
 def _redrawn(drawn: SampleIndices, other: SampleIndices, gone: Bools) -> SampleIndices:

@@ -39,20 +39,18 @@ _WRITTEN = "_funcollect_written"  # the attribute of the slots' storage that `Re
 class ReplayBuffer:
     """Stores the newest frames, up to the capacity of its storage, and returns random batches of them.
 
+    Raises TypeError or ValueError for a bad argument.
+
     Args:
-        storage: where frames are stored; by default a `ListStorage` of 1,000 items.
+        storage: by default a `ListStorage` of 1,000 items.
         sampler: chooses the frames of a sample; by default a `RandomSampler`.
         writer: only ``"round robin"`` or None, which mean the same: new frames replace the oldest.
-        transform: applied to the data of `add` and `extend` before it is stored. It gets a copy of tensors and arrays,
-            which it may change in place.
+        transform: applied to the data of `add` and `extend` before it is stored. It may change the data in place, which
+            is a copy.
         batch_size: the number of frames in a sample.
-        prefetch: the number of samples that threads prepare ahead. They are discarded if the buffer changes, so a
-            sample is never out of date.
+        prefetch: the number of samples that threads prepare ahead. They are discarded if the buffer changes.
         generator: the source of randomness; by default Torch's global generator.
         collate_fn: turns a list of items into a batch; only for a `ListStorage`.
-
-    Raises:
-        TypeError, ValueError: for a bad argument.
 
     >>> import funcollect as fc
     >>> buffer = ReplayBuffer(storage=fc.LazyTensorStorage(1_000), batch_size=32)
@@ -82,9 +80,6 @@ class ReplayBuffer:
         check_kind("generator", generator, (torch.Generator, type(None)), "pass torch.Generator().manual_seed(0), say")
         if writer not in (None, "round robin"):
             raise ValueError(f'writer is {writer!r}, expected "round robin", the only one there is: leave it out')
-        for name, part in (("storage", self.storage), ("sampler", self.sampler)):
-            if _OWNERS.get(part, lambda: None)() is not None:
-                raise ValueError(f"{name} {part} belongs to another buffer, expected one of its own: make another")
         check_optional_positive("batch_size", batch_size)
         for name, function in (("transform", transform), ("collate_fn", collate_fn)):
             if function is not None:
@@ -97,7 +92,7 @@ class ReplayBuffer:
             if not isinstance(self.storage, ListStorage):
                 raise ValueError(f"collate_fn is for a ListStorage, the storage is {self.storage}: leave it out")
             self.storage.collate = collate_fn
-        self.state = ring.init(self.storage, trajectories=self.sampler.trajectories)
+        self._memory = ring.RingMemory(self.storage, self.sampler.trajectories)
         self._by_priority = isinstance(self.sampler, PrioritizedSampler)
         self._before = 0  # frames written to rings before the present one
         self._random_source = from_generator(generator)
@@ -106,6 +101,11 @@ class ReplayBuffer:
         self._prefetch = prefetch or 0
         self._pool = ThreadPoolExecutor(self._prefetch, "funcollect-replay") if self._prefetch else None
         _OWNERS[self.storage] = _OWNERS[self.sampler] = weakref.ref(self)
+
+    @property
+    def state(self) -> ring.RingState:
+        """The current state of the buffer's ring, for the functions of `funcollect.ring`."""
+        return ring.RingState(self._memory, self._memory.version)
 
     def add(self, data: Any) -> Tensor:
         """Add one frame, or with ``ndim > 1`` one step of all lanes, ``[*B]``; returns the slots."""
@@ -116,48 +116,35 @@ class ReplayBuffer:
         return self._extend(_map(lambda leaf: ring.as_leaf(leaf).unsqueeze(axis), data))[..., 0]
 
     def extend(self, data: Any) -> Tensor:
-        """Add the frames of a batch ``[*B, T]``; they replace the oldest.
+        """Add the frames of a batch ``[*B, T]``, which replace the oldest; returns their slots, ``[*B, T]`` int64.
 
-        A list of items is stacked along a new first dimension, ``[{"x": …}, {"x": …}]`` to ``{"x": [2, …]}`` for
-        example; a `ListStorage` stores the items themselves.
-
-        Returns:
-            The slot of each frame, ``[*B, T]`` int64. If the batch is longer than the buffer, frames that were not
-            stored have -1.
-
-        Raises:
-            TypeError, ValueError: if the batch does not match the stored frames; the buffer is unchanged.
+        If the batch is longer than the buffer, the slots of frames that were not stored are -1. A list of items is
+        stacked along a new first dimension, ``[{"x": …}, {"x": …}]`` to ``{"x": [2, …]}`` for example; a `ListStorage`
+        stores the items themselves. TypeError or ValueError if the batch does not match the stored frames; the buffer
+        is unchanged then.
         """
         return self._extend(self._transformed(data))
 
     def _transformed(self, data: Any) -> Any:
-        """The data as `transform` returns it, which gets a copy: the caller's tensors are unchanged."""
         return data if self.transform is None else self.transform(_map(_copied, data))
 
     def _extend(self, data: Any) -> Tensor:
         with self._lock, Uninterrupted():
-            memory = self.state.memory
-            slots = memory.extend(data)
-            self.state = ring.RingState(memory, memory.version)
+            slots = self._memory.extend(data)
             self._ahead.clear()
-            self.sampler.extended(memory, slots.numpy())
+            self.sampler.extended(self._memory, slots.numpy())
             return self._note(slots) if self._by_priority else slots
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """A random batch of frames, copied.
+        """A random batch of `batch_size` frames, copied; by default as many as the buffer's own `batch_size`.
 
-        Args:
-            batch_size: the number of frames; by default that of the buffer.
-            return_info: also return a dict with ``"index"``, the slots [N], where padding has -1, and the entries of
-                the sampler.
-
-        Raises:
-            ValueError: if there is no batch size, if the buffer is empty, or if no trajectory is as long as a slice.
+        With `return_info`, a dict comes with it: ``"index"``, the slots [N], where padding has -1, and the entries of
+        the sampler. ValueError if there is no batch size, the buffer is empty, or no trajectory is as long as a slice.
         """
         wanted = wanted_size(batch_size, self.batch_size)
         if self._pool is None:
             with self._lock:
-                made = self._gather(self.sampler.draw(self.state.memory, wanted, self._random_source))
+                made = self._gather(self.sampler.draw(self._memory, wanted, self._random_source))
         else:
             made = self._take_prefetched(wanted, self._pool)
         return made if return_info else made[0]
@@ -166,27 +153,24 @@ class ReplayBuffer:
         """Set the priorities of the frames in these slots, for a `PrioritizedSampler`.
 
         Rows of -1 are ignored, and so are frames that have been overwritten since `index` was returned. The tensor that
-        `extend`, `add` or `sample` returned records when that was, and so do its views. A copy needs `written`, which
-        `written_at` of the original returns, else the priorities are those of the frames that are in the slots now.
-        Copies are ``index[mask]``, ``index.flip(0)``, ``index.int()``, ``index.cuda()``, ``index.numpy()``,
-        ``index.tolist()`` and an unpickled index.
+        `extend`, `add` or `sample` returned records when that was, and so do its views. A copy needs `written`, or the
+        frames that are in the slots now get the priorities. Copies are ``index[mask]``, ``index.flip(0)``,
+        ``index.int()``, ``index.cuda()``, ``index.numpy()``, ``index.tolist()`` and an unpickled index.
 
         Args:
             index: ``[N]`` slots, as `extend` returned them or ``info["index"]`` has them.
             priority: ``[N]`` numbers, or one for all; finite, not negative.
-            written: what `written_at` returned, or ``[N]`` such numbers; by default that of `index`.
+            written: what `written_at` of the original returned, or ``[N]`` such numbers; by default that of `index`.
 
-        Raises:
-            TypeError: for another sampler.
-            ValueError: for empty slots, for priorities that are negative, infinite or NaN, and for a `written` that is
-                negative, or that the buffer has not reached.
+        TypeError for another sampler; ValueError for empty slots, a priority that is negative, infinite or NaN, and an
+        impossible `written`.
         """
         if not isinstance(self.sampler, PrioritizedSampler):
             raise TypeError(f"{self.sampler} has no priorities: build the buffer with sampler=PrioritizedSampler(…)")
         if written is None:
             written = self.written_at(index)
         with self._lock, Uninterrupted():
-            self.sampler.update_priority(self.state.memory, index, priority, written, self._before)
+            self.sampler.update_priority(self._memory, index, priority, written, self._before)
             self._ahead.clear()
 
     def written_at(self, index: Any) -> int | None:
@@ -195,11 +179,11 @@ class ReplayBuffer:
 
     def _note(self, index: Tensor) -> Tensor:
         """Note at the memory of these slots how many frames the buffer has been given."""
-        setattr(index.untyped_storage(), _WRITTEN, self._before + self.state.memory.written)
+        setattr(index.untyped_storage(), _WRITTEN, self._before + self._memory.written)
         return index
 
     def _gather(self, drawn: SampleIndices) -> _Sample:
-        batch = drawn.finish(self.state.memory.read(drawn.slots, drawn.mask))
+        batch = drawn.finish(self.storage.read(drawn.slots, drawn.mask))
         index = torch.from_numpy(drawn.index)
         return batch, {"index": self._note(index) if self._by_priority else index, **drawn.info}
 
@@ -211,17 +195,16 @@ class ReplayBuffer:
                     self._discard_prefetched()
                 while len(self._ahead) <= self._prefetch and not (self._ahead and self.sampler.ran_out(batch_size)):
                     # The sample is drawn here, so that the generator is used in the order of the calls.
-                    drawn = self.sampler.draw(self.state.memory, batch_size, self._random_source)
-                    future = pool.submit(self._gather_if_current, self.state, drawn)
+                    drawn = self.sampler.draw(self._memory, batch_size, self._random_source)
+                    future = pool.submit(self._gather_if_current, drawn, self._memory, self._memory.version)
                     self._ahead.append(_PrefetchedSample(batch_size, drawn, future))
                 first = self._ahead.popleft()
             if (made := first.future.result()) is not None:
                 return made
 
-    def _gather_if_current(self, state: ring.RingState, drawn: SampleIndices) -> _Sample | None:
-        """The sample that was drawn from a state, or None if the buffer has changed since."""
-        with self._lock:
-            return self._gather(drawn) if state is self.state else None
+    def _gather_if_current(self, drawn: SampleIndices, memory: ring.RingMemory, version: int) -> _Sample | None:
+        with self._lock:  # None if the buffer has changed since the sample was drawn
+            return self._gather(drawn) if (memory, version) == (self._memory, self._memory.version) else None
 
     def _discard_prefetched(self) -> None:
         """Discard the prepared samples, newest first, so that the sampler draws their frames again."""
@@ -240,7 +223,7 @@ class ReplayBuffer:
             yield self.sample()
 
     def __len__(self) -> int:
-        return len(self.state.memory)  # not of the state, which is stale while another thread extends the buffer
+        return len(self._memory)
 
     def __getitem__(self, index: Any) -> Any:
         """The frames at an index, copied.
@@ -250,18 +233,16 @@ class ReplayBuffer:
         the view ``[*lanes, time]`` of the steps that are held for every lane, oldest first: ``buffer[:, -8:]`` has the
         eight newest steps of each lane. A lane is a row of the batches, so those of asynchronous workers share lanes.
 
-        Raises:
-            TypeError, IndexError: for an index that consists of other things, and for frames that are not there.
-            ValueError: for such a view, if batches had different dimensions before time.
+        TypeError or IndexError for other indices; ValueError for such a view, if batches had different dimensions
+        before time.
         """
         whole = self.storage.ndim > 1 and isinstance(index, (int, np.integer, slice, EllipsisType, tuple))
         with self._lock:
-            memory = self.state.memory
-            held = memory.grid() if whole else np.arange(len(memory))
+            held = self._memory.grid() if whole else np.arange(len(self))
             slots = ring.slots_at(held, index)
             if isinstance(self.storage, ListStorage) and not slots.ndim:
                 return self.storage.item(int(slots))
-            batch = memory.read(slots.reshape(-1))
+            batch = self.storage.read(slots.reshape(-1))
         if slots.ndim != 1:
             batch = _map(lambda leaf: leaf.reshape((*slots.shape, *leaf.shape[1:])), batch)
         if whole and isinstance(batch, TensorDictBase) and _keeps_time(index, held.ndim):
@@ -273,13 +254,12 @@ class ReplayBuffer:
         with self._lock:
             self.storage.empty()
             self.sampler.empty()
-            self._replace(ring.init(self.storage, trajectories=self.sampler.trajectories))
-            self._ahead.clear()
+            self._replace(ring.RingMemory(self.storage, self.sampler.trajectories))
 
-    def _replace(self, state: ring.RingState) -> None:  # whose frames are none of those that this ring has had
-        capacity = self.state.memory.capacity
-        self._before += -(-self.state.memory.written // capacity) * capacity
-        self.state = state
+    def _replace(self, memory: ring.RingMemory) -> None:  # whose frames are none of those that this ring has had
+        self._ahead.clear()
+        self._before += -(-self._memory.written // memory.capacity) * memory.capacity
+        self._memory = memory
 
     def dumps(self, path: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None) -> None:
         """Write the frames and the states of the sampler and the generator to a directory.
@@ -287,38 +267,28 @@ class ReplayBuffer:
         An earlier dump in the directory is replaced only once this one is complete. If it is this buffer's last dump,
         or the one that it was loaded from, only the frames that are new are written; files of the others are linked.
         `base` may name another directory with that dump, on the same file system. A `ListStorage` is written whole.
-
-        Prepared samples are drawn again, so that this buffer and one that loads the dump return the same samples.
-        Torch's global generator is not saved.
-
-        Raises:
-            TypeError: if the frames are trees rather than TensorDicts.
-            OSError: if the files cannot be written; the earlier dump is unchanged.
+        Afterwards, this buffer and one that loads the dump return the same samples. Torch's global generator is not
+        saved. TypeError if the frames are trees rather than TensorDicts; OSError if the files cannot be written, and
+        the earlier dump is unchanged then.
         """
         check_kind("path", path, (str, os.PathLike), "pass a directory")
         check_kind("base", base, (str, os.PathLike, type(None)), "pass a directory, or leave it out")
         with self._lock:
             self._discard_prefetched()
-            contents = dumping.Contents(self.state.memory, self.sampler, self.generator)
+            contents = dumping.Contents(self._memory, self.sampler, self.generator)
             dumping.dump(Path(path), contents, None if base is None else Path(base))
 
     def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
         """Restore a dump: the next samples are the ones that the dumped buffer would have returned.
 
-        Args:
-            path: the directory given to `dumps`.
-            allow_pickle: also read a `ListStorage` of objects other than tensors, numbers and strings. This runs code
-                from the file.
-
-        Raises:
-            FileNotFoundError: if there is no complete dump.
-            ValueError: if the dumped buffer was built with other arguments, or its files are damaged.
+        `allow_pickle` also reads a `ListStorage` of objects other than tensors, numbers and strings. This runs code
+        from the file. FileNotFoundError if there is no complete dump; ValueError if the dumped buffer was built with
+        other arguments, or its files are damaged.
         """
         check_kind("path", path, (str, os.PathLike), "pass a directory")
         with self._lock:
-            self._ahead.clear()
-            fresh = ring.init(self.storage, trajectories=self.sampler.trajectories)
-            dumping.load(Path(path), dumping.Contents(fresh.memory, self.sampler, self.generator), allow_pickle)
+            fresh = ring.RingMemory(self.storage, self.sampler.trajectories)
+            dumping.load(Path(path), dumping.Contents(fresh, self.sampler, self.generator), allow_pickle)
             self._replace(fresh)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -335,9 +305,8 @@ class ReplayBuffer:
         )
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.storage}, {self.sampler}, {len(self)} frames, batch_size={self.batch_size})"
-        )
+        parts = f"{self.storage}, {self.sampler}, {len(self)} frames, batch_size={self.batch_size}"
+        return f"{type(self).__name__}({parts})"
 
 
 class _PrefetchedSample(NamedTuple):
@@ -347,7 +316,6 @@ class _PrefetchedSample(NamedTuple):
 
 
 def _copied(leaf: Any) -> Any:
-    """A copy of a TensorDict, a tensor or an array; other leaves themselves."""
     if isinstance(leaf, Tensor) or is_tensor_collection(leaf):
         return leaf.clone()
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
@@ -371,3 +339,5 @@ def _map(function: Callable[[Any], Any], data: Any) -> Any:
 def _check_part(name: str, part: Any, method: str, example: str) -> None:
     if isinstance(part, type) or not hasattr(part, method):
         raise TypeError(f"{name} is {kind_of(part)}, expected a {name} of funcollect: pass for example {example}")
+    if _OWNERS.get(part, lambda: None)() is not None:
+        raise ValueError(f"{name} {part} belongs to another buffer, expected one of its own: make another")

@@ -1,12 +1,8 @@
 """A ring of frames: functions that store the newest `capacity` frames of any lanes and workers, and sample them.
 
-The functions have an explicit state: ``state = init(capacity)``, ``state, indices = extend(state, batch)`` and
-``batch = sample(state, key, spec)``. `extend` writes the memory in place, so it makes earlier states invalid: using one
-raises `StaleStateError`. `snapshot` makes an independent copy.
-
-The oldest frames are overwritten first. A batch ``[P, T]`` counts as T steps of P frames each, so all lanes lose their
-oldest steps first. Frames of one trajectory are linked across batches (`Trajectories`), so slices are contiguous even
-if the batches of asynchronous workers are interleaved.
+`extend` writes the memory in place, so using an earlier state raises `StaleStateError`; `snapshot` makes a copy. The
+oldest frames are overwritten first, step by step of all lanes. Frames of one trajectory are linked across batches
+(`Trajectories`), so slices are contiguous even if the batches of asynchronous workers are interleaved.
 """
 
 from __future__ import annotations
@@ -20,16 +16,15 @@ from typing import Any, cast
 import numpy as np
 import optree
 import torch
-from tensordict import is_tensor_collection, is_tensorclass
+from tensordict import TensorDictBase, is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from funcollect.arguments import check_kind, check_positive
-from funcollect.buffers import Bools, Ints
+from funcollect.buffers import Ints
 from funcollect.buffers.samplers.indices import Flat, SampleSpec, Slices, from_key
-from funcollect.buffers.segments import Trajectories, check_linked
 from funcollect.buffers.storages.storage import ListStorage, Storage
 from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
-from funcollect.buffers.trajectory_index import LazyIndex, TrajectoryIndex
+from funcollect.buffers.trajectory_index import Trajectories, TrajectoryIndex
 from funcollect.errors import StaleStateError
 from funcollect.interrupts import Uninterrupted
 from funcollect.keys import Key
@@ -44,12 +39,9 @@ class RingMemory:
     """The frames and the trajectory index of a ring, shared by all of its states."""
 
     def __init__(self, storage: Storage, trajectories: Trajectories | None) -> None:
-        self.storage = storage
-        if storage.compact_obs and trajectories is None:
-            trajectories = Trajectories()  # the next observation of a frame is that of its successor
-        self.trajectories = trajectories
+        self.storage, self.trajectories = storage, trajectories
         self.capacity = storage.max_size
-        self._lazy_index = None if trajectories is None else LazyIndex(self.capacity)
+        self._index = None if trajectories is None else TrajectoryIndex(self.capacity)
         self.written = 0  # frames written since `init`; frame n is in slot n % capacity
         self.lanes: tuple[int, ...] | None = None  # the batch dimensions before time of the newest batch
         self.since = 0  # the number of the first frame since when all batches have had them
@@ -62,49 +54,40 @@ class RingMemory:
     @property
     def index(self) -> TrajectoryIndex | None:
         """The trajectory index, up to date; None if the ring has none."""
-        return None if self._lazy_index is None else self._lazy_index.current
+        if self._index is not None:
+            self._index.update()
+        return self._index
 
     def extend(self, data: Any) -> Tensor:
         """Write a batch ``[*B, T]``, see `extend`. The caller must see to it that nothing interrupts this."""
         if isinstance(data, list) and not isinstance(self.storage, ListStorage):
             data = _stacked([next_observations(item) if is_compact(item) else item for item in data])
-        slots = torch.from_numpy(self._extend(next_observations(data) if is_compact(data) else data))
-        self.version += 1
-        return slots.movedim(0, -1)
-
-    def _extend(self, data: Any) -> Ints:
-        """Write a batch; return the slots of its frames [T, *B], with -1 for those that were not stored."""
+        data = next_observations(data) if is_compact(data) else data
         batch, start = self.storage.admit(data), self.written
         *lanes, steps = batch.lead
         count = math.prod(batch.lead)
         frames = None
         if self.trajectories is not None and count:
-            check_linked(data)
+            if not isinstance(data, TensorDictBase):
+                raise TypeError(
+                    f"the data is {type(data).__name__}, expected a TensorDict with keys that identify trajectories: "
+                    "extend with one, or sample with a RandomSampler"
+                )
             frames = self.trajectories.frames(batch.leaves, batch.lead, start)
         self.storage.write(batch, start)
         self.written += count
         if self.lanes != batch.lead[:-1] and count:
             self.lanes, self.since = batch.lead[:-1], start
-        if self._lazy_index is not None and frames is not None:
-            self._lazy_index.extend(frames, range(start, self.written))
-        begin, skipped = start % self.capacity, max(count - self.capacity, 0)
+        if self._index is not None and frames is not None:
+            self._index.note(frames, range(start, self.written))
+            if self.storage.compact_obs:
+                self._index.update()  # the order in which slices are drawn depends on it
+        begin = start % self.capacity
         slots = np.arange(begin, begin + count)
         slots[self.capacity - begin :] %= self.capacity
-        if self.storage.compact_obs:
-            assert self.index is not None
-            stored = slots[skipped:]
-            before = self.index.preceding(stored)
-            linked = before != stored
-            self.storage.settle(before[linked], stored[linked])
-        slots[:skipped] = -1  # later frames of the same batch are there
-        return slots.reshape(steps, *lanes)
-
-    def read(self, slots: Ints, mask: Bools | None = None) -> Any:
-        """The frames in `slots` [N] as a batch; zeros where `mask` is False."""
-        # `compact_obs` comes first, since reading `index` updates the index, which single frames do not need.
-        if not self.storage.compact_obs or self.index is None:
-            return self.storage.read(slots, mask)
-        return self.storage.read(slots, mask, self.index.following(slots))
+        slots[: max(count - self.capacity, 0)] = -1  # later frames of the same batch are there
+        self.version += 1
+        return torch.from_numpy(slots.reshape(steps, *lanes)).movedim(0, -1)
 
     def grid(self) -> Ints:
         """The slots ``[*lanes, T]`` of the T steps that all lanes have, oldest first.
@@ -119,15 +102,14 @@ class RingMemory:
                 "the frames are from batches with different dimensions before time, so they have no common lanes: "
                 "index them by a tensor of slots, as extend returns"
             )
-        width = math.prod(self.lanes)
-        missing = (self.since - oldest) % width  # frames of the oldest step, which other lanes have lost
+        missing = (self.since - oldest) % math.prod(self.lanes)  # frames of a step that other lanes have lost
         slots = np.arange(oldest + missing, self.written) % self.capacity
         return np.moveaxis(slots.reshape(-1, *self.lanes), 0, -1)
 
 
 @dataclass(frozen=True)
 class RingState:
-    """A ring at one version; `len` is the number of its frames.
+    """A ring at one version; its length is the number of its frames.
 
     >>> import torch, funcollect as fc
     >>> from tensordict import TensorDict
@@ -150,7 +132,7 @@ class RingState:
 
 
 def check_current(state: RingState) -> RingMemory:
-    """The memory of a state; StaleStateError if the ring has been extended since."""
+    """The memory of a state, which must not be stale."""
     check_kind("state", state, RingState, "pass the result of ring.init or ring.extend")
     if state.version != state.memory.version:
         raise StaleStateError(
@@ -165,12 +147,9 @@ def init(storage: int | Storage, *, trajectories: Trajectories | None = None) ->
     """An empty ring.
 
     Args:
-        storage: the capacity in frames, or a storage.
+        storage: the capacity in frames, or a storage. Raises TypeError or ValueError for anything else.
         trajectories: the keys that identify trajectories, ``Trajectories()`` for batches of collectors. None if no
             slices will be sampled.
-
-    Raises:
-        TypeError, ValueError: for a capacity that is not a positive int.
 
     >>> import funcollect as fc
     >>> len(fc.ring.init(100))
@@ -188,19 +167,18 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
 
     Args:
         state: the ring's current state.
-        batch: a TensorDict or a tree of tensors ``[*B, T, ...]``. The storage's `ndim` is the number of its batch
-            dimensions. A list of them is stacked along a new first dimension, unless the storage is a `ListStorage`.
+        batch: a TensorDict or a tree of tensors ``[*B, T, ...]``, with as many batch dimensions as the storage's
+            `ndim`. A list of them is stacked along a new first dimension, unless the storage is a `ListStorage`.
 
     Returns:
-        The next state, and the slot of each frame, ``[*B, T]`` int64. If the batch is longer than the ring, frames that
-        were not stored have -1.
+        The next state, and the slot of each frame, ``[*B, T]`` int64; -1 for frames that were not stored, since the
+        batch is longer than the ring.
 
     Raises:
         StaleStateError: if the ring has been extended since this state.
         ValueError: if the batch does not match the storage or lacks trajectory ids; the ring is unchanged.
 
-    >>> import funcollect as fc
-    >>> import torch
+    >>> import funcollect as fc, torch
     >>> state = fc.ring.init(4)
     >>> state, indices = fc.ring.extend(state, {"x": torch.arange(3)})
     >>> state, indices = fc.ring.extend(state, {"x": torch.arange(3, 6)})
@@ -214,7 +192,7 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
 
 
 def _stacked(items: list[Any]) -> Any:
-    """The items of a list as one batch; ValueError if there are none, or their keys or shapes differ."""
+    """The items of a list as one batch."""
     if not items:
         raise ValueError("the list has no items, expected at least one: skip the call if there are none")
     if is_tensorclass(items[0]):
@@ -268,8 +246,7 @@ def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:
         StaleStateError: if the ring has been extended since this state.
         ValueError: if the ring is empty, or no trajectory is as long as a slice.
 
-    >>> import funcollect as fc
-    >>> import torch
+    >>> import funcollect as fc, torch
     >>> state, _ = fc.ring.extend(fc.ring.init(4), {"x": torch.arange(6)})
     >>> batch = fc.ring.sample(state, np.array([0, 7], np.uint32), fc.ring.Flat(3))
     >>> batch["x"].shape
@@ -280,11 +257,11 @@ def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:
     if getattr(key, "shape", None) != (2,) or key.dtype != np.uint32:
         raise TypeError(f"key is {shown(key)}, expected uint32 [2]: pass funcollect.keys.key_from_seed(0), say")
     drawn = spec.draw(memory, from_key(key))
-    return drawn.finish(memory.read(drawn.slots, drawn.mask))
+    return drawn.finish(memory.storage.read(drawn.slots, drawn.mask))
 
 
 def snapshot(state: RingState) -> RingState:
-    """An independent copy of a ring. Its frames are in memory, even if those of the ring are in a file.
+    """An independent copy of a ring, with its frames in memory.
 
     >>> import funcollect as fc, torch
     >>> state, _ = fc.ring.extend(fc.ring.init(4), {"x": torch.arange(3)})
@@ -295,5 +272,5 @@ def snapshot(state: RingState) -> RingState:
     """
     memory = check_current(state)
     twin = copy.copy(memory)
-    twin.storage, twin._lazy_index = memory.storage.copy(), copy.deepcopy(memory._lazy_index)
+    twin.storage, twin._index = memory.storage.copy(), copy.deepcopy(memory._index)
     return RingState(twin, twin.version)

@@ -1,39 +1,261 @@
 """An index on the CPU from trajectories to the slots of their frames in a ring.
 
-The frames of a trajectory have consecutive positions and leave the ring in that order. So the index stores a range of
-positions per trajectory, and the slot of each position. `SlotLists.get` finds the frame at a position in one look-up,
-even if the batches of many workers were interleaved. The successor of the frame at ``p`` is at ``p + 1``. Trajectories
-without frames in the ring are dropped, and their numbers are used again.
+The frames of a trajectory have consecutive positions, and leave the ring in that order.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
+from funcollect.arguments import check_key
 from funcollect.buffers import Arrays, Bools, Ints
-from funcollect.buffers.segments import Frames, Segments
+from funcollect.trajectories.split import STEP, STEPS_AHEAD, TRAJECTORY_IDS, readable
+from funcollect.tree import Path, as_path
 
+_IDS: tuple[Path, ...] = (TRAJECTORY_IDS, ("episode",))  # the default keys; the first that a batch has is used
 _MOST_SEGMENTS = 1 << 12  # recorded before the index is updated; three megabytes, if each frame is a segment
 _FRAMES_AT_ONCE = 1 << 14  # added to the index together; their arrays fit into a processor's cache
-_SMALLEST_BLOCK = 4  # 2**4 entries of a `SlotLists`
+_SMALLEST_BLOCK = 4  # 2**4 entries
+_BY_TRAJECTORY = ("first", "stop", "_next_step", "_begin", "_bits")
+_STATE = ("member", "position", "_free", "_open_key", "_open_trajectory", *_BY_TRAJECTORY)
 
-_STATE = ("member", "position", "first", "stop", "_free", "_open_key", "_open_trajectory", "_next_step")
+
+class Frames(NamedTuple):
+    """The frames of one extend, ordered by lane, then by time; all arrays are [N]."""
+
+    number: Ints  # the number of frames written before; increases evenly within a lane
+    key: Ints  # equal for frames of one trajectory
+    begins: Bools  # whether the frame is the first of its lane in this extend
+    ends: Bools | None  # whether the trajectory ends with the frame
+    step: Ints | None  # increases by one within a trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectories:
+    """The keys that link frames to trajectories.
+
+    Successive frames of a lane with the same id belong to one trajectory, also across batches. A trajectory ends with a
+    frame whose end flag is True, and where ``collector.step``, if the batch has it, does not increase by one. Without
+    ids, lane ``i`` of a batch continues in lane ``i`` of the next batch.
+
+    Attributes:
+        traj_key: the key of the ids, one number per frame. By default ``("collector", "traj_ids")`` or, if there is
+            none, ``"episode"``. If a batch has neither, lanes and end flags determine the trajectories.
+        end_key: the key of the end flags; by default ``("next", "done")``.
+
+    >>> import torch, funcollect as fc
+    >>> from tensordict import TensorDict
+    >>> state = fc.ring.init(100, trajectories=Trajectories(traj_key="run", end_key="end"))
+    >>> frames = {"run": torch.tensor([1, 1, 2, 2]), "end": torch.tensor([False, True, False, False])}
+    >>> state, indices = fc.ring.extend(state, TensorDict(frames, batch_size=[4]))
+    >>> slices = fc.ring.sample(state, np.array([0, 7], np.uint32), fc.ring.Slices(num_slices=4, slice_len=2))
+    >>> bool(slices["run"].view(4, 2).diff().any())
+    False
+    """
+
+    traj_key: str | Path | None = None
+    end_key: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        check_key("traj_key", self.traj_key)
+        check_key("end_key", self.end_key)
+
+    def frames(self, leaves: Mapping[Path, Tensor], lead: tuple[int, ...], start: int, by_lane: bool = True) -> Frames:
+        """The frames of a batch ``[*lead]``, numbered from `start` on; the arrays may be views of the batch.
+
+        ValueError if it lacks a key, or ids unless `by_lane`, a leaf is not one number per frame, or lanes share an id.
+        """
+        ids = _column(leaves, lead, self.traj_key, _IDS)
+        ends = _column(leaves, lead, self.end_key, (("next", "done"),))
+        ahead = _column(leaves, lead, None, (STEPS_AHEAD,))
+        if ahead is not None and ends is not None and self.end_key is None:
+            ends = ends.astype(np.bool_, copy=False) & (ahead == 1)  # the flags are those of later frames
+        if ids is None and not by_lane:
+            raise ValueError(
+                f"the frames have no {' or '.join(map(readable, _IDS))}, which a reader needs to identify "
+                f"trajectories; they have {sorted(map(readable, leaves))}: name the ids with traj_key="
+            )
+        if ids is None and ends is None:
+            raise ValueError(
+                f"the batch has neither {', '.join(map(readable, _IDS))} nor next.done, which slices need to tell "
+                f"trajectories apart; it has {sorted(map(readable, leaves))}: name a key with traj_key= or end_key="
+            )
+        step = _column(leaves, lead, None, (STEP,))
+        steps, count = lead[-1], math.prod(lead)
+        lanes = count // steps
+        if ids is not None and lanes > 1 and len(set(ids[::steps].tolist())) < lanes:
+            raise ValueError(
+                f"lanes of the batch {list(lead)} have the same trajectory id, as the runs of a vmap over seeds have, "
+                "so slices cannot distinguish them: store each run in a separate buffer, or make the ids differ"
+            )
+        begins = np.zeros(count, np.bool_)
+        begins[::steps] = True
+        return Frames(
+            number=np.arange(start, start + count).reshape(steps, lanes).T.reshape(-1),
+            key=np.arange(lanes).repeat(steps) if ids is None else _as_ints(ids),
+            begins=begins,
+            ends=None if ends is None else ends.astype(np.bool_, copy=False),
+            step=None if step is None else _as_ints(step),
+        )
+
+
+def _column(
+    leaves: Mapping[Path, Tensor], lead: tuple[int, ...], given: str | Path | None, usual: tuple[Path, ...]
+) -> npt.NDArray[Any] | None:
+    """One number per frame, ordered by lane; None if no key was given and the batch has none of the usual ones."""
+    for path in usual if given is None else (as_path(given),):
+        leaf = leaves.get(path)
+        if isinstance(leaf, Tensor):
+            if leaf.shape not in (lead, (*lead, 1)):
+                dims = leaf.ndim - (leaf.shape[-1:] == (1,))
+                raise ValueError(
+                    f"{readable(path)} has shape {list(leaf.shape)}, expected one number per frame, {list(lead)}: give "
+                    f"the storage as many dimensions as the batch has, ndim={dims}, or name another key"
+                )
+            return leaf.numpy(force=True).reshape(-1)
+    if given is not None:
+        raise ValueError(
+            f"the batch has no tensor {readable(given)}, which slices need to identify trajectories; it has "
+            f"{sorted(map(readable, leaves))}: name one of these"
+        )
+    return None
+
+
+def _as_ints(column: npt.NDArray[Any]) -> Ints:
+    """Ids as integers; floating ones as their bits, since only equality matters."""
+    return column.astype(np.float64).view(np.int64) if column.dtype.kind == "f" else column.astype(np.int64, copy=False)
+
+
+class Segments(NamedTuple):
+    """Successive frames of one trajectory in one extend; all arrays are [S]."""
+
+    number: Ints  # of the first frame
+    stride: Ints  # the increase of numbers from frame to frame
+    length: Ints
+    key: Ints
+    step: Ints | None  # of the first frame
+    ended: Bools  # whether the trajectory ends with the segment's last frame
+
+    @classmethod
+    def of(cls, frames: Frames) -> Segments:
+        """The segments of one extend, which must not be empty."""
+        begins = frames.begins.copy()
+        begins[1:] |= frames.key[1:] != frames.key[:-1]
+        if frames.ends is not None:
+            begins[1:] |= frames.ends[:-1]
+        if frames.step is not None:
+            begins[1:] |= frames.step[1:] != frames.step[:-1] + 1
+        start = np.flatnonzero(begins)
+        stop = np.empty_like(start)
+        stop[:-1], stop[-1] = start[1:], len(begins)
+        number = frames.number.take(start)
+        return cls(
+            number=number,
+            stride=frames.number.take(np.minimum(start + 1, stop - 1)) - number,
+            length=stop - start,
+            key=frames.key[start],
+            step=None if frames.step is None else frames.step[start],
+            ended=np.zeros(len(start), np.bool_) if frames.ends is None else frames.ends[stop - 1],
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[Segments]) -> Segments:
+        """The segments of several extends, oldest first. Either all of them have steps, or none."""
+        if len(parts) == 1:
+            return parts[0]
+        return Segments._make(None if some[0] is None else np.concatenate(some) for some in zip(*parts, strict=True))
+
+    def take(self, index: Ints | Bools) -> Segments:
+        """The segments at `index`."""
+        return Segments._make(None if column is None else column[index] for column in self)
+
+    def since(self, number: int) -> Segments:
+        """The segments without the frames before `number`."""
+        gone: Ints = (-((self.number - number) // np.maximum(self.stride, 1))).clip(0, self.length)
+        if not gone.any():
+            return self
+        step = None if self.step is None else self.step + gone
+        left = self._replace(number=self.number + gone * self.stride, length=self.length - gone, step=step)
+        return left.take(left.length > 0)
+
+    def linked(self) -> Bools:
+        """Whether each segment continues the one before it: [S]. The segments must be sorted."""
+        linked = np.zeros(len(self.key), np.bool_)
+        last = self.number + (self.length - 1) * self.stride
+        linked[1:] = (self.key[1:] == self.key[:-1]) & ~self.ended[:-1] & (self.number[1:] > last[:-1])
+        if self.step is not None:
+            linked[1:] &= self.step[1:] == self.step[:-1] + self.length[:-1]
+        return linked
+
+    def numbers(self) -> Ints:
+        """The numbers of all frames, segment after segment."""
+        before = self.length.cumsum() - self.length
+        index = np.arange(self.length.sum())
+        if (self.stride > 1).any():
+            index = (index - before.repeat(self.length)) * self.stride.repeat(self.length)
+            before = np.zeros_like(before)
+        index += (self.number - before).repeat(self.length)
+        return index
 
 
 class TrajectoryIndex:
-    """Finds the slots of each trajectory in a ring; frame ``n`` is in slot ``n % capacity``."""
+    """Finds the slots of each trajectory in a ring; frame ``n`` is in slot ``n % capacity``.
+
+    A trajectory's slots are a list that grows at one end and shrinks at the other. It uses a block of 2**k successive
+    entries of one array as a ring, and moves to a larger one that it outgrows.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.member = np.zeros(capacity, np.int32)  # by slot: the number of the frame's trajectory
         self.position = np.zeros(capacity, np.int64)  # by slot: the frame's position in its trajectory
-        self.slot_lists = SlotLists()
+        self._entries = np.zeros(0, np.int32)  # the blocks of slots
+        self._used = 0  # entries from here on were never used
+        self._idle: dict[int, Ints] = {}  # the begins of free blocks of 2**bits entries, by bits
+        self._begin = np.zeros(0, np.int64)  # by trajectory: where its block begins
+        self._bits = np.zeros(0, np.int64)  # by trajectory: its block has 2**bits entries; 0 if it has none
         self.first = np.zeros(0, np.int64)  # by trajectory: the position of its oldest frame
         self.stop = np.zeros(0, np.int64)  # by trajectory: one past the position of its newest frame
         self._next_step = np.zeros(0, np.int64)  # by trajectory: the step of a frame that would continue it
         self._free = np.zeros(0, np.int64)  # numbers that no trajectory has
         self._open_key = np.zeros(0, np.int64)  # the keys of trajectories that may continue, ascending
         self._open_trajectory = np.zeros(0, np.int64)  # the numbers of these trajectories
+        self._waiting: list[Segments] = []  # noted, but not yet in the index, one entry per extend, oldest first
+        self._count = 0  # the number of waiting segments
+        self._numbers = range(0)  # the numbers of their frames
+
+    def note(self, frames: Frames, numbers: range) -> None:
+        """Note the newest frames, which have these numbers: a tenth of the work; `update` does the rest when needed."""
+        segments = Segments.of(frames)
+        if self._waiting and (self._waiting[0].step is None) != (segments.step is None):
+            self.update()
+        self._numbers = range(self._numbers.start if self._waiting else numbers.start, numbers.stop)
+        self._waiting.append(segments)
+        self._count += len(segments.key)
+        if self._count > _MOST_SEGMENTS:
+            self.update()
+
+    def update(self) -> None:
+        """Add the frames that were noted to the index, and remove those that they overwrote."""
+        if not self._waiting:
+            return
+        start, oldest = self._numbers.start, self._numbers.stop - self.capacity
+        self.retire(range(max(start - self.capacity, 0), min(oldest, start)))
+        some, frames = list[Segments](), 0
+        for segments in self._waiting:
+            some.append(segments.since(oldest))
+            frames += int(some[-1].length.sum())
+            if frames > (0 if segments is self._waiting[-1] else _FRAMES_AT_ONCE):
+                self.extend(Segments.joined(some))
+                some, frames = [], 0
+        self._waiting, self._count = [], 0
 
     def retire(self, numbers: range) -> None:
         """Remove the oldest frames of the ring, which have these numbers."""
@@ -46,7 +268,7 @@ class TrajectoryIndex:
         self.first[trajectories] = after  # if a trajectory is repeated, its last assignment counts
         emptied = trajectories[after == self.stop.take(trajectories)].astype(np.int64)
         if len(emptied):
-            self.slot_lists.give_back(emptied)
+            self._give_back(emptied)
             self.first[emptied] = self.stop[emptied] = 0
             self._free = np.concatenate([self._free, emptied])
             alive = self.stop.take(self._open_trajectory) > 0
@@ -54,7 +276,8 @@ class TrajectoryIndex:
 
     def extend(self, segments: Segments) -> None:
         """Add the newest frames of the ring; the frames that they overwrite must have been retired."""
-        segments = segments.in_order()
+        if not (segments.key[1:] > segments.key[:-1]).all():
+            segments = segments.take(np.lexsort((segments.number, segments.key)))
         linked = segments.linked()
         found, going_on = self._find_open(segments)
         # A group consists of successive segments of one trajectory, from a head to a tail.
@@ -66,11 +289,13 @@ class TrajectoryIndex:
         before = np.cumsum(segments.length) - segments.length
         start = self.stop[trajectories][group] + before - before[heads][group]  # the position of each segment's start
         self.stop[trajectories] = start[tails] + segments.length[tails]
-        self.slot_lists.reserve(trajectories, self.first[trajectories], self.stop[trajectories], start[heads])
+        self._reserve(trajectories, start[heads])
         member = trajectories[group]
         slots = slots_of(segments.numbers(), self.capacity)
         position = np.arange(len(slots)) + (start - before).repeat(segments.length)
-        self.slot_lists.put(member, segments.length, position, slots)
+        entry = position & ((1 << self._bits[member]) - 1).repeat(segments.length)
+        entry += self._begin[member].repeat(segments.length)
+        self._entries[entry] = slots
         self.member[slots], self.position[slots] = member.repeat(segments.length), position
         if segments.step is not None:
             self._next_step[trajectories] = segments.step[tails] + segments.length[tails]
@@ -99,13 +324,11 @@ class TrajectoryIndex:
         self._open_trajectory = np.concatenate([self._open_trajectory[others], trajectory[stays]])[order]
 
     def _new(self, count: int) -> Ints:
-        """The numbers of `count` new trajectories."""
         if count > len(self._free):
             size = len(self.stop)
             grown = max(2 * size, size + count, 64)
-            for name in ("first", "stop", "_next_step"):
+            for name in _BY_TRAJECTORY:
                 setattr(self, name, np.concatenate([getattr(self, name), np.zeros(grown - size, np.int64)]))
-            self.slot_lists.grow(grown)
             self._free = np.concatenate([self._free, np.arange(grown - 1, size - 1, -1)])
         cut = len(self._free) - count
         taken, self._free = self._free[cut:][::-1], self._free[:cut]
@@ -115,149 +338,39 @@ class TrajectoryIndex:
         """The numbers of the frames' trajectories, and the positions of the frames in them."""
         return self.member.take(slots).astype(np.int64), self.position.take(slots)
 
-    def following(self, slots: Ints) -> Ints:
-        """The slots of the frames' successors; a frame's own slot if it has none."""
-        trajectory, position = self.places(slots)
-        return self.slot_lists.get(trajectory, np.minimum(position + 1, self.stop.take(trajectory) - 1))
-
-    def preceding(self, slots: Ints) -> Ints:
-        """The slots of the frames' predecessors; a frame's own slot if it has none."""
-        trajectory, position = self.places(slots)
-        return self.slot_lists.get(trajectory, np.maximum(position - 1, self.first.take(trajectory)))
-
     def state(self) -> Arrays:
         """The state of the index, as arrays by name."""
-        return {name: getattr(self, name) for name in _STATE} | self.slot_lists.state()
+        blocks = {"_entries": self._entries[: self._used], **{f"idle{bits}": each for bits, each in self._idle.items()}}
+        return {name: getattr(self, name) for name in _STATE} | blocks
 
     def load(self, state: Arrays) -> None:
         """Restore what `state` returned."""
-        for name in _STATE:
+        for name in (*_STATE, "_entries"):
             setattr(self, name, state[name])
-        self.slot_lists.load(state)
-
-
-def slots_of(numbers: Ints, capacity: int) -> Ints:
-    """``numbers % capacity``, for numbers less than `capacity` apart; several times faster than a division of each."""
-    if not len(numbers):
-        return numbers
-    slots: Ints = numbers - numbers.min() // capacity * capacity
-    np.subtract(slots, capacity, out=slots, where=slots >= capacity)
-    return slots
-
-
-class LazyIndex:
-    """A `TrajectoryIndex` that is updated on the first lookup, for many extends at once.
-
-    `extend` only records segments. This is a tenth of the work, and the rest is never done if no slices are sampled.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._index = TrajectoryIndex(capacity)
-        self._waiting: list[Segments] = []  # not yet in the index, one entry per extend, oldest first
-        self._count = 0  # the number of waiting segments
-        self._numbers = range(0)  # the numbers of their frames
-
-    @property
-    def current(self) -> TrajectoryIndex:
-        """The index, up to date."""
-        if self._waiting:
-            self._update()
-        return self._index
-
-    def extend(self, frames: Frames, numbers: range) -> None:
-        """Add the newest frames, which have these numbers; frames that the ring does not store are omitted."""
-        segments = Segments.of(frames)
-        if self._waiting and (self._waiting[0].step is None) != (segments.step is None):
-            self._update()
-        start = self._numbers.start if self._waiting else numbers.start
-        self._waiting.append(segments)
-        self._numbers = range(start, numbers.stop)
-        self._count += len(segments.key)
-        if self._count > _MOST_SEGMENTS:
-            self._update()
-
-    def _update(self) -> None:
-        """Add the waiting segments to the index, and remove the frames that they overwrote."""
-        start, oldest = self._numbers.start, self._numbers.stop - self._index.capacity
-        self._index.retire(range(max(start - self._index.capacity, 0), min(oldest, start)))
-        some: list[Segments] = []
-        frames = 0
-        for segments in self._waiting:
-            some.append(segments.since(oldest))
-            frames += int(some[-1].length.sum())
-            if frames > _FRAMES_AT_ONCE:
-                self._index.extend(Segments.joined(some))
-                some, frames = [], 0
-        if frames:
-            self._index.extend(Segments.joined(some))
-        self._waiting, self._count = [], 0
-
-
-class SlotLists:
-    """Lists of slots, one per trajectory, that grow at one end and shrink at the other, all stored in one array.
-
-    Each list has a block of 2**k successive entries of the array, which it uses as a ring. A list that outgrows its
-    block moves to a larger one. Free blocks are used again for lists of the same size.
-    """
-
-    def __init__(self) -> None:
-        self._entries = np.zeros(0, np.int32)
-        self._used = 0
-        self._begin = np.zeros(0, np.int64)  # by trajectory
-        self._bits = np.zeros(0, np.int64)  # by trajectory: its block has 2**bits entries; 0 if it has none
-        self._idle: dict[int, Ints] = {}  # the begins of free blocks of 2**bits entries, by bits
-
-    def state(self) -> Arrays:
-        """The state of the lists, as arrays by name."""
-        return {
-            "entries": self._entries[: self._used],
-            "begin": self._begin,
-            "bits": self._bits,
-            **{f"idle{bits}": begin for bits, begin in self._idle.items()},
-        }
-
-    def load(self, state: Arrays) -> None:
-        """Restore what `state` returned."""
-        self._entries, self._begin, self._bits = state["entries"], state["begin"], state["bits"]
         self._used = len(self._entries)
         self._idle = {int(name[4:]): begin for name, begin in state.items() if name.startswith("idle")}
-
-    def grow(self, trajectories: int) -> None:
-        """Make room for this number of trajectories."""
-        more = np.zeros(trajectories - len(self._bits), np.int64)
-        self._begin, self._bits = np.concatenate([self._begin, more]), np.concatenate([self._bits, more])
 
     def get(self, trajectory: Ints, position: Ints) -> Ints:
         """The slots of the frames at `position` of `trajectory`; the arguments broadcast."""
         mask = (1 << self._bits.take(trajectory)) - 1
         return self._entries.take(self._begin.take(trajectory) + (position & mask)).astype(np.int64)
 
-    def put(self, trajectory: Ints, length: Ints, position: Ints, slot: Ints) -> None:
-        """Store the slots of ``length[i]`` frames of each ``trajectory[i]``; `position` and `slot` are per frame."""
-        position = position & ((1 << self._bits[trajectory]) - 1).repeat(length)
-        position += self._begin[trajectory].repeat(length)
-        self._entries[position] = slot
-
-    def reserve(self, trajectory: Ints, first: Ints, stop: Ints, held: Ints) -> None:
-        """Give each trajectory a block for its positions ``first … stop - 1``; entries below `held` are kept."""
-        bits = np.frexp(np.maximum(stop - first, 2) - 1)[1].astype(np.int64).clip(min=_SMALLEST_BLOCK)
+    def _reserve(self, trajectory: Ints, held: Ints) -> None:
+        """Give each trajectory a block for all of its positions; the slots of those below `held` are kept."""
+        first = self.first[trajectory]
+        bits = np.frexp(np.maximum(self.stop[trajectory] - first, 2) - 1)[1].astype(np.int64).clip(min=_SMALLEST_BLOCK)
         moving = np.flatnonzero(bits > self._bits[trajectory])
         for size in sorted(set(bits[moving].tolist())):
             some = moving[bits[moving] == size]
-            self._move(trajectory[some], size, first[some], held[some])
+            movers, begin, length = trajectory[some], self._take(size, len(some)), (held - first)[some]
+            if total := int(length.sum()):
+                position = np.arange(total) - (np.cumsum(length) - length - first[some]).repeat(length)
+                slots = self.get(movers.repeat(length), position)
+                self._entries[begin.repeat(length) + (position & ((1 << size) - 1))] = slots
+            self._give_back(movers)
+            self._begin[movers], self._bits[movers] = begin, size
 
-    def _move(self, trajectory: Ints, bits: int, first: Ints, held: Ints) -> None:
-        """Move the entries ``first … held - 1`` of trajectories to larger blocks of 2**bits entries."""
-        begin = self._take(bits, len(trajectory))
-        length = held - first
-        if total := int(length.sum()):
-            position = np.arange(total) - (np.cumsum(length) - length - first).repeat(length)
-            slots = self.get(trajectory.repeat(length), position)
-            self._entries[begin.repeat(length) + (position & ((1 << bits) - 1))] = slots
-        self.give_back(trajectory)
-        self._begin[trajectory], self._bits[trajectory] = begin, bits
-
-    def give_back(self, trajectory: Ints) -> None:
+    def _give_back(self, trajectory: Ints) -> None:
         """Free the blocks of trajectories that are empty or were moved."""
         bits = self._bits[trajectory]
         for size in sorted({*bits.tolist()} - {0}):
@@ -276,3 +389,12 @@ class SlotLists:
             more = np.zeros(max(self._used, 2 * len(self._entries)) - len(self._entries), np.int32)
             self._entries = np.concatenate([self._entries, more])
         return np.concatenate([reused, begin])
+
+
+def slots_of(numbers: Ints, capacity: int) -> Ints:
+    """``numbers % capacity``, for numbers less than `capacity` apart; several times faster than a division of each."""
+    if not len(numbers):
+        return numbers
+    slots: Ints = numbers - numbers.min() // capacity * capacity
+    np.subtract(slots, capacity, out=slots, where=slots >= capacity)
+    return slots

@@ -62,38 +62,15 @@ def check_slices(buffer):
     assert len(buffer) == CAPACITY
 
 
-@pytest.mark.parametrize(("lanes", "ndim"), [(None, 1), (3, 2)])
-def test_the_sync_collector(lanes, ndim):
-    check_slices(fill(single(lanes), ndim))
-
-
-@pytest.mark.parametrize(("transport", "cat_results", "lanes", "ndim"), [
-    ("serial", "stack", None, 2), ("processes", "stack", 3, 3), ("serial", 0, None, 1), ("processes", -1, 3, 2),
+@pytest.mark.parametrize(("make", "ndim"), [
+    (lambda: single(None), 1),
+    (lambda: single(3), 2),
+    (lambda: of_workers(SYNC, "serial", None, cat_results="stack"), 2),
+    (lambda: of_workers(SYNC, "processes", 3, cat_results="stack"), 3),
+    (lambda: of_workers(SYNC, "serial", None, cat_results=0), 1),
+    (lambda: of_workers(SYNC, "processes", 3, cat_results=-1), 2),
+    (lambda: of_workers(ASYNC, "serial", None), 1),  # whichever worker was first
+    (lambda: of_workers(ASYNC, "processes", 3), 2),
 ])  # fmt: skip
-def test_sync_workers(transport, cat_results, lanes, ndim):
-    check_slices(fill(of_workers(SYNC, transport, lanes, cat_results=cat_results), ndim))
-
-
-def test_rows_of_frames_are_not_taken_for_frames():
-    """A batch [W, P, T] in a storage for [P, T]: samples would be rows [T], which losses broadcast without an error."""
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(CAPACITY, ndim=2), batch_size=8)
-    with of_workers(SYNC, "serial", 3) as collector, pytest.raises(ValueError, match="build it with ndim=3"):
-        buffer.extend(next(collector))
-
-
-@pytest.mark.parametrize(("transport", "lanes", "ndim"), [("serial", None, 1), ("processes", 3, 2)])
-def test_async_workers(transport, lanes, ndim):
-    """Whichever worker was first."""
-    check_slices(fill(of_workers(ASYNC, transport, lanes), ndim))
-
-
-def test_runs_with_equal_ids_are_not_linked_to_one_another():
-    """Lanes of several runs, as of a vmap over seeds, would be taken for one trajectory."""
-    env = fc.make_env("CartPole-v1", num_envs=2)
-    policy = fc.random_policy(env)
-    runs = [fc.rollout(env, policy, fc.init(env, policy, seed=seed), 20)[1] for seed in range(3)]
-    batch = torch.stack(runs)
-    sampler = fc.samplers.SliceSampler(slice_len=4)
-    buffer = fc.ReplayBuffer(storage=fc.storages.LazyTensorStorage(120, ndim=3), sampler=sampler, batch_size=8)
-    with pytest.raises(ValueError, match=r"\[3, 2, 20\] have the same trajectory id.*a separate buffer"):
-        buffer.extend(batch)
+def test_slices(make, ndim):
+    check_slices(fill(make(), ndim))

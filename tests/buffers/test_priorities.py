@@ -148,19 +148,33 @@ def test_bad_input(case):
         do()
 
 
+def test_weights_and_slots_of_short_slices():
+    frames = TensorDict({"x": torch.arange(7), "episode": torch.tensor([0, 0, 1, 1, 1, 1, 1])}, [7])
+    for pad_output in (False, True):
+        options = {"slice_len": 4, "strict_length": False, "traj_key": "episode", "pad_output": pad_output}
+        buffer = fc.ReplayBuffer(
+            storage=fc.LazyTensorStorage(20), sampler=fc.PrioritizedSliceSampler(20, 1.0, 1.0, **options), batch_size=40
+        )
+        buffer.extend(frames)
+        sample, info = buffer.sample(return_info=True)
+        mask = sample.get(("collector", "mask"), torch.ones(len(sample), dtype=torch.bool))
+        assert torch.equal(torch.where(mask, sample["x"], -1), info["index"])
+        assert info["priority_weight"].shape == sample.shape
+        assert (len(sample) < 40) != pad_output
+    buffer.update_priority(info["index"], torch.where(mask, 2.0, 9.0))  # which the padding does not get
+    assert 9.0 not in buffer.sampler.state()["weights"]
+
+
 # Priorities belong to frames, not to slots: those for frames that are gone are ignored.
 
 SIZE = 8
 
 
-def made(count=SIZE, **options):
-    sampler = fc.PrioritizedSampler(SIZE, alpha=1.0, beta=1.0, eps=0)
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(SIZE), sampler=sampler, batch_size=4, **options)
-    return buffer, buffer.extend(torch.arange(count))
-
-
-def frames(count):
-    return TensorDict({"x": torch.arange(count)}, [count])
+def made(count=SIZE, eps=0, **options):
+    sampler = fc.PrioritizedSampler(SIZE, alpha=1.0, beta=1.0, eps=eps)
+    storage = fc.LazyTensorStorage(SIZE, ndim=options.pop("ndim", 1))
+    buffer = fc.ReplayBuffer(storage=storage, sampler=sampler, batch_size=4, **options)
+    return buffer, buffer.extend(torch.arange(count)) if storage.ndim == 1 else None
 
 
 def priorities(buffer):
@@ -220,8 +234,7 @@ ASK = [
 def test_views_share_the_note(ask, inference):
     lanes = TensorDict({"x": torch.arange(SIZE).view(4, 2)}, [4, 2])
     for view in VIEWS:
-        sampler = fc.PrioritizedSampler(SIZE, alpha=1.0, beta=1.0, eps=0)
-        buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(SIZE, ndim=2), sampler=sampler, batch_size=4)
+        buffer, _ = made(ndim=2)
         buffer.extend(lanes)
         with torch.inference_mode(inference):
             index = ASK[ask](buffer, lanes)
@@ -238,21 +251,19 @@ def test_an_index_of_something_else():
     with pytest.raises(ValueError, match=r"written is 500, expected 0 to 5, .* pass what written_at"):
         buffer.update_priority(index, 3.0, written=500)
     with pytest.raises(TypeError, match="index is TensorDict, expected integers"):
-        buffer.update_priority(frames(3), 3.0)
+        buffer.update_priority(TensorDict({"x": torch.arange(3)}, [3]), 3.0)
     assert priorities(buffer) == [2.0] * 5
 
 
-@pytest.mark.parametrize("how", ["empty", "loads"])
-@pytest.mark.parametrize("again", [3, SIZE])
+@pytest.mark.parametrize(("how", "again"), [("empty", 3), ("loads", SIZE)])
 def test_frames_of_an_earlier_life(how, again, tmp_path):
-    sampler = fc.PrioritizedSampler(SIZE, alpha=1.0, beta=1.0, eps=0)
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(SIZE), sampler=sampler)
-    index = buffer.extend(frames(5))
+    buffer, _ = made(ndim=2)
+    index = buffer.extend(TensorDict({"x": torch.arange(5)[None]}, [1, 5]))
     buffer.dumps(tmp_path)
     buffer.empty() if how == "empty" else buffer.loads(tmp_path)
     buffer.update_priority(index, 5.0)
     assert set(priorities(buffer)) <= {1.0}
-    fresh = buffer.extend(frames(again))
+    fresh = buffer.extend(TensorDict({"x": torch.arange(again)[None]}, [1, again]))
     buffer.update_priority(index, 5.0)
     assert set(priorities(buffer)) == {1.0}
     buffer.update_priority(fresh, 2.0)
@@ -269,10 +280,8 @@ def test_frames_that_did_not_fit():
 
 
 def test_a_priority_of_zero_does_not_remove_a_frame():
-    sampler = fc.PrioritizedSampler(SIZE, alpha=0.5, beta=1.0, eps=1e-2)
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(SIZE), sampler=sampler, batch_size=2000)
-    index = buffer.extend(torch.arange(SIZE))
+    buffer, index = made(eps=1e-2)
     buffer.update_priority(index, 0.0)
-    assert buffer.sample().unique().tolist() == list(range(SIZE))
+    assert buffer.sample(2000).unique().tolist() == list(range(SIZE))
     buffer.update_priority(index, torch.arange(SIZE) * 1.0)
-    torch.testing.assert_close(torch.tensor(priorities(buffer)), (torch.arange(SIZE) + 1e-2).sqrt())
+    torch.testing.assert_close(torch.tensor(priorities(buffer)), torch.arange(SIZE) + 1e-2)

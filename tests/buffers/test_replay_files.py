@@ -1,4 +1,4 @@
-"""Buffers dumped and loaded: the same samples follow, whatever becomes of the files in between."""
+"""Buffers dumped and loaded: the same samples follow, whatever becomes of the files; and Ctrl-C at any moment."""
 
 import contextlib
 import itertools
@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import resource
+import signal
+import sys
 
 import pytest
 import torch
@@ -62,8 +64,7 @@ def test_a_file_is_opened_again_where_it_lay(tmp_path):
     first.extend(numbers(18))
     first.dumps(tmp_path / "dump")
     again.loads(tmp_path / "dump")
-    again.extend(numbers(18, 18))
-    assert again[:]["x"].tolist() == [*range(36)]
+    assert again[:]["x"].tolist() == [*range(18)]
 
 
 def numbers(count, start=0):
@@ -79,9 +80,11 @@ class Cut(BaseException):
 
 
 def test_a_dump_cut_off_leaves_the_former_one_whole(tmp_path, monkeypatch):
+    (tmp_path / "v7" / "deep").mkdir(parents=True)  # of a process killed before it could clean up
     buffer, sync = plain(), dumping.sync
     buffer.extend(numbers(4))
     buffer.dumps(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "v0"]  # only the current dump stays
     buffer.extend(numbers(4, 4))
     monkeypatch.setattr(dumping.shutil, "rmtree", lambda *_, **__: None)  # as nobody cleans up after a process killed
     points = 0
@@ -114,46 +117,31 @@ def test_a_dump_cut_off_leaves_the_former_one_whole(tmp_path, monkeypatch):
     assert len(other) == 8
 
 
-def test_only_the_current_dump_stays(tmp_path):
-    (tmp_path / "v7" / "deep").mkdir(parents=True)  # of a process killed before it could clean up
-    buffer = plain()
-    for start in range(3):
-        buffer.extend(numbers(2, start))
-        buffer.dumps(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "v2"]
-
-
 @contextlib.contextmanager
-def full_disk():
+def full_disk(message):
     """No file may grow past 4 kB; no fixture, under which the report of a test could not grow, either."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        yield
+        with pytest.raises(OSError, match=message):
+            yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_no_room_for_a_file(tmp_path):
-    buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(1000, scratch_dir=tmp_path))
-    with (
-        full_disk(),
-        pytest.raises(OSError, match=r"has no room for 1000 frames of 8 bytes, 8000 in all .* smaller max_size"),
-    ):
+def test_no_room_for_a_file_or_a_dump(tmp_path):
+    buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(1000, scratch_dir=tmp_path / "rows"))
+    with full_disk(r"has no room for 1000 frames of 8 bytes, 8000 in all .* smaller max_size"):
         buffer.extend(numbers(4))
     assert len(buffer) == 0
-    assert not list(tmp_path.iterdir())
-
-
-def test_no_room_for_a_dump(tmp_path):
-    buffer = plain(20_000)
+    assert not list((tmp_path / "rows").iterdir())
+    buffer, other = plain(20_000), plain(20_000)
     buffer.extend(numbers(10))
     buffer.dumps(tmp_path)
     buffer.extend(numbers(15_000))
-    with full_disk(), pytest.raises(OSError, match="File too large"):
+    with full_disk("File too large"):
         buffer.dumps(tmp_path)
     assert len(buffer) == 15_010
-    other = plain(20_000)
     other.loads(tmp_path)
     assert len(other) == 10
 
@@ -215,14 +203,15 @@ def test_files_that_were_changed(tmp_path):
             plain().loads(tmp_path)
     with open(tmp_path / "v0" / "arrays.npz", "wb") as file:
         pickle.dump(Harmful(), file)
-    with pytest.raises(ValueError, match=r"cannot be read .*damaged, or another kind of file"):
-        plain().loads(tmp_path)
-    (tmp_path / "v0" / "meta.json").write_text('{"format": 2}')
-    with pytest.raises(ValueError, match="has format 2, this version of funcollect reads format 3"):
-        plain().loads(tmp_path)
-    (tmp_path / "v0" / "meta.json").write_text('{"format": 2')
-    with pytest.raises(ValueError, match=r"meta.json cannot be read .* the dump is damaged"):
-        plain().loads(tmp_path)
+    meta = (tmp_path / "v0" / "meta.json").read_text()
+    for text, message in (
+        (meta, r"cannot be read .*damaged, or another kind of file"),
+        ('{"format": 3}', "has format 3, this version of funcollect reads format 4"),
+        ('{"format": 3', r"meta.json cannot be read .* the dump is damaged"),
+    ):
+        (tmp_path / "v0" / "meta.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            plain().loads(tmp_path)
     items = fc.ReplayBuffer(storage=fc.ListStorage(5))
     items.extend([1, 2])
     items.dumps(tmp_path / "items")
@@ -235,15 +224,14 @@ def test_buffers_of_another_kind(tmp_path):
     buffer = plain()
     buffer.extend(numbers(4))
     buffer.dumps(tmp_path)
-    with pytest.raises(ValueError, match="max_size of the dump is 20, of this buffer 30: build the buffer like"):
-        plain(30).loads(tmp_path)
-    with pytest.raises(ValueError, match="storage of the dump is rows, of this buffer list"):
-        fc.ReplayBuffer(storage=fc.ListStorage(20)).loads(tmp_path)
-    with pytest.raises(ValueError, match="ndim of the dump is 1, of this buffer 2"):
-        fc.ReplayBuffer(storage=fc.LazyTensorStorage(20, ndim=2)).loads(tmp_path)
-    slices = fc.ReplayBuffer(storage=fc.LazyTensorStorage(20), sampler=fc.SliceSampler(slice_len=2))
-    with pytest.raises(ValueError, match="sampler of the dump is RandomSampler, of this buffer SliceSampler"):
-        slices.loads(tmp_path)
+    for storage, sampler, message in (
+        (fc.LazyTensorStorage(30), None, "max_size of the dump is 20, of this buffer 30: build the buffer like"),
+        (fc.ListStorage(20), None, "storage of the dump is rows, of this buffer list"),
+        (fc.LazyTensorStorage(20, ndim=2), None, "ndim of the dump is 1, of this buffer 2"),
+        (fc.LazyTensorStorage(20), fc.SliceSampler(slice_len=2), "dump is RandomSampler, of this buffer SliceSampler"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fc.ReplayBuffer(storage=storage, sampler=sampler).loads(tmp_path)
 
 
 def test_trees_have_no_file_format_and_nothing_is_nothing(tmp_path):
@@ -306,3 +294,75 @@ def test_a_dump_links_no_frames_of_another_run(tmp_path):
     four = plain()
     four.loads(tmp_path / "three")
     assert torch.equal(four[:]["x"], three[:]["x"])
+
+
+# Ctrl-C at any moment: a buffer holds all of an extend or nothing of it, and goes on.
+
+STEP = 7  # every so many lines of Python are tried
+
+
+def frames(first):
+    numbers = torch.arange(first, first + 6)
+    counted = {"traj_ids": torch.zeros(6, dtype=torch.int64), "step": numbers}
+    return TensorDict({"a": numbers, "b": numbers.float(), "collector": counted}, [6])
+
+
+@contextlib.contextmanager
+def interrupted_after(lines):
+    """Ctrl-C once so many lines of the package have run."""
+    left = itertools.count(lines, -1)
+
+    def trace(frame, event, _):
+        if event == "line" and "funcollect" in frame.f_code.co_filename and next(left) == 0:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def made_by(by_priority):
+    sampler = fc.PrioritizedSampler(8, alpha=1.0, beta=1.0) if by_priority else fc.SliceSampler(slice_len=2)
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(8), sampler=sampler, batch_size=4)
+    return buffer, buffer.extend(frames(0))
+
+
+def interrupted(change, by_priority):
+    """The buffers whose change was interrupted at one line after another, until it ends first."""
+    for lines in itertools.count(0, STEP):
+        buffer, slots = made_by(by_priority)
+        try:
+            with interrupted_after(lines):
+                change(buffer, slots)
+            return
+        except KeyboardInterrupt:
+            yield buffer
+
+
+@pytest.mark.parametrize("by_priority", [False, True])
+def test_an_extend_is_wholly_done_or_not_at_all(by_priority):
+    seen = set()
+    for buffer in interrupted(lambda buffer, _: buffer.extend(frames(6)), by_priority):
+        held = sorted(buffer[:]["a"].tolist())
+        assert held == sorted(buffer[:]["b"].tolist())
+        assert held in ([*range(6)], [*range(4, 12)])
+        seen.add(len(held))
+        buffer.extend(frames(held[-1] + 1))
+        assert sorted(buffer[:]["a"].tolist()) == [*range(held[-1] - 1, held[-1] + 7)]
+        sample = buffer.sample()
+        assert (sample["a"] == sample["b"]).all()
+    assert seen == {6, 8}
+
+
+def test_priorities_are_all_set_or_none():
+    def change(buffer, slots):
+        buffer.update_priority(slots[:3], torch.zeros(3))
+
+    for buffer in interrupted(change, True):
+        drawn = {index for _ in range(30) for index in buffer.sample()["a"].tolist()}
+        assert drawn in ({*range(6)}, {3, 4, 5})

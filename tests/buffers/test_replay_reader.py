@@ -229,7 +229,7 @@ def test_bad_readers(tmp_path):
         fc.ReplayReader(tmp_path)
 
 
-def test_what_readers_cannot_serve(tmp_path):
+def test_frames_without_ids_and_observations_that_are_stored_once(tmp_path):
     plain = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "plain"))
     plain.extend(TensorDict({"x": torch.zeros(3), "next": {"done": torch.zeros(3, 1, dtype=torch.bool)}}, [3]))
     reader = fc.ReplayReader(tmp_path / "plain", sampler=fc.SliceSampler(slice_len=2))
@@ -238,9 +238,8 @@ def test_what_readers_cannot_serve(tmp_path):
     with pytest.raises(ValueError, match=r"no collector.traj_ids or episode, which a reader .* name the ids with"):
         reader.sample(4)
     storage = fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "compact", compact_obs=True)
-    data = TensorDict(
-        {"x": torch.zeros(3), "next": {"x": torch.ones(3), "done": torch.zeros(3, dtype=torch.bool)}}, [3]
-    )
-    fc.ReplayBuffer(storage=storage).extend(data)
-    with pytest.raises(ValueError, match="has compact_obs"):
-        fc.ReplayReader(tmp_path / "compact")
+    seen = torch.arange(4)[:, None].expand(4, 9)
+    fc.ReplayBuffer(storage=storage).extend(TensorDict({"x": seen[:-1], "next": {"x": seen[1:]}}, [3]))
+    sample = fc.ReplayReader(tmp_path / "compact").sample(20)
+    assert torch.equal(sample["x"] + 1, sample["next", "x"])
+    assert set(sample["x"][:, 0].tolist()) == {0, 1, 2}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -40,18 +42,16 @@ class BufferView(Protocol):
 class RandomSource(NamedTuple):
     """The source of a sampler's random numbers."""
 
-    below: Callable[[int, int], Ints]  # ``below(limit, count)``: `count` uniform integers in ``[0, limit)``
-    uniform: Callable[[int], Floats]  # ``uniform(count)``: `count` uniform numbers in ``[0, 1)``
-    permutation: Callable[[int], Ints]  # ``permutation(count)``: the integers below `count` in random order
+    below: Callable[[int, int], Ints]  # (limit, count): `count` uniform integers in [0, limit)
+    uniform: Callable[[int], Floats]  # (count): uniform numbers in [0, 1)
+    permutation: Callable[[int], Ints]  # (count): the integers below `count` in random order
 
 
 def from_key(key: Key) -> RandomSource:
     """Random numbers that are a function of a key."""
     words = np.array([seed_of(key), int(Purpose.SAMPLE) << 48], np.uint64)
-    generator = np.random.Generator(np.random.Philox(key=words))
-    return RandomSource(
-        lambda limit, count: generator.integers(limit, size=count), generator.random, generator.permutation
-    )
+    source = np.random.Generator(np.random.Philox(key=words))
+    return RandomSource(lambda limit, count: source.integers(limit, size=count), source.random, source.permutation)
 
 
 def from_generator(generator: torch.Generator | None) -> RandomSource:
@@ -137,7 +137,6 @@ def _mark(node: dict[str, Any], name: str, rows: Ints | slice) -> bool:
 
 
 def _set(flags: Tensor, rows: Ints | slice) -> None:
-    """Set these rows to True."""
     if flags.is_cpu:
         flags.numpy()[rows] = True  # Torch takes twice as long
     else:
@@ -220,28 +219,30 @@ class Slices:
 
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
         """Draw the frames of one sample; ValueError if the ring is empty, or no trajectory is long enough."""
-        check_filled(memory)
-        index = trajectory_index_of(memory)
-        if self.over == "trajectories":
-            trajectory, begin = self._by_trajectory(index, random_source)
-        else:
-            slots = _draw(random_source, self.num_slices, len(memory), lambda some: self.begins(index, some))
-            trajectory, begin = index.places(slots)
-        if not len(trajectory):
-            raise ValueError(too_long(self, index))
-        drawn = self.along(index, trajectory, begin)
-        return drawn if self.pad_output else drawn.shortened()
-
-    def _by_trajectory(self, index: TrajectoryIndex, random_source: RandomSource) -> tuple[Ints, Ints]:
-        """The trajectories of random slices, and the positions at which the slices begin: [num_slices] both, or [0]."""
+        index, count = trajectory_index_of(memory), self.num_slices
+        if self.over == "windows":
+            slots = _draw(random_source, count, len(memory), partial(self.begins, index))
+            return self.sample(index, *index.places(slots))
         first, stop, least = index.first, index.stop, self.slice_len if self.strict_length else 1
+        trajectory = _draw(random_source, count, len(stop), lambda some: stop.take(some) - first.take(some) >= least)
+        begin = first.take(trajectory)
+        places = np.maximum(stop.take(trajectory) - begin - self.slice_len, 0) + 1
+        begin += (random_source.uniform(len(trajectory)) * places).astype(np.int64)
+        return self.sample(index, trajectory, begin)
 
-        def long_enough(trajectory: Ints) -> Bools:
-            return stop.take(trajectory) - first.take(trajectory) >= least
-
-        trajectory = _draw(random_source, self.num_slices, len(stop), long_enough)
-        places = np.maximum(stop.take(trajectory) - first.take(trajectory) - self.slice_len, 0) + 1
-        return trajectory, first.take(trajectory) + (random_source.uniform(len(trajectory)) * places).astype(np.int64)
+    def sample(
+        self, index: TrajectoryIndex, trajectory: Ints, begin: Ints, info: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> SampleIndices:
+        """The sample of slices that begin at position `begin` of `trajectory`; ValueError if there are none."""
+        if not len(trajectory):
+            longest = int((index.stop - index.first).max(initial=0))
+            raise ValueError(
+                f"slices are {self.slice_len} frames long, the longest trajectory held has {longest}: ask for shorter "
+                "ones, collect more, or pass strict_length=False for shorter ones, too"
+            )
+        drawn = self.along(index, trajectory, begin)
+        drawn.info = info
+        return drawn if self.pad_output else drawn.shortened()
 
     def begins(self, index: TrajectoryIndex, slots: Ints) -> Bools:
         """Whether a slice can begin at the frames in `slots`."""
@@ -254,12 +255,12 @@ class Slices:
         steps = np.arange(self.slice_len)
         position, first = begin[:, None] + steps, slice(0, None, self.slice_len)
         if self.strict_length:
-            slots = index.slot_lists.get(trajectory[:, None], position).reshape(-1)
+            slots = index.get(trajectory[:, None], position).reshape(-1)
             last = slice(self.slice_len - 1, None, self.slice_len)
             return SampleIndices(slots=slots, first=first, last=last, init_key=self.init_key)
         stop = index.stop.take(trajectory)[:, None]
         mask = (position < stop).reshape(-1)
-        slots = index.slot_lists.get(trajectory[:, None], np.minimum(position, stop - 1)).reshape(-1)
+        slots = index.get(trajectory[:, None], np.minimum(position, stop - 1)).reshape(-1)
         last = np.arange(-1, len(slots) - 1, self.slice_len) + np.minimum(stop[:, 0] - begin, self.slice_len)
         return SampleIndices(slots=slots, mask=mask, first=first, last=last, init_key=self.init_key)
 
@@ -268,33 +269,31 @@ SampleSpec = Flat | Slices  # a description of a sample
 
 
 def _draw(random_source: RandomSource, count: int, size: int, valid: Callable[[Ints], Bools]) -> Ints:
-    """Draw `count` of the numbers below `size` for which `valid` is True, uniformly; none if there are no such numbers.
+    """`count` of the numbers below `size` for which `valid` is True, drawn uniformly; none if there are none."""
+    below = random_source.below
+    return completed(below(size, 4 * count), count, size, valid, lambda some, n: some[below(len(some), n)])
 
-    Random tries come first. Only if too few of them are valid, all numbers are examined.
+
+def completed(
+    tried: Ints, count: int, size: int, valid: Callable[[Ints], Bools], draw: Callable[[Ints, int], Ints]
+) -> Ints:
+    """The first `count` of the random numbers `tried` for which `valid` is True.
+
+    If they are too few, all numbers below `size` are examined, and ``draw(some, n)`` draws the other n among the valid
+    ones; none are returned if there are no valid ones.
     """
-    tried = random_source.below(size, 4 * count)
     drawn = tried[valid(tried)][:count]
     if len(drawn) == count:
         return drawn
     everything = np.flatnonzero(valid(np.arange(size)))
-    if not len(everything):
-        return everything
-    return np.concatenate([drawn, everything[random_source.below(len(everything), count - len(drawn))]])
+    return np.concatenate([drawn, draw(everything, count - len(drawn))]) if len(everything) else everything
 
 
 def trajectory_index_of(memory: BufferView) -> TrajectoryIndex:
-    """The trajectory index of a ring; ValueError if it has none."""
-    if memory.index is None:
+    """The trajectory index of a ring; ValueError if it has none, or the ring is empty."""
+    check_filled(memory)
+    if (index := memory.index) is None:
         raise ValueError(
             "this ring does not know which frames follow each other: make it with trajectories=ring.Trajectories()"
         )
-    return memory.index
-
-
-def too_long(slices: Slices, index: TrajectoryIndex) -> str:
-    """The message of the ValueError that is raised if no trajectory is as long as a slice."""
-    longest = int((index.stop - index.first).max(initial=0))
-    return (
-        f"slices are {slices.slice_len} frames long, the longest trajectory held has {longest}: ask for shorter ones, "
-        "collect more, or pass strict_length=False for shorter ones, too"
-    )
+    return index

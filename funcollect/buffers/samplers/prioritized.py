@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ from funcollect.buffers.samplers.indices import (
     RandomSource,
     SampleIndices,
     check_filled,
-    too_long,
+    completed,
     trajectory_index_of,
 )
 from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler
@@ -38,6 +39,7 @@ class PrioritizedSampler(RandomSampler):
 
     A new frame gets the highest priority given so far, but at least 1. ``info["priority_weight"]`` ``[N]``
     float32 is the importance weight ``(probability / lowest probability in the buffer) ** -beta``, at most 1.
+    Raises TypeError or ValueError for a capacity below 1, and for negative numbers.
 
     Args:
         max_capacity: the capacity of the storage.
@@ -45,11 +47,7 @@ class PrioritizedSampler(RandomSampler):
         beta: the exponent of the importance weights; 1 corrects the sampling bias fully. It may be changed at any time.
         eps: a small number added to every priority. With ``eps=0``, frames of priority 0 are never drawn.
 
-    Raises:
-        TypeError, ValueError: for a capacity below 1, and for negative numbers.
-
-    >>> import funcollect as fc
-    >>> import torch
+    >>> import funcollect as fc, torch
     >>> sampler = PrioritizedSampler(max_capacity=10, alpha=0.6, beta=0.4, eps=0)
     >>> buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), sampler=sampler, batch_size=4)
     >>> indices = buffer.extend(torch.arange(3))
@@ -64,12 +62,7 @@ class PrioritizedSampler(RandomSampler):
         for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
             check_number(name, value)
         self.max_capacity, self.alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
-        self.empty()
-
-    @override
-    def empty(self) -> None:
-        self._priorities = SumTree(self.max_capacity)
-        self._highest = 1.0
+        self.load({})
 
     @override
     def fit(self, capacity: int) -> None:
@@ -90,11 +83,10 @@ class PrioritizedSampler(RandomSampler):
 
     @override
     def load(self, state: Arrays) -> None:
-        self.empty()
+        self._priorities, self._highest = SumTree(self.max_capacity), float(state.get("highest", 1.0))
         # The dump may come from a sampler with a larger max_capacity, whose further slots hold no frames.
-        weights = state["weights"][: self.max_capacity]
+        weights = state.get("weights", np.zeros(0))[: self.max_capacity]
         self._priorities.put(np.arange(len(weights)), weights)
-        self._highest = float(state["highest"])
 
     def update_priority(
         self, memory: BufferView, index: Any, priority: Any, written: Any = None, before: int = 0
@@ -129,11 +121,9 @@ class PrioritizedSampler(RandomSampler):
             self._highest = max(self._highest, highest)
 
     def _weights(self, priority: Floats) -> Floats:
-        """The weights [N], to which probabilities are proportional, of priorities [N]."""
         return np.asarray((priority + self.eps) ** self.alpha)
 
     def _check(self, memory: BufferView) -> None:
-        """Raise ValueError if the buffer is empty, or all weights are 0."""
         check_filled(memory)
         if self._priorities.total <= 0:
             raise ValueError(
@@ -230,17 +220,12 @@ class PrioritizedSliceSampler(PrioritizedSampler):
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         self._check(memory)
-        spec, index = self._slices.spec(batch_size), trajectory_index_of(memory)
-        tried = self._priorities.find(random_source.uniform(4 * spec.num_slices))
-        slots = tried[spec.begins(index, tried)][: spec.num_slices]
-        if missing := spec.num_slices - len(slots):
-            begins = np.flatnonzero(spec.begins(index, np.arange(len(memory))))
-            if not len(begins):
-                raise ValueError(too_long(spec, index))
-            slots = np.concatenate([slots, self._among(begins, random_source.uniform(missing))])
-        drawn = spec.along(index, *index.places(slots))
-        drawn.info = self._corrections(slots.repeat(spec.slice_len))
-        return drawn if spec.pad_output else drawn.shortened()
+        spec, index, uniform = self._slices.spec(batch_size), trajectory_index_of(memory), random_source.uniform
+        slots = completed(
+            self._priorities.find(uniform(4 * spec.num_slices)), spec.num_slices, len(memory),
+            partial(spec.begins, index), lambda begins, count: self._among(begins, uniform(count)),
+        )  # fmt: skip
+        return spec.sample(index, *index.places(slots), self._corrections(slots.repeat(spec.slice_len)))
 
     def _among(self, slots: Ints, places: Floats) -> Ints:
         """Do the same as `SumTree.find`, but over the weights of `slots` [M] alone; ValueError if all of them are 0."""
@@ -258,15 +243,7 @@ class SumTree:
     """A weight of at least 0 for each of `capacity` slots. Weights are 0 at first, and a slot of weight 0 is not drawn.
 
     Blocks of weights have sums, blocks of these sums again, until few enough numbers are left that all their running
-    sums are made again after a change. Each level costs a few NumPy calls for all draws together, and a buffer of a
-    million frames needs two above the weights.
-
-    >>> priorities = SumTree(100)
-    >>> priorities.put(np.array([3, 40]), np.array([1.0, 3.0]))
-    >>> priorities.total, priorities.least
-    (4.0, 1.0)
-    >>> priorities.find(np.array([0.0, 0.24, 0.26, 0.99])).tolist()
-    [3, 3, 40, 40]
+    sums are made again after a change. A buffer of a million frames needs two levels above the weights.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -300,7 +277,7 @@ class SumTree:
         if self._top is None:
             self._top = np.empty(len(self._sums[-1]) + 1)
             self._top[0] = 0.0
-            _running_sums(self._sums[-1], self._top[1:])
+            torch.cumsum(torch.from_numpy(self._sums[-1]), -1, out=torch.from_numpy(self._top[1:]))
         return self._top
 
     @property
@@ -322,17 +299,13 @@ class SumTree:
         found[order] = upto.searchsorted(rest[order], side="right") - 1
         rest -= upto.take(found)
         rows, each = np.zeros((len(places), _WIDTH + 1)), np.arange(len(places))
-        ends = rows[:, 1:]
+        ends = torch.from_numpy(rows[:, 1:])
         for sums in self._sums[-2::-1]:
-            _running_sums(sums.reshape(-1, _WIDTH).take(found, axis=0), ends)
+            some = torch.from_numpy(sums.reshape(-1, _WIDTH).take(found, axis=0))
+            torch.cumsum(some, -1, out=ends)  # which takes a third of NumPy's time
             # Rounding must not move a place past the end of its block, where the next slot may have the weight 0.
             rest = np.minimum(rest, np.nextafter(rows[:, -1], 0.0))
-            child = (ends > rest[:, None]).argmax(axis=1)
+            child = (rows[:, 1:] > rest[:, None]).argmax(axis=1)
             rest -= rows[each, child]
             found = found * _WIDTH + child
         return found
-
-
-def _running_sums(numbers: Floats, out: Floats) -> None:
-    """Write the running sums along the last axis [..., N] to `out` [..., N]; Torch takes a third of NumPy's time."""
-    torch.cumsum(torch.from_numpy(numbers), -1, out=torch.from_numpy(out))

@@ -20,7 +20,7 @@ from funcollect.buffers.samplers.indices import (
     check_filled,
     trajectory_index_of,
 )
-from funcollect.buffers.segments import Trajectories
+from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.trajectories.returns import MultiStep
 from funcollect.trajectories.split import MASK
 from funcollect.tree import Path
@@ -29,10 +29,7 @@ __all__ = ["MultiStepSampler", "RandomSampler", "Sampler", "SamplerWithoutReplac
 
 
 class Sampler(Protocol):
-    """The interface of samplers for a `ReplayBuffer`.
-
-    A class that derives from this one must define `draw`. The other methods have defaults for samplers without state.
-    """
+    """The interface of samplers for a `ReplayBuffer`. All methods but `draw` have defaults, for those without state."""
 
     trajectories: Trajectories | None = None  # the keys that link frames; None for a sampler of single frames
 
@@ -57,14 +54,14 @@ class Sampler(Protocol):
 
     def empty(self) -> None:
         """Reset after the buffer was emptied."""
-        return
+        self.load({})
 
     def state(self) -> Arrays:
         """The sampler's state, as arrays by name."""
         return {}
 
     def load(self, state: Arrays) -> None:
-        """Replace the sampler's state by one that `state` returned, here or for the sampler of another buffer."""
+        """Replace the sampler's state by one that `state` returned, here or in another buffer; {} is that at first."""
         return
 
 
@@ -99,9 +96,7 @@ class RandomSampler(Sampler):
 
 
 class SamplerWithoutReplacement(RandomSampler):
-    """Every frame once per round, in random order. Each `extend` begins a new round.
-
-    Iteration over the buffer ends after one round.
+    """Every frame once per round, in random order. An `extend` begins a new round; iteration ends after one.
 
     Args:
         drop_last: omit the last frames of a round if they do not fill a batch; else the last batch is shorter.
@@ -121,7 +116,7 @@ class SamplerWithoutReplacement(RandomSampler):
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True) -> None:
         check_flags(drop_last=drop_last, shuffle=shuffle)
         self.drop_last, self.shuffle = drop_last, shuffle
-        self._left = np.zeros(0, np.int64)
+        self.load({})
 
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
@@ -149,16 +144,12 @@ class SamplerWithoutReplacement(RandomSampler):
         self.empty()  # remaining frames of the round may have been overwritten
 
     @override
-    def empty(self) -> None:
-        self._left = self._left[:0]
-
-    @override
     def state(self) -> Arrays:
         return {"left": self._left}
 
     @override
     def load(self, state: Arrays) -> None:
-        self._left = state["left"]
+        self._left = state.get("left", np.zeros(0, np.int64))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
@@ -171,12 +162,10 @@ class SliceSampler(RandomSampler):
         num_slices: the number of slices in a sample, each of ``batch_size / num_slices`` frames. Give either this or
             `slice_len`.
         slice_len: the number of frames in a slice; a sample has ``batch_size / slice_len`` slices.
-        traj_key: the key of the trajectory ids, see `ring.Trajectories`.
+        traj_key, end_key: the keys of trajectory ids and end flags, see `ring.Trajectories`.
         trajectory_key: another name for `traj_key`.
-        end_key: the key of the end flags, see `ring.Trajectories`.
-        strict_length: whether to draw only from trajectories that are long enough. If False, a sample may have fewer
-            than ``batch_size`` frames.
-        pad_output, init_key, over: see `ring.Slices`.
+        strict_length, pad_output, init_key, over: see `ring.Slices`. If `strict_length` is False, a sample may have
+            fewer than ``batch_size`` frames.
         cache_values: accepted as by TorchRL, without effect: the trajectories are always known.
 
     Raises:
@@ -211,10 +200,8 @@ class SliceSampler(RandomSampler):
         cache_values: bool = False,
     ) -> None:
         if (num_slices is None) == (slice_len is None):
-            got = "neither" if num_slices is None else "both"
-            raise ValueError(
-                f"{got} of num_slices and slice_len is given, expected one: the other follows from the batch size"
-            )
+            got = "neither of num_slices and slice_len" if num_slices is None else "both of num_slices and slice_len"
+            raise ValueError(f"{got} is given, expected one: the other follows from the batch size")
         if traj_key is not None and trajectory_key is not None:
             raise ValueError("traj_key and trajectory_key are two names of one key, expected one: leave one out")
         check_key("trajectory_key", trajectory_key)
@@ -224,19 +211,18 @@ class SliceSampler(RandomSampler):
         self.options: dict[str, Any] = {
             "strict_length": strict_length, "pad_output": pad_output, "init_key": init_key, "over": over,
         }  # fmt: skip
-        # This checks the arguments. The number that is not given follows from the batch size, so it is 1 here.
         one, other = (1 if size is None else size for size in (num_slices, slice_len))
-        Slices(num_slices=one, slice_len=other, **self.options)
+        Slices(num_slices=one, slice_len=other, **self.options)  # checks the arguments
 
     def spec(self, batch_size: int) -> Slices:
         """The slices of a sample; ValueError if their number or length does not divide `batch_size`."""
         given = self.num_slices or self.slice_len or 1
         other, rest = divmod(batch_size, given)
         if rest:
-            name = "num_slices" if self.slice_len is None else "slice_len"
+            name, near = "num_slices" if self.slice_len is None else "slice_len", max(other, 1) * given
             raise ValueError(
-                f"batch_size is {batch_size}, {name} {given}, expected a positive multiple: sample for example "
-                f"{max(other, 1) * given} frames"
+                f"batch_size is {batch_size}, {name} {given}, expected a positive multiple: sample for example {near} "
+                "frames"
             )
         num_slices, slice_len = (other, given) if self.num_slices is None else (given, other)
         return Slices(num_slices=num_slices, slice_len=slice_len, **self.options)
@@ -254,9 +240,7 @@ class SliceSampler(RandomSampler):
 
 @dataclass(kw_only=True, slots=True)
 class _Lookahead(SampleIndices):
-    """N frames, each with those that follow it: ``slots`` is ``[N * n_steps]``."""
-
-    returns: MultiStep
+    returns: MultiStep  # the slots are those of N frames, each with the `n_steps - 1` that follow it
 
     @property
     @override
@@ -270,16 +254,14 @@ class _Lookahead(SampleIndices):
         if had is not None:
             table.set("collector", had.clone(False))
         table.set(MASK, torch.from_numpy(self.mask).to(batch.device).reshape(table.shape))
-        first = self.returns(table)[:, 0]
-        return first.exclude("collector" if had is None else MASK)
+        return self.returns(table)[:, 0].exclude("collector" if had is None else MASK)
 
 
 class MultiStepSampler(RandomSampler):
     """Single frames, drawn uniformly with replacement, with the n-step returns and next observations of `MultiStep`.
 
-    They are computed from the trajectories in the buffer, also across batches, up to the newest frame of each.
-
-    For `gamma`, `n_steps` and the errors, see `MultiStep`; for `traj_key` and `end_key`, see `SliceSampler`.
+    They are computed from the trajectories in the buffer, also across batches, up to the newest frame of each. For
+    `gamma`, `n_steps` and the errors, see `MultiStep`; for `traj_key` and `end_key`, see `SliceSampler`.
 
     >>> import funcollect as fc
     >>> sampler = MultiStepSampler(gamma=0.9, n_steps=3)
@@ -299,7 +281,6 @@ class MultiStepSampler(RandomSampler):
 
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        check_filled(memory)
         index, slots = trajectory_index_of(memory), random_source.below(len(memory), batch_size)
         spec = Slices(num_slices=batch_size, slice_len=self.returns.n_steps, strict_length=False, pad_output=True)
         drawn = spec.along(index, *index.places(slots))

@@ -1,17 +1,17 @@
 """Frames as packed rows in a memory-mapped file: a header, then the rows.
 
-The header describes the rows in JSON, and two of its words give the range of complete frames. A process can read the
-file without further information, even after the writer was killed. A reader never gets part of a frame: frames are
-withdrawn before their rows are overwritten, and published once they are complete.
+The header describes the rows in JSON, and two of its words give the range of complete frames. A reader never gets part
+of a frame: frames are withdrawn before their rows are overwritten, and published once they are complete.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,12 @@ from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_kind
 from funcollect.buffers import Ints
-from funcollect.buffers.storages.packed_rows import FrameLayout, RowLayout
-from funcollect.buffers.storages.planes import PLANES, FrameStacks, RowsInFile, room_for
+from funcollect.buffers.storages.packed_rows import FrameLayout
+from funcollect.buffers.storages.shared_leaves import PLANES, RowsInFile, SharedLeaves, room_for
 from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
-from funcollect.files import allocate
 
 _NAME = "rows.bin"  # of the file
-_MAGIC = int.from_bytes(b"funcoll1", "little")
+_MAGIC = int.from_bytes(b"funcoll2", "little")
 _WORD, _PAGE = 8, 4096  # bytes
 _OLDEST, _WRITTEN = 8, 9  # the words of the header that change
 _JSON = 16  # the word at which the JSON begins
@@ -41,14 +40,14 @@ class LazyMemmapStorage(LazyTensorStorage):
         max_size: the capacity in frames.
         scratch_dir: the directory of the file, which is kept. By default a temporary file without a name, which ends
             with the storage or with the process, even if that is killed.
-        ndim, frame_stack: see `LazyTensorStorage`. The frames of stacks are in further files, which readers also use.
+        ndim, compact_obs, frame_stack: see `LazyTensorStorage`. Parts that are stored once are in further files.
         device: the device of samples; by default the CPU. The rows are in the file in any case.
-        compact_obs: see `LazyTensorStorage`. Separately stored observations are in memory, so readers are not possible.
         existsok: overwrite the file of an earlier storage.
 
     Raises:
         OSError: if the disk has no room for `max_size` frames; raised at the first batch rather than in mid-run. Later
-            only with `frame_stack`, if stacks share so few frames that a file has to grow; no frame is lost then.
+            only with `compact_obs` or `frame_stack`, if frames share so little that a file has to grow; no frame is
+            lost then.
         FileExistsError: if the directory already has a storage.
 
     >>> import funcollect as fc, torch
@@ -78,47 +77,52 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._base = 0  # the number of the first frame after `empty`: for readers, numbers only increase
 
     @override
-    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[Tensor, FrameStacks | None]:
-        if self.scratch_dir is not None:
-            return self._allocate_in(self.scratch_dir, layout, existsok)
-        with tempfile.TemporaryDirectory(prefix="funcollect-") as directory:  # open files live on without their names
-            return self._allocate_in(Path(directory), layout, existsok)
-
-    def _allocate_in(self, directory: Path, layout: FrameLayout, existsok: bool) -> tuple[Tensor, FrameStacks | None]:
-        path, former = directory / _NAME, {*directory.glob(PLANES.format("*"))}
-        if path.exists() and not (existsok or self._existsok):
-            raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
-        directory.mkdir(parents=True, exist_ok=True)
-        columns = () if layout.stacks is None else layout.stacks.columns
-        planes = {(each.shape[1:], each.dtype): each.nbytes // each.shape[0] for each in columns}
-        nbytes = layout.rows.nbytes + sum(planes.values())
-        wanted = f"{self.max_size} frames of {nbytes} bytes, {self.max_size * nbytes} in all"
-        try:
-            with room_for(f"{directory} has no room for {wanted}"):
-                rows, stacks = self._create(path, layout)
-        except OSError:
-            _remove({*directory.glob(PLANES.format("*"))} - former)
-            raise
-        _remove(former)
+    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[Tensor, SharedLeaves]:
+        with contextlib.ExitStack() as stack:
+            directory = self.scratch_dir
+            if directory is None:  # open files live on without their names
+                directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="funcollect-")))
+            path, former = directory / _NAME, {*directory.glob(PLANES.format("*"))}
+            if path.exists() and not (existsok or self._existsok):
+                raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
+            directory.mkdir(parents=True, exist_ok=True)
+            nbytes = layout.rows.nbytes + sum(size * dtype.itemsize for _, size, dtype in layout.kinds())
+            wanted = f"{self.max_size} frames of {nbytes} bytes, {self.max_size * nbytes} in all"
+            try:
+                with room_for(f"{directory} has no room for {wanted}"):
+                    rows, shared = self._create(path, layout)
+            except BaseException:
+                former = {*directory.glob(PLANES.format("*"))} - former
+                raise
+            finally:
+                for each in former:  # files of planes that no header names
+                    each.unlink()
         self._base = 0
-        return rows, stacks
+        return rows, shared
 
-    def _create(self, path: Path, layout: FrameLayout) -> tuple[Tensor, FrameStacks | None]:
+    def _create(self, path: Path, layout: FrameLayout) -> tuple[Tensor, SharedLeaves]:
         """Create the file, and those for planes."""
-        saved = layout.rows.to_json() if layout.rows.structure is None else None
-        header: dict[str, Any] = {"rows": saved, "compact_obs": self.compact_obs, "max_size": self.max_size}
-        files: list[RowsInFile] = []
-
-        def planes_of(words: int) -> RowsInFile:
-            files.append(RowsInFile(path.with_name(PLANES.format(secrets.token_hex(8))), words))
-            return files[-1]
-
-        stacks = None
-        if layout.stacks is not None:
-            stacks = FrameStacks(layout.stacks, planes_of, self.max_size)
-            header |= {"stacks": layout.stacks.to_json(), "planes": [file.path.name for file in files]}
-        self._file, rows = _create(path, json.dumps(header).encode(), self.max_size, layout.rows.words)
-        return rows, stacks
+        saved = layout.to_json() if layout.rows.structure is None else {}
+        names = [PLANES.format(secrets.token_hex(8)) for _ in layout.kinds()]
+        shared = SharedLeaves(layout, [partial(RowsInFile, path.with_name(name)) for name in names], self.max_size)
+        header = np.frombuffer(json.dumps({**saved, "max_size": self.max_size, "files": names}).encode(), np.uint8)
+        offset = -(-(_JSON * _WORD + len(header)) // _PAGE) * _PAGE // _WORD  # words before the first row
+        # The file gets its name once it is complete. An old file is replaced, not truncated: a process that has mapped
+        # it would be killed.
+        fresh = path.with_suffix(".new")
+        fresh.unlink(missing_ok=True)
+        try:
+            file = RowsInFile(fresh, 1)
+            file.grow(offset + self.max_size * layout.rows.words)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
+        words = file.rows[:, 0]
+        words[:3] = _MAGIC, offset, len(header)
+        words[_JSON:].view(np.uint8)[: len(header)] = header
+        fresh.replace(path)
+        self._file = RowsFile(words)
+        return torch.from_numpy(self._file.rows), shared
 
     @override
     def _announce(self, oldest: int, written: int) -> None:
@@ -130,11 +134,6 @@ class LazyMemmapStorage(LazyTensorStorage):
         if self._file is not None:
             self._base = -(-self._file.span[1] // self.max_size) * self.max_size
             self._announce(0, 0)
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.unlink()
 
 
 class RowsFile:
@@ -164,47 +163,19 @@ class RowsFile:
         self._words[_WRITTEN] = written
 
 
-def _create(path: Path, header: bytes, rows: int, words: int) -> tuple[RowsFile, Tensor]:
-    """Create a file with space for all rows; return it and its rows as a tensor ``[rows, words]``."""
-    offset = -(-(_JSON * _WORD + len(header)) // _PAGE) * _PAGE // _WORD  # words before the first row
-    size = offset + rows * words
-    # The file gets its name once it is complete. An old file is replaced, not truncated: a process that has mapped it
-    # would be killed.
-    fresh = path.with_suffix(".new")
-    try:
-        with open(fresh, "w+b") as file:
-            allocate(file.fileno(), size * _WORD)
-            file.write(np.array([_MAGIC, offset, len(header)], np.int64).tobytes())
-            file.seek(_JSON * _WORD)
-            file.write(header)
-    except OSError:
-        fresh.unlink()
-        raise
-    mapped = torch.from_file(str(fresh), shared=True, size=size, dtype=torch.int64)
-    fresh.replace(path)
-    return RowsFile(mapped.numpy()), mapped[offset:].view(rows, words)
-
-
-def attach(directory: Path) -> tuple[RowsFile, RowLayout, FrameStacks | None]:
-    """The file that another process writes in its `scratch_dir`, the layout of its rows, and its stacks."""
+def attach(directory: Path) -> tuple[RowsFile, FrameLayout, SharedLeaves]:
+    """The file that another process writes in its `scratch_dir`, the layout of its frames, and their shared leaves."""
     path = directory / _NAME
     if not path.exists():
         raise FileNotFoundError(
             f"{directory} has no frames of a LazyMemmapStorage: give its scratch_dir, after the first extend"
         )
-    words = np.memmap(path, np.int64, "r")
+    words = RowsInFile(path, 1, reading=True).rows[:, 0]
     if words[0] != _MAGIC:
         raise ValueError(f"{path} was not written by a LazyMemmapStorage: give the scratch_dir of one")
-    file = RowsFile(words.view(np.ndarray))
-    if file.header["compact_obs"]:
-        raise ValueError(
-            "the storage has compact_obs, so its next observations are in the memory of its process: build it without "
-            "compact_obs for readers"
-        )
-    if file.header["rows"] is None:
+    file = RowsFile(words)
+    if "batch" not in file.header:
         raise TypeError("the storage holds trees, whose structure is not in its file: store TensorDicts for readers")
-    layout, names = FrameLayout.from_json(file.header), iter(file.header.get("planes", ()))
-    if layout.stacks is None:
-        return file, layout.rows, None
-    stacks = FrameStacks(layout.stacks, lambda words: RowsInFile(directory / next(names), words, reading=True))
-    return file, layout.rows, stacks
+    layout = FrameLayout.from_json(file.header)
+    planes = [partial(RowsInFile, directory / name, reading=True) for name in file.header["files"]]
+    return file, layout, SharedLeaves(layout, planes)

@@ -1,15 +1,14 @@
 """Packs frames into rows of bytes, so that a sample needs one gather, and its leaves are typed views of the result.
 
-A row contains all leaves of one frame, the widest dtypes first for alignment, padded to 64-bit words. NumPy copies the
-bytes of a leaf as one element, which is several times faster than Torch's copies of short rows.
+A row has the widest dtypes first, for alignment, and is padded to 64-bit words. NumPy copies the bytes of a leaf as one
+element, several times faster than Torch copies short rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from funcollect.specs import RESERVED
 from funcollect.tree import Path, nest
 
 _WORD = 8  # bytes
+_LEAST_SHARED = 64  # bytes: to find an equal one among smaller observations would take as much memory as it saves
 
 # Integers of the same width carry dtypes that NumPy lacks.
 _CARRIERS = {
@@ -35,6 +35,9 @@ _CARRIERS = {
 }
 
 
+_Form = tuple[tuple[int, ...], torch.dtype]  # the shape and the dtype of a leaf in one frame
+
+
 @dataclass(frozen=True)
 class PackedLeaf:
     """The place of a leaf in a row."""
@@ -43,34 +46,23 @@ class PackedLeaf:
     shape: tuple[int, ...]  # of one frame
     dtype: torch.dtype
     offset: int  # bytes from the beginning of the row
-
-    @cached_property
-    def count(self) -> int:
-        """The number of values."""
-        return math.prod(self.shape)
-
-    @cached_property
-    def nbytes(self) -> int:
-        """The number of bytes."""
-        return self.count * self.dtype.itemsize
+    count: int  # the number of values
+    nbytes: int
 
 
-def leaves_of(data: Any) -> dict[Path, Tensor]:
+def leaves_of(data: Any, prefix: Path = ()) -> dict[Path, Tensor]:
     """The leaves of a TensorDict or another tree of tensors, by path; TypeError if a leaf is not a tensor."""
-    if isinstance(data, TensorDictBase):
-        return _add_leaves(data, (), {})
-    paths, leaves, _ = optree.tree_flatten_with_path(data)
-    named = zip((tuple(map(str, path)) for path in paths), leaves, strict=True)
-    return {path: _checked(path, leaf) for path, leaf in named}
-
-
-def _add_leaves(node: TensorDictBase, prefix: Path, found: dict[Path, Tensor]) -> dict[Path, Tensor]:
-    for name, value in node.items():
+    if not isinstance(data, TensorDictBase):
+        paths, leaves, _ = optree.tree_flatten_with_path(data)
+        named = zip((tuple(map(str, path)) for path in paths), leaves, strict=True)
+        return {path: _checked(path, leaf) for path, leaf in named}
+    found: dict[Path, Tensor] = {}
+    for name, value in data.items():
         path = (*prefix, name)
         if type(value) is Tensor:
             found[path] = value
         elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
-            _add_leaves(value, path, found)
+            found |= leaves_of(value, path)
         else:
             found[path] = _checked(path, value)
     return found
@@ -80,15 +72,12 @@ def _checked(path: Path, leaf: Any) -> Tensor:
     """The leaf; TypeError unless it is a tensor."""
     if isinstance(leaf, Tensor):
         return leaf
+    wanted = "a tensor" if path else "a TensorDict, a tensor, or a tree of tensors"
+    mend = f"leave it out (batch.exclude({path!r})), make a tensor of it, or store it in a ListStorage"
     if not path:
-        wanted, mend = "a TensorDict, a tensor, or a tree of tensors", "store it in a ListStorage"
-        if is_tensorclass(leaf):
-            mend = "give its to_tensordict()"
+        mend = "give its to_tensordict()" if is_tensorclass(leaf) else "store it in a ListStorage"
     elif isinstance(leaf, TensorDictBase) and not is_non_tensor(leaf):
-        wanted, mend = "a tensor", "make one TensorDict of several, torch.stack(data)"
-    else:
-        wanted = "a tensor"
-        mend = f"leave it out (batch.exclude({path!r})), make a tensor of it, or store it in a ListStorage"
+        mend = "make one TensorDict of several, torch.stack(data)"
     raise TypeError(f"{_name(path)} is {type(leaf).__name__}, expected {wanted}: {mend}")
 
 
@@ -97,75 +86,59 @@ def _name(path: Path) -> str:
 
 
 class RowLayout:
-    """The arrangement of a frame's leaves in a row of `words` 64-bit words.
+    """The arrangement of a frame's leaves in a row of `words` 64-bit words; the `columns` are in the batch's order.
 
-    The `columns` are in the order of the batch. `item_dims` are the batch dimensions of a single frame, which may be a
-    sequence. `structure` is that of a frame that is a tree; None for TensorDicts.
-
-    >>> import torch
-    >>> from tensordict import TensorDict
-    >>> batch = TensorDict({"reward": torch.ones(2, 1), "step": torch.arange(2)}, [2])
-    >>> layout = RowLayout.of(batch, 1)
-    >>> rows = torch.zeros(2, layout.words, dtype=torch.int64)
-    >>> layout.pack(rows, leaves_of(batch), 1)
-    >>> layout.unpack(rows)["step"]
-    tensor([0, 1])
+    `item_dims` are the batch dimensions of a single frame, which may be a sequence. `structure` is that of a frame that
+    is a tree; None for TensorDicts.
     """
 
-    def __init__(self, columns: Sequence[PackedLeaf], item_dims: tuple[int, ...] = (), structure: Any = None) -> None:
-        self.columns, self.item_dims, self.structure = tuple(columns), item_dims, structure
-        self._paths = {column.path for column in columns}
-        self._nested = nest({column.path: index for index, column in enumerate(columns)}) if structure is None else {}
+    def __init__(self, leaves: Mapping[Path, _Form], item_dims: tuple[int, ...] = (), structure: Any = None) -> None:
+        self.item_dims, self.structure = item_dims, structure
+        offset, columns = 0, dict[Path, PackedLeaf]()
+        for path, (shape, dtype) in sorted(leaves.items(), key=lambda leaf: (-leaf[1][1].itemsize, str(leaf[1][1]))):
+            count = math.prod(shape)
+            columns[path] = PackedLeaf(path, shape, dtype, offset, count, count * dtype.itemsize)
+            offset += columns[path].nbytes
+        self.columns, self._paths = [columns[path] for path in leaves], {*leaves}
+        self._nested = nest({path: index for index, path in enumerate(leaves)}) if structure is None else {}
         # tensordict cannot clone floats of eight bits if a device is set.
-        dtypes = {column.dtype for column in columns}
+        dtypes = {dtype for _, dtype in leaves.values()}
         self._placed = bool(dtypes) and all(dtype.itemsize > 1 or not dtype.is_floating_point for dtype in dtypes)
-        self._carried = [index for index, column in enumerate(columns) if column.dtype in _CARRIERS]
-        end = max((column.offset + column.nbytes for column in columns), default=0)
-        widest = max([_WORD, *(column.dtype.itemsize for column in columns)])
-        self.nbytes = max(-(-end // widest), 1) * widest
-        self.words = self.nbytes // _WORD
-        self._names = [str(column.path) for column in columns]
-        self._bytes = [np.dtype(f"V{column.nbytes}") for column in columns]
-        arrays = [torch.empty(0, dtype=_CARRIERS.get(column.dtype, column.dtype)).numpy() for column in columns]
-        self._typed = self._struct([(each.dtype, column.shape) for each, column in zip(arrays, columns, strict=True)])
-        self._opaque = self._struct(self._bytes)
-        self.row = np.dtype(f"V{self.nbytes}")
-
-    def _struct(self, formats: Sequence[Any]) -> np.dtype[np.void]:
-        """The NumPy dtype of a row as a struct, whose fields, one per column, have these formats."""
-        offsets = [column.offset for column in self.columns]
-        return np.dtype({"names": self._names, "formats": formats, "offsets": offsets, "itemsize": self.nbytes})
+        self._carried = [index for index, column in enumerate(self.columns) if column.dtype in _CARRIERS]
+        widest = max([_WORD, *(dtype.itemsize for dtype in dtypes)])
+        self.nbytes = max(-(-offset // widest), 1) * widest
+        self.words, self.row = self.nbytes // _WORD, np.dtype(f"V{self.nbytes}")
+        self._names, self._bytes = [*map(str, leaves)], [np.dtype(f"V{column.nbytes}") for column in self.columns]
+        arrays = [torch.empty(0, dtype=_CARRIERS.get(dtype, dtype)).numpy() for _, dtype in leaves.values()]
+        shapes = [shape for shape, _ in leaves.values()]
+        typed = [(each.dtype, shape) for each, shape in zip(arrays, shapes, strict=True)]
+        # A row as a struct with a field per column; as one, NumPy sees its values, or nothing but their bytes.
+        names, offsets = self._names, [column.offset for column in self.columns]
+        self._typed, self._opaque = (
+            np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": self.nbytes})
+            for formats in (typed, self._bytes)
+        )
 
     @classmethod
-    def of(cls, data: Any, ndim: int, leaves: Mapping[Path, Tensor] | None = None) -> RowLayout:
-        """The layout of `leaves`, by default all of `data`, which have `ndim` batch dimensions."""
-        leaves = leaves_of(data) if leaves is None else leaves
-        offset, columns = 0, {}
-        for path, leaf in sorted(leaves.items(), key=lambda pair: (-pair[1].dtype.itemsize, str(pair[1].dtype))):
-            columns[path] = PackedLeaf(path, tuple(leaf.shape[ndim:]), leaf.dtype, offset)
-            offset += columns[path].nbytes
-        ordered = [columns[path] for path in leaves]
+    def of(cls, data: Any, ndim: int) -> RowLayout:
+        """The layout of the leaves of `data`, which have `ndim` batch dimensions."""
+        forms = {path: (tuple(leaf.shape[ndim:]), leaf.dtype) for path, leaf in leaves_of(data).items()}
         if isinstance(data, TensorDictBase):
-            return cls(ordered, tuple(data.batch_size[ndim:]))
-        return cls(ordered, structure=optree.tree_structure(data))
+            return cls(forms, tuple(data.batch_size[ndim:]))
+        return cls(forms, structure=optree.tree_structure(data))
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> RowLayout:
         """The layout described by `to_json`."""
-        columns = [
-            PackedLeaf(tuple(path), tuple(shape), getattr(torch, dtype), offset)
-            for path, shape, dtype, offset in saved["columns"]
-        ]
-        return cls(columns, tuple(saved["item_dims"]))
+        forms = {tuple(path): (tuple(shape), getattr(torch, dtype)) for path, shape, dtype in saved["leaves"]}
+        return cls(forms, tuple(saved["item_dims"]))
 
     def to_json(self) -> dict[str, Any]:
         """A description in numbers and strings; TypeError for the structure of a tree, which has none."""
         if self.structure is not None:
             raise TypeError(f"the frames are trees {self.structure}, which have no file format: store TensorDicts")
-        columns = [
-            (each.path, each.shape, str(each.dtype).removeprefix("torch."), each.offset) for each in self.columns
-        ]
-        return {"columns": columns, "item_dims": self.item_dims}
+        leaves = [(leaf.path, leaf.shape, str(leaf.dtype).removeprefix("torch.")) for leaf in self.columns]
+        return {"leaves": leaves, "item_dims": self.item_dims}
 
     def check(self, leaves: Mapping[Path, Tensor], ndim: int) -> None:
         """Raise ValueError if the keys, shapes or dtypes of a batch differ from this layout."""
@@ -186,17 +159,20 @@ class RowLayout:
                 )
 
     def pack(self, rows: Tensor, leaves: Mapping[Path, Tensor], ndim: int, first: int = 0) -> None:
-        """Write N frames of ``[*B, ...]`` leaves, beginning with frame `first`, to `rows` [N, words].
-
-        The `ndim` dimensions ``*B`` have time last. Frames are ordered by time, then by lane.
-        """
+        """Write N frames of leaves ``[*B, T, ...]`` from `first` on, by time, then by lane, to `rows` [N, words]."""
         number = len(rows)
         if not rows.is_cpu:
+            source = next(iter(leaves.values())).device
+            if source != rows.device:
+                staged = torch.empty_like(rows, device=source, pin_memory=source.type == "cpu")
+                self.pack(staged, leaves, ndim, first)
+                rows.copy_(staged, non_blocking=True)
+                return
             for view, column in zip(self._views(rows), self.columns, strict=True):
                 leaf = time_major(leaves[column.path], ndim).reshape(-1, *column.shape)
                 view.copy_(leaf[first : first + number])
             return
-        records = self.records(rows)
+        records = rows.numpy().view(self._opaque)[:, 0]
         for name, column, bytes_ in zip(self._names, self.columns, self._bytes, strict=True):
             if column.nbytes and number:
                 elements = _elements(time_major(leaves[column.path], ndim), column, bytes_)
@@ -208,7 +184,7 @@ class RowLayout:
         return torch.from_numpy(packed.reshape(len(slots), self.words))
 
     def numbers(self, rows: Ints, slots: Ints) -> dict[Path, Tensor]:
-        """The leaves with one number per frame, of the frames in `slots` [N]; on the CPU."""
+        """The leaves with one number per frame in `slots` [N]; on the CPU."""
         records = rows.view(self._typed)[:, 0]
         return {
             column.path: torch.from_numpy(records[name][slots])  # `take` would copy all rows
@@ -216,16 +192,13 @@ class RowLayout:
             if column.count == 1 and column.dtype not in _CARRIERS
         }
 
-    def unpack(self, rows: Tensor) -> Any:
-        """The batch in `rows` [N, words] int64, contiguous; its leaves are views of them."""
-        return self.build(self.leaves(rows), len(rows))
-
-    def build(self, leaves: list[Tensor], number: int) -> Any:
-        """The batch of `number` frames with these leaves, by column."""
+    def unpack(self, rows: Tensor, leaves: list[Tensor] | None = None) -> Any:
+        """The batch in `rows` [N, words] int64, contiguous; by default its leaves, by column, are views of them."""
+        leaves = self.leaves(rows) if leaves is None else leaves
         if self.structure is not None:
             return optree.tree_unflatten(self.structure, leaves)
         device = leaves[0].device if self._placed else None
-        return _build(self._nested, leaves, torch.Size((number, *self.item_dims)), device)
+        return _build(self._nested, leaves, torch.Size((len(rows), *self.item_dims)), device)
 
     def leaves(self, rows: Tensor) -> list[Tensor]:
         """Views of the leaves in `rows`, by column."""
@@ -236,11 +209,6 @@ class RowLayout:
         for index in self._carried:
             leaves[index] = leaves[index].view(self.columns[index].dtype)
         return leaves
-
-    def records(self, rows: Tensor) -> npt.NDArray[np.void]:
-        """The `rows` [N, words] as a structured array, in which field ``str(path)`` is a leaf's bytes; on the CPU."""
-        records: npt.NDArray[np.void] = rows.numpy().view(self._opaque)[:, 0]
-        return records
 
     def _views(self, rows: Tensor) -> list[Tensor]:
         """Views of the leaves [N, ...] in `rows` [N, words], by column; on any device."""
@@ -281,69 +249,67 @@ def _build(nested: Mapping[str, Any], leaves: list[Tensor], size: torch.Size, de
 
 
 class FrameLayout:
-    """The layouts of the frames in a storage.
+    """The layout of frames, `batch`, and of the `rows` that store them.
 
-    Args:
-        rows: of the rows. Stacks are replaced by the numbers of their planes, [k] int32.
-        aside: of the next observations that are stored aside, with ``compact_obs``; the same holds for stacks.
-        stacks: of the stacks themselves, with ``frame_stack``.
+    Rows have the numbers of planes, [k] int32, instead of a shared leaf (see `SharedLeaves`); `planes` has each k.
     """
 
-    def __init__(self, rows: RowLayout, aside: RowLayout | None, stacks: RowLayout | None) -> None:
-        self.rows, self.aside, self.stacks = rows, aside, stacks
-        self._parts = {"rows": rows, "aside": aside, "stacks": stacks}
-        columns = {column.path: column for part in self._parts.values() if part for column in part.columns}
-        self.batch = RowLayout([*columns.values()], structure=rows.structure)  # the leaves as batches have them
+    def __init__(self, batch: RowLayout, planes: Mapping[Path, int]) -> None:
+        self.batch, self.planes = batch, planes
+        stored: dict[Path, _Form] = {leaf.path: (leaf.shape, leaf.dtype) for leaf in batch.columns}
+        stored |= {path: ((count,), torch.int32) for path, count in planes.items()}
+        self.rows = RowLayout(stored, batch.item_dims, batch.structure)
 
     @classmethod
     def of(
         cls, data: Any, leaves: Mapping[Path, Tensor], ndim: int, compact_obs: bool, frame_stack: int | None
     ) -> FrameLayout:
         """The layout for batches like this one; ValueError if it has no leaf to which an option applies."""
-        stacks = [] if frame_stack is None else _stack_paths(leaves, ndim, frame_stack)
-        aside = _next_paths(leaves) if compact_obs else []
-        number = torch.zeros((), dtype=torch.int32)
-        stored = {**leaves, **{path: number.expand(leaves[path].shape[: ndim + 1]) for path in stacks}}
-        rows = RowLayout.of(data, ndim, {path: leaf for path, leaf in stored.items() if path not in aside})
-        others = (
-            RowLayout.of(TensorDict({}), ndim, {path: some[path] for path in paths}) if paths else None
-            for paths, some in ((aside, stored), (stacks, leaves))
-        )
-        return cls(rows, *others)
+        planes = _observations(leaves, ndim) if compact_obs else {}
+        planes |= _stacks(leaves, ndim, frame_stack) if frame_stack is not None else {}
+        return cls(RowLayout.of(data, ndim), planes)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> FrameLayout:
         """The layout described by `to_json`."""
-        aside, stacks = (RowLayout.from_json(saved[name]) if name in saved else None for name in ("aside", "stacks"))
-        return cls(RowLayout.from_json(saved["rows"]), aside, stacks)
+        return cls(RowLayout.from_json(saved["batch"]), {tuple(path): count for path, count in saved["planes"]})
 
     def to_json(self) -> dict[str, Any]:
         """A description in numbers and strings; TypeError for trees."""
-        return {name: part.to_json() for name, part in self._parts.items() if part is not None}
+        return {"batch": self.batch.to_json(), "planes": [*self.planes.items()]}
+
+    def kinds(self) -> dict[tuple[int, int, torch.dtype], list[PackedLeaf]]:
+        """The shared leaves by the number of their planes, and the planes' number of values and dtype."""
+        found: dict[tuple[int, int, torch.dtype], list[PackedLeaf]] = {}
+        for leaf in self.batch.columns:
+            if count := self.planes.get(leaf.path):
+                found.setdefault((count, leaf.count // count, leaf.dtype), []).append(leaf)
+        return found
 
 
-def _next_paths(leaves: Mapping[Path, Tensor]) -> list[Path]:
-    """The paths below ``next`` to whose leaf the root has one of the same shape and dtype; ValueError if none."""
-    found = []
+def _observations(leaves: Mapping[Path, Tensor], ndim: int) -> dict[Path, int]:
+    """The number of planes, 1, of observations and next observations of one shape and dtype; ValueError if none."""
+    found = list[Path]()
     for path, leaf in leaves.items():
-        root = leaves.get(path[1:]) if path[0] == "next" and path[1:] and path[1] not in RESERVED else None
+        root = leaves.get(path[1:]) if path[:1] == ("next",) and path[1:] and path[1] not in RESERVED else None
         if root is not None and root.shape == leaf.shape and root.dtype == leaf.dtype:
-            found.append(path)
+            found += path, path[1:]
     if not found:
         raise ValueError(
             "the batch has no next observation of the same shape and dtype as an observation at its root, so "
             f"compact_obs would save nothing; it has {sorted('.'.join(path) for path in leaves)}: leave compact_obs out"
         )
-    return found
+    sizes = {path: leaves[path].shape[ndim:].numel() * leaves[path].dtype.itemsize for path in found}
+    return {path: 1 for path, size in sizes.items() if size >= _LEAST_SHARED}
 
 
-def _stack_paths(leaves: Mapping[Path, Tensor], ndim: int, frame_stack: int) -> list[Path]:
-    """The paths of observations, also below ``next``, that are stacks of `frame_stack` planes; ValueError if none."""
-    found = []
+def _stacks(leaves: Mapping[Path, Tensor], ndim: int, frame_stack: int) -> dict[Path, int]:
+    """The number of planes, `frame_stack`, of observations that are stacks, also below ``next``; ValueError if none."""
+    found = {}
     for path, leaf in leaves.items():
-        root, shape = path[1:] if path[0] == "next" else path, leaf.shape[ndim:]
+        root, shape = path[1:] if path[:1] == ("next",) else path, leaf.shape[ndim:]
         if root and root[0] not in RESERVED and shape[:1] == (frame_stack,) and len(shape) > 1 and 0 not in shape:
-            found.append(path)
+            found[path] = frame_stack
     if not found:
         shapes = {".".join(path): list(leaf.shape[ndim:]) for path, leaf in leaves.items()}
         raise ValueError(

@@ -49,12 +49,12 @@ class Dumped(NamedTuple):
 
 
 class Storage(Protocol):
-    """The interface of storages for a `ReplayBuffer`. `settle` and `empty` have defaults that change nothing."""
+    """The interface of storages for a `ReplayBuffer`. `empty` has a default that does nothing."""
 
     max_size: int  # the capacity in frames
     ndim: int  # the number of batch dimensions, time last: 1 for [T], 2 for [P, T], 3 for [W, P, T]
     device: torch.device  # of samples
-    compact_obs: bool  # whether next observations are read from the following frames
+    compact_obs: bool  # whether equal observations and next observations are stored once
     frame_stack: int | None = None  # frames per stack, where each frame is stored once
 
     def admit(self, data: Any) -> Incoming:
@@ -67,15 +67,8 @@ class Storage(Protocol):
         frames are unchanged then.
         """
 
-    def read(self, slots: Ints, mask: Bools | None = None, following: Ints | None = None) -> Any:
-        """A copy of the frames in `slots` [N] as a batch; zeros where `mask` [N] is False.
-
-        A storage with `compact_obs` also needs `following`, the slots of their successors (any slot if there is none).
-        """
-
-    def settle(self, slots: Ints, following: Ints) -> None:
-        """Record that the frames in `slots` have the new successors `following`, each in its trajectory."""
-        return
+    def read(self, slots: Ints, mask: Bools | None = None) -> Any:
+        """A copy of the frames in `slots` [N] as a batch; zeros where `mask` [N] is False."""
 
     def copy(self) -> Storage:
         """A storage in memory with the same frames."""
@@ -104,11 +97,7 @@ def check_size(max_size: Any) -> None:
 class ListStorage(Storage):
     """A list of objects of any kind. TensorDicts and sequences are split into items along their first dimension.
 
-    Args:
-        max_size: the capacity in items.
-
-    Raises:
-        TypeError, ValueError: unless `max_size` is a positive int.
+    Raises TypeError or ValueError unless `max_size`, the capacity in items, is a positive int.
 
     >>> from funcollect import ListStorage, ReplayBuffer
     >>> buffer = ReplayBuffer(storage=ListStorage(10))
@@ -141,7 +130,7 @@ class ListStorage(Storage):
             self._items[number % self.max_size] = item
 
     @override
-    def read(self, slots: Ints, mask: Bools | None = None, following: Ints | None = None) -> Any:
+    def read(self, slots: Ints, mask: Bools | None = None) -> Any:
         if mask is not None and not mask.all():
             raise ValueError(
                 "a ListStorage cannot pad slices, as pad_output=True and a MultiStepSampler do: leave pad_output out, "
@@ -186,8 +175,6 @@ class ListStorage(Storage):
                 f"{path} holds objects that are read by running code from the file: if you trust it, load it with "
                 "buffer.loads(…, allow_pickle=True)"
             ) from error
-        except (OSError, EOFError, RuntimeError) as error:
-            raise ValueError(f"{path} cannot be read ({error!r}): the dump is damaged") from error
         if not isinstance(items, list) or len(items) != count:
             raise ValueError(f"{path} does not hold a list of {count} items: it was changed")
         self._items = [*map(_from_dict, items), *[None] * (self.max_size - count)]
@@ -217,7 +204,6 @@ def _not_plain(item: Any) -> Iterator[Any]:
 
 
 def _from_dict(item: Any) -> Any:
-    """The inverse of `_as_dict`."""
     if isinstance(item, dict) and _TENSORDICT in item:
         return to_tensordict(item[_TENSORDICT], item["shape"])
     return item

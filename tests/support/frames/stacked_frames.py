@@ -73,41 +73,17 @@ def extend(buffers, batch):
 
 
 def check_uses(storage):
-    """Whether the planes in use are those of the rows and of the next observations aside, and no others."""
-    stacks, aside = storage._stacks, storage._next
-    if stacks is None:
+    """Whether the planes in use are those of the rows; each number is in use, free, or was never used."""
+    if storage._shared is None:
         return
-    expected = [np.zeros(len(pool._uses), np.int64) for pool in stacks.pools]
-    rows = [(storage.layout.rows, storage._rows)]
-    if aside is not None:
-        rows.append((aside.aside, torch.from_numpy(aside.pool.rows[aside.place[aside.place >= 0]])))
-    for layout, some in rows:
-        for pool, numbers in stacks.numbers(layout, some):
-            np.add.at(expected[pool], numbers.reshape(-1), 1)
-    for pool, used in zip(stacks.pools, expected, strict=True):
+    expected = {pool: np.zeros(len(pool._uses), np.int64) for pool in storage._shared.pools}
+    for pool, numbers in storage._shared.numbers(storage._rows):
+        np.add.at(expected[pool], numbers.reshape(-1), 1)
+    for pool, used in expected.items():
         assert (used[1:] == pool._uses[1:]).all()
         assert not pool.rows[0].any()
-        check_numbers(pool, [0, *np.flatnonzero(used[1:]) + 1])
-
-
-def check_numbers(pool, used):
-    """Whether each number of a pool is in use, free, or has never been used."""
-    known = [*used, *pool._free[: pool._idle], *range(pool._end, len(pool._free))]
-    assert sorted(known) == list(range(len(pool._free)))
-
-
-def check_aside(storage, frames, index):
-    """Whether those next observations lie aside that are not the observations of the frames that follow."""
-    aside, slots = storage._next, np.arange(len(frames))
-    after = index.following(slots)
-    differs = torch.zeros(len(frames), dtype=torch.bool)
-    for column in aside.aside.columns:
-        same = frames[column.path] == frames[column.path[1:]][after]
-        differs |= ~same.reshape(len(frames), -1).all(1)
-    laid, needed = aside.place[slots] >= 0, (after == slots) | differs.numpy()
-    assert (laid >= needed).all()
-    assert storage._stacks is not None or (laid == needed).all()  # a plane may be stored twice, and then differs
-    check_numbers(aside.pool, aside.place[aside.place >= 0].tolist())
+        known = [0, *np.flatnonzero(used[1:]) + 1, *pool._free, *range(pool._end, len(pool._uses))]
+        assert sorted(known) == list(range(len(pool._uses)))
 
 
 def check_alike(plain, shared):

@@ -1,8 +1,8 @@
 """Observations, and frames of stacks, that are stored once: the same frames come out as of a storage that holds all."""
 
-import threading
+import errno
+import os
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.buffers.storages.planes import PlanePool
+from funcollect.buffers.storages.shared_leaves import PlanePool
 from funcollect.keys import key_from_seed
 from tests.support.compare import assert_same
 from tests.support.frames.stacked_frames import (
@@ -20,9 +20,9 @@ from tests.support.frames.stacked_frames import (
     batches,
     both,
     check_alike,
-    check_aside,
     check_uses,
     extend,
+    made,
     noisy,
     stacked,
 )
@@ -31,7 +31,7 @@ from tests.support.running import scaled
 
 
 def everything(state):
-    return state.memory.read(np.arange(len(state))).clone()
+    return state.memory.storage.read(np.arange(len(state))).clone()
 
 
 @settings(max_examples=scaled(40), deadline=None)
@@ -53,10 +53,9 @@ def test_the_same_frames_come_out(batches, capacity, seed, in_file, options):
         batch["camera", "empty"] = batch["next", "camera", "empty"] = torch.zeros(*batch.shape, 0)
         (plain, one), (shared, two) = fc.ring.extend(plain, batch), fc.ring.extend(shared, batch)
         assert one.tolist() == two.tolist()
+        assert not compact_obs or plain.memory.index is not None  # then it is updated with each batch
         assert_same(everything(shared), everything(plain))
         check_uses(storage)
-        if compact_obs:
-            check_aside(storage, everything(plain), plain.memory.index)
     key = key_from_seed(seed)
     for spec in (fc.ring.Flat(9), fc.ring.Slices(num_slices=4, slice_len=3, strict_length=False)):
         assert_same(fc.ring.sample(shared, key, spec).clone(), fc.ring.sample(plain, key, spec).clone())
@@ -69,14 +68,10 @@ def test_the_same_frames_come_out(batches, capacity, seed, in_file, options):
 @pytest.mark.parametrize("storage", [fc.LazyTensorStorage, fc.LazyMemmapStorage])
 @pytest.mark.parametrize("length", [1, 25])
 def test_half_the_memory_also_frame_by_frame(storage, length):
-    """Whole batches and single frames; samplers that know nothing of trajectories too."""
     buffers = [fc.ReplayBuffer(storage=storage(1000, compact_obs=compact), batch_size=20) for compact in (True, False)]
-    screen = torch.randint(256, (1001, 20, 20), dtype=torch.uint8)
-    step = torch.arange(1000)
-    batch = TensorDict(
-        {"screen": screen[:-1], "episode": step // 250, "next": {"screen": screen[1:], "reward": torch.ones(1000, 1)}},
-        [1000],
-    )
+    screen = torch.randint(256, (1001, 40, 40), dtype=torch.uint8)
+    following = {"screen": screen[1:], "reward": torch.ones(1000, 1)}
+    batch = TensorDict({"screen": screen[:-1], "next": following}, [1000])
     for start in range(0, 1000, length):
         extend(buffers, batch[start : start + length])
     assert_same(buffers[0][:].clone(), batch.clone())
@@ -128,11 +123,10 @@ def test_trees_of_tensors():
     screens = torch.randn(6, 3, 3)
     stacks = torch.stack([screens[:-1], screens[1:]], 1)
     buffer.extend({"pixels": stacks, "reward": torch.arange(5.0)})
-    assert torch.equal(buffer[:]["pixels"], stacks)
-    assert torch.equal(buffer[1:3]["reward"], torch.tensor([1.0, 2.0]))
     buffer.add({"pixels": stacks[0], "reward": torch.tensor(7.0)})
-    assert torch.equal(buffer[5]["pixels"], stacks[0])
-    assert buffer.storage._stacks.pools[0]._end == 7  # six screens, and zeros
+    assert torch.equal(buffer[:]["pixels"], stacks[[0, 1, 2, 3, 4, 0]])
+    assert buffer[:]["reward"].tolist() == [0, 1, 2, 3, 4, 7]
+    assert buffer.storage._shared.pools[0]._end == 7  # six screens, and zeros
 
 
 BATCH = batches(1)[0]
@@ -169,38 +163,85 @@ def test_bad_options():
         fc.LazyMemmapStorage(9, frame_stack=0)
 
 
-class Both:
-    """Extends two buffers with each batch, until both have been filled several times over."""
-
-    def __init__(self, plain, shared):
-        self.buffers, self.turned = (plain, shared), threading.Event()
-        self.left = 4 * CAPACITY
-
-    def extend(self, batch):
-        if not self.turned.is_set():
-            extend(self.buffers, batch)
-            self.left -= batch.numel()
-            if self.left <= 0:
-                self.turned.set()
+# In files: full disks and damaged dumps; and how much room they take.
 
 
-def cart_poles():
-    return gymnasium.wrappers.FrameStackObservation(gymnasium.make("CartPole-v1"), STACK)
+def full(room):
+    """A call that allocates a file on a disk with room for so many."""
+    given, allocate = iter(range(room)), os.posix_fallocate
+
+    def call(*args):
+        if next(given, None) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(*args)
+
+    return call
 
 
-def test_asynchronous_workers_fill_a_buffer_in_a_thread():
-    """Their batches interleave, and are compact; the stacks are of numbers."""
-    plain, shared = (
-        fc.ReplayBuffer(
-            storage=fc.LazyTensorStorage(CAPACITY, compact_obs=True, frame_stack=stack), batch_size=12,
-            sampler=fc.SliceSampler(slice_len=3), generator=torch.Generator().manual_seed(0),
-        )
-        for stack in (None, STACK)
-    )  # fmt: skip
-    filled = Both(plain, shared)
-    with fc.MultiaSyncDataCollector([cart_poles] * 2, frames_per_batch=7, seed=0, compact_obs=True) as collector:
-        collector.start(filled)
-        filled.turned.wait()
+def test_no_room_for_further_planes(monkeypatch):
+    """The buffer is as before, and goes on once there is room."""
+    plain, shared = both(kind=fc.LazyMemmapStorage)
+    for batch in batches(4):
+        extend([plain, shared], batch)
+    other = noisy(batches(1)[0], torch.Generator().manual_seed(0))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full(0))
+        with pytest.raises(OSError, match=r"no room for \d+ distinct frames of 40 bytes .*: give a smaller max_size"):
+            shared.extend(other)
+        check_alike(plain, shared)
+    extend([plain, shared], other)
     check_alike(plain, shared)
-    (pool,) = shared.storage._stacks.pools
-    assert np.count_nonzero(pool._uses) < 2 * CAPACITY  # of 6 * CAPACITY
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])  # for the files of two kinds of planes, and that of rows
+def test_no_room_at_first(monkeypatch, tmp_path, room):
+    """No file stays behind."""
+    monkeypatch.setattr(os, "posix_fallocate", full(room))
+    buffer = made(STACK, kind=fc.LazyMemmapStorage, scratch_dir=tmp_path)
+    with pytest.raises(OSError, match=r"50 frames of \d+ bytes, \d+ in all \(No space left on device\): give a small"):
+        buffer.extend(batches(1)[0])
+    assert not list(tmp_path.iterdir())
+
+
+def test_damaged_dumps(tmp_path):
+    _, buffer = both(compact_obs=True)
+    for batch in batches(2):
+        buffer.extend(batch)
+    buffer.dumps(tmp_path)
+    for path in (tmp_path / "v0").glob("*.bin"):
+        whole = path.read_bytes()
+        for changed in (whole[:-8], whole[:-16] + bytes(16), whole + bytes(8)):
+            path.write_bytes(changed)
+            with pytest.raises(ValueError, match="the dump is damaged"):
+                made(STACK, compact_obs=True).loads(tmp_path)
+        path.write_bytes(whole)
+    with pytest.raises(ValueError, match="frame_stack of the dump is 3, of this buffer None: build the buffer like"):
+        made(None, compact_obs=True).loads(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def pong():
+    """Batches ``[2, 250]`` with the end of an episode."""
+    env = fc.make_env("ale/Pong", num_envs=2, max_episode_steps=700)
+    with fc.SyncDataCollector(env, frames_per_batch=500, total_frames=2_000, seed=0) as collector:
+        return list(collector)
+
+
+@pytest.mark.parametrize(("options", "screens"), [({"frame_stack": 4}, 1), ({"compact_obs": True}, 4)])
+def test_pong_takes_one_screen_per_frame(pong, options, screens, tmp_path):
+    """Or one stack of screens."""
+    shared = fc.ReplayBuffer(storage=fc.LazyTensorStorage(2_000, ndim=2, **options))
+    for batch in pong:
+        shared.extend(batch)
+    size = screens * 2_000 * 84 * 84
+    assert shared.storage.nbytes < 1.05 * size
+    (pool,) = shared.storage._shared.pools
+    assert pool._end <= 2_000 + 5  # at most one per frame and per start of an episode; and zeros
+    joined = torch.cat(pong, 1)
+    for batch in pong:  # once more, over the same frames: most screens are found again
+        shared.extend(batch)
+    assert_same(shared[:].clone(), joined.clone())
+    assert shared.storage.nbytes < 1.15 * size
+    check_uses(shared.storage)
+    shared.dumps(tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.glob("v0/*")) < 1.15 * size
