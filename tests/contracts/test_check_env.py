@@ -1,10 +1,6 @@
 """`check_env` passes what is good, and each of its checks catches the faults that it claims to catch."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import gymnasium
 import numpy as np
@@ -39,12 +35,12 @@ class Structured(Walk):
     )
     action_space = spaces.Box(-1, 1, (2,), np.float64)
 
-    def seen(self) -> Any:
+    def seen(self):
         far = abs(self.place) > 0.5
         return {"place": super().seen(), "clock": (self.time - 1, far.astype(np.int8)), "far": far + np.array([1, 0])}
 
 
-def vector() -> Any:
+def vector():
     return SyncVectorEnv([Walk] * 3, autoreset_mode=AutoresetMode.DISABLED)
 
 
@@ -52,7 +48,7 @@ NO_OBJECTS = {"own_resets"}  # for each lane
 TRACED = NO_OBJECTS | {"policy_memory"}  # it looks into the policy's steps
 
 # One row per adapter and kind of source; a new adapter adds its own. What to check, and which checks need not apply.
-GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
+GOOD = {
     "gymnasium single": (lambda: "CartPole-v1", {}, {"reset_mask", "lanes_alone"}),
     "gymnasium batch": (lambda: "CartPole-v1", {"num_envs": 3}, set()),
     "gymnasium list": (lambda: [Walk, Walk], {}, {"lanes_alone"}),
@@ -84,10 +80,10 @@ SLOW = ("jax single", "jax functions", "jax game of two", "jax, cached resets")
 
 
 @pytest.mark.parametrize("name", [name for name in GOOD if name not in SLOW] + in_soak(SLOW))
-def test_a_good_environment_passes_every_check_that_applies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_good_environment_passes_every_check_that_applies(name, monkeypatch):
     good = api.rollout
 
-    def rollout(*args: Any, **kwargs: Any) -> Any:
+    def rollout(*args, **kwargs):
         """What the library itself writes is right, too."""
         state, batch = good(*args, **kwargs)
         rows = batch.unsqueeze(0) if batch.ndim == 1 else batch
@@ -104,7 +100,7 @@ def test_a_good_environment_passes_every_check_that_applies(name: str, monkeypat
 
 
 # check, environment, and words of the message
-FAULTS: list[tuple[str, Callable[[], Any], str]] = [
+FAULTS = [
     ("describes", lambda: replace(over(Walk)(), seeding="sometimes"), r"seeding: .*'episode'.*got 'sometimes'"),
     ("describes", lambda: replace(over(Walk)(), forking="copied"), r"forking: .*'replay'.*got 'copied'"),
     ("describes", lambda: replace(functions_suite().env, starts="Fresh"), r"starts: .*'fresh'.*got 'Fresh'"),
@@ -127,11 +123,7 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("terminal", over(faulty.ResetsItself), r"next where an episode is \w+ated: .*without its own autoreset"),
     ("terminal", over(faulty.ResetsItselfAnywhere), r"at \d+ of \d+ such ends one like those that episodes begin with"),
     ("reset_mask", through(faulty.ResetsASlice), r"lane 1, step 20, observation after a reset of lanes \[0, 2\]"),
-    (
-        "reset_mask",
-        through(faulty.DisturbsAnother),
-        r"after a reset of lanes \[0, 2\], lane 1, .*no lane's step",
-    ),
+    ("reset_mask", through(faulty.DisturbsAnother), r"after a reset of lanes \[0, 2\], lane 1, .*no lane's step"),
     ("lanes_alone", lambda: faulty.MixesItsLanes(3), r"lane 0 of the batch.*by itself.*depend on that lane only"),
     ("policy_memory", through(faulty.WritesItsAction), r"lane \d, step \d+, action: .*copy the action"),
     ("policy_memory", through(faulty.LivesInItsRows), r"writes zeros over each observation, lane 0, step 0"),
@@ -145,7 +137,7 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("check", "make", "words"), FAULTS, ids=[f"{check} {words:.20}" for check, _, words in FAULTS])
-def test_a_planted_fault_is_caught_by_its_check(check: str, make: Callable[[], Any], words: str) -> None:
+def test_a_planted_fault_is_caught_by_its_check(check, make, words):
     seed = int(check == "reset_mask")  # with 0, lanes 0 and 2 end an episode at once
     with pytest.raises(fc.CheckError, match=words) as caught:
         check_env(make(), steps=60, seed=seed)
@@ -156,18 +148,18 @@ def test_a_planted_fault_is_caught_by_its_check(check: str, make: Callable[[], A
     assert str(caught.value).count(repr(check)) == 1
 
 
-def test_simulators_that_can_be_used_twice_from_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulators_that_can_be_used_twice_from_one_state(monkeypatch):
     monkeypatch.setattr(SimulatorHandle, "check", lambda self, *, stale=False: None)
     with pytest.raises(fc.CheckError, match="a state used twice: expected StaleStateError") as caught:
         check_env(over(Walk)(), steps=60)
     assert caught.value.check == "old_states"
 
 
-def test_every_check_has_a_planted_fault() -> None:
+def test_every_check_has_a_planted_fault():
     assert {check for check, *_ in FAULTS} == {*NAMES}
 
 
-def test_the_report_reads_as_a_table() -> None:
+def test_the_report_reads_as_a_table():
     report = check_env(TorchWalk(), steps=20)
     lines = str(report).splitlines()
     assert lines[0] == "TorchWalk()"
@@ -176,8 +168,8 @@ def test_the_report_reads_as_a_table() -> None:
     assert "  n/a     reset_mask          there is one lane: pass num_envs=3" in lines
 
 
-def test_a_time_limit_that_is_called_a_termination_is_remarked_on() -> None:
-    def remark(kind: type[Walk], steps: int) -> str:
+def test_a_time_limit_that_is_called_a_termination_is_remarked_on():
+    def remark(kind, steps):
         report = check_env(over(kind)(), steps=steps)
         return next(result.note for result in report.results if result.name == "runs")
 
@@ -186,13 +178,13 @@ def test_a_time_limit_that_is_called_a_termination_is_remarked_on() -> None:
     assert not remark(Walk, 60)
 
 
-def test_a_reward_of_several_numbers_is_remarked_on() -> None:
+def test_a_reward_of_several_numbers_is_remarked_on():
     report = check_env(faulty.PaysThrice(2), steps=20)
     remark = "3 in each step, one for each player: if there is one player, sum them"
     assert next(result.note for result in report.results if result.name == "rewards") == remark
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments():
     words = r"cannot be copied: pass its class or a factory, check_env\(Walk, num_envs=3\)"
     with pytest.raises(TypeError, match=words):
         check_env(Walk(), steps=10)
@@ -201,13 +193,13 @@ def test_bad_arguments() -> None:
             check_env("CartPole-v1", steps=steps)
 
 
-def test_the_fewest_steps_and_no_trace_in_the_global_generators() -> None:
+def test_the_fewest_steps_and_no_trace_in_the_global_generators():
     before = torch.get_rng_state()
     assert check_env("CartPole-v1", steps=6, num_envs=2).passed
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_lanes_compared_may_be_given() -> None:
+def test_the_lanes_compared_may_be_given():
     report = check_env(over(Walk)(), steps=30, single=fc.envs.from_gymnasium(Walk, num_envs=1))
     assert "lanes_alone" in report.passed
     with pytest.raises(fc.CheckError, match="lane 0 of the batch"):

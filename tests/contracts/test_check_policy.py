@@ -1,10 +1,5 @@
 """`check_policy` passes every form of policy, and each of its checks catches the faults that it claims to catch."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from gymnasium import spaces
@@ -38,7 +33,7 @@ IDLE = {
     [(kind, "torch/Pendulum-v1", 3) for kind in POLICIES]
     + [(kind, "CartPole-v1", None) for kind in POLICIES if SCALE > 1 or not kind.startswith("jax")],  # they compile
 )
-def test_every_form_passes_every_check_that_applies(kind: str, name: str, num_envs: int | None) -> None:
+def test_every_form_passes_every_check_that_applies(kind, name, num_envs):
     env = make_env(name, num_envs)
     report = check_policy(POLICIES[kind](env), env, steps=scaled(36))
     assert [result.name for result in report.results] == NAMES
@@ -50,20 +45,20 @@ class Grid(Walk):
 
     action_space = spaces.MultiDiscrete([3, 2], start=[1, 0])
 
-    def push(self, action: Any) -> Any:
+    def push(self, action):
         assert action in self.action_space
         return super().push(action - self.action_space.start)
 
 
-def walks(kind: type[Walk], **kwargs: Any) -> Any:
+def walks(kind, **kwargs):
     return fc.envs.from_gymnasium(kind, num_envs=3, **kwargs)
 
 
-def function(observation: Any) -> Any:
+def function(observation):
     return (observation[:, 0] > 0).long()
 
 
-OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], set[str]]] = {
+OTHERS = {
     "greedy": (lambda: fc.torch_policy(mlp(2, 3), head=fc.heads.greedy), over(Walk), STATELESS | UNSCORED),
     "one-hot": (
         lambda: fc.torch_policy(mlp(2, 3), head=fc.heads.categorical),
@@ -90,17 +85,17 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_forms_pass_too(name: str) -> None:
+def test_other_forms_pass_too(name):
     make, make_env_, idle = OTHERS[name]
     report = check_policy(make(), make_env_())
     assert {*report.passed} == {*NAMES} - idle, str(report)
 
 
-def explosive() -> Any:
+def explosive():
     return fc.torch_policy(faulty.Explodes(), head=fc.heads.categorical, initial_state=torch.ones(3))
 
 
-FAULTS: list[tuple[str, Callable[[], Any], str]] = [
+FAULTS = [
     ("answers", lambda: fc.torch_policy(mlp(2, 3), head=fc.heads.normal), r"normal needs a floating Box action space"),
     ("answers", faulty.AnswersOneRow, r"the output scores: expected \[3, ...\], a row for each environment, got \[2\]"),
     ("answers", faulty.SaysMoreAtRandom, r"the outputs with exploration_type=DETERMINISTIC: expected .*'noise'.*got"),
@@ -143,32 +138,32 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("check", "make", "words"), FAULTS, ids=[f"{check} {words:.20}" for check, _, words in FAULTS])
-def test_a_planted_fault_is_caught_by_its_check(check: str, make: Callable[[], Any], words: str) -> None:
+def test_a_planted_fault_is_caught_by_its_check(check, make, words):
     with pytest.raises(fc.CheckError, match=words) as caught:
         check_policy(make(), over(Walk)())
     assert caught.value.check == check, str(caught.value)
-    assert [result.name for result in caught.value.report.results] == NAMES[: NAMES.index(check)]  # type: ignore[attr-defined]
+    assert [result.name for result in caught.value.report.results] == NAMES[: NAMES.index(check)]
 
 
 @pytest.mark.filterwarnings("ignore:Sequential writes its buffers")
-def test_batch_norm_in_training_mode_is_caught() -> None:
+def test_batch_norm_in_training_mode_is_caught():
     policy = fc.torch_policy(nn.Sequential(nn.BatchNorm1d(2), mlp(2, 3)), head=fc.heads.categorical)
     with pytest.raises(fc.CheckError, match=r"the output beside other rows.*call module.eval\(\)"):
         check_policy(policy, over(Walk)())
 
 
-def test_every_check_has_a_planted_fault() -> None:
+def test_every_check_has_a_planted_fault():
     assert {check for check, *_ in FAULTS} == {*NAMES}
 
 
-def test_the_policys_weights_are_put_back() -> None:
+def test_the_policys_weights_are_put_back():
     module = mlp(*sizes(make_env("CartPole-v1", 2)))
     before = {name: value.clone() for name, value in module.state_dict().items()}
     check_policy(fc.torch_policy(module, head=fc.heads.categorical), "CartPole-v1", num_envs=2)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
-def test_actions_outside_a_box_are_noted() -> None:
+def test_actions_outside_a_box_are_noted():
     policy = fc.torch_policy(mlp(3, 2), head=fc.heads.normal)
     report = check_policy(policy, "torch/Pendulum-v1", num_envs=2)
     (note,) = [result.note for result in report.results if result.name == "acts"]
@@ -178,5 +173,5 @@ def test_actions_outside_a_box_are_noted() -> None:
     assert note.startswith("40 of 40 actions are outside the Box")
 
 
-def test_the_environments_of_these_tests_are_good() -> None:
+def test_the_environments_of_these_tests_are_good():
     check_env(over(Grid)(), steps=30)

@@ -1,16 +1,11 @@
 """Every path takes the decisions that one path recorded, from the same observations, hidden states, lanes and steps."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import funcollect as fc
 from tests.support.envs.replayed import replay_of
@@ -28,44 +23,43 @@ PATHS = [  # the environment's kind and the policy: its way of running, or "jax"
 class Network(nn.Module):
     """A layer of 32 units."""
 
-    def __init__(self, size: int, outputs: int) -> None:
+    def __init__(self, size, outputs):
         super().__init__()
         self.first, self.second = nn.Linear(size, 32), nn.Linear(32, outputs)
 
-    def forward(self, observation: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.tanh(self.first(observation)))
-        return out
+    def forward(self, observation):
+        return self.second(torch.tanh(self.first(observation)))
 
 
 class Cell(nn.Module):
     """A recurrent network: 32 hidden units of the observation and of the hidden state."""
 
-    def __init__(self, size: int, outputs: int) -> None:
+    def __init__(self, size, outputs):
         super().__init__()
         self.first, self.second = nn.Linear(size + 32, 32), nn.Linear(32, outputs)
 
-    def forward(self, observation: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, observation, hidden):
         hidden = torch.tanh(self.first(torch.cat([observation, hidden], -1)))
         return self.second(hidden), hidden
 
 
-def in_jax(module: Network | Cell) -> tuple[Callable[..., Any], Any]:
+def in_jax(module):
     """The same network as a JAX function and its parameters."""
     params = {name: jnp.asarray(each.detach().numpy()) for name, each in module.named_parameters()}
 
-    def apply_cell(params: Any, observation: Any, hidden: Any) -> Any:
+    def apply_cell(params, observation, hidden):
         joined = jnp.concatenate([observation, hidden], -1)
         hidden = jnp.tanh(joined @ params["first.weight"].T + params["first.bias"])
         return hidden @ params["second.weight"].T + params["second.bias"], hidden
 
-    def apply(params: Any, observation: Any) -> Any:
+    def apply(params, observation):
         first = observation @ params["first.weight"].T + params["first.bias"]
         return jnp.tanh(first) @ params["second.weight"].T + params["second.bias"]
 
     return (apply_cell if isinstance(module, Cell) else apply), params
 
 
-def network(env: Any, head: Any, recurrent: bool) -> Network | Cell:
+def network(env, head, recurrent):
     """A network with random weights, the same at every call, whose outputs differ enough to matter."""
     actions = env.action_spec.space
     outputs = int(actions.n) if head is fc.heads.categorical else 2 * actions.shape[0]
@@ -75,32 +69,32 @@ def network(env: Any, head: Any, recurrent: bool) -> Network | Cell:
     return module
 
 
-def policy_of(module: Network | Cell, head: Any, way: str | None = None) -> Any:
+def policy_of(module, head, way=None):
     recurrent = isinstance(module, Cell)
     if way in ("jax", "traced"):
         return fc.jax_policy(*in_jax(module), head=head, initial_state=jnp.zeros(32) if recurrent else None)
     return fc.torch_policy(module, head=head, compile=way, initial_state=torch.zeros(32) if recurrent else None)
 
 
-def loop_of(kind: str, way: str) -> str:
+def loop_of(kind, way):
     """The loop that runs on a path, so that no two paths are the same one."""
     if kind != "jax":
         return kind
     return "crossing" if way in ("eager", "inductor") else "fused"
 
 
-def taken(path: tuple[str, str], env: Any, module: Network | Cell, head: Any, **options: Any) -> Callable[[Any], Any]:
+def taken(path, env, module, head, **options):
     """A function from tables of observations [P, T + 1, ...], one after another, to the actions [P, T] of this path."""
     kind, way = path
     policy = policy_of(module, head, way)
-    replay: Any = None
-    state: Any = None
+    replay = None
+    state = None
 
     @jax.jit
-    def traced(params: Any, state: Any) -> Any:
+    def traced(params, state):
         return fc.traced.rollout(replay, policy, params, state, STEPS, **options)
 
-    def act(table: np.ndarray) -> Any:
+    def act(table):
         nonlocal replay, state
         if replay is None:
             replay = replay_of(kind, env, table, SEED)
@@ -116,7 +110,7 @@ def taken(path: tuple[str, str], env: Any, module: Network | Cell, head: Any, **
     return act
 
 
-def differences(name: str, head: Any, recurrent: bool = False, **options: Any) -> Any:
+def differences(name, head, recurrent=False, **options):
     """Record a run, and compare the actions of every path: for each the differences |a - b| of all decisions.
 
     The hidden states of a recurrent network follow from the observations, and are carried from rollout to rollout.
@@ -125,7 +119,7 @@ def differences(name: str, head: Any, recurrent: bool = False, **options: Any) -
     module = network(env, head, recurrent)
     policy = policy_of(module, head)
     acting = {path: taken(path, env, module, head, **options) for path in PATHS}
-    found: dict[Any, list[np.ndarray]] = {path: [] for path in PATHS}
+    found = {path: [] for path in PATHS}
     state = fc.init(env, policy, seed=SEED)
     for _ in range(DECISIONS // (LANES * STEPS)):
         state, batch = fc.rollout(env, policy, state, STEPS, **options)
@@ -143,7 +137,7 @@ DISCRETE = in_soak(
 
 
 @pytest.mark.parametrize(("name", "exploration"), [("gymnax/CartPole-v1", "RANDOM"), *DISCRETE])
-def test_categorical_decisions_are_the_same_on_every_path(name: str, exploration: str) -> None:
+def test_categorical_decisions_are_the_same_on_every_path(name, exploration):
     found = differences(name, fc.heads.categorical, exploration_type=fc.ExplorationType[exploration])
     wrong = {path: int((each > 0).sum()) for path, each in found.items()}
     assert max(wrong.values()) <= 1e-5 * DECISIONS, wrong
@@ -153,7 +147,7 @@ CONTINUOUS = in_soak([("HalfCheetah-v5", "RANDOM"), ("HalfCheetah-v5", "DETERMIN
 
 
 @pytest.mark.parametrize(("name", "exploration"), [("Pendulum-v1", "RANDOM"), *CONTINUOUS])
-def test_actions_of_a_tanh_normal_head_agree_to_rounding_on_every_path(name: str, exploration: str) -> None:
+def test_actions_of_a_tanh_normal_head_agree_to_rounding_on_every_path(name, exploration):
     """The network of Pendulum is recurrent. Its table shows an episode without an end, so that rounding adds up."""
     options = {"recurrent": name == "Pendulum-v1", "exploration_type": fc.ExplorationType[exploration]}
     found = differences(name, fc.heads.tanh_normal, **options)

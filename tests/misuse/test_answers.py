@@ -1,9 +1,5 @@
 """Torch policies that answer wrongly: at their first step or later; the first wrong lane and step are named."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,41 +15,39 @@ HEADS = fc.heads
 NAN, INF = float("nan"), float("inf")
 
 
-def cartpole() -> Any:
+def cartpole():
     return fc.make_env("CartPole-v1", num_envs=3)
 
 
-def pendulum() -> Any:
+def pendulum():
     return fc.make_env("Pendulum-v1", num_envs=3)
 
 
-def acting(space: Any, **how: Any) -> Any:
+def acting(space, **how):
     return fc.make_env([Acting(space) for _ in range(3)], **how)
 
 
-def with_one(good: torch.Tensor, value: float) -> torch.Tensor:
+def with_one(good, value):
     """The same, with `value` in the last place of lane 1."""
     bad = good.clone()
     bad[1, ..., -1] = value
     return bad
 
 
-def wrong(
-    what: str, make_env: Any, good: Any, bad: Any, *says: str, head: Any = None, at: int = 2, **how: Any
-) -> Misuse:
+def wrong(what, make_env, good, bad, *says, head=None, at=2, **how):
     """A policy whose call number `at` answers with `bad`, the others with `good`."""
 
-    def policy() -> Any:
+    def policy():
         return fc.torch_policy(Once(good, bad, at), head=head, **how)
 
     return Misuse(what, lambda: (make_env(), policy()), PolicyError, says)
 
 
-def of_torch(shape: tuple[int, ...], head: Any) -> Any:
+def of_torch(shape, head):
     return fc.torch_policy(lambda observation: torch.zeros(shape), head=head)
 
 
-def of_jax(shape: tuple[int, ...], head: Any) -> Any:
+def of_jax(shape, head):
     return fc.jax_policy(lambda params, observation: jnp.zeros(shape), {}, head=head)
 
 
@@ -68,7 +62,7 @@ STILL = torch.zeros(3, 5)
 STATE = {"initial_state": torch.zeros(5)}
 
 
-def mixed(**extras: Any) -> dict[str, Any]:
+def mixed(**extras):
     return {"action": ACTIONS, **extras}
 
 
@@ -86,9 +80,7 @@ SHAPES = [(3, (1,)), (3, ()), (2, ()), (3, (4,)), (1, ()), (2, (2, 1))]  # lanes
     ("num_envs", "lead", "name", "kind", "head"),
     [(*SHAPES[number % len(SHAPES)], *each) for number, each in enumerate(ANSWERING)],
 )
-def test_a_network_without_a_row_per_environment(
-    num_envs: int, lead: tuple[int, ...], name: str, kind: Any, head: Any
-) -> None:
+def test_a_network_without_a_row_per_environment(num_envs, lead, name, kind, head):
     """Its answer would be broadcast, or give the batch another shape."""
     env, policy = fc.make_env(name, num_envs=num_envs), kind((*lead, 2), head)
     state = fc.init(env, policy, seed=0)
@@ -123,7 +115,7 @@ def test_a_network_without_a_row_per_environment(
     wrong("no state", cartpole, (ACTIONS, STILL), ACTIONS, "Tensor", "(answer, next_state)", "return", at=0, **STATE),
     wrong("a short one", cartpole, (ACTIONS, STILL), (ACTIONS, STILL[0]), "[[5]]", "[[3, 5]]", "return", at=0, **STATE),
 )
-def test_a_policy_that_answers_wrongly(misuse: Misuse) -> None:
+def test_a_policy_that_answers_wrongly(misuse):
     fails_then_runs(lambda: misuse.do()[0], lambda env: misuse.do()[1], misuse.error, misuse.says)
 
 
@@ -139,7 +131,7 @@ def test_a_policy_that_answers_wrongly(misuse: Misuse) -> None:
         (spaces.Box(0, 255, (1,), np.uint8), [[9]] * 3, [[9], [-1], [255]], False),
     ],
 )
-def test_an_action_outside_its_space(space: Any, good: Any, bad: Any, one_hot: bool) -> None:
+def test_an_action_outside_its_space(space, good, bad, one_hot):
     says = (AT, "outside its space", "expected", "one-hot rows for" if one_hot else str(space), "return one of these")
     answers = [torch.tensor(each) for each in (good, bad)]
     make = lambda: acting(space, one_hot=one_hot)  # noqa: E731
@@ -147,14 +139,14 @@ def test_an_action_outside_its_space(space: Any, good: Any, bad: Any, one_hot: b
 
 
 @pytest.mark.parametrize("action", [5, -1])
-def test_an_environment_that_refuses_an_action_outside_its_space(action: int) -> None:
+def test_an_environment_that_refuses_an_action_outside_its_space(action):
     says = f"lane 1 … step(np.int64({action})) raised AssertionError … the action is not in Discrete(2) … the policy"
     bad = torch.tensor([0, action, 0])
     fails_then_runs(cartpole, lambda env: fc.torch_policy(Once(ACTIONS, bad)), fc.EnvError, says)
 
 
 @pytest.mark.parametrize("name", ["observation", "position"])
-def test_an_output_under_the_key_of_an_observation(name: str) -> None:
+def test_an_output_under_the_key_of_an_observation(name):
     nested = spaces.Dict({"position": spaces.Box(-1, 1, (2,))})
     env = cartpole() if name == "observation" else fc.make_env([_dict_env(nested) for _ in range(3)])
     discrete = torch.zeros(3, dtype=torch.int64)
@@ -165,17 +157,17 @@ def test_an_output_under_the_key_of_an_observation(name: str) -> None:
     runs(env, fc.torch_policy(lambda _: {"action": discrete, "other": STILL}), fc.recover(env, state))
 
 
-def _dict_env(space: Any) -> Any:
+def _dict_env(space):
     env = Acting(spaces.Discrete(2))
     env.observation_space, env.good = space, {"position": np.zeros(2, np.float32)}
     return env
 
 
-def test_a_module_that_raises_is_heard_itself_and_the_collector_goes_on() -> None:
+def test_a_module_that_raises_is_heard_itself_and_the_collector_goes_on():
     class Picky(nn.Linear):
         calls = 0
 
-        def forward(self, observation: Any) -> Any:
+        def forward(self, observation):
             self.calls += 1
             if self.calls == 3:
                 raise ZeroDivisionError("mine")

@@ -3,16 +3,12 @@
 What is bad follows from the annotation. A callable, or an argument of it, that is not called here has its reason below.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import re
 import tempfile
 import types
-from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
 
 import jax
 import numpy as np
@@ -35,7 +31,7 @@ FUNCTIONS = (
     "Postproc",
 )
 OBJECTS = ("torch.Generator", "RandomSampler", "nn.Module", "Space", "Begin", "Advance")
-NOT_NONE: dict[str, list[Any]] = {
+NOT_NONE = {
     **{kind: [0, "x"] for kind in (*FUNCTIONS, *OBJECTS)},
     "int": ["x", 2.5, True, [1]],
     "float": ["x", True, [0.5], {}],
@@ -86,10 +82,10 @@ SIZES = """
 """
 POSITIVE = set(SIZES.split())
 COUNTS = {"init_random_frames", "random_steps", "noop_max", "prefetch", "alpha", "beta", "eps"}
-BEYOND: dict[str, list[Any]] = {"seed": [-1], "total_frames": [0, -2], "epsilon": [2.0, -0.5]}
+BEYOND = {"seed": [-1], "total_frames": [0, -2], "epsilon": [2.0, -0.5]}
 
 
-def bad_values(name: str, annotation: str) -> Iterator[Any]:
+def bad_values(name, annotation):
     """Values that an argument of this name and annotation does not take."""
     kinds = [kind.strip() for kind in re.split(r"\|(?![^\[]*\])", annotation)]
     whole = annotation.replace(" | None", "")
@@ -112,29 +108,29 @@ def bad_values(name: str, annotation: str) -> Iterator[Any]:
 
 
 @cache
-def host() -> tuple[Any, Any]:
+def host():
     env = fc.make_env("CartPole-v1", num_envs=2)
     return env, fc.random_policy(env)
 
 
 @cache
-def fused() -> tuple[Any, Any]:
+def fused():
     env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
     return env, fc.random_policy(env)
 
 
-def start(pair: Callable[[], tuple[Any, Any]] = host) -> Any:
+def start(pair=host):
     return fc.init(*pair(), seed=0)
 
 
-def batch() -> Any:
+def batch():
     state, batch = fc.rollout(*host(), start(), 6)
     fc.close(state)
     return batch
 
 
 @cache
-def traced_batch() -> Any:
+def traced_batch():
     """What `traced.episode_stats` reads."""
     zero, no = jax.numpy.zeros((2, 2), jax.numpy.int32), jax.numpy.zeros((2, 2), bool)
     after = {"reward": jax.numpy.zeros((2, 2)), "done": no}
@@ -142,29 +138,29 @@ def traced_batch() -> Any:
 
 
 @cache
-def saved() -> str:
+def saved():
     path = os.path.join(tempfile.mkdtemp(), "state")
     fc.save(path, start(), episodes="restart")
     return path
 
 
-def statistics() -> Any:
+def statistics():
     return fc.running_statistics.init(host()[0].observation_space)
 
 
-def ring_state() -> Any:
+def ring_state():
     return fc.ring.extend(fc.ring.init(16), batch())[0]
 
 
-def jax_ring() -> Any:
+def jax_ring():
     return fc.jax_ring.extend(fc.jax_ring.init(rows(4), steps=8), rows(4))
 
 
-def rows(steps: int) -> Any:
+def rows(steps):
     return {"x": jax.numpy.zeros((steps, 2)), "next": {"done": jax.numpy.zeros((steps, 2), bool)}}
 
 
-def mlp(params: Any, x: Any) -> Any:
+def mlp(params, x):
     return x @ params
 
 
@@ -174,7 +170,7 @@ CATEGORICAL = fc.heads.categorical
 CARTPOLE = fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL)
 
 # Good arguments for each public callable, made anew for each test.
-GOOD: dict[str, Callable[[], dict[str, Any]]] = {
+GOOD = {
     "Collector": lambda: COLLECTOR,
     "MultiSyncCollector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]},
     "MultiAsyncCollector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]},
@@ -315,26 +311,26 @@ NOT_BAD = {  # callable, argument and value that are good all the same
 }
 
 
-def functional() -> Any:
+def functional():
     from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
 
     return CartPoleFunctional()
 
 
-def torchrl_env() -> Any:
+def torchrl_env():
     from torchrl.envs import GymEnv
 
     return GymEnv("CartPole-v1")
 
 
-def tensor_simulators() -> Any:
+def tensor_simulators():
     spaces = {f"single_{name}": getattr(host()[0], name) for name in ("observation_space", "action_space")}
     return types.SimpleNamespace(num_envs=2, device="cpu", step=None, **spaces)
 
 
-def public() -> Iterator[tuple[str, Any]]:
+def public():
     """Every public name that can be called, once, with what it stands for."""
-    seen: set[int] = set()
+    seen = set()
     for prefix, module in [("", fc), *((f"{name}.", getattr(fc, name)) for name in MODULES)]:
         for name in sorted(getattr(module, "__all__", None) or vars(module)):
             value = getattr(module, name)
@@ -346,7 +342,7 @@ def public() -> Iterator[tuple[str, Any]]:
                 yield prefix + name, value
 
 
-def parameters(function: Any) -> Iterator[tuple[str, str]]:
+def parameters(function):
     """The arguments of a callable with their annotations; those of a TypedDict of keywords too."""
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -373,12 +369,12 @@ CASES = [
 ]
 
 
-def test_every_public_callable_is_called() -> None:
+def test_every_public_callable_is_called():
     assert {name for name, _ in public()} == {*GOOD} | NOT_CALLED
 
 
 @pytest.mark.parametrize(("name", "function", "argument", "values"), CASES)
-def test_bad_values_of_an_argument(name: str, function: Any, argument: str, values: list[Any]) -> None:
+def test_bad_values_of_an_argument(name, function, argument, values):
     """The error names the argument and the value, and what was expected or the fix; the other arguments stay good."""
     others = {
         key: value for key, value in GOOD[name]().items() if key not in (argument, NOT_BOTH.get((name, argument)))

@@ -1,14 +1,8 @@
 """JAX functions, callables on TensorDicts and policies of the protocol that answer wrongly."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax.numpy as jnp
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
@@ -23,19 +17,19 @@ ROWS = ("expected an array of shape [3, ...]", "return one row per environment")
 ACTIONS = torch.zeros(3, dtype=torch.int64)
 
 
-def cartpole() -> Any:
+def cartpole():
     return fc.make_env("CartPole-v1", num_envs=3)
 
 
-def pendulum() -> Any:
+def pendulum():
     return fc.make_env("Pendulum-v1", num_envs=3)
 
 
-def zeros(x: Any) -> Any:
+def zeros(x):
     return jnp.zeros(len(x), jnp.int32)
 
 
-def traced(what: str, make_env: Any, answer: Any, *says: str, **how: Any) -> Misuse:
+def traced(what, make_env, answer, *says, **how):
     """A function of an observation that is wrong from the start: found when it is traced."""
     return Misuse(what, lambda: (make_env(), fc.jax_policy(lambda _, x: answer(x), {}, **how)), PolicyError, says)
 
@@ -50,7 +44,7 @@ def traced(what: str, make_env: Any, answer: Any, *says: str, **how: Any) -> Mis
     traced("a nested extra", cartpole, lambda x: {"action": zeros(x), "v": {"w": x}}, "'v' is dict", *ROWS),
     traced("the extra next", cartpole, lambda x: {"action": zeros(x), "next": x}, "['next']", "a batch uses", "rename"),
 )
-def test_a_jax_function_that_is_wrong_leaves_the_state_good(misuse: Misuse) -> None:
+def test_a_jax_function_that_is_wrong_leaves_the_state_good(misuse):
     env, policy = misuse.do()
     state = fc.init(env, policy, seed=0)
     with refused(misuse.error, misuse.says):
@@ -65,7 +59,7 @@ def test_a_jax_function_that_is_wrong_leaves_the_state_good(misuse: Misuse) -> N
         (lambda x, hidden: (zeros(x), hidden[0]), "next state has the shapes [[5]] … expected [[3, 5]] … return"),
     ],
 )
-def test_a_recurrent_jax_function_that_is_wrong(answer: Any, says: str) -> None:
+def test_a_recurrent_jax_function_that_is_wrong(answer, says):
     env = cartpole()
     policy = fc.jax_policy(lambda _, x, hidden: answer(x, hidden), {}, initial_state=jnp.zeros(5))
     state = fc.init(env, policy, seed=0)
@@ -74,16 +68,16 @@ def test_a_recurrent_jax_function_that_is_wrong(answer: Any, says: str) -> None:
     runs(env, fc.jax_policy(lambda _, x, hidden: (zeros(x), hidden), {}, initial_state=jnp.zeros(5)), state)
 
 
-def poisoned(env: Any, head: Any, outputs: int, at: Any = NAN) -> Any:
+def poisoned(env, head, outputs, at=NAN):
     """A JAX policy whose last output is `at` in every lane whose first observation is positive."""
 
-    def apply(params: Any, x: Any) -> Any:
+    def apply(params, x):
         return jnp.where(jnp.arange(outputs) == outputs - 1, params, 0.5) * jnp.ones((len(x), 1))
 
     return fc.jax_policy(apply, jnp.float32(at), head=head)
 
 
-def cure(policy: Any) -> None:
+def cure(policy):
     policy.params = jnp.float32(0.5)
 
 
@@ -96,13 +90,13 @@ def cure(policy: Any) -> None:
         (pendulum, None, 1, float("inf"), "the action is infinite … expected finite numbers"),
     ],
 )
-def test_nan_and_infinity_from_jax(make_env: Any, head: Any, outputs: int, value: float, says: str) -> None:
+def test_nan_and_infinity_from_jax(make_env, head, outputs, value, says):
     where = f"lane 0, step 0 of this batch … {says} … look at the policy's parameters"
     fails_then_runs(make_env, lambda env: poisoned(env, head, outputs, value), PolicyError, where, repair=cure)
 
 
 @pytest.mark.parametrize("head", [HEADS.categorical, HEADS.greedy, HEADS.epsilon_greedy(0.0)])
-def test_values_that_mask_actions_out_are_no_error(head: Any) -> None:
+def test_values_that_mask_actions_out_are_no_error(head):
     masked = torch.tensor([[-float("inf"), 0.0]] * 3)
     runs(cartpole(), fc.torch_policy(lambda x: masked, head=head))
     runs(cartpole(), fc.jax_policy(lambda params, x: params, jnp.asarray(masked.numpy()), head=head))
@@ -111,11 +105,11 @@ def test_values_that_mask_actions_out_are_no_error(head: Any) -> None:
 class Writing(nn.Module):
     """Writes what `change` makes of a good answer, once, at call number `at`."""
 
-    def __init__(self, change: Any, at: int) -> None:
+    def __init__(self, change, at):
         super().__init__()
         self.change, self.at, self.calls = change, at, 0
 
-    def forward(self, tensordict: TensorDict) -> Any:
+    def forward(self, tensordict):
         action = torch.zeros(len(tensordict), dtype=torch.int64)
         self.calls += 1
         if self.calls == self.at + 1:
@@ -123,10 +117,10 @@ class Writing(nn.Module):
         return tensordict.set("action", action)
 
 
-def writes(**entries: Any) -> Any:
+def writes(**entries):
     """A change that sets entries made from the good action."""
 
-    def change(tensordict: TensorDict, action: Any) -> Any:
+    def change(tensordict, action):
         for name, make in entries.items():
             tensordict.set(name, make(action))
         return tensordict
@@ -134,11 +128,11 @@ def writes(**entries: Any) -> Any:
     return change
 
 
-def written(what: str, change: Any, *says: str, at: int = 0) -> Misuse:
+def written(what, change, *says, at=0):
     return Misuse(what, lambda env: as_policy(Writing(change, at), env), PolicyError, says)
 
 
-def same(action: Any) -> Any:
+def same(action):
     return action
 
 
@@ -149,11 +143,11 @@ def same(action: Any) -> Any:
     written("a wide one", writes(action=lambda a: a[:, None]), "(3, 1)", "wants (3,)", "return one action", at=2),
     written("a reward", writes(action=same, reward=same), "wrote ['reward']", "a batch uses", "rename these out_keys"),
 )
-def test_a_callable_on_tensordicts_that_goes_wrong(misuse: Misuse) -> None:
+def test_a_callable_on_tensordicts_that_goes_wrong(misuse):
     fails_then_runs(cartpole, misuse.do, misuse.error, misuse.says)
 
 
-def test_in_keys_that_the_environment_lacks() -> None:
+def test_in_keys_that_the_environment_lacks():
     env = cartpole()
     wrong = TensorDictModule(lambda x: x[:, 0].long() * 0, ["pixels"], ["action"])
     says = ("reads the in_keys ['pixels']", "the environment gives ['observation']", "name these")
@@ -170,17 +164,17 @@ class Plain(fc.PolicyBase):
     backend = "torch"
     params = None
 
-    def __init__(self, *answers: Any) -> None:
+    def __init__(self, *answers):
         self.answers = list(answers)
 
-    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any) -> Any:
+    def __call__(self, params, state, observation, noise, spec, exploration):
         return None, self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
 GOOD = {"action": ACTIONS}
 
 
-def plain(what: str, answers: Any, *says: str) -> Misuse:
+def plain(what, answers, *says):
     return Misuse(what, lambda env: Plain(*answers, GOOD), PolicyError, says)
 
 
@@ -188,7 +182,7 @@ def plain(what: str, answers: Any, *says: str) -> Misuse:
     plain("no action", ({"value": ACTIONS},), "['value']", "expected ['action']", "return the action"),
     plain("a wide one", (GOOD, {"action": ACTIONS[:, None]}), "(3, 1)", "wants (3,)", "return one action"),
 )
-def test_a_policy_of_the_protocol_that_goes_wrong(misuse: Misuse) -> None:
+def test_a_policy_of_the_protocol_that_goes_wrong(misuse):
     fails_then_runs(cartpole, misuse.do, misuse.error, misuse.says)
 
 
@@ -207,12 +201,12 @@ def test_a_policy_of_the_protocol_that_goes_wrong(misuse: Misuse) -> None:
         (lambda: collector(exploration={"epsilon": lambda: 0.1}), r"exploration\['epsilon'\] takes \(\), expected"),
     ],
 )
-def test_functions_take_what_they_are_called_with(make: Callable[[], Any], message: str) -> None:
+def test_functions_take_what_they_are_called_with(make, message):
     with pytest.raises(TypeError, match=message):
         make()
 
 
-def collector(**kwargs: Any) -> Any:
+def collector(**kwargs):
     if "policy_factory" not in kwargs:
         kwargs["policy"] = fc.torch_policy(nn.Linear(4, 2), head=fc.heads.epsilon_greedy(0.5))
     return fc.SyncDataCollector("CartPole-v1", frames_per_batch=10, total_frames=10, **kwargs)

@@ -1,9 +1,6 @@
 """Collectors given wrong arguments, or used wrongly; no simulator stays behind where construction fails."""
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +13,14 @@ from funcollect.errors import ClosedError
 from tests.support.misuse import Misuse, Rigged, refused, table
 
 
-def network() -> Any:
+def network():
     return fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical)
 
 
-BOTH: Any = {"max_frames_per_traj": 5, "reset_when_done": False}
+BOTH = {"max_frames_per_traj": 5, "reset_when_done": False}
 
 
-def given(what: str, error: type[BaseException], *says: str, **how: Any) -> Misuse:
+def given(what, error, *says, **how):
     return Misuse(what, lambda: how, error, says)
 
 
@@ -42,22 +39,22 @@ def given(what: str, error: type[BaseException], *says: str, **how: Any) -> Misu
     given("nothing", TypeError, "policy_factory returned None", "expected a policy", policy_factory=lambda: None),
     given("num_envs 0", ValueError, "num_envs is 0", "expected a positive int", create_env_kwargs={"num_envs": 0}),
 )
-def test_keywords_that_do_not_do(misuse: Misuse) -> None:
+def test_keywords_that_do_not_do(misuse):
     with refused(misuse.error, misuse.says):
         fc.SyncDataCollector("CartPole-v1", **({"frames_per_batch": 4} | misuse.do()))
     with fc.SyncDataCollector("CartPole-v1", network(), frames_per_batch=4) as collector:
         next(collector)
 
 
-def test_bad_keywords_are_refused_before_an_environment_is_made() -> None:
-    made: list[Any] = []
+def test_bad_keywords_are_refused_before_an_environment_is_made():
+    made = []
     for how in ({"frames_per_batch": 0}, {"frames_per_batch": 4, "exploration_type": "mode"}):
         with pytest.raises((TypeError, ValueError)):
-            fc.SyncDataCollector(lambda: made.append(Rigged()), **how)  # type: ignore[arg-type]
+            fc.SyncDataCollector(lambda: made.append(Rigged()), **how)
     assert made == []
 
 
-def test_a_policy_that_does_not_suit_leaves_the_instance_to_the_next_collector() -> None:
+def test_a_policy_that_does_not_suit_leaves_the_instance_to_the_next_collector():
     instance = Rigged()
     with pytest.raises(ValueError, match="the head normal needs"):
         fc.SyncDataCollector(instance, fc.torch_policy(nn.Linear(2, 2), head=fc.heads.normal), frames_per_batch=4)
@@ -67,7 +64,7 @@ def test_a_policy_that_does_not_suit_leaves_the_instance_to_the_next_collector()
     assert instance.closed == 1
 
 
-def test_a_postproc_that_returns_no_batch() -> None:
+def test_a_postproc_that_returns_no_batch():
     wrong = [True]
     with fc.SyncDataCollector(
         "CartPole-v1", frames_per_batch=4, postproc=lambda batch: batch["action"] if wrong else batch
@@ -78,7 +75,7 @@ def test_a_postproc_that_returns_no_batch() -> None:
         assert next(collector)["collector", "step"].tolist() == [4, 5, 6, 7]
 
 
-def test_a_collector_that_was_shut_down() -> None:
+def test_a_collector_that_was_shut_down():
     collector = fc.SyncDataCollector("CartPole-v1", network(), frames_per_batch=4, total_frames=8)
     saved = collector.state_dict()
     next(collector)
@@ -97,7 +94,7 @@ def test_a_collector_that_was_shut_down() -> None:
     assert collector.stats()["frames"] == 4
 
 
-def test_a_state_closed_behind_the_collectors_back() -> None:
+def test_a_state_closed_behind_the_collectors_back():
     collector = fc.SyncDataCollector("CartPole-v1", frames_per_batch=4)
     fc.close(collector.state)
     with refused(ClosedError, ("HostEnv('CartPole-v1') were closed", "make a new state")):
@@ -113,7 +110,7 @@ def test_a_state_closed_behind_the_collectors_back() -> None:
         ({"policy_state_dict": {"scale": 1}}, "params differ … bias is absent … scale is int, expected absent … pass"),
     ],
 )
-def test_a_state_dict_that_does_not_fit(change: dict[str, Any], says: str) -> None:
+def test_a_state_dict_that_does_not_fit(change, says):
     with fc.SyncDataCollector("CartPole-v1", network(), frames_per_batch=4) as collector:
         next(collector)
         with refused(ValueError, says):
@@ -122,7 +119,7 @@ def test_a_state_dict_that_does_not_fit(change: dict[str, Any], says: str) -> No
 
 
 @pytest.mark.parametrize("seed", ["7", 2**64])
-def test_a_seed_that_is_none_leaves_the_run_as_it_is(seed: Any) -> None:
+def test_a_seed_that_is_none_leaves_the_run_as_it_is(seed):
     with fc.SyncDataCollector("CartPole-v1", frames_per_batch=4, seed=3) as collector:
         next(collector)
         with pytest.raises((TypeError, ValueError), match="seed is"):
@@ -131,7 +128,7 @@ def test_a_seed_that_is_none_leaves_the_run_as_it_is(seed: Any) -> None:
         assert next(collector)["collector", "step"].tolist() == [4, 5, 6, 7]
 
 
-def test_what_has_no_length_or_name_says_so() -> None:
+def test_what_has_no_length_or_name_says_so():
     with fc.SyncDataCollector("CartPole-v1", frames_per_batch=4) as collector:
         with refused(TypeError, ("an endless collector (total_frames=-1) has no length", "give total_frames")):
             len(collector)
@@ -139,21 +136,21 @@ def test_what_has_no_length_or_name_says_so() -> None:
             _ = collector.frames_per_bach
 
 
-def test_a_failed_batch_leaves_the_global_generators_alone() -> None:
-    def draws(observation: Any) -> Any:
+def test_a_failed_batch_leaves_the_global_generators_alone():
+    def draws(observation):
         torch.rand(3)
         raise ZeroDivisionError
 
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
     with fc.SyncDataCollector("CartPole-v1", draws, frames_per_batch=4) as collector, pytest.raises(ZeroDivisionError):
         next(collector)
     assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
+    assert np.random.get_state()[1].tolist() == before[1]
 
 
-TWO: dict[str, Any] = {"create_env_fn": ["CartPole-v1"] * 2}
-LIVE: dict[str, Any] = {"create_env_fn": CartPoleEnv()}
-RAY: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+TWO = {"create_env_fn": ["CartPole-v1"] * 2}
+LIVE = {"create_env_fn": CartPoleEnv()}
+RAY = {
     "class": ({"collector_class": dict}, TypeError, r"collector_class is .*expected SyncDataCollector"),
     "workers without a class": ({"num_workers_per_collector": 2}, ValueError, "SyncDataCollector has no workers"),
     "lists that differ": (TWO | {"collector_kwargs": [{}]}, ValueError, r"'create_env_fn': 2, 'collector_kwargs': 1"),
@@ -187,7 +184,7 @@ RAY: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", RAY)
-def test_bad_keywords_are_refused_before_ray_starts(name: str) -> None:
+def test_bad_keywords_are_refused_before_ray_starts(name):
     kwargs, error, message = RAY[name]
     with pytest.raises(error, match=message):
         fc.RayCollector(**({"create_env_fn": "CartPole-v1", "frames_per_batch": 10} | kwargs))

@@ -1,9 +1,6 @@
 """States and arguments of the functions used wrongly: the state that was good before is good afterwards."""
 
-from __future__ import annotations
-
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,33 +12,33 @@ from tests.support.misuse import Misuse, Rigged, refused, runs, swaps, table
 
 
 @pytest.fixture(params=["CartPole-v1", "torch/CartPole-v1"])
-def env(request: pytest.FixtureRequest) -> Any:
+def env(request):
     return fc.make_env(request.param, num_envs=3)
 
 
-def seeded(seed: Any) -> Any:
-    def act(env: Any, policy: Any, state: Any) -> None:
+def seeded(seed):
+    def act(env, policy, state):
         fc.init(env, policy, seed=seed)
 
     return act
 
 
-def rolled(length: Any = 4, **how: Any) -> Any:
-    def act(env: Any, policy: Any, state: Any) -> None:
+def rolled(length=4, **how):
+    def act(env, policy, state):
         fc.rollout(env, policy, state, length, **how)
 
     return act
 
 
-def masked(mask: Any) -> Any:
-    def act(env: Any, policy: Any, state: Any) -> None:
+def masked(mask):
+    def act(env, policy, state):
         fc.reset(env, state, mask)
 
     return act
 
 
-def evaluated(**how: Any) -> Any:
-    def act(env: Any, policy: Any, state: Any) -> None:
+def evaluated(**how):
+    def act(env, policy, state):
         fc.evaluate(env, policy, episodes=1000, seed=0, **how)
 
     return act
@@ -69,7 +66,7 @@ TYPE = "exploration_type is 'random' … expected a member of … RANDOM … fun
         "too few", evaluated(max_frames=3), EvaluationError, "of 1000 episodes ended within max_frames=3 … raise max"
     ),
 )
-def test_arguments_that_do_not_do(misuse: Misuse, env: Any) -> None:
+def test_arguments_that_do_not_do(misuse, env):
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)
     with refused(misuse.error, misuse.says):
@@ -77,7 +74,7 @@ def test_arguments_that_do_not_do(misuse: Misuse, env: Any) -> None:
     fc.close(runs(env, policy, state))
 
 
-def test_a_stale_state() -> None:
+def test_a_stale_state():
     env = fc.make_env("CartPole-v1", num_envs=3)
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)
@@ -101,7 +98,7 @@ def test_a_stale_state() -> None:
         fc.rollout(env, policy, after, 4)  # the recovered state has superseded it
 
 
-def test_a_state_whose_call_did_not_end_says_so() -> None:
+def test_a_state_whose_call_did_not_end_says_so():
     env = fc.make_env(Rigged(lambda answer: None))
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)
@@ -121,7 +118,7 @@ def test_a_state_whose_call_did_not_end_says_so() -> None:
         ("gymnax/CartPole-v1", "gymnax/CartPole-v1"),
     ],
 )
-def test_a_state_of_another_environment(name: str, other: str) -> None:
+def test_a_state_of_another_environment(name, other):
     env, wrong = (fc.make_env(each, num_envs=3) for each in (name, other))
     state = fc.init(env, fc.random_policy(env), seed=0)
     for use in (
@@ -134,7 +131,7 @@ def test_a_state_of_another_environment(name: str, other: str) -> None:
     runs(env, state=state)
 
 
-def test_a_state_of_another_number_of_lanes(env: Any) -> None:
+def test_a_state_of_another_number_of_lanes(env):
     state = fc.init(env, fc.random_policy(env), seed=0)
     wrong = fc.make_env("torch/CartPole-v1", num_envs=2)
     with refused(ValueError, ("the state has 3 lanes", "CartPole(num_envs=2) has 2", "pass its own env")):
@@ -142,17 +139,13 @@ def test_a_state_of_another_number_of_lanes(env: Any) -> None:
     runs(env, state=state)
 
 
-def test_a_closed_state() -> None:
+def test_a_closed_state():
     env = fc.make_env("CartPole-v1", num_envs=3)
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)
     fc.close(state)
     fc.close(state)
-    for use in (
-        lambda: fc.rollout(env, policy, state, 4),
-        lambda: fc.reset(env, state),
-        lambda: fc.fork(env, state),
-    ):
+    for use in (lambda: fc.rollout(env, policy, state, 4), lambda: fc.reset(env, state), lambda: fc.fork(env, state)):
         with refused(ClosedError, "HostEnv('CartPole-v1', num_envs=3) were closed … a new state with funcollect.init"):
             use()
     runs(env, policy)
@@ -161,11 +154,11 @@ def test_a_closed_state() -> None:
 class Global(Rigged):
     """Draws from NumPy's global generator."""
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         return swaps(0, np.random.uniform(-1, 1, 2))(super().step(action))
 
 
-def test_a_fork_of_what_does_not_follow_from_its_seed() -> None:
+def test_a_fork_of_what_does_not_follow_from_its_seed():
     env = fc.make_env([Rigged, Global])
     policy = fc.random_policy(env)
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
@@ -175,7 +168,7 @@ def test_a_fork_of_what_does_not_follow_from_its_seed() -> None:
     runs(env, policy, state)
 
 
-def test_a_fork_of_an_instance_that_cannot_be_built_again() -> None:
+def test_a_fork_of_an_instance_that_cannot_be_built_again():
     env = fc.make_env(Rigged())
     state = fc.init(env, fc.random_policy(env), seed=0)
     with refused(InUseError, "cannot be rebuilt … it has no spec … pass an id or a factory, or a list of"):
@@ -183,7 +176,7 @@ def test_a_fork_of_an_instance_that_cannot_be_built_again() -> None:
     runs(env, state=state)
 
 
-def test_a_jax_state_of_the_same_shapes_under_other_parameters() -> None:
+def test_a_jax_state_of_the_same_shapes_under_other_parameters():
     """As it was found: the parameters of the second environment silently acted on the states of the first."""
     import gymnax
 

@@ -1,9 +1,5 @@
 """Environments given wrongly, and their spaces and keys: said at construction, or at the first `init`."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import gymnasium
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -18,33 +14,33 @@ CARTPOLE = "CartPole-v1"
 WALK = "tests.support.faulty.faulty_envs:Walk"
 
 
-def gym(name: str = CARTPOLE) -> Any:
+def gym(name=CARTPOLE):
     return gymnasium.make(name, disable_env_checker=True)
 
 
-def vector() -> Any:
+def vector():
     return SyncVectorEnv([gym] * 2, autoreset_mode=AutoresetMode.DISABLED)
 
 
-def good() -> Any:
+def good():
     return make(CARTPOLE, num_envs=2)
 
 
 class Unbuilt(fc.envs.CartPole):
-    def __init__(self, num_envs: int | None = None) -> None:
+    def __init__(self, num_envs=None):
         self.scale = 2.0
 
 
 class Incomplete(InParts):
     observation_space = spaces.Box(-1, 1, (1,))
 
-    def start(self, uniforms: Any) -> Any:
+    def start(self, uniforms):
         return uniforms
 
-    def observe(self, place: Any) -> Any:
+    def observe(self, place):
         return place.float()
 
-    def move(self, place: Any, action: Any) -> Any:
+    def move(self, place, action):
         return place, place[:, 0], place[:, 0] > 1
 
 
@@ -52,35 +48,35 @@ class Complete(Incomplete):
     action_space = spaces.Discrete(2)
 
 
-class Spaceless(gymnasium.Env[Any, Any]):
+class Spaceless(gymnasium.Env):
     """It has both functions, but declares no space."""
 
 
-def five() -> Any:
+def five():
     return Acting(spaces.Discrete(5))
 
 
-def twice() -> Any:
+def twice():
     env = gym()
     return make([env, env])
 
 
-def shared_behind_wrappers() -> Any:
+def shared_behind_wrappers():
     env = gym()
     return runs(make(lambda: gymnasium.wrappers.TimeLimit(env, 9), num_envs=2))
 
 
-def second_init() -> Any:
+def second_init():
     env = make(Rigged())
     state = runs(env)
     try:
         runs(env)
     finally:
         runs(env, state=state)  # the first one goes on
-    return None
+    return
 
 
-def second_env_of_one_instance() -> Any:
+def second_env_of_one_instance():
     instance = Rigged()
     env = make(instance)
     state = runs(env)
@@ -88,10 +84,10 @@ def second_env_of_one_instance() -> Any:
         runs(make(instance))
     finally:
         runs(env, state=state)
-    return None
+    return
 
 
-def keyed(*names: str, space: Any = None) -> Rigged:
+def keyed(*names, space=None):
     """An environment whose observation is a Dict of these."""
     box = Rigged.observation_space if space is None else space
     return Rigged(space=spaces.Dict(dict.fromkeys(names, box)), good=dict.fromkeys(names, Rigged().good))
@@ -168,14 +164,14 @@ BASE = "sets: call super().__init__(**kwargs)"
     Misuse("the key next", lambda: make(keyed("next")), ValueError, "key 'next' collides … rename it … taken are"),
     Misuse("the key info", lambda: make(keyed("info"), info_keys=["a"]), ValueError, "'info' collides with info_keys"),
 )
-def test_an_environment_given_wrongly(misuse: Misuse) -> None:
+def test_an_environment_given_wrongly(misuse):
     refused_then_mended(misuse)
 
 
-def test_what_was_opened_for_nothing_is_closed_and_an_instance_is_given_back() -> None:
-    made: list[Rigged] = []
+def test_what_was_opened_for_nothing_is_closed_and_an_instance_is_given_back():
+    made = []
 
-    def factory() -> Rigged:
+    def factory():
         made.append(Rigged())
         return made[-1]
 

@@ -1,11 +1,8 @@
 """Errors that name the way: what is called where something else is meant."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import cache
-from typing import Any
 
 import gymnasium
 import jax
@@ -23,11 +20,11 @@ from tests.support.running import in_soak
 CARTPOLE = "CartPole-v1"
 
 
-def gym() -> Any:
+def gym():
     return gymnasium.make(CARTPOLE)
 
 
-def dummy() -> Any:
+def dummy():
     from stable_baselines3.common.vec_env import DummyVecEnv
 
     return DummyVecEnv([gym])
@@ -45,12 +42,12 @@ LANES = "funcollect.make_env([make_one] * 4)"
     Misuse("a list of SB3's", lambda: [dummy()], TypeError, ("Stable-Baselines3's DummyVecEnv", LANES)),
     Misuse("a factory of SB3's", lambda: dummy, TypeError, ("Stable-Baselines3's DummyVecEnv", LANES)),
 )
-def test_environments_that_reset_themselves(misuse: Misuse) -> None:
+def test_environments_that_reset_themselves(misuse):
     with refused(misuse.error, misuse.says):
         fc.make_env(misuse.do())
 
 
-def test_the_mend_for_a_vector_works() -> None:
+def test_the_mend_for_a_vector_works():
     with pytest.raises(ValueError, match="make_vec") as caught:
         fc.make_env(gymnasium.make_vec(CARTPOLE, 2))
     call = str(caught.value).rpartition("or build it by ")[2]
@@ -58,29 +55,29 @@ def test_the_mend_for_a_vector_works() -> None:
 
 
 @pytest.mark.parametrize("name", ["ALE/Pong-v5", *in_soak(["PongNoFrameskip-v4"])])
-def test_an_atari_game_that_is_not_registered(name: str) -> None:
+def test_an_atari_game_that_is_not_registered(name):
     code = f"import funcollect; funcollect.make_env({name!r})"  # elsewhere the tests may have registered it
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "write 'ale/Pong', which has the usual preprocessing" in run.stderr
 
 
 @cache
-def pair(name: str) -> tuple[Any, Any]:
+def pair(name):
     env = fc.make_env(name, num_envs=2)
     return env, fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
 
 
-def fused() -> tuple[Any, Any, Any]:
+def fused():
     env, policy = pair("gymnax/CartPole-v1")
     return env, policy, fc.init(env, policy, seed=0)
 
 
-def on_host() -> tuple[Any, Any, Any]:
+def on_host():
     env, policy = pair(CARTPOLE)
     return env, policy, fc.init(env, policy, seed=0)
 
 
-def loss(env: Any, state: Any, params: Any, *, own: bool) -> Any:
+def loss(env, state, params, *, own):
     policy = fc.jax_policy(lambda params, x: x @ params, params, head=fc.heads.categorical)
     _, batch = fc.rollout(env, policy, state, 2, params=None if own else params)
     return batch["next", "reward"].sum()
@@ -97,7 +94,7 @@ CLOSED_OVER = {
 
 
 @pytest.mark.parametrize(("make", "case"), [*((fused, case) for case in CLOSED_OVER), (on_host, "rollout")])
-def test_inside_a_transformation_that_traces_something_else(make: Any, case: str) -> None:
+def test_inside_a_transformation_that_traces_something_else(make, case):
     env, policy, state = make()
     name = "init" if case == "evaluate" else case
     with pytest.raises(TypeError, match=rf"funcollect\.{name} got values that JAX traces.*funcollect\.traced\.{name}"):
@@ -121,7 +118,7 @@ TRACED = {
     ("make", "case"),
     [*((fused, case) for case in TRACED), *((on_host, case) for case in ("rollout", "a mask", "params"))],
 )
-def test_inside_a_transformation_of_jax(make: Any, case: str) -> None:
+def test_inside_a_transformation_of_jax(make, case):
     env, policy, state = make()
     simulators = make is on_host and case == "rollout"  # JAX's own error: a simulator is no array
     wanted = "SimulatorHandle" if simulators else r"values that JAX traces.*funcollect\.traced\."
@@ -131,14 +128,14 @@ def test_inside_a_transformation_of_jax(make: Any, case: str) -> None:
     fc.close(state)
 
 
-def test_a_torch_policy_inside_traced() -> None:
+def test_a_torch_policy_inside_traced():
     env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
     policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
     with refused(TypeError, ("TorchPolicy is a torch policy", "funcollect.lower_policy(policy, env)")):
         fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0))
 
 
-def test_a_batch_given_to_jax() -> None:
+def test_a_batch_given_to_jax():
     env, policy, state = on_host()
     state, batch = fc.rollout(env, policy, state, 2)
     with refused(fc.BridgeError, ("JAX got a TensorDict", "expected arrays", "funcollect.interop.to_jax(batch)")):
@@ -147,7 +144,7 @@ def test_a_batch_given_to_jax() -> None:
     fc.close(state)
 
 
-def test_a_state_is_a_tree_for_jax_whoever_imports_it_first() -> None:
+def test_a_state_is_a_tree_for_jax_whoever_imports_it_first():
     code = """
 import jax
 import funcollect as fc
@@ -160,7 +157,7 @@ fc.close(state)
     assert run.stdout == "True\n"
 
 
-def test_long_values_are_cut_between_words() -> None:
+def test_long_values_are_cut_between_words():
     value = np.linspace(1.5830, 2, 40)
     text = shown(value)
     assert len(text) <= 82
@@ -170,7 +167,7 @@ def test_long_values_are_cut_between_words() -> None:
     assert clipped("a  short\n text") == "a short text"
 
 
-def test_a_long_answer_of_a_step_is_cut_between_words() -> None:
+def test_a_long_answer_of_a_step_is_cut_between_words():
     env = fc.make_env(Rigged(lambda outcome: (np.linspace(1.5830, 2, 40), *outcome[1:-1])))
     policy = fc.random_policy(env)
     with pytest.raises(fc.EnvError, match=r"\d, …, expected the five values"):

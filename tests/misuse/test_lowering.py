@@ -1,7 +1,5 @@
 """What cannot be lowered says why, where it stands, and what to do."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

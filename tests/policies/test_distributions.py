@@ -1,7 +1,5 @@
 """Heads made of distributions of Torch, and of others with the interface of distrax."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +19,12 @@ from tests.support import cases
 BETA = fc.heads.from_distribution(distributions.Beta)
 
 
-def beta(x: torch.Tensor) -> Any:
+def beta(x):
     return 1 + x[..., :1].abs(), 1 + x[..., 1:2].abs()
 
 
 @pytest.mark.parametrize("name", ["Pendulum-v1", "gymnax/Pendulum-v1"])
-def test_a_distribution_of_torch(name: str) -> None:
+def test_a_distribution_of_torch(name):
     assert BETA.names == ("concentration1", "concentration0")
     env, policy = fc.make_env(name, num_envs=3), fc.torch_policy(beta, head=BETA)
     state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
@@ -41,7 +39,7 @@ def test_a_distribution_of_torch(name: str) -> None:
     torch.testing.assert_close(mode["action"], distributions.Beta(*beta(mode["observation"])).mode)
 
 
-def test_discrete_actions_and_events_of_several_components() -> None:
+def test_discrete_actions_and_events_of_several_components():
     env = fc.make_env("CartPole-v1", num_envs=3)
     net = cases.mlp(4, 2)
     head = fc.heads.from_distribution(distributions.Categorical, "logits")
@@ -71,24 +69,24 @@ class Logistic:
     event_shape: tuple[int, ...] = ()
 
     @property
-    def batch_shape(self) -> tuple[int, ...]:
+    def batch_shape(self):
         return tuple(self.loc.shape)
 
-    def sample(self, *, seed: Any) -> Any:
+    def sample(self, *, seed):
         return self.loc + self.scale * jax.random.logistic(seed, self.loc.shape)
 
-    def mode(self) -> Any:
+    def mode(self):
         return self.loc
 
-    def log_prob(self, value: Any) -> Any:
+    def log_prob(self, value):
         return jax.scipy.stats.logistic.logpdf(value, self.loc, self.scale)
 
-    def entropy(self) -> Any:
+    def entropy(self):
         return jnp.log(self.scale) + 2
 
 
 @pytest.mark.parametrize("name", ["Pendulum-v1", "gymnax/Pendulum-v1"])
-def test_an_object_like_those_of_distrax(name: str) -> None:
+def test_an_object_like_those_of_distrax(name):
     policy = fc.jax_policy(
         lambda p, x: (x[..., :1] * p, 0.2 + x[..., 1:2] ** 2), jnp.float32(2.0),
         head=fc.heads.from_distribution(Logistic, "loc", "scale"),
@@ -107,25 +105,25 @@ def test_an_object_like_those_of_distrax(name: str) -> None:
     torch.testing.assert_close(mode["action"], mode["observation"][..., :1] * 2)
 
 
-class Coins(gymnasium.Env[Any, Any]):
+class Coins(gymnasium.Env):
     """Takes three bits, or one of three choices, and ends never."""
 
     observation_space = spaces.Box(-1, 1, (3,))
 
-    def __init__(self, action_space: Any) -> None:
+    def __init__(self, action_space):
         self.action_space = action_space
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         self.state = np.random.default_rng(seed)
         return self.observation_space.sample() * 0 + 0.3, {}
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         assert self.action_space.contains(action)
         return self.state.uniform(-1, 1, 3).astype(np.float32), 0.0, False, False, {}
 
 
 @pytest.mark.parametrize("kind", ["bits", "one-hot"])
-def test_distributions_of_torch_that_return_floats_for_choices(kind: str) -> None:
+def test_distributions_of_torch_that_return_floats_for_choices(kind):
     space = spaces.MultiBinary(3) if kind == "bits" else spaces.Discrete(3)
     made = distributions.Bernoulli if kind == "bits" else distributions.OneHotCategorical
     env = fc.make_env([lambda: Coins(space)] * 2, one_hot=kind == "one-hot")
@@ -141,9 +139,9 @@ def test_distributions_of_torch_that_return_floats_for_choices(kind: str) -> Non
     fc.rollout(env, policy, state, 2, exploration_type=fc.ExplorationType.DETERMINISTIC)
 
 
-def test_an_object_with_no_more_than_the_documented_members() -> None:
+def test_an_object_with_no_more_than_the_documented_members():
     class Least:
-        def __init__(self, loc: Any, scale: Any) -> None:
+        def __init__(self, loc, scale):
             whole = Logistic(loc, scale)
             self.sample, self.mode, self.log_prob, self.entropy = (
                 whole.sample,
@@ -159,8 +157,8 @@ def test_an_object_with_no_more_than_the_documented_members() -> None:
     assert fc.evaluate_actions(policy, None, fc.interop.to_jax(batch))["entropy"].shape == (3, 20)
 
 
-def test_a_distribution_with_neither_mode_nor_mean_cannot_act_deterministically() -> None:
-    def skewed(loc: Any, scale: Any) -> Any:
+def test_a_distribution_with_neither_mode_nor_mean_cannot_act_deterministically():
+    def skewed(loc, scale):
         return distributions.TransformedDistribution(
             distributions.Normal(loc, scale), [distributions.transforms.SigmoidTransform()]
         )
@@ -173,7 +171,7 @@ def test_a_distribution_with_neither_mode_nor_mean_cannot_act_deterministically(
         fc.rollout(env, policy, state, 2, exploration_type=fc.ExplorationType.DETERMINISTIC)
 
 
-def test_choices_outside_the_space_are_refused() -> None:
+def test_choices_outside_the_space_are_refused():
     env = fc.make_env("torch/CartPole-v1", num_envs=4)
     head = fc.heads.from_distribution(distributions.Categorical, "logits")
     policy = fc.torch_policy(lambda x: torch.zeros(len(x), 5), head=head)
@@ -181,9 +179,9 @@ def test_choices_outside_the_space_are_refused() -> None:
         fc.rollout(env, policy, fc.init(env, policy, seed=0), 50)
 
 
-def test_misuse() -> None:
+def test_misuse():
     with pytest.raises(TypeError, match="distribution is 3, expected a class or a function"):
-        fc.heads.from_distribution(3)  # type: ignore[arg-type]
+        fc.heads.from_distribution(3)
     with pytest.raises(TypeError, match=r"'logits'\)"):
         fc.heads.from_distribution(distributions.Categorical)
     env = fc.make_env("Pendulum-v1", num_envs=2)

@@ -1,11 +1,7 @@
 """Policies on a GPU that is not there: outputs and states lie on it, and no step waits for the host."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +15,7 @@ from tensordict.nn import (
     TensorDictModule,
     TensorDictSequential,
 )
-from torch import Tensor, nn
+from torch import nn
 
 import funcollect as fc
 from funcollect.core.exploration import exploration_values
@@ -37,7 +33,7 @@ DISCRETE = ActionSpec(spaces.Discrete(2))
 BOX = ActionSpec(spaces.Box(-1, 2, (1,), np.float32))
 logits = fc.heads.from_distribution(partial(torch.distributions.Categorical, validate_args=False), "logits")
 
-HEADS: dict[str, tuple[Any, ActionSpec]] = {
+HEADS = {
     "no head": (None, DISCRETE),
     "categorical": (fc.heads.categorical, DISCRETE),
     "categorical, several": (fc.heads.categorical, ActionSpec(spaces.MultiDiscrete([2, 3], start=[1, 0]))),
@@ -54,50 +50,50 @@ HEADS: dict[str, tuple[Any, ActionSpec]] = {
 class Shorten(nn.Module):
     """A module without parameters, of the first components."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         super().__init__()
         self.size = size
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x[:, : self.size]
 
 
 class Memory(nn.Module):
     """A recurrent module."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         super().__init__()
         self.layer = Linear(SIZE, size, device=CUDA)
 
-    def forward(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x, hidden):
         return self.layer(x), hidden + x[:, :2]
 
 
-def a_recurrent_function(size: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def a_recurrent_function(size):
     return lambda x, hidden: (x[:, :size] + hidden[:, :1], hidden + 1)
 
 
 class Acting(nn.Module):
     """Returns the actions with the largest of another module's numbers, and its state if it has one."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         super().__init__()
         self.module = module
 
-    def forward(self, x: Tensor, *state: Tensor) -> Any:
+    def forward(self, x, *state):
         return acting(self.module, x, *state)
 
 
-def acting(module: Any, x: Tensor, *state: Tensor) -> Any:
+def acting(module, x, *state):
     answer = module(x, *state)
     return (answer[0].argmax(-1), answer[1]) if state else answer.argmax(-1)
 
 
-def without_head(module: Any) -> Any:
+def without_head(module):
     return Acting(module) if isinstance(module, nn.Module) else partial(acting, module)
 
 
-FORMS: dict[str, tuple[Callable[[int], Any], Any]] = {  # and the recurrent state
+FORMS = {  # and the recurrent state
     "function": (lambda size: lambda x: x[:, :size], None),
     "module without parameters": (Shorten, None),
     "module": (lambda size: Linear(SIZE, size, device=CUDA), None),
@@ -106,7 +102,7 @@ FORMS: dict[str, tuple[Callable[[int], Any], Any]] = {  # and the recurrent stat
 }
 
 
-def run(make: Callable[[], Any], spec: ActionSpec, *, masked: bool = False, random_steps: int = 0, **given: Any) -> Any:
+def run(make, spec, *, masked=False, random_steps=0, **given):
     """Three rollouts and a call of a policy over observations on a GPU; return the columns of the last rollout."""
     with FakeCuda() as mode:
         policy = make()
@@ -115,10 +111,10 @@ def run(make: Callable[[], Any], spec: ActionSpec, *, masked: bool = False, rand
         observation = {"action_mask": allowed, "seen": tensor} if masked else tensor
         key = key_from_seed(0)
         lane = torch.arange(P, device=CUDA)
-        state: Any = SimpleNamespace(key=key, lane=lane, lane_ids=np.arange(P), num_lanes=P)
+        state = SimpleNamespace(key=key, lane=lane, lane_ids=np.arange(P), num_lanes=P)
         state.policy_state = policy.init(key, P)
         values = exploration_values(policy, given, 0)
-        env: Any = SimpleNamespace(action_spec=spec, num_envs=P)
+        env = SimpleNamespace(action_spec=spec, num_envs=P)
         for rollout, way in enumerate([SAMPLED, SAMPLED, fc.ExplorationType.DETERMINISTIC]):
             asked = Request(length=STEPS, random_steps=random_steps, exploration_type=way, exploration=values)
             state.step, state.steps_made = torch.zeros(P, dtype=torch.int64, device=CUDA), rollout * STEPS
@@ -146,12 +142,12 @@ def run(make: Callable[[], Any], spec: ActionSpec, *, masked: bool = False, rand
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", HEADS)
-def test_a_torch_policy(name: str, form: str) -> None:
+def test_a_torch_policy(name, form):
     (head, spec), (make, initial) = HEADS[name], FORMS[form]
     size = spec.choices or 2
     given = dict.fromkeys(head.values if head else (), 0.25)
 
-    def policy() -> fc.Policy:
+    def policy():
         module = make(size) if head else without_head(make(size))
         return fc.torch_policy(module, head=head, initial_state=initial, record_state=True)
 
@@ -163,7 +159,7 @@ NETWORK = ["observation"], ["logits"]
 DRAW = {"in_keys": ["logits"], "out_keys": ["action"], "return_log_prob": True, "default_interaction_type": "random"}
 
 
-def tensordict_actor() -> fc.Policy:
+def tensordict_actor():
     """What TorchRL's probabilistic actors are."""
     network = TensorDictModule(Linear(SIZE, 2, device=CUDA), *NETWORK)
     distribution = partial(torch.distributions.Categorical, validate_args=False)
@@ -171,7 +167,7 @@ def tensordict_actor() -> fc.Policy:
     return fc.tensordict_policy(ProbabilisticTensorDictSequential(network, draw))
 
 
-def reader_of_is_init() -> fc.Policy:
+def reader_of_is_init():
     network = TensorDictModule(Linear(SIZE, 2, device=CUDA), *NETWORK)
     choice = TensorDictModule(
         lambda x, first: x.argmax(-1).masked_fill(first[:, 0], 0), ["logits", "is_init"], ["action"]
@@ -179,10 +175,10 @@ def reader_of_is_init() -> fc.Policy:
     return fc.tensordict_policy(TensorDictSequential(network, choice))
 
 
-def carrier() -> fc.Policy:
+def carrier():
     """A function that reads what it wrote."""
 
-    def act(batch: Any) -> Any:
+    def act(batch):
         count = batch.get("count", None)
         batch["count"] = batch["observation"][:, 0] if count is None else count + 1
         batch["action"] = batch["observation"].argmax(-1) % 2
@@ -191,8 +187,8 @@ def carrier() -> fc.Policy:
     return fc.tensordict_policy(act)
 
 
-def with_hidden_state() -> fc.Policy:
-    def act(x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def with_hidden_state():
+    def act(x, hidden):
         return x.argmax(-1) % 2, hidden + x[:, :2]
 
     module = TensorDictModule(act, ["observation", "hidden"], ["action", ("next", "hidden")])
@@ -200,7 +196,7 @@ def with_hidden_state() -> fc.Policy:
 
 
 @pytest.mark.parametrize("policy", [tensordict_actor, reader_of_is_init, carrier, with_hidden_state])
-def test_a_policy_on_a_tensordict(policy: Callable[[], fc.Policy]) -> None:
+def test_a_policy_on_a_tensordict(policy):
     run(policy, DISCRETE)
 
 
@@ -215,17 +211,17 @@ RANDOM = {
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_random_actions(name: str) -> None:
+def test_random_actions(name):
     spec = ActionSpec(RANDOM[name])
     run(lambda: RandomPolicy(spec), spec)
 
 
-def test_random_actions_that_a_mask_allows() -> None:
+def test_random_actions_that_a_mask_allows():
     run(lambda: RandomPolicy(DISCRETE), DISCRETE, masked=True)
 
 
 @pytest.mark.parametrize("name", ["categorical", "epsilon_greedy", "tanh_normal"])
-def test_random_actions_in_the_place_of_the_first_ones(name: str) -> None:
+def test_random_actions_in_the_place_of_the_first_ones(name):
     head, spec = HEADS[name]
     run(lambda: fc.torch_policy(Linear(SIZE, 2, device=CUDA), head=head), spec, random_steps=2)
 
@@ -235,18 +231,18 @@ class Own(fc.PolicyBase):
 
     backend, params = "torch", None
 
-    def noise(self, spec: Any, /) -> fc.Noise:
+    def noise(self, spec, /):
         return fc.Noise(kind="gumbel", shape=(2,))
 
-    def init(self, key: Any, num_envs: int, /) -> dict[str, Tensor]:
+    def init(self, key, num_envs, /):
         return {"count": torch.zeros(num_envs)}
 
-    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /) -> Any:
+    def __call__(self, params, state, observation, noise, spec, exploration, /):
         count = state["count"] + 1
         return {"count": count}, {"action": (observation[:, :2] + noise).argmax(-1), "count": count}
 
 
-def test_a_policy_of_ones_own() -> None:
+def test_a_policy_of_ones_own():
     run(Own, DISCRETE)
 
 
@@ -255,19 +251,19 @@ class OwnInJax(Own):
 
     backend = "jax"
 
-    def noise(self, spec: Any, /) -> None:
+    def noise(self, spec, /):
         return None
 
-    def init(self, key: Any, num_envs: int, /) -> dict[str, Any]:
+    def init(self, key, num_envs, /):
         return {"count": jnp.zeros(num_envs)}
 
-    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /) -> Any:
+    def __call__(self, params, state, observation, noise, spec, exploration, /):
         assert isinstance(observation, jax.Array)
         count = state["count"] + 1
         return {"count": count}, {"action": observation[:, :2].argmax(-1), "count": count}
 
 
-def test_a_policy_of_ones_own_in_jax_gets_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_of_ones_own_in_jax_gets_arrays(monkeypatch):
     monkeypatch.setattr(base, "array_over", lambda leaf: jnp.zeros(leaf.shape))
     monkeypatch.setattr(base, "jax_view", lambda mask: jnp.zeros(mask.shape, bool))
     dtypes = {"int32": torch.int32, "float32": torch.float32}
@@ -275,7 +271,7 @@ def test_a_policy_of_ones_own_in_jax_gets_arrays(monkeypatch: pytest.MonkeyPatch
     run(OwnInJax, DISCRETE)
 
 
-def test_what_waits_is_noticed() -> None:
+def test_what_waits_is_noticed():
     with FakeCuda() as mode:
         x = torch.zeros(3, device=CUDA)
         x + 0.5 * torch.ones(())

@@ -1,12 +1,7 @@
 """Policies by name: packages written here into a folder of `sys.path`, with what may be wrong with them."""
 
-from __future__ import annotations
-
 import re
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,11 +22,11 @@ def make(env, *, bias=0.0, seed=5):
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def package(tmp_path, monkeypatch):
     """Installs a package, that is, writes its module and its metadata where Python finds them."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def install(name: str, code: str, offers: str, version: str = "1.0") -> None:
+    def install(name, code, offers, version="1.0"):
         module = name.replace("-", "_").lower()
         (tmp_path / f"{module}.py").write_text(code)
         about = tmp_path / f"{module}-{version}.dist-info"
@@ -44,53 +39,53 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         del sys.modules[name]
 
 
-def _file(module: Any) -> str:
+def _file(module):
     return str(getattr(module, "__file__", None) or "")
 
 
-def env(num_envs: int = 2) -> fc.Env:
+def env(num_envs=2):
     return fc.make_env("CartPole-v1", num_envs=num_envs)
 
 
 # --- found and made ---------------------------------------------------------------------------------------------------
 
 
-def test_built_in_policies() -> None:
+def test_built_in_policies():
     made = fc.make_policy("mlp", env(), seed=3)
     assert (made.params == mlp(env(), seed=3).params).all()
     assert type(fc.make_policy("random", env())) is type(fc.random_policy(env()))
 
 
-def test_a_package_is_imported_when_its_policy_is_made(package: Callable[..., None]) -> None:
+def test_a_package_is_imported_when_its_policy_is_made(package):
     package("Walkers", GOOD, "walker = walkers:make", version="2.1")
     plugin = offered_policies()["walker"]
     assert (plugin.origin, plugin.source) == ("Walkers 2.1", "walkers:make")
     assert "walkers" not in sys.modules
     policy = fc.make_policy("walker", env(), bias=2.5)
     assert "walkers" in sys.modules
-    assert policy.given == {"bias": 2.5, "seed": 5}  # type: ignore[attr-defined]
+    assert policy.given == {"bias": 2.5, "seed": 5}
     batch = collect(env(), policy, 3)
     assert batch["action_log_prob"].shape == (2, 3)
 
 
-def test_a_name_that_two_packages_offer(package: Callable[..., None]) -> None:
+def test_a_name_that_two_packages_offer(package):
     package("Left-Package", GOOD, "walker = left_package:make")
     package("right", GOOD.replace("seed=5", "seed=6"), "walker = right:make", version="3")
     with pytest.raises(ValueError, match=r"Left-Package 1.0 and right 3 each offer a policy 'walker'.*'right:walker'"):
         fc.make_policy("walker", env())
     assert {"Left-Package:walker", "right:walker"} < set(offered_policies())
     seeds = {"Left-Package:walker": 5, "left_package:walker": 5, "right:walker": 6}
-    assert {name: fc.make_policy(name, env()).given["seed"] for name in seeds} == seeds  # type: ignore[attr-defined]
+    assert {name: fc.make_policy(name, env()).given["seed"] for name in seeds} == seeds
 
 
-def test_a_name_that_one_package_offers_may_be_given_in_full(package: Callable[..., None]) -> None:
+def test_a_name_that_one_package_offers_may_be_given_in_full(package):
     package("walkers", GOOD, "walker = walkers:make")
     assert fc.make_policy("walkers:walker", env()).backend == "jax"
     with pytest.raises(ValueError, match="no policy 'runners:walker'"):
         fc.make_policy("runners:walker", env())
 
 
-def test_a_built_in_name_is_never_taken(package: Callable[..., None]) -> None:
+def test_a_built_in_name_is_never_taken(package):
     package("greedy", GOOD, "mlp = greedy:make")
     assert fc.make_policy("mlp", env()).backend == "torch"
     assert fc.make_policy("greedy:mlp", env()).backend == "jax"
@@ -108,15 +103,13 @@ def test_a_built_in_name_is_never_taken(package: Callable[..., None]) -> None:
         ("walker", env, {"bais": 1}, TypeError, r"\(walkers 1.0\).*'bais'.*it takes \['bias', 'seed'\]"),
     ],
 )
-def test_wrong_arguments(
-    name: Any, given: Any, options: Any, error: Any, says: str, package: Callable[..., None]
-) -> None:
+def test_wrong_arguments(name, given, options, error, says, package):
     package("walkers", GOOD, "walker = walkers:make")
     with pytest.raises(error, match=says):
         fc.make_policy(name, given(), **options)
 
 
-def test_an_option_that_is_wanted(package: Callable[..., None]) -> None:
+def test_an_option_that_is_wanted(package):
     package("walkers", GOOD.replace("bias=0.0", "bias"), "walker = walkers:make")
     with pytest.raises(TypeError, match=r"options \[\]: missing a required (keyword-only )?argument: 'bias'"):
         fc.make_policy("walker", env())
@@ -144,7 +137,7 @@ UNMAKEABLE = {
 
 
 @pytest.mark.parametrize(("code", "says"), [*UNLOADABLE.values(), *UNMAKEABLE.values()])
-def test_a_broken_package_is_named_and_breaks_no_other(code: str, says: str, package: Callable[..., None]) -> None:
+def test_a_broken_package_is_named_and_breaks_no_other(code, says, package):
     package("broken", code, "fallen = broken:make", version="0.3")
     package("walkers", GOOD, "walker = walkers:make")
     with pytest.raises(fc.PluginError, match=rf"the policy 'fallen' \(broken 0.3\) .*{says}"):
@@ -152,13 +145,13 @@ def test_a_broken_package_is_named_and_breaks_no_other(code: str, says: str, pac
     assert fc.make_policy("walker", env()).backend == "jax"
 
 
-def test_a_reference_that_cannot_be_read(package: Callable[..., None]) -> None:
+def test_a_reference_that_cannot_be_read(package):
     package("broken", "", "fallen = no module at all")
     with pytest.raises(fc.PluginError, match=r"'fallen' \(broken 1.0\) cannot be imported"):
         fc.make_policy("fallen", env())
 
 
-def test_metadata_that_cannot_be_read(package: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_metadata_that_cannot_be_read(package, capsys):
     package("broken", "", "no equals sign")
     package("walkers", GOOD, "walker = walkers:make")
     assert fc.make_policy("walker", env()).backend == "jax"
@@ -166,9 +159,7 @@ def test_metadata_that_cannot_be_read(package: Callable[..., None], capsys: pyte
     assert _lines(capsys)["?"].startswith("broken broken 1.0 entry_points.txt cannot be read from its entry_points.txt")
 
 
-def test_of_two_versions_the_first_on_the_path_counts(
-    package: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_versions_the_first_on_the_path_counts(package, tmp_path, monkeypatch):
     package("walkers", GOOD, "walker = walkers:make")
     for old in ("walkers.py", "walkers-1.0.dist-info"):
         (tmp_path / "old").mkdir(exist_ok=True)
@@ -176,15 +167,13 @@ def test_of_two_versions_the_first_on_the_path_counts(
     package("Walkers", GOOD.replace("seed=5", "seed=6"), "walker = walkers:make", version="2.0")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "old")])
     assert offered_policies()["walker"].origin == "Walkers 2.0"
-    assert fc.make_policy("walker", env()).given["seed"] == 6  # type: ignore[attr-defined]
+    assert fc.make_policy("walker", env()).given["seed"] == 6
 
 
 # --- from the command line --------------------------------------------------------------------------------------------
 
 
-def test_policies_lists_what_works_and_what_does_not(
-    package: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_policies_lists_what_works_and_what_does_not(package, capsys):
     package("broken", "import no_such_library", "fallen = broken:make")
     package("unmade", "def make(env):\n raise ArithmeticError('too\\n small')", "unmade = unmade:make", version="2")
     package("walkers", GOOD, "walker = walkers:make")
@@ -201,7 +190,7 @@ def test_policies_lists_what_works_and_what_does_not(
     assert made == {name: line for name, line in listed.items() if name != "unmade"}
 
 
-def _lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+def _lines(capsys):
     """Each line of the list by the policy's name."""
     rows = (line.split() for line in capsys.readouterr().out.splitlines())
     return {name: " ".join([state, *rest]) for state, name, *rest in rows}
@@ -219,9 +208,7 @@ def _lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
         ("a=b", "a=b"),
     ],
 )
-def test_options_on_the_command_line(
-    text: str, value: Any, package: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_on_the_command_line(text, value, package, capsys):
     package("walkers", "def make(env, *, bias, seed=1):\n raise ValueError([bias, seed])", "walker = walkers:make")
     command = ["explain", "CartPole-v1", "--policy", "walker", "-o", f"bias={text}"]
     assert main(command) == 2

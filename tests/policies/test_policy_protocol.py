@@ -1,10 +1,5 @@
 """Every shipped policy can be called as `fc.Policy` says, and one of a user's own needs little."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,21 +14,21 @@ from funcollect.specs import assemble
 LANES = 3
 
 
-def linear(outputs: int = 2) -> torch.nn.Linear:
+def linear(outputs=2):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return torch.nn.Linear(4, outputs)
 
 
-def in_jax(head: Any) -> fc.Policy:
+def in_jax(head):
     return fc.jax_policy(lambda params, x: x @ params, jnp.eye(4)[:, :2], head=head)
 
 
-def tensordict(env: fc.Env) -> fc.Policy:
+def tensordict(env):
     return fc.tensordict_policy(TensorDictModule(lambda x: (x[:, 2] > 0).long(), ["observation"], ["action"]))
 
 
-SHIPPED: dict[str, Callable[[fc.Env], fc.Policy]] = {
+SHIPPED = {
     "random": fc.random_policy,
     "torch": lambda env: fc.torch_policy(lambda x: (x[:, 2] > 0).long()),
     "tensordict": tensordict,
@@ -47,13 +42,13 @@ SHIPPED: dict[str, Callable[[fc.Env], fc.Policy]] = {
 
 @pytest.mark.parametrize("way", [fc.ExplorationType.RANDOM, fc.ExplorationType.DETERMINISTIC])
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_call_answers_as_a_step_does(name: str, way: fc.ExplorationType) -> None:
+def test_a_call_answers_as_a_step_does(name, way):
     env = fc.make_env("CartPole-v1", num_envs=LANES)
     policy = SHIPPED[name](env)
     state = fc.init(env, policy, seed=4)
     wanted = policy.noise(env.action_spec)
     noise = None if wanted is None else draw_ahead(wanted, state.key, np.arange(LANES), 0, 1)[0]
-    observation: Any = assemble(env.observation_space, state.observation)
+    observation = assemble(env.observation_space, state.observation)
     if policy.backend == "jax":
         observation, noise = observation.numpy(), None if noise is None else noise.numpy()
     before = state.policy_state
@@ -69,14 +64,12 @@ class Lean(fc.PolicyBase):
     backend = "torch"
     params = None
 
-    def __call__(
-        self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /
-    ) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, params, state, observation, noise, spec, exploration, /):
         return state, {"action": (observation[:, 2] > 0).long()}
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
-def test_a_policy_of_ones_own_needs_a_call_alone(name: str) -> None:
+def test_a_policy_of_ones_own_needs_a_call_alone(name):
     env = fc.make_env(name, num_envs=LANES)
     assert isinstance(Lean(), fc.Policy)
     _, batch = fc.rollout(env, Lean(), fc.init(env, Lean(), seed=0), 10)
@@ -89,15 +82,13 @@ class Noisy(fc.PolicyBase):
     backend = "jax"
     params = None
 
-    def __init__(self, noise: fc.Noise) -> None:
+    def __init__(self, noise):
         self.wanted = noise
 
-    def noise(self, spec: Any, /) -> fc.Noise:
+    def noise(self, spec, /):
         return self.wanted
 
-    def __call__(
-        self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /
-    ) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, params, state, observation, noise, spec, exploration, /):
         lanes = len(observation)
         if self.wanted.kind == "key":
             assert (noise.shape, noise.dtype) == ((2,), jnp.uint32)
@@ -111,7 +102,7 @@ class Noisy(fc.PolicyBase):
 
 @pytest.mark.parametrize("noise", [fc.Noise(kind="normal", shape=(2,)), fc.Noise(kind="key")], ids=["normal", "key"])
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
-def test_a_jax_policy_of_ones_own_gets_its_noise_as_arrays_of_jax(name: str, noise: fc.Noise) -> None:
+def test_a_jax_policy_of_ones_own_gets_its_noise_as_arrays_of_jax(name, noise):
     env = fc.make_env(name, num_envs=LANES)
     policy = Noisy(noise)
     _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 10)
@@ -128,11 +119,11 @@ class Bare:
     __call__ = Lean.__call__
 
 
-def test_what_a_policy_lacks_is_named() -> None:
+def test_what_a_policy_lacks_is_named():
     env = fc.make_env("CartPole-v1")
     with pytest.raises(
         TypeError, match=r"lacks .'exploration', .*'actor', 'finish'.: derive from funcollect.PolicyBase"
     ):
-        fc.init(env, Bare(), seed=0)  # type: ignore[arg-type]
+        fc.init(env, Bare(), seed=0)
     with pytest.raises(TypeError, match="the class Lean, expected a Policy: wrap a module with"):
-        fc.init(env, Lean, seed=0)  # type: ignore[arg-type]
+        fc.init(env, Lean, seed=0)

@@ -1,10 +1,6 @@
 """Arguments of policies: wrong ones raise where that is known, and keys of a Dict space are passed by name."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import gymnasium
 import numpy as np
@@ -23,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning") 
 class Takes(nn.Module):
     """A module whose forward pass is a function."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function):
         super().__init__()
         self.forward = function
 
@@ -31,38 +27,38 @@ class Takes(nn.Module):
 class Own(fc.PolicyBase):
     backend, params = "torch", None
 
-    def __call__(self, params: Any, observation: Any) -> Any:  # type: ignore[override]
+    def __call__(self, params, observation):
         return observation
 
 
-def one(observation: Any) -> Any:
+def one(observation):
     return torch.zeros(len(observation), dtype=torch.int64)
 
 
-def two(observation: Any, other: Any) -> Any:
+def two(observation, other):
     return one(observation)
 
 
-def many(*arguments: Any) -> Any:
+def many(*arguments):
     return one(arguments[0])
 
 
-def three(pixels: Any, mode: Any, other: Any) -> Any:
+def three(pixels, mode, other):
     return torch.zeros(len(mode), 2)
 
 
-def network(function: Callable[..., Any], *keys: str) -> TensorDictModule:
+def network(function, *keys):
     return TensorDictModule(Takes(function), [*keys], ["action"])
 
 
-def collect(policy: Any = None, env: Any = "CartPole-v1", **kwargs: Any) -> Any:
+def collect(policy=None, env="CartPole-v1", **kwargs):
     """Build a collector; one of the classes with workers here, in this process."""
     kind = kwargs.pop("kind", fc.SyncDataCollector)
     return kind(env, policy, frames_per_batch=8, total_frames=8, **kwargs)
 
 
 WORKERS = functools.partial(fc.MultiSyncDataCollector, in_process=True)
-WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+WRONG = {
     "a function": (lambda: collect(two), r"policy takes \(observation.*, other.*, expected one argument, the obs"),
     "a module": (lambda: collect(Takes(two)), r"policy takes .*other"),
     "in workers": (lambda: collect(Takes(two), ["CartPole-v1"], kind=WORKERS), r"policy takes .*other"),
@@ -85,7 +81,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_number_of_arguments_is_found_before_any_step(kind: str) -> None:
+def test_a_wrong_number_of_arguments_is_found_before_any_step(kind):
     make, message = WRONG[kind]
     with pytest.raises((TypeError, fc.WorkerError), match=message) as raised:
         make()
@@ -95,14 +91,14 @@ def test_a_wrong_number_of_arguments_is_found_before_any_step(kind: str) -> None
 class Called(nn.Module):
     """A module with a `__call__` of its own."""
 
-    def __call__(self, observation: Any) -> Any:
+    def __call__(self, observation):
         return one(observation)
 
-    def forward(self, observation: Any, other: Any, third: Any) -> Any: ...
+    def forward(self, observation, other, third): ...
 
 
 @functools.wraps(two)
-def supplied(*arguments: Any) -> Any:
+def supplied(*arguments):
     return two(*arguments, None)
 
 
@@ -111,63 +107,63 @@ COMPILED = TensorDictModule(torch.compile(Takes(one), backend="eager"), ["observ
 
 
 @pytest.mark.parametrize("policy", [*PASSES, COMPILED])
-def test_any_number_of_arguments_passes(policy: Any) -> None:
+def test_any_number_of_arguments_passes(policy):
     with collect(policy, env=lambda: fc.make_env("CartPole-v1", num_envs=2)) as collector:
         assert next(collector)["action"].eq(0).all()
 
 
-class TwoKeys(gymnasium.Env[Any, Any]):
+class TwoKeys(gymnasium.Env):
     """Halves under `b`, zeros under `a`."""
 
     observation_space = spaces.Dict(a=spaces.Box(-1, 1, (2,)), b=spaces.Box(-1, 1, (2,)))
     action_space = spaces.Box(-1, 1, (2,))
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         return {"a": np.zeros(2, np.float32), "b": np.full(2, 0.5, np.float32)}, {}
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         return self.reset()[0], 0.0, False, False, {}
 
 
 class Optional(nn.Module):
-    def forward(self, a: Any, b: Any = None) -> Any:
+    def forward(self, a, b=None):
         return a if b is None else b
 
 
 class BothOptional(nn.Module):
-    def forward(self, b: Any = None, a: Any = None) -> Any:
+    def forward(self, b=None, a=None):
         return a if b is None else b
 
 
 class Swapped(nn.Module):
-    def forward(self, b: Any, a: Any) -> Any:
+    def forward(self, b, a):
         return b + 0 * a
 
 
 class Further(nn.Module):
-    def forward(self, b: Any, a: Any, scale: float = 1.0) -> Any:
+    def forward(self, b, a, scale=1.0):
         return scale * b + 0 * a
 
 
 class KeywordOnly(nn.Module):
-    def forward(self, a: Any, *, b: Any) -> Any:
+    def forward(self, a, *, b):
         return b
 
 
 class Behind(nn.Module):
-    def forward(self, a: Any, scale: float = 1.0, b: Any = None) -> Any:
+    def forward(self, a, scale=1.0, b=None):
         return b
 
 
 @pytest.mark.parametrize("make", [Optional, BothOptional, Swapped, Further])
 @pytest.mark.parametrize("num_envs", [None, 3])
-def test_keys_are_passed_by_name(make: Any, num_envs: int | None) -> None:
+def test_keys_are_passed_by_name(make, num_envs):
     kwargs = {} if num_envs is None else {"num_envs": num_envs}
     with fc.SyncDataCollector(TwoKeys, make(), frames_per_batch=12, create_env_kwargs=kwargs) as collector:
         assert (next(collector)["action"] == 0.5).all()
 
 
 @pytest.mark.parametrize("make", [KeywordOnly, Behind])
-def test_what_cannot_be_passed_by_position_is_refused(make: Any) -> None:
+def test_what_cannot_be_passed_by_position_is_refused(make):
     with pytest.raises(TypeError, match=r"\['a', 'b'\] are keys of the observation.*reorder its arguments"):
         fc.SyncDataCollector(TwoKeys, make(), frames_per_batch=12)

@@ -1,7 +1,5 @@
 """TorchRL's policies: hidden states as keys, exploration, distributions, and parts called without a TensorDict."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -156,8 +154,7 @@ def test_epsilon_is_read_live_and_follows_the_exploration_type():
 
 
 @pytest.mark.parametrize(
-    ("name", "compiler"),
-    [("CartPole-v1", None), *(("gymnax/CartPole-v1", compiler) for compiler in ("xla", "eager"))],
+    ("name", "compiler"), [("CartPole-v1", None), *(("gymnax/CartPole-v1", compiler) for compiler in ("xla", "eager"))]
 )
 def test_of_equal_values_the_first_is_chosen(name, compiler):
     """TorchRL's value policies answer a tie with several ones."""

@@ -1,13 +1,10 @@
 """Parameters as an argument, those of the policy at each rollout, and a module that a trainer uses meanwhile."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading
 import warnings
 from types import SimpleNamespace
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 import funcollect as fc
@@ -24,7 +21,7 @@ from tests.support.cases import Recurrent, jax_weights, make_env, mlp
 from tests.support.compare import assert_same, joined
 
 
-def linear(bias: float) -> nn.Linear:
+def linear(bias):
     """Chooses action 1 where the bias is positive, whatever it sees."""
     module = nn.Linear(4, 2)
     with torch.no_grad():
@@ -33,34 +30,34 @@ def linear(bias: float) -> nn.Linear:
     return module
 
 
-def make_policy(module: nn.Module) -> Any:
+def make_policy(module):
     return fc.torch_policy(module, head=fc.heads.greedy)
 
 
 @pytest.fixture
-def env() -> Any:
+def env():
     return fc.make_env("CartPole-v1", num_envs=2)
 
 
-def collect(env: Any, policy: Any, length: int = 12, **options: Any) -> TensorDict:
+def collect(env, policy, length=12, **options):
     state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), length, **options)
     fc.close(state)
     return batch
 
 
-def snapshot(module: nn.Module) -> dict[str, Any]:
+def snapshot(module):
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in tensors.items()}
 
 
-def assert_untouched(module: nn.Module, before: dict[str, Any]) -> None:
+def assert_untouched(module, before):
     after = snapshot(module)
     assert after.keys() == before.keys()
     assert all(after[name][0] == before[name][0] for name in before)
     assert all(torch.equal(after[name][1], before[name][1]) for name in before)
 
 
-def test_a_trainer_may_use_the_module_during_a_rollout(env: Any) -> None:
+def test_a_trainer_may_use_the_module_during_a_rollout(env):
     """The module that runs is a skeleton: hooks see it, and the user's own keeps its gradients and parameters."""
     module, seen = linear(1.0), []
     module.register_forward_hook(lambda called, *_: seen.append(called is module))
@@ -76,13 +73,13 @@ def test_a_trainer_may_use_the_module_during_a_rollout(env: Any) -> None:
 
 
 class Normed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
         self.drop = nn.Dropout(0.5)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         self.calls += 1
         dropped = self.drop(torch.ones_like(x))
         return {
@@ -93,11 +90,11 @@ class Normed(nn.Module):
         }
 
 
-def modes(module: nn.Module, x: Tensor) -> Tensor:
+def modes(module, x):
     return torch.tensor([part.training for part in module.modules()]).expand(len(x), -1)
 
 
-def test_the_mode_of_every_submodule_is_honoured_and_kept(env: Any) -> None:
+def test_the_mode_of_every_submodule_is_honoured_and_kept(env):
     module = Normed()
     policy = fc.torch_policy(module)
     for training, dropping in [(True, True), (False, False), (True, False), (False, True)]:
@@ -109,7 +106,7 @@ def test_the_mode_of_every_submodule_is_honoured_and_kept(env: Any) -> None:
         assert [part.training for part in module.modules()] == [training, training, dropping]
 
 
-def test_buffers_that_a_forward_pass_writes_stay_as_they_are(env: Any) -> None:
+def test_buffers_that_a_forward_pass_writes_stay_as_they_are(env):
     module = Normed().train()
     before = snapshot(module)
     one = collect(env, fc.torch_policy(module))
@@ -123,7 +120,7 @@ def test_buffers_that_a_forward_pass_writes_stay_as_they_are(env: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Normed writes its buffers")
-def test_buffers_are_part_of_the_params(env: Any) -> None:
+def test_buffers_are_part_of_the_params(env):
     module = Normed().eval()
     policy = fc.torch_policy(module)
     shifted = copy.deepcopy(module)
@@ -136,14 +133,14 @@ def test_buffers_are_part_of_the_params(env: Any) -> None:
     assert (collect(env, policy, params=dict(module.named_parameters()))["normed"] < -90).all()
 
 
-def test_shared_parameters_stay_shared(env: Any) -> None:
+def test_shared_parameters_stay_shared(env):
     class Tied(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.one = linear(1.0)
             self.two = self.one
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             assert self.one.weight is self.two.weight
             return self.two(x)
 
@@ -151,11 +148,11 @@ def test_shared_parameters_stay_shared(env: Any) -> None:
 
 
 class Uncopyable(nn.Linear):
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo):
         raise RuntimeError("holds a socket")
 
 
-def test_a_module_that_refuses_to_be_copied_takes_params_all_the_same(env: Any) -> None:
+def test_a_module_that_refuses_to_be_copied_takes_params_all_the_same(env):
     module = Uncopyable(4, 2)
     policy, before = make_policy(module), snapshot(module)
     for params in (None, linear(1.0).state_dict()):
@@ -168,7 +165,7 @@ def test_a_module_that_refuses_to_be_copied_takes_params_all_the_same(env: Any) 
 class Entangled(nn.Module):
     """Reaches its own submodule in a way that no copy follows."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         super().__init__()
         self.inner = linear(1.0)
         held = {
@@ -179,12 +176,12 @@ class Entangled(nn.Module):
         }
         self.held = held[how]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.inner(x)
 
 
 @pytest.mark.parametrize("how", ["a closure", "an object", "a parameter", "a closure in a partial"])
-def test_a_module_that_reaches_itself_acts_with_its_own_parameters_only(env: Any, how: str) -> None:
+def test_a_module_that_reaches_itself_acts_with_its_own_parameters_only(env, how):
     module = Entangled(how)
     policy = make_policy(module)
     assert collect(env, policy)["action"].unique().tolist() == [1]
@@ -197,7 +194,7 @@ def test_a_module_that_reaches_itself_acts_with_its_own_parameters_only(env: Any
 class Reaching(nn.Module):
     """Reaches its own submodules and methods in ways that a copy follows."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one, self.two = linear(1.0), linear(1.0)
         self.method = self.doubled
@@ -205,20 +202,20 @@ class Reaching(nn.Module):
         self.listed = (self.two, [self.two])
         self.__dict__["hidden"] = nn.Sequential(self.two)
 
-    def doubled(self, x: Tensor) -> Tensor:
+    def doubled(self, x):
         return 2 * self.one(x)
 
-    def added(self, x: Tensor) -> Tensor:
+    def added(self, x):
         return self.one(x) + self.two(x)
 
-    def part(self, name: str, x: Tensor) -> Tensor:
-        return getattr(self, name)(x)  # type: ignore[no-any-return]
+    def part(self, name, x):
+        return getattr(self, name)(x)
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         ways = (
             self.method(x),
-            self.methods["add"](x),  # type: ignore[operator]
-            self.methods["parts"][0](x),  # type: ignore[index]
+            self.methods["add"](x),
+            self.methods["parts"][0](x),
             self.listed[0](x),
             self.listed[1][0](x),
             self.hidden(x),
@@ -226,7 +223,7 @@ class Reaching(nn.Module):
         return {"action": torch.zeros(len(x)).long(), "seen": torch.stack(ways, 1)}
 
 
-def test_params_reach_every_way_in_which_a_module_holds_its_own_parts(env: Any) -> None:
+def test_params_reach_every_way_in_which_a_module_holds_its_own_parts(env):
     module, other = Reaching(), Reaching()
     for part in other.parameters():
         nn.init.normal_(part)
@@ -237,7 +234,7 @@ def test_params_reach_every_way_in_which_a_module_holds_its_own_parts(env: Any) 
         assert_close(batch["seen"], torch.stack([acted(each)["seen"] for each in batch["observation"]]))
 
 
-def test_a_compiled_module_takes_params_and_stays_apart(env: Any) -> None:
+def test_a_compiled_module_takes_params_and_stays_apart(env):
     module = Normed().train()
     policy, before = fc.torch_policy(torch.compile(module, backend="eager")), snapshot(module)
     batch = collect(env, policy, params={f"_orig_mod.{name}": value for name, value in module.state_dict().items()})
@@ -245,7 +242,7 @@ def test_a_compiled_module_takes_params_and_stays_apart(env: Any) -> None:
     assert batch["mode"].all()
 
 
-def test_a_scripted_module_is_followed(env: Any) -> None:
+def test_a_scripted_module_is_followed(env):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated
         module = torch.jit.script(nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5)))

@@ -1,33 +1,30 @@
 """Environments over worker processes that are lost on purpose, and the processes behind a state."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from typing import Any
 
 import numpy as np
 
 from tests.support.envs.light_envs import Nested
 
 
-def workers_of(state: Any) -> list[Any]:
+def workers_of(state):
     """The handles on the workers of a state over lanes in processes."""
     return [record.handle for record in state.env_state.simulation.simulators._processes.records]
 
 
-def pids_of(state: Any) -> list[int]:
+def pids_of(state):
     return [worker.pid for worker in workers_of(state)]
 
 
 class Doomed(Nested):
     """Does at a step of its life what a file says: it dies, hangs, raises or stops."""
 
-    def __init__(self, folder: str = "", lane: int = 0) -> None:
+    def __init__(self, folder="", lane=0):
         self.folder, self.lane, self.steps = folder, lane, 0
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         self.steps += 1
         file = f"{self.folder}/{self.lane} {self.steps}"
         if self.folder and os.path.exists(file):
@@ -39,7 +36,7 @@ class Doomed(Nested):
         return observation, reward, terminated, truncated, {**info, "vector": np.full(2, info["draw"], np.float32)}
 
 
-def _do(deed: str) -> None:
+def _do(deed):
     match deed:
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -55,7 +52,7 @@ def _do(deed: str) -> None:
             raise RuntimeError("out of petrol")
 
 
-def check_lanes(batch: Any) -> None:
+def check_lanes(batch):
     """In each lane, trajectories are whole: steps follow each other, rows continue, and no id comes back."""
     ids, steps = batch["collector", "traj_ids"], batch["collector", "step"]
     for lane in range(len(ids)):

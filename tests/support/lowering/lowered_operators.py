@@ -1,7 +1,5 @@
 """Expressions that reach every rule, by family, over inputs of one batch size."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F
