@@ -106,6 +106,9 @@ def test_a_network_without_a_row_per_environment(num_envs, lead, name, kind, hea
     wrong("no action", cartpole, mixed(), {"value": STILL}, "['value']", "expected ['action']", "return the", at=0),
     wrong("no logits", cartpole, LOGITS, {"v": STILL}, "['v']", "['logits']", "categorical", head=HEADS.categorical),
     wrong("too many logits", cartpole, LOGITS, STILL, "(3, 5)", "[P, 2]", "one number", head=HEADS.categorical, at=0),
+    wrong(
+        "a NumPy answer", cartpole, LOGITS, LOGITS.numpy(), "is ndarray", "a tensor of shape [3", head=HEADS.categorical
+    ),
     wrong("one number", pendulum, PAIR, TORQUES, "(3, 1)", "a pair (loc, scale)", "return these", head=HEADS.normal),
     wrong("an extra for one lane", cartpole, mixed(v=STILL), mixed(v=STILL[:1]), "'v' is of shape (1, 5)", *ROWS, at=0),
     wrong("an extra that is no tensor", cartpole, mixed(v=STILL), mixed(v=[1, 2, 3]), "'v' is list", *ROWS, at=0),

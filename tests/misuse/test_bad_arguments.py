@@ -22,41 +22,31 @@ from funcollect.messages import kind_of, shown
 MODULES = ("envs", "heads", "storages", "samplers", "ring", "jax_ring", "traced", "testing", "interop")
 MODULES += ("running_statistics",)
 OWN = (fc.FuncollectError, TypeError, ValueError)
+KINDS = ("", "MultiSync", "MultiAsync", "Ray")  # of collectors
 
-FUNCTIONS = (
-    "Callable[..., Any]",
-    "Callable[[], Any]",
-    "Callable[[Any], Any]",
-    "Callable[[list[Any]], Any]",
-    "Postproc",
-)
-OBJECTS = ("torch.Generator", "RandomSampler", "nn.Module", "Space", "Begin", "Advance")
+# No function, no object, no tree: by the annotations that take one.
+FUNCTIONS = "Callable[..., Any]; Callable[[], Any]; Callable[[Any], Any]; Callable[[list[Any]], Any]; Postproc"
+OBJECTS = "torch.Generator; RandomSampler; nn.Module; Space; Begin; Advance; TextIO; Iterable[TensorDict]; Logger; Axes"
+TREES = "CollectorState; TensorDictBase; EpisodeStats; RingState; SampleSpec; Trajectories; JaxRing"
 NOT_NONE = {
-    **{kind: [0, "x"] for kind in (*FUNCTIONS, *OBJECTS)},
+    **{key: [0, "x"] for key in f"{FUNCTIONS}; {OBJECTS}".split("; ")},
+    **{key: [0, "x", {}] for key in TREES.split("; ")},
+    **{key: [0, "CartPole-v1", nn.Linear(4, 2)] for key in ("Env", "JaxEnv", "CollectorBase | Env")},
+    **{key: [0, 2.5, ["a"]] for key in ("str | PathLike[str]", "str | os.PathLike[str]")},
+    **{key: ["nowhere", 2.5, {}] for key in ("Device", "torch.device | str")},
+    **{key: [0, "x", [1]] for key in ("Mapping[str, Any]", "Mapping[Any, Any]")},
+    **{key: ["x", 0, True] for key in ("Starts", "Compiler")},
     "int": ["x", 2.5, True, [1]],
     "float": ["x", True, [0.5], {}],
     "bool": ["False", 0, 1, 2.5],
     "str": [0, 2.5, ("a",)],
     "str | Path": [0, 2.5, "", (), ("a", 0), ["a"]],
-    "str | PathLike[str]": [0, 2.5, ["a"]],
-    "str | os.PathLike[str]": [0, 2.5, ["a"]],
     "Sequence[str]": [0, "x", {"a": 1}, [0]],
-    "Device": ["nowhere", 2.5, {}],
-    "torch.device | str": ["nowhere", 2.5, {}],
     "ExplorationType": ["random", 0, True],
-    "CollectorBase | Env": [0, "CartPole-v1", nn.Linear(4, 2)],
-    "Env": [0, "CartPole-v1", nn.Linear(4, 2)],
-    "JaxEnv": [0, "CartPole-v1", nn.Linear(4, 2)],
     "Policy": [0, "x", nn.Linear(4, 2)],
-    "CollectorState": [0, "x", {}],
-    "TensorDictBase": [0, "x", {}],
-    "EpisodeStats": [0, "x", {}],
-    "Mapping[str, Any]": [0, "x", [1]],
-    "Mapping[Any, Any]": [0, "x", [1]],
     "Storage": [0, "x", fc.LazyTensorStorage],
     "Sampler": [0, "x", fc.RandomSampler],
     "Head": [0, "x", True],
-    "Starts": ["x", 0, True],
     "Join": ["x", 2, True],
     "npt.DTypeLike": ["x", 5, np.int32],
     "Shard": [0, "x", (0, 1)],
@@ -64,16 +54,7 @@ NOT_NONE = {
     "torch.layout": ["x", 1],
     "tuple[int, ...]": [0, "x", (2.5,)],
     "Key": [0, "x", np.zeros(3, np.uint32)],
-    "RingState": [0, "x", {}],
-    "SampleSpec": [0, "x", {}],
-    "Trajectories": [0, "x", {}],
-    "JaxRing": [0, "x", {}],
-    "Compiler": ["x", 0, True],
-    "TextIO": [0, "x"],
     "EpisodeWindow": ["x", 2.5],
-    "Iterable[TensorDict]": [0, "x"],
-    "Logger": [0, "x"],
-    "Axes": [0, "x"],
 }
 SIZES = """
     length frames episodes max_frames frames_per_batch num_envs max_frames_per_traj batch_size max_size n_steps
@@ -164,87 +145,100 @@ def mlp(params, x):
     return x @ params
 
 
+def both(pair=host, **others):
+    """Keywords: an environment, its policy, and others."""
+    return dict(zip(("env", "policy"), pair(), strict=True)) | others
+
+
+def functional():
+    from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
+
+    return CartPoleFunctional()
+
+
+def torchrl_env():
+    from torchrl.envs import GymEnv
+
+    return GymEnv("CartPole-v1")
+
+
+def tensor_simulators():
+    return types.SimpleNamespace(num_envs=2, device="cpu", step=None, **spaces("single_"))
+
+
+def spaces(prefix=""):
+    return {f"{prefix}{name}": getattr(host()[0], name) for name in ("observation_space", "action_space")}
+
+
+def linear():
+    return fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL)
+
+
 WEIGHTS = jax.numpy.ones((4, 2))
 COLLECTOR = {"create_env_fn": "CartPole-v1", "policy": None, "frames_per_batch": 8}
 CATEGORICAL = fc.heads.categorical
-CARTPOLE = fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL)
-
+STACKED = {"weight": torch.zeros(3, 2, 4), "bias": torch.zeros(3, 2)}
+FUNCTIONAL = {"reset": lambda key, params: (key, WEIGHTS[0]), "step": lambda *_: None}
+PRIORITIES = {"max_capacity": 8, "alpha": 0.6, "beta": 0.4}
+SUITES = {
+    "ale": {"game": "Pong"},
+    "brax": {"env": "inverted_pendulum"},
+    "envpool": {"task_id": "CartPole-v1"},
+    "gymnasium": {"env": "CartPole-v1"},
+    "gymnax": {"env": "CartPole-v1"},
+    "jumanji": {"env": "Snake-v1"},
+    "navix": {"env": "Navix-Empty-5x5-v0"},
+    "pgx": {"env": "tic_tac_toe"},
+    "playground": {"env": "CartpoleBalance"},
+}
+NOTHING = "RandomSampler ReplayBuffer SamplerWithoutReplacement envs.CartPole envs.Pendulum ring.Trajectories"
 # Good arguments for each public callable, made anew for each test.
 GOOD = {
+    **dict.fromkeys(NOTHING.split(), dict),
+    **{f"envs.from_{suite}": given.copy for suite, given in SUITES.items()},
+    **{f"{kind}Storage": lambda: {"max_size": 8} for kind in ("LazyMemmap", "LazyTensor", "List")},
+    **{name: lambda: {"gamma": 0.9, "n_steps": 3} for name in ("MultiStep", "MultiStepSampler")},
+    **{f"{kind}Collector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]} for kind in KINDS[1:]},
+    **{name: lambda: {"env": host()[0], "state": start()} for name in ("fork", "recover", "reset")},
+    **{name: lambda: {"batch": batch()} for name in ("episode_stats", "next_observations", "scale_rewards")},
     "Collector": lambda: COLLECTOR,
-    "MultiSyncCollector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]},
-    "MultiAsyncCollector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]},
-    "RayCollector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]},
-    "LazyMemmapStorage": lambda: {"max_size": 8},
-    "LazyTensorStorage": lambda: {"max_size": 8},
-    "ListStorage": lambda: {"max_size": 8},
-    "MultiStep": lambda: {"gamma": 0.9, "n_steps": 3},
-    "MultiStepSampler": lambda: {"gamma": 0.9, "n_steps": 3},
-    "PrioritizedSampler": lambda: {"max_capacity": 8, "alpha": 0.6, "beta": 0.4},
-    "PrioritizedSliceSampler": lambda: {"max_capacity": 8, "alpha": 0.6, "beta": 0.4, "num_slices": 2},
-    "RandomSampler": dict,
-    "ReplayBuffer": dict,
+    "PrioritizedSampler": lambda: PRIORITIES,
+    "PrioritizedSliceSampler": lambda: PRIORITIES | {"num_slices": 2},
     "ReplayReader": lambda: {"directory": "/nowhere"},
-    "SamplerWithoutReplacement": dict,
     "SliceSampler": lambda: {"num_slices": 2},
     "Checkpoint": lambda: {"directory": "/nowhere"},
     "apply": lambda: {"env": host()[0], "state": start(), "function": repr},
     "close": lambda: {"state": start()},
     "deliver": lambda: {"arrays": {"x": WEIGHTS}},
-    "differentiable_rollout": lambda: dict(zip(("env", "policy"), fused(), strict=True), state=start(fused), length=2),
-    "episode_stats": lambda: {"batch": batch()},
+    "differentiable_rollout": lambda: both(fused, state=start(fused), length=2),
     "Evaluator": lambda: {"create_env_fn": "CartPole-v1", "policy": None, "episodes": 1, "seed": 0},
-    "evaluate": lambda: dict(zip(("env", "policy"), host(), strict=True), episodes=1, seed=0),
-    "evaluate_actions": lambda: {"policy": CARTPOLE, "params": None, "batch": batch(), "env": host()[0]},
-    "explain": lambda: dict(zip(("env", "policy"), host(), strict=True)),
-    "fork": lambda: {"env": host()[0], "state": start()},
+    "evaluate": lambda: both(episodes=1, seed=0),
+    "evaluate_actions": lambda: {"policy": linear(), "params": None, "batch": batch(), "env": host()[0]},
+    "explain": both,
     "gae": lambda: {"batch": batch(), "value": torch.zeros(2, 6, 1), "next_value": torch.zeros(2, 6, 1)},
-    "init": lambda: dict(zip(("env", "policy"), host(), strict=True), seed=0),
+    "init": lambda: both(seed=0),
     "jax_policy": lambda: {"apply": mlp, "params": WEIGHTS, "head": CATEGORICAL},
-    "load": lambda: {"path": saved()} | dict(zip(("env", "policy"), host(), strict=True)),
+    "load": lambda: both(path=saved()),
     "lower": lambda: {"module": nn.Linear(4, 2), "example": torch.zeros(1, 4)},
-    "lower_policy": lambda: {"policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL), "env": fused()[0]},
+    "lower_policy": lambda: {"policy": linear(), "env": fused()[0]},
     "make_policy": lambda: {"name": "mlp", "env": host()[0]},
-    "population": lambda: {
-        "policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL),
-        "params": {"weight": torch.zeros(3, 2, 4), "bias": torch.zeros(3, 2)},
-    },
-    "normalized": lambda: {"policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL), "stats": statistics()},
-    "next_observations": lambda: {"batch": batch()},
+    "population": lambda: {"policy": linear(), "params": STACKED},
+    "normalized": lambda: {"policy": linear(), "stats": statistics()},
     "random_policy": lambda: {"env": host()[0]},
     "profile": lambda: {"target": host()[0], "policy": None, "frames": 20, "length": 10},
-    "record": lambda: dict(zip(("env", "policy"), host(), strict=True), path="/nowhere/x.gif"),
-    "recover": lambda: {"env": host()[0], "state": start()},
-    "reset": lambda: {"env": host()[0], "state": start()},
-    "rollout": lambda: dict(zip(("env", "policy"), host(), strict=True), state=start(), length=2),
-    "rollout_trajectories": lambda: dict(zip(("env", "policy"), host(), strict=True), state=start(), count=2),
+    "record": lambda: both(path="/nowhere/x.gif"),
+    "rollout": lambda: both(state=start(), length=2),
+    "rollout_trajectories": lambda: both(state=start(), count=2),
     "save": lambda: {"path": saved(), "state": start()},
-    "scale_rewards": lambda: {"batch": batch()},
     "set_env_params": lambda: {"env": fused()[0], "state": start(fused), "params": fused()[0].default_params},
     "split_trajectories": lambda: {"batch": batch()},
-    "step": lambda: dict(zip(("env", "policy"), host(), strict=True), state=start()),
+    "step": lambda: both(state=start()),
     "tensordict_policy": lambda: {"module": nn.Linear(4, 2)},
     "torch_policy": lambda: {"module": nn.Linear(4, 2), "head": CATEGORICAL},
     "track": lambda: {"batches": fc.SyncDataCollector(**COLLECTOR), "disable": True},
-    "envs.CartPole": dict,
-    "envs.Pendulum": dict,
-    "envs.from_ale": lambda: {"game": "Pong"},
-    "envs.from_brax": lambda: {"env": "inverted_pendulum"},
-    "envs.from_envpool": lambda: {"task_id": "CartPole-v1"},
     "envs.from_functional": lambda: {"env": functional()},
-    "envs.from_functions": lambda: {
-        "reset": lambda key, params: (key, WEIGHTS[0]),
-        "step": lambda *_: None,
-        "observation_space": host()[0].observation_space,
-        "action_space": host()[0].action_space,
-    },
-    "envs.from_gymnasium": lambda: {"env": "CartPole-v1"},
-    "envs.from_gymnax": lambda: {"env": "CartPole-v1"},
-    "envs.from_jumanji": lambda: {"env": "Snake-v1"},
-    "envs.from_navix": lambda: {"env": "Navix-Empty-5x5-v0"},
+    "envs.from_functions": lambda: FUNCTIONAL | spaces(),
     "Shard": lambda: {"index": 1, "count": 2},
-    "envs.from_pgx": lambda: {"env": "tic_tac_toe"},
-    "envs.from_playground": lambda: {"env": "CartpoleBalance"},
     "envs.ActionSpec": lambda: {"space": host()[0].action_space},
     "envs.observation_leaves": lambda: {"space": host()[0].observation_space},
     "envs.observation_rows": lambda: {"env": host()[0]},
@@ -255,7 +249,6 @@ GOOD = {
     "heads.from_distribution": lambda: {"distribution": torch.distributions.Beta},
     "ring.Flat": lambda: {"batch_size": 4},
     "ring.Slices": lambda: {"num_slices": 2, "slice_len": 2},
-    "ring.Trajectories": dict,
     "ring.extend": lambda: {"state": ring_state(), "batch": batch()},
     "ring.init": lambda: {"storage": 16},
     "ring.sample": lambda: {"state": ring_state(), "key": np.zeros(2, np.uint32), "spec": fc.ring.Flat(2)},
@@ -266,22 +259,15 @@ GOOD = {
     "jax_ring.sample": lambda: {"ring": jax_ring(), "key": jax.random.key(0), "batch_size": 2},
     "jax_ring.sample_slices": lambda: {"ring": jax_ring(), "key": jax.random.key(0), "num_slices": 1, "slice_len": 2},
     "traced.episode_stats": lambda: {"batch": traced_batch()},
-    "traced.evaluate": lambda: dict(
-        zip(("env", "policy"), fused(), strict=True), params=None, key=jax.random.PRNGKey(0), episodes=2
-    ),
-    "traced.init": lambda: dict(zip(("env", "policy"), fused(), strict=True), params=None, key=jax.random.PRNGKey(0)),
+    "traced.evaluate": lambda: both(fused, params=None, key=jax.random.PRNGKey(0), episodes=2),
+    "traced.init": lambda: both(fused, params=None, key=jax.random.PRNGKey(0)),
     "traced.partition": lambda: {"state": start(fused), "axis": "devices"},
     "traced.reset": lambda: {"env": fused()[0], "state": start(fused)},
-    "traced.rollout": lambda: dict(
-        zip(("env", "policy"), fused(), strict=True), params=None, state=start(fused), length=2
-    ),
+    "traced.rollout": lambda: both(fused, params=None, state=start(fused), length=2),
     "traced.set_env_params": lambda: {"env": fused()[0], "state": start(fused), "params": fused()[0].default_params},
-    "traced.step": lambda: dict(zip(("env", "policy"), fused(), strict=True), params=None, state=start(fused)),
+    "traced.step": lambda: both(fused, params=None, state=start(fused)),
     "testing.check_env": lambda: {"env": "CartPole-v1"},
-    "testing.check_policy": lambda: {
-        "policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL),
-        "env": "CartPole-v1",
-    },
+    "testing.check_policy": lambda: {"policy": linear(), "env": "CartPole-v1"},
     "running_statistics.denormalize": lambda: {"stats": statistics(), "observation": torch.zeros(4)},
     "running_statistics.init": lambda: {"space": host()[0].observation_space},
     "running_statistics.merge": lambda: {"one": statistics(), "other": statistics()},
@@ -305,27 +291,10 @@ NOT_CALLED = {"make_env", *f"{RESULTS} {PROTOCOLS} {BASES} {PLAIN_VALUES}".split
 NOT_BOTH = {(f"{kind}SliceSampler", "slice_len"): "num_slices" for kind in ("", "Prioritized")}  # one of them is given
 NO_LIMIT = ("max_frames_per_traj", "init_random_frames")
 NOT_BAD = {  # callable, argument and value that are good all the same
-    *((f"{kind}Collector", argument, "-1") for kind in ("", "MultiSync", "MultiAsync", "Ray") for argument in NO_LIMIT),
+    *((f"{kind}Collector", argument, "-1") for kind in KINDS for argument in NO_LIMIT),
     ("RayCollector", "reset_at_each_iter", "0"),  # TorchRL's documents pass -False
     *((f"envs.from_{kind}", "num_workers", "0") for kind in ("ale", "gymnasium", "torchrl")),
 }
-
-
-def functional():
-    from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
-
-    return CartPoleFunctional()
-
-
-def torchrl_env():
-    from torchrl.envs import GymEnv
-
-    return GymEnv("CartPole-v1")
-
-
-def tensor_simulators():
-    spaces = {f"single_{name}": getattr(host()[0], name) for name in ("observation_space", "action_space")}
-    return types.SimpleNamespace(num_envs=2, device="cpu", step=None, **spaces)
 
 
 def public():

@@ -57,6 +57,7 @@ def test_a_jax_function_that_is_wrong_leaves_the_state_good(misuse):
     [
         (lambda x, hidden: zeros(x), "and returned … expected the pair (answer, next_state) … leave"),
         (lambda x, hidden: (zeros(x), hidden[0]), "next state has the shapes [[5]] … expected [[3, 5]] … return"),
+        (lambda x, hidden: (hidden, {"action": zeros(x)}), "next state is dict … return (answer, next_state)"),
     ],
 )
 def test_a_recurrent_jax_function_that_is_wrong(answer, says):

@@ -2,7 +2,6 @@
 
 import sys
 
-import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
@@ -134,18 +133,6 @@ def test_what_has_no_length_or_name_says_so():
             len(collector)
         with refused(AttributeError, ("'SyncDataCollector' object has no attribute 'frames_per_bach'",)):
             _ = collector.frames_per_bach
-
-
-def test_a_failed_batch_leaves_the_global_generators_alone():
-    def draws(observation):
-        torch.rand(3)
-        raise ZeroDivisionError
-
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    with fc.SyncDataCollector("CartPole-v1", draws, frames_per_batch=4) as collector, pytest.raises(ZeroDivisionError):
-        next(collector)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.random.get_state()[1].tolist() == before[1]
 
 
 TWO = {"create_env_fn": ["CartPole-v1"] * 2}

@@ -8,7 +8,7 @@ import torch
 
 import funcollect as fc
 from funcollect.errors import ClosedError, EvaluationError, InUseError, ReplayError, StaleStateError
-from tests.support.misuse import Misuse, Rigged, refused, runs, swaps, table
+from tests.support.misuse import Rigged, refused, runs, swaps, table
 
 
 @pytest.fixture(params=["CartPole-v1", "torch/CartPole-v1"])
@@ -49,22 +49,19 @@ TYPE = "exploration_type is 'random' … expected a member of … RANDOM … fun
 
 
 @table(
-    Misuse("seed 2**64", seeded(2**64), ValueError, f"seed is {2**64} … expected 0 <= seed < 2**64 … take it modulo"),
-    Misuse("length 2**31", rolled(2**31), ValueError, f"length is {2**31} … expected less than … several rollouts"),
-    Misuse("length 0", rolled(0), ValueError, "length is 0 … expected at least 1 … length=128"),
-    Misuse("exploration by name", rolled(exploration_type="random"), TypeError, TYPE),
-    Misuse("a short mask", masked(torch.ones(2, dtype=torch.bool)), ValueError, f"torch.bool (2,) … {MASK}"),
-    Misuse("a mask of numbers", masked([0, 2, 1]), ValueError, f"torch.int64 (3,) … {MASK}"),
-    Misuse("a ragged mask", masked([[True], [True, False]]), ValueError, f"mask is … {MASK}"),
-    Misuse("swapped", lambda e, p, s: fc.init(p, e, seed=0), TypeError, "env is … env comes first … make"),
-    Misuse("a class", lambda e, p, s: fc.init(type(e), p, seed=0), TypeError, "env is the class … an Env … make_env"),
-    Misuse("none", lambda e, p, s: fc.init(e, None, seed=0), TypeError, "policy is None … a Policy … torch_policy"),
-    Misuse(
-        "a list", lambda e, p, s: fc.fork(e, [s]), TypeError, "state is [CollectorState( … expected … pass the state"
-    ),
-    Misuse(
-        "too few", evaluated(max_frames=3), EvaluationError, "of 1000 episodes ended within max_frames=3 … raise max"
-    ),
+    ("seed 2**64", seeded(2**64), ValueError, f"seed is {2**64} … expected 0 <= seed < 2**64 … take it modulo"),
+    ("length 2**31", rolled(2**31), ValueError, f"length is {2**31} … expected less than … several rollouts"),
+    ("length 0", rolled(0), ValueError, "length is 0 … expected at least 1 … length=128"),
+    ("exploration by name", rolled(exploration_type="random"), TypeError, TYPE),
+    ("a short mask", masked(torch.ones(2, dtype=torch.bool)), ValueError, f"torch.bool (2,) … {MASK}"),
+    ("a mask of numbers", masked([0, 2, 1]), ValueError, f"torch.int64 (3,) … {MASK}"),
+    ("a ragged mask", masked([[True], [True, False]]), ValueError, f"mask is … {MASK}"),
+    ("swapped", lambda e, p, s: fc.init(p, e, seed=0), TypeError, "env is … env comes first … make"),
+    ("a class", lambda e, p, s: fc.init(type(e), p, seed=0), TypeError, "env is the class … an Env … make_env"),
+    ("none", lambda e, p, s: fc.init(e, None, seed=0), TypeError, "policy is None … a Policy … torch_policy"),
+    ("swapped later", lambda e, p, s: fc.rollout(p, e, s, 2), TypeError, "policy is the environment … env comes first"),
+    ("a list", lambda e, p, s: fc.fork(e, [s]), TypeError, "state is [CollectorState( … expected … pass the state"),
+    ("too few", evaluated(max_frames=3), EvaluationError, "of 1000 episodes ended within max_frames=3 … raise max"),
 )
 def test_arguments_that_do_not_do(misuse, env):
     policy = fc.random_policy(env)
@@ -128,6 +125,10 @@ def test_a_state_of_another_environment(name, other):
     ):
         with refused(ValueError, f"belongs to another environment … {wrong!r} … pass the env that it was made with"):
             use()
+    if name.startswith("gymnax"):  # its parameters would act silently, since all shapes fit
+        with refused(ValueError, "belongs to another environment"):
+            fc.traced.rollout(wrong, fc.random_policy(wrong), None, state, 4)
+        state = pickle.loads(pickle.dumps(state))  # whose origin is unknown
     runs(env, state=state)
 
 
@@ -174,18 +175,3 @@ def test_a_fork_of_an_instance_that_cannot_be_built_again():
     with refused(InUseError, "cannot be rebuilt … it has no spec … pass an id or a factory, or a list of"):
         fc.fork(env, state)
     runs(env, state=state)
-
-
-def test_a_jax_state_of_the_same_shapes_under_other_parameters():
-    """As it was found: the parameters of the second environment silently acted on the states of the first."""
-    import gymnax
-
-    raw, params = gymnax.make("CartPole-v1")
-    env, wrong = (fc.envs.from_gymnax(raw, params.replace(gravity=gravity), num_envs=3) for gravity in (9.8, 1.6))
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
-    with refused(ValueError, ("belongs to another environment", "pass the env that it was made with")):
-        fc.rollout(wrong, policy, state, 4)
-    with refused(ValueError, ("belongs to another environment",)):
-        fc.traced.rollout(wrong, policy, None, state, 4)
-    runs(env, policy, pickle.loads(pickle.dumps(state)))  # its origin is unknown, its shapes fit

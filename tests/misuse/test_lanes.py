@@ -202,15 +202,6 @@ class Walk(InParts):
     action_space = spaces.Discrete(3)
     draws = 2
 
-    def start(self, uniforms):
-        return uniforms
-
-    def observe(self, place):
-        return place.float()
-
-    def move(self, place, action):
-        return place, place[:, 0], place[:, 0] > 9
-
 
 def walk(what, method, change, *says):
     """A `Walk` whose method's answer goes through `change`."""

@@ -34,7 +34,8 @@ class Misuse(NamedTuple):
 
 
 def table(*misuses):
-    return pytest.mark.parametrize("misuse", [pytest.param(each, id=each.what) for each in misuses])
+    """A case for each tuple of what a `Misuse` has."""
+    return pytest.mark.parametrize("misuse", [pytest.param(Misuse(*each), id=each[0]) for each in misuses])
 
 
 @contextmanager

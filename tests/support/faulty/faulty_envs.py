@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from functools import partialmethod
 
 import gymnasium
 import jax
@@ -66,58 +65,26 @@ DrawsFromNumPy = walk("DrawsFromNumPy", noise=lambda self: np.random.normal(0, 0
 DrawsFromPython = walk("DrawsFromPython", start=lambda self: Walk.start(self) + 0 * random.random())
 
 
-class SeedsItself(Walk):
-    """From the system's entropy."""
-
-    def __init__(self):
-        self.own = np.random.default_rng()
-
-    def noise(self):
-        return self.own.normal(0, 0.1, 2)
+def generator(seed):
+    """An `__init__` that makes a generator of one's own."""
+    return lambda self: setattr(self, "own", np.random.default_rng(seed))
 
 
-class IgnoresItsSeed(Walk):
-    def __init__(self):
-        self.own = np.random.default_rng(0)
-
-    def start(self):
-        return self.own.uniform(-0.1, 0.1, 2)
+def counted(self):
+    self.count = getattr(self, "count", 0) + 1
+    return self.count
 
 
-class RemembersEpisodes(Walk):
-    begun = 0
-
-    def start(self):
-        self.begun += 1
-        return super().start() + 0.01 * self.begun
-
-
-class WearsOut(Walk):
-    used = 0
-
-    def noise(self):
-        self.used += 1
-        return super().noise() + 0.001 * self.used
+SeedsItself = walk("SeedsItself", __init__=generator(None), noise=lambda self: self.own.normal(0, 0.1, 2))
+IgnoresItsSeed = walk("IgnoresItsSeed", __init__=generator(0), start=lambda self: self.own.uniform(-0.1, 0.1, 2))
+RemembersEpisodes = walk("RemembersEpisodes", start=lambda self: Walk.start(self) + 0.01 * counted(self))
+WearsOut = walk("WearsOut", noise=lambda self: Walk.noise(self) + 0.001 * counted(self))
 
 
 class ResetsItself(Walk):
     def step(self, action):
         seen, *answer = super().step(action)
         return [self.reset()[0] if any(answer[1:3]) else seen, *answer]
-
-
-def limited(self, action, *, before):
-    seen, reward, far, *_ = Walk.step(self, action)
-    return seen, reward, (far and before) or self.time == 6, False, {}
-
-
-TerminatesAtItsLimit = walk("TerminatesAtItsLimit", step=partialmethod(limited, before=False))
-
-
-class HidesItsEnds(Walk):
-    def step(this, action):  # noqa: N805  any name will do
-        seen, reward, *_ = super().step(action)
-        return (this.reset()[0] if this.time == 6 else seen), reward, False, False, {}
 
 
 class ResetsItselfAnywhere(ResetsItself):
@@ -128,8 +95,19 @@ class ResetsItselfAnywhere(ResetsItself):
     def start(self):
         return self.np_random.normal(0, 0.1, 12)
 
-    def noise(self):
-        return self.np_random.normal(0, 0.1, 12)
+    noise = start
+
+
+class TerminatesAtItsLimit(Walk):
+    def step(self, action):
+        seen, reward, *_ = super().step(action)
+        return seen, reward, self.time == 6, False, {}
+
+
+class HidesItsEnds(Walk):
+    def step(this, action):  # noqa: N805  any name will do
+        seen, reward, *_ = super().step(action)
+        return (this.reset()[0] if this.time == 6 else seen), reward, False, False, {}
 
 
 class KeepsItsClock(Walk):
@@ -137,9 +115,9 @@ class KeepsItsClock(Walk):
 
     time = 0
 
-    def reset(self, *, seed=None, options=None):
+    def reset(self, **kwargs):
         before = self.time
-        answer = super().reset(seed=seed)
+        answer = super().reset(**kwargs)
         self.time = before
         return answer
 
@@ -159,6 +137,10 @@ class Proxy:
     def observation(self):
         return self.inner.observation
 
+    @property
+    def rows(self):
+        return self.inner.observation["observation",]
+
     def reset(self, lanes, seeds):
         self.inner.reset(lanes, seeds)
 
@@ -177,8 +159,7 @@ class WritesOtherRows(Proxy):
 
     def reset(self, lanes, seeds):
         super().reset(lanes, seeds)
-        others = [lane for lane in range(3) if lane not in lanes]
-        self.observation[("observation",)][others] += np.float32(0.01)
+        self.rows[[lane for lane in range(3) if lane not in lanes]] += np.float32(0.01)
 
 
 class ReplacesItsRows(Proxy):
@@ -196,10 +177,10 @@ class ForgetsToWrite(Proxy):
     started = False
 
     def reset(self, lanes, seeds):
-        before = self.observation[("observation",)].copy()
+        before = self.rows.copy()
         super().reset(lanes, seeds)
         if self.started:
-            self.observation[("observation",)][...] = before
+            self.rows[...] = before
         self.started = True
 
 
@@ -244,7 +225,7 @@ class LivesInItsRows(Proxy):
     """Its place is what stands in the rows."""
 
     def receive(self):
-        for env, row in zip(self.inner._envs, self.observation[("observation",)], strict=True):
+        for env, row in zip(self.inner._envs, self.rows, strict=True):
             env.unwrapped.place = row.astype(np.float64)
         return super().receive()
 
@@ -275,9 +256,6 @@ class TorchWalk(InParts):
     def start(self, uniforms):
         return uniforms * 0.2 - 0.1
 
-    def observe(self, place):
-        return place.float()
-
     def move(self, place, action):
         moved = place * 1.1 + 0.1 * (action[:, None] - 1)
         return moved, torch.ones(len(moved)), moved.abs().amax(-1) > 1
@@ -303,16 +281,15 @@ class PaysThrice(BranchesInJax):
         return fc.envs.Transition(place, place, jax.numpy.ones(3), False, False)
 
 
-def moving(name, move):
-    """A `TorchWalk` with another `move`."""
-    return type(name, (TorchWalk,), {"move": move})
-
-
 def in_place(place, moved, *answer):
     return place.copy_(moved), *answer
 
 
-MixesItsLanes = moving(
-    "MixesItsLanes", lambda self, x, action: TorchWalk.move(self, x, action + action.double().mean())
-)
-MovesInPlace = moving("MovesInPlace", lambda self, x, action: in_place(x, *TorchWalk.move(self, x, action)))
+class MixesItsLanes(TorchWalk):
+    def move(self, place, action):
+        return super().move(place, action + action.double().mean())
+
+
+class MovesInPlace(TorchWalk):
+    def move(self, place, action):
+        return in_place(place, *super().move(place, action))
