@@ -22,7 +22,6 @@ NOT_LOWERED = {"a spectral norm": "writes the buffer"}  # changes after which th
 
 
 def change_it(net, batch, what):
-    """Make a change, which has an effect."""
     (CHANGES | TENSOR_CHANGES)[what](net)
     assert not torch.allclose(expected(net, batch), batch["logits"]), f"{what} has no effect"
 
@@ -58,7 +57,6 @@ def test_every_change_acts_at_the_next_rollout(loop):
 
 
 def run_changes(net, collector, every=1):
-    """Each change on top of the others, in one collector."""
     batch = next(collector)
     for what in [*TENSOR_CHANGES, *CHANGES][::every]:
         change_it(net, batch, what)

@@ -45,8 +45,6 @@ def test_every_form_passes_every_check_that_applies(kind, name, num_envs):
 
 
 class Grid(Walk):
-    """Two components of three and two choices."""
-
     action_space = spaces.MultiDiscrete([3, 2], start=[1, 0])
 
     def push(self, action):
@@ -93,8 +91,6 @@ class Plain(fc.PolicyBase):
 
 
 class Weighted(Plain):
-    """With parameters."""
-
     def __init__(self):
         self.params = {"weight": torch.ones(3)}
 
@@ -105,8 +101,6 @@ class Weighted(Plain):
 
 
 class Hidden(nn.Module):
-    """A recurrent network that records its state."""
-
     def __init__(self):
         super().__init__()
         self.first, self.second = linear(4, 2), linear()
@@ -146,7 +140,6 @@ def test_other_forms_pass_too(name):
 
 
 def planted(base=Plain, **members):
-    """A policy with a fault: other members than those of a good one."""
     return type("Planted", (base,), members)
 
 
@@ -185,7 +178,6 @@ def without_a_copy(self, params=None):
 
 
 def scored(change):
-    """A policy that draws the scores of its observation, changed."""
     return planted(scores=lambda self, params, x: Plain.scores(self, params, change(x)))
 
 
@@ -204,8 +196,6 @@ class LearnsAsItActs(nn.Linear):
 
 
 class Acting:
-    """An actor around a good one, to be got wrong."""
-
     def __init__(self, inner):
         self.inner = inner
 
@@ -214,8 +204,6 @@ class Acting:
 
 
 def acting(make, **members):
-    """The policy, its actor got wrong."""
-
     class Wrapped(TorchPolicy):
         def actor(self, inputs):
             return planted(Acting, **members)(super().actor(inputs))
@@ -290,7 +278,6 @@ def explosive():
 
 
 def more(change, **members):
-    """A policy with other outputs than a good one."""
     return planted(more=lambda self, *given: change(*given), **members)
 
 
@@ -303,7 +290,6 @@ def beside_its_state(scores, noise, random, state):
 
 
 def anyhow(self, key, num_envs):
-    """From the system's entropy."""
     return torch.from_numpy(np.random.default_rng().normal(size=(num_envs, 1)))
 
 

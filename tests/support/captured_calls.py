@@ -48,7 +48,6 @@ class Recording(TorchDispatchMode):
 
 
 def capture(function, device):
-    """Do what `cuda_graph.capture` does."""
     function()
     try:
         with (recording := Recording()):

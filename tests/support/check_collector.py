@@ -1,6 +1,7 @@
 """`check_collector`: does this collect as the library's collectors do? And what holds for the rows of every batch."""
 
 import contextlib
+import functools
 import inspect
 import io
 import itertools
@@ -10,17 +11,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import gymnasium
-import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 
 from funcollect.errors import ClosedError
 from funcollect.testing.check_policy import other_weights, own_weights
 from funcollect.testing.report import NotApplicableError, expect_equal, run_checks
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
 from funcollect.tree import flatten, time_last, to_tensordict
+from tests.support.faulty.faulty_workers import Failing, stumble
 
 FLAGS = ("terminated", "truncated", "done")
 COUNTERS = ("traj_ids", "step", "lane", "policy_version")
@@ -107,7 +106,6 @@ class CollectorTrial:
                 collector.shutdown()
 
     def run(self, **changes):
-        """The first batches of a collector."""
         with self.built(**changes) as collector:
             return self.take(collector)
 
@@ -121,22 +119,18 @@ class CollectorTrial:
                 return
 
     def take(self, collector, begun=()):
-        """The same, copied."""
         return [batch.clone() for batch in self.enough(collector, begun)]
 
     @cached_property
     def delivered(self):
-        """The batches that most checks look at."""
         return self.run()
 
     @cached_property
     def frames(self):
-        """Frames in a batch."""
         return int(self.delivered[0].numel())
 
 
 def take(collector, count):
-    """The next `count` batches, copied; fewer at the end of the run."""
     return [batch.clone() for batch in itertools.islice(collector, count)]
 
 
@@ -153,7 +147,6 @@ def lanes_of(batches):
 
 
 def ids_of(batches):
-    """The trajectories of each lane, each once."""
     return [each for rows in lanes_of(batches).values() for each in sorted(set(rows[TRAJECTORY_IDS][0].tolist()))]
 
 
@@ -208,10 +201,7 @@ def total_frames(trial):
 def broken_off(trial):
     """A loop that is broken off can be taken up again where it stood; nothing is lost."""
     with trial.built() as collector:
-        batches = []
-        for batch in collector:
-            batches.append(batch.clone())
-            break
+        batches = take(collector, 1)
         batches += trial.take(collector, batches)
     for rows in lanes_of(batches).values():
         expect_counters(rows)
@@ -253,24 +243,6 @@ def batch_memory(trial):
             for leaf in flatten(batch).values():
                 leaf.zero_()
     expect_same_lanes(scribbled, [kept for _, kept in pairs], "the run whose batches were zeroed")
-
-
-class Stumbles(gymnasium.Env):
-    """Raises once, in its seventh step; nothing moves."""
-
-    observation_space = spaces.Box(-9, 9, (2,))
-    action_space = spaces.Discrete(2)
-    steps = 0
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.np_random.uniform(-1, 1, 2).astype(np.float32), {}
-
-    def step(self, action):
-        self.steps += 1
-        if self.steps == 7:
-            raise ArithmeticError("stumbled")
-        return np.zeros(2, np.float32), 1.0, self.steps % 5 == 0, False, {}
 
 
 def weights(trial):
@@ -317,7 +289,8 @@ def checkpoint(trial):
 def exception(trial):
     """After an exception in the environment the next batch begins new episodes, under new ids; or it is shut down."""
     given = trial.kwargs.get("create_env_fn")
-    many = [Stumbles] * len(given) if isinstance(given, (list, tuple)) else Stumbles
+    fails = functools.partial(Failing, stumble)
+    many = [fails] * len(given) if isinstance(given, (list, tuple)) else fails
     workers = len(many) if isinstance(many, list) else trial.kwargs.get("num_workers", 1)
     changes = {"create_env_fn": many, "policy": None, "frames_per_batch": 4 * workers, "create_env_kwargs": None}
     before = []
@@ -338,26 +311,18 @@ def exception(trial):
     return None
 
 
-class _Postproc:
-    """Notes what it is given, and marks it."""
-
-    def __init__(self):
-        self.masked = []
-
-    def __call__(self, batch):
-        self.masked.append(("collector", "mask") in batch.keys(True))
-        batch["shown"] = torch.ones(batch.shape)
-        batch["_hidden"] = torch.ones(batch.shape)
-        return batch
-
-
 def postproc(trial):
     """A batch is first split, then post-processed, then rid of keys that begin with an underscore."""
-    process = _Postproc()
+    masked = []
+
+    def process(batch):
+        masked.append(("collector", "mask") in batch.keys(True))
+        return batch.update({name: torch.ones(batch.shape) for name in ("shown", "_hidden")})
+
     with trial.built(postproc=process, split_trajs=True) as collector:
         (batch,) = take(collector, 1)
-    assert process.masked
-    assert all(process.masked)
+    assert masked
+    assert all(masked)
     names = {path[0] for path in flatten(batch)}
     assert "shown" in names
     assert "_hidden" not in names
@@ -369,14 +334,10 @@ def ends(trial):
         with collector as entered:
             assert entered is collector
             take(collector, 1)
-        with pytest.raises(ClosedError):
-            next(collector)
-    with trial.built() as collector:
-        take(collector, 1)
-        collector.shutdown()
-        collector.shutdown()
-        with pytest.raises(ClosedError):
-            next(collector)
+        for _ in range(2):
+            with pytest.raises(ClosedError):
+                next(collector)
+            collector.shutdown()
 
 
 COLLECTOR_CHECKS = (

@@ -71,7 +71,6 @@ class FakeCuda(TorchFunctionMode):
 
 
 def devices_of(tree):
-    """The devices of all tensors in a pytree."""
     return {leaf.device for leaf in _tensors(tree)}
 
 

@@ -84,16 +84,12 @@ class Rigged(gymnasium.Env):
 
 
 class Acting(Rigged):
-    """The same, with another action space."""
-
     def __init__(self, space):
         super().__init__()
         self.action_space = space
 
 
 def raises(error):
-    """A spoiler that raises."""
-
     def spoil(_):
         raise error
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import numpy as np
@@ -10,7 +11,6 @@ from tests.support.envs.light_envs import Nested
 
 
 def workers_of(state):
-    """The handles on the workers of a state over lanes in processes."""
     return [record.handle for record in state.env_state.simulation.simulators._processes.records]
 
 
@@ -31,25 +31,22 @@ class Doomed(Nested):
             with open(file) as text:
                 deed = text.read()
             os.remove(file)  # the next process lives
-            _do(deed)
+            DEEDS.get(deed, _fail)()
         observation, reward, terminated, truncated, info = super().step(action)
         return observation, reward, terminated, truncated, {**info, "vector": np.full(2, info["draw"], np.float32)}
 
 
-def _do(deed):
-    match deed:
-        case "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "exit":
-            os._exit(3)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "hang":
-            time.sleep(10**6)
-        case "leave":
-            raise SystemExit("no more")
-        case _:
-            raise RuntimeError("out of petrol")
+def _fail():
+    raise RuntimeError("out of petrol")
+
+
+DEEDS = {
+    "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: os._exit(3),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda: time.sleep(10**6),
+    "leave": lambda: sys.exit("no more"),
+}
 
 
 def check_lanes(batch):

@@ -1,8 +1,12 @@
-"""Environments for other processes, which import this module and nothing else of the tests."""
+"""Environments for other processes, which import this module and nothing else of the tests, and for any space."""
+
+import copy
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+
+BOX = spaces.Box(-1, 1, (2,), np.float32)
 
 
 class Nested(gymnasium.Env):
@@ -24,8 +28,6 @@ class Nested(gymnasium.Env):
 
 
 class Failing(Nested):
-    """Raises at its third step."""
-
     time = 0
 
     def step(self, action):
@@ -33,3 +35,25 @@ class Failing(Nested):
         if self.time == 3:
             raise RuntimeError("out of petrol")
         return super().step(action)
+
+
+class Sampling(gymnasium.Env):
+    """Observations drawn from their space, seeded with the episode; the reward tells which action came."""
+
+    def __init__(self, observation_space=BOX, action_space=BOX):
+        self.observation_space = copy.deepcopy(observation_space)
+        self.action_space = action_space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        self.left = 3 + seed % 5
+        return self.observation_space.sample(), {"half": 0.5}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        flat = np.ravel(action).astype(np.float64)
+        self.left -= 1
+        info = {"half": self.left / 2, "pair": np.array([self.left, -self.left]), "flag": self.left > 2}
+        reward = float(flat @ (np.arange(flat.size) + 1))
+        return self.observation_space.sample(), reward, self.left == 0, self.left % 4 == 1, info

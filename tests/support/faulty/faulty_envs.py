@@ -50,7 +50,6 @@ class Walk(gymnasium.Env):
 
 
 def walk(name, **members):
-    """A `Walk` with other members."""
     return type(name, (Walk,), members)
 
 
@@ -66,7 +65,6 @@ DrawsFromPython = walk("DrawsFromPython", start=lambda self: Walk.start(self) + 
 
 
 def generator(seed):
-    """An `__init__` that makes a generator of one's own."""
     return lambda self: setattr(self, "own", np.random.default_rng(seed))
 
 
@@ -185,8 +183,6 @@ class ForgetsToWrite(Proxy):
 
 
 class ResetsASlice(Proxy):
-    """All lanes from the first to the last."""
-
     def reset(self, lanes, seeds):
         between = [lane for lane in range(min(lanes), max(lanes)) if lane not in lanes]
         super().reset([*lanes, *between], [*seeds, *[0 for _ in between]])
@@ -231,13 +227,10 @@ class LivesInItsRows(Proxy):
 
 
 def over(kind):
-    """Three lanes of an environment."""
     return lambda: fc.envs.from_gymnasium(kind, num_envs=3)
 
 
 def through(proxy, **changes):
-    """Three good lanes behind a proxy."""
-
     def make():
         env = over(Walk)()
         return replace(env, opener=lambda _: proxy(env.open()), **changes)

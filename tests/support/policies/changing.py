@@ -60,7 +60,6 @@ class Louder(Net):
 
 
 def gate(factor):
-    """A function that closes over a number."""
     return lambda x: factor * x
 
 
