@@ -146,7 +146,6 @@ def mlp(params, x):
 
 
 def both(pair=host, **others):
-    """Keywords: an environment, its policy, and others."""
     return dict(zip(("env", "policy"), pair(), strict=True)) | others
 
 

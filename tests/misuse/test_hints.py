@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 
 import gymnasium
 import jax
@@ -83,8 +83,7 @@ def loss(env, state, params, *, own):
     return batch["next", "reward"].sum()
 
 
-# With a state that is no argument of the transformation: JAX traces nothing that they are given.
-CLOSED_OVER = {
+CALLS = {
     "rollout": lambda env, policy, state: fc.rollout(env, policy, state, 2),
     "step": lambda env, policy, state: fc.step(env, policy, state),
     "reset": lambda env, policy, state: fc.reset(env, state),
@@ -93,35 +92,34 @@ CLOSED_OVER = {
 }
 
 
-@pytest.mark.parametrize(("make", "case"), [*((fused, case) for case in CLOSED_OVER), (on_host, "rollout")])
-def test_inside_a_transformation_that_traces_something_else(make, case):
-    env, policy, state = make()
-    name = "init" if case == "evaluate" else case
-    with pytest.raises(TypeError, match=rf"funcollect\.{name} got values that JAX traces.*funcollect\.traced\.{name}"):
-        jax.jit(lambda x: (CLOSED_OVER[case](env, policy, state), x)[1])(1.0)
-    state, _ = fc.rollout(env, policy, state, 2)
-    fc.close(state)
+def inside(call):
+    """The state is the argument of the transformation."""
+    return lambda env, policy, state: jax.jit(partial(call, env, policy))(state)
+
+
+def closed_over(call):
+    """It is none: JAX traces nothing that the function is given."""
+    return lambda *given: jax.jit(lambda x: (call(*given), x)[1])(1.0)
 
 
 TRACED = {
-    "rollout": lambda env, policy, state: jax.jit(lambda state: fc.rollout(env, policy, state, 2))(state),
-    "step": lambda env, policy, state: jax.jit(lambda state: fc.step(env, policy, state))(state),
-    "reset": lambda env, policy, state: jax.jit(lambda state: fc.reset(env, state))(state),
+    **{each: inside(CALLS[each]) for each in ("rollout", "step", "reset")},
+    **{f"closed {each}": closed_over(call) for each, call in CALLS.items()},
     "a mask": lambda env, policy, state: jax.jit(lambda mask: fc.reset(env, state, mask))(np.ones(2, bool)),
     "init": lambda env, policy, state: jax.jit(lambda seed: fc.init(env, policy, seed=seed))(3),
     "params": lambda env, policy, state: jax.grad(lambda params: loss(env, state, params, own=False))(policy.params),
     "a policy": lambda env, policy, state: jax.grad(lambda params: loss(env, state, params, own=True))(policy.params),
 }
+ON_HOST = ("rollout", "a mask", "params", "closed rollout")
 
 
-@pytest.mark.parametrize(
-    ("make", "case"),
-    [*((fused, case) for case in TRACED), *((on_host, case) for case in ("rollout", "a mask", "params"))],
-)
+@pytest.mark.parametrize(("make", "case"), [(fused, case) for case in TRACED] + [(on_host, case) for case in ON_HOST])
 def test_inside_a_transformation_of_jax(make, case):
     env, policy, state = make()
-    simulators = make is on_host and case == "rollout"  # JAX's own error: a simulator is no array
-    wanted = "SimulatorHandle" if simulators else r"values that JAX traces.*funcollect\.traced\."
+    name = case.removeprefix("closed ").replace("evaluate", "init") if case.startswith("closed") else ""
+    wanted = rf"{name} got values that JAX traces.*funcollect\.traced\.{name}"
+    if make is on_host and case == "rollout":
+        wanted = "SimulatorHandle"  # JAX's own error: a simulator is no array
     with pytest.raises(TypeError, match=wanted):
         TRACED[case](env, policy, state)
     state, _ = fc.rollout(env, policy, state, 2)

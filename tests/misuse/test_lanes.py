@@ -24,12 +24,10 @@ GOOD_PAIR = (1, np.ones(2, np.float32))
 
 
 def lanes(spoil, at=FAULT, info_keys=(), **how):
-    """Three lanes, of which the middle one goes wrong."""
     return fc.make_env([Rigged(**how), Rigged(spoil, at=at, **how), Rigged(**how)], info_keys=info_keys)
 
 
 def step(what, spoil, *says, **how):
-    """Something wrong with what a step returns."""
     return Misuse(what, lambda: lanes(spoil, **how), EnvError, ("lane 1", *says))
 
 
@@ -44,7 +42,6 @@ TUPLE = {"space": PAIR, "good": GOOD_PAIR}
 
 
 def seen(what, observation, *says, **how):
-    """Something wrong with the observation that a step returns."""
     return step(what, swaps(0, observation), *says, **how)
 
 
@@ -72,10 +69,8 @@ def test_a_step_that_goes_wrong(misuse):
 
 
 def test_a_wrong_count_of_values_is_named_within_a_wrapper_too():
-    def make():
-        unlimited = functools.partial(Rigged, lambda answer: answer[:4])
-        return fc.make_env(unlimited, num_envs=1, max_episode_steps=100)
-
+    wrapped = {"num_envs": 1, "max_episode_steps": 100}
+    make = functools.partial(fc.make_env, functools.partial(Rigged, lambda answer: answer[:4]), **wrapped)
     says = ("lane 0", "within a wrapper", "expected 5", "expected the five values", "use Gymnasium's step API")
     fails_then_runs(make, fc.random_policy, EnvError, says)
 
@@ -168,8 +163,6 @@ SHAPE = f"{VECTOR}: observation 'observation' has shape"
 
 
 def spoilt_vector(spoil):
-    """A vector environment of which one step is spoilt, once."""
-
     class Vector(SyncVectorEnv):
         times = 0
 
@@ -196,8 +189,6 @@ def test_a_vector_environment_that_goes_wrong(misuse):
 
 
 class Walk(InParts):
-    """A Torch environment without a fault."""
-
     observation_space = spaces.Box(-9, 9, (2,))
     action_space = spaces.Discrete(3)
     draws = 2
