@@ -26,7 +26,6 @@ SOURCE = ROOT / "examples" / NAME
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Where pip has installed it, without a network."""
     source, target = (tmp_path_factory.mktemp("example") / name for name in ("source", "site"))
     shutil.copytree(SOURCE, source)  # building leaves files beside what it builds
     options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", str(target)]

@@ -93,32 +93,24 @@ def schedule(frames):
 
 def test_a_schedule_gets_the_frames_of_the_whole_run():
     env, policy = fc.make_env("CartPole-v1", num_envs=4), values("torch", 0.3)
-    with fc.SyncDataCollector(
-        env, policy, frames_per_batch=100, total_frames=300, exploration={"epsilon": schedule}, seed=0
-    ) as collector:
+    keywords = {"total_frames": 300, "exploration": {"epsilon": schedule}}
+    with fc.SyncDataCollector(env, policy, frames_per_batch=100, seed=0, **keywords) as collector:
         assert [batch[KEY].unique().tolist() for batch in collector] == [[1.0], [0.5], [0.0]]
 
 
 @pytest.mark.parametrize("in_process", [True, False])
 def test_lanes_in_workers_follow_the_schedule_of_the_run(in_process):
-    policy = values("torch", 0.3)
-    with fc.MultiSyncDataCollector(
-        [lambda: fc.make_env("CartPole-v1", num_envs=2)] * 2, policy, frames_per_batch=100, total_frames=200, seed=0,
-        exploration={"epsilon": schedule}, in_process=in_process,
-    ) as collector:  # fmt: skip
+    policy, two = values("torch", 0.3), lambda: fc.make_env("CartPole-v1", num_envs=2)
+    keywords = {"frames_per_batch": 100, "total_frames": 200, "seed": 0, "exploration": {"epsilon": schedule}}
+    with fc.MultiSyncDataCollector([two] * 2, policy, in_process=in_process, **keywords) as collector:
         batches = [batch.clone() for batch in collector]
     assert [batch[KEY].unique().tolist() for batch in batches] == [[1.0], [0.5]]
-    env = fc.make_env("CartPole-v1", num_envs=4)
-    with fc.SyncDataCollector(
-        env, policy, frames_per_batch=100, total_frames=200, seed=0, exploration={"epsilon": schedule}
-    ) as collector:
+    with fc.SyncDataCollector(fc.make_env("CartPole-v1", num_envs=4), policy, **keywords) as collector:
         for batch, whole in zip(batches, collector, strict=True):
             assert torch.equal(batch["action"].flatten(0, 1), whole["action"])
 
 
 class Nudged(fc.PolicyBase):
-    """Reads a number of its own."""
-
     backend, params = "torch", None
     exploration = MappingProxyType({"push": 0.25})
 

@@ -31,7 +31,7 @@ SAMPLED = fc.ExplorationType.RANDOM
 
 DISCRETE = ActionSpec(spaces.Discrete(2))
 BOX = ActionSpec(spaces.Box(-1, 2, (1,), np.float32))
-logits = fc.heads.from_distribution(partial(torch.distributions.Categorical, validate_args=False), "logits")
+CHOICE = partial(torch.distributions.Categorical, validate_args=False)
 
 HEADS = {
     "no head": (None, DISCRETE),
@@ -43,24 +43,24 @@ HEADS = {
     "boltzmann": (fc.heads.boltzmann(2.0), DISCRETE),
     "normal": (fc.heads.normal, BOX),
     "tanh_normal": (fc.heads.tanh_normal, BOX),
-    "from_distribution": (logits, DISCRETE),
+    "from_distribution": (fc.heads.from_distribution(CHOICE, "logits"), DISCRETE),
 }
 
 
-class Shorten(nn.Module):
-    """A module without parameters, of the first components."""
-
-    def __init__(self, size):
+class Calls(nn.Module):
+    def __init__(self, function):
         super().__init__()
-        self.size = size
+        self.function = function
 
-    def forward(self, x):
-        return x[:, : self.size]
+    def forward(self, *given):
+        return self.function(*given)
+
+
+def shorten(size):
+    return lambda x: x[:, :size]
 
 
 class Memory(nn.Module):
-    """A recurrent module."""
-
     def __init__(self, size):
         super().__init__()
         self.layer = Linear(SIZE, size, device=CUDA)
@@ -73,29 +73,19 @@ def a_recurrent_function(size):
     return lambda x, hidden: (x[:, :size] + hidden[:, :1], hidden + 1)
 
 
-class Acting(nn.Module):
-    """Returns the actions with the largest of another module's numbers, and its state if it has one."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x, *state):
-        return acting(self.module, x, *state)
-
-
 def acting(module, x, *state):
+    """The actions with the largest of a module's numbers, and its state if it has one."""
     answer = module(x, *state)
     return (answer[0].argmax(-1), answer[1]) if state else answer.argmax(-1)
 
 
 def without_head(module):
-    return Acting(module) if isinstance(module, nn.Module) else partial(acting, module)
+    return Calls(partial(acting, module)) if isinstance(module, nn.Module) else partial(acting, module)
 
 
 FORMS = {  # and the recurrent state
-    "function": (lambda size: lambda x: x[:, :size], None),
-    "module without parameters": (Shorten, None),
+    "function": (shorten, None),
+    "module without parameters": (lambda size: Calls(shorten(size)), None),
     "module": (lambda size: Linear(SIZE, size, device=CUDA), None),
     "recurrent function": (a_recurrent_function, torch.zeros(2)),
     "recurrent module": (Memory, torch.zeros(2)),
@@ -155,29 +145,27 @@ def test_a_torch_policy(name, form):
     assert (initial is None) or ("recurrent",) in columns
 
 
-NETWORK = ["observation"], ["logits"]
-DRAW = {"in_keys": ["logits"], "out_keys": ["action"], "return_log_prob": True, "default_interaction_type": "random"}
+def network():
+    return TensorDictModule(Linear(SIZE, 2, device=CUDA), ["observation"], ["logits"])
 
 
 def tensordict_actor():
     """What TorchRL's probabilistic actors are."""
-    network = TensorDictModule(Linear(SIZE, 2, device=CUDA), *NETWORK)
-    distribution = partial(torch.distributions.Categorical, validate_args=False)
-    draw = ProbabilisticTensorDictModule(distribution_class=distribution, **DRAW)
-    return fc.tensordict_policy(ProbabilisticTensorDictSequential(network, draw))
+    keys = {"in_keys": ["logits"], "out_keys": ["action"]}
+    drawing = {"distribution_class": CHOICE, "return_log_prob": True, "default_interaction_type": "random"}
+    draw = ProbabilisticTensorDictModule(**keys, **drawing)
+    return fc.tensordict_policy(ProbabilisticTensorDictSequential(network(), draw))
 
 
 def reader_of_is_init():
-    network = TensorDictModule(Linear(SIZE, 2, device=CUDA), *NETWORK)
-    choice = TensorDictModule(
-        lambda x, first: x.argmax(-1).masked_fill(first[:, 0], 0), ["logits", "is_init"], ["action"]
-    )
-    return fc.tensordict_policy(TensorDictSequential(network, choice))
+    def choose(x, first):
+        return x.argmax(-1).masked_fill(first[:, 0], 0)
+
+    choice = TensorDictModule(choose, ["logits", "is_init"], ["action"])
+    return fc.tensordict_policy(TensorDictSequential(network(), choice))
 
 
 def carrier():
-    """A function that reads what it wrote."""
-
     def act(batch):
         count = batch.get("count", None)
         batch["count"] = batch["observation"][:, 0] if count is None else count + 1
@@ -195,35 +183,8 @@ def with_hidden_state():
     return fc.tensordict_policy(module, initial_state={"hidden": torch.zeros(2)})
 
 
-@pytest.mark.parametrize("policy", [tensordict_actor, reader_of_is_init, carrier, with_hidden_state])
-def test_a_policy_on_a_tensordict(policy):
-    run(policy, DISCRETE)
-
-
-RANDOM = {
-    "Discrete": spaces.Discrete(2),
-    "MultiDiscrete": spaces.MultiDiscrete([2, 3], start=[1, 0]),
-    "MultiBinary": spaces.MultiBinary(3),
-    "Box": spaces.Box(-1, 2, (2,), np.float32),
-    "Box, unbounded": spaces.Box(np.float32([-1, -np.inf]), np.inf, (2,), np.float32),
-    "Box, integers": spaces.Box(-1, 2, (2,), np.int32),
-}
-
-
-@pytest.mark.parametrize("name", RANDOM)
-def test_random_actions(name):
-    spec = ActionSpec(RANDOM[name])
-    run(lambda: RandomPolicy(spec), spec)
-
-
-def test_random_actions_that_a_mask_allows():
-    run(lambda: RandomPolicy(DISCRETE), DISCRETE, masked=True)
-
-
-@pytest.mark.parametrize("name", ["categorical", "epsilon_greedy", "tanh_normal"])
-def test_random_actions_in_the_place_of_the_first_ones(name):
-    head, spec = HEADS[name]
-    run(lambda: fc.torch_policy(Linear(SIZE, 2, device=CUDA), head=head), spec, random_steps=2)
+def of_head(name):
+    return fc.torch_policy(Linear(SIZE, 2, device=CUDA), head=HEADS[name][0])
 
 
 class Own(fc.PolicyBase):
@@ -242,13 +203,31 @@ class Own(fc.PolicyBase):
         return {"count": count}, {"action": (observation[:, :2] + noise).argmax(-1), "count": count}
 
 
-def test_a_policy_of_ones_own():
-    run(Own, DISCRETE)
+RANDOM = [
+    spaces.Discrete(2),
+    spaces.MultiDiscrete([2, 3], start=[1, 0]),
+    spaces.MultiBinary(3),
+    spaces.Box(-1, 2, (2,), np.float32),
+    spaces.Box(np.float32([-1, -np.inf]), np.inf, (2,), np.float32),
+    spaces.Box(-1, 2, (2,), np.int32),
+]
+OTHERS = {
+    **{make.__name__: (make, DISCRETE) for make in (tensordict_actor, reader_of_is_init, carrier, with_hidden_state)},
+    **{f"random in {space}": (partial(RandomPolicy, ActionSpec(space)), ActionSpec(space)) for space in RANDOM},
+    "random, masked": (partial(RandomPolicy, DISCRETE), DISCRETE, {"masked": True}),
+    **{f"random at first, then {name}": (partial(of_head, name), HEADS[name][1], {"random_steps": 2})
+       for name in ("categorical", "epsilon_greedy", "tanh_normal")},
+    "one's own": (Own, DISCRETE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_policies(name):
+    make, spec, *options = OTHERS[name]
+    run(make, spec, **dict(*options))
 
 
 class OwnInJax(Own):
-    """The same in JAX, without noise."""
-
     backend = "jax"
 
     def noise(self, spec, /):

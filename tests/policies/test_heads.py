@@ -91,25 +91,31 @@ def components(action, spec):
     return list((action - torch.from_numpy(start.copy())).reshape(len(action), -1).unbind(-1))
 
 
+def mixture(epsilon):
+    """The probabilities of epsilon-greedy choices, given values [..., N]."""
+    return lambda values: (1 - epsilon) * torch.eye(values.shape[-1])[values.argmax(-1)] + epsilon / values.shape[-1]
+
+
+CHOOSING = [
+    (fc.heads.categorical, lambda values: values.softmax(-1)),
+    (fc.heads.boltzmann(0.5), lambda values: (values / 0.5).softmax(-1)),
+    *((fc.heads.epsilon_greedy(epsilon), mixture(epsilon)) for epsilon in (0.3, 1.0)),
+]
+
+
 @discrete
-@pytest.mark.parametrize(
-    ("head", "temperature"), [(fc.heads.categorical, 1.0), (fc.heads.boltzmann(0.5), 0.5)], ids=str
-)
-def test_logits_are_sampled_and_scored(backend, space, one_hot, head, temperature):
+@pytest.mark.parametrize(("head", "probabilities"), CHOOSING)
+def test_choices_are_sampled_and_scored_each_by_itself(backend, space, one_hot, head, probabilities):
     spec = ActionSpec(space, one_hot)
     action, log_prob = act(backend, head, LOGITS, spec)
-    wanted = torch.zeros(SAMPLES)
-    for chosen, logits in zip(components(action, spec), (LOGITS / temperature).split(spec.categories), strict=True):
-        assert_frequencies(chosen, logits.double().softmax(-1))
-        wanted += distributions.Categorical(logits=logits).log_prob(chosen)
-    torch.testing.assert_close(log_prob, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_components_are_drawn_independently(backend):
-    spec = ActionSpec(spaces.MultiDiscrete([2, 4]))
-    first, second = act(backend, fc.heads.categorical, LOGITS, spec).action.unbind(-1)
-    joint = LOGITS[:2].softmax(-1)[:, None] * LOGITS[2:].softmax(-1)
-    assert_frequencies(first * 4 + second, joint.reshape(-1).double())
+    chosen, wanted = components(action, spec), [*map(probabilities, LOGITS.split(spec.categories))]
+    for each, shares in zip(chosen, wanted, strict=True):
+        assert_frequencies(each, shares.double())
+    score = sum(shares.log()[each] for each, shares in zip(chosen, wanted, strict=True))
+    torch.testing.assert_close(log_prob, score, rtol=1e-5, atol=1e-6)
+    if len(chosen) == 2:
+        joint = wanted[0][:, None] * wanted[1]
+        assert_frequencies(chosen[0] * len(wanted[1]) + chosen[1], joint.reshape(-1).double())
 
 
 @discrete
@@ -125,21 +131,6 @@ def test_the_mode_is_the_best_choice(backend, space, one_hot, head):
 def test_greedy_needs_no_noise_and_has_no_density(backend):
     assert fc.heads.greedy.noise(ActionSpec(spaces.Discrete(6))) is None
     assert act(backend, fc.heads.greedy, LOGITS, ActionSpec(spaces.Discrete(6)), rows=3).log_prob is None
-
-
-@discrete
-@pytest.mark.parametrize("epsilon", [0.3, 1.0])
-def test_epsilon_greedy(backend, space, one_hot, epsilon):
-    spec = ActionSpec(space, one_hot)
-    head = fc.heads.epsilon_greedy(epsilon)
-    action, log_prob = act(backend, head, LOGITS, spec)
-    total = torch.zeros(SAMPLES, dtype=torch.float64)
-    for chosen, values in zip(components(action, spec), LOGITS.split(spec.categories), strict=True):
-        share = torch.full((len(values),), epsilon / len(values), dtype=torch.float64)
-        share[values.argmax()] += 1 - epsilon
-        assert_frequencies(chosen, share)
-        total += share.log()[chosen]
-    torch.testing.assert_close(log_prob, total.float(), rtol=1e-5, atol=1e-6)
 
 
 BOXES = [spaces.Box(-2, 3, (2,)), spaces.Box(-2, 3, (2, 2)), spaces.Box(-2, 3, ()), spaces.Box(-2, 3, (2,), np.float64)]
@@ -206,12 +197,6 @@ def test_a_scale_without_batch_dimension_serves_all_lanes(backend):
     assert parameters[1].tolist() == [[0.5, 2.0]] * 5
 
 
-def test_a_scale_of_other_lanes_is_refused(backend):
-    answer = backend.array(torch.zeros(5, 2)), backend.array(torch.ones(3, 2))
-    with pytest.raises(fc.PolicyError, match=r"\(5, 2\).*\(3, 2\).*wants a pair \(loc, scale\), each \['P', 2\]"):
-        fc.heads.normal.parse(backend.xp, answer, ActionSpec(spaces.Box(-1, 1, (2,))))
-
-
 @pytest.mark.parametrize("space", [*(space for space, _ in DISCRETE), *BOXES[:3]], ids=str)
 def test_torch_and_jax_act_alike_on_equal_noise(space):
     box = isinstance(space, spaces.Box)
@@ -225,15 +210,24 @@ def test_torch_and_jax_act_alike_on_equal_noise(space):
             torch.testing.assert_close(one.log_prob, two.log_prob, check_dtype=False, rtol=1e-4, atol=1e-5)
 
 
-def test_outputs_in_a_tuple_are_told_to_have_names():
-    with pytest.raises(PolicyError, match=r"wants \[P, 2\].*; with other outputs beside it, return a dict such as"):
-        fc.heads.categorical.parse(TORCH, (torch.zeros(3, 2), torch.zeros(3, 1)), ActionSpec(spaces.Discrete(2)))
+BESIDE, PAIR = r"wants \[P, 2\].*; with other outputs beside it, return a dict such as", "the head normal wants a pair"
 
 
-@pytest.mark.parametrize("answer", [torch.zeros(4, 3), (torch.zeros(4, 2), torch.zeros(4, 3)), torch.zeros(4, 2, 2), 1])
-def test_a_location_that_does_not_fit_is_refused(answer):
-    with pytest.raises(PolicyError, match="the head normal wants a pair"):
-        fc.heads.normal.parse(TORCH, answer, ActionSpec(spaces.Box(-1, 1, (2,))))
+@pytest.mark.parametrize(
+    ("head", "answer", "says"),
+    [
+        (fc.heads.categorical, (torch.zeros(3, 2), torch.zeros(3, 1)), BESIDE),
+        (fc.heads.normal, (torch.zeros(5, 2), torch.ones(3, 2)), r"\(3, 2\).* \(loc, scale\), each \['P', 2\]"),
+        (fc.heads.normal, (torch.zeros(4, 2), torch.zeros(4, 3)), PAIR),
+        (fc.heads.normal, torch.zeros(4, 3), PAIR),
+        (fc.heads.normal, torch.zeros(4, 2, 2), PAIR),
+        (fc.heads.normal, 1, PAIR),
+    ],
+)
+def test_answers_that_do_not_fit_are_refused(head, answer, says):
+    space = spaces.Box(-1, 1, (2,)) if head is fc.heads.normal else spaces.Discrete(2)
+    with pytest.raises(PolicyError, match=says):
+        head.parse(TORCH, answer, ActionSpec(space))
 
 
 @pytest.mark.parametrize("name", fc.heads.__all__)
@@ -255,16 +249,12 @@ def test_entropies_of_discrete_heads(backend, space, one_hot):
         return got if isinstance(got, Tensor) else torch.from_numpy(np.array(got))
 
     parts = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).split(spec.categories, -1)
-    wanted = sum(distributions.Categorical(logits=part).entropy() for part in parts)
-    torch.testing.assert_close(entropy(fc.heads.categorical, answer), wanted)
-    wanted = sum(distributions.Categorical(logits=part / 0.5).entropy() for part in parts)
-    torch.testing.assert_close(entropy(fc.heads.boltzmann(0.5), answer), wanted)
-    mixtures = [0.7 * torch.eye(part.shape[-1])[part.argmax(-1)] + 0.3 / part.shape[-1] for part in parts]
-    wanted = sum(distributions.Categorical(probs=each).entropy() for each in mixtures)
-    torch.testing.assert_close(entropy(fc.heads.epsilon_greedy(0.3), answer), wanted)
+    for head, probabilities in CHOOSING:
+        wanted = sum(distributions.Categorical(probs=probabilities(part)).entropy() for part in parts)
+        torch.testing.assert_close(entropy(head, answer), wanted)
     assert torch.equal(entropy(fc.heads.epsilon_greedy(0.0), answer), torch.zeros(5))
     ruled_out = torch.full((5, 6), -math.inf)
-    torch.testing.assert_close(entropy(fc.heads.epsilon_greedy(0.3), backend.array(ruled_out)), wanted)
+    torch.testing.assert_close(entropy(fc.heads.epsilon_greedy(1.0), backend.array(ruled_out)), wanted)
     assert fc.heads.greedy.entropy(backend.xp, (answer,), spec) is None
 
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import partial
 
 import pytest
 
@@ -43,11 +44,7 @@ def _file(module):
     return str(getattr(module, "__file__", None) or "")
 
 
-def env(num_envs=2):
-    return fc.make_env("CartPole-v1", num_envs=num_envs)
-
-
-# --- found and made ---------------------------------------------------------------------------------------------------
+env = partial(fc.make_env, "CartPole-v1", num_envs=2)
 
 
 def test_built_in_policies():
@@ -78,26 +75,20 @@ def test_a_name_that_two_packages_offer(package):
     assert {name: fc.make_policy(name, env()).given["seed"] for name in seeds} == seeds
 
 
-def test_a_name_that_one_package_offers_may_be_given_in_full(package):
+def test_a_name_may_be_given_in_full_and_a_built_in_one_is_never_taken(package):
     package("walkers", GOOD, "walker = walkers:make")
-    assert fc.make_policy("walkers:walker", env()).backend == "jax"
+    package("greedy", GOOD, "mlp = greedy:make")
+    given = {"walkers:walker": "jax", "mlp": "torch", "greedy:mlp": "jax"}
+    assert {name: fc.make_policy(name, env()).backend for name in given} == given
     with pytest.raises(ValueError, match="no policy 'runners:walker'"):
         fc.make_policy("runners:walker", env())
-
-
-def test_a_built_in_name_is_never_taken(package):
-    package("greedy", GOOD, "mlp = greedy:make")
-    assert fc.make_policy("mlp", env()).backend == "torch"
-    assert fc.make_policy("greedy:mlp", env()).backend == "jax"
-
-
-# --- wrong arguments --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "given", "options", "error", "says"),
     [
-        ("walkr", env, {}, ValueError, r"no policy 'walkr', expected one of \['mlp', 'random', 'walker'\]"),
+        ("walkr", env, {}, ValueError, r"no policy 'walkr', expected one of \['mlp', 'random', 'walker', 'wanting'\]"),
+        ("wanting", env, {}, TypeError, r"options \[\]: missing a required (keyword-only )?argument: 'bias'"),
         (None, env, {}, TypeError, "name is None, expected a str"),
         ("walker", lambda: "CartPole-v1", {}, TypeError, "env is str, expected an Env: .*make_env"),
         ("walker", env, {"bais": 1}, TypeError, r"\(walkers 1.0\).*'bais'.*it takes \['bias', 'seed'\]"),
@@ -105,38 +96,27 @@ def test_a_built_in_name_is_never_taken(package):
 )
 def test_wrong_arguments(name, given, options, error, says, package):
     package("walkers", GOOD, "walker = walkers:make")
+    package("wanting", GOOD.replace("bias=0.0", "bias"), "wanting = wanting:make")
     with pytest.raises(error, match=says):
         fc.make_policy(name, given(), **options)
 
 
-def test_an_option_that_is_wanted(package):
-    package("walkers", GOOD.replace("bias=0.0", "bias"), "walker = walkers:make")
-    with pytest.raises(TypeError, match=r"options \[\]: missing a required (keyword-only )?argument: 'bias'"):
-        fc.make_policy("walker", env())
+A_CLASS = "from funcollect.policies.jax_functions.jax_policy import JaxPolicy\ndef make(env): return JaxPolicy"
+BROKEN = [  # its code, and words of the error
+    ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
+    ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
+    ("raise SystemExit", "cannot be imported: SystemExit"),
+    ("make_it = 3", "AttributeError: module 'broken' has no attribute 'make'"),
+    ("make = 3", r"is 3, expected a function of the environment: \(env, \*\*options\) -> Policy"),
+    ("def make(): ...", r"takes \(\), expected a function of the environment: \(env"),
+    ("def make(env):\n raise ArithmeticError('too small')", "HostEnv.*: ArithmeticError: too small"),
+    ("import torch\ndef make(env): return torch.nn.Linear(4, 2)", "is Linear as .* expected a Policy"),
+    (A_CLASS, "the class J"),
+    ("def make(env): ...", "is NoneType as its factory returns it"),
+]
 
 
-# --- broken packages --------------------------------------------------------------------------------------------------
-
-UNLOADABLE = {
-    "a missing import": ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
-    "an error": ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
-    "an exit": ("raise SystemExit", "cannot be imported: SystemExit"),
-    "no factory": ("make_it = 3", "AttributeError: module 'broken' has no attribute 'make'"),
-    "no function": ("make = 3", r"is 3, expected a function of the environment: \(env, \*\*options\) -> Policy"),
-    "no argument": ("def make(): ...", r"takes \(\), expected a function of the environment: \(env"),
-}
-UNMAKEABLE = {
-    "an error": ("def make(env):\n raise ArithmeticError('too small')", "HostEnv.*: ArithmeticError: too small"),
-    "a module": ("import torch\ndef make(env): return torch.nn.Linear(4, 2)", "is Linear as .* expected a Policy"),
-    "a class": (
-        "from funcollect.policies.jax_functions.jax_policy import JaxPolicy\ndef make(env): return JaxPolicy",
-        "the class J",
-    ),
-    "nothing": ("def make(env): ...", "is NoneType as its factory returns it"),
-}
-
-
-@pytest.mark.parametrize(("code", "says"), [*UNLOADABLE.values(), *UNMAKEABLE.values()])
+@pytest.mark.parametrize(("code", "says"), BROKEN)
 def test_a_broken_package_is_named_and_breaks_no_other(code, says, package):
     package("broken", code, "fallen = broken:make", version="0.3")
     package("walkers", GOOD, "walker = walkers:make")
@@ -145,13 +125,10 @@ def test_a_broken_package_is_named_and_breaks_no_other(code, says, package):
     assert fc.make_policy("walker", env()).backend == "jax"
 
 
-def test_a_reference_that_cannot_be_read(package):
-    package("broken", "", "fallen = no module at all")
-    with pytest.raises(fc.PluginError, match=r"'fallen' \(broken 1.0\) cannot be imported"):
+def test_references_and_metadata_that_cannot_be_read(package, capsys):
+    package("fallen", "", "fallen = no module at all")
+    with pytest.raises(fc.PluginError, match=r"'fallen' \(fallen 1.0\) cannot be imported"):
         fc.make_policy("fallen", env())
-
-
-def test_metadata_that_cannot_be_read(package, capsys):
     package("broken", "", "no equals sign")
     package("walkers", GOOD, "walker = walkers:make")
     assert fc.make_policy("walker", env()).backend == "jax"
@@ -168,9 +145,6 @@ def test_of_two_versions_the_first_on_the_path_counts(package, tmp_path, monkeyp
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "old")])
     assert offered_policies()["walker"].origin == "Walkers 2.0"
     assert fc.make_policy("walker", env()).given["seed"] == 6
-
-
-# --- from the command line --------------------------------------------------------------------------------------------
 
 
 def test_policies_lists_what_works_and_what_does_not(package, capsys):
@@ -191,23 +165,14 @@ def test_policies_lists_what_works_and_what_does_not(package, capsys):
 
 
 def _lines(capsys):
-    """Each line of the list by the policy's name."""
     rows = (line.split() for line in capsys.readouterr().out.splitlines())
     return {name: " ".join([state, *rest]) for state, name, *rest in rows}
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("3", 3),
-        ("1e-3", 1e-3),
-        ("[64, 2]", [64, 2]),
-        ("tanh", "tanh"),
-        ("False", False),
-        ("false", False),
-        ("a=b", "a=b"),
-    ],
-)
+OPTIONS = {"3": 3, "1e-3": 1e-3, "[64, 2]": [64, 2], "tanh": "tanh", "False": False, "false": False, "a=b": "a=b"}
+
+
+@pytest.mark.parametrize(("text", "value"), OPTIONS.items())
 def test_options_on_the_command_line(text, value, package, capsys):
     package("walkers", "def make(env, *, bias, seed=1):\n raise ValueError([bias, seed])", "walker = walkers:make")
     command = ["explain", "CartPole-v1", "--policy", "walker", "-o", f"bias={text}"]

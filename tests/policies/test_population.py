@@ -15,7 +15,7 @@ from torch import nn
 import funcollect as fc
 from funcollect.errors import PolicyError
 from funcollect.policies.population import MemberLanes
-from tests.support.compare import assert_same
+from tests.support.compare import assert_same, collect
 from tests.support.running import in_soak
 from tests.support.workers import multi
 
@@ -66,7 +66,6 @@ def arrays(seed):
 
 
 def in_torch(make, **keywords):
-    """A population, and its members."""
     torch.manual_seed(0)
     modules = [make() for _ in range(SIZE)]
     members = [fc.torch_policy(module, head=HEAD, **keywords) for module in modules]
@@ -80,24 +79,23 @@ def in_jax(function, **keywords):
     return fc.population(members[0], stacked), members
 
 
+def statistics(seed, backend):
+    rows = np.random.default_rng(seed).normal(size=(9, 4)).astype(np.float32) * (1 + seed)
+    rows = jnp.asarray(rows) if backend == "jax" else torch.tensor(rows)
+    stats = fc.running_statistics.init(fc.make_env(HOST).observation_space, backend=backend)
+    return fc.running_statistics.update(stats, {"observation": rows})
+
+
 def normalised():
-    members = []
-    for seed in range(SIZE):
-        stats = fc.running_statistics.init(fc.make_env(JAX).observation_space, backend="jax")
-        rows = {"observation": jax.random.normal(jax.random.PRNGKey(seed), (9, 4)) * (1 + seed)}
-        stats = fc.running_statistics.update(stats, rows)
-        members.append(fc.normalized(fc.jax_policy(apply, arrays(seed), head=HEAD), stats))
+    _, members = in_jax(apply)
+    members = [fc.normalized(member, statistics(seed, "jax")) for seed, member in enumerate(members)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(member.params for member in members))
     return fc.population(members[0], stacked), members
 
 
 def normalised_torch():
-    torch.manual_seed(0)
-    members = []
-    for seed in range(SIZE):
-        stats = fc.running_statistics.init(fc.make_env(HOST).observation_space)
-        stats = fc.running_statistics.update(stats, {"observation": torch.randn(9, 4) * (1 + seed)})
-        members.append(fc.normalized(fc.torch_policy(network(), head=HEAD), stats))
+    _, members = in_torch(network)
+    members = [fc.normalized(member, statistics(seed, "torch")) for seed, member in enumerate(members)]
     saved = [member.state_dict() for member in members]
     return fc.population(members[0], {name: torch.stack([each[name] for each in saved]) for name in saved[0]}), members
 
@@ -121,7 +119,6 @@ PAIRS += in_soak([(env, name) for env in (HOST, TORCH, JAX) for name in POPULATI
 
 
 def swapped(policy):
-    """A population of the same members in another order."""
     other = copy.deepcopy(policy)
     params = other.params if other.backend == "jax" else other.state_dict()
     other.load(optree.tree_map(lambda leaf: leaf[::-1] if other.backend == "jax" else leaf.flip(0), params))
@@ -133,24 +130,16 @@ def environment(name, **keywords):
 
 
 def collected(env, policy, **keywords):
-    """Two rollouts in a row."""
-    state, batches = fc.init(env, policy, seed=0), []
-    for _ in range(2):
-        state, batch = fc.rollout(env, policy, state, STEPS, **keywords)
-        batches.append(batch)
-    fc.close(state)
-    return torch.cat(batches, 1)
+    return collect(env, policy, STEPS, STEPS, seed=0, **keywords)
 
 
 def assert_members(batch, alone):
     """The batch of a population has in each group of lanes what the members did `alone`."""
-    groups = batch.unflatten(0, (SIZE, -1))
-    for group, member in zip(groups, alone, strict=True):
-        own = member.unflatten(0, (SIZE, -1))
-        index = next(i for i in range(SIZE) if alone[i] is member)
-        assert torch.equal(group["action"], own[index]["action"])
+    for index, group in enumerate(batch.unflatten(0, (SIZE, -1))):
+        own = alone[index].unflatten(0, (SIZE, -1))[index]
+        assert torch.equal(group["action"], own["action"])
         for key, leaf in group.items(include_nested=True, leaves_only=True):
-            torch.testing.assert_close(leaf, own[index][key], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(leaf, own[key], rtol=1e-4, atol=1e-5)
     assert not torch.equal(alone[0]["action"], alone[1]["action"])
 
 
@@ -271,15 +260,13 @@ def test_traced():
 
 @pytest.mark.parametrize("name", ["key", "keys"])
 def test_members_that_draw_random_numbers(name):
-    def noisy(params, x, *, key=None, keys=None):
-        drawn = jax.random.uniform(key, (len(x),)) if keys is None else jax.vmap(jax.random.uniform)(keys)
+    def called(params, x, key):
+        drawn = jax.random.uniform(key, (len(x),))
         return {"action": (drawn > params).astype(jnp.int32), "drawn": drawn}
 
-    def called(params, x, key):
-        return noisy(params, x, key=key)
-
     def called_with_all(params, x, keys):
-        return noisy(params, x, keys=keys)
+        drawn = jax.vmap(jax.random.uniform)(keys)
+        return {"action": (drawn > params).astype(jnp.int32), "drawn": drawn}
 
     member = fc.jax_policy(called if name == "key" else called_with_all, jnp.array(0.5))
     env = environment(JAX)
@@ -349,34 +336,32 @@ def test_lanes_that_do_not_divide():
         policy.module(torch.zeros(3, 4))
 
 
-def test_what_cannot_be_a_population():
-    policy, members = POPULATIONS["torch"]()
-    with pytest.raises(TypeError, match="is a population already"):
-        fc.population(policy, policy.params)
-    with pytest.raises(TypeError, match=r"expected one of funcollect\.torch_policy"):
-        fc.population(fc.random_policy(environment(HOST)), {})
+def scripted():
     with pytest.warns(DeprecationWarning, match="deprecated"):
-        scripted = torch.jit.trace(network(), torch.ones(2, 4))
-    with pytest.raises(TypeError, match="has a scripted module"):
-        fc.population(fc.torch_policy(scripted, head=HEAD), {})
-    with pytest.raises(TypeError, match="over a module"):
-        fc.population(fc.torch_policy(lambda x: x), {})
-    with pytest.raises(TypeError, match="params is "):
-        fc.population(members[0], [member.params for member in members])
-    with pytest.raises(ValueError, match="first axes"):
-        fc.population(members[0], {})
-    whole = policy.state_dict()
-    with pytest.raises(ValueError, match="first axes"):
-        fc.population(members[0], whole | {"0.bias": whole["0.bias"][:1]})
-    with pytest.raises(ValueError, match="params differ"):
-        fc.population(members[0], {name: leaf for name, leaf in whole.items() if name != "0.bias"})
-    with pytest.raises(ValueError, match="params differ"):
-        fc.population(members[0], whole | {"other": whole["0.bias"]})
-    with pytest.raises(ValueError, match="params differ"):
-        fc.population(POPULATIONS["jax"]()[1][0], {"first": jnp.zeros((2, 4, 8)), "last": jnp.zeros((2, 8, 3))})
-    for whole_policy in (policy, fc.lower_policy(policy, environment(JAX))):
+        return fc.torch_policy(torch.jit.trace(network(), torch.ones(2, 4)), head=HEAD)
+
+
+def test_what_cannot_be_a_population():
+    policy, (member, other) = POPULATIONS["torch"]()
+    whole, jax_member = policy.state_dict(), POPULATIONS["jax"]()[1][0]
+    short = {name: leaf for name, leaf in whole.items() if name != "0.bias"}
+    wide = {"first": jnp.zeros((2, 4, 8)), "last": jnp.zeros((2, 8, 3))}
+    for given, params, error, message in (
+        (policy, policy.params, TypeError, "is a population already"),
+        (fc.random_policy(environment(HOST)), {}, TypeError, r"expected one of funcollect\.torch_policy"),
+        (scripted(), {}, TypeError, "has a scripted module"),
+        (fc.torch_policy(lambda x: x), {}, TypeError, "over a module"),
+        (member, [member.params, other.params], TypeError, "params is "),
+        (member, {}, ValueError, "first axes"),
+        (member, whole | {"0.bias": whole["0.bias"][:1]}, ValueError, "first axes"),
+        (member, short, ValueError, "params differ"),
+        (member, whole | {"other": whole["0.bias"]}, ValueError, "params differ"),
+        (jax_member, wide, ValueError, "params differ"),
+    ):
+        with pytest.raises(error, match=message):
+            fc.population(given, params)
+    for together in (policy, fc.lower_policy(policy, environment(JAX))):
         with pytest.raises(TypeError, match="expected one member"):
-            fc.evaluate_actions(whole_policy, None, collected(environment(HOST), policy))
-    stats = fc.running_statistics.init(environment(HOST).observation_space)
+            fc.evaluate_actions(together, None, collected(environment(HOST), policy))
     with pytest.raises(TypeError, match="a population"):
-        fc.normalized(policy, stats)
+        fc.normalized(policy, fc.running_statistics.init(environment(HOST).observation_space))

@@ -1,7 +1,6 @@
 """Recurrent policies under Torch and JAX alike: their state follows the lanes and is a value."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +9,24 @@ import pytest
 import torch
 
 import funcollect as fc
+from tests.support.compare import collect
 
 HIDDEN = 5
 WEIGHTS = np.random.default_rng(0).normal(size=(4 + HIDDEN, HIDDEN)).astype(np.float32)
 INITIAL = {"hidden": np.full(HIDDEN, 0.3, np.float32), "count": np.array(10, np.int32)}
 
 
-class Kind(NamedTuple):
-    xp: Any
-    make: Callable[[Callable[..., Any], Any], Any]  # from a function (xp, observation, state) and an initial state
+def in_torch(step, initial):
+    return fc.torch_policy(lambda x, h: step(torch, x, h), initial_state=initial)
 
 
-KINDS = {
-    "torch": Kind(torch, lambda step, first: fc.torch_policy(lambda x, h: step(torch, x, h), initial_state=first)),
-    "jax": Kind(jnp, lambda step, first: fc.jax_policy(lambda _, x, h: step(jnp, x, h), {}, initial_state=first)),
+def in_jax(step, initial):
+    return fc.jax_policy(lambda _, x, h: step(jnp, x, h), {}, initial_state=initial)
+
+
+KINDS = {  # its arrays, a policy of a function (xp, observation, state) and an initial state, and such a state
+    "torch": SimpleNamespace(xp=torch, make=in_torch, initial={name: torch.tensor(x) for name, x in INITIAL.items()}),
+    "jax": SimpleNamespace(xp=jnp, make=in_jax, initial=INITIAL),
 }
 
 
@@ -34,16 +37,11 @@ def kind(request):
 
 @pytest.fixture(params=["CartPole-v1", "torch/CartPole-v1"])
 def env(request):
-    """Episodes of 7 steps at most."""
     if request.param == "CartPole-v1":
         return fc.make_env("CartPole-v1", num_envs=3, max_episode_steps=7)
     env = fc.make_env(request.param, num_envs=3)
     env.max_episode_steps = 7
     return env
-
-
-def as_tensors(tree):
-    return {name: torch.from_numpy(leaf.copy()) for name, leaf in tree.items()}
 
 
 def cell(xp, x, state):
@@ -74,7 +72,7 @@ def assert_follows(batch):
 
 
 def test_recurrent_state_is_reset_with_its_lane(env, kind):
-    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
+    policy = kind.make(cell, kind.initial)
     state, first = fc.rollout(env, policy, fc.init(env, policy, seed=1), 17)
     state = fc.reset(env, state, torch.tensor([False, True, False]))
     _, second = fc.rollout(env, policy, state, 20)
@@ -86,14 +84,14 @@ def test_recurrent_state_is_reset_with_its_lane(env, kind):
 
 
 def test_max_frames_per_traj_resets_it_too(env, kind):
-    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
-    batch = fc.rollout(env, policy, fc.init(env, policy, seed=1), 12, max_frames_per_traj=4)[1]
+    policy = kind.make(cell, kind.initial)
+    batch = collect(env, policy, 12, max_frames_per_traj=4)
     assert (batch["collector", "step"] == 0).sum(-1).tolist() == [3, 3, 3]
     assert_follows(batch)
 
 
 def test_a_finished_lane_that_stays_finished_is_not_restarted(env, kind):
-    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
+    policy = kind.make(cell, kind.initial)
     with fc.SyncDataCollector(env, policy, frames_per_batch=30, reset_when_done=False, seed=1) as collector:
         counts = next(collector)["count"]
     assert torch.equal(counts, torch.arange(11, 21, dtype=torch.int32).expand(3, -1))
@@ -101,11 +99,7 @@ def test_a_finished_lane_that_stays_finished_is_not_restarted(env, kind):
 
 def test_the_last_observation_may_be_the_state(env, kind):
     policy = kind.make(last_observation, kind.xp.full((4,), 9.0))
-    state, batches = fc.init(env, policy, seed=1), []
-    for length in (5, 1, 1, 20):
-        state, batch = fc.rollout(env, policy, state, length)
-        batches.append(batch)
-    batch = torch.cat(batches, -1)
+    batch = collect(env, policy, 5, 1, 1, 20)
     last = torch.cat([torch.full((3, 1, 4), 9.0), batch["observation"][:, :-1]], 1)
     assert torch.equal(batch["last"], torch.where(batch["collector", "step"][..., None] == 0, 9.0, last))
 

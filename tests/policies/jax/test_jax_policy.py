@@ -1,6 +1,5 @@
 """Policies of JAX functions, over NumPy rows and over tensors, and of networks of Flax, Equinox and Haiku."""
 
-import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,8 @@ from funcollect.core.loops import tensor
 from funcollect.policies.jax_functions.program import layout, pack
 from funcollect.specs import assemble
 from tests.support.cases import jax_keyed, jax_mlp, jax_recurrent, make_env
-from tests.support.compare import assert_same, collect
+from tests.support.compare import assert_close, assert_same, collect
+from tests.support.misuse import Rigged
 from tests.support.policies.jax_networks import LIBRARIES
 
 SCALE = 1.0
@@ -32,19 +32,9 @@ def to_torch(array):
     return torch.from_numpy(np.array(array))
 
 
-EXTRAS = {
-    "bool": lambda x: x[:, 0] > 0,
-    "int8": lambda x: (x * 100).astype(jnp.int8),
-    "int16": lambda x: (x * 9999).astype(jnp.int16),
-    "int32": lambda x: (x * 2.0**29).astype(jnp.int32),
-    "uint8": lambda x: (abs(x) * 100).astype(jnp.uint8),
-    "uint16": lambda x: (abs(x) * 20_000).astype(jnp.uint16),
-    "uint32": lambda x: (abs(x[:, 0]) * 1e4).astype(jnp.uint32) + jnp.uint32(2**31),
-    "float16": lambda x: x.astype(jnp.float16),
-    "bfloat16": lambda x: x.astype(jnp.bfloat16),
-    "[P,3,2]": lambda x: x[:, :3, None] * x[:, None, :2],
-    "[P,0]": lambda x: x[:, :0],
-}
+DTYPES = ["bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16"]
+EXTRAS = {dtype: lambda x, dtype=dtype: (abs(x) * 100).astype(dtype) for dtype in DTYPES}
+EXTRAS |= {"[P,3,2]": lambda x: x[:, :3, None] * x[:, None, :2], "[P]": lambda x: x[:, 0], "[P,0]": lambda x: x[:, :0]}
 
 
 @both
@@ -120,8 +110,6 @@ def test_the_heads_noise_is_independent_of_the_functions_key():
 
 
 class Traced:
-    """A linear policy that counts how often it is traced."""
-
     def __init__(self):
         self.traces = 0
 
@@ -178,14 +166,6 @@ def test_an_initial_state_of_all_lanes_is_named_where_the_function_fails():
     assert any("without a dimension of lanes" in note for note in error.value.__notes__)
 
 
-@both
-def test_deterministic_exploration_takes_the_mode(name):
-    policy = fc.jax_policy(lambda p, x: {"logits": x[:, :2] * p}, 3.0, head=fc.heads.categorical)
-    for kind, equal in [("DETERMINISTIC", True), ("MODE", True), ("RANDOM", False)]:
-        batch = collect(fc.make_env(name, num_envs=2), policy, 30, exploration_type=fc.ExplorationType[kind])
-        assert torch.equal(batch["action"], batch["logits"].argmax(-1)) == equal
-
-
 @pytest.mark.parametrize("name", ["CartPole-v1", "gymnax/CartPole-v1"])
 def test_a_variable_that_was_set_since_it_was_compiled_is_named(name):
     scale, traces = 1.0, 0
@@ -225,19 +205,7 @@ def test_code_that_jax_cannot_trace_is_named_with_the_remedy(name):
     assert "the policy's function is traced by JAX" in "".join(caught.value.__notes__)
 
 
-class Counted(gymnasium.Env):
-    """Shows a number of 64 bits."""
-
-    observation_space, action_space = spaces.Box(0, 2**62, (1,), np.int64), spaces.Discrete(2)
-
-    def __init__(self, number):
-        self.number = np.array([number])
-
-    def reset(self, *, seed=None, options=None):
-        return self.number, {}
-
-    def step(self, action):
-        return self.number, 0.0, False, False, {}
+WIDE = spaces.Box(0, 2**62, (1,), np.int64)
 
 
 @pytest.mark.parametrize("x64", [False, True])
@@ -246,7 +214,7 @@ def test_an_integer_that_needs_64_bits(x64):
         return {"action": observation[:, 0] * 0, "seen": observation}
 
     for number in (2**31 - 1, 2**31):
-        env = fc.make_env(lambda number=number: Counted(number), num_envs=2)
+        env = fc.make_env([Rigged(space=WIDE, good=np.array([number])) for _ in range(2)])
         with jax.enable_x64(x64):
             policy = fc.jax_policy(read, jnp.zeros(()))
             if number < 2**31 or x64:
@@ -257,45 +225,7 @@ def test_an_integer_that_needs_64_bits(x64):
                 fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
 
 
-@pytest.fixture
-def over_tensors(monkeypatch):
-    """The path that an accelerator takes, taken on the CPU."""
-
-    monkeypatch.setattr(tensor, "as_read", lambda env, policy, root: assemble(env.observation_space, root))
-
-
-@pytest.mark.parametrize("make", [jax_mlp, jax_keyed, jax_recurrent])
-@pytest.mark.parametrize("name", ["torch/CartPole-v1", "torch/Pendulum-v1"])
-def test_cuts_change_nothing(over_tensors, make, name):
-    env = make_env(name, 3)
-    policy = make(env)
-    whole = collect(env, policy, 40)
-    assert_same(whole, collect(env, policy, 1, 2, 37))
-    assert whole["next", "done"].any()
-
-
-def test_answers_as_over_rows(over_tensors, request):
-    env = make_env("torch/CartPole-v1", 3)
-    policy = fc.jax_policy(lambda params, x: (x[:, 2] > 0).astype(jnp.int32), None)
-    over = collect(env, policy, 40)
-    request.getfixturevalue("monkeypatch").undo()
-    assert_same(over, collect(env, policy, 40))
-
-
-def test_a_recurrent_state_begins_anew_with_each_episode(over_tensors):
-    env = make_env("torch/CartPole-v1", 3)
-
-    def apply(params, x, count):
-        return {"action": (x[:, 2] > 0).astype(jnp.int32), "count": count}, count + 1
-
-    policy = fc.jax_policy(apply, None, initial_state=jnp.zeros((), jnp.int32))
-    batch = collect(env, policy, 40)
-    assert torch.equal(batch["count"].long(), batch["collector", "step"])
-
-
 class Counting(fc.PolicyBase):
-    """A policy of a user's own with noise, and a state."""
-
     backend, params = "jax", None
 
     def noise(self, spec, /):
@@ -316,14 +246,29 @@ def test_the_state_of_a_policy_of_ones_own_begins_anew_with_each_episode(name):
     assert batch["next", "done"].any()
 
 
-def test_a_policy_of_ones_own_answers_as_over_rows(over_tensors, request):
-    env = make_env("torch/CartPole-v1", 3)
-    over = collect(env, Counting(), 40)
-    request.getfixturevalue("monkeypatch").undo()
-    assert_same(over, collect(env, Counting(), 40))
+def over_tensors(patch):
+    """The path that an accelerator takes, taken on the CPU."""
+    patch.setattr(tensor, "as_read", lambda env, policy, root: assemble(env.observation_space, root))
 
 
-def test_nan_from_the_policy_is_said(over_tensors):
+MAKERS = [jax_mlp, jax_keyed, jax_recurrent]
+CASES = [(make, name) for make in MAKERS for name in ("torch/CartPole-v1", "torch/Pendulum-v1")]
+
+
+@pytest.mark.parametrize(("make", "name"), [*CASES, (lambda env: Counting(), "torch/CartPole-v1")])
+def test_over_tensors_as_over_rows_and_however_it_is_cut(make, name, monkeypatch):
+    env = make_env(name, 3)
+    policy = make(env)
+    wanted = collect(env, policy, 40)
+    over_tensors(monkeypatch)
+    whole = collect(env, policy, 40)
+    assert_same(whole, collect(env, policy, 1, 2, 37))
+    assert_close(whole, wanted)
+    assert whole["next", "done"].any()
+
+
+def test_nan_from_the_policy_over_tensors_is_said(monkeypatch):
+    over_tensors(monkeypatch)
     env = make_env("torch/Pendulum-v1", 3)
     policy = fc.jax_policy(lambda params, x: x[:, :1] * jnp.nan, None)
     with pytest.raises(fc.PolicyError, match="lane 0, step 0 of this batch: action is NaN"):

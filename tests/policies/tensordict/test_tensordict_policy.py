@@ -7,7 +7,16 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
+from torchrl.modules import (
+    ConsistentDropoutModule,
+    MultiStepActorWrapper,
+    NormalParamExtractor,
+    OrnsteinUhlenbeckProcessModule,
+    ProbabilisticActor,
+    TanhNormal,
+    ValueOperator,
+)
 
 import funcollect as fc
 from funcollect.policies.as_policy import as_policy
@@ -15,6 +24,7 @@ from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from tests.support.compare import assert_same
+from tests.support.compare import collect as run
 from tests.support.policies.stateful_policies import Count
 from tests.support.running import in_soak
 
@@ -30,9 +40,7 @@ def push(x):
 
 
 def test_a_tensordict_module_reads_its_in_keys_and_writes_its_out_keys():
-    module = TensorDictModule(
-        lambda x: (push(x), x * 2), in_keys=["observation"], out_keys=["action", ("extra", "twice")]
-    )
+    module = TensorDictModule(lambda x: (push(x), x * 2), ["observation"], ["action", ("extra", "twice")])
     for name in ("CartPole-v1", "torch/CartPole-v1"):
         batch = collect(module, env=name)
         assert torch.equal(batch["action"], push(batch["observation"]))
@@ -120,17 +128,6 @@ def actor(default=InteractionType.DETERMINISTIC):
 PENDULUM = {"env": "Pendulum-v1"}
 
 
-@pytest.mark.parametrize("name", ["Pendulum-v1", "torch/Pendulum-v1"])
-def test_an_actor_of_torchrl_samples_and_is_recorded(name):
-    batch = collect(actor(), env=name)
-    wanted = TanhNormal(batch["loc"], batch["scale"], low=-2.0, high=2.0).log_prob(batch["action"])
-    inside = batch["action"][..., 0].abs() < 1.9  # nearer to a bound, an action says too little about what was drawn
-    assert inside.sum() > 60
-    torch.testing.assert_close(batch["action_log_prob"][inside], wanted[inside], rtol=1e-3, atol=1e-4)
-    assert batch["action"].shape == (3, 30, 1)
-    assert len(batch["action"].unique()) == 90
-
-
 @pytest.mark.parametrize("default", [InteractionType.RANDOM, InteractionType.DETERMINISTIC])
 def test_the_interaction_type_follows_the_exploration_type(default):
     mode = collect(actor(default), exploration_type=fc.ExplorationType.DETERMINISTIC, **PENDULUM)
@@ -159,7 +156,6 @@ def test_a_module_that_overwrites_what_it_was_given_corrupts_nothing(name):
     assert_same(batch, collect(push, env=name))
 
 
-needs_torchrl = pytest.mark.needs("torchrl")
 theirs_warn = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
 
 
@@ -182,12 +178,7 @@ ENVS = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 @pytest.mark.parametrize("lengths", [*in_soak([(60,)]), (1, 20, 39)])
 def test_what_is_written_is_read_at_the_next_step(name, make, lengths):
     env, policy = fc.make_env(name, num_envs=3), fc.tensordict_policy(make())
-    state, batches = fc.init(env, policy, seed=0), []
-    for length in lengths:
-        state, batch = fc.rollout(env, policy, state, length, max_frames_per_traj=12)
-        batches.append(batch)
-    assert_counts(torch.cat(batches, 1))
-    fc.close(state)
+    assert_counts(run(env, policy, *lengths, seed=0, max_frames_per_traj=12))
 
 
 def test_what_is_written_once_stays():
@@ -196,10 +187,8 @@ def test_what_is_written_once_stays():
             tensordict["value"] = torch.arange(1.0, 4.0)
         return tensordict.set("action", tensordict["observation"][:, 2].gt(0).long())
 
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    state, batch = fc.rollout(env, fc.tensordict_policy(policy), fc.init(env, fc.tensordict_policy(policy), seed=0), 9)
+    batch = run(fc.make_env("CartPole-v1", num_envs=3), fc.tensordict_policy(policy), 9)
     assert torch.equal(batch["value"], torch.arange(1.0, 4.0)[:, None].expand(3, 9))
-    fc.close(state)
 
 
 COLLECTORS = {
@@ -219,12 +208,10 @@ def test_over_collectors(kind):
             assert torch.equal(batch["count"], batch["collector", "step"] + later.long())
 
 
-@needs_torchrl
 @theirs_warn
 @pytest.mark.parametrize("lanes", [None, 2])
 def test_the_first_episodes_are_those_of_torchrl(lanes):
     from torchrl.collectors import Collector
-    from torchrl.envs import GymEnv, SerialEnv
 
     def env():
         return GymEnv("Pendulum-v1") if lanes is None else SerialEnv(lanes, lambda: GymEnv("Pendulum-v1"))
@@ -240,13 +227,10 @@ def test_the_first_episodes_are_those_of_torchrl(lanes):
     assert torch.equal(ours["action"], theirs["action"])
 
 
-@needs_torchrl
 @theirs_warn
 @pytest.mark.parametrize("derived", [False, True])
 def test_noise_of_ornstein_and_uhlenbeck_is_correlated(derived):
     from torchrl.collectors import Collector
-    from torchrl.envs import GymEnv
-    from torchrl.modules import OrnsteinUhlenbeckProcessModule
 
     class Derived(OrnsteinUhlenbeckProcessModule):
         """A user's own, which changes nothing."""
@@ -269,11 +253,7 @@ def test_noise_of_ornstein_and_uhlenbeck_is_correlated(derived):
         assert (action[1:] * action[:-1]).mean() / action.square().mean() > 0.8
 
 
-@needs_torchrl
 def test_actions_of_several_steps_are_played_out():
-    from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
-    from torchrl.modules import MultiStepActorWrapper
-
     network = nn.Sequential(nn.Linear(3, 4), nn.Unflatten(-1, (4, 1)))
     policy = MultiStepActorWrapper(TensorDictModule(network, ["observation"], ["action"]), n_steps=4)
     envs = TransformedEnv(SerialEnv(2, lambda: GymEnv("Pendulum-v1")), InitTracker())
@@ -289,8 +269,6 @@ def test_actions_of_several_steps_are_played_out():
 
 
 class Memory(nn.Module):
-    """A recurrent network whose state has one key, which it reads and writes."""
-
     def __init__(self):
         super().__init__()
         self.inner, self.head = nn.Linear(4 + 3, 3), nn.Linear(3, 2)
@@ -301,24 +279,18 @@ class Memory(nn.Module):
         return logits.argmax(-1), logits, memory
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [("CartPole-v1", None), ("CartPole-v1", "xla"), ("torch/CartPole-v1", None)]
-    + [("gymnax/CartPole-v1", way) for way in ("xla", "eager")],
-)
+WAYS = [("CartPole-v1", None), ("CartPole-v1", "xla"), ("torch/CartPole-v1", None)]
+WAYS += [("gymnax/CartPole-v1", way) for way in ("xla", "eager")]
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS)
 def test_an_announced_state_begins_with_each_trajectory(name, way):
     torch.manual_seed(0)
     network = Memory()
     module = TensorDictModule(network, ["observation", "memory"], ["action", "logits", "memory"])
     policy = fc.tensordict_policy(module, initial_state={"memory": torch.full((3,), 0.5)}, compile=way)
     env = fc.make_env(name, num_envs=3)
-    state = fc.init(env, policy, seed=0)
-    assert (state.policy_state.recurrent["memory",] == 0.5).all()
-    batches = []
-    for length in (1, 20, 19):
-        state, batch = fc.rollout(env, policy, state, length, max_frames_per_traj=12)
-        batches.append(batch)
-    batch = torch.cat(batches, 1)
+    batch = run(env, policy, 1, 20, 19, seed=0, max_frames_per_traj=12)
     memory = torch.full((3, 3), 0.5)
     for t in range(40):
         fresh = batch["collector", "step"][:, t] == 0
@@ -326,19 +298,13 @@ def test_an_announced_state_begins_with_each_trajectory(name, way):
         _, logits, memory = network(batch["observation"][:, t], memory)
         torch.testing.assert_close(batch["logits"][:, t], logits, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(batch["memory"][:, t], memory, rtol=1e-4, atol=1e-5)
-    fc.close(state)
 
 
-@needs_torchrl
 @theirs_warn
 def test_a_start_that_is_drawn_at_random_is_refused():
-    from torchrl.modules import ConsistentDropoutModule
-
-    layers = [
-        TensorDictModule(nn.Linear(4, 2), ["observation"], ["hidden"]),
-        ConsistentDropoutModule(p=0.5, in_keys="hidden", input_shape=(2,)),
-    ]
+    drop = ConsistentDropoutModule(p=0.5, in_keys="hidden", input_shape=(2,))
+    module = TensorDictSequential(TensorDictModule(nn.Linear(4, 2), ["observation"], ["hidden"]), drop)
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match=r"ConsistentDropoutModule draws the initial state.* initial_state="):
-        fc.SyncDataCollector("CartPole-v1", TensorDictSequential(*layers), frames_per_batch=8)
+        fc.SyncDataCollector("CartPole-v1", module, frames_per_batch=8)
     assert torch.equal(torch.get_rng_state(), before)

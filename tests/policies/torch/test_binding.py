@@ -16,9 +16,10 @@ from torch import nn
 from torch.testing import assert_close
 
 import funcollect as fc
-from funcollect.policies.as_policy import as_policy
+from tests.support import compare
 from tests.support.cases import Recurrent, jax_weights, make_env, mlp
 from tests.support.compare import assert_same, joined
+from tests.support.running import pairwise
 
 
 def linear(bias):
@@ -39,10 +40,8 @@ def env():
     return fc.make_env("CartPole-v1", num_envs=2)
 
 
-def collect(env, policy, length=12, **options):
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), length, **options)
-    fc.close(state)
-    return batch
+def collect(env, policy, **options):
+    return compare.collect(env, policy, 12, seed=0, **options)
 
 
 def snapshot(module):
@@ -82,16 +81,8 @@ class Normed(nn.Module):
     def forward(self, x):
         self.calls += 1
         dropped = self.drop(torch.ones_like(x))
-        return {
-            "action": torch.zeros(len(x)).long(),
-            "normed": self.norm(x),
-            "dropped": dropped,
-            "mode": modes(self, x),
-        }
-
-
-def modes(module, x):
-    return torch.tensor([part.training for part in module.modules()]).expand(len(x), -1)
+        mode = torch.tensor([part.training for part in self.modules()]).expand(len(x), -1)
+        return {"action": torch.zeros(len(x)).long(), "normed": self.norm(x), "dropped": dropped, "mode": mode}
 
 
 def test_the_mode_of_every_submodule_is_honoured_and_kept(env):
@@ -212,14 +203,8 @@ class Reaching(nn.Module):
         return getattr(self, name)(x)
 
     def forward(self, x):
-        ways = (
-            self.method(x),
-            self.methods["add"](x),
-            self.methods["parts"][0](x),
-            self.listed[0](x),
-            self.listed[1][0](x),
-            self.hidden(x),
-        )
+        held = (self.methods["add"], self.methods["parts"][0], self.listed[0], self.listed[1][0], self.hidden)
+        ways = [self.method(x), *(way(x) for way in held)]
         return {"action": torch.zeros(len(x)).long(), "seen": torch.stack(ways, 1)}
 
 
@@ -258,16 +243,13 @@ HIDDEN = 5
 
 
 def policies(seed=0):
-    """Modules by kind, each with the policy over it."""
     plain, recurrent, inner = mlp(4, 2, seed), Recurrent(4, 2, seed), mlp(4, 2, seed)
     tensordict = TensorDictModule(nn.Sequential(inner, Argmax()), ["observation"], ["action"])
+    head = fc.heads.categorical
     return {
-        "plain": (plain, fc.torch_policy(plain, head=fc.heads.categorical)),
-        "recurrent": (
-            recurrent,
-            fc.torch_policy(recurrent, head=fc.heads.categorical, initial_state=torch.zeros(HIDDEN)),
-        ),
-        "tensordict": (tensordict, as_policy(tensordict, make_env("CartPole-v1", None))),
+        "plain": (plain, fc.torch_policy(plain, head=head)),
+        "recurrent": (recurrent, fc.torch_policy(recurrent, head=head, initial_state=torch.zeros(HIDDEN))),
+        "tensordict": (tensordict, fc.tensordict_policy(tensordict)),
     }
 
 
@@ -280,7 +262,6 @@ KINDS = ["plain", "recurrent", "tensordict"]
 
 
 def collect_twice(env, policy, between=lambda batch: None, params=(None, None)):
-    """Two rollouts with something done between them."""
     state = fc.init(env, policy, seed=0)
     state, first = fc.rollout(env, policy, state, 30, params=params[0])
     between(first)
@@ -294,16 +275,13 @@ def copies_of(module):
 
 
 def train(module, fused=True):
-    """A step of Adam big enough to change what is done."""
     optimizer = torch.optim.Adam(module.parameters(), lr=2.0, fused=fused)
     sum(parameter.square().sum() + parameter.sum() for parameter in module.parameters()).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
-@pytest.mark.parametrize("num_envs", [None, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "num_envs", "name"), pairwise(KINDS, [None, 3], ["CartPole-v1", "torch/CartPole-v1"]))
 def test_a_fused_optimizer_step_is_seen_by_the_next_rollout(kind, num_envs, name):
     """With no parameters given, as with the module's before and after the step given as an argument."""
     env = make_env(name, num_envs)
@@ -345,15 +323,6 @@ def test_given_parameters_leave_the_module_alone(kind):
         assert all(tensor.grad is None for tensor in tensors)
     assert all(tensor.requires_grad for tensor in others.parameters())
     assert_same(collect_twice(env, policy), collect_twice(env, policies()[kind][1]))  # its own again
-
-
-def test_a_policys_own_params_are_what_it_takes():
-    env = make_env("CartPole-v1", 2)
-    for kind in KINDS:
-        module, policy = policies()[kind]
-        assert_same(collect_twice(env, policy), collect_twice(env, policy, params=(policy.params, policy.params)))
-        assert isinstance(policy.params, TensorDict)
-        assert len(list(policy.params.keys(True, True))) == len(module.state_dict())
 
 
 def jax_policy(params):

@@ -13,6 +13,7 @@ from funcollect.policies.torch_modules.sending import dumps, pack, unpack
 from funcollect.policies.torch_modules.skeleton import modules_of
 from funcollect.policies.torch_modules.torch_policy import CompiledCall
 from tests.support.compare import collect
+from tests.support.running import once
 
 ENV = "CartPole-v1"
 NETWORK = nn.Linear(4, 2)
@@ -32,8 +33,8 @@ def by_attribute(observation):
 
 
 class Agent:
-    def __init__(self):
-        self.layers = {"only": nn.Linear(4, 2)}
+    def __init__(self, network):
+        self.layers = {"only": network}
 
     def act(self, observation):
         return self.layers["only"](observation)
@@ -41,70 +42,32 @@ class Agent:
     __call__ = act
 
 
-def closure():
-    network = nn.Linear(4, 2)
-    return lambda observation: network(observation), network
-
-
-def decorated():
-    network = nn.Linear(4, 2)
-
-    @torch.no_grad()
-    def act(observation):
-        return network(observation)
-
-    return act, network
-
-
-def default():
-    network = nn.Linear(4, 2)
-    return lambda observation, network=network: network(observation), network
-
-
-def applied():
-    network = nn.Linear(4, 2)
-    return functools.partial(lambda network, observation: network(observation), network), network
-
-
-def method():
-    network = nn.Linear(4, 2)
-    return network.forward, network
-
-
-def agent():
-    made = Agent()
-    return made, made.layers["only"]
-
-
-def agents_method():
-    made = Agent()
-    return made.act, made.layers["only"]
-
-
+REFERENCES = {  # functions that refer to a network
+    "closure": lambda network: lambda observation: network(observation),
+    "decorated": lambda network: torch.no_grad()(lambda observation: network(observation)),
+    "default": lambda network: lambda observation, network=network: network(observation),
+    "partial": lambda network: functools.partial(lambda network, observation: network(observation), network),
+    "method": lambda network: network.forward,
+    "object": Agent,
+    "method of an object": lambda network: Agent(network).act,
+}
 KINDS = {
     "global": lambda: (by_global, NETWORK),
     "another function": lambda: (through_another, NETWORK),
     "attribute": lambda: (by_attribute, HOLDER.network),
-    "closure": closure,
-    "decorated": decorated,
-    "default": default,
-    "partial": applied,
-    "method": method,
-    "object": agent,
-    "method of an object": agents_method,
-}
+    **{name: functools.partial(lambda refer, network: (refer(network), network), refer, nn.Linear(4, 2))
+       for name, refer in REFERENCES.items()},
+}  # fmt: skip
 
 
 def always(network, action):
-    """Make the network prefer an action."""
     with torch.no_grad():
         network.weight.zero_()
         network.bias.copy_(torch.tensor([1.0 - action, action]))
 
 
-@pytest.fixture(params=KINDS)
-def made(request):
-    function, network = KINDS[request.param]()
+def made(kind):
+    function, network = KINDS[kind]()
     always(network, 0)
     return fc.torch_policy(function, head=fc.heads.greedy), network
 
@@ -113,8 +76,9 @@ def acts(policy, action, **kwargs):
     return bool((collect(fc.make_env(ENV, num_envs=2), policy, 5, **kwargs)["action"] == action).all())
 
 
-def test_weights_are_the_policys(made):
-    policy, network = made
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_the_policys(kind):
+    policy, network = made(kind)
     names = list(policy.state_dict())
     assert [name.rpartition(".")[2] for name in names] == ["weight", "bias"]
     assert acts(policy, 0)
@@ -127,8 +91,9 @@ def test_weights_are_the_policys(made):
     assert acts(policy, 0)
 
 
-def test_copies_have_weights_of_their_own(made):
-    policy, network = made
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_have_weights_of_their_own(kind):
+    policy, network = made(kind)
     module = policy.module
     for other in (copy.deepcopy(module), unpack(pack(module))):
         twin = fc.torch_policy(other, head=fc.heads.greedy)
@@ -140,9 +105,9 @@ def test_copies_have_weights_of_their_own(made):
         always(network, 0)
 
 
-@pytest.mark.parametrize("in_process", [True, False])
-def test_workers_follow(made, in_process):
-    policy, network = made
+@pytest.mark.parametrize(("kind", "in_process"), once(KINDS, (True, False)))
+def test_workers_follow(kind, in_process):
+    policy, network = made(kind)
     kwargs = {"frames_per_batch": 20, "seed": 0, "in_process": in_process}
     with fc.MultiSyncDataCollector([ENV] * 2, policy, **kwargs) as collector:
         assert (next(collector)["action"] == 0).all()
@@ -153,9 +118,7 @@ def test_workers_follow(made, in_process):
 
 @pytest.mark.parametrize("kind", ["global", "closure"])
 def test_an_evaluator_and_a_saved_run_have_the_weights(kind, tmp_path):
-    function, network = KINDS[kind]()
-    policy = fc.torch_policy(function, head=fc.heads.greedy)
-    always(network, 0)
+    policy, network = made(kind)
     with fc.Evaluator(ENV, policy, episodes=2, seed=0) as evaluator:
         always(network, 1)
         evaluator.submit(step=1)
@@ -172,8 +135,8 @@ def test_an_evaluator_and_a_saved_run_have_the_weights(kind, tmp_path):
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
 def test_every_loop_follows_and_gradients_arrive(env_id):
-    function, network = closure()
-    policy = fc.torch_policy(function, head=fc.heads.categorical)
+    network = nn.Linear(4, 2)
+    policy = fc.torch_policy(lambda observation: network(observation), head=fc.heads.categorical)
     env = fc.make_env(env_id, num_envs=2)
     _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 6)
     fc.evaluate_actions(policy, None, batch)["action_log_prob"].sum().backward()
@@ -185,10 +148,8 @@ def test_every_loop_follows_and_gradients_arrive(env_id):
 
 
 def test_within_other_policies():
-    function, network = KINDS["global"]()
-    always(network, 0)
-    statistics = fc.running_statistics.init(fc.make_env(ENV).observation_space)
-    policy = fc.normalized(fc.torch_policy(function, head=fc.heads.greedy), statistics)
+    policy, network = made("global")
+    policy = fc.normalized(policy, fc.running_statistics.init(fc.make_env(ENV).observation_space))
     with fc.MultiSyncDataCollector([ENV] * 2, policy, frames_per_batch=20, seed=0) as collector:
         next(collector)
         always(network, 1)
@@ -206,7 +167,7 @@ def test_within_other_policies():
 
 
 def test_compiled_functions_follow():
-    function, network = closure()
+    function, network = KINDS["closure"]()
     always(network, 0)
     policy = fc.torch_policy(function, head=fc.heads.greedy, compile="inductor")
     policy._compiled = CompiledCall("eager")

@@ -8,6 +8,7 @@ from gymnasium import spaces
 
 import funcollect as fc
 from funcollect.policies.mlp import Flatten, mlp
+from tests.support.envs.light_envs import Sampling
 
 
 @pytest.mark.parametrize(
@@ -48,42 +49,21 @@ def test_pixels_are_scaled():
     assert torch.equal(rows, torch.ones(3, 4))
 
 
-class Spaced(gymnasium.Env):
-    def __init__(self, action_space):
-        self.observation_space = spaces.Discrete(3)
-        self.action_space = action_space
-
-    def reset(self, *, seed=None, options=None):
-        return np.int64(1), {}
-
-    def step(self, action):
-        assert action in self.action_space
-        return np.int64(2), 0.0, False, False, {}
+ACTIONS = [spaces.Discrete(3, start=5), spaces.MultiDiscrete([[2, 3], [4, 2]]), spaces.Box(-2, 3, (2, 3))]
 
 
-@pytest.mark.parametrize(
-    "space",
-    [
-        spaces.Discrete(3, start=5),
-        spaces.MultiDiscrete([[2, 3], [4, 2]]),
-        spaces.Box(-2, 3, (2, 3)),
-        spaces.Box(-np.inf, np.inf, (2,)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("space", [*ACTIONS, spaces.Box(-np.inf, np.inf, (2,))], ids=str)
 def test_the_network_suits_the_action_space(space):
-    env = fc.make_env(lambda: Spaced(space), num_envs=2)
+    env = fc.make_env(lambda: Sampling(spaces.Discrete(3), space), num_envs=2)
     policy = mlp(env, seed=0)
     _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
     assert batch["action"].shape == (2, 4, *space.shape)
 
 
-@pytest.mark.parametrize(
-    "space", [spaces.MultiBinary(3), spaces.Box(-1, 1, ()), spaces.Box(0, 9, (2,), np.int64)], ids=str
-)
+@pytest.mark.parametrize("space", [spaces.MultiBinary(3), spaces.Box(-1, 1, ()), spaces.Box(0, 9, (2,), int)], ids=str)
 def test_other_action_spaces_are_refused(space):
     with pytest.raises(ValueError, match=r"mlp needs a Discrete.*the policy random"):
-        mlp(fc.make_env(lambda: Spaced(space), num_envs=2), seed=0)
+        mlp(fc.make_env(lambda: Sampling(spaces.Discrete(3), space), num_envs=2), seed=0)
 
 
 def test_the_networks_seed_leaves_torchs_alone():

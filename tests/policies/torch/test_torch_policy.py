@@ -3,7 +3,6 @@
 import pickle
 
 import gymnasium
-import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -18,7 +17,6 @@ both = pytest.mark.parametrize("name", ENVS)
 
 
 def make_env(name, num_envs=3):
-    """CartPole with short episodes."""
     env = fc.make_env(name, num_envs=num_envs, **({} if name.startswith("torch/") else {"max_episode_steps": 7}))
     if name.startswith("torch/"):
         env.max_episode_steps = 7
@@ -29,17 +27,9 @@ def push(observation):
     return (observation[:, 2] > 0).long()
 
 
-EXTRAS = {
-    "bool": lambda x: x[:, 0] > 0,
-    "int8": lambda x: (x * 100).to(torch.int8),
-    "int64": lambda x: (x[:, :1] * 2.0**40).long(),
-    "float64": lambda x: x[:, 1].double() / 3,
-    "bf16": lambda x: x[:, :2].bfloat16(),
-    "float16": lambda x: x.half()[:, None],
-    "[P,3,2]": lambda x: x[:, :3, None] * x[:, None, :2],
-    "[P,0]": lambda x: x[:, :0],
-    "complex": lambda x: torch.complex(x, -x),
-}
+DTYPES = (torch.bool, torch.int8, torch.int64, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+EXTRAS = {str(dtype).partition(".")[2]: lambda x, dtype=dtype: (x * 100).to(dtype) for dtype in DTYPES}
+EXTRAS |= {"[P,3,2]": lambda x: x[:, :3, None] * x[:, None, :2], "[P]": lambda x: x[:, 0], "[P,0]": lambda x: x[:, :0]}
 
 
 @both
@@ -77,8 +67,6 @@ def test_a_dict_holds_loc_and_scale():
 
 
 class Buffered(nn.Module):
-    """Answers with memory that it writes again."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("out", torch.zeros(3, dtype=torch.long))
@@ -126,9 +114,6 @@ def test_a_module_that_writes_its_observation_does_not_corrupt_the_data(name, re
     assert_same(batches[0], batches[2])
     assert_same(batches[1], batches[3])
     assert batches[0]["next", "done"].any()
-
-
-BOX, BYTES = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Box(0, 255, (3,), np.uint8)
 
 
 class Drawing(nn.Module):
