@@ -63,7 +63,6 @@ def write(repository, text):
 
 @pytest.fixture(autouse=True)
 def frameworks(tmp_path, monkeypatch):
-    """Processes that are started find those."""
     folder = tmp_path / "frameworks"
     folder.mkdir()
     for name, text in FRAMEWORKS.items():

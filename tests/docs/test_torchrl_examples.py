@@ -5,14 +5,14 @@ import itertools
 import gymnasium
 import pytest
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
-from torch import nn
+from torchrl.envs import GymEnv, ParallelEnv, SerialEnv
+from torchrl.envs.utils import RandomPolicy
 
 import funcollect as fc
 from tests.support.running import SCALE, in_soak
 
-pytestmark = [pytest.mark.needs("torchrl"), pytest.mark.filterwarnings("ignore:Exporting a model while:UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:Exporting a model while:UserWarning")
 N = 48
 KEYS = ("collector", "traj_ids")
 MultiSync, MultiaSync = fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
@@ -20,20 +20,10 @@ LazyTensorStorage, SliceSampler = fc.storages.LazyTensorStorage, fc.samplers.Sli
 
 
 def make_env():
-    from torchrl.envs import GymEnv
-
     return GymEnv("CartPole-v1")
 
 
-def parallel(count):
-    from torchrl.envs import ParallelEnv
-
-    return ParallelEnv(count, make_env)
-
-
 def random_policy(env):
-    from torchrl.envs.utils import RandomPolicy
-
     return RandomPolicy(env.action_spec)
 
 
@@ -68,8 +58,6 @@ def test_the_tutorial_of_data_collection_and_storage_in_its_order():
 
 @pytest.mark.parametrize(("name", "lanes"), [("CartPole-v1", None), ("Pendulum-v1", 2)])
 def test_random_policies_of_torchrl(name, lanes):
-    from torchrl.envs import GymEnv, SerialEnv
-
     env = GymEnv(name) if lanes is None else SerialEnv(lanes, lambda: GymEnv(name))
     for policy in (random_policy(env), lambda td, env=env: env.rand_action(td)):
         with fc.SyncDataCollector(env, policy, frames_per_batch=20, total_frames=20) as collector:
@@ -116,13 +104,14 @@ def test_any_collector_flat():
 
 
 STACKED = {"total_frames": -1, "cat_results": "stack"}
+FOUR = STACKED | {"frames_per_batch": 4 * N}
 SLICED = {  # a collector, and the shape of its batch
     "one": (lambda: one(N), (N,)),
     "async": (lambda: MultiaSync([make_env] * 2, None, frames_per_batch=N, total_frames=-1), (N,)),
     "workers": (lambda: MultiSync([make_env] * 2, None, frames_per_batch=2 * N, **STACKED), (2, N)),
-    "parallel": (lambda: fc.SyncDataCollector(parallel(2), None, frames_per_batch=2 * N, total_frames=-1), (2, N)),
+    "parallel": (lambda: fc.SyncDataCollector(ParallelEnv(2, make_env), None, frames_per_batch=2 * N), (2, N)),
     # One live environment stands for all workers: each builds its own.
-    "each parallel": (lambda: MultiSync([parallel(2)] * 2, None, frames_per_batch=4 * N, **STACKED), (2, 2, N)),
+    "each parallel": (lambda: MultiSync([ParallelEnv(2, make_env)] * 2, None, **FOUR), (2, 2, N)),
 }
 
 
@@ -141,7 +130,7 @@ def test_slices(case):
 
 LIVE = {
     "GymEnv": make_env,
-    "SerialEnv": lambda: __import__("torchrl.envs").envs.SerialEnv(2, make_env),
+    "SerialEnv": lambda: SerialEnv(2, make_env),
     "gymnasium": lambda: gymnasium.make("HalfCheetah-v5"),
 }
 
@@ -155,38 +144,11 @@ def test_other_live_environments_for_several_workers(kind):
             assert (batch["observation"][0] != batch["observation"][1]).any()
 
 
-SHAPES = {
-    "stack, batched": (MultiSync, True, {"cat_results": "stack"}, (3, 2, 4)),
-    "sync": (fc.SyncDataCollector, False, {}, (24,)),
-    "sync, batched": (fc.SyncDataCollector, True, {}, (2, 12)),
-    "stack": (MultiSync, False, {"cat_results": "stack"}, (3, 8)),
-    "0": (MultiSync, False, {"cat_results": 0}, (24,)),
-    "0, batched": (MultiSync, True, {"cat_results": 0}, (6, 4)),
-    "-1": (MultiSync, False, {"cat_results": -1}, (24,)),
-    "-1, batched": (MultiSync, True, {"cat_results": -1}, (2, 12)),
-    "async": (MultiaSync, False, {}, (24,)),
-    "async, batched": (MultiaSync, True, {}, (2, 12)),
-}
-
-
-@pytest.mark.parametrize("case", [*SHAPES] if SCALE > 1 else [*SHAPES][:2])
-def test_shapes(case):
-    from torchrl.envs import SerialEnv
-
-    kind, batched, options, shape = SHAPES[case]
-    make = (lambda: SerialEnv(2, make_env)) if batched else make_env
-    made = make() if kind is fc.SyncDataCollector else [make] * 3
-    with kind(made, None, frames_per_batch=24, total_frames=24, **options) as collector:
-        (batch,) = list(collector)[:1]
-        assert batch.batch_size == shape
-
-
 @pytest.mark.parametrize("frames", [0, 50, 60, 101])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of TorchRL about its next version
 @pytest.mark.filterwarnings("ignore:init_random_frames .* is not exactly a multiple:UserWarning")
 def test_as_many_frames_are_random_as_in_torchrls_collector(frames):
     from torchrl.collectors import Collector
-    from torchrl.envs import GymEnv
 
     def right(td):
         return td.set("action", torch.ones(td.batch_size, dtype=torch.int64))
@@ -199,50 +161,3 @@ def test_as_many_frames_are_random_as_in_torchrls_collector(frames):
         return random
 
     assert counted(fc.SyncDataCollector) == counted(Collector, trust_policy=True) == -(-frames // 50) * 50
-
-
-# RayCollector.
-
-
-@pytest.mark.parametrize("policy", ["module", *in_soak(["forward(td)", "forward(tensordict)", "annotated", "none"])])
-def test_ray_collector(ray_cluster, policy):
-    from torchrl.envs import GymEnv
-
-    collector = fc.RayCollector(
-        create_env_fn=[lambda: GymEnv("Pendulum-v1", device="cpu")],
-        policy=POLICIES[policy](),
-        collector_class=fc.SyncDataCollector,
-        max_frames_per_traj=50,
-        init_random_frames=-1,
-        reset_at_each_iter=-False,
-        collector_kwargs={"device": "cpu", "storing_device": "cpu"},
-        num_collectors=1,
-        total_frames=400,
-        frames_per_batch=200,
-    )
-    with collector:
-        assert [tuple(batch["action"].shape) for batch in collector] == [(200, 1)] * 2
-
-
-class Tensordict(nn.Module):
-    def forward(self, tensordict):
-        return tensordict.set("action", tensordict["observation"][..., :1])
-
-
-class Td(nn.Module):
-    def forward(self, td):
-        return td.set("action", td["observation"][..., :1])
-
-
-class Annotated(nn.Module):
-    def forward(self, x: TensorDictBase) -> TensorDictBase:
-        return x.set("action", x["observation"][..., :1])
-
-
-POLICIES = {
-    "module": lambda: TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"]),
-    "forward(tensordict)": Tensordict,
-    "forward(td)": Td,
-    "annotated": Annotated,
-    "none": lambda: None,
-}
