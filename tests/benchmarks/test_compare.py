@@ -63,7 +63,6 @@ def write(repository, text):
 
 @pytest.fixture(autouse=True)
 def frameworks(tmp_path, monkeypatch):
-    """Processes that are started find those."""
     folder = tmp_path / "frameworks"
     folder.mkdir()
     for name, text in FRAMEWORKS.items():
@@ -146,10 +145,7 @@ def test_verdicts_on_what_does_not_run(errors, expected):
 
 
 def test_the_verdict_is_by_wall_time_per_frame():
-    blocks = {
-        BEFORE: [Block(frames=10, wall=10.0, cpu=40.0)] * 9,
-        AFTER: [Block(frames=5, wall=10.0, cpu=5.0)] * 9,
-    }
+    blocks = {BEFORE: [Block(frames=10, wall=10.0, cpu=40.0)] * 9, AFTER: [Block(frames=5, wall=10.0, cpu=5.0)] * 9}
     comparison = Comparison(blocks=blocks)
     assert comparison.ratio("wall").estimate == pytest.approx(0.5)
     assert comparison.ratio("cpu").estimate == pytest.approx(4)

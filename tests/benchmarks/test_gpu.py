@@ -9,16 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import benchmarks.gpu
-from benchmarks.gpu import (
-    GROUPS,
-    PARTS,
-    Part,
-    arms,
-    goals,
-    is_chosen,
-    machine,
-    picture,
-)
+from benchmarks.gpu import GROUPS, PARTS, Part, arms, goals, is_chosen, machine, picture
 from benchmarks.gpu.built import NO_TIME, Builder
 from benchmarks.gpu.cells import CELLS, PROFILED
 from benchmarks.gpu.measures import memory, profiles, timing

@@ -1,9 +1,5 @@
 """A module acts as it is at a rollout, over workers as it was at the last update, however it was changed."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,7 +7,7 @@ import funcollect as fc
 from tests.support.policies.changing import CHANGES, TENSOR_CHANGES, Net, TensorNet, expected
 from tests.support.running import SCALE, in_soak
 
-LOOPS: dict[str, tuple[str, Any]] = {
+LOOPS = {
     "host": ("CartPole-v1", None),
     "host, one call of XLA": ("CartPole-v1", "xla"),
     "host, compiled": ("CartPole-v1", "inductor"),
@@ -25,13 +21,12 @@ EVERY = {"host, one call of XLA": 6, "host, compiled": 24, "fused": 6} if SCALE 
 NOT_LOWERED = {"a spectral norm": "writes the buffer"}  # changes after which the network cannot become a program
 
 
-def change_it(net: Any, batch: Any, what: str) -> None:
-    """Make a change, which has an effect."""
+def change_it(net, batch, what):
     (CHANGES | TENSOR_CHANGES)[what](net)
     assert not torch.allclose(expected(net, batch), batch["logits"]), f"{what} has no effect"
 
 
-def assert_acts(net: Any, batch: Any, what: str) -> None:
+def assert_acts(net, batch, what):
     torch.testing.assert_close(batch["logits"], expected(net, batch), rtol=1e-4, atol=1e-5, msg=f"after {what}")
     assert torch.equal(batch["action"], batch["logits"].argmax(-1)), what
 
@@ -41,7 +36,7 @@ def assert_acts(net: Any, batch: Any, what: str) -> None:
     "ignore:(Tensor)?Net writes its buffers .*weight.0._u:UserWarning"
 )  # as a spectral norm does
 @pytest.mark.parametrize("loop", LOOPS)
-def test_every_change_acts_at_the_next_rollout(loop: str) -> None:
+def test_every_change_acts_at_the_next_rollout(loop):
     """Also a change of a tensor that is no parameter, where the network need not be lowered."""
     name, compiler = LOOPS[loop]
     torch.manual_seed(0)
@@ -61,8 +56,7 @@ def test_every_change_acts_at_the_next_rollout(loop: str) -> None:
     fc.close(state)
 
 
-def run_changes(net: Any, collector: Any, every: int = 1) -> None:
-    """Each change on top of the others, in one collector."""
+def run_changes(net, collector, every=1):
     batch = next(collector)
     for what in [*TENSOR_CHANGES, *CHANGES][::every]:
         change_it(net, batch, what)
@@ -73,11 +67,11 @@ def run_changes(net: Any, collector: Any, every: int = 1) -> None:
         assert_acts(net, batch, what)
 
 
-def workers(kind: Any, frames: int = 8, **kwargs: Any) -> Any:
+def workers(kind, frames=8, **kwargs):
     return lambda policy: kind(["CartPole-v1"] * 2, policy, frames_per_batch=frames, total_frames=-1, **kwargs)
 
 
-COLLECTORS: dict[str, Any] = {
+COLLECTORS = {
     "sync": workers(fc.MultiSyncDataCollector),
     "async": workers(fc.MultiaSyncDataCollector, frames=4),
     "in this process": workers(fc.MultiSyncDataCollector, in_process=True),
@@ -85,7 +79,7 @@ COLLECTORS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", ["sync", *in_soak(["async", "in this process"])])
-def test_every_change_reaches_every_collector(kind: str) -> None:
+def test_every_change_reaches_every_collector(kind):
     torch.manual_seed(0)
     net = TensorNet()
     with COLLECTORS[kind](fc.torch_policy(net)) as collector:
@@ -94,10 +88,10 @@ def test_every_change_reaches_every_collector(kind: str) -> None:
 
 @pytest.mark.evening
 @pytest.mark.parametrize("workers", [1, 2])
-def test_every_change_reaches_actors(ray_cluster: Any, workers: int) -> None:
+def test_every_change_reaches_actors(ray_cluster, workers):
     torch.manual_seed(0)
     net = TensorNet()
-    kwargs: dict[str, Any] = {"frames_per_batch": 8, "total_frames": -1, "sync": True}
+    kwargs = {"frames_per_batch": 8, "total_frames": -1, "sync": True}
     if workers == 2:
         kwargs |= {"collector_class": fc.MultiSyncDataCollector, "num_workers_per_collector": 2}
     with fc.RayCollector(["CartPole-v1"] * 2, fc.torch_policy(net), **kwargs) as collector:

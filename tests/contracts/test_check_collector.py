@@ -1,9 +1,5 @@
 """`check_collector` passes the collector of this process; `tests/collectors/workers` does so for the others."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 import funcollect as fc
@@ -15,12 +11,12 @@ from tests.support.running import scaled
 NAMES = [check.__name__ for check in COLLECTOR_CHECKS]
 
 
-def policy() -> Any:
+def policy():
     return fc.torch_policy(mlp(2, 3), head=fc.heads.categorical)
 
 
 # One row per layout.
-GOOD: dict[str, dict[str, Any]] = {
+GOOD = {
     "single": {"create_env_fn": Walk},
     "batch": {"create_env_fn": Walk, "create_env_kwargs": {"num_envs": 3}},
     "torch": {"create_env_fn": "torch/CartPole-v1", "frames_per_batch": 30},
@@ -29,15 +25,15 @@ GOOD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_good_collector_passes_every_check(name: str) -> None:
+def test_a_good_collector_passes_every_check(name):
     kwargs = {"frames_per_batch": 40, **GOOD[name]}
     if kwargs["create_env_fn"] is Walk:
         kwargs["policy"] = policy()
     assert check_collector(fc.SyncDataCollector, batches=scaled(3), **kwargs).passed == tuple(NAMES)
 
 
-def test_a_function_without_arguments_is_checked_as_far_as_it_goes() -> None:
-    def make() -> fc.SyncDataCollector:
+def test_a_function_without_arguments_is_checked_as_far_as_it_goes():
+    def make():
         return fc.SyncDataCollector(Walk, policy(), frames_per_batch=40)
 
     report = check_collector(make)
@@ -45,12 +41,12 @@ def test_a_function_without_arguments_is_checked_as_far_as_it_goes() -> None:
 
 
 class NumbersNoTrajectories(fc.SyncDataCollector):
-    def __next__(self) -> Any:
+    def __next__(self):
         batch = super().__next__()
         batch["collector", "traj_ids"].zero_()
         return batch
 
 
-def test_a_fault_is_caught() -> None:
+def test_a_fault_is_caught():
     with pytest.raises(fc.CheckError, match="fails 'trajectories'"):
         check_collector(NumbersNoTrajectories, create_env_fn=Walk, policy=policy(), frames_per_batch=40)

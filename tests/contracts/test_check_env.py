@@ -24,8 +24,6 @@ NAMES = [check.__name__ for check in ENV_CHECKS]
 
 
 class Structured(Walk):
-    """Observations of every kind."""
-
     observation_space = spaces.Dict(
         {
             "place": faulty.BOX,

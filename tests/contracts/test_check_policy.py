@@ -1,14 +1,18 @@
 """`check_policy` passes every form of policy, and each of its checks catches the faults that it claims to catch."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from torch import nn
 
 import funcollect as fc
+from funcollect.policies.heads import categorical
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.testing import POLICY_CHECKS, check_env, check_policy
 from tests.support.cases import POLICIES, make_env, mlp, sizes
-from tests.support.faulty import faulty_policies as faulty
 from tests.support.faulty.faulty_envs import Walk, over
 from tests.support.running import SCALE, scaled
 
@@ -41,8 +45,6 @@ def test_every_form_passes_every_check_that_applies(kind, name, num_envs):
 
 
 class Grid(Walk):
-    """Two components of three and two choices."""
-
     action_space = spaces.MultiDiscrete([3, 2], start=[1, 0])
 
     def push(self, action):
@@ -50,8 +52,66 @@ class Grid(Walk):
         return super().push(action - self.action_space.start)
 
 
-def walks(kind, **kwargs):
-    return fc.envs.from_gymnasium(kind, num_envs=3, **kwargs)
+def walks(kind=Walk, **kwargs):
+    return lambda: fc.envs.from_gymnasium(kind, num_envs=3, **kwargs)
+
+
+def linear(inputs=2, outputs=3):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Linear(inputs, outputs)
+
+
+def torch_policy(*layers, head=fc.heads.categorical):
+    return lambda: fc.torch_policy(nn.Sequential(*layers), head=head)
+
+
+class Plain(fc.PolicyBase):
+    """By the bare protocol: pushes away from where it stands, or draws. `more` may add outputs, or write over them."""
+
+    backend, params, calls = "torch", None, 0
+
+    def noise(self, spec):
+        return fc.heads.categorical.noise(spec)
+
+    def prepare(self, params):
+        return params
+
+    def scores(self, params, observation):
+        return torch.stack([-observation[:, 0], observation[:, 1] * 0, observation[:, 0]], -1)
+
+    def more(self, scores, noise, random, state):
+        return {}
+
+    def __call__(self, params, state, observation, noise, spec, exploration):
+        scores = self.scores(params, observation)
+        random = exploration.type is fc.ExplorationType.RANDOM
+        outputs = {"action": (scores + noise if random else scores).argmax(-1), "scores": scores}
+        return state, outputs | self.more(scores, noise, random, state)
+
+
+class Weighted(Plain):
+    def __init__(self):
+        self.params = {"weight": torch.ones(3)}
+
+    prepare = fc.PolicyBase.prepare
+
+    def scores(self, params, observation):
+        return super().scores(params, observation) * params["weight"]
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = linear(4, 2), linear()
+
+    def forward(self, observation, hidden):
+        after = self.first(torch.cat((observation, hidden), -1)).tanh()
+        return {"logits": self.second(after), "hidden": after}, after
+
+
+def recurrent():
+    return fc.torch_policy(Hidden(), head=fc.heads.categorical, initial_state=torch.ones(2))
 
 
 def function(observation):
@@ -59,28 +119,16 @@ def function(observation):
 
 
 OTHERS = {
-    "greedy": (lambda: fc.torch_policy(mlp(2, 3), head=fc.heads.greedy), over(Walk), STATELESS | UNSCORED),
-    "one-hot": (
-        lambda: fc.torch_policy(mlp(2, 3), head=fc.heads.categorical),
-        lambda: walks(Walk, one_hot=True),
-        STATELESS,
-    ),
-    "components": (lambda: fc.torch_policy(mlp(2, 5), head=fc.heads.categorical), lambda: walks(Grid), STATELESS),
-    "components, epsilon": (
-        lambda: fc.torch_policy(mlp(2, 5), head=fc.heads.epsilon_greedy(0.4)),
-        lambda: walks(Grid),
-        STATELESS,
-    ),
-    "function": (lambda: function, over(Walk), STATELESS | UNSCORED | WEIGHTLESS),
-    "None": (lambda: None, over(Walk), STATELESS | {"deterministic"} | UNSCORED | WEIGHTLESS),
-    "protocol": (faulty.Plain, over(Walk), STATELESS | UNSCORED | WEIGHTLESS),
-    "protocol with parameters": (faulty.Weighted, over(Walk), STATELESS | UNSCORED),
-    "recurrent": (faulty.recurrent, over(Walk), set()),
-    "batch norm, eval": (
-        lambda: fc.torch_policy(nn.Sequential(nn.BatchNorm1d(2), mlp(2, 3)).eval(), head=fc.heads.categorical),
-        over(Walk),
-        STATELESS,
-    ),
+    "greedy": (torch_policy(mlp(2, 3), head=fc.heads.greedy), walks(), STATELESS | UNSCORED),
+    "one-hot": (torch_policy(mlp(2, 3)), walks(one_hot=True), STATELESS),
+    "components": (torch_policy(mlp(2, 5)), walks(Grid), STATELESS),
+    "components, epsilon": (torch_policy(mlp(2, 5), head=fc.heads.epsilon_greedy(0.4)), walks(Grid), STATELESS),
+    "function": (lambda: function, walks(), STATELESS | UNSCORED | WEIGHTLESS),
+    "None": (lambda: None, walks(), STATELESS | {"deterministic"} | UNSCORED | WEIGHTLESS),
+    "protocol": (Plain, walks(), STATELESS | UNSCORED | WEIGHTLESS),
+    "protocol with parameters": (Weighted, walks(), STATELESS | UNSCORED),
+    "recurrent": (recurrent, walks(), set()),
+    "batch norm, eval": (torch_policy(nn.BatchNorm1d(2).eval(), mlp(2, 3)), walks(), STATELESS),
 }
 
 
@@ -91,69 +139,210 @@ def test_other_forms_pass_too(name):
     assert {*report.passed} == {*NAMES} - idle, str(report)
 
 
+def planted(base=Plain, **members):
+    return type("Planted", (base,), members)
+
+
+def counting(self, params, observation):
+    self.calls += 1
+    return Plain.scores(self, params, observation) * self.calls
+
+
+def narrow(self, key, num_envs):
+    return torch.zeros(num_envs)
+
+
+def widening(self, params, state, *args):
+    return state.double() + 1, Plain.__call__(self, params, None, *args)[1]
+
+
+def by_its_own(self, params, observation):
+    return Weighted.scores(self, self.params, observation)
+
+
+def as_given(self, params):
+    return self.params if params is None else params
+
+
+def adopting(self, params):
+    self.params = Weighted.prepare(self, params)
+    return self.params
+
+
+def with_a_bias(self, params=None):
+    return TorchPolicy.state_dict(self, params) | {"bias": torch.zeros(3)}
+
+
+def without_a_copy(self, params=None):
+    return dict(self.module.named_parameters())
+
+
+def scored(change):
+    return planted(scores=lambda self, params, x: Plain.scores(self, params, change(x)))
+
+
+class Explodes(nn.Module):
+    """Its state overflows in the fourth step of an episode."""
+
+    def forward(self, observation, hidden):
+        return hidden * 0 + observation[:, :1], hidden * 1e10
+
+
+class LearnsAsItActs(nn.Linear):
+    def forward(self, observation):
+        with torch.no_grad():
+            self.weight += 0.01
+        return super().forward(observation)
+
+
+class Acting:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def acting(make, **members):
+    class Wrapped(TorchPolicy):
+        def actor(self, inputs):
+            return planted(Acting, **members)(super().actor(inputs))
+
+    policy = make()
+    return lambda: Wrapped(policy.module, policy.head, policy.initial_state, None)
+
+
+def hesitating(self):
+    """The first scores of every batch are others."""
+    state, columns = self.inner.finish()
+    columns["scores",][0] += len(columns["scores",]) > 2
+    return state, columns
+
+
+def keeping(self):
+    """Its state is a view of what it recorded."""
+    state, columns = self.inner.finish()
+    return type(state)(columns["hidden",][-1], state.generator), columns
+
+
+def all_lanes(self, lanes):
+    if len(lanes):
+        self.inner.restart(range(3))
+
+
+def no_lane(self, lanes):
+    pass
+
+
+class Scored(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, observation):
+        answer = self.inner(observation)
+        return {"logits": answer, "scores": answer}
+
+
+class Unnormalised(type(categorical)):
+    """Takes the logit for the log-probability."""
+
+    def log_prob(self, xp, parameters, outputs, spec):
+        return parameters[0].gather(-1, outputs["action"][..., None])[..., 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Forgetful(type(categorical)):
+    """Scores by something that `record` does not return."""
+
+    def sample(self, xp, parameters, noise, spec):
+        return {**super().sample(xp, parameters, noise, spec), "luck": parameters[0].sum(-1) * 0 + 1}
+
+    def log_prob(self, xp, parameters, outputs, spec):
+        return super().log_prob(xp, parameters, outputs, spec) - outputs.get("luck", 0)
+
+
+def scoring():
+    return fc.torch_policy(Scored(), head=fc.heads.categorical)
+
+
+UNNORMALISED, FORGETFUL = Unnormalised(*dataclasses.astuple(categorical)), Forgetful(name="forgetful")
+
+
+def in_torch(**members):
+    return lambda: planted(TorchPolicy, **members)(linear(), fc.heads.categorical, None, None)
+
+
 def explosive():
-    return fc.torch_policy(faulty.Explodes(), head=fc.heads.categorical, initial_state=torch.ones(3))
+    return fc.torch_policy(Explodes(), head=fc.heads.categorical, initial_state=torch.ones(3))
+
+
+def more(change, **members):
+    return planted(more=lambda self, *given: change(*given), **members)
+
+
+def drawing(scores, noise, *_):
+    return {"action": (scores + noise).argmax(-1)}
+
+
+def beside_its_state(scores, noise, random, state):
+    return {"scores": scores + state}
+
+
+def anyhow(self, key, num_envs):
+    return torch.from_numpy(np.random.default_rng().normal(size=(num_envs, 1)))
+
+
+def fault(check, make, words):
+    return pytest.param(check, make, words, id=f"{check} {words:.20}")
 
 
 FAULTS = [
-    ("answers", lambda: fc.torch_policy(mlp(2, 3), head=fc.heads.normal), r"normal needs a floating Box action space"),
-    ("answers", faulty.AnswersOneRow, r"the output scores: expected \[3, ...\], a row for each environment, got \[2\]"),
-    ("answers", faulty.SaysMoreAtRandom, r"the outputs with exploration_type=DETERMINISTIC: expected .*'noise'.*got"),
-    ("acts", explosive, r"lane \d, step \d+ of this batch: logits is NaN"),
-    ("generators", faulty.DrawsFromNumPy, r"NumPy's global generator"),
-    (
-        "pure",
-        faulty.WritesItsObservation,
-        r"the observation observation after the policy was called: expected unchanged",
-    ),
-    ("pure", faulty.Counts, r"the second of two equal calls.*keep nothing in self"),
-    (
-        "pure",
-        faulty.choosing(faulty.LearnsAsItActs(2, 3)),
-        r"the policy's own params..0...'weight'.: expected unchanged",
-    ),
-    ("same_seed", faulty.StartsAnyhow, r"the second run, lane \d.*seed=0"),
-    ("cuts", faulty.hesitant, r"the run cut into \[1, 13, 1, 13\], lane 0, step 0, scores"),
-    (
-        "batch_memory",
-        lambda: faulty.recurrent(faulty.KeepsItsColumns),
-        r"batches were zeroed, lane \d.*copy what is kept",
-    ),
-    ("save", faulty.Widens, r"a leaf of the saved policy_state is float64, here it is float32"),
-    ("deterministic", faulty.DrawsRegardless, r"row \d, action, with exploration_type=DETERMINISTIC.*for every seed"),
-    ("deterministic", faulty.choosing(nn.Linear(2, 3), nn.Dropout()), r"call module.eval\(\) if there is dropout"),
-    ("log_probs", faulty.unnormalised, r"lane 0, step 0, the sum of all actions' probabilities: expected 1.0, got \d"),
-    ("log_probs", faulty.forgetful, r"lane 0, step 0, action_log_prob: expected -\d\.\d+, by evaluate_actions"),
-    ("rows_apart", faulty.ComparesItsRows, r"the output beside other rows, lane 0"),
-    ("rows_apart", faulty.CountsItsRows, r"the outputs for the rows in reverse order, lane 0"),
-    ("recurrent", lambda: faulty.recurrent(faulty.Forgets), r"lane 1, leaf 0 of the recurrent state.*going on"),
-    ("recurrent", lambda: faulty.recurrent(faulty.NeverForgets), r"lane 0, leaf 0 of the recurrent state.*begun anew"),
-    ("params_argument", faulty.IgnoresItsParams, r"the run with other params: expected other outputs, got the same"),
-    ("params_argument", faulty.TakesNoStateDict, r"KeyError: 'weight'"),
-    ("params_argument", faulty.TakesParamsForItsOwn, r"the policy's own params..weight..: expected unchanged"),
-    ("state_dict", faulty.linear_in(faulty.LosesABias), r"the policy's own params..bias..: expected unchanged"),
-    ("state_dict", faulty.linear_in(faulty.SavesNoCopy), r"the policy's own params..\w+..: expected unchanged"),
-    ("state_dict", faulty.linear_in(faulty.LoadsNothing), r"the run after load: expected other outputs, got the same"),
+    fault("answers", torch_policy(mlp(2, 3), head=fc.heads.normal), r"normal needs a floating Box action space"),
+    fault("answers", more(lambda scores, *_: {"scores": scores[:, :2].mean(0)}), r"\[3, ...\], a row for .*got \[2\]"),
+    fault("answers", more(lambda _, noise, random, __: {"noise": noise} if random else {}), r"INISTIC: .*'noise'.*got"),
+    fault("acts", explosive, r"lane \d, step \d+ of this batch: logits is NaN"),
+    fault("generators", scored(lambda x: x + 0 * np.random.rand()), r"NumPy's global generator"),
+    fault("pure", scored(lambda x: x.mul_(2)), r"observation observation after the policy was called: expected unchan"),
+    fault("pure", planted(scores=counting), r"the second of two equal calls.*keep nothing in self"),
+    fault("pure", torch_policy(LearnsAsItActs(2, 3)), r"the policy's own params..0...'weight'.: expected unchanged"),
+    fault("same_seed", more(beside_its_state, init=anyhow), r"the second run, lane \d.*seed=0"),
+    fault("cuts", acting(scoring, finish=hesitating), r"the run cut into \[1, 13, 1, 13\], lane 0, step 0, scores"),
+    fault("batch_memory", acting(recurrent, finish=keeping), r"batches were zeroed, lane \d.*copy what is kept"),
+    fault("save", planted(init=narrow, __call__=widening), r"the saved policy_state is float64, here it is float32"),
+    fault("deterministic", more(drawing), r"row \d, action, with exploration_type=DETERMINISTIC.*for every seed"),
+    fault("deterministic", torch_policy(nn.Linear(2, 3), nn.Dropout()), r"call module.eval\(\) if there is dropout"),
+    fault("log_probs", torch_policy(linear(), head=UNNORMALISED), r"all actions' probabilities: expected 1.0, got \d"),
+    fault("log_probs", torch_policy(linear(), head=FORGETFUL), r"log_prob: expected -\d\.\d+, by evaluate_actions"),
+    fault("rows_apart", scored(lambda x: x - x.mean(0)), r"the output beside other rows, lane 0"),
+    fault("rows_apart", scored(lambda x: x + torch.arange(len(x))[:, None]), r"rows in reverse order, lane 0"),
+    fault("recurrent", acting(recurrent, restart=all_lanes), r"lane 1, leaf 0 of the recurrent state.*going on"),
+    fault("recurrent", acting(recurrent, restart=no_lane), r"lane 0, leaf 0 of the recurrent state.*begun anew"),
+    fault("params_argument", planted(Weighted, scores=by_its_own), r"with other params: expected other outputs, got"),
+    fault("params_argument", planted(Weighted, prepare=as_given), r"KeyError: 'weight'"),
+    fault("params_argument", planted(Weighted, prepare=adopting), r"policy's own params..weight..: expected unchanged"),
+    fault("state_dict", in_torch(state_dict=with_a_bias), r"the policy's own params..bias..: expected unchanged"),
+    fault("state_dict", in_torch(state_dict=without_a_copy), r"the policy's own params..\w+..: expected unchanged"),
+    fault("state_dict", in_torch(load=lambda self, _: None), r"after load: expected other outputs, got the same"),
 ]
 
 
-@pytest.mark.parametrize(("check", "make", "words"), FAULTS, ids=[f"{check} {words:.20}" for check, _, words in FAULTS])
+@pytest.mark.parametrize(("check", "make", "words"), FAULTS)
 def test_a_planted_fault_is_caught_by_its_check(check, make, words):
     with pytest.raises(fc.CheckError, match=words) as caught:
         check_policy(make(), over(Walk)())
     assert caught.value.check == check, str(caught.value)
-    assert [result.name for result in caught.value.report.results] == NAMES[: NAMES.index(check)]  # type: ignore[attr-defined]
+    assert [result.name for result in caught.value.report.results] == NAMES[: NAMES.index(check)]
 
 
 @pytest.mark.filterwarnings("ignore:Sequential writes its buffers")
 def test_batch_norm_in_training_mode_is_caught():
-    policy = fc.torch_policy(nn.Sequential(nn.BatchNorm1d(2), mlp(2, 3)), head=fc.heads.categorical)
     with pytest.raises(fc.CheckError, match=r"the output beside other rows.*call module.eval\(\)"):
-        check_policy(policy, over(Walk)())
+        check_policy(torch_policy(nn.BatchNorm1d(2), mlp(2, 3))(), over(Walk)())
 
 
 def test_every_check_has_a_planted_fault():
-    assert {check for check, *_ in FAULTS} == {*NAMES}
+    assert {each.values[0] for each in FAULTS} == {*NAMES}
 
 
 def test_the_policys_weights_are_put_back():

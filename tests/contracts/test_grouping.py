@@ -1,17 +1,12 @@
 """The same lanes draw the same starts, noise and random actions, however they are divided among collectors."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import nn
 
 import funcollect as fc
 from funcollect.core.api import init_lanes
@@ -28,19 +23,19 @@ ENVS = ["CartPole-v1", "torch/CartPole-v1", JAX_ENV]
 class Elementwise(nn.Module):
     """Logits whose bits do not depend on the number of lanes: without a product of matrices."""
 
-    def forward(self, observation: Tensor) -> Tensor:
+    def forward(self, observation):
         return torch.stack([observation[..., 2] * 3, observation[..., 3]], -1)
 
 
-def logits(params: Any, observation: Any) -> Any:
+def logits(params, observation):
     return jnp.stack([observation[..., 2] * params, observation[..., 3]], -1)
 
 
-def drawn(params: Any, observation: Any, keys: Any) -> Any:
+def drawn(params, observation, keys):
     return jax.vmap(lambda key: jax.random.randint(key, (), 0, 2))(keys)
 
 
-def network(env: Any) -> Any:
+def network(env):
     torch.manual_seed(0)
     return fc.torch_policy(nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 2)), head=fc.heads.tanh_normal)
 
@@ -54,17 +49,17 @@ POLICIES = {
 }
 EVERY = [(name, kind) for name in ENVS for kind in POLICIES if kind != "network"]
 FEW = [(name, kind) for name, kind in EVERY if name == "CartPole-v1" or (name, kind) == ("torch/CartPole-v1", "keys")]
-RUN: dict[str, Any] = {"total_frames": -1, "seed": 5}
+RUN = {"total_frames": -1, "seed": 5}
 RUN |= {"frames_per_batch": LANES * STEPS, "init_random_frames": LANES * 4}
 
 
-def by_lane(batches: list[TensorDictBase]) -> TensorDictBase:
+def by_lane(batches):
     """The rows [LANES, STEPS] of batches [..., P, STEPS], in the order of their lanes."""
     rows = torch.cat([batch.flatten(0, -2).clone() for batch in batches])
     return rows[rows["collector", "lane"][:, 0].argsort()]
 
 
-def over_workers(name: str, kind: str, workers: int, **kwargs: Any) -> TensorDictBase:
+def over_workers(name, kind, workers, **kwargs):
     lanes = LANES // workers
     policy = POLICIES[kind](fc.make_env(name, num_envs=lanes))
     made = {"create_env_fn": [name] * workers, "create_env_kwargs": {"num_envs": lanes}, "cat_results": 0}
@@ -72,10 +67,10 @@ def over_workers(name: str, kind: str, workers: int, **kwargs: Any) -> TensorDic
         return by_lane([next(collector)])
 
 
-def in_shards(name: str, kind: str, count: int) -> TensorDictBase:
+def in_shards(name, kind, count):
     lanes = LANES // count
     policy = POLICIES[kind](fc.make_env(name, num_envs=lanes))
-    part: dict[str, Any] = {"create_env_kwargs": {"num_envs": lanes}}
+    part = {"create_env_kwargs": {"num_envs": lanes}}
     part |= {key: value if key in ("seed", "total_frames") else value // count for key, value in RUN.items()}
     batches = []
     for index in range(count):
@@ -85,14 +80,14 @@ def in_shards(name: str, kind: str, count: int) -> TensorDictBase:
 
 
 @pytest.mark.parametrize(("name", "kind"), FEW if SCALE == 1 else EVERY)
-def test_lanes_draw_the_same_in_one_worker_and_in_eight(name: str, kind: str) -> None:
+def test_lanes_draw_the_same_in_one_worker_and_in_eight(name, kind):
     whole = over_workers(name, kind, 1, in_process=True)
     for workers in (2, 8) if SCALE == 1 else (2, 4, 8):
         assert_same(whole, over_workers(name, kind, workers, in_process=True))
     assert_same(whole, in_shards(name, kind, 2))
 
 
-def test_collectors_with_workers_are_joined_like_others() -> None:
+def test_collectors_with_workers_are_joined_like_others():
     whole = over_workers("CartPole-v1", "torch", 4, in_process=True)
     part = RUN | {name: RUN[name] // 2 for name in ("frames_per_batch", "init_random_frames")}
     env = fc.make_env("CartPole-v1", num_envs=2)
@@ -105,7 +100,7 @@ def test_collectors_with_workers_are_joined_like_others() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("CartPole-v1", "torch"), *in_soak(EVERY)])
-def test_lanes_draw_the_same_over_processes(name: str, kind: str) -> None:
+def test_lanes_draw_the_same_over_processes(name, kind):
     whole = over_workers(name, kind, 1, in_process=True)
     for workers in (2,) if SCALE == 1 else (1, 2, 4, 8):
         assert_same(whole, over_workers(name, kind, workers))
@@ -114,7 +109,7 @@ def test_lanes_draw_the_same_over_processes(name: str, kind: str) -> None:
 @pytest.mark.evening
 @FORKS_OF_RAY
 @pytest.mark.parametrize(("name", "kind"), EVERY)
-def test_lanes_draw_the_same_over_ray(ray_cluster: Any, name: str, kind: str) -> None:
+def test_lanes_draw_the_same_over_ray(ray_cluster, name, kind):
     """Also where each actor has two workers of its own."""
     whole = over_workers(name, kind, 1, in_process=True)
     nested = {"collector_class": fc.MultiSyncDataCollector, "num_workers_per_collector": 2}
@@ -126,7 +121,7 @@ def test_lanes_draw_the_same_over_ray(ray_cluster: Any, name: str, kind: str) ->
 
 
 @pytest.mark.parametrize("name", ["Pendulum-v1", "torch/Pendulum-v1", *in_soak(["gymnax/Pendulum-v1"])])
-def test_networks_agree_to_rounding(name: str) -> None:
+def test_networks_agree_to_rounding(name):
     whole = leaves(over_workers(name, "network", 1, in_process=True))
     for workers in (2, 8):
         for path, leaf in leaves(over_workers(name, "network", workers, in_process=True)).items():
@@ -138,22 +133,22 @@ class Told(fc.envs.JaxEnvBase):
 
     observation_space, action_space = spaces.Box(-np.inf, np.inf, (1,)), spaces.Discrete(2)
 
-    def __init__(self, num_envs: int) -> None:
+    def __init__(self, num_envs):
         super().__init__(num_envs=num_envs)
         self.params = np.float32(0)
 
-    def reset(self, key: Any, params: Any, /) -> Any:
+    def reset(self, key, params, /):
         return (5 + jax.random.randint(key, (), 0, 20), params), params.reshape(1)
 
-    def step(self, key: Any, env_state: Any, action: Any, params: Any, /) -> Any:
+    def step(self, key, env_state, action, params, /):
         left, begun = env_state
         return fc.envs.Transition((left - 1, begun), begun.reshape(1), 0.0, left <= 1, False)
 
 
-def test_other_parameters_of_an_environment_hold_from_each_lanes_next_episode_on() -> None:
+def test_other_parameters_of_an_environment_hold_from_each_lanes_next_episode_on():
     """Whether starts made ahead with the old ones are left depends on the lanes beside it."""
 
-    def shown(first: int, lanes: int) -> Tensor:
+    def shown(first, lanes):
         env = Told(lanes)
         policy = fc.random_policy(env)
         state = init_lanes(env, policy, seed=3, first_lane=first, total_lanes=4)

@@ -3,10 +3,6 @@
 Collectors and all adapters are checked by `expect_layout`, in `check_collector` and the tests of `check_env`.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import optree
 import pytest
@@ -18,13 +14,13 @@ import funcollect as fc
 from funcollect.tree import NAMESPACE
 
 
-def whole(**keywords: Any) -> Any:
+def whole(**keywords):
     keywords = {"create_env_fn": "CartPole-v1", "frames_per_batch": 100, "total_frames": 100, "seed": 0} | keywords
     with fc.SyncDataCollector(**keywords) as collector:
         return next(iter(collector))
 
 
-def traced() -> Any:
+def traced():
     env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
     policy = fc.random_policy(env)
     state = fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0))
@@ -44,14 +40,14 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_the_last_dimension_is_time(name: str) -> None:
+def test_the_last_dimension_is_time(name):
     batch = NAMED[name]()
     wanted = [*[None] * (batch.batch_dims - 1), "time"]
     assert batch.names == batch["next"].names == batch["collector"].names == wanted
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
-def test_a_step_has_no_time(name: str) -> None:
+def test_a_step_has_no_time(name):
     env = fc.make_env(name, num_envs=2)
     policy = fc.random_policy(env)
     state, batch = fc.step(env, policy, fc.init(env, policy, seed=0))
@@ -59,7 +55,7 @@ def test_a_step_has_no_time(name: str) -> None:
     assert (batch.batch_size, batch.names, batch.is_locked) == (torch.Size([2]), [None], True)
 
 
-def test_modules_of_torchrl_find_it_by_its_name() -> None:
+def test_modules_of_torchrl_find_it_by_its_name():
     batch = whole(create_env_kwargs={"num_envs": 2}).clone()
     batch["state_value"], batch["next", "state_value"] = torch.rand(2, 2, 50, 1)
     advantages = GAE(gamma=0.9, lmbda=0.8, value_network=None)

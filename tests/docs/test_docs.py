@@ -1,5 +1,9 @@
-"""Every Python block of the documents runs: those of the root each by itself, a page of docs/ as one program."""
+"""Every Python block of the documents runs: those of the root each by itself, a page of docs/ as one program.
 
+Notebooks are kept as they ran, with their pictures; `make test` runs them again (``pytest --nbmake notebooks``).
+"""
+
+import ast
 import importlib
 import inspect
 import json
@@ -7,15 +11,16 @@ import re
 import shutil
 import subprocess
 import tomllib
+from collections import defaultdict
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
 
+import nbformat
 import pytest
 
 import funcollect as fc
-from tests.docs.test_own import CHECKERS, accepted
 from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, ROOT
 
 MADE = ("_build", "benchmarks")  # by `make docs`, which may run meanwhile
@@ -41,7 +46,6 @@ def blocks(page):
 
 
 def run(block, namespace, capsys):
-    """Run a block; it prints what the page says."""
     code, printed = block
     capsys.readouterr()
     exec(code, namespace)
@@ -238,19 +242,87 @@ def test_every_top_level_name_is_stated_once_and_resolves():
     assert {*fc.__all__} <= {*scope}
 
 
-@pytest.mark.parametrize("checker", CHECKERS)
-def test_type_checkers_see_every_top_level_name(checker, tmp_path):
-    program = tmp_path / "names.py"
-    names = [name for name in fc.__all__ if name != "ExplorationType"]  # tensordict's, which has no types for mypy
-    lines = [f"reveal_type(fc.{name})\nreveal_type({name})" for name in names]
-    program.write_text("\n".join(["import funcollect as fc", "from funcollect import *", *lines]) + "\n")
-    seen = [line for line in accepted(checker, program).splitlines() if "Revealed type is" in line or "Type of" in line]
-    assert len(seen) == 2 * len(names)
-    assert not [line for line in seen if re.search(r"is \"(Any|Unknown)\"$", line)]
-
-
 def test_documents_name_only_what_there_is():
     """Every ``fc.name`` of the documents stands at the top level."""
     named = {name for page in DOCUMENTS for name in re.findall(r"\bfc\.([a-z_]+)", page.read_text(), re.IGNORECASE)}
     assert named
     assert all(hasattr(fc, name) for name in named), sorted(name for name in named if not hasattr(fc, name))
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+A_PATH = re.compile(r"site-packages|(?<![\w.<])/(home|root|tmp|usr|work|Users|mnt|opt|var)\b")
+
+
+def test_they_are_all_there():
+    assert [path.name[:2] for path in NOTEBOOKS] == [f"{number:02}" for number in range(1, 8)]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_is_kept_as_it_ran(path):
+    """From top to bottom, with pictures and without warnings; run again, one that does not learn fails at its end."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    outputs = [output for cell in code for output in cell.outputs]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3
+    said = [output.get("text", "") + str(output.get("data", {}).get("text/plain", "")) for output in outputs]
+    assert len("".join(said)) > 100
+    assert not [line for line in [*said, str(notebook.metadata)] if A_PATH.search(line) or "Warning" in line]
+    assert not [output for output in outputs if "\r" in output.get("text", "").strip()]  # a progress bar as it ended
+    assert code[-1].source.startswith("assert ")
+
+
+# The package is laid out as ARCHITECTURE.md says.
+
+PACKAGE = Path(fc.__file__).parent
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__"))
+
+
+def test_no_two_classes_share_a_name():
+    classes, aliases = defaultdict(list), set()
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(path.relative_to(PACKAGE))
+        aliases |= {node.targets[0].id for node in tree.body if _is_alias(node)}
+    assert {name: where for name, where in classes.items() if len(where) > 1} == {}
+    assert aliases.isdisjoint(classes)
+
+
+def _is_alias(node):
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id[0].isupper()
+
+
+def test_docstrings_document_arguments_that_exist():
+    for node in (node for path in MODULES for node in ast.walk(ast.parse(path.read_text()))):
+        functions = [node] if isinstance(node, ast.FunctionDef) else []
+        if isinstance(node, ast.ClassDef):  # whose __init__ has them; others inherit their arguments
+            functions = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+        for function in functions:
+            assert function.args.kwarg or _documented(node) <= _parameters(function), node.name
+
+
+def _documented(node):
+    section = re.search(r"^Args:\n((?: .*\n?|\n)*)", ast.get_docstring(node) or "", re.M)
+    names = re.findall(r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*):", section[1], re.M) if section else []
+    return {name.strip(" *") for each in names for name in each.split(",")}
+
+
+def _parameters(function):
+    every = function.args
+    some = [*every.posonlyargs, *every.args, *every.kwonlyargs, every.vararg, every.kwarg]
+    return {each.arg for each in some if each is not None}
+
+
+def test_no_module_bears_the_name_of_a_package_that_it_imports():
+    for path in MODULES:
+        imported = {
+            name.partition(".")[0]
+            for node in ast.walk(ast.parse(path.read_text()))
+            for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
+            + ([node.module or ""] if isinstance(node, ast.ImportFrom) else [])
+        }
+        assert path.stem not in imported, path

@@ -5,7 +5,6 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SliceSampler
-from torchrl.envs import GymEnv, SerialEnv
 from torchrl.modules import OneHotCategorical, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
@@ -117,14 +116,3 @@ def test_continuous_actions_feed_the_loss(kind):
     batch = next(fc.SyncDataCollector(env, policy, frames_per_batch=600, seed=0))
     critic = with_advantages(batch, 3)
     check_loss(ClipPPOLoss(actor, critic), batch)
-
-
-@pytest.mark.parametrize("seed", [0, 12345])
-def test_the_next_seed_is_torchrls(seed):
-    single = GymEnv("CartPole-v1")
-    several = SerialEnv(3, lambda: GymEnv("CartPole-v1"))
-    for theirs, num_envs in ((single, None), (several, 3)):
-        ours = collector(None, num_envs)
-        assert ours.set_seed(seed) == theirs.set_seed(seed)
-        assert ours.set_seed(seed, static_seed=True) == theirs.set_seed(seed, static_seed=True)
-        theirs.close()

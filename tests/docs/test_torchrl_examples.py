@@ -1,52 +1,39 @@
 """The calls that TorchRL's documents make, with only the imports changed; each in a test of its own."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import gymnasium
 import pytest
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
-from torch import Tensor, nn
+from torchrl.envs import GymEnv, ParallelEnv, SerialEnv
+from torchrl.envs.utils import RandomPolicy
 
 import funcollect as fc
 from tests.support.running import SCALE, in_soak
 
-pytestmark = [pytest.mark.needs("torchrl"), pytest.mark.filterwarnings("ignore:Exporting a model while:UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:Exporting a model while:UserWarning")
 N = 48
 KEYS = ("collector", "traj_ids")
 MultiSync, MultiaSync = fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
 LazyTensorStorage, SliceSampler = fc.storages.LazyTensorStorage, fc.samplers.SliceSampler
 
 
-def make_env() -> Any:
-    from torchrl.envs import GymEnv
-
+def make_env():
     return GymEnv("CartPole-v1")
 
 
-def parallel(count: int) -> Any:
-    from torchrl.envs import ParallelEnv
-
-    return ParallelEnv(count, make_env)
-
-
-def random_policy(env: Any) -> Any:
-    from torchrl.envs.utils import RandomPolicy
-
+def random_policy(env):
     return RandomPolicy(env.action_spec)
 
 
 FLAGS = [(*path, flag) for path in ((), ("next",)) for flag in ("done", "terminated", "truncated")]
-WANTED: dict[Any, Any] = {("action",): ((200, 2), torch.int64), KEYS: ((200,), torch.int64)}
+WANTED = {("action",): ((200, 2), torch.int64), KEYS: ((200,), torch.int64)}
 WANTED |= dict.fromkeys([("observation",), ("next", "observation")], ((200, 4), torch.float32))
 WANTED |= {("next", "reward"): ((200, 1), torch.float32), **dict.fromkeys(FLAGS, ((200, 1), torch.bool))}
 
 
-def test_the_tutorial_of_data_collection_and_storage_in_its_order() -> None:
+def test_the_tutorial_of_data_collection_and_storage_in_its_order():
     env = make_env()
     env.set_seed(0)
     with fc.SyncDataCollector(env, random_policy(env), frames_per_batch=200, total_frames=-1) as collector:
@@ -70,9 +57,7 @@ def test_the_tutorial_of_data_collection_and_storage_in_its_order() -> None:
 
 
 @pytest.mark.parametrize(("name", "lanes"), [("CartPole-v1", None), ("Pendulum-v1", 2)])
-def test_random_policies_of_torchrl(name: str, lanes: int | None) -> None:
-    from torchrl.envs import GymEnv, SerialEnv
-
+def test_random_policies_of_torchrl(name, lanes):
     env = GymEnv(name) if lanes is None else SerialEnv(lanes, lambda: GymEnv(name))
     for policy in (random_policy(env), lambda td, env=env: env.rand_action(td)):
         with fc.SyncDataCollector(env, policy, frames_per_batch=20, total_frames=20) as collector:
@@ -85,8 +70,8 @@ def test_random_policies_of_torchrl(name: str, lanes: int | None) -> None:
 @pytest.mark.parametrize(
     ("name", "way"), [("CartPole-v1", None), ("torch/CartPole-v1", None), ("gymnax/CartPole-v1", "xla")]
 )
-def test_a_policy_over_a_single_environment_sees_no_batch_dimension(name: str, way: Any) -> None:
-    def third(observation: Tensor) -> Tensor:
+def test_a_policy_over_a_single_environment_sees_no_batch_dimension(name, way):
+    def third(observation):
         assert observation.ndim == 1
         return (observation[2] > 0).long()
 
@@ -100,12 +85,12 @@ def test_a_policy_over_a_single_environment_sees_no_batch_dimension(name: str, w
 # Collectors and replay buffers.
 
 
-def one(frames: int, **kwargs: Any) -> Any:
+def one(frames, **kwargs):
     env = make_env()
     return fc.SyncDataCollector(env, random_policy(env), frames_per_batch=frames, total_frames=-1, **kwargs)
 
 
-def collected(collector: Any, storage: Any, **options: Any) -> tuple[Any, Any]:
+def collected(collector, storage, **options):
     buffer = fc.ReplayBuffer(storage=storage, batch_size=16, **options)
     with collector:
         data = next(collector).clone()
@@ -113,24 +98,25 @@ def collected(collector: Any, storage: Any, **options: Any) -> tuple[Any, Any]:
     return data, buffer.sample()
 
 
-def test_any_collector_flat() -> None:
+def test_any_collector_flat():
     data, sample = collected(one(N), LazyTensorStorage(N), transform=lambda data: data.reshape(-1))
     assert (data.batch_size, sample.batch_size) == ((N,), (16,))
 
 
-STACKED: dict[str, Any] = {"total_frames": -1, "cat_results": "stack"}
-SLICED: dict[str, tuple[Any, tuple[int, ...]]] = {  # a collector, and the shape of its batch
+STACKED = {"total_frames": -1, "cat_results": "stack"}
+FOUR = STACKED | {"frames_per_batch": 4 * N}
+SLICED = {  # a collector, and the shape of its batch
     "one": (lambda: one(N), (N,)),
     "async": (lambda: MultiaSync([make_env] * 2, None, frames_per_batch=N, total_frames=-1), (N,)),
     "workers": (lambda: MultiSync([make_env] * 2, None, frames_per_batch=2 * N, **STACKED), (2, N)),
-    "parallel": (lambda: fc.SyncDataCollector(parallel(2), None, frames_per_batch=2 * N, total_frames=-1), (2, N)),
+    "parallel": (lambda: fc.SyncDataCollector(ParallelEnv(2, make_env), None, frames_per_batch=2 * N), (2, N)),
     # One live environment stands for all workers: each builds its own.
-    "each parallel": (lambda: MultiSync([parallel(2)] * 2, None, frames_per_batch=4 * N, **STACKED), (2, 2, N)),
+    "each parallel": (lambda: MultiSync([ParallelEnv(2, make_env)] * 2, None, **FOUR), (2, 2, N)),
 }
 
 
 @pytest.mark.parametrize("case", [*SLICED] if SCALE > 1 else [*SLICED][:2])
-def test_slices(case: str) -> None:
+def test_slices(case):
     make, shape = SLICED[case]
     storage = LazyTensorStorage(4 * N, ndim=len(shape))
     data, sample = collected(make(), storage, sampler=SliceSampler(num_slices=4, trajectory_key=KEYS))
@@ -142,15 +128,15 @@ def test_slices(case: str) -> None:
     assert torch.equal(steps, steps[:, :1] + torch.arange(4))
 
 
-LIVE: dict[str, Any] = {
+LIVE = {
     "GymEnv": make_env,
-    "SerialEnv": lambda: __import__("torchrl.envs").envs.SerialEnv(2, make_env),
+    "SerialEnv": lambda: SerialEnv(2, make_env),
     "gymnasium": lambda: gymnasium.make("HalfCheetah-v5"),
 }
 
 
 @pytest.mark.parametrize("kind", ["GymEnv", *in_soak(["SerialEnv", "gymnasium"])])
-def test_other_live_environments_for_several_workers(kind: str) -> None:
+def test_other_live_environments_for_several_workers(kind):
     env = LIVE[kind]()
     with MultiSync([env] * 2, None, frames_per_batch=40, total_frames=80, cat_results="stack") as collector:
         for batch in collector:
@@ -158,43 +144,16 @@ def test_other_live_environments_for_several_workers(kind: str) -> None:
             assert (batch["observation"][0] != batch["observation"][1]).any()
 
 
-SHAPES: dict[str, tuple[Any, bool, dict[str, Any], tuple[int, ...]]] = {
-    "stack, batched": (MultiSync, True, {"cat_results": "stack"}, (3, 2, 4)),
-    "sync": (fc.SyncDataCollector, False, {}, (24,)),
-    "sync, batched": (fc.SyncDataCollector, True, {}, (2, 12)),
-    "stack": (MultiSync, False, {"cat_results": "stack"}, (3, 8)),
-    "0": (MultiSync, False, {"cat_results": 0}, (24,)),
-    "0, batched": (MultiSync, True, {"cat_results": 0}, (6, 4)),
-    "-1": (MultiSync, False, {"cat_results": -1}, (24,)),
-    "-1, batched": (MultiSync, True, {"cat_results": -1}, (2, 12)),
-    "async": (MultiaSync, False, {}, (24,)),
-    "async, batched": (MultiaSync, True, {}, (2, 12)),
-}
-
-
-@pytest.mark.parametrize("case", [*SHAPES] if SCALE > 1 else [*SHAPES][:2])
-def test_shapes(case: str) -> None:
-    from torchrl.envs import SerialEnv
-
-    kind, batched, options, shape = SHAPES[case]
-    make = (lambda: SerialEnv(2, make_env)) if batched else make_env
-    made = make() if kind is fc.SyncDataCollector else [make] * 3
-    with kind(made, None, frames_per_batch=24, total_frames=24, **options) as collector:
-        (batch,) = list(collector)[:1]
-        assert batch.batch_size == shape
-
-
 @pytest.mark.parametrize("frames", [0, 50, 60, 101])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of TorchRL about its next version
 @pytest.mark.filterwarnings("ignore:init_random_frames .* is not exactly a multiple:UserWarning")
-def test_as_many_frames_are_random_as_in_torchrls_collector(frames: int) -> None:
+def test_as_many_frames_are_random_as_in_torchrls_collector(frames):
     from torchrl.collectors import Collector
-    from torchrl.envs import GymEnv
 
-    def right(td: Any) -> Any:
+    def right(td):
         return td.set("action", torch.ones(td.batch_size, dtype=torch.int64))
 
-    def counted(kind: Any, **kwargs: Any) -> int:
+    def counted(kind, **kwargs):
         env = GymEnv("CartPole-v1", categorical_action_encoding=True)
         collector = kind(env, right, frames_per_batch=50, total_frames=300, init_random_frames=frames, **kwargs)
         random = sum(batch.numel() for batch in collector if not batch["action"].all())
@@ -202,50 +161,3 @@ def test_as_many_frames_are_random_as_in_torchrls_collector(frames: int) -> None
         return random
 
     assert counted(fc.SyncDataCollector) == counted(Collector, trust_policy=True) == -(-frames // 50) * 50
-
-
-# RayCollector.
-
-
-@pytest.mark.parametrize("policy", ["module", *in_soak(["forward(td)", "forward(tensordict)", "annotated", "none"])])
-def test_ray_collector(ray_cluster: Any, policy: str) -> None:
-    from torchrl.envs import GymEnv
-
-    collector = fc.RayCollector(
-        create_env_fn=[lambda: GymEnv("Pendulum-v1", device="cpu")],
-        policy=POLICIES[policy](),
-        collector_class=fc.SyncDataCollector,
-        max_frames_per_traj=50,
-        init_random_frames=-1,
-        reset_at_each_iter=-False,
-        collector_kwargs={"device": "cpu", "storing_device": "cpu"},
-        num_collectors=1,
-        total_frames=400,
-        frames_per_batch=200,
-    )
-    with collector:
-        assert [tuple(batch["action"].shape) for batch in collector] == [(200, 1)] * 2
-
-
-class Tensordict(nn.Module):
-    def forward(self, tensordict):  # type: ignore[no-untyped-def]
-        return tensordict.set("action", tensordict["observation"][..., :1])
-
-
-class Td(nn.Module):
-    def forward(self, td):  # type: ignore[no-untyped-def]
-        return td.set("action", td["observation"][..., :1])
-
-
-class Annotated(nn.Module):
-    def forward(self, x: TensorDictBase) -> TensorDictBase:
-        return x.set("action", x["observation"][..., :1])
-
-
-POLICIES: dict[str, Any] = {
-    "module": lambda: TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"]),
-    "forward(tensordict)": Tensordict,
-    "forward(td)": Td,
-    "annotated": Annotated,
-    "none": lambda: None,
-}

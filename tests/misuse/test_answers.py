@@ -1,62 +1,47 @@
-"""Torch policies that answer wrongly: at their first step or later; the first wrong lane and step are named."""
+"""Policies that answer wrongly, at their first step or later; the first wrong lane and step are named."""
 
-from __future__ import annotations
-
-from typing import Any
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from tensordict.nn import TensorDictModule
 from torch import nn
 
 import funcollect as fc
 from funcollect.errors import PolicyError
+from funcollect.policies.as_policy import as_policy
 from tests.support.misuse import Acting, Misuse, Once, fails_then_runs, refused, runs, table
 
 HEADS = fc.heads
 NAN, INF = float("nan"), float("inf")
 
 
-def cartpole() -> Any:
-    return fc.make_env("CartPole-v1", num_envs=3)
+cartpole = partial(fc.make_env, "CartPole-v1", num_envs=3)
+pendulum = partial(fc.make_env, "Pendulum-v1", num_envs=3)
 
 
-def pendulum() -> Any:
-    return fc.make_env("Pendulum-v1", num_envs=3)
-
-
-def acting(space: Any, **how: Any) -> Any:
-    return fc.make_env([Acting(space) for _ in range(3)], **how)
-
-
-def with_one(good: torch.Tensor, value: float) -> torch.Tensor:
-    """The same, with `value` in the last place of lane 1."""
+def with_one(good, value):
     bad = good.clone()
     bad[1, ..., -1] = value
     return bad
 
 
-def wrong(
-    what: str, make_env: Any, good: Any, bad: Any, *says: str, head: Any = None, at: int = 2, **how: Any
-) -> Misuse:
+def wrong(what, make_env, good, bad, *says, head=None, at=2, **how):
     """A policy whose call number `at` answers with `bad`, the others with `good`."""
 
-    def policy() -> Any:
+    def policy():
         return fc.torch_policy(Once(good, bad, at), head=head, **how)
 
     return Misuse(what, lambda: (make_env(), policy()), PolicyError, says)
 
 
-def of_torch(shape: tuple[int, ...], head: Any) -> Any:
-    return fc.torch_policy(lambda observation: torch.zeros(shape), head=head)
-
-
-def of_jax(shape: tuple[int, ...], head: Any) -> Any:
-    return fc.jax_policy(lambda params, observation: jnp.zeros(shape), {}, head=head)
-
-
+OF = {
+    "torch": lambda shape, head: fc.torch_policy(lambda observation: torch.zeros(shape), head=head),
+    "jax": lambda shape, head: fc.jax_policy(lambda params, observation: jnp.zeros(shape), {}, head=head),
+}
 LOGITS = torch.zeros(3, 2)
 ACTIONS = torch.zeros(3, dtype=torch.int64)
 TORQUES = torch.zeros(3, 1)
@@ -68,7 +53,7 @@ STILL = torch.zeros(3, 5)
 STATE = {"initial_state": torch.zeros(5)}
 
 
-def mixed(**extras: Any) -> dict[str, Any]:
+def mixed(**extras):
     return {"action": ACTIONS, **extras}
 
 
@@ -76,9 +61,9 @@ HEADS_OF = {
     "CartPole-v1": (HEADS.categorical, HEADS.epsilon_greedy(0.1)),
     "Pendulum-v1": (HEADS.normal, HEADS.tanh_normal),
 }
-ANSWERING = [
-    (name, kind, head) for name, heads in HEADS_OF.items() for kind in (of_torch, of_jax) for head in heads
-] + [("CartPole-v1", of_torch, HEADS.from_distribution(torch.distributions.Categorical, "logits"))]
+ANSWERING = [(name, kind, head) for name, heads in HEADS_OF.items() for kind in OF for head in heads] + [
+    ("CartPole-v1", "torch", HEADS.from_distribution(torch.distributions.Categorical, "logits"))
+]
 SHAPES = [(3, (1,)), (3, ()), (2, ()), (3, (4,)), (1, ()), (2, (2, 1))]  # lanes, and what stands before the numbers
 
 
@@ -86,11 +71,9 @@ SHAPES = [(3, (1,)), (3, ()), (2, ()), (3, (4,)), (1, ()), (2, (2, 1))]  # lanes
     ("num_envs", "lead", "name", "kind", "head"),
     [(*SHAPES[number % len(SHAPES)], *each) for number, each in enumerate(ANSWERING)],
 )
-def test_a_network_without_a_row_per_environment(
-    num_envs: int, lead: tuple[int, ...], name: str, kind: Any, head: Any
-) -> None:
+def test_a_network_without_a_row_per_environment(num_envs, lead, name, kind, head):
     """Its answer would be broadcast, or give the batch another shape."""
-    env, policy = fc.make_env(name, num_envs=num_envs), kind((*lead, 2), head)
+    env, policy = fc.make_env(name, num_envs=num_envs), OF[kind]((*lead, 2), head)
     state = fc.init(env, policy, seed=0)
     with pytest.raises(PolicyError, match=r"per environment|wants (a pair.*)?\['?P"):
         fc.rollout(env, policy, state, 3)
@@ -114,6 +97,7 @@ def test_a_network_without_a_row_per_environment(
     wrong("no action", cartpole, mixed(), {"value": STILL}, "['value']", "expected ['action']", "return the", at=0),
     wrong("no logits", cartpole, LOGITS, {"v": STILL}, "['v']", "['logits']", "categorical", head=HEADS.categorical),
     wrong("too many logits", cartpole, LOGITS, STILL, "(3, 5)", "[P, 2]", "one number", head=HEADS.categorical, at=0),
+    wrong("a NumPy answer", cartpole, LOGITS, LOGITS.numpy(), "is ndarray", "a tensor of", head=HEADS.greedy, at=0),
     wrong("one number", pendulum, PAIR, TORQUES, "(3, 1)", "a pair (loc, scale)", "return these", head=HEADS.normal),
     wrong("an extra for one lane", cartpole, mixed(v=STILL), mixed(v=STILL[:1]), "'v' is of shape (1, 5)", *ROWS, at=0),
     wrong("an extra that is no tensor", cartpole, mixed(v=STILL), mixed(v=[1, 2, 3]), "'v' is list", *ROWS, at=0),
@@ -123,7 +107,7 @@ def test_a_network_without_a_row_per_environment(
     wrong("no state", cartpole, (ACTIONS, STILL), ACTIONS, "Tensor", "(answer, next_state)", "return", at=0, **STATE),
     wrong("a short one", cartpole, (ACTIONS, STILL), (ACTIONS, STILL[0]), "[[5]]", "[[3, 5]]", "return", at=0, **STATE),
 )
-def test_a_policy_that_answers_wrongly(misuse: Misuse) -> None:
+def test_a_policy_that_answers_wrongly(misuse):
     fails_then_runs(lambda: misuse.do()[0], lambda env: misuse.do()[1], misuse.error, misuse.says)
 
 
@@ -139,22 +123,22 @@ def test_a_policy_that_answers_wrongly(misuse: Misuse) -> None:
         (spaces.Box(0, 255, (1,), np.uint8), [[9]] * 3, [[9], [-1], [255]], False),
     ],
 )
-def test_an_action_outside_its_space(space: Any, good: Any, bad: Any, one_hot: bool) -> None:
+def test_an_action_outside_its_space(space, good, bad, one_hot):
     says = (AT, "outside its space", "expected", "one-hot rows for" if one_hot else str(space), "return one of these")
     answers = [torch.tensor(each) for each in (good, bad)]
-    make = lambda: acting(space, one_hot=one_hot)  # noqa: E731
+    make = lambda: fc.make_env([Acting(space) for _ in range(3)], one_hot=one_hot)  # noqa: E731
     fails_then_runs(make, lambda env: fc.torch_policy(Once(*answers)), PolicyError, says)
 
 
 @pytest.mark.parametrize("action", [5, -1])
-def test_an_environment_that_refuses_an_action_outside_its_space(action: int) -> None:
+def test_an_environment_that_refuses_an_action_outside_its_space(action):
     says = f"lane 1 … step(np.int64({action})) raised AssertionError … the action is not in Discrete(2) … the policy"
     bad = torch.tensor([0, action, 0])
     fails_then_runs(cartpole, lambda env: fc.torch_policy(Once(ACTIONS, bad)), fc.EnvError, says)
 
 
 @pytest.mark.parametrize("name", ["observation", "position"])
-def test_an_output_under_the_key_of_an_observation(name: str) -> None:
+def test_an_output_under_the_key_of_an_observation(name):
     nested = spaces.Dict({"position": spaces.Box(-1, 1, (2,))})
     env = cartpole() if name == "observation" else fc.make_env([_dict_env(nested) for _ in range(3)])
     discrete = torch.zeros(3, dtype=torch.int64)
@@ -165,17 +149,17 @@ def test_an_output_under_the_key_of_an_observation(name: str) -> None:
     runs(env, fc.torch_policy(lambda _: {"action": discrete, "other": STILL}), fc.recover(env, state))
 
 
-def _dict_env(space: Any) -> Any:
+def _dict_env(space):
     env = Acting(spaces.Discrete(2))
     env.observation_space, env.good = space, {"position": np.zeros(2, np.float32)}
     return env
 
 
-def test_a_module_that_raises_is_heard_itself_and_the_collector_goes_on() -> None:
+def test_a_module_that_raises_is_heard_itself_and_the_collector_goes_on():
     class Picky(nn.Linear):
         calls = 0
 
-        def forward(self, observation: Any) -> Any:
+        def forward(self, observation):
             self.calls += 1
             if self.calls == 3:
                 raise ZeroDivisionError("mine")
@@ -189,3 +173,153 @@ def test_a_module_that_raises_is_heard_itself_and_the_collector_goes_on() -> Non
             next(collector)
         assert torch.equal(torch.get_rng_state(), before)
         assert next(collector)["collector", "traj_ids"].tolist() == [1] * 5
+
+
+def zeros(x):
+    return jnp.zeros(len(x), jnp.int32)
+
+
+def traced(what, make_env, answer, *says, **how):
+    """A function of an observation that is wrong from the start: found when it is traced."""
+    return Misuse(what, lambda: (make_env(), fc.jax_policy(lambda _, x: answer(x), {}, **how)), PolicyError, says)
+
+
+@table(
+    traced("no batch dimension", cartpole, lambda x: 0, "shape ()", "Discrete(2) wants (3,)", "return one action"),
+    traced("a float action", cartpole, lambda x: x[:, 0], "dtype float32", "wants torch.int64", "cast it"),
+    traced("no action", cartpole, lambda x: {"value": x}, "['value']", "expected ['action']", "return the action"),
+    traced("too many logits", cartpole, lambda x: x[:, :3], "(3, 3)", "wants [P, 2]", head=HEADS.categorical),
+    traced("no logits", cartpole, lambda x: {"v": x}, "the keys ['v']", "expected ['logits']", head=HEADS.categorical),
+    traced("a scalar extra", cartpole, lambda x: {"action": zeros(x), "v": 0.0}, "'v' is of shape ()", *ROWS),
+    traced("a nested extra", cartpole, lambda x: {"action": zeros(x), "v": {"w": x}}, "'v' is dict", *ROWS),
+    traced("the extra next", cartpole, lambda x: {"action": zeros(x), "next": x}, "['next']", "a batch uses", "rename"),
+)
+def test_a_jax_function_that_is_wrong_leaves_the_state_good(misuse):
+    env, policy = misuse.do()
+    state = fc.init(env, policy, seed=0)
+    with refused(misuse.error, misuse.says):
+        fc.rollout(env, policy, state, 4)
+    runs(env, fc.jax_policy(lambda _, x: zeros(x) if env.action_space.shape == () else x[:, :1], {}), state)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda x, hidden: zeros(x), "and returned … expected the pair (answer, next_state) … leave"),
+        (lambda x, hidden: (zeros(x), hidden[0]), "next state has the shapes [[5]] … expected [[3, 5]] … return"),
+        (lambda x, hidden: (hidden, {"action": zeros(x)}), "next state is dict … return (answer, next_state)"),
+    ],
+)
+def test_a_recurrent_jax_function_that_is_wrong(answer, says):
+    env = cartpole()
+    policy = fc.jax_policy(lambda _, x, hidden: answer(x, hidden), {}, initial_state=jnp.zeros(5))
+    state = fc.init(env, policy, seed=0)
+    with refused(PolicyError, says):
+        fc.rollout(env, policy, state, 4)
+    runs(env, fc.jax_policy(lambda _, x, hidden: (zeros(x), hidden), {}, initial_state=jnp.zeros(5)), state)
+
+
+def poisoned(env, head, outputs, at=NAN):
+    """A JAX policy whose last output is `at` in every lane whose first observation is positive."""
+
+    def apply(params, x):
+        return jnp.where(jnp.arange(outputs) == outputs - 1, params, 0.5) * jnp.ones((len(x), 1))
+
+    return fc.jax_policy(apply, jnp.float32(at), head=head)
+
+
+def cure(policy):
+    policy.params = jnp.float32(0.5)
+
+
+@pytest.mark.parametrize(
+    ("make_env", "head", "outputs", "value", "says"),
+    [
+        (cartpole, HEADS.categorical, 2, NAN, "action_log_prob is NaN"),
+        (cartpole, HEADS.greedy, 2, NAN, "what the head reads is NaN"),
+        (pendulum, HEADS.normal, 2, NAN, "action is NaN"),
+        (pendulum, None, 1, float("inf"), "the action is infinite … expected finite numbers"),
+    ],
+)
+def test_nan_and_infinity_from_jax(make_env, head, outputs, value, says):
+    where = f"lane 0, step 0 of this batch … {says} … look at the policy's parameters"
+    fails_then_runs(make_env, lambda env: poisoned(env, head, outputs, value), PolicyError, where, repair=cure)
+
+
+@pytest.mark.parametrize("head", [HEADS.categorical, HEADS.greedy, HEADS.epsilon_greedy(0.0)])
+def test_values_that_mask_actions_out_are_no_error(head):
+    masked = torch.tensor([[-float("inf"), 0.0]] * 3)
+    runs(cartpole(), fc.torch_policy(lambda x: masked, head=head))
+    runs(cartpole(), fc.jax_policy(lambda params, x: params, jnp.asarray(masked.numpy()), head=head))
+
+
+class Writing(nn.Module):
+    """Writes what `change` makes of a good answer, once, at call number `at`."""
+
+    def __init__(self, change, at):
+        super().__init__()
+        self.change, self.at, self.calls = change, at, 0
+
+    def forward(self, tensordict):
+        action = torch.zeros(len(tensordict), dtype=torch.int64)
+        self.calls += 1
+        if self.calls == self.at + 1:
+            return self.change(tensordict, action)
+        return tensordict.set("action", action)
+
+
+def writes(**entries):
+    def change(tensordict, action):
+        for name, make in entries.items():
+            tensordict.set(name, make(action))
+        return tensordict
+
+    return change
+
+
+def written(what, change, *says, at=0):
+    return Misuse(what, lambda env: as_policy(Writing(change, at), env), PolicyError, says)
+
+
+class Plain(fc.PolicyBase):
+    """The protocol and nothing else; `answers` one after the other, the last one from then on."""
+
+    backend = "torch"
+    params = None
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def __call__(self, params, state, observation, noise, spec, exploration):
+        return None, self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+GOOD = {"action": ACTIONS}
+
+
+def plain(what, answers, *says):
+    return Misuse(what, lambda env: Plain(*answers, GOOD), PolicyError, says)
+
+
+@table(
+    written("no action", writes(value=abs), "wrote ['value']", "expected 'action'", "out_keys"),
+    written("nothing", lambda tensordict, action: None, "returned NoneType", "expected the TensorDict", "return it"),
+    written("the action alone", lambda tensordict, action: action, "returned Tensor", "expected the", "return it"),
+    written("a wide one", writes(action=lambda a: a[:, None]), "(3, 1)", "wants (3,)", "return one action", at=2),
+    written("a reward", writes(action=abs, reward=abs), "wrote ['reward']", "a batch uses", "rename these out_keys"),
+    plain("no action of the protocol", ({"value": ACTIONS},), "['value']", "expected ['action']", "return the action"),
+    plain("a wide one of it", (GOOD, {"action": ACTIONS[:, None]}), "(3, 1)", "wants (3,)", "return one action"),
+)
+def test_callables_on_tensordicts_and_policies_of_the_protocol_that_go_wrong(misuse):
+    fails_then_runs(cartpole, misuse.do, misuse.error, misuse.says)
+
+
+def test_in_keys_that_the_environment_lacks():
+    env = cartpole()
+    wrong = TensorDictModule(lambda x: x[:, 0].long() * 0, ["pixels"], ["action"])
+    says = ("reads the in_keys ['pixels']", "the environment gives ['observation']", "name these")
+    with fc.SyncDataCollector(env, wrong, frames_per_batch=6) as collector, refused(PolicyError, says):
+        next(collector)
+    right = TensorDictModule(lambda x: x[:, 0].long() * 0, ["observation"], ["action"])
+    with fc.SyncDataCollector(env, right, frames_per_batch=6) as collector:
+        next(collector)

@@ -3,16 +3,12 @@
 What is bad follows from the annotation. A callable, or an argument of it, that is not called here has its reason below.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import re
 import tempfile
 import types
-from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,41 +22,31 @@ from funcollect.messages import kind_of, shown
 MODULES = ("envs", "heads", "storages", "samplers", "ring", "jax_ring", "traced", "testing", "interop")
 MODULES += ("running_statistics",)
 OWN = (fc.FuncollectError, TypeError, ValueError)
+KINDS = ("", "MultiSync", "MultiAsync", "Ray")  # of collectors
 
-FUNCTIONS = (
-    "Callable[..., Any]",
-    "Callable[[], Any]",
-    "Callable[[Any], Any]",
-    "Callable[[list[Any]], Any]",
-    "Postproc",
-)
-OBJECTS = ("torch.Generator", "RandomSampler", "nn.Module", "Space", "Begin", "Advance")
-NOT_NONE: dict[str, list[Any]] = {
-    **{kind: [0, "x"] for kind in (*FUNCTIONS, *OBJECTS)},
+# No function, no object, no tree: by the annotations that take one.
+FUNCTIONS = "Callable[..., Any]; Callable[[], Any]; Callable[[Any], Any]; Callable[[list[Any]], Any]; Postproc"
+OBJECTS = "torch.Generator; RandomSampler; nn.Module; Space; Begin; Advance; TextIO; Iterable[TensorDict]; Logger; Axes"
+TREES = "CollectorState; TensorDictBase; EpisodeStats; RingState; SampleSpec; Trajectories; JaxRing"
+NOT_NONE = {
+    **{key: [0, "x"] for key in f"{FUNCTIONS}; {OBJECTS}".split("; ")},
+    **{key: [0, "x", {}] for key in TREES.split("; ")},
+    **{key: [0, "CartPole-v1", nn.Linear(4, 2)] for key in ("Env", "JaxEnv", "CollectorBase | Env")},
+    **{key: [0, 2.5, ["a"]] for key in ("str | PathLike[str]", "str | os.PathLike[str]")},
+    **{key: ["nowhere", 2.5, {}] for key in ("Device", "torch.device | str")},
+    **{key: [0, "x", [1]] for key in ("Mapping[str, Any]", "Mapping[Any, Any]")},
+    **{key: ["x", 0, True] for key in ("Starts", "Compiler")},
     "int": ["x", 2.5, True, [1]],
     "float": ["x", True, [0.5], {}],
     "bool": ["False", 0, 1, 2.5],
     "str": [0, 2.5, ("a",)],
     "str | Path": [0, 2.5, "", (), ("a", 0), ["a"]],
-    "str | PathLike[str]": [0, 2.5, ["a"]],
-    "str | os.PathLike[str]": [0, 2.5, ["a"]],
     "Sequence[str]": [0, "x", {"a": 1}, [0]],
-    "Device": ["nowhere", 2.5, {}],
-    "torch.device | str": ["nowhere", 2.5, {}],
     "ExplorationType": ["random", 0, True],
-    "CollectorBase | Env": [0, "CartPole-v1", nn.Linear(4, 2)],
-    "Env": [0, "CartPole-v1", nn.Linear(4, 2)],
-    "JaxEnv": [0, "CartPole-v1", nn.Linear(4, 2)],
     "Policy": [0, "x", nn.Linear(4, 2)],
-    "CollectorState": [0, "x", {}],
-    "TensorDictBase": [0, "x", {}],
-    "EpisodeStats": [0, "x", {}],
-    "Mapping[str, Any]": [0, "x", [1]],
-    "Mapping[Any, Any]": [0, "x", [1]],
     "Storage": [0, "x", fc.LazyTensorStorage],
     "Sampler": [0, "x", fc.RandomSampler],
     "Head": [0, "x", True],
-    "Starts": ["x", 0, True],
     "Join": ["x", 2, True],
     "npt.DTypeLike": ["x", 5, np.int32],
     "Shard": [0, "x", (0, 1)],
@@ -68,16 +54,7 @@ NOT_NONE: dict[str, list[Any]] = {
     "torch.layout": ["x", 1],
     "tuple[int, ...]": [0, "x", (2.5,)],
     "Key": [0, "x", np.zeros(3, np.uint32)],
-    "RingState": [0, "x", {}],
-    "SampleSpec": [0, "x", {}],
-    "Trajectories": [0, "x", {}],
-    "JaxRing": [0, "x", {}],
-    "Compiler": ["x", 0, True],
-    "TextIO": [0, "x"],
     "EpisodeWindow": ["x", 2.5],
-    "Iterable[TensorDict]": [0, "x"],
-    "Logger": [0, "x"],
-    "Axes": [0, "x"],
 }
 SIZES = """
     length frames episodes max_frames frames_per_batch num_envs max_frames_per_traj batch_size max_size n_steps
@@ -86,10 +63,10 @@ SIZES = """
 """
 POSITIVE = set(SIZES.split())
 COUNTS = {"init_random_frames", "random_steps", "noop_max", "prefetch", "alpha", "beta", "eps"}
-BEYOND: dict[str, list[Any]] = {"seed": [-1], "total_frames": [0, -2], "epsilon": [2.0, -0.5]}
+BEYOND = {"seed": [-1], "total_frames": [0, -2], "epsilon": [2.0, -0.5]}
 
 
-def bad_values(name: str, annotation: str) -> Iterator[Any]:
+def bad_values(name, annotation):
     """Values that an argument of this name and annotation does not take."""
     kinds = [kind.strip() for kind in re.split(r"\|(?![^\[]*\])", annotation)]
     whole = annotation.replace(" | None", "")
@@ -112,29 +89,29 @@ def bad_values(name: str, annotation: str) -> Iterator[Any]:
 
 
 @cache
-def host() -> tuple[Any, Any]:
+def host():
     env = fc.make_env("CartPole-v1", num_envs=2)
     return env, fc.random_policy(env)
 
 
 @cache
-def fused() -> tuple[Any, Any]:
+def fused():
     env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
     return env, fc.random_policy(env)
 
 
-def start(pair: Callable[[], tuple[Any, Any]] = host) -> Any:
+def start(pair=host):
     return fc.init(*pair(), seed=0)
 
 
-def batch() -> Any:
+def batch():
     state, batch = fc.rollout(*host(), start(), 6)
     fc.close(state)
     return batch
 
 
 @cache
-def traced_batch() -> Any:
+def traced_batch():
     """What `traced.episode_stats` reads."""
     zero, no = jax.numpy.zeros((2, 2), jax.numpy.int32), jax.numpy.zeros((2, 2), bool)
     after = {"reward": jax.numpy.zeros((2, 2)), "done": no}
@@ -142,113 +119,125 @@ def traced_batch() -> Any:
 
 
 @cache
-def saved() -> str:
+def saved():
     path = os.path.join(tempfile.mkdtemp(), "state")
     fc.save(path, start(), episodes="restart")
     return path
 
 
-def statistics() -> Any:
+def statistics():
     return fc.running_statistics.init(host()[0].observation_space)
 
 
-def ring_state() -> Any:
+def ring_state():
     return fc.ring.extend(fc.ring.init(16), batch())[0]
 
 
-def jax_ring() -> Any:
+def jax_ring():
     return fc.jax_ring.extend(fc.jax_ring.init(rows(4), steps=8), rows(4))
 
 
-def rows(steps: int) -> Any:
+def rows(steps):
     return {"x": jax.numpy.zeros((steps, 2)), "next": {"done": jax.numpy.zeros((steps, 2), bool)}}
 
 
-def mlp(params: Any, x: Any) -> Any:
+def mlp(params, x):
     return x @ params
+
+
+def both(pair=host, **others):
+    return dict(zip(("env", "policy"), pair(), strict=True)) | others
+
+
+def functional():
+    from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
+
+    return CartPoleFunctional()
+
+
+def torchrl_env():
+    from torchrl.envs import GymEnv
+
+    return GymEnv("CartPole-v1")
+
+
+def tensor_simulators():
+    return types.SimpleNamespace(num_envs=2, device="cpu", step=None, **spaces("single_"))
+
+
+def spaces(prefix=""):
+    return {f"{prefix}{name}": getattr(host()[0], name) for name in ("observation_space", "action_space")}
+
+
+def linear():
+    return fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL)
 
 
 WEIGHTS = jax.numpy.ones((4, 2))
 COLLECTOR = {"create_env_fn": "CartPole-v1", "policy": None, "frames_per_batch": 8}
 CATEGORICAL = fc.heads.categorical
-CARTPOLE = fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL)
-
+STACKED = {"weight": torch.zeros(3, 2, 4), "bias": torch.zeros(3, 2)}
+FUNCTIONAL = {"reset": lambda key, params: (key, WEIGHTS[0]), "step": lambda *_: None}
+PRIORITIES = {"max_capacity": 8, "alpha": 0.6, "beta": 0.4}
+SUITES = {
+    "ale": {"game": "Pong"},
+    "brax": {"env": "inverted_pendulum"},
+    "envpool": {"task_id": "CartPole-v1"},
+    "gymnasium": {"env": "CartPole-v1"},
+    "gymnax": {"env": "CartPole-v1"},
+    "jumanji": {"env": "Snake-v1"},
+    "navix": {"env": "Navix-Empty-5x5-v0"},
+    "pgx": {"env": "tic_tac_toe"},
+    "playground": {"env": "CartpoleBalance"},
+}
+NOTHING = "RandomSampler ReplayBuffer SamplerWithoutReplacement envs.CartPole envs.Pendulum ring.Trajectories"
 # Good arguments for each public callable, made anew for each test.
-GOOD: dict[str, Callable[[], dict[str, Any]]] = {
+GOOD = {
+    **dict.fromkeys(NOTHING.split(), dict),
+    **{f"envs.from_{suite}": given.copy for suite, given in SUITES.items()},
+    **{f"{kind}Storage": lambda: {"max_size": 8} for kind in ("LazyMemmap", "LazyTensor", "List")},
+    **{name: lambda: {"gamma": 0.9, "n_steps": 3} for name in ("MultiStep", "MultiStepSampler")},
+    **{f"{kind}Collector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]} for kind in KINDS[1:]},
+    **{name: lambda: {"env": host()[0], "state": start()} for name in ("fork", "recover", "reset")},
+    **{name: lambda: {"batch": batch()} for name in ("episode_stats", "next_observations", "scale_rewards")},
     "Collector": lambda: COLLECTOR,
-    "MultiSyncCollector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]},
-    "MultiAsyncCollector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]},
-    "RayCollector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]},
-    "LazyMemmapStorage": lambda: {"max_size": 8},
-    "LazyTensorStorage": lambda: {"max_size": 8},
-    "ListStorage": lambda: {"max_size": 8},
-    "MultiStep": lambda: {"gamma": 0.9, "n_steps": 3},
-    "MultiStepSampler": lambda: {"gamma": 0.9, "n_steps": 3},
-    "PrioritizedSampler": lambda: {"max_capacity": 8, "alpha": 0.6, "beta": 0.4},
-    "PrioritizedSliceSampler": lambda: {"max_capacity": 8, "alpha": 0.6, "beta": 0.4, "num_slices": 2},
-    "RandomSampler": dict,
-    "ReplayBuffer": dict,
+    "PrioritizedSampler": lambda: PRIORITIES,
+    "PrioritizedSliceSampler": lambda: PRIORITIES | {"num_slices": 2},
     "ReplayReader": lambda: {"directory": "/nowhere"},
-    "SamplerWithoutReplacement": dict,
     "SliceSampler": lambda: {"num_slices": 2},
     "Checkpoint": lambda: {"directory": "/nowhere"},
     "apply": lambda: {"env": host()[0], "state": start(), "function": repr},
     "close": lambda: {"state": start()},
     "deliver": lambda: {"arrays": {"x": WEIGHTS}},
-    "differentiable_rollout": lambda: dict(zip(("env", "policy"), fused(), strict=True), state=start(fused), length=2),
-    "episode_stats": lambda: {"batch": batch()},
+    "differentiable_rollout": lambda: both(fused, state=start(fused), length=2),
     "Evaluator": lambda: {"create_env_fn": "CartPole-v1", "policy": None, "episodes": 1, "seed": 0},
-    "evaluate": lambda: dict(zip(("env", "policy"), host(), strict=True), episodes=1, seed=0),
-    "evaluate_actions": lambda: {"policy": CARTPOLE, "params": None, "batch": batch(), "env": host()[0]},
-    "explain": lambda: dict(zip(("env", "policy"), host(), strict=True)),
-    "fork": lambda: {"env": host()[0], "state": start()},
+    "evaluate": lambda: both(episodes=1, seed=0),
+    "evaluate_actions": lambda: {"policy": linear(), "params": None, "batch": batch(), "env": host()[0]},
+    "explain": both,
     "gae": lambda: {"batch": batch(), "value": torch.zeros(2, 6, 1), "next_value": torch.zeros(2, 6, 1)},
-    "init": lambda: dict(zip(("env", "policy"), host(), strict=True), seed=0),
+    "init": lambda: both(seed=0),
     "jax_policy": lambda: {"apply": mlp, "params": WEIGHTS, "head": CATEGORICAL},
-    "load": lambda: {"path": saved()} | dict(zip(("env", "policy"), host(), strict=True)),
+    "load": lambda: both(path=saved()),
     "lower": lambda: {"module": nn.Linear(4, 2), "example": torch.zeros(1, 4)},
-    "lower_policy": lambda: {"policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL), "env": fused()[0]},
+    "lower_policy": lambda: {"policy": linear(), "env": fused()[0]},
     "make_policy": lambda: {"name": "mlp", "env": host()[0]},
-    "population": lambda: {
-        "policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL),
-        "params": {"weight": torch.zeros(3, 2, 4), "bias": torch.zeros(3, 2)},
-    },
-    "normalized": lambda: {"policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL), "stats": statistics()},
-    "next_observations": lambda: {"batch": batch()},
+    "population": lambda: {"policy": linear(), "params": STACKED},
+    "normalized": lambda: {"policy": linear(), "stats": statistics()},
     "random_policy": lambda: {"env": host()[0]},
     "profile": lambda: {"target": host()[0], "policy": None, "frames": 20, "length": 10},
-    "record": lambda: dict(zip(("env", "policy"), host(), strict=True), path="/nowhere/x.gif"),
-    "recover": lambda: {"env": host()[0], "state": start()},
-    "reset": lambda: {"env": host()[0], "state": start()},
-    "rollout": lambda: dict(zip(("env", "policy"), host(), strict=True), state=start(), length=2),
-    "rollout_trajectories": lambda: dict(zip(("env", "policy"), host(), strict=True), state=start(), count=2),
+    "record": lambda: both(path="/nowhere/x.gif"),
+    "rollout": lambda: both(state=start(), length=2),
+    "rollout_trajectories": lambda: both(state=start(), count=2),
     "save": lambda: {"path": saved(), "state": start()},
-    "scale_rewards": lambda: {"batch": batch()},
     "set_env_params": lambda: {"env": fused()[0], "state": start(fused), "params": fused()[0].default_params},
     "split_trajectories": lambda: {"batch": batch()},
-    "step": lambda: dict(zip(("env", "policy"), host(), strict=True), state=start()),
+    "step": lambda: both(state=start()),
     "tensordict_policy": lambda: {"module": nn.Linear(4, 2)},
     "torch_policy": lambda: {"module": nn.Linear(4, 2), "head": CATEGORICAL},
     "track": lambda: {"batches": fc.SyncDataCollector(**COLLECTOR), "disable": True},
-    "envs.CartPole": dict,
-    "envs.Pendulum": dict,
-    "envs.from_ale": lambda: {"game": "Pong"},
-    "envs.from_brax": lambda: {"env": "inverted_pendulum"},
-    "envs.from_envpool": lambda: {"task_id": "CartPole-v1"},
     "envs.from_functional": lambda: {"env": functional()},
-    "envs.from_functions": lambda: {
-        "reset": lambda key, params: (key, WEIGHTS[0]),
-        "step": lambda *_: None,
-        "observation_space": host()[0].observation_space,
-        "action_space": host()[0].action_space,
-    },
-    "envs.from_gymnasium": lambda: {"env": "CartPole-v1"},
-    "envs.from_gymnax": lambda: {"env": "CartPole-v1"},
-    "envs.from_jumanji": lambda: {"env": "Snake-v1"},
-    "envs.from_navix": lambda: {"env": "Navix-Empty-5x5-v0"},
+    "envs.from_functions": lambda: FUNCTIONAL | spaces(),
     "Shard": lambda: {"index": 1, "count": 2},
-    "envs.from_pgx": lambda: {"env": "tic_tac_toe"},
-    "envs.from_playground": lambda: {"env": "CartpoleBalance"},
     "envs.ActionSpec": lambda: {"space": host()[0].action_space},
     "envs.observation_leaves": lambda: {"space": host()[0].observation_space},
     "envs.observation_rows": lambda: {"env": host()[0]},
@@ -259,7 +248,6 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "heads.from_distribution": lambda: {"distribution": torch.distributions.Beta},
     "ring.Flat": lambda: {"batch_size": 4},
     "ring.Slices": lambda: {"num_slices": 2, "slice_len": 2},
-    "ring.Trajectories": dict,
     "ring.extend": lambda: {"state": ring_state(), "batch": batch()},
     "ring.init": lambda: {"storage": 16},
     "ring.sample": lambda: {"state": ring_state(), "key": np.zeros(2, np.uint32), "spec": fc.ring.Flat(2)},
@@ -270,22 +258,15 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "jax_ring.sample": lambda: {"ring": jax_ring(), "key": jax.random.key(0), "batch_size": 2},
     "jax_ring.sample_slices": lambda: {"ring": jax_ring(), "key": jax.random.key(0), "num_slices": 1, "slice_len": 2},
     "traced.episode_stats": lambda: {"batch": traced_batch()},
-    "traced.evaluate": lambda: dict(
-        zip(("env", "policy"), fused(), strict=True), params=None, key=jax.random.PRNGKey(0), episodes=2
-    ),
-    "traced.init": lambda: dict(zip(("env", "policy"), fused(), strict=True), params=None, key=jax.random.PRNGKey(0)),
+    "traced.evaluate": lambda: both(fused, params=None, key=jax.random.PRNGKey(0), episodes=2),
+    "traced.init": lambda: both(fused, params=None, key=jax.random.PRNGKey(0)),
     "traced.partition": lambda: {"state": start(fused), "axis": "devices"},
     "traced.reset": lambda: {"env": fused()[0], "state": start(fused)},
-    "traced.rollout": lambda: dict(
-        zip(("env", "policy"), fused(), strict=True), params=None, state=start(fused), length=2
-    ),
+    "traced.rollout": lambda: both(fused, params=None, state=start(fused), length=2),
     "traced.set_env_params": lambda: {"env": fused()[0], "state": start(fused), "params": fused()[0].default_params},
-    "traced.step": lambda: dict(zip(("env", "policy"), fused(), strict=True), params=None, state=start(fused)),
+    "traced.step": lambda: both(fused, params=None, state=start(fused)),
     "testing.check_env": lambda: {"env": "CartPole-v1"},
-    "testing.check_policy": lambda: {
-        "policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL),
-        "env": "CartPole-v1",
-    },
+    "testing.check_policy": lambda: {"policy": linear(), "env": "CartPole-v1"},
     "running_statistics.denormalize": lambda: {"stats": statistics(), "observation": torch.zeros(4)},
     "running_statistics.init": lambda: {"space": host()[0].observation_space},
     "running_statistics.merge": lambda: {"one": statistics(), "other": statistics()},
@@ -309,32 +290,15 @@ NOT_CALLED = {"make_env", *f"{RESULTS} {PROTOCOLS} {BASES} {PLAIN_VALUES}".split
 NOT_BOTH = {(f"{kind}SliceSampler", "slice_len"): "num_slices" for kind in ("", "Prioritized")}  # one of them is given
 NO_LIMIT = ("max_frames_per_traj", "init_random_frames")
 NOT_BAD = {  # callable, argument and value that are good all the same
-    *((f"{kind}Collector", argument, "-1") for kind in ("", "MultiSync", "MultiAsync", "Ray") for argument in NO_LIMIT),
+    *((f"{kind}Collector", argument, "-1") for kind in KINDS for argument in NO_LIMIT),
     ("RayCollector", "reset_at_each_iter", "0"),  # TorchRL's documents pass -False
     *((f"envs.from_{kind}", "num_workers", "0") for kind in ("ale", "gymnasium", "torchrl")),
 }
 
 
-def functional() -> Any:
-    from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
-
-    return CartPoleFunctional()
-
-
-def torchrl_env() -> Any:
-    from torchrl.envs import GymEnv
-
-    return GymEnv("CartPole-v1")
-
-
-def tensor_simulators() -> Any:
-    spaces = {f"single_{name}": getattr(host()[0], name) for name in ("observation_space", "action_space")}
-    return types.SimpleNamespace(num_envs=2, device="cpu", step=None, **spaces)
-
-
-def public() -> Iterator[tuple[str, Any]]:
+def public():
     """Every public name that can be called, once, with what it stands for."""
-    seen: set[int] = set()
+    seen = set()
     for prefix, module in [("", fc), *((f"{name}.", getattr(fc, name)) for name in MODULES)]:
         for name in sorted(getattr(module, "__all__", None) or vars(module)):
             value = getattr(module, name)
@@ -346,7 +310,7 @@ def public() -> Iterator[tuple[str, Any]]:
                 yield prefix + name, value
 
 
-def parameters(function: Any) -> Iterator[tuple[str, str]]:
+def parameters(function):
     """The arguments of a callable with their annotations; those of a TypedDict of keywords too."""
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -373,12 +337,12 @@ CASES = [
 ]
 
 
-def test_every_public_callable_is_called() -> None:
+def test_every_public_callable_is_called():
     assert {name for name, _ in public()} == {*GOOD} | NOT_CALLED
 
 
 @pytest.mark.parametrize(("name", "function", "argument", "values"), CASES)
-def test_bad_values_of_an_argument(name: str, function: Any, argument: str, values: list[Any]) -> None:
+def test_bad_values_of_an_argument(name, function, argument, values):
     """The error names the argument and the value, and what was expected or the fix; the other arguments stay good."""
     others = {
         key: value for key, value in GOOD[name]().items() if key not in (argument, NOT_BOTH.get((name, argument)))

@@ -1,10 +1,6 @@
 """Methods, recurrent states and numbers of NumPy: bad arguments are named, good ones are taken."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +15,7 @@ OWN = (fc.FuncollectError, TypeError, ValueError)
 COLLECTOR = {"create_env_fn": "CartPole-v1", "policy": None, "frames_per_batch": 8}
 
 
-def batch() -> Any:
+def batch():
     env = fc.make_env("CartPole-v1", num_envs=2)
     policy = fc.random_policy(env)
     state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 6)
@@ -27,54 +23,47 @@ def batch() -> Any:
     return batch
 
 
-def buffer() -> fc.ReplayBuffer:
-    """A buffer of 12 frames with priorities."""
+def buffer():
     sampler = fc.PrioritizedSampler(max_capacity=16, alpha=0.6, beta=0.4)
     made = fc.ReplayBuffer(storage=fc.LazyTensorStorage(16), sampler=sampler, batch_size=4)
     made.extend(batch().reshape(-1))
     return made
 
 
-METHODS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "ReplayBuffer.add": (buffer, {"data": [0, "x", {}]}),
-    "ReplayBuffer.extend": (buffer, {"data": [0, "x", None, {}]}),
-    "ReplayBuffer.sample": (buffer, {"batch_size": ["x", 2.5, True, 0, -1]}),
-    "ReplayBuffer.update_priority": (
-        buffer,
-        {
-            "index": [None, 2.5, "x", True, [0.5], 99, -2, object()],
-            "priority": [None, "x", -1.0, float("nan"), float("inf"), [1.0, 2.0], object()],
-            "written": ["x", 2.5, -1, True],
-        },
-    ),
-    "ReplayBuffer.dumps": (buffer, {"path": [0, None]}),
-    "ReplayBuffer.loads": (buffer, {"path": [0, None]}),
-    "SyncDataCollector.set_seed": (lambda: fc.SyncDataCollector(**COLLECTOR), {"seed": ["x", 2.5, True, -1, 2**64]}),
-    "SyncDataCollector.reset": (lambda: fc.SyncDataCollector(**COLLECTOR), {"mask": ["x", 0, [True, False]]}),
-    "SyncDataCollector.load_state_dict": (
-        lambda: fc.SyncDataCollector(**COLLECTOR),
-        {"state_dict": [None, 0, {}, {"seed": 0}]},
-    ),
-    "MultiStep.__call__": (lambda: fc.MultiStep(0.9, 3), {"batch": [None, 0, {}, TensorDict({}, [0]), batch()[:, :0]]}),
+MAKE = {
+    "ReplayBuffer": buffer,
+    "SyncDataCollector": lambda: fc.SyncDataCollector(**COLLECTOR),
+    "MultiStep": lambda: fc.MultiStep(0.9, 3),
 }
-GOOD_METHODS: dict[str, dict[str, Any]] = {"ReplayBuffer.update_priority": {"index": 0, "priority": 1.0}}
+METHODS = [
+    ("ReplayBuffer.add", "data", [0, "x", {}]),
+    ("ReplayBuffer.extend", "data", [0, "x", None, {}]),
+    ("ReplayBuffer.sample", "batch_size", ["x", 2.5, True, 0, -1]),
+    ("ReplayBuffer.update_priority", "index", [None, 2.5, "x", True, [0.5], 99, -2, object()]),
+    ("ReplayBuffer.update_priority", "priority", [None, "x", -1.0, float("nan"), float("inf"), [1.0, 2.0], object()]),
+    ("ReplayBuffer.update_priority", "written", ["x", 2.5, -1, True]),
+    ("ReplayBuffer.dumps", "path", [0, None]),
+    ("ReplayBuffer.loads", "path", [0, None]),
+    ("SyncDataCollector.set_seed", "seed", ["x", 2.5, True, -1, 2**64]),
+    ("SyncDataCollector.reset", "mask", ["x", 0, [True, False]]),
+    ("SyncDataCollector.load_state_dict", "state_dict", [None, 0, {}, {"seed": 0}]),
+    ("MultiStep.__call__", "batch", [None, 0, {}, TensorDict({}, [0]), batch()[:, :0]]),
+]
+NAMES = {"data": "data|batch|frames", "priority": "priorit"}
 
 
-@pytest.mark.parametrize(
-    ("method", "argument"), [(method, argument) for method, (_, arguments) in METHODS.items() for argument in arguments]
-)
-def test_bad_values_of_an_argument_of_a_method(method: str, argument: str) -> None:
-    make, arguments = METHODS[method]
-    function = getattr(make(), method.partition(".")[2])
-    names = {"data": "data|batch|frames", "path": "path", "priority": "priorit"}
-    for value in arguments[argument]:
+@pytest.mark.parametrize(("method", "argument", "values"), METHODS)
+def test_bad_values_of_an_argument_of_a_method(method, argument, values):
+    kind, _, name = method.partition(".")
+    function, good = getattr(MAKE[kind](), name), {"index": 0, "priority": 1.0} if name == "update_priority" else {}
+    for value in values:
         with pytest.raises(OWN) as caught:
-            function(**(GOOD_METHODS.get(method, {}) | {argument: value}))
+            function(**(good | {argument: value}))
         message = str(caught.value)
-        assert re.search(names.get(argument, argument), message), f"{value!r}: {type(caught.value).__name__}: {message}"
+        assert re.search(NAMES.get(argument, argument), message), f"{value!r}: {type(caught.value).__name__}: {message}"
 
 
-STATES: dict[str, Callable[[], Any]] = {
+STATES = {
     "torch": lambda: fc.torch_policy(lambda x, h: (x, h), initial_state="x"),
     "torch, a tree": lambda: fc.torch_policy(lambda x, h: (x, h), initial_state={"a": torch.zeros(2), "b": "x"}),
     "jax": lambda: fc.jax_policy(lambda p, x, h: (x, h), 0.0, initial_state="x"),
@@ -83,7 +72,7 @@ STATES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("case", STATES)
-def test_a_bad_initial_state_is_named(case: str) -> None:
+def test_a_bad_initial_state_is_named(case):
     with pytest.raises(TypeError, match="initial_state"):
         STATES[case]()
 
@@ -100,11 +89,11 @@ def test_a_bad_initial_state_is_named(case: str) -> None:
         lambda: buffer()[np.int64(3)],
     ],
 )
-def test_numbers_of_numpy_are_numbers(call: Callable[[], Any]) -> None:
+def test_numbers_of_numpy_are_numbers(call):
     call()
 
 
-def test_a_state_from_before_jax_had_64_bits() -> None:
+def test_a_state_from_before_jax_had_64_bits():
     env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)

@@ -1,11 +1,8 @@
 """Environments that go wrong once, in lane 1 of 3, or all lanes at once: named, and a reset is the way back."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,28 +23,25 @@ PAIR = spaces.Tuple((spaces.Discrete(4), spaces.Box(-9, 9, (2,))))
 GOOD_PAIR = (1, np.ones(2, np.float32))
 
 
-def lanes(spoil: Any, at: int = FAULT, info_keys: Any = (), **how: Any) -> Any:
-    """Three lanes, of which the middle one goes wrong."""
+def lanes(spoil, at=FAULT, info_keys=(), **how):
     return fc.make_env([Rigged(**how), Rigged(spoil, at=at, **how), Rigged(**how)], info_keys=info_keys)
 
 
-def step(what: str, spoil: Any, *says: str, **how: Any) -> Misuse:
-    """Something wrong with what a step returns."""
+def step(what, spoil, *says, **how):
     return Misuse(what, lambda: lanes(spoil, **how), EnvError, ("lane 1", *says))
 
 
-def frames(*shape: int) -> Any:
+def frames(*shape):
     return np.ones(shape, np.float32)
 
 
-BYTES: Any = {"space": spaces.Box(0, 255, (2,), np.uint8), "good": np.ones(2, np.uint8)}
-CHOICE: Any = {"space": spaces.Discrete(4), "good": 1}
-NESTED: Any = {"space": DICT, "good": GOOD_DICT}
-TUPLE: Any = {"space": PAIR, "good": GOOD_PAIR}
+BYTES = {"space": spaces.Box(0, 255, (2,), np.uint8), "good": np.ones(2, np.uint8)}
+CHOICE = {"space": spaces.Discrete(4), "good": 1}
+NESTED = {"space": DICT, "good": GOOD_DICT}
+TUPLE = {"space": PAIR, "good": GOOD_PAIR}
 
 
-def seen(what: str, observation: Any, *says: str, **how: Any) -> Misuse:
-    """Something wrong with the observation that a step returns."""
+def seen(what, observation, *says, **how):
     return step(what, swaps(0, observation), *says, **how)
 
 
@@ -70,23 +64,21 @@ def seen(what: str, observation: Any, *says: str, **how: Any) -> Misuse:
     seen("a shape under a key", GOOD_DICT | {"position": frames(3)}, "'position' has", "(3,)", "wants (2,)", **NESTED),
     seen("a tuple too short", (1,), "a tuple of 1", "lacks the structure", "a tuple of 2", "return", **TUPLE),
 )
-def test_a_step_that_goes_wrong(misuse: Misuse) -> None:
+def test_a_step_that_goes_wrong(misuse):
     fails_then_runs(misuse.do, fc.random_policy, misuse.error, misuse.says)
 
 
-def test_a_wrong_count_of_values_is_named_within_a_wrapper_too() -> None:
-    def make() -> Any:
-        unlimited = functools.partial(Rigged, lambda answer: answer[:4])
-        return fc.make_env(unlimited, num_envs=1, max_episode_steps=100)
-
+def test_a_wrong_count_of_values_is_named_within_a_wrapper_too():
+    wrapped = {"num_envs": 1, "max_episode_steps": 100}
+    make = functools.partial(fc.make_env, functools.partial(Rigged, lambda answer: answer[:4]), **wrapped)
     says = ("lane 0", "within a wrapper", "expected 5", "expected the five values", "use Gymnasium's step API")
     fails_then_runs(make, fc.random_policy, EnvError, says)
 
 
 @pytest.mark.parametrize(("place", "value"), [(1, None), (2, "no"), (3, {})])
-def test_an_environment_that_is_always_wrong_is_found_in_its_first_batch(place: int, value: Any) -> None:
+def test_an_environment_that_is_always_wrong_is_found_in_its_first_batch(place, value):
     class Wrong(Rigged):
-        def step(self, action: Any) -> Any:
+        def step(self, action):
             return swaps(place, value)(super().step(action))
 
     env, name = fc.make_env(Wrong), ("reward", "terminated", "truncated")[place - 1]
@@ -106,24 +98,24 @@ AT_RESETS = (
 class Ending(Rigged):
     """Episodes of three steps; the second reset goes wrong once."""
 
-    def __init__(self, spoil: Any) -> None:
+    def __init__(self, spoil):
         super().__init__(None)
         self.later = spoil
 
-    def reset(self, **how: Any) -> Any:
+    def reset(self, **how):
         answer = super().reset(**how)
         self.spoil, self.later, self.at = self.later, None, 0
         return answer
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         return swaps(2, self.time == 2)(super().step(action))
 
 
 @pytest.mark.parametrize(("spoil", "says"), [each[1:] for each in AT_RESETS], ids=[each[0] for each in AT_RESETS])
-def test_a_reset_that_goes_wrong(spoil: Any, says: tuple[str, ...]) -> None:
-    made: list[Rigged] = []
+def test_a_reset_that_goes_wrong(spoil, says):
+    made = []
 
-    def build() -> Rigged:
+    def build():
         made.append(Rigged(spoil, at=0))
         return made[-1]
 
@@ -136,14 +128,14 @@ def test_a_reset_that_goes_wrong(spoil: Any, says: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_ctrl_c_leaves_a_way_back(index: int) -> None:
+def test_ctrl_c_leaves_a_way_back(index):
     """While stepping, and while resetting at the end of an episode."""
     spoil = raises(KeyboardInterrupt())
     make = (lambda: lanes(spoil), lambda: fc.make_env([Rigged(), Ending(spoil)]))[index]
     fails_then_runs(make, fc.random_policy, KeyboardInterrupt, ())
 
 
-def test_a_reset_of_the_collector_that_is_broken_off_is_made_again() -> None:
+def test_a_reset_of_the_collector_that_is_broken_off_is_made_again():
     with fc.SyncDataCollector(lanes(raises(KeyboardInterrupt()), at=-1), frames_per_batch=6) as collector:
         next(collector)
         collector.state.env_state.simulation.simulators._envs[1].at = 0
@@ -152,9 +144,9 @@ def test_a_reset_of_the_collector_that_is_broken_off_is_made_again() -> None:
         assert next(collector)["collector", "step"].tolist() == [[0, 1]] * 3
 
 
-def test_an_environment_that_does_not_close_lets_the_others_close() -> None:
+def test_an_environment_that_does_not_close_lets_the_others_close():
     class Stuck(Rigged):
-        def close(self) -> None:
+        def close(self):
             raise OSError("stuck")
 
     last = Rigged()
@@ -170,13 +162,11 @@ RETURNED = f"{VECTOR}: step returned"
 SHAPE = f"{VECTOR}: observation 'observation' has shape"
 
 
-def spoilt_vector(spoil: Any) -> Any:
-    """A vector environment of which one step is spoilt, once."""
-
+def spoilt_vector(spoil):
     class Vector(SyncVectorEnv):
         times = 0
 
-        def step(self, actions: Any) -> Any:
+        def step(self, actions):
             self.times += 1
             answer = super().step(actions)
             return spoil(answer) if self.times == FAULT else answer
@@ -184,7 +174,7 @@ def spoilt_vector(spoil: Any) -> Any:
     return fc.make_env(Vector([Rigged] * 2, autoreset_mode=AutoresetMode.DISABLED))
 
 
-def vector(what: str, spoil: Any, *says: str) -> Misuse:
+def vector(what, spoil, *says):
     return Misuse(what, lambda: spoilt_vector(spoil), EnvError, says)
 
 
@@ -194,28 +184,17 @@ def vector(what: str, spoil: Any, *says: str) -> Misuse:
     vector("a wrong shape", swaps(0, np.ones((2, 3))), SHAPE, "(2, 3)", "wants (2, 2)", "correct"),
     vector("NaN", swaps(1, np.array([0.0, np.nan])), "lane 1, step 2", "the reward is NaN", "expected a number"),
 )
-def test_a_vector_environment_that_goes_wrong(misuse: Misuse) -> None:
+def test_a_vector_environment_that_goes_wrong(misuse):
     fails_then_runs(misuse.do, fc.random_policy, misuse.error, misuse.says)
 
 
 class Walk(InParts):
-    """A Torch environment without a fault."""
-
     observation_space = spaces.Box(-9, 9, (2,))
     action_space = spaces.Discrete(3)
     draws = 2
 
-    def start(self, uniforms: Any) -> Any:
-        return uniforms
 
-    def observe(self, place: Any) -> Any:
-        return place.float()
-
-    def move(self, place: Any, action: Any) -> Any:
-        return place, place[:, 0], place[:, 0] > 9
-
-
-def walk(what: str, method: str, change: Any, *says: str) -> Misuse:
+def walk(what, method, change, *says):
     """A `Walk` whose method's answer goes through `change`."""
     own = getattr(Walk, method)
     wrong = type("Walk", (Walk,), {method: lambda self, *given: change(own(self, *given))})
@@ -231,17 +210,17 @@ def walk(what: str, method: str, change: Any, *says: str) -> Misuse:
     walk("one flag", "move", swaps(2, torch.tensor(True)), "terminated of Walk", "()", "(3,)", "correct"),
     walk("a float flag", "move", swaps(2, torch.zeros(3)), "terminated of Walk", "float32", "bool", "correct"),
 )
-def test_a_torch_environment_that_goes_wrong_is_found_at_once(misuse: Misuse) -> None:
+def test_a_torch_environment_that_goes_wrong_is_found_at_once(misuse):
     with refused(misuse.error, misuse.says):
         runs(misuse.do())
     runs(Walk(num_envs=3))
 
 
-def test_a_torch_environment_that_lacks_a_key() -> None:
+def test_a_torch_environment_that_lacks_a_key():
     class Nested(Walk):
         observation_space = spaces.Dict({"left": Walk.observation_space, "right": Walk.observation_space})
 
-        def observe(self, place: Any) -> Any:
+        def observe(self, place):
             return {"left": place.float()}
 
     with refused(EnvError, "the observation of Nested … lacks the structure … right … correct the environment"):
@@ -282,7 +261,7 @@ trial(Rigged, KeyboardInterrupt)
 """
 
 
-def test_workers_of_a_vector_environment_that_die_or_owe_an_answer_are_replaced() -> None:
+def test_workers_of_a_vector_environment_that_die_or_owe_an_answer_are_replaced():
     """In a process of its own: workers are forked, and by now this one holds JAX's threads."""
     done = subprocess.run([sys.executable, "-c", ASYNC], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,15 +1,11 @@
 """The example package, installed from its own pyproject.toml and found through its entry point."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -29,8 +25,7 @@ SOURCE = ROOT / "examples" / NAME
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where pip has installed it, without a network."""
+def site(tmp_path_factory):
     source, target = (tmp_path_factory.mktemp("example") / name for name in ("source", "site"))
     shutil.copytree(SOURCE, source)  # building leaves files beside what it builds
     options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", str(target)]
@@ -39,28 +34,28 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def found(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def found(site, monkeypatch):
     monkeypatch.syspath_prepend(site)
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
         del sys.modules[name]
 
 
-def env(name: str = "host", num_envs: int = 3) -> fc.Env:
+def env(name="host", num_envs=3):
     if name == "fused":
         return fc.envs.from_functional(CartPoleFunctional(), num_envs=num_envs, max_episode_steps=500)
     return fc.make_env("CartPole-v1", num_envs=num_envs)
 
 
-def test_it_is_found_with_its_origin(site: Path) -> None:
+def test_it_is_found_with_its_origin(site):
     plugin = offered_policies()[NAME]
     assert (plugin.origin, plugin.source) == ("nnx-actor-critic 1.0.0", f"{NAME}:actor_critic")
     assert Path(str(sys.modules[plugin.load().__module__].__file__)).is_relative_to(site)
 
 
 @pytest.mark.parametrize("loop", ["host", "fused"])
-def test_what_it_records_is_what_its_networks_say(loop: str) -> None:
-    policy: Any = fc.make_policy(NAME, env(loop), widths=[16], seed=3)
+def test_what_it_records_is_what_its_networks_say(loop):
+    policy = fc.make_policy(NAME, env(loop), widths=[16], seed=3)
     assert fc.explain(env(loop), policy).loop == loop
     batch = collect(env(loop), policy, 40)
     said = policy.apply(policy.params, fc.interop.to_jax(batch["observation"].flatten(0, 1)))
@@ -71,9 +66,9 @@ def test_what_it_records_is_what_its_networks_say(loop: str) -> None:
     assert batch["action"].unique().tolist() == [0, 1]
 
 
-def test_weights_come_from_a_file(tmp_path: Path) -> None:
+def test_weights_come_from_a_file(tmp_path):
     one, other = (fc.make_policy(NAME, env(), widths=[8], seed=seed) for seed in (0, 1))
-    np.savez(tmp_path / "weights.npz", **one.state_dict())  # type: ignore[attr-defined]
+    np.savez(tmp_path / "weights.npz", **one.state_dict())
     same = fc.make_policy(NAME, env(), widths=[8], seed=1, weights=tmp_path / "weights.npz")
     values = [collect(env(), policy, 4)["state_value"] for policy in (one, other, same)]
     assert torch.equal(values[0], values[2])
@@ -82,12 +77,12 @@ def test_weights_come_from_a_file(tmp_path: Path) -> None:
         fc.make_policy(NAME, env(), widths=[9], weights=tmp_path / "weights.npz")
 
 
-def test_spaces_that_do_not_suit_it() -> None:
+def test_spaces_that_do_not_suit_it():
     with pytest.raises(fc.PluginError, match=r"ValueError: it needs a Box observation space.*flatten it"):
         fc.make_policy(NAME, fc.make_env("FrozenLake-v1", num_envs=2))
 
 
-def test_it_collects_from_the_command_line(tmp_path: Path) -> None:
+def test_it_collects_from_the_command_line(tmp_path):
     arguments = ["CartPole-v1", "--policy", NAME, "-o", "widths=[8]", "--frames", "90", "--num-envs", "3"]
     assert main(["collect", *arguments, "--seed", "4", "--out", str(tmp_path / "out")]) == 0
     saved = TensorDict.load_memmap(tmp_path / "out" / "batch")
@@ -100,11 +95,11 @@ def test_it_collects_from_the_command_line(tmp_path: Path) -> None:
     assert about["policy_options"] == {"widths": [8]}
 
 
-def test_its_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", (SOURCE / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
-    namespace: dict[str, Any] = {}
+    namespace = {}
     for block in blocks:
         exec(block, namespace)
     assert namespace["advantage"].shape == (8, 64, 1)
@@ -122,7 +117,7 @@ print(fc.explain(env, fc.make_policy("{NAME}", env)).why)
 
 
 @pytest.mark.evening
-def test_it_is_imported_on_use_after_jax_is_set_up(site: Path) -> None:
+def test_it_is_imported_on_use_after_jax_is_set_up(site):
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{FRESH}"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert said.endswith("; synchronous CPU dispatch\n")

@@ -1,9 +1,6 @@
 """Numbers that change during a run: epsilon, temperature, and those of a policy of one's own."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +14,7 @@ from tests.support import cases
 KEY = ("collector", "exploration", "epsilon")
 
 
-def values(framework: str, epsilon: float) -> Any:
+def values(framework, epsilon):
     """A policy that prefers the first choice by far."""
     head = fc.heads.epsilon_greedy(epsilon)
     if framework == "torch":
@@ -27,7 +24,7 @@ def values(framework: str, epsilon: float) -> Any:
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
-def test_epsilon_acts_and_is_in_the_batch(framework: str, name: str) -> None:
+def test_epsilon_acts_and_is_in_the_batch(framework, name):
     env, policy = fc.make_env(name, num_envs=16), values(framework, 0.0)
     assert dict(policy.exploration) == {"epsilon": 0.0}
     state = fc.init(env, policy, seed=0)
@@ -54,10 +51,10 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("kind", PARAMS)
-def test_another_value_compiles_nothing(kind: str) -> None:
+def test_another_value_compiles_nothing(kind):
     calls = []
 
-    def apply(params: Any, x: Any) -> Any:
+    def apply(params, x):
         calls.append(1)
         return x[:, :2] * jax.tree.leaves(params)[0].mean()
 
@@ -73,11 +70,11 @@ def test_another_value_compiles_nothing(kind: str) -> None:
         assert len(calls) == traced
 
 
-def test_values_are_arguments_of_traced_rollouts() -> None:
+def test_values_are_arguments_of_traced_rollouts():
     env, policy = fc.make_env("gymnax/CartPole-v1", num_envs=4), values("jax", 0.3)
 
     @jax.jit
-    def run(state: Any, epsilon: Any) -> Any:
+    def run(state, epsilon):
         return fc.traced.rollout(env, policy, policy.params, state, 32, exploration={"epsilon": epsilon})
 
     state = fc.traced.init(env, policy, policy.params, key=jax.random.key(0))
@@ -90,47 +87,39 @@ def test_values_are_arguments_of_traced_rollouts() -> None:
     assert delivered[KEY].unique().tolist() == [0.0]
 
 
-def schedule(frames: int) -> float:
+def schedule(frames):
     return max(0.0, 1 - frames / 200)
 
 
-def test_a_schedule_gets_the_frames_of_the_whole_run() -> None:
+def test_a_schedule_gets_the_frames_of_the_whole_run():
     env, policy = fc.make_env("CartPole-v1", num_envs=4), values("torch", 0.3)
-    with fc.SyncDataCollector(
-        env, policy, frames_per_batch=100, total_frames=300, exploration={"epsilon": schedule}, seed=0
-    ) as collector:
+    keywords = {"total_frames": 300, "exploration": {"epsilon": schedule}}
+    with fc.SyncDataCollector(env, policy, frames_per_batch=100, seed=0, **keywords) as collector:
         assert [batch[KEY].unique().tolist() for batch in collector] == [[1.0], [0.5], [0.0]]
 
 
 @pytest.mark.parametrize("in_process", [True, False])
-def test_lanes_in_workers_follow_the_schedule_of_the_run(in_process: bool) -> None:
-    policy = values("torch", 0.3)
-    with fc.MultiSyncDataCollector(
-        [lambda: fc.make_env("CartPole-v1", num_envs=2)] * 2, policy, frames_per_batch=100, total_frames=200, seed=0,
-        exploration={"epsilon": schedule}, in_process=in_process,
-    ) as collector:  # fmt: skip
+def test_lanes_in_workers_follow_the_schedule_of_the_run(in_process):
+    policy, two = values("torch", 0.3), lambda: fc.make_env("CartPole-v1", num_envs=2)
+    keywords = {"frames_per_batch": 100, "total_frames": 200, "seed": 0, "exploration": {"epsilon": schedule}}
+    with fc.MultiSyncDataCollector([two] * 2, policy, in_process=in_process, **keywords) as collector:
         batches = [batch.clone() for batch in collector]
     assert [batch[KEY].unique().tolist() for batch in batches] == [[1.0], [0.5]]
-    env = fc.make_env("CartPole-v1", num_envs=4)
-    with fc.SyncDataCollector(
-        env, policy, frames_per_batch=100, total_frames=200, seed=0, exploration={"epsilon": schedule}
-    ) as collector:
+    with fc.SyncDataCollector(fc.make_env("CartPole-v1", num_envs=4), policy, **keywords) as collector:
         for batch, whole in zip(batches, collector, strict=True):
             assert torch.equal(batch["action"].flatten(0, 1), whole["action"])
 
 
 class Nudged(fc.PolicyBase):
-    """Reads a number of its own."""
-
     backend, params = "torch", None
-    exploration: Mapping[str, float] = {"push": 0.25}
+    exploration = MappingProxyType({"push": 0.25})
 
-    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /) -> Any:
+    def __call__(self, params, state, observation, noise, spec, exploration, /):
         push = exploration.values["push"]
         return state, {"action": (observation[:, 2] > push).long(), "push": observation[:, 0] * 0 + push}
 
 
-def test_a_policy_of_ones_own_reads_its_numbers() -> None:
+def test_a_policy_of_ones_own_reads_its_numbers():
     env = fc.make_env("CartPole-v1", num_envs=2)
     state = fc.init(env, Nudged(), seed=0)
     state, batch = fc.rollout(env, Nudged(), state, 4)
@@ -150,7 +139,7 @@ def test_a_policy_of_ones_own_reads_its_numbers() -> None:
         (0.1, TypeError, "exploration is 0.1, expected a dict from names to numbers"),
     ],
 )
-def test_values_that_do_not_fit(given: Any, error: type[Exception], message: str) -> None:
+def test_values_that_do_not_fit(given, error, message):
     env, policy = fc.make_env("CartPole-v1", num_envs=2), values("torch", 0.1)
     state = fc.init(env, policy, seed=0)
     with pytest.raises(error, match=message):

@@ -1,11 +1,7 @@
 """Policies on a GPU that is not there: outputs and states lie on it, and no step waits for the host."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +15,7 @@ from tensordict.nn import (
     TensorDictModule,
     TensorDictSequential,
 )
-from torch import Tensor, nn
+from torch import nn
 
 import funcollect as fc
 from funcollect.core.loops.eager import open_actor
@@ -35,9 +31,9 @@ SAMPLED = fc.ExplorationType.RANDOM
 
 DISCRETE = ActionSpec(spaces.Discrete(2))
 BOX = ActionSpec(spaces.Box(-1, 2, (1,), np.float32))
-logits = fc.heads.from_distribution(partial(torch.distributions.Categorical, validate_args=False), "logits")
+CHOICE = partial(torch.distributions.Categorical, validate_args=False)
 
-HEADS: dict[str, tuple[Any, ActionSpec]] = {
+HEADS = {
     "no head": (None, DISCRETE),
     "categorical": (fc.heads.categorical, DISCRETE),
     "categorical, several": (fc.heads.categorical, ActionSpec(spaces.MultiDiscrete([2, 3], start=[1, 0]))),
@@ -47,66 +43,56 @@ HEADS: dict[str, tuple[Any, ActionSpec]] = {
     "boltzmann": (fc.heads.boltzmann(2.0), DISCRETE),
     "normal": (fc.heads.normal, BOX),
     "tanh_normal": (fc.heads.tanh_normal, BOX),
-    "from_distribution": (logits, DISCRETE),
+    "from_distribution": (fc.heads.from_distribution(CHOICE, "logits"), DISCRETE),
 }
 
 
-class Shorten(nn.Module):
-    """A module without parameters, of the first components."""
-
-    def __init__(self, size: int) -> None:
+class Calls(nn.Module):
+    def __init__(self, function):
         super().__init__()
-        self.size = size
+        self.function = function
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, : self.size]
+    def forward(self, *given):
+        return self.function(*given)
+
+
+def shorten(size):
+    return lambda x: x[:, :size]
 
 
 class Memory(nn.Module):
-    """A recurrent module."""
-
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         super().__init__()
         self.layer = Linear(SIZE, size, device=CUDA)
 
-    def forward(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x, hidden):
         return self.layer(x), hidden + x[:, :2]
 
 
-def a_recurrent_function(size: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def a_recurrent_function(size):
     return lambda x, hidden: (x[:, :size] + hidden[:, :1], hidden + 1)
 
 
-class Acting(nn.Module):
-    """Returns the actions with the largest of another module's numbers, and its state if it has one."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor, *state: Tensor) -> Any:
-        return acting(self.module, x, *state)
-
-
-def acting(module: Any, x: Tensor, *state: Tensor) -> Any:
+def acting(module, x, *state):
+    """The actions with the largest of a module's numbers, and its state if it has one."""
     answer = module(x, *state)
     return (answer[0].argmax(-1), answer[1]) if state else answer.argmax(-1)
 
 
-def without_head(module: Any) -> Any:
-    return Acting(module) if isinstance(module, nn.Module) else partial(acting, module)
+def without_head(module):
+    return Calls(partial(acting, module)) if isinstance(module, nn.Module) else partial(acting, module)
 
 
-FORMS: dict[str, tuple[Callable[[int], Any], Any]] = {  # and the recurrent state
-    "function": (lambda size: lambda x: x[:, :size], None),
-    "module without parameters": (Shorten, None),
+FORMS = {  # and the recurrent state
+    "function": (shorten, None),
+    "module without parameters": (lambda size: Calls(shorten(size)), None),
     "module": (lambda size: Linear(SIZE, size, device=CUDA), None),
     "recurrent function": (a_recurrent_function, torch.zeros(2)),
     "recurrent module": (Memory, torch.zeros(2)),
 }
 
 
-def run(make: Callable[[], Any], spec: ActionSpec, *, masked: bool = False, random_steps: int = 0, **given: Any) -> Any:
+def run(make, spec, *, masked=False, random_steps=0, **given):
     """Three rollouts and a call of a policy over observations on a GPU; return the columns of the last rollout."""
     with FakeCuda() as mode:
         policy = make()
@@ -115,10 +101,10 @@ def run(make: Callable[[], Any], spec: ActionSpec, *, masked: bool = False, rand
         observation = {"action_mask": allowed, "seen": tensor} if masked else tensor
         key = key_from_seed(0)
         lane = torch.arange(P, device=CUDA)
-        state: Any = SimpleNamespace(key=key, lane=lane, lane_ids=np.arange(P), num_lanes=P)
+        state = SimpleNamespace(key=key, lane=lane, lane_ids=np.arange(P), num_lanes=P)
         state.policy_state = policy.init(key, P)
         values = exploration_values(policy, given, 0)
-        env: Any = SimpleNamespace(action_spec=spec, num_envs=P)
+        env = SimpleNamespace(action_spec=spec, num_envs=P)
         for rollout, way in enumerate([SAMPLED, SAMPLED, fc.ExplorationType.DETERMINISTIC]):
             asked = Request(length=STEPS, random_steps=random_steps, exploration_type=way, exploration=values)
             state.step, state.steps_made = torch.zeros(P, dtype=torch.int64, device=CUDA), rollout * STEPS
@@ -147,12 +133,12 @@ def run(make: Callable[[], Any], spec: ActionSpec, *, masked: bool = False, rand
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", HEADS)
-def test_a_torch_policy(name: str, form: str) -> None:
+def test_a_torch_policy(name, form):
     (head, spec), (make, initial) = HEADS[name], FORMS[form]
     size = spec.choices or 2
     given = dict.fromkeys(head.values if head else (), 0.25)
 
-    def policy() -> fc.Policy:
+    def policy():
         module = make(size) if head else without_head(make(size))
         return fc.torch_policy(module, head=head, initial_state=initial, record_state=True)
 
@@ -160,30 +146,28 @@ def test_a_torch_policy(name: str, form: str) -> None:
     assert (initial is None) or ("recurrent",) in columns
 
 
-NETWORK = ["observation"], ["logits"]
-DRAW = {"in_keys": ["logits"], "out_keys": ["action"], "return_log_prob": True, "default_interaction_type": "random"}
+def network():
+    return TensorDictModule(Linear(SIZE, 2, device=CUDA), ["observation"], ["logits"])
 
 
-def tensordict_actor() -> fc.Policy:
+def tensordict_actor():
     """What TorchRL's probabilistic actors are."""
-    network = TensorDictModule(Linear(SIZE, 2, device=CUDA), *NETWORK)
-    distribution = partial(torch.distributions.Categorical, validate_args=False)
-    draw = ProbabilisticTensorDictModule(distribution_class=distribution, **DRAW)
-    return fc.tensordict_policy(ProbabilisticTensorDictSequential(network, draw))
+    keys = {"in_keys": ["logits"], "out_keys": ["action"]}
+    drawing = {"distribution_class": CHOICE, "return_log_prob": True, "default_interaction_type": "random"}
+    draw = ProbabilisticTensorDictModule(**keys, **drawing)
+    return fc.tensordict_policy(ProbabilisticTensorDictSequential(network(), draw))
 
 
-def reader_of_is_init() -> fc.Policy:
-    network = TensorDictModule(Linear(SIZE, 2, device=CUDA), *NETWORK)
-    choice = TensorDictModule(
-        lambda x, first: x.argmax(-1).masked_fill(first[:, 0], 0), ["logits", "is_init"], ["action"]
-    )
-    return fc.tensordict_policy(TensorDictSequential(network, choice))
+def reader_of_is_init():
+    def choose(x, first):
+        return x.argmax(-1).masked_fill(first[:, 0], 0)
+
+    choice = TensorDictModule(choose, ["logits", "is_init"], ["action"])
+    return fc.tensordict_policy(TensorDictSequential(network(), choice))
 
 
-def carrier() -> fc.Policy:
-    """A function that reads what it wrote."""
-
-    def act(batch: Any) -> Any:
+def carrier():
+    def act(batch):
         count = batch.get("count", None)
         batch["count"] = batch["observation"][:, 0] if count is None else count + 1
         batch["action"] = batch["observation"].argmax(-1) % 2
@@ -192,43 +176,16 @@ def carrier() -> fc.Policy:
     return fc.tensordict_policy(act)
 
 
-def with_hidden_state() -> fc.Policy:
-    def act(x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def with_hidden_state():
+    def act(x, hidden):
         return x.argmax(-1) % 2, hidden + x[:, :2]
 
     module = TensorDictModule(act, ["observation", "hidden"], ["action", ("next", "hidden")])
     return fc.tensordict_policy(module, initial_state={"hidden": torch.zeros(2)})
 
 
-@pytest.mark.parametrize("policy", [tensordict_actor, reader_of_is_init, carrier, with_hidden_state])
-def test_a_policy_on_a_tensordict(policy: Callable[[], fc.Policy]) -> None:
-    run(policy, DISCRETE)
-
-
-RANDOM = {
-    "Discrete": spaces.Discrete(2),
-    "MultiDiscrete": spaces.MultiDiscrete([2, 3], start=[1, 0]),
-    "MultiBinary": spaces.MultiBinary(3),
-    "Box": spaces.Box(-1, 2, (2,), np.float32),
-    "Box, unbounded": spaces.Box(np.float32([-1, -np.inf]), np.inf, (2,), np.float32),
-    "Box, integers": spaces.Box(-1, 2, (2,), np.int32),
-}
-
-
-@pytest.mark.parametrize("name", RANDOM)
-def test_random_actions(name: str) -> None:
-    spec = ActionSpec(RANDOM[name])
-    run(lambda: RandomPolicy(spec), spec)
-
-
-def test_random_actions_that_a_mask_allows() -> None:
-    run(lambda: RandomPolicy(DISCRETE), DISCRETE, masked=True)
-
-
-@pytest.mark.parametrize("name", ["categorical", "epsilon_greedy", "tanh_normal"])
-def test_random_actions_in_the_place_of_the_first_ones(name: str) -> None:
-    head, spec = HEADS[name]
-    run(lambda: fc.torch_policy(Linear(SIZE, 2, device=CUDA), head=head), spec, random_steps=2)
+def of_head(name):
+    return fc.torch_policy(Linear(SIZE, 2, device=CUDA), head=HEADS[name][0])
 
 
 class Own(fc.PolicyBase):
@@ -236,39 +193,57 @@ class Own(fc.PolicyBase):
 
     backend, params = "torch", None
 
-    def noise(self, spec: Any, /) -> fc.Noise:
+    def noise(self, spec, /):
         return fc.Noise(kind="gumbel", shape=(2,))
 
-    def init(self, key: Any, num_envs: int, /) -> dict[str, Tensor]:
+    def init(self, key, num_envs, /):
         return {"count": torch.zeros(num_envs)}
 
-    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /) -> Any:
+    def __call__(self, params, state, observation, noise, spec, exploration, /):
         count = state["count"] + 1
         return {"count": count}, {"action": (observation[:, :2] + noise).argmax(-1), "count": count}
 
 
-def test_a_policy_of_ones_own() -> None:
-    run(Own, DISCRETE)
+RANDOM = [
+    spaces.Discrete(2),
+    spaces.MultiDiscrete([2, 3], start=[1, 0]),
+    spaces.MultiBinary(3),
+    spaces.Box(-1, 2, (2,), np.float32),
+    spaces.Box(np.float32([-1, -np.inf]), np.inf, (2,), np.float32),
+    spaces.Box(-1, 2, (2,), np.int32),
+]
+OTHERS = {
+    **{make.__name__: (make, DISCRETE) for make in (tensordict_actor, reader_of_is_init, carrier, with_hidden_state)},
+    **{f"random in {space}": (partial(RandomPolicy, ActionSpec(space)), ActionSpec(space)) for space in RANDOM},
+    "random, masked": (partial(RandomPolicy, DISCRETE), DISCRETE, {"masked": True}),
+    **{f"random at first, then {name}": (partial(of_head, name), HEADS[name][1], {"random_steps": 2})
+       for name in ("categorical", "epsilon_greedy", "tanh_normal")},
+    "one's own": (Own, DISCRETE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_policies(name):
+    make, spec, *options = OTHERS[name]
+    run(make, spec, **dict(*options))
 
 
 class OwnInJax(Own):
-    """The same in JAX, without noise."""
-
     backend = "jax"
 
-    def noise(self, spec: Any, /) -> None:
+    def noise(self, spec, /):
         return None
 
-    def init(self, key: Any, num_envs: int, /) -> dict[str, Any]:
+    def init(self, key, num_envs, /):
         return {"count": jnp.zeros(num_envs)}
 
-    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /) -> Any:
+    def __call__(self, params, state, observation, noise, spec, exploration, /):
         assert isinstance(observation, jax.Array)
         count = state["count"] + 1
         return {"count": count}, {"action": observation[:, :2].argmax(-1), "count": count}
 
 
-def test_a_policy_of_ones_own_in_jax_gets_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_of_ones_own_in_jax_gets_arrays(monkeypatch):
     monkeypatch.setattr(base, "array_over", lambda leaf: jnp.zeros(leaf.shape))
     monkeypatch.setattr(base, "jax_view", lambda mask: jnp.zeros(mask.shape, bool))
     dtypes = {"int32": torch.int32, "float32": torch.float32}
@@ -276,7 +251,7 @@ def test_a_policy_of_ones_own_in_jax_gets_arrays(monkeypatch: pytest.MonkeyPatch
     run(OwnInJax, DISCRETE)
 
 
-def test_what_waits_is_noticed() -> None:
+def test_what_waits_is_noticed():
     with FakeCuda() as mode:
         x = torch.zeros(3, device=CUDA)
         x + 0.5 * torch.ones(())

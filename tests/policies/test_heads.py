@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import inspect
 import math
 import pydoc
@@ -35,7 +33,7 @@ BACKENDS = {
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Backend:
+def backend(request):
     return BACKENDS[request.param]
 
 
@@ -44,15 +42,13 @@ class SampleIndices(NamedTuple):
     log_prob: Tensor | None  # [N]
 
 
-def act(
-    backend: Backend, head: Any, answer: Any, spec: ActionSpec, *, rows: int = SAMPLES, mode: bool = False
-) -> SampleIndices:
+def act(backend, head, answer, spec, *, rows=SAMPLES, mode=False):
     """`rows` actions for one network's answer, or for `rows` answers, as a loop draws them."""
 
-    def widen(part: Tensor) -> Any:
+    def widen(part):
         return backend.array(part if part.shape[:1] == (rows,) else part.expand(rows, *part.shape))
 
-    def step(answer: Any, noise: Any) -> tuple[Any, Any]:
+    def step(answer, noise):
         parameters = head.parse(backend.xp, answer, spec)
         outputs = head.sample(backend.xp, parameters, noise, spec)
         return outputs["action"], head.log_prob(backend.xp, parameters, outputs, spec)
@@ -64,7 +60,7 @@ def act(
     return SampleIndices(*(None if part is None else torch.from_numpy(np.asarray(part).copy()) for part in drawn))
 
 
-def assert_frequencies(chosen: Tensor, wanted: Tensor) -> None:
+def assert_frequencies(chosen, wanted):
     """Every count within 4.5 standard deviations of its binomial's mean."""
     found = torch.bincount(chosen, minlength=len(wanted)).double()
     spread = (len(chosen) * wanted * (1 - wanted)).sqrt()
@@ -84,7 +80,7 @@ DISCRETE = [
 discrete = pytest.mark.parametrize(("space", "one_hot"), DISCRETE, ids=str)
 
 
-def components(action: Tensor, spec: ActionSpec) -> list[Tensor]:
+def components(action, spec):
     """The choices, from 0, by the definition of the spaces: a second way from that of the heads."""
     assert action.shape[1:] == spec.shape
     if spec.one_hot:
@@ -95,32 +91,36 @@ def components(action: Tensor, spec: ActionSpec) -> list[Tensor]:
     return list((action - torch.from_numpy(start.copy())).reshape(len(action), -1).unbind(-1))
 
 
+def mixture(epsilon):
+    """The probabilities of epsilon-greedy choices, given values [..., N]."""
+    return lambda values: (1 - epsilon) * torch.eye(values.shape[-1])[values.argmax(-1)] + epsilon / values.shape[-1]
+
+
+CHOOSING = [
+    (fc.heads.categorical, lambda values: values.softmax(-1)),
+    (fc.heads.boltzmann(0.5), lambda values: (values / 0.5).softmax(-1)),
+    *((fc.heads.epsilon_greedy(epsilon), mixture(epsilon)) for epsilon in (0.3, 1.0)),
+]
+
+
 @discrete
-@pytest.mark.parametrize(
-    ("head", "temperature"), [(fc.heads.categorical, 1.0), (fc.heads.boltzmann(0.5), 0.5)], ids=str
-)
-def test_logits_are_sampled_and_scored(
-    backend: Backend, space: spaces.Space[Any], one_hot: bool, head: Any, temperature: float
-) -> None:
+@pytest.mark.parametrize(("head", "probabilities"), CHOOSING)
+def test_choices_are_sampled_and_scored_each_by_itself(backend, space, one_hot, head, probabilities):
     spec = ActionSpec(space, one_hot)
     action, log_prob = act(backend, head, LOGITS, spec)
-    wanted = torch.zeros(SAMPLES)
-    for chosen, logits in zip(components(action, spec), (LOGITS / temperature).split(spec.categories), strict=True):
-        assert_frequencies(chosen, logits.double().softmax(-1))
-        wanted += distributions.Categorical(logits=logits).log_prob(chosen)
-    torch.testing.assert_close(log_prob, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_components_are_drawn_independently(backend: Backend) -> None:
-    spec = ActionSpec(spaces.MultiDiscrete([2, 4]))
-    first, second = act(backend, fc.heads.categorical, LOGITS, spec).action.unbind(-1)
-    joint = LOGITS[:2].softmax(-1)[:, None] * LOGITS[2:].softmax(-1)
-    assert_frequencies(first * 4 + second, joint.reshape(-1).double())
+    chosen, wanted = components(action, spec), [*map(probabilities, LOGITS.split(spec.categories))]
+    for each, shares in zip(chosen, wanted, strict=True):
+        assert_frequencies(each, shares.double())
+    score = sum(shares.log()[each] for each, shares in zip(chosen, wanted, strict=True))
+    torch.testing.assert_close(log_prob, score, rtol=1e-5, atol=1e-6)
+    if len(chosen) == 2:
+        joint = wanted[0][:, None] * wanted[1]
+        assert_frequencies(chosen[0] * len(wanted[1]) + chosen[1], joint.reshape(-1).double())
 
 
 @discrete
 @pytest.mark.parametrize("head", [fc.heads.categorical, fc.heads.greedy, fc.heads.epsilon_greedy(0.9)], ids=str)
-def test_the_mode_is_the_best_choice(backend: Backend, space: spaces.Space[Any], one_hot: bool, head: Any) -> None:
+def test_the_mode_is_the_best_choice(backend, space, one_hot, head):
     spec = ActionSpec(space, one_hot)
     answers = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
     action = act(backend, head, answers, spec, rows=50, mode=True).action
@@ -128,36 +128,21 @@ def test_the_mode_is_the_best_choice(backend: Backend, space: spaces.Space[Any],
         assert torch.equal(chosen, values.argmax(-1))
 
 
-def test_greedy_needs_no_noise_and_has_no_density(backend: Backend) -> None:
+def test_greedy_needs_no_noise_and_has_no_density(backend):
     assert fc.heads.greedy.noise(ActionSpec(spaces.Discrete(6))) is None
     assert act(backend, fc.heads.greedy, LOGITS, ActionSpec(spaces.Discrete(6)), rows=3).log_prob is None
-
-
-@discrete
-@pytest.mark.parametrize("epsilon", [0.3, 1.0])
-def test_epsilon_greedy(backend: Backend, space: spaces.Space[Any], one_hot: bool, epsilon: float) -> None:
-    spec = ActionSpec(space, one_hot)
-    head = fc.heads.epsilon_greedy(epsilon)
-    action, log_prob = act(backend, head, LOGITS, spec)
-    total = torch.zeros(SAMPLES, dtype=torch.float64)
-    for chosen, values in zip(components(action, spec), LOGITS.split(spec.categories), strict=True):
-        share = torch.full((len(values),), epsilon / len(values), dtype=torch.float64)
-        share[values.argmax()] += 1 - epsilon
-        assert_frequencies(chosen, share)
-        total += share.log()[chosen]
-    torch.testing.assert_close(log_prob, total.float(), rtol=1e-5, atol=1e-6)
 
 
 BOXES = [spaces.Box(-2, 3, (2,)), spaces.Box(-2, 3, (2, 2)), spaces.Box(-2, 3, ()), spaces.Box(-2, 3, (2,), np.float64)]
 boxes = pytest.mark.parametrize("space", BOXES, ids=str)
 
 
-def pair(space: spaces.Box) -> tuple[Tensor, Tensor]:
+def pair(space):
     size = math.prod(space.shape)
     return (torch.linspace(-0.8, 0.9, size).reshape(space.shape), torch.linspace(0.3, 1.4, size).reshape(space.shape))
 
 
-def assert_moments(sample: Tensor, loc: Tensor, scale: Tensor) -> None:
+def assert_moments(sample, loc, scale):
     assert sample.shape[1:] == loc.shape
     sample = sample.double()
     assert ((sample.mean(0) - loc).abs() <= 4.5 * scale / math.sqrt(SAMPLES)).all()
@@ -165,7 +150,7 @@ def assert_moments(sample: Tensor, loc: Tensor, scale: Tensor) -> None:
 
 
 @boxes
-def test_normal_samples_its_distribution_and_scores_it(backend: Backend, space: spaces.Box) -> None:
+def test_normal_samples_its_distribution_and_scores_it(backend, space):
     (loc, scale), spec = pair(space), ActionSpec(space)
     action, log_prob = act(backend, fc.heads.normal, (loc, scale), spec)
     assert_moments(action, loc, scale)
@@ -175,7 +160,7 @@ def test_normal_samples_its_distribution_and_scores_it(backend: Backend, space: 
 
 
 @boxes
-def test_tanh_normal_samples_its_distribution_and_scores_it(backend: Backend, space: spaces.Box) -> None:
+def test_tanh_normal_samples_its_distribution_and_scores_it(backend, space):
     loc, scale = pair(space)
     action, log_prob = act(backend, fc.heads.tanh_normal, (loc, scale), ActionSpec(space))
     assert_moments(torch.atanh(((action.double() + 2) / 5 * 2 - 1).clamp(-1 + 1e-7, 1 - 1e-7)), loc, scale)
@@ -190,14 +175,14 @@ def test_tanh_normal_samples_its_distribution_and_scores_it(backend: Backend, sp
     torch.testing.assert_close(mode[0].float(), 0.5 + 2.5 * loc.tanh())
 
 
-def test_tanh_normal_stays_finite_and_in_bounds_far_out(backend: Backend) -> None:
+def test_tanh_normal_stays_finite_and_in_bounds_far_out(backend):
     spec = ActionSpec(spaces.Box(np.float32(-0.1), np.float32(0.7), (2,)))
     action, log_prob = act(backend, fc.heads.tanh_normal, (torch.tensor([40.0, -40.0]), torch.ones(2)), spec, rows=100)
     assert all(spec.space.contains(row) for row in action.numpy())
     assert torch.isfinite(log_prob).all()
 
 
-def test_one_array_is_a_pair_whose_scale_went_through_softplus(backend: Backend) -> None:
+def test_one_array_is_a_pair_whose_scale_went_through_softplus(backend):
     spec = ActionSpec(spaces.Box(-1, 1, (3, 2)))
     answer = torch.randn(7, 3, 4, generator=torch.Generator().manual_seed(0))
     both = (answer[..., :2], torch.nn.functional.softplus(answer[..., 2:]))
@@ -206,20 +191,14 @@ def test_one_array_is_a_pair_whose_scale_went_through_softplus(backend: Backend)
         torch.testing.assert_close(tuple(one), tuple(two))
 
 
-def test_a_scale_without_batch_dimension_serves_all_lanes(backend: Backend) -> None:
+def test_a_scale_without_batch_dimension_serves_all_lanes(backend):
     answer = backend.array(torch.zeros(5, 2)), backend.array(torch.tensor([0.5, 2.0]))
     parameters = fc.heads.normal.parse(backend.xp, answer, ActionSpec(spaces.Box(-1, 1, (2,))))
     assert parameters[1].tolist() == [[0.5, 2.0]] * 5
 
 
-def test_a_scale_of_other_lanes_is_refused(backend: Backend) -> None:
-    answer = backend.array(torch.zeros(5, 2)), backend.array(torch.ones(3, 2))
-    with pytest.raises(fc.PolicyError, match=r"\(5, 2\).*\(3, 2\).*wants a pair \(loc, scale\), each \['P', 2\]"):
-        fc.heads.normal.parse(backend.xp, answer, ActionSpec(spaces.Box(-1, 1, (2,))))
-
-
 @pytest.mark.parametrize("space", [*(space for space, _ in DISCRETE), *BOXES[:3]], ids=str)
-def test_torch_and_jax_act_alike_on_equal_noise(space: spaces.Space[Any]) -> None:
+def test_torch_and_jax_act_alike_on_equal_noise(space):
     box = isinstance(space, spaces.Box)
     names = ["normal", "tanh_normal"] if box else ["categorical", "greedy"]
     for head in [*(getattr(fc.heads, name) for name in names), *([] if box else [fc.heads.epsilon_greedy(0.4)])]:
@@ -231,19 +210,28 @@ def test_torch_and_jax_act_alike_on_equal_noise(space: spaces.Space[Any]) -> Non
             torch.testing.assert_close(one.log_prob, two.log_prob, check_dtype=False, rtol=1e-4, atol=1e-5)
 
 
-def test_outputs_in_a_tuple_are_told_to_have_names() -> None:
-    with pytest.raises(PolicyError, match=r"wants \[P, 2\].*; with other outputs beside it, return a dict such as"):
-        fc.heads.categorical.parse(TORCH, (torch.zeros(3, 2), torch.zeros(3, 1)), ActionSpec(spaces.Discrete(2)))
+BESIDE, PAIR = r"wants \[P, 2\].*; with other outputs beside it, return a dict such as", "the head normal wants a pair"
 
 
-@pytest.mark.parametrize("answer", [torch.zeros(4, 3), (torch.zeros(4, 2), torch.zeros(4, 3)), torch.zeros(4, 2, 2), 1])
-def test_a_location_that_does_not_fit_is_refused(answer: Any) -> None:
-    with pytest.raises(PolicyError, match="the head normal wants a pair"):
-        fc.heads.normal.parse(TORCH, answer, ActionSpec(spaces.Box(-1, 1, (2,))))
+@pytest.mark.parametrize(
+    ("head", "answer", "says"),
+    [
+        (fc.heads.categorical, (torch.zeros(3, 2), torch.zeros(3, 1)), BESIDE),
+        (fc.heads.normal, (torch.zeros(5, 2), torch.ones(3, 2)), r"\(3, 2\).* \(loc, scale\), each \['P', 2\]"),
+        (fc.heads.normal, (torch.zeros(4, 2), torch.zeros(4, 3)), PAIR),
+        (fc.heads.normal, torch.zeros(4, 3), PAIR),
+        (fc.heads.normal, torch.zeros(4, 2, 2), PAIR),
+        (fc.heads.normal, 1, PAIR),
+    ],
+)
+def test_answers_that_do_not_fit_are_refused(head, answer, says):
+    space = spaces.Box(-1, 1, (2,)) if head is fc.heads.normal else spaces.Discrete(2)
+    with pytest.raises(PolicyError, match=says):
+        head.parse(TORCH, answer, ActionSpec(space))
 
 
 @pytest.mark.parametrize("name", fc.heads.__all__)
-def test_help_says_what_the_network_returns(name: str) -> None:
+def test_help_says_what_the_network_returns(name):
     text = pydoc.plain(pydoc.render_doc(getattr(fc.heads, name)))
     assert "The network returns" in text
     assert "class _" not in text
@@ -252,30 +240,26 @@ def test_help_says_what_the_network_returns(name: str) -> None:
 
 
 @discrete
-def test_entropies_of_discrete_heads(backend: Backend, space: spaces.Space[Any], one_hot: bool) -> None:
+def test_entropies_of_discrete_heads(backend, space, one_hot):
     spec = ActionSpec(space, one_hot)
     answer = backend.array(torch.randn(5, 6, generator=torch.Generator().manual_seed(0)))
 
-    def entropy(head: Any, answer: Any) -> Tensor:
+    def entropy(head, answer):
         got = backend.compile(lambda x: head.entropy(backend.xp, head.parse(backend.xp, x, spec), spec))(answer)
         return got if isinstance(got, Tensor) else torch.from_numpy(np.array(got))
 
     parts = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).split(spec.categories, -1)
-    wanted = sum(distributions.Categorical(logits=part).entropy() for part in parts)
-    torch.testing.assert_close(entropy(fc.heads.categorical, answer), wanted)
-    wanted = sum(distributions.Categorical(logits=part / 0.5).entropy() for part in parts)
-    torch.testing.assert_close(entropy(fc.heads.boltzmann(0.5), answer), wanted)
-    mixtures = [0.7 * torch.eye(part.shape[-1])[part.argmax(-1)] + 0.3 / part.shape[-1] for part in parts]
-    wanted = sum(distributions.Categorical(probs=each).entropy() for each in mixtures)
-    torch.testing.assert_close(entropy(fc.heads.epsilon_greedy(0.3), answer), wanted)
+    for head, probabilities in CHOOSING:
+        wanted = sum(distributions.Categorical(probs=probabilities(part)).entropy() for part in parts)
+        torch.testing.assert_close(entropy(head, answer), wanted)
     assert torch.equal(entropy(fc.heads.epsilon_greedy(0.0), answer), torch.zeros(5))
     ruled_out = torch.full((5, 6), -math.inf)
-    torch.testing.assert_close(entropy(fc.heads.epsilon_greedy(0.3), backend.array(ruled_out)), wanted)
+    torch.testing.assert_close(entropy(fc.heads.epsilon_greedy(1.0), backend.array(ruled_out)), wanted)
     assert fc.heads.greedy.entropy(backend.xp, (answer,), spec) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_choice_that_is_ruled_out_leaves_entropy_and_gradient_finite(dtype: torch.dtype) -> None:
+def test_a_choice_that_is_ruled_out_leaves_entropy_and_gradient_finite(dtype):
     spec, logits = ActionSpec(spaces.Discrete(3)), torch.tensor([[0.5, -math.inf, 1.0]], dtype=dtype)
     entropy = fc.heads.categorical.entropy(TORCH, (logits.requires_grad_(),), spec)
     torch.testing.assert_close(entropy, distributions.Categorical(logits=logits[:, [0, 2]]).entropy())
@@ -286,7 +270,7 @@ def test_a_choice_that_is_ruled_out_leaves_entropy_and_gradient_finite(dtype: to
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("framework", BACKENDS)
-def test_outputs_of_16_bits_are_scored_in_32(framework: str, dtype: torch.dtype) -> None:
+def test_outputs_of_16_bits_are_scored_in_32(framework, dtype):
     xp, array = BACKENDS[framework].xp, fc.interop.to_jax if framework == "jax" else torch.clone
     discrete = (ActionSpec(spaces.Discrete(6)), LOGITS[None].to(dtype))
     box = (ActionSpec(spaces.Box(-2, 3, (2,))), torch.tensor([[0.3, -0.2, 0.5, 1.5]]).to(dtype))
@@ -301,11 +285,11 @@ def test_outputs_of_16_bits_are_scored_in_32(framework: str, dtype: torch.dtype)
 
 @boxes
 @pytest.mark.parametrize("width", [0.1, 0.5, 1.0, 2.0])
-def test_entropies_of_normal_heads(backend: Backend, space: spaces.Box, width: float) -> None:
+def test_entropies_of_normal_heads(backend, space, width):
     (loc, _), spec = pair(space), ActionSpec(space)
     answer = backend.array(loc[None]), backend.array(torch.full_like(loc, width)[None])
 
-    def entropy(head: Any) -> Tensor:
+    def entropy(head):
         got = backend.compile(lambda *x: head.entropy(backend.xp, head.parse(backend.xp, x, spec), spec))(*answer)
         return (got if isinstance(got, Tensor) else torch.from_numpy(np.array(got))).double()
 

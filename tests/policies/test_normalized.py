@@ -1,8 +1,5 @@
 """Policies with running statistics among their parameters, on every loop."""
 
-import copy
-
-import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +12,7 @@ from torch import nn
 import funcollect as fc
 from funcollect import running_statistics as rs
 from tests.support.compare import assert_close, assert_same, compilations
+from tests.support.envs.light_envs import Sampling
 from tests.support.misuse import refused
 
 WEIGHT = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
@@ -50,10 +48,8 @@ def by_hand(stats, env, length=30):
 @pytest.mark.parametrize("kind", ["torch", "xla", "eager", "jax"])
 def test_every_loop_acts_on_normalised_observations_and_records_raw_ones(name, kind):
     env = fc.make_env(name, num_envs=3)
-    if kind == "jax":
-        policy = fc.normalized(jax_policy(), some_stats("jax"))
-    else:
-        policy = fc.normalized(torch_policy(None if kind == "torch" else kind), some_stats())
+    base = jax_policy() if kind == "jax" else torch_policy(None if kind == "torch" else kind)
+    policy = fc.normalized(base, some_stats("jax" if kind == "jax" else "torch"))
     _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), 30)
     wanted = by_hand(some_stats(), env)
     assert torch.equal(batch["action"], wanted["action"])
@@ -89,9 +85,6 @@ def test_parameters_are_a_pair(backend):
     pair = (trainable, some_stats(backend))
     _, batch = fc.rollout(env, plain, fc.init(env, plain, seed=1), 20, params=pair)
     assert_same(batch, wanted)
-    one = fc.evaluate(env, plain, episodes=3, seed=2, params=pair)
-    two = fc.evaluate(env, fc.normalized(base, some_stats(backend)), episodes=3, seed=2)
-    assert torch.equal(one.returns, two.returns)
     saved = fc.normalized(base, some_stats(backend)).state_dict()
     plain.load(saved)
     np.testing.assert_array_equal(plain.statistics.mean["observation"], some_stats(backend).mean["observation"])
@@ -122,9 +115,7 @@ def test_keys_of_a_function_and_hidden_states_are_passed_on():
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 9)
     assert state.policy_state.shape == (2, 3)
     cell = nn.GRUCell(4, 2)
-    recurrent = fc.torch_policy(
-        lambda x, h: (lambda new: (new, new))(cell(x, h)), head=fc.heads.categorical, initial_state=torch.zeros(2)
-    )
+    recurrent = fc.torch_policy(lambda x, h: (cell(x, h),) * 2, head=fc.heads.categorical, initial_state=torch.zeros(2))
     policy = fc.normalized(recurrent, some_stats())
     env = fc.make_env("CartPole-v1", num_envs=2)
     fc.rollout(env, policy, fc.init(env, policy, seed=0), 9)
@@ -146,9 +137,8 @@ def test_collectors_update_statistics_with_every_batch(kind, backend):
             if kind != "async":
                 assert {*batch["collector", "policy_version"].flatten().tolist()} == {number}
             assert int(np.asarray(policy.statistics.count).reshape(-1)[0]) == total  # those that acted in the batch
-            np.testing.assert_allclose(
-                policy.statistics.mean["observation"], wanted.mean["observation"], rtol=1e-4, atol=1e-5
-            )
+            means = policy.statistics.mean["observation"], wanted.mean["observation"]
+            np.testing.assert_allclose(*means, rtol=1e-4, atol=1e-5)
             total += batch.numel()
             wanted = rs.update(wanted, batch)
         if backend == "jax" and kind == "multi":  # parameters that are passed on, as in a functional loop
@@ -185,30 +175,13 @@ def test_a_network_alone_is_given_beside_the_statistics(kind):
                 collector.update_policy_weights_(wrong)
 
 
-class Nested(gymnasium.Env):
-    """Observations drawn from a space with a Tuple."""
-
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, space):
-        self.observation_space = copy.deepcopy(space)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.observation_space.seed(seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        return self.observation_space.sample(), 1.0, False, False, {}
-
-
 PAIR = spaces.Tuple([spaces.Discrete(2), spaces.Box(2, 9, (3,))])
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 @pytest.mark.parametrize(("space", "key"), [(PAIR, "observation"), (spaces.Dict(a=spaces.Discrete(3), b=PAIR), "b")])
 def test_floats_in_a_tuple_have_statistics(space, key, backend):
-    env = fc.make_env(lambda: Nested(space), num_envs=2)
+    env = fc.make_env(lambda: Sampling(space, spaces.Discrete(2)), num_envs=2)
 
     def answer(observation):
         count, box = observation if isinstance(observation, tuple) else observation["b"]
@@ -253,32 +226,25 @@ def test_the_last_batch_of_a_run_counts_and_statistics_that_wait_are_saved(tmp_p
 
 
 def test_bad_arguments_are_refused():
-    stats = rs.init(spaces.Box(-1, 1, (4,)))
-    with refused(TypeError, ("stats is",)):
-        fc.normalized(torch_policy(), None)
-    with refused(TypeError, ("JaxPolicy with statistics of Torch", "backend='jax'")):
-        fc.normalized(jax_policy(), stats)
-    with refused(TypeError, ("RandomPolicy",)):
-        fc.normalized(fc.random_policy(fc.make_env("CartPole-v1")), stats)
-    with refused(TypeError, ("normalised already",)):
-        fc.normalized(fc.normalized(torch_policy(), stats), stats)
-    with refused(ValueError, ("clip is 0",)):
-        fc.normalized(torch_policy(), stats, clip=0)
-    with refused(TypeError, ("update_statistics is True, but the policy is TorchPolicy",)):
-        fc.SyncDataCollector("CartPole-v1", torch_policy(), frames_per_batch=5, update_statistics=True)
+    stats, env, one = rs.init(spaces.Box(-1, 1, (4,))), fc.make_env("gymnax/CartPole-v1", num_envs=2), "CartPole-v1"
+    policy, random = fc.normalized(torch_policy(), some_stats()), fc.random_policy(fc.make_env(one))
     members = fc.population(torch_policy(), {"weight": torch.zeros(2, 2, 4)})
-    with refused(TypeError, ("the policy is TorchPopulation", "call funcollect.running_statistics.update")):
-        fc.SyncDataCollector(
-            fc.make_env("CartPole-v1", num_envs=2), members, frames_per_batch=4, update_statistics=True
-        )
-    env, policy = fc.make_env("gymnax/CartPole-v1", num_envs=2), fc.normalized(torch_policy(), some_stats())
-    with refused(TypeError, ("the policy is LoweredPolicy", "normalized(policy, stats)", "without lower_policy")):
-        fc.SyncDataCollector(env, fc.lower_policy(policy, env), frames_per_batch=4, update_statistics=True)
-    with refused(TypeError, ("policy is None", "normalized(policy, stats) as policy", "policy_factory")):
-        fc.MultiSyncDataCollector(
-            ["CartPole-v1"] * 2, policy_factory=lambda: policy, frames_per_batch=4, update_statistics=True
-        )
-    with fc.SyncDataCollector(env, policy, frames_per_batch=4, update_statistics=True) as collector:
+    two, multi = fc.make_env(one, num_envs=2), fc.MultiSyncDataCollector
+    updating = {"frames_per_batch": 4, "update_statistics": True}
+    for call, error, says in (
+        (lambda: fc.normalized(torch_policy(), None), TypeError, "stats is"),
+        (lambda: fc.normalized(jax_policy(), stats), TypeError, "JaxPolicy with statistics of Torch … backend='jax'"),
+        (lambda: fc.normalized(random, stats), TypeError, "RandomPolicy"),
+        (lambda: fc.normalized(policy, stats), TypeError, "normalised already"),
+        (lambda: fc.normalized(torch_policy(), stats, clip=0), ValueError, "clip is 0"),
+        (lambda: fc.Collector(one, torch_policy(), **updating), TypeError, "is True, but the policy is TorchPolicy"),
+        (lambda: fc.Collector(two, members, **updating), TypeError, "a population … call funcollect.running_stat"),
+        (lambda: fc.Collector(env, fc.lower_policy(policy, env), **updating), TypeError, "Lowered … without lower_pol"),
+        (lambda: multi([one] * 2, policy_factory=lambda: policy, **updating), TypeError, "None … factory … as policy"),
+    ):
+        with refused(error, says):
+            call()
+    with fc.SyncDataCollector(env, policy, **updating) as collector:
         before = int(policy.statistics.count)
         for _ in range(2):
             next(collector)

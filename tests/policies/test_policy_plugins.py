@@ -1,12 +1,8 @@
 """Policies by name: packages written here into a folder of `sys.path`, with what may be wrong with them."""
 
-from __future__ import annotations
-
 import re
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
 
@@ -27,11 +23,11 @@ def make(env, *, bias=0.0, seed=5):
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def package(tmp_path, monkeypatch):
     """Installs a package, that is, writes its module and its metadata where Python finds them."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def install(name: str, code: str, offers: str, version: str = "1.0") -> None:
+    def install(name, code, offers, version="1.0"):
         module = name.replace("-", "_").lower()
         (tmp_path / f"{module}.py").write_text(code)
         about = tmp_path / f"{module}-{version}.dist-info"
@@ -44,107 +40,84 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         del sys.modules[name]
 
 
-def _file(module: Any) -> str:
+def _file(module):
     return str(getattr(module, "__file__", None) or "")
 
 
-def env(num_envs: int = 2) -> fc.Env:
-    return fc.make_env("CartPole-v1", num_envs=num_envs)
+env = partial(fc.make_env, "CartPole-v1", num_envs=2)
 
 
-# --- found and made ---------------------------------------------------------------------------------------------------
-
-
-def test_built_in_policies() -> None:
+def test_built_in_policies():
     made = fc.make_policy("mlp", env(), seed=3)
     assert (made.params == mlp(env(), seed=3).params).all()
     assert type(fc.make_policy("random", env())) is type(fc.random_policy(env()))
 
 
-def test_a_package_is_imported_when_its_policy_is_made(package: Callable[..., None]) -> None:
+def test_a_package_is_imported_when_its_policy_is_made(package):
     package("Walkers", GOOD, "walker = walkers:make", version="2.1")
     plugin = offered_policies()["walker"]
     assert (plugin.origin, plugin.source) == ("Walkers 2.1", "walkers:make")
     assert "walkers" not in sys.modules
     policy = fc.make_policy("walker", env(), bias=2.5)
     assert "walkers" in sys.modules
-    assert policy.given == {"bias": 2.5, "seed": 5}  # type: ignore[attr-defined]
+    assert policy.given == {"bias": 2.5, "seed": 5}
     batch = collect(env(), policy, 3)
     assert batch["action_log_prob"].shape == (2, 3)
 
 
-def test_a_name_that_two_packages_offer(package: Callable[..., None]) -> None:
+def test_a_name_that_two_packages_offer(package):
     package("Left-Package", GOOD, "walker = left_package:make")
     package("right", GOOD.replace("seed=5", "seed=6"), "walker = right:make", version="3")
     with pytest.raises(ValueError, match=r"Left-Package 1.0 and right 3 each offer a policy 'walker'.*'right:walker'"):
         fc.make_policy("walker", env())
     assert {"Left-Package:walker", "right:walker"} < set(offered_policies())
     seeds = {"Left-Package:walker": 5, "left_package:walker": 5, "right:walker": 6}
-    assert {name: fc.make_policy(name, env()).given["seed"] for name in seeds} == seeds  # type: ignore[attr-defined]
+    assert {name: fc.make_policy(name, env()).given["seed"] for name in seeds} == seeds
 
 
-def test_a_name_that_one_package_offers_may_be_given_in_full(package: Callable[..., None]) -> None:
+def test_a_name_may_be_given_in_full_and_a_built_in_one_is_never_taken(package):
     package("walkers", GOOD, "walker = walkers:make")
-    assert fc.make_policy("walkers:walker", env()).backend == "jax"
+    package("greedy", GOOD, "mlp = greedy:make")
+    given = {"walkers:walker": "jax", "mlp": "torch", "greedy:mlp": "jax"}
+    assert {name: fc.make_policy(name, env()).backend for name in given} == given
     with pytest.raises(ValueError, match="no policy 'runners:walker'"):
         fc.make_policy("runners:walker", env())
-
-
-def test_a_built_in_name_is_never_taken(package: Callable[..., None]) -> None:
-    package("greedy", GOOD, "mlp = greedy:make")
-    assert fc.make_policy("mlp", env()).backend == "torch"
-    assert fc.make_policy("greedy:mlp", env()).backend == "jax"
-
-
-# --- wrong arguments --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "given", "options", "error", "says"),
     [
-        ("walkr", env, {}, ValueError, r"no policy 'walkr', expected one of \['mlp', 'random', 'walker'\]"),
+        ("walkr", env, {}, ValueError, r"no policy 'walkr', expected one of \['mlp', 'random', 'walker', 'wanting'\]"),
+        ("wanting", env, {}, TypeError, r"options \[\]: missing a required (keyword-only )?argument: 'bias'"),
         (None, env, {}, TypeError, "name is None, expected a str"),
         ("walker", lambda: "CartPole-v1", {}, TypeError, "env is str, expected an Env: .*make_env"),
         ("walker", env, {"bais": 1}, TypeError, r"\(walkers 1.0\).*'bais'.*it takes \['bias', 'seed'\]"),
     ],
 )
-def test_wrong_arguments(
-    name: Any, given: Any, options: Any, error: Any, says: str, package: Callable[..., None]
-) -> None:
+def test_wrong_arguments(name, given, options, error, says, package):
     package("walkers", GOOD, "walker = walkers:make")
+    package("wanting", GOOD.replace("bias=0.0", "bias"), "wanting = wanting:make")
     with pytest.raises(error, match=says):
         fc.make_policy(name, given(), **options)
 
 
-def test_an_option_that_is_wanted(package: Callable[..., None]) -> None:
-    package("walkers", GOOD.replace("bias=0.0", "bias"), "walker = walkers:make")
-    with pytest.raises(TypeError, match=r"options \[\]: missing a required (keyword-only )?argument: 'bias'"):
-        fc.make_policy("walker", env())
+A_CLASS = "from funcollect.policies.jax_functions.jax_policy import JaxPolicy\ndef make(env): return JaxPolicy"
+BROKEN = [  # its code, and words of the error
+    ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
+    ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
+    ("raise SystemExit", "cannot be imported: SystemExit"),
+    ("make_it = 3", "AttributeError: module 'broken' has no attribute 'make'"),
+    ("make = 3", r"is 3, expected a function of the environment: \(env, \*\*options\) -> Policy"),
+    ("def make(): ...", r"takes \(\), expected a function of the environment: \(env"),
+    ("def make(env):\n raise ArithmeticError('too small')", "HostEnv.*: ArithmeticError: too small"),
+    ("import torch\ndef make(env): return torch.nn.Linear(4, 2)", "is Linear as .* expected a Policy"),
+    (A_CLASS, "the class J"),
+    ("def make(env): ...", "is NoneType as its factory returns it"),
+]
 
 
-# --- broken packages --------------------------------------------------------------------------------------------------
-
-UNLOADABLE = {
-    "a missing import": ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
-    "an error": ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
-    "an exit": ("raise SystemExit", "cannot be imported: SystemExit"),
-    "no factory": ("make_it = 3", "AttributeError: module 'broken' has no attribute 'make'"),
-    "no function": ("make = 3", r"is 3, expected a function of the environment: \(env, \*\*options\) -> Policy"),
-    "no argument": ("def make(): ...", r"takes \(\), expected a function of the environment: \(env"),
-}
-UNMAKEABLE = {
-    "an error": ("def make(env):\n raise ArithmeticError('too small')", "HostEnv.*: ArithmeticError: too small"),
-    "a module": ("import torch\ndef make(env): return torch.nn.Linear(4, 2)", "is Linear as .* expected a Policy"),
-    "a class": (
-        "from funcollect.policies.jax_functions.jax_policy import JaxPolicy\ndef make(env): return JaxPolicy",
-        "the class J",
-    ),
-    "nothing": ("def make(env): ...", "is NoneType as its factory returns it"),
-}
-
-
-@pytest.mark.parametrize(("code", "says"), [*UNLOADABLE.values(), *UNMAKEABLE.values()])
-def test_a_broken_package_is_named_and_breaks_no_other(code: str, says: str, package: Callable[..., None]) -> None:
+@pytest.mark.parametrize(("code", "says"), BROKEN)
+def test_a_broken_package_is_named_and_breaks_no_other(code, says, package):
     package("broken", code, "fallen = broken:make", version="0.3")
     package("walkers", GOOD, "walker = walkers:make")
     with pytest.raises(fc.PluginError, match=rf"the policy 'fallen' \(broken 0.3\) .*{says}"):
@@ -152,13 +125,10 @@ def test_a_broken_package_is_named_and_breaks_no_other(code: str, says: str, pac
     assert fc.make_policy("walker", env()).backend == "jax"
 
 
-def test_a_reference_that_cannot_be_read(package: Callable[..., None]) -> None:
-    package("broken", "", "fallen = no module at all")
-    with pytest.raises(fc.PluginError, match=r"'fallen' \(broken 1.0\) cannot be imported"):
+def test_references_and_metadata_that_cannot_be_read(package, capsys):
+    package("fallen", "", "fallen = no module at all")
+    with pytest.raises(fc.PluginError, match=r"'fallen' \(fallen 1.0\) cannot be imported"):
         fc.make_policy("fallen", env())
-
-
-def test_metadata_that_cannot_be_read(package: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     package("broken", "", "no equals sign")
     package("walkers", GOOD, "walker = walkers:make")
     assert fc.make_policy("walker", env()).backend == "jax"
@@ -166,9 +136,7 @@ def test_metadata_that_cannot_be_read(package: Callable[..., None], capsys: pyte
     assert _lines(capsys)["?"].startswith("broken broken 1.0 entry_points.txt cannot be read from its entry_points.txt")
 
 
-def test_of_two_versions_the_first_on_the_path_counts(
-    package: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_versions_the_first_on_the_path_counts(package, tmp_path, monkeypatch):
     package("walkers", GOOD, "walker = walkers:make")
     for old in ("walkers.py", "walkers-1.0.dist-info"):
         (tmp_path / "old").mkdir(exist_ok=True)
@@ -176,15 +144,10 @@ def test_of_two_versions_the_first_on_the_path_counts(
     package("Walkers", GOOD.replace("seed=5", "seed=6"), "walker = walkers:make", version="2.0")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "old")])
     assert offered_policies()["walker"].origin == "Walkers 2.0"
-    assert fc.make_policy("walker", env()).given["seed"] == 6  # type: ignore[attr-defined]
+    assert fc.make_policy("walker", env()).given["seed"] == 6
 
 
-# --- from the command line --------------------------------------------------------------------------------------------
-
-
-def test_policies_lists_what_works_and_what_does_not(
-    package: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_policies_lists_what_works_and_what_does_not(package, capsys):
     package("broken", "import no_such_library", "fallen = broken:make")
     package("unmade", "def make(env):\n raise ArithmeticError('too\\n small')", "unmade = unmade:make", version="2")
     package("walkers", GOOD, "walker = walkers:make")
@@ -201,27 +164,16 @@ def test_policies_lists_what_works_and_what_does_not(
     assert made == {name: line for name, line in listed.items() if name != "unmade"}
 
 
-def _lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """Each line of the list by the policy's name."""
+def _lines(capsys):
     rows = (line.split() for line in capsys.readouterr().out.splitlines())
     return {name: " ".join([state, *rest]) for state, name, *rest in rows}
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("3", 3),
-        ("1e-3", 1e-3),
-        ("[64, 2]", [64, 2]),
-        ("tanh", "tanh"),
-        ("False", False),
-        ("false", False),
-        ("a=b", "a=b"),
-    ],
-)
-def test_options_on_the_command_line(
-    text: str, value: Any, package: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+OPTIONS = {"3": 3, "1e-3": 1e-3, "[64, 2]": [64, 2], "tanh": "tanh", "False": False, "false": False, "a=b": "a=b"}
+
+
+@pytest.mark.parametrize(("text", "value"), OPTIONS.items())
+def test_options_on_the_command_line(text, value, package, capsys):
     package("walkers", "def make(env, *, bias, seed=1):\n raise ValueError([bias, seed])", "walker = walkers:make")
     command = ["explain", "CartPole-v1", "--policy", "walker", "-o", f"bias={text}"]
     assert main(command) == 2

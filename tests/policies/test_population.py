@@ -1,12 +1,8 @@
 """Populations: each member does in its lanes what it does alone."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +15,7 @@ from torch import nn
 import funcollect as fc
 from funcollect.errors import PolicyError
 from funcollect.policies.population import MemberLanes
-from tests.support.compare import assert_same
+from tests.support.compare import assert_same, collect
 from tests.support.running import in_soak
 from tests.support.workers import multi
 
@@ -31,11 +27,11 @@ HOST, TORCH, JAX = "CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"
 class Memory(nn.Module):
     """A recurrent network; the operator of its cell has no rule for `vmap`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.cell, self.last = nn.GRUCell(4, 8), nn.Linear(8, 2)
 
-    def forward(self, x: Any, state: Any) -> Any:
+    def forward(self, x, state):
         state = self.cell(x, state)
         return {"logits": self.last(state), "memory": state}, state
 
@@ -43,34 +39,33 @@ class Memory(nn.Module):
 class Branching(nn.Module):
     """Control flow that depends on data: neither `vmap` nor lowering takes it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.last = nn.Linear(4, 2)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return self.last(x) if bool(x.abs().max() < 1e6) else self.last(0 * x)
 
 
-def network() -> nn.Module:
+def network():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).eval()
 
 
-def apply(params: Any, x: Any) -> Any:
+def apply(params, x):
     return jnp.tanh(x @ params["first"]) @ params["last"]
 
 
-def recurrent(params: Any, x: Any, state: Any) -> Any:
+def recurrent(params, x, state):
     state = jnp.tanh(x @ params["first"] + state)
     return {"logits": state @ params["last"], "memory": state}, state
 
 
-def arrays(seed: int) -> dict[str, Any]:
+def arrays(seed):
     first, last = jax.random.split(jax.random.PRNGKey(seed))
     return {"first": jax.random.normal(first, (4, 8)), "last": jax.random.normal(last, (8, 2))}
 
 
-def in_torch(make: Any, **keywords: Any) -> tuple[Any, list[Any]]:
-    """A population, and its members."""
+def in_torch(make, **keywords):
     torch.manual_seed(0)
     modules = [make() for _ in range(SIZE)]
     members = [fc.torch_policy(module, head=HEAD, **keywords) for module in modules]
@@ -78,30 +73,29 @@ def in_torch(make: Any, **keywords: Any) -> tuple[Any, list[Any]]:
     return fc.population(members[0], {**params, **buffers}), members
 
 
-def in_jax(function: Any, **keywords: Any) -> tuple[Any, list[Any]]:
+def in_jax(function, **keywords):
     members = [fc.jax_policy(function, arrays(seed), head=HEAD, **keywords) for seed in range(SIZE)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(member.params for member in members))
     return fc.population(members[0], stacked), members
 
 
-def normalised() -> tuple[Any, list[Any]]:
-    members = []
-    for seed in range(SIZE):
-        stats = fc.running_statistics.init(fc.make_env(JAX).observation_space, backend="jax")
-        rows = {"observation": jax.random.normal(jax.random.PRNGKey(seed), (9, 4)) * (1 + seed)}
-        stats = fc.running_statistics.update(stats, rows)
-        members.append(fc.normalized(fc.jax_policy(apply, arrays(seed), head=HEAD), stats))
+def statistics(seed, backend):
+    rows = np.random.default_rng(seed).normal(size=(9, 4)).astype(np.float32) * (1 + seed)
+    rows = jnp.asarray(rows) if backend == "jax" else torch.tensor(rows)
+    stats = fc.running_statistics.init(fc.make_env(HOST).observation_space, backend=backend)
+    return fc.running_statistics.update(stats, {"observation": rows})
+
+
+def normalised():
+    _, members = in_jax(apply)
+    members = [fc.normalized(member, statistics(seed, "jax")) for seed, member in enumerate(members)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(member.params for member in members))
     return fc.population(members[0], stacked), members
 
 
-def normalised_torch() -> tuple[Any, list[Any]]:
-    torch.manual_seed(0)
-    members = []
-    for seed in range(SIZE):
-        stats = fc.running_statistics.init(fc.make_env(HOST).observation_space)
-        stats = fc.running_statistics.update(stats, {"observation": torch.randn(9, 4) * (1 + seed)})
-        members.append(fc.normalized(fc.torch_policy(network(), head=HEAD), stats))
+def normalised_torch():
+    _, members = in_torch(network)
+    members = [fc.normalized(member, statistics(seed, "torch")) for seed, member in enumerate(members)]
     saved = [member.state_dict() for member in members]
     return fc.population(members[0], {name: torch.stack([each[name] for each in saved]) for name in saved[0]}), members
 
@@ -124,62 +118,53 @@ PAIRS = [
 PAIRS += in_soak([(env, name) for env in (HOST, TORCH, JAX) for name in POPULATIONS if (env, name) not in PAIRS])
 
 
-def swapped(policy: Any) -> Any:
-    """A population of the same members in another order."""
+def swapped(policy):
     other = copy.deepcopy(policy)
     params = other.params if other.backend == "jax" else other.state_dict()
     other.load(optree.tree_map(lambda leaf: leaf[::-1] if other.backend == "jax" else leaf.flip(0), params))
     return other
 
 
-def environment(name: str, **keywords: Any) -> Any:
+def environment(name, **keywords):
     return fc.make_env(name, num_envs=LANES, **keywords)
 
 
-def collected(env: Any, policy: Any, **keywords: Any) -> Any:
-    """Two rollouts in a row."""
-    state, batches = fc.init(env, policy, seed=0), []
-    for _ in range(2):
-        state, batch = fc.rollout(env, policy, state, STEPS, **keywords)
-        batches.append(batch)
-    fc.close(state)
-    return torch.cat(batches, 1)
+def collected(env, policy, **keywords):
+    return collect(env, policy, STEPS, STEPS, seed=0, **keywords)
 
 
-def assert_members(batch: Any, alone: list[Any]) -> None:
+def assert_members(batch, alone):
     """The batch of a population has in each group of lanes what the members did `alone`."""
-    groups = batch.unflatten(0, (SIZE, -1))
-    for group, member in zip(groups, alone, strict=True):
-        own = member.unflatten(0, (SIZE, -1))
-        index = next(i for i in range(SIZE) if alone[i] is member)
-        assert torch.equal(group["action"], own[index]["action"])
+    for index, group in enumerate(batch.unflatten(0, (SIZE, -1))):
+        own = alone[index].unflatten(0, (SIZE, -1))[index]
+        assert torch.equal(group["action"], own["action"])
         for key, leaf in group.items(include_nested=True, leaves_only=True):
-            torch.testing.assert_close(leaf, own[index][key], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(leaf, own[key], rtol=1e-4, atol=1e-5)
     assert not torch.equal(alone[0]["action"], alone[1]["action"])
 
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
-def test_members_do_what_they_do_alone(name: str, kind: str) -> None:
+def test_members_do_what_they_do_alone(name, kind):
     policy, members = POPULATIONS[kind]()
     env = environment(name)
     assert_members(collected(env, policy), [collected(env, member) for member in members])
 
 
 @pytest.mark.parametrize("lanes", [1, 2, *in_soak([4])])
-def test_workers_hold_parts_of_the_population(lanes: int) -> None:
+def test_workers_hold_parts_of_the_population(lanes):
     """Members are counted over the lanes of all workers: with one lane each, one of two or four does."""
     policy, members = POPULATIONS["torch"]()
     frames = {"frames_per_batch": LANES * STEPS, "total_frames": 2 * LANES * STEPS}
     envs = [fc.make_env(HOST, num_envs=lanes)] * (LANES // lanes)
 
-    def run(policy: Any) -> Any:
+    def run(policy):
         with multi(create_env_fn=envs, policy=policy, **frames) as collector:
             return torch.cat([batch.clone() for batch in collector], -1).flatten(0, -2)
 
     assert_members(run(policy), [run(member) for member in members])
 
 
-def test_parameters_that_are_given_act() -> None:
+def test_parameters_that_are_given_act():
     policy, members = POPULATIONS["torch"]()
     swapped = {name: leaf.flip(0) for name, leaf in policy.state_dict().items()}
     env = environment(HOST)
@@ -189,7 +174,7 @@ def test_parameters_that_are_given_act() -> None:
     assert_members(collected(env, policy), alone)
 
 
-def test_changes_of_the_module_act() -> None:
+def test_changes_of_the_module_act():
     """Its mode: batch statistics in place of running ones."""
     policy, _ = POPULATIONS["torch"]()
     env = environment(HOST)
@@ -201,7 +186,7 @@ def test_changes_of_the_module_act() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda policy: pickle.loads(pickle.dumps(policy))])
-def test_copies_are_populations(copied: Any) -> None:
+def test_copies_are_populations(copied):
     policy, _ = POPULATIONS["torch"]()
     env = environment(HOST)
     assert torch.equal(collected(env, copied(policy))["action"], collected(env, policy)["action"])
@@ -210,7 +195,7 @@ def test_copies_are_populations(copied: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "name"), [("torch", HOST), ("recurrent", HOST), ("normalised torch", HOST), ("jax", HOST), ("jax", JAX)]
 )
-def test_a_saved_run_continues(kind: str, name: str, tmp_path: Path) -> None:
+def test_a_saved_run_continues(kind, name, tmp_path):
     policy, _ = POPULATIONS[kind]()
     env = environment(name)
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), STEPS)
@@ -227,14 +212,14 @@ def test_a_saved_run_continues(kind: str, name: str, tmp_path: Path) -> None:
         assert_same(next(collector), wanted)
 
 
-def test_tied_parameters_stay_tied() -> None:
+def test_tied_parameters_stay_tied():
     class Tied(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
             self.two.weight = self.one.weight
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             return self.two(self.one(x))[:, :2]
 
     policy, members = in_torch(Tied)
@@ -243,14 +228,14 @@ def test_tied_parameters_stay_tied() -> None:
     assert_members(collected(env, policy), [collected(env, member) for member in members])
 
 
-def test_gradients_reach_all_members() -> None:
+def test_gradients_reach_all_members():
     policy, _ = POPULATIONS["torch"]()
     policy.module(torch.ones(LANES, 4)).sum().backward()
     gradients = [parameter.grad for parameter in policy.module.parameters()]
     assert all(gradient is not None and gradient.reshape(SIZE, -1).any(-1).all() for gradient in gradients[-2:])
 
 
-def test_evaluation_gives_each_lane_of_each_member_as_many_episodes() -> None:
+def test_evaluation_gives_each_lane_of_each_member_as_many_episodes():
     policy, members = POPULATIONS["torch"]()
     env = environment(HOST)
     found = fc.evaluate(env, policy, episodes=2 * LANES, seed=0).returns.reshape(SIZE, -1)
@@ -259,11 +244,11 @@ def test_evaluation_gives_each_lane_of_each_member_as_many_episodes() -> None:
         assert torch.equal(found[index], alone[index])
 
 
-def test_traced() -> None:
+def test_traced():
     policy, members = POPULATIONS["jax"]()
     env = environment(JAX)
 
-    def run(policy: Any) -> Any:
+    def run(policy):
         state = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))
         return jax.jit(partial(fc.traced.rollout, env, policy, length=STEPS))(policy.params, state)[1]
 
@@ -274,16 +259,14 @@ def test_traced() -> None:
 
 
 @pytest.mark.parametrize("name", ["key", "keys"])
-def test_members_that_draw_random_numbers(name: str) -> None:
-    def noisy(params: Any, x: Any, *, key: Any = None, keys: Any = None) -> Any:
-        drawn = jax.random.uniform(key, (len(x),)) if keys is None else jax.vmap(jax.random.uniform)(keys)
+def test_members_that_draw_random_numbers(name):
+    def called(params, x, key):
+        drawn = jax.random.uniform(key, (len(x),))
         return {"action": (drawn > params).astype(jnp.int32), "drawn": drawn}
 
-    def called(params: Any, x: Any, key: Any) -> Any:
-        return noisy(params, x, key=key)
-
-    def called_with_all(params: Any, x: Any, keys: Any) -> Any:
-        return noisy(params, x, keys=keys)
+    def called_with_all(params, x, keys):
+        drawn = jax.vmap(jax.random.uniform)(keys)
+        return {"action": (drawn > params).astype(jnp.int32), "drawn": drawn}
 
     member = fc.jax_policy(called if name == "key" else called_with_all, jnp.array(0.5))
     env = environment(JAX)
@@ -293,13 +276,13 @@ def test_members_that_draw_random_numbers(name: str) -> None:
         assert torch.equal(drawn, collected(env, member)["drawn"])
 
 
-def test_a_module_that_vmap_refuses_draws_and_writes_as_often_as_its_members_do() -> None:
+def test_a_module_that_vmap_refuses_draws_and_writes_as_often_as_its_members_do():
     class Noisy(Branching):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.register_buffer("calls", torch.zeros(()))
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             self.calls += 1
             return {"logits": super().forward(x) + torch.rand(len(x), 2), "calls": self.calls.expand(len(x))}
 
@@ -310,9 +293,9 @@ def test_a_module_that_vmap_refuses_draws_and_writes_as_often_as_its_members_do(
     assert torch.equal(first["action_log_prob"], collected(env, policy)["action_log_prob"])
 
 
-def test_what_vmap_takes_may_depend_on_the_mode_of_the_module() -> None:
+def test_what_vmap_takes_may_depend_on_the_mode_of_the_module():
     class Checked(Branching):
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             return super().forward(x) if self.training else self.last(x)
 
     policy, members = in_torch(Checked)
@@ -323,7 +306,7 @@ def test_what_vmap_takes_may_depend_on_the_mode_of_the_module() -> None:
         assert_members(collected(env, policy), [collected(env, member) for member in members])
 
 
-def test_parameters_have_the_dtypes_and_the_number_of_the_members() -> None:
+def test_parameters_have_the_dtypes_and_the_number_of_the_members():
     policy, members = POPULATIONS["torch"]()
     doubles = fc.population(members[0], {name: leaf.double() for name, leaf in policy.state_dict().items()})
     assert torch.equal(collected(environment(HOST), doubles)["action"], collected(environment(HOST), policy)["action"])
@@ -335,7 +318,7 @@ def test_parameters_have_the_dtypes_and_the_number_of_the_members() -> None:
         fc.init(environment(HOST), policy, seed=0)
 
 
-def test_traced_parts_of_a_run_are_refused() -> None:
+def test_traced_parts_of_a_run_are_refused():
     policy, _ = POPULATIONS["jax"]()
     env = environment(JAX)
     state = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0), total_lanes=2 * LANES)
@@ -343,7 +326,7 @@ def test_traced_parts_of_a_run_are_refused() -> None:
         fc.traced.rollout(env, policy, policy.params, state, 2)
 
 
-def test_lanes_that_do_not_divide() -> None:
+def test_lanes_that_do_not_divide():
     policy, _ = POPULATIONS["torch"]()
     with pytest.raises(PolicyError, match="not in lanes added later"):
         MemberLanes.of_lanes(2, [4, 5], 4)
@@ -353,34 +336,32 @@ def test_lanes_that_do_not_divide() -> None:
         policy.module(torch.zeros(3, 4))
 
 
-def test_what_cannot_be_a_population() -> None:
-    policy, members = POPULATIONS["torch"]()
-    with pytest.raises(TypeError, match="is a population already"):
-        fc.population(policy, policy.params)
-    with pytest.raises(TypeError, match=r"expected one of funcollect\.torch_policy"):
-        fc.population(fc.random_policy(environment(HOST)), {})
+def scripted():
     with pytest.warns(DeprecationWarning, match="deprecated"):
-        scripted = torch.jit.trace(network(), torch.ones(2, 4))
-    with pytest.raises(TypeError, match="has a scripted module"):
-        fc.population(fc.torch_policy(scripted, head=HEAD), {})
-    with pytest.raises(TypeError, match="over a module"):
-        fc.population(fc.torch_policy(lambda x: x), {})
-    with pytest.raises(TypeError, match="params is "):
-        fc.population(members[0], [member.params for member in members])
-    with pytest.raises(ValueError, match="first axes"):
-        fc.population(members[0], {})
-    whole = policy.state_dict()
-    with pytest.raises(ValueError, match="first axes"):
-        fc.population(members[0], whole | {"0.bias": whole["0.bias"][:1]})
-    with pytest.raises(ValueError, match="params differ"):
-        fc.population(members[0], {name: leaf for name, leaf in whole.items() if name != "0.bias"})
-    with pytest.raises(ValueError, match="params differ"):
-        fc.population(members[0], whole | {"other": whole["0.bias"]})
-    with pytest.raises(ValueError, match="params differ"):
-        fc.population(POPULATIONS["jax"]()[1][0], {"first": jnp.zeros((2, 4, 8)), "last": jnp.zeros((2, 8, 3))})
-    for whole_policy in (policy, fc.lower_policy(policy, environment(JAX))):
+        return fc.torch_policy(torch.jit.trace(network(), torch.ones(2, 4)), head=HEAD)
+
+
+def test_what_cannot_be_a_population():
+    policy, (member, other) = POPULATIONS["torch"]()
+    whole, jax_member = policy.state_dict(), POPULATIONS["jax"]()[1][0]
+    short = {name: leaf for name, leaf in whole.items() if name != "0.bias"}
+    wide = {"first": jnp.zeros((2, 4, 8)), "last": jnp.zeros((2, 8, 3))}
+    for given, params, error, message in (
+        (policy, policy.params, TypeError, "is a population already"),
+        (fc.random_policy(environment(HOST)), {}, TypeError, r"expected one of funcollect\.torch_policy"),
+        (scripted(), {}, TypeError, "has a scripted module"),
+        (fc.torch_policy(lambda x: x), {}, TypeError, "over a module"),
+        (member, [member.params, other.params], TypeError, "params is "),
+        (member, {}, ValueError, "first axes"),
+        (member, whole | {"0.bias": whole["0.bias"][:1]}, ValueError, "first axes"),
+        (member, short, ValueError, "params differ"),
+        (member, whole | {"other": whole["0.bias"]}, ValueError, "params differ"),
+        (jax_member, wide, ValueError, "params differ"),
+    ):
+        with pytest.raises(error, match=message):
+            fc.population(given, params)
+    for together in (policy, fc.lower_policy(policy, environment(JAX))):
         with pytest.raises(TypeError, match="expected one member"):
-            fc.evaluate_actions(whole_policy, None, collected(environment(HOST), policy))
-    stats = fc.running_statistics.init(environment(HOST).observation_space)
+            fc.evaluate_actions(together, None, collected(environment(HOST), policy))
     with pytest.raises(TypeError, match="a population"):
-        fc.normalized(policy, stats)
+        fc.normalized(policy, fc.running_statistics.init(environment(HOST).observation_space))

@@ -1,43 +1,42 @@
 """Recurrent policies under Torch and JAX alike: their state follows the lanes and is a value."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 import funcollect as fc
+from tests.support.compare import collect
 
 HIDDEN = 5
 WEIGHTS = np.random.default_rng(0).normal(size=(4 + HIDDEN, HIDDEN)).astype(np.float32)
 INITIAL = {"hidden": np.full(HIDDEN, 0.3, np.float32), "count": np.array(10, np.int32)}
 
 
-class Kind(NamedTuple):
-    xp: Any
-    make: Callable[[Callable[..., Any], Any], Any]  # from a function (xp, observation, state) and an initial state
+def in_torch(step, initial):
+    return fc.torch_policy(lambda x, h: step(torch, x, h), initial_state=initial)
 
 
-KINDS = {
-    "torch": Kind(torch, lambda step, first: fc.torch_policy(lambda x, h: step(torch, x, h), initial_state=first)),
-    "jax": Kind(jnp, lambda step, first: fc.jax_policy(lambda _, x, h: step(jnp, x, h), {}, initial_state=first)),
+def in_jax(step, initial):
+    return fc.jax_policy(lambda _, x, h: step(jnp, x, h), {}, initial_state=initial)
+
+
+KINDS = {  # its arrays, a policy of a function (xp, observation, state) and an initial state, and such a state
+    "torch": SimpleNamespace(xp=torch, make=in_torch, initial={name: torch.tensor(x) for name, x in INITIAL.items()}),
+    "jax": SimpleNamespace(xp=jnp, make=in_jax, initial=INITIAL),
 }
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Kind:
+def kind(request):
     return KINDS[request.param]
 
 
 @pytest.fixture(params=["CartPole-v1", "torch/CartPole-v1"])
-def env(request: pytest.FixtureRequest) -> Any:
-    """Episodes of 7 steps at most."""
+def env(request):
     if request.param == "CartPole-v1":
         return fc.make_env("CartPole-v1", num_envs=3, max_episode_steps=7)
     env = fc.make_env(request.param, num_envs=3)
@@ -45,11 +44,7 @@ def env(request: pytest.FixtureRequest) -> Any:
     return env
 
 
-def as_tensors(tree: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(leaf.copy()) for name, leaf in tree.items()}
-
-
-def cell(xp: Any, x: Any, state: Any) -> tuple[Any, Any]:
+def cell(xp, x, state):
     """A plain recurrent cell that also counts its calls."""
     weights = torch.from_numpy(WEIGHTS) if xp is torch else jnp.asarray(WEIGHTS)
     hidden = xp.tanh(x @ weights[:4] + state["hidden"] @ weights[4:])
@@ -57,15 +52,15 @@ def cell(xp: Any, x: Any, state: Any) -> tuple[Any, Any]:
     return {"action": push(x), **state}, state
 
 
-def push(x: Any) -> Any:
+def push(x):
     return (x[:, 2] > 0) * 1
 
 
-def last_observation(xp: Any, x: Any, state: Any) -> tuple[Any, Any]:
+def last_observation(xp, x, state):
     return {"action": push(x), "last": state}, x
 
 
-def assert_follows(batch: TensorDict) -> None:
+def assert_follows(batch):
     """What `cell` recorded is what a hand-written loop over the recorded observations gives."""
     step, hidden = batch["collector", "step"], torch.empty(3, HIDDEN)
     assert torch.equal(batch["count"], (step + 11).int())
@@ -76,8 +71,8 @@ def assert_follows(batch: TensorDict) -> None:
         torch.testing.assert_close(batch["hidden"][:, t], hidden, rtol=1e-4, atol=1e-5)
 
 
-def test_recurrent_state_is_reset_with_its_lane(env: Any, kind: Kind) -> None:
-    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
+def test_recurrent_state_is_reset_with_its_lane(env, kind):
+    policy = kind.make(cell, kind.initial)
     state, first = fc.rollout(env, policy, fc.init(env, policy, seed=1), 17)
     state = fc.reset(env, state, torch.tensor([False, True, False]))
     _, second = fc.rollout(env, policy, state, 20)
@@ -88,37 +83,33 @@ def test_recurrent_state_is_reset_with_its_lane(env: Any, kind: Kind) -> None:
     assert_follows(batch)
 
 
-def test_max_frames_per_traj_resets_it_too(env: Any, kind: Kind) -> None:
-    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
-    batch = fc.rollout(env, policy, fc.init(env, policy, seed=1), 12, max_frames_per_traj=4)[1]
+def test_max_frames_per_traj_resets_it_too(env, kind):
+    policy = kind.make(cell, kind.initial)
+    batch = collect(env, policy, 12, max_frames_per_traj=4)
     assert (batch["collector", "step"] == 0).sum(-1).tolist() == [3, 3, 3]
     assert_follows(batch)
 
 
-def test_a_finished_lane_that_stays_finished_is_not_restarted(env: Any, kind: Kind) -> None:
-    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
+def test_a_finished_lane_that_stays_finished_is_not_restarted(env, kind):
+    policy = kind.make(cell, kind.initial)
     with fc.SyncDataCollector(env, policy, frames_per_batch=30, reset_when_done=False, seed=1) as collector:
         counts = next(collector)["count"]
     assert torch.equal(counts, torch.arange(11, 21, dtype=torch.int32).expand(3, -1))
 
 
-def test_the_last_observation_may_be_the_state(env: Any, kind: Kind) -> None:
+def test_the_last_observation_may_be_the_state(env, kind):
     policy = kind.make(last_observation, kind.xp.full((4,), 9.0))
-    state, batches = fc.init(env, policy, seed=1), []
-    for length in (5, 1, 1, 20):
-        state, batch = fc.rollout(env, policy, state, length)
-        batches.append(batch)
-    batch = torch.cat(batches, -1)
+    batch = collect(env, policy, 5, 1, 1, 20)
     last = torch.cat([torch.full((3, 1, 4), 9.0), batch["observation"][:, :-1]], 1)
     assert torch.equal(batch["last"], torch.where(batch["collector", "step"][..., None] == 0, 9.0, last))
 
 
-def counting_in_place(x: torch.Tensor, count: torch.Tensor) -> Any:
+def counting_in_place(x, count):
     count.add_(1)
     return {"action": push(x), "count": count}, count
 
 
-def test_the_initial_state_of_the_user_is_copied() -> None:
+def test_the_initial_state_of_the_user_is_copied():
     initial = torch.zeros(())
     env = fc.make_env("torch/CartPole-v1", num_envs=3)
     policy = fc.torch_policy(counting_in_place, initial_state=initial)
@@ -126,10 +117,10 @@ def test_the_initial_state_of_the_user_is_copied() -> None:
     assert initial == 0
 
 
-def test_jax_keeps_one_program_for_first_and_later_states() -> None:
+def test_jax_keeps_one_program_for_first_and_later_states():
     traces = []
 
-    def apply(_: Any, x: Any, state: Any) -> Any:
+    def apply(_, x, state):
         traces.append(jax.tree.map(lambda leaf: leaf.aval, state))
         return {"action": push(x), "count": state}, state + 1
 

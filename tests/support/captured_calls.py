@@ -1,11 +1,5 @@
 """What a CUDA graph does, without a GPU: operations recorded once, and made again over the same memory."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,7 +15,7 @@ from funcollect.threefry import hashed
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")  # wait for an accelerator
 
 
-def waits(function: Any, args: Any) -> bool:
+def waits(function, args):
     """Whether the host has to know the result of an operation on an accelerator."""
     name = function.overloadpacket.__name__
     filling = name == "index_put_" and args[2].numel() == 1  # which Torch does by `masked_fill_`
@@ -33,11 +27,11 @@ def waits(function: Any, args: Any) -> bool:
 class Recording(TorchDispatchMode):
     """Records operations; all their tensors are kept, so that no memory is used twice."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self._calls: list[tuple[Any, ...]] = []
+        self._calls = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         if waits(function, args) or name == "lift_fresh":  # of `torch.tensor(…)`, which copies from the host
             raise RuntimeError(f"operation not permitted when stream is capturing ({name})")
@@ -45,7 +39,7 @@ class Recording(TorchDispatchMode):
         self._calls.append((function, args, kwargs or {}, tree_leaves(result)))
         return result
 
-    def replay(self) -> None:
+    def replay(self):
         """Make the operations again, and write their results to where the first ones lie."""
         for function, args, kwargs, results in self._calls:
             for before, after in zip(results, tree_leaves(function(*args, **kwargs)), strict=True):
@@ -53,8 +47,7 @@ class Recording(TorchDispatchMode):
                     before.copy_(after)
 
 
-def capture(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Do what `cuda_graph.capture` does."""
+def capture(function, device):
     function()
     try:
         with (recording := Recording()):
@@ -62,25 +55,25 @@ def capture(function: Callable[[], Any], device: torch.device) -> tuple[Callable
     except RuntimeError as error:
         raise cuda_graph.CaptureError(str(error)) from error
 
-    def replay() -> None:
+    def replay():
         with torch.no_grad():
             recording.replay()
 
     return replay, result
 
 
-def capture_on_the_cpu(patch: pytest.MonkeyPatch) -> list[torch.device]:
+def capture_on_the_cpu(patch):
     """Make the CPU a device on which work can be captured, and is not read; return the captures from now on."""
-    captures: list[torch.device] = []
+    captures = []
 
-    def counted(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+    def counted(function, device):
         captures.append(device)
         return capture(function, device)
 
-    def keys_of(key: Any, purpose: Any, lanes: torch.Tensor, numbers: Any) -> LaneKeys:
+    def keys_of(key, purpose, lanes, numbers):
         return LaneKeys(lanes, hashed(fold(key, purpose), 0, lanes), numbers)
 
-    def rows_of(noise: torch.Tensor | None, _: torch.device) -> Callable[[int], torch.Tensor | None]:
+    def rows_of(noise, _):
         return (lambda t: None) if noise is None else noise.__getitem__
 
     patch.setattr(cuda_graph, "capture", counted)

@@ -33,7 +33,6 @@ ENVS = ("CartPole-v1", "HalfCheetah-v5", "torch/CartPole-v1", "torch/Pendulum-v1
 
 
 def sizes(env):
-    """How many numbers a policy reads, and how many it answers with."""
     (inputs,) = env.observation_space.shape
     discrete = isinstance(env.action_space, gymnasium.spaces.Discrete)
     return inputs, int(env.action_space.n) if discrete else 2 * env.action_space.shape[0]
@@ -52,8 +51,6 @@ def mlp(inputs, outputs, seed=0):
 
 
 class Recurrent(nn.Module):
-    """A GRU cell between the observation and the answer."""
-
     def __init__(self, inputs, outputs, seed=0):
         super().__init__()
         with torch.random.fork_rng():
@@ -90,7 +87,6 @@ def jax_mlp(env):
 
 
 def jax_keyed(env):
-    """A function that draws by itself, with the key that it is given."""
     inputs, outputs = sizes(env)
 
     def apply(params, x, key):
@@ -123,8 +119,6 @@ class Drawing(nn.Module):
 
 
 class Choosing(Drawing):
-    """The same for discrete actions."""
-
     def forward(self, observation):
         return torch.multinomial(self.net(observation).softmax(-1), 1)[..., 0]
 
@@ -156,8 +150,6 @@ def tensordict_actor(env):
 
 
 class LocScale(nn.Module):
-    """A pair from one array of twice the size."""
-
     def forward(self, answer):
         loc, scale = answer.chunk(2, -1)
         return loc, nn.functional.softplus(scale)
@@ -184,7 +176,6 @@ def pair(name, kind, num_envs):
 
 
 def digests(num_envs, lengths, kinds):
-    """A digest for every environment and policy."""
     return {
         f"{name} {kind}": digest(collect(*pair(name, kind, num_envs), *lengths, seed=0))
         for name in ENVS
@@ -193,7 +184,6 @@ def digests(num_envs, lengths, kinds):
 
 
 def main(num_envs, lengths, *kinds):
-    """Print the digests."""
     for case, value in digests(int(num_envs), [int(length) for length in lengths.split(",")], kinds).items():
         print(case, value, sep=": ")
 

@@ -1,29 +1,25 @@
 """`check_collector`: does this collect as the library's collectors do? And what holds for the rows of every batch."""
 
-from __future__ import annotations
-
 import contextlib
+import functools
 import inspect
 import io
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import gymnasium
-import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
-from tensordict import TensorDict
 
 from funcollect.errors import ClosedError
 from funcollect.testing.check_policy import other_weights, own_weights
-from funcollect.testing.trials import Check, NotApplicableError, Report, expect_equal, run_checks
+from funcollect.testing.report import NotApplicableError, expect_equal, run_checks
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
 from funcollect.tree import flatten, time_last, to_tensordict
+from tests.support.faulty.faulty_workers import Failing, stumble
 
 FLAGS = ("terminated", "truncated", "done")
 COUNTERS = ("traj_ids", "step", "lane", "policy_version")
@@ -31,7 +27,7 @@ SCALE = 20.0  # by how much weights are moved: an argmax has to follow
 LONGEST_LAG = 10  # batches in flight when weights are updated
 
 
-def expect_layout(batch: Any) -> None:
+def expect_layout(batch):
     """A batch [*B] has the keys, shapes and dtypes that every batch has."""
     leaves, size = flatten(batch), tuple(batch.batch_size)
     wanted = {
@@ -47,7 +43,7 @@ def expect_layout(batch: Any) -> None:
     assert all(leaf.shape[: len(size)] == size for leaf in leaves.values())
 
 
-def expect_flags(batch: Any) -> None:
+def expect_flags(batch):
     """``done`` is terminated or truncated, and is False before every step of a batch [P, T]."""
     for prefix in ((), ("next",)):
         terminated, truncated, done = (batch[(*prefix, name)] for name in FLAGS)
@@ -55,7 +51,7 @@ def expect_flags(batch: Any) -> None:
     assert not batch["done"].any(), "a done lane is reset"
 
 
-def expect_counters(rows: Any) -> None:
+def expect_counters(rows):
     """In consecutive rows [P, T], steps count from 0 in each trajectory and no id comes back."""
     ids, step, over = rows[TRAJECTORY_IDS], rows[STEP], rows["next", "done"][:, :-1, 0]
     assert torch.equal(step[:, 1:], torch.where(over, 0, step[:, :-1] + 1)), f"steps {step.tolist()}"
@@ -63,20 +59,20 @@ def expect_counters(rows: Any) -> None:
     expect_used_once([segment for lane in ids for segment in lane.unique_consecutive().tolist()])
 
 
-def roots(leaves: dict[Any, Any]) -> dict[Any, Any]:
+def roots(leaves):
     """The observations before the step: the leaves of a batch with a key that is also under `next`."""
     own = {("reward",), *((name,) for name in FLAGS)}
     return {path: leaf for path, leaf in leaves.items() if ("next", *path) in leaves and path not in own}
 
 
-def expect_chained(rows: Any) -> None:
+def expect_chained(rows):
     """Each observation in consecutive rows [P, T] is the next one of the row before in its trajectory."""
     within = rows[TRAJECTORY_IDS][:, 1:] == rows[TRAJECTORY_IDS][:, :-1]
     for path, root in roots(leaves := flatten(rows)).items():
         assert torch.equal(root[:, 1:][within], leaves["next", *path][:, :-1][within]), path
 
 
-def expect_used_once(ids: list[int]) -> None:
+def expect_used_once(ids):
     """No id is in the list twice, which has one id for each trajectory."""
     assert not (again := [each for each, count in Counter(ids).items() if count > 1]), f"{again} are used again"
 
@@ -91,13 +87,13 @@ class CollectorTrial:
     lanes: int
     seed: int
 
-    def takes(self, name: str) -> bool:
+    def takes(self, name):
         """Whether `make` has a parameter of this name."""
         parameters = inspect.signature(self.make).parameters.values()
         return any(each.name == name or each.kind is each.VAR_KEYWORD for each in parameters)
 
     @contextlib.contextmanager
-    def built(self, **changes: Any) -> Iterator[Any]:
+    def built(self, **changes):
         """A collector, shut down afterwards; NotApplicableError where `make` does not take one of `changes`."""
         if missing := [name for name in changes if not self.takes(name)]:
             raise NotApplicableError(f"make takes no {missing[0]}: pass the class and its keyword arguments")
@@ -109,12 +105,11 @@ class CollectorTrial:
             with contextlib.suppress(Exception):
                 collector.shutdown()
 
-    def run(self, **changes: Any) -> list[TensorDict]:
-        """The first batches of a collector."""
+    def run(self, **changes):
         with self.built(**changes) as collector:
             return self.take(collector)
 
-    def enough(self, collector: Any, begun: Sequence[TensorDict] = ()) -> Iterator[TensorDict]:
+    def enough(self, collector, begun=()):
         """A collector's next batches, until those of the run, with the ones that it has `begun` with, are enough."""
         count, seen = len(begun), set(lanes_of(begun)) if begun else set()
         for batch in collector:
@@ -123,27 +118,23 @@ class CollectorTrial:
             if count >= self.batches and len(seen) >= self.lanes:
                 return
 
-    def take(self, collector: Any, begun: Sequence[TensorDict] = ()) -> list[TensorDict]:
-        """The same, copied."""
+    def take(self, collector, begun=()):
         return [batch.clone() for batch in self.enough(collector, begun)]
 
     @cached_property
-    def delivered(self) -> list[TensorDict]:
-        """The batches that most checks look at."""
+    def delivered(self):
         return self.run()
 
     @cached_property
-    def frames(self) -> int:
-        """Frames in a batch."""
+    def frames(self):
         return int(self.delivered[0].numel())
 
 
-def take(collector: Any, count: int) -> list[TensorDict]:
-    """The next `count` batches, copied; fewer at the end of the run."""
+def take(collector, count):
     return [batch.clone() for batch in itertools.islice(collector, count)]
 
 
-def lanes_of(batches: Sequence[TensorDict]) -> dict[int, TensorDict]:
+def lanes_of(batches):
     """The rows of each lane in the order of time, [1, N]: however batches arrange their workers."""
     whole = flatten(torch.cat([batch.reshape(-1) for batch in batches]))
     lanes = whole["collector", "lane"]
@@ -155,12 +146,11 @@ def lanes_of(batches: Sequence[TensorDict]) -> dict[int, TensorDict]:
     }
 
 
-def ids_of(batches: Sequence[TensorDict]) -> list[int]:
-    """The trajectories of each lane, each once."""
+def ids_of(batches):
     return [each for rows in lanes_of(batches).values() for each in sorted(set(rows[TRAJECTORY_IDS][0].tolist()))]
 
 
-def expect_same_lanes(got: Sequence[TensorDict], wanted: Sequence[TensorDict], what: str) -> None:
+def expect_same_lanes(got, wanted, what):
     """Each lane shows the same, as far as both runs go: batches of asynchronous workers may come anyhow."""
     ours, theirs = lanes_of(got), lanes_of(wanted)
     assert ours.keys() & theirs.keys(), f"{what} has the lanes {sorted(ours)}, expected {sorted(theirs)}"
@@ -170,7 +160,7 @@ def expect_same_lanes(got: Sequence[TensorDict], wanted: Sequence[TensorDict], w
         expect_equal(one, two, f"{what}, lane {lane} (below: lane 0)", "the run before", "keep them equal")
 
 
-def layout(trial: CollectorTrial) -> None:
+def layout(trial):
     """Every batch has the keys, shapes and dtypes of the contract, and is the caller's own."""
     for batch in trial.delivered:
         expect_layout(batch)
@@ -179,7 +169,7 @@ def layout(trial: CollectorTrial) -> None:
         assert not next(iter(collector)).is_locked
 
 
-def counted(trial: CollectorTrial) -> None:
+def counted(trial):
     """Frames are counted, at least `frames_per_batch` in each batch, rounded up to whole steps."""
     with trial.built() as collector:
         total = sum(batch.numel() for batch in take(collector, trial.batches))
@@ -188,7 +178,7 @@ def counted(trial: CollectorTrial) -> None:
     assert asked <= trial.frames < asked + lanes
 
 
-def trajectories(trial: CollectorTrial) -> None:
+def trajectories(trial):
     """Over all batches and lanes, steps count from 0, ids are used once, flags agree and rows follow each other."""
     for rows in lanes_of(trial.delivered).values():
         expect_flags(rows)
@@ -197,7 +187,7 @@ def trajectories(trial: CollectorTrial) -> None:
     expect_used_once(ids_of(trial.delivered))
 
 
-def total_frames(trial: CollectorTrial) -> None:
+def total_frames(trial):
     """`total_frames` ends the run, with a whole last batch; -1 does not."""
     with trial.built(total_frames=trial.frames + 1) as collector:
         assert [batch.numel() for batch in collector] == [trial.frames] * 2
@@ -208,13 +198,10 @@ def total_frames(trial: CollectorTrial) -> None:
             len(collector)
 
 
-def broken_off(trial: CollectorTrial) -> None:
+def broken_off(trial):
     """A loop that is broken off can be taken up again where it stood; nothing is lost."""
     with trial.built() as collector:
-        batches = []
-        for batch in collector:
-            batches.append(batch.clone())
-            break
+        batches = take(collector, 1)
         batches += trial.take(collector, batches)
     for rows in lanes_of(batches).values():
         expect_counters(rows)
@@ -223,7 +210,7 @@ def broken_off(trial: CollectorTrial) -> None:
         expect_same_lanes(batches, trial.delivered, "a run broken off")
 
 
-def seeds(trial: CollectorTrial) -> None:
+def seeds(trial):
     """The same seed gives the same data, another others; `set_seed` at the start is as building with it."""
     other = trial.seed + 1
     another = trial.run(seed=other)
@@ -235,12 +222,12 @@ def seeds(trial: CollectorTrial) -> None:
         expect_same_lanes(trial.take(collector), another, f"a run after set_seed({other})")
 
 
-def _equal(one: Any, two: Any) -> bool:
+def _equal(one, two):
     ours, length = flatten(two), min(one.shape[1], two.shape[1])
     return all(torch.equal(leaf[:, :length], ours[path][:, :length]) for path, leaf in flatten(one).items())
 
 
-def batch_memory(trial: CollectorTrial) -> None:
+def batch_memory(trial):
     """Whatever is written into a batch, later ones are the same; and later ones write into none."""
     if not trial.takes("seed"):
         raise NotApplicableError("make takes no seed")
@@ -258,28 +245,10 @@ def batch_memory(trial: CollectorTrial) -> None:
     expect_same_lanes(scribbled, [kept for _, kept in pairs], "the run whose batches were zeroed")
 
 
-class Stumbles(gymnasium.Env[Any, Any]):
-    """Raises once, in its seventh step; nothing moves."""
-
-    observation_space = spaces.Box(-9, 9, (2,))
-    action_space = spaces.Discrete(2)
-    steps = 0
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        return self.np_random.uniform(-1, 1, 2).astype(np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.steps += 1
-        if self.steps == 7:
-            raise ArithmeticError("stumbled")
-        return np.zeros(2, np.float32), 1.0, self.steps % 5 == 0, False, {}
-
-
-def weights(trial: CollectorTrial) -> str | None:
+def weights(trial):
     """New weights show in later batches, and each update counts as a version."""
     with trial.built() as collector:
-        policy: Any = getattr(collector, "policy", None)
+        policy = getattr(collector, "policy", None)
         given = policy is not None and bool(own_weights(policy))
         batches = take(collector, 1)
         collector.update_policy_weights_(other_weights(policy, SCALE) if given else None)
@@ -293,11 +262,11 @@ def weights(trial: CollectorTrial) -> str | None:
     return f"after {len(batches) - 2} batches" if given else "it has none: only versions were looked at"
 
 
-def _versions(batch: Any) -> list[int]:
+def _versions(batch):
     return sorted(set(batch["collector", "policy_version"].flatten().tolist()))
 
 
-def checkpoint(trial: CollectorTrial) -> None:
+def checkpoint(trial):
     """`load_state_dict` goes on with the weights and counts of `state_dict`, under ids not used before."""
     file = io.BytesIO()
     with trial.built() as collector:
@@ -317,13 +286,14 @@ def checkpoint(trial: CollectorTrial) -> None:
     expect_same_lanes(runs[1], runs[0], "a second run from one state_dict")
 
 
-def exception(trial: CollectorTrial) -> str | None:
+def exception(trial):
     """After an exception in the environment the next batch begins new episodes, under new ids; or it is shut down."""
     given = trial.kwargs.get("create_env_fn")
-    many = [Stumbles] * len(given) if isinstance(given, (list, tuple)) else Stumbles
+    fails = functools.partial(Failing, stumble)
+    many = [fails] * len(given) if isinstance(given, (list, tuple)) else fails
     workers = len(many) if isinstance(many, list) else trial.kwargs.get("num_workers", 1)
     changes = {"create_env_fn": many, "policy": None, "frames_per_batch": 4 * workers, "create_env_kwargs": None}
-    before: list[TensorDict] = []
+    before = []
     with trial.built(**changes) as collector:
         with pytest.raises(Exception, match="stumbled"):
             before.extend(batch.clone() for batch in itertools.islice(collector, 4))
@@ -341,56 +311,42 @@ def exception(trial: CollectorTrial) -> str | None:
     return None
 
 
-class _Postproc:
-    """Notes what it is given, and marks it."""
-
-    def __init__(self) -> None:
-        self.masked: list[bool] = []
-
-    def __call__(self, batch: Any) -> Any:
-        self.masked.append(("collector", "mask") in batch.keys(True))
-        batch["shown"] = torch.ones(batch.shape)
-        batch["_hidden"] = torch.ones(batch.shape)
-        return batch
-
-
-def postproc(trial: CollectorTrial) -> None:
+def postproc(trial):
     """A batch is first split, then post-processed, then rid of keys that begin with an underscore."""
-    process = _Postproc()
+    masked = []
+
+    def process(batch):
+        masked.append(("collector", "mask") in batch.keys(True))
+        return batch.update({name: torch.ones(batch.shape) for name in ("shown", "_hidden")})
+
     with trial.built(postproc=process, split_trajs=True) as collector:
         (batch,) = take(collector, 1)
-    assert process.masked
-    assert all(process.masked)
+    assert masked
+    assert all(masked)
     names = {path[0] for path in flatten(batch)}
     assert "shown" in names
     assert "_hidden" not in names
 
 
-def ends(trial: CollectorTrial) -> None:
+def ends(trial):
     """It is a context manager, which shuts it down; it can be shut down twice, and says so when asked for more."""
     with trial.built() as collector:
         with collector as entered:
             assert entered is collector
             take(collector, 1)
-        with pytest.raises(ClosedError):
-            next(collector)
-    with trial.built() as collector:
-        take(collector, 1)
-        collector.shutdown()
-        collector.shutdown()
-        with pytest.raises(ClosedError):
-            next(collector)
+        for _ in range(2):
+            with pytest.raises(ClosedError):
+                next(collector)
+            collector.shutdown()
 
 
-COLLECTOR_CHECKS: tuple[Check[CollectorTrial], ...] = (
+COLLECTOR_CHECKS = (
     *(layout, counted, trajectories, total_frames, broken_off, seeds, batch_memory),
     *(weights, checkpoint, exception, postproc, ends),
 )
 
 
-def check_collector(
-    make_collector: Callable[..., Any], *, batches: int = 3, lanes: int = 0, run_seed: int = 0, **kwargs: Any
-) -> Report:
+def check_collector(make_collector, *, batches=3, lanes=0, run_seed=0, **kwargs):
     """Run every check that a collector has to pass, of which some may not apply, and return the report.
 
     `make_collector` is the class, or a function that builds one; the checks build many from **kwargs, without

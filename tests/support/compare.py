@@ -17,7 +17,6 @@ def leaves(batch):
 
 
 def bits(leaf):
-    """The memory of a tensor in C order."""
     plain = leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -35,7 +34,6 @@ def assert_close(one, two):
 
 
 def _pairs(one, two):
-    """The leaves of both, of the same keys, shapes and dtypes, by path."""
     ones, twos = leaves(one), leaves(two)
     assert ones.keys() == twos.keys()
     assert one.batch_size == two.batch_size
@@ -45,7 +43,6 @@ def _pairs(one, two):
 
 
 def differing(one, two):
-    """Where two tensors of one shape differ, for a message."""
     where = (one != two).nonzero()[:3].tolist()
     return f"{int((one != two).sum())} of {one.numel()}, first at {where}"
 
@@ -60,7 +57,6 @@ def digest(batch):
 
 
 def collect(env, policy, *lengths, seed=1, **options):
-    """One run, cut into batches of `lengths` steps, joined again."""
     state, batches = fc.init(env, policy, seed=seed), []
     for length in lengths:
         state, batch = fc.rollout(env, policy, state, length, **options)

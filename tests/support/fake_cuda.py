@@ -1,10 +1,6 @@
 """Tensors of a GPU without one: they have shapes and devices, but no numbers, and record what waits for the host."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 from unittest import mock
 
 import optree
@@ -13,8 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from funcollect import keys
-from funcollect.core.loops import eager
+from funcollect.core import request
 from funcollect.policies import base, random_policy
 from funcollect.policies.tensordict_modules import tensordict_policy
 from funcollect.policies.torch_modules import torch_policy
@@ -26,7 +21,7 @@ CUDA = torch.device("cuda", 0)
 class Linear(nn.Linear):
     """A layer that can be made on a device that is not there."""
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         """Leave the parameters as they are."""
 
 
@@ -37,9 +32,9 @@ class FakeCuda(TorchFunctionMode):
         waits: the names of the functions that brought numbers from the host to the device, or back, so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.waits: list[str] = []
+        self.waits = []
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._patches = [
             *(mock.patch.object(module, "memory_of", id) for module in (base, torch_policy)),  # there is no memory
@@ -50,20 +45,20 @@ class FakeCuda(TorchFunctionMode):
             ),
         ]
 
-    def __enter__(self) -> FakeCuda:
+    def __enter__(self):
         for patch in self._patches:
             patch.start()
         self._fake.__enter__()
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         super().__exit__(*error)
         self._fake.__exit__(*error)
         for patch in self._patches:
             patch.stop()
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
         if function in _READS and _on_cuda(args):
             self.waits.append(name)
@@ -75,30 +70,29 @@ class FakeCuda(TorchFunctionMode):
         return answer
 
 
-def devices_of(tree: Any) -> set[torch.device]:
-    """The devices of all tensors in a pytree."""
+def devices_of(tree):
     return {leaf.device for leaf in _tensors(tree)}
 
 
-def _noise(noise: keys.Noise, key: Any, lanes: Any, start: int, length: int, *_: Any, **__: Any) -> Tensor:
+def _noise(noise, key, lanes, start, length, *_, **__):
     place = lanes.device if isinstance(lanes, Tensor) else "cpu"
     return torch.zeros(length, len(lanes), *([2] if noise.kind == "keys" else noise.shape), device=place)
 
 
-def _no_generator(state: Tensor, device: torch.device) -> AbstractContextManager[None]:
+def _no_generator(state, device):
     assert device == CUDA
     return nullcontext()
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree):
     return [leaf for leaf in optree.tree_leaves(tree, namespace=NAMESPACE) if isinstance(leaf, Tensor)]
 
 
-def _on_cuda(tree: Any) -> bool:
+def _on_cuda(tree):
     return CUDA in devices_of(tree)
 
 
-def _selected(tensor: Tensor, index: Any) -> Tensor:
+def _selected(tensor, index):
     """What ``tensor[index]`` is, by operators, since Torch's own needs the library of the device."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(isinstance(part, Tensor) for part in parts):
@@ -120,7 +114,7 @@ def _selected(tensor: Tensor, index: Any) -> Tensor:
     return tensor
 
 
-def _assign(tensor: Tensor, index: Any, value: Any) -> None:
+def _assign(tensor, index, value):
     if not tensor.is_cuda:
         tensor[index] = value
         return
@@ -129,17 +123,13 @@ def _assign(tensor: Tensor, index: Any, value: Any) -> None:
     fill(part, value)
 
 
-def _stacked(tensors: Any, dim: int = 0, *, out: Tensor | None = None) -> Tensor:
+def _stacked(tensors, dim=0, *, out=None):
     stacked = torch.stack(tensors, dim)
     return stacked if out is None else torch.ops.aten.copy_.default(out, stacked)
 
 
-_READS: Mapping[Any, Any] = {
-    Tensor.item: 0.0,
-    Tensor.__bool__: False,
-    torch.equal: True,
-}
-_STAND_INS: Mapping[Any, Callable[..., Any]] = {
+_READS = {Tensor.item: 0.0, Tensor.__bool__: False, torch.equal: True}
+_STAND_INS = {
     Tensor.__getitem__: _selected,
     Tensor.__setitem__: _assign,
     Tensor.copy_: torch.ops.aten.copy_.default,

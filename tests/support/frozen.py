@@ -4,27 +4,23 @@
 depend on the processor, so `python -m benchmarks.house.frozen --before REVISION` compares them with another revision's.
 """
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from tensordict.nn import TensorDictModule as Module
-from torch import Tensor, nn
+from torch import nn
 
 import funcollect as fc
 
 STEPS = 60
 
 
-def filled(module: nn.Module) -> nn.Module:
+def filled(module):
     """The module with fixed weights, so that no generator decides them."""
     with torch.no_grad():
         for index, weights in enumerate(module.parameters()):
@@ -33,19 +29,19 @@ def filled(module: nn.Module) -> nn.Module:
     return module
 
 
-def network(inputs: int, outputs: int) -> nn.Module:
+def network(inputs, outputs):
     return filled(nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)))
 
 
 class Memory(nn.Module):
     """A recurrent network."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.cell, self.out = nn.GRUCell(4, 6), nn.Linear(6, 2)
         filled(self)
 
-    def forward(self, observation: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, observation, hidden):
         hidden = self.cell(observation, hidden)
         return self.out(hidden), hidden
 
@@ -53,24 +49,24 @@ class Memory(nn.Module):
 class Screens(nn.Module):
     """Reads pixels."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.out = filled(nn.Linear(4, 4))
 
-    def forward(self, observation: Tensor) -> Tensor:
+    def forward(self, observation):
         return self.out(observation.float().mean((2, 3)) / 255)
 
 
-def categorical(net: nn.Module, **options: Any) -> Any:
+def categorical(net, **options):
     return fc.torch_policy(net, head=fc.heads.categorical, **options)
 
 
-def in_jax(inputs: int, outputs: int, head: Any) -> Any:
+def in_jax(inputs, outputs, head):
     weights = 0.7 * jnp.sin(1.3 * jnp.arange(inputs * outputs)).reshape(inputs, outputs)
     return fc.jax_policy(lambda params, x: x.reshape(len(x), -1) @ params, weights, head=head)
 
 
-def actor() -> Any:
+def actor():
     draw = ProbabilisticTensorDictModule(
         in_keys=["logits"],
         out_keys=["action"],
@@ -81,32 +77,32 @@ def actor() -> Any:
     return ProbabilisticTensorDictSequential(Module(network(4, 2), ["observation"], ["logits"]), draw)
 
 
-def normalized(policy: Any, env: Any) -> Any:
+def normalized(policy, env):
     """Over the statistics of some made-up observations."""
     rows = torch.sin(torch.arange(40.0)).reshape(2, 5, 4)
     stats = fc.running_statistics.init(env.observation_space)
     return fc.normalized(policy, fc.running_statistics.update(stats, TensorDict({"observation": rows}, [2, 5])))
 
 
-def member(policy: Any) -> Any:
+def member(policy):
     return fc.population(policy, jnp.stack([policy.params, -policy.params]))
 
 
-def by_jax(env: Any) -> Any:
+def by_jax(env):
     return in_jax(4, 2, fc.heads.categorical)
 
 
-def by_torch(env: Any) -> Any:
+def by_torch(env):
     return categorical(network(4, 2))
 
 
-def balanced(env: Any) -> Any:
+def balanced(env):
     return normalized(fc.torch_policy(network(4, 2), head=fc.heads.normal), env)
 
 
 MEMORY, HEAD = {"initial_state": torch.zeros(6), "record_state": True}, {"head": fc.heads.tanh_normal}
 # The environment's name, its keywords, and its policy.
-PAIRS: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any]]] = {
+PAIRS = {
     "gymnasium, torch": ("CartPole-v1", {"num_envs": 3}, by_torch),
     "gymnasium, tensordict": ("CartPole-v1", {}, lambda _: fc.tensordict_policy(actor())),
     "gymnasium, jax": ("CartPole-v1", {"num_envs": 2}, by_jax),
@@ -126,7 +122,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any]]] = {
 }  # fmt: skip
 
 
-def pair(name: str) -> Any:
+def pair(name):
     """The batch of one pair, over two rollouts."""
     made, keywords, choose = PAIRS[name]
     env = fc.make_env(made, **keywords)
@@ -138,23 +134,23 @@ def pair(name: str) -> Any:
     return torch.cat([first, second], -1)
 
 
-def _collected(build: Any, source: Any, **options: Any) -> Any:
+def _collected(build, source, **options):
     policy = categorical(network(4, 2))
     with build(source, policy, frames_per_batch=48, total_frames=144, seed=7, **options) as collector:
         return torch.cat([batch.clone() for batch in collector], -1)
 
 
-def workers() -> Any:
+def workers():
     """Two worker processes."""
     return _collected(fc.MultiSyncDataCollector, [fc.make_env("CartPole-v1", num_envs=2)] * 2)
 
 
-def ray() -> Any:
+def ray():
     """Two actors of Ray."""
     return _collected(fc.RayCollector, [fc.make_env("CartPole-v1", num_envs=2)] * 2, sync=True)
 
 
-def resumed() -> Any:
+def resumed():
     """A state that was saved and loaded in between."""
     env, policy = fc.make_env("CartPole-v1", num_envs=3), categorical(network(4, 2))
     state, first = fc.rollout(env, policy, fc.init(env, policy, seed=7), STEPS)
@@ -167,7 +163,7 @@ def resumed() -> Any:
     return torch.cat([first, second], -1)
 
 
-def _sampled(sampler: Any, **storage: Any) -> Any:
+def _sampled(sampler, **storage):
     generator = torch.Generator().manual_seed(7)
     storage = fc.LazyTensorStorage(200, ndim=2, **storage)
     buffer = fc.ReplayBuffer(storage=storage, sampler=sampler, batch_size=24, generator=generator)
@@ -180,7 +176,7 @@ def _sampled(sampler: Any, **storage: Any) -> Any:
     return torch.cat([buffer.sample(), buffer.sample()])
 
 
-RUNS: dict[str, Callable[[], Any]] = {
+RUNS = {
     **{name: lambda name=name: pair(name) for name in PAIRS},
     "workers": workers,
     "ray": ray,
@@ -191,13 +187,13 @@ RUNS: dict[str, Callable[[], Any]] = {
 }
 
 
-def leaves(batch: TensorDict) -> dict[str, Tensor]:
+def leaves(batch):
     """The leaves of a batch by dotted key, sorted."""
     flat = batch.flatten_keys(".")
     return {key: flat[key] for key in sorted(flat.keys())}
 
 
-def exact(batch: TensorDict) -> str:
+def exact(batch):
     """A digest of keys, shapes and dtypes, and of the values of integers and flags."""
     found = hashlib.sha256(str(list(batch.batch_size)).encode())
     for key, leaf in leaves(batch).items():

@@ -1,8 +1,6 @@
 """Misuses as a table, and environments and policies that go wrong once, at a known lane and step."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -35,12 +33,13 @@ class Misuse(NamedTuple):
     mend: Callable[..., Any] | None = None
 
 
-def table(*misuses: Misuse) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("misuse", [pytest.param(each, id=each.what) for each in misuses])
+def table(*misuses):
+    """A case for each tuple of what a `Misuse` has."""
+    return pytest.mark.parametrize("misuse", [pytest.param(Misuse(*each), id=each[0]) for each in misuses])
 
 
 @contextmanager
-def refused(error: type[BaseException], says: Says) -> Iterator[None]:
+def refused(error, says):
     """The block raises exactly `error`, with the parts of `says` in the message, in this order."""
     with pytest.raises(error) as caught:
         yield
@@ -51,15 +50,13 @@ def refused(error: type[BaseException], says: Says) -> Iterator[None]:
         start = message.index(part, start) + len(part)
 
 
-class Rigged(gymnasium.Env[Any, Any]):
+class Rigged(gymnasium.Env):
     """A harmless environment, except that `spoil` is applied once to what step (or reset) number `at` returns."""
 
-    observation_space: spaces.Space[Any] = spaces.Box(-9, 9, (2,))
-    action_space: spaces.Space[Any] = spaces.Discrete(3)
+    observation_space = spaces.Box(-9, 9, (2,))
+    action_space = spaces.Discrete(3)
 
-    def __init__(
-        self, spoil: Callable[[Any], Any] | None = None, space: Any = None, good: Any = OBSERVATION, at: int = FAULT
-    ) -> None:
+    def __init__(self, spoil=None, space=None, good=OBSERVATION, at=FAULT):
         self.observation_space = Rigged.observation_space if space is None else space
         self.spoil = spoil
         self.good = good
@@ -67,43 +64,39 @@ class Rigged(gymnasium.Env[Any, Any]):
         self.time = 0
         self.closed = 0
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.time = 0
         return self._spoilt((self.good, {}))
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         self.time += 1
         return self._spoilt((self.good, 1.0, False, False, {"speed": 0.5}))
 
-    def _spoilt(self, answer: Any) -> Any:
+    def _spoilt(self, answer):
         if self.spoil is None or self.time != self.at:
             return answer
         spoil, self.spoil = self.spoil, None
         return spoil(answer)
 
-    def close(self) -> None:
+    def close(self):
         self.closed += 1
 
 
 class Acting(Rigged):
-    """The same, with another action space."""
-
-    def __init__(self, space: Any) -> None:
+    def __init__(self, space):
         super().__init__()
         self.action_space = space
 
 
-def raises(error: BaseException) -> Callable[[Any], Any]:
-    """A spoiler that raises."""
-
-    def spoil(_: Any) -> Any:
+def raises(error):
+    def spoil(_):
         raise error
 
     return spoil
 
 
-def swaps(index: int, value: Any) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+def swaps(index, value):
     """A spoiler that puts `value` in place `index` of the answer."""
     return lambda answer: (*answer[:index], value, *answer[index + 1 :])
 
@@ -111,16 +104,16 @@ def swaps(index: int, value: Any) -> Callable[[tuple[Any, ...]], tuple[Any, ...]
 class Once:
     """A function from observations to `good`, except that its call number `at`, from 0, answers with `bad`."""
 
-    def __init__(self, good: Any, bad: Any, at: int = 2) -> None:
+    def __init__(self, good, bad, at=2):
         self.good, self.bad, self.at = good, bad, at
         self.calls = 0
 
-    def __call__(self, observation: Any, *state: Any) -> Any:
+    def __call__(self, observation, *state):
         self.calls += 1
         return self.bad if self.calls == self.at + 1 else self.good
 
 
-def runs(env: Any, policy: Any = None, state: Any = None) -> Any:
+def runs(env, policy=None, state=None):
     """Collect a few steps; the next state."""
     policy = fc.random_policy(env) if policy is None else policy
     state = fc.init(env, policy, seed=0) if state is None else state
@@ -129,14 +122,7 @@ def runs(env: Any, policy: Any = None, state: Any = None) -> Any:
     return state
 
 
-def fails_then_runs(
-    make_env: Callable[[], Any],
-    make_policy: Callable[[Any], Any],
-    error: type[BaseException],
-    says: Says,
-    steps: int = 6,
-    repair: Callable[[Any], Any] | None = None,
-) -> None:
+def fails_then_runs(make_env, make_policy, error, says, steps=6, repair=None):
     """A rollout and a collector both raise; then a reset is the way back, and the collector finds it by itself."""
     env = make_env()
     policy = make_policy(env)
@@ -165,7 +151,7 @@ def fails_then_runs(
         assert batches[0]["collector", "traj_ids"].ge(lanes).all()  # never an id of the broken episodes
 
 
-def refused_then_mended(misuse: Misuse) -> None:
+def refused_then_mended(misuse):
     """An environment given wrongly is refused, and the one that the message leads to runs."""
     with refused(misuse.error, misuse.says):
         misuse.do()
@@ -173,20 +159,20 @@ def refused_then_mended(misuse: Misuse) -> None:
         fc.close(runs(misuse.mend()))
 
 
-def linear(outputs: int = 2) -> nn.Linear:
+def linear(outputs=2):
     return nn.Linear(4, outputs)
 
 
-def good() -> Any:
+def good():
     return fc.torch_policy(linear(), head=fc.heads.categorical)
 
 
-def apply(params: Any, observation: Any) -> Any:
+def apply(params, observation):
     return observation @ params["w"]
 
 
 WEIGHTS = {"w": jnp.zeros((4, 2))}
 
 
-def good_jax() -> Any:
+def good_jax():
     return fc.jax_policy(apply, WEIGHTS, head=fc.heads.categorical)

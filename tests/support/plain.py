@@ -17,22 +17,33 @@ def plain_loop(env, *, seed, actions, lane=0, lanes=1, info_keys=(), dtype=np.fl
     observation, _ = env.reset(seed=fold(key, Purpose.RESET, lane, 0)[0])
     rows = []
     for action in actions:
-        row = {("done",): [False], ("terminated",): [False], ("truncated",): [False]}
-        row |= named(observation, dtype)
-        row["collector", "traj_ids"] = episode * lanes + lane
-        row["collector", "step"], row["collector", "lane"] = step, lane
-        observation, reward, terminated, truncated, info = env.step(action)
-        row |= {("next", *path): leaf for path, leaf in named(observation, dtype).items()}
-        row["next", "reward"] = np.array([reward], np.float32)
-        row["next", "terminated"], row["next", "truncated"] = [terminated], [truncated]
-        row["next", "done"] = [terminated or truncated]
-        row |= {("next", "info", key): narrow(info[key]) for key in info_keys}
-        rows.append(row)
+        before = named(observation, dtype)
+        observation, *outcome, info = env.step(action)
+        infos = {name: narrow(info[name]) for name in info_keys}
+        rows.append(row_of(before, named(observation, dtype), *outcome, episode, step, lane, lanes, infos))
         step += 1
-        if terminated or truncated:
+        if any(outcome[1:]):
             episode, step = episode + 1, 0
             observation, _ = env.reset(seed=fold(key, Purpose.RESET, lane, episode)[0] if reseed else None)
     env.close()
+    return stacked(rows)
+
+
+def row_of(before, after, reward, terminated, truncated, episode, step, lane, lanes, infos):
+    """One row of a batch by path; the observations are leaves by path already."""
+    flags = {"terminated": terminated, "truncated": truncated, "done": terminated or truncated}
+    return {
+        **before,
+        **{("next", *path): leaf for path, leaf in after.items()},
+        **{("next", "info", name): np.asarray(value) for name, value in infos.items()},
+        ("next", "reward"): np.array(reward, np.float32).reshape(-1),
+        **{("next", name): [flag] for name, flag in flags.items()},
+        **{(name,): [False] for name in flags},
+        **{("collector", "traj_ids"): episode * lanes + lane, ("collector", "step"): step, ("collector", "lane"): lane},
+    }
+
+
+def stacked(rows):
     return {path: torch.from_numpy(np.array([row[path] for row in rows])) for path in rows[0]}
 
 

@@ -24,7 +24,6 @@ _LEFT_OUT = Counter()  # what was left out, by the reason
 
 @functools.cache
 def is_installed(package):
-    """Whether a package could be imported."""
     return importlib.util.find_spec(package) is not None
 
 

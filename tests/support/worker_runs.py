@@ -10,7 +10,6 @@ from tests.support.workers import by_lane
 
 
 def processes_of(collector):
-    """The process numbers of a collector's workers."""
     return [record.handle.pid for record in collector.run.records]
 
 
@@ -21,7 +20,6 @@ def children_of(pid):
 
 
 def descendants(pid):
-    """The numbers of all processes below one."""
     return [each for child in children_of(pid) for each in (child, *descendants(child))]
 
 
@@ -32,12 +30,10 @@ def held():
 
 
 def gone(pid):
-    """Whether a process has ended and was reaped."""
     return not os.path.exists(f"/proc/{pid}")
 
 
 def run_out(collector):
-    """Take batches until the collector raises."""
     while True:
         next(collector)
 

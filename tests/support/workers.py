@@ -3,10 +3,9 @@
 import functools
 import time
 
-import torch
-
 import funcollect as fc
 from tests.support.cases import POLICIES, make_env
+from tests.support.check_collector import lanes_of
 from tests.support.envs.counting import Counting
 
 TRANSPORTS = ("serial", "processes")
@@ -72,14 +71,9 @@ def _counting(first, lanes, batched):
 
 
 def policy_for(name, kind, num_envs):
-    """A policy of one of the kinds of `cases`, for an environment of this name."""
     return POLICIES[kind](make_env(name, num_envs))
 
 
 def by_lane(batches):
     """The rows of each lane over all batches, in the order of delivery: [N]."""
-    flat = torch.cat([batch.reshape(-1).clone() for batch in batches])
-    lanes = flat["collector", "lane"]
-    order = torch.stack([flat["collector", "traj_ids"], flat["collector", "step"]])
-    assert order.shape[1] == len(lanes)
-    return {lane: flat[lanes == lane] for lane in sorted(set(lanes.tolist()))}
+    return {lane: rows[0] for lane, rows in lanes_of(batches).items()}

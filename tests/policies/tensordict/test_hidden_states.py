@@ -1,16 +1,21 @@
-"""Hidden states that a policy carries as keys, in a loop of JAX: lowered, as when each step crosses."""
+"""Hidden states that a policy carries as keys: as in a loop by hand, lowered, and when each step crosses."""
+
+from functools import partial
 
 import jax
 import pytest
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
+from torchrl.envs import Compose, GymEnv, InitTracker, SerialEnv, TransformedEnv
+from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, set_recurrent_mode
 
 import funcollect as fc
 from funcollect.core import routes
 from funcollect.envs.jax_envs.suites import from_gymnax
+from funcollect.policies.as_policy import as_policy
 from funcollect.policies.torch_in_jax import LoweredPolicy
+from funcollect.testing import POLICY_CHECKS, check_policy
 from tests.support.cases import mlp
 from tests.support.compare import assert_close, assert_same, collect, compilations, joined, leaves
 from tests.support.running import SCALE, in_soak, scaled
@@ -19,11 +24,6 @@ from tests.support.running import SCALE, in_soak, scaled
 @pytest.fixture(scope="module")
 def cartpole():
     return from_gymnax("CartPole-v1", num_envs=3)
-
-
-class ArgMax(nn.Module):
-    def forward(self, values):
-        return values.argmax(-1)
 
 
 class Cell(nn.Module):
@@ -59,6 +59,11 @@ def own():
     return TensorDictModule(seeded(Cell), ["observation", *states], after)
 
 
+class ArgMax(nn.Module):
+    def forward(self, values):
+        return values.argmax(-1)
+
+
 START = {"own": {("agent", "memory"): torch.full((5,), 0.5), "count": torch.tensor([7])}}
 
 
@@ -68,8 +73,80 @@ def policy_of(make, compiler=None):
     return fc.tensordict_policy(module, initial_state=START.get(make.__name__), compile=compiler)
 
 
+def recurrent_actor(memory):
+    logits = TensorDictSequential(memory, TensorDictModule(mlp(5, 2), ["embedding"], ["logits"]))
+    kind = torch.distributions.Categorical
+    return ProbabilisticActor(logits, in_keys=["logits"], distribution_class=kind, return_log_prob=True)
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+@pytest.mark.parametrize(("memory", "keys"), [(lstm, ["recurrent_state_h", "recurrent_state_c"]), (gru, ["hidden"])])
+def test_hidden_states_are_those_of_a_loop_by_hand(memory, keys, num_envs):
+    batch = collect(fc.make_env("CartPole-v1", num_envs=num_envs), policy_of(memory), scaled(40), seed=2)
+    batch = batch[None] if num_envs is None else batch
+    assert batch["next", "done"].any()
+    first = batch["collector", "step"] == 0
+    assert torch.equal(batch["is_init"][..., 0], first)
+    assert not batch["next", "is_init"].any()
+    module = memory()
+    carried = {key: torch.zeros_like(batch[key][:, 0]) for key in keys}
+    for t in range(batch.shape[-1]):
+        for key in keys:
+            carried[key][first[:, t]] = 0
+            torch.testing.assert_close(batch[key][:, t], carried[key])
+        step = batch[:, t].select("observation", "is_init").update(carried)
+        with torch.no_grad():
+            step = module(step)
+        torch.testing.assert_close(batch["embedding"][:, t], step["embedding"])
+        carried = {key: step["next", key].clone() for key in keys}
+        for key in keys:
+            torch.testing.assert_close(batch["next", key][:, t], carried[key])
+
+
+@pytest.mark.parametrize("memory", [lstm, gru])
+def test_every_check_of_a_policy_passes(memory):
+    report = check_policy(recurrent_actor(memory()), fc.make_env("CartPole-v1", num_envs=3))
+    assert {*report.passed} == {check.__name__ for check in POLICY_CHECKS}, str(report)
+
+
+one_cartpole = partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
+
+
+def test_a_primer_around_the_environment_says_how_hidden_states_begin():
+    memory = lstm()
+    transforms = Compose(InitTracker(), memory.make_tensordict_primer())
+    env = fc.make_env(lambda: TransformedEnv(SerialEnv(2, one_cartpole), transforms))
+    assert set(env.observation_space) == {"observation", "is_init"}
+    batch = collect(env, as_policy(recurrent_actor(memory), env), 40)
+    assert torch.equal(batch["is_init"][..., 0], batch["collector", "step"] == 0)
+    assert (batch["recurrent_state_h"][batch["is_init"][..., 0]] == 0).all()
+    goes_on = ~batch["next", "done"][:, :-1, 0]
+    after = batch["next", "recurrent_state_h"][:, :-1]
+    assert torch.equal(batch["recurrent_state_h"][:, 1:][goes_on], after[goes_on])
+
+
+class Count(nn.Module):
+    in_keys = ("observation", ("memory", "count"))
+    out_keys = ("action", ("next", "memory", "count"))
+
+    def forward(self, tensordict):
+        count = tensordict["memory", "count"]
+        tensordict["action"] = (tensordict["observation"][..., 2] > 0).long()
+        tensordict["next", "memory", "count"] = count + 1
+        count.zero_()  # what it was given is its own
+        return tensordict
+
+
+def test_an_initial_state_under_a_nested_key():
+    policy = fc.tensordict_policy(Count(), initial_state={"memory": {"count": torch.tensor([7.0])}})
+    batch = collect(fc.make_env("CartPole-v1", num_envs=3), policy, 30, 30)
+    wanted = 7.0 + batch["collector", "step"]
+    assert torch.equal(batch["memory", "count"][..., 0], wanted)
+    assert torch.equal(batch["next", "memory", "count"][..., 0], wanted + 1)
+    assert "is_init" not in list(batch.keys())
+
+
 def assert_states(one, two):
-    """The same policy states, within rounding."""
     assert type(one) is type(two)
     assert torch.equal(one.generator, two.generator)
     assert one.recurrent.keys() == two.recurrent.keys()
@@ -93,10 +170,9 @@ FUSED = [lstm, own, *in_soak([gru])]
 def test_a_fused_batch_is_that_of_crossing_at_each_step(cartpole, make):
     fused, eager = policy_of(make, "xla"), policy_of(make, "eager")
     assert isinstance(routes.route_of(cartpole, fused).policy, LoweredPolicy)
-    limit = {"max_frames_per_traj": 12}
     for cuts in ((24, 24), (24, 1)):  # at the end of a batch an episode ends, or has just begun
-        state, batch = run(cartpole, fused, *cuts, **limit)
-        wanted, reference = run(cartpole, eager, *cuts, **limit)
+        state, batch = run(cartpole, fused, *cuts, max_frames_per_traj=12)
+        wanted, reference = run(cartpole, eager, *cuts, max_frames_per_traj=12)
         assert reference["next", "terminated"].any()
         assert_close(batch, reference)
         assert_states(state.policy_state, wanted.policy_state)
@@ -105,19 +181,19 @@ def test_a_fused_batch_is_that_of_crossing_at_each_step(cartpole, make):
             assert not batch["next", "is_init"].any()
 
 
-@pytest.mark.parametrize("make", [lstm, own] if SCALE > 1 else [own])
-def test_other_environments_with_a_lowered_policy(make):
-    for name in ("CartPole-v1", "torch/CartPole-v1"):
-        env = fc.make_env(name, num_envs=3)
-        state, batch = run(env, policy_of(make, "xla"), 1, 30, 29)
-        wanted, reference = run(env, policy_of(make, "eager"), 60)
-        assert_close(batch, reference)
-        assert_states(state.policy_state, wanted.policy_state)
-        fc.close(state)
-        fc.close(wanted)
+@pytest.mark.parametrize("make", [own, *in_soak([lstm])])
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
+def test_other_environments_with_a_lowered_policy(make, name):
+    env = fc.make_env(name, num_envs=3)
+    state, batch = run(env, policy_of(make, "xla"), 1, 30, 29)
+    wanted, reference = run(env, policy_of(make, "eager"), 60)
+    assert_close(batch, reference)
+    assert_states(state.policy_state, wanted.policy_state)
+    fc.close(state)
+    fc.close(wanted)
 
 
-@pytest.mark.parametrize("make", FUSED if SCALE > 1 else FUSED[1:])
+@pytest.mark.parametrize("make", FUSED if SCALE > 1 else [own])
 def test_weights_reach_the_next_rollout_by_one_program(cartpole, make):
     fused, eager = policy_of(make, "xla"), policy_of(make, "eager")
     params = {name: leaf * 0.5 for name, leaf in fused.state_dict().items()}
@@ -162,10 +238,8 @@ def test_inside_a_function_of_the_caller(cartpole):
     policy = policy_of(own)
     lowered = fc.lower_policy(policy, cartpole)
     state = fc.init(cartpole, lowered, seed=1)
-    _, arrays = jax.jit(lambda params, state: fc.traced.rollout(cartpole, lowered, params, state, 30))(
-        lowered.params, state
-    )
-    batch = fc.deliver(arrays, cartpole)
+    rollout = jax.jit(lambda params, state: fc.traced.rollout(cartpole, lowered, params, state, 30))
+    batch = fc.deliver(rollout(lowered.params, state)[1], cartpole)
     wanted = collect(cartpole, policy, 30)
     assert leaves(batch).keys() == leaves(wanted).keys()
     for path in (("agent", "memory"), ("next", "agent", "memory"), ("embedding",)):
@@ -186,21 +260,17 @@ def test_gradients_go_back_through_the_hidden_states(cartpole):
         torch.testing.assert_close(mine.grad, wanted.grad, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        *(("gymnax/CartPole-v1", way) for way in ("xla", "eager")),
-        *((name, "eager") for name in ("CartPole-v1", "torch/CartPole-v1")),
-        *in_soak((name, "xla") for name in ("CartPole-v1", "torch/CartPole-v1")),
-    ],
-)
+HOSTED = ("CartPole-v1", "torch/CartPole-v1")
+WAYS = [*(("gymnax/CartPole-v1", way) for way in ("xla", "eager")), *((name, "eager") for name in HOSTED)]
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS + in_soak((name, "xla") for name in HOSTED))
 def test_the_first_step_is_told_to_what_carries_nothing(name, way):
-    module = TensorDictModule(
-        lambda x, first: (x[:, 2] > 0).long() * ~first[:, 0], ["observation", "is_init"], ["action"]
-    )
-    batch = collect(
-        fc.make_env(name, num_envs=3), fc.tensordict_policy(module, compile=way), 20, 4, max_frames_per_traj=7
-    )
+    def act(x, first):
+        return (x[:, 2] > 0).long() * ~first[:, 0]
+
+    policy = fc.tensordict_policy(TensorDictModule(act, ["observation", "is_init"], ["action"]), compile=way)
+    batch = collect(fc.make_env(name, num_envs=3), policy, 20, 4, max_frames_per_traj=7)
     first = batch["collector", "step"] == 0
     assert first[:, 1:].any()
     assert torch.equal(batch["is_init"][..., 0], first)
@@ -209,8 +279,6 @@ def test_the_first_step_is_told_to_what_carries_nothing(name, way):
 
 
 class Carrying(nn.Module):
-    """Carries a hidden state as `after` makes it."""
-
     def __init__(self, after):
         super().__init__()
         self.after = after
@@ -219,30 +287,49 @@ class Carrying(nn.Module):
         return (observation[..., 2] > 0).long(), self.after(memory)
 
 
-def carrying(after, initial, compiler=None):
+def carrying(after, initial=None, compiler=None):
     module = TensorDictModule(Carrying(after), ["observation", "memory"], ["action", ("next", "memory")])
-    return fc.tensordict_policy(module, initial_state={"memory": initial}, compile=compiler)
+    return module if initial is None else fc.tensordict_policy(module, initial_state=initial, compile=compiler)
 
 
 def test_what_no_loop_of_jax_can_carry_crosses(cartpole):
+    learned = fc.torch_policy(Carrying(lambda memory: memory + 1), initial_state=nn.Parameter(torch.zeros(1)))
+    assert fc.explain(cartpole, learned).loop == "crossing"
+    assert collect(cartpole, learned, 3).batch_size == (3, 3)
     for after, initial, why in (
         (lambda memory: memory.half(), torch.ones(1), r"the hidden states \[\('memory',\)\] change their dtypes"),
         (lambda memory: memory, torch.ones(1, requires_grad=True), "initial_state requires grad, so it may change"),
     ):
-        policy = carrying(after, initial)
+        policy = carrying(after, {"memory": initial})
         assert fc.explain(cartpole, policy).loop == "crossing"
         assert collect(cartpole, policy, 3)["next", "memory"].shape == (3, 3, 1)
         with pytest.raises(fc.LoweringError, match=why):
-            fc.init(cartpole, carrying(after, initial, "xla"), seed=0)
-    with pytest.raises(fc.PolicyError, match=r"hidden state 'next.memory' is \(3, 2\), expected \(3, 1\)"):
-        collect(cartpole, carrying(lambda memory: memory.repeat(1, 2), torch.zeros(1)), 3)
+            fc.init(cartpole, carrying(after, {"memory": initial}, "xla"), seed=0)
 
 
-def test_a_parameter_as_the_initial_state_of_a_module_crosses(cartpole):
-    class Remembering(nn.Module):
-        def forward(self, observation, memory):
-            return (observation[:, 2] > 0).long(), memory + 1
+class Silent(nn.Module):
+    in_keys, out_keys = ("observation", "memory"), ("action", ("next", "memory"))
 
-    policy = fc.torch_policy(Remembering(), initial_state=nn.Parameter(torch.zeros(1)))
-    assert fc.explain(cartpole, policy).loop == "crossing"
-    assert collect(cartpole, policy, 3).batch_size == (3, 3)
+    def forward(self, tensordict):
+        return tensordict.set("action", (tensordict["observation"][..., 2] > 0).long())
+
+
+def test_misuses_of_hidden_states_are_said(cartpole):
+    env, wide = fc.make_env("CartPole-v1", num_envs=3), lambda memory: memory.repeat(1, 2)
+    primed = lambda: TransformedEnv(one_cartpole(), lstm().make_tensordict_primer())  # noqa: E731
+    primed_inside = fc.make_env(lambda: SerialEnv(2, primed))
+    for make, error, message in (
+        (lambda: as_policy(carrying(wide), env), ValueError, r"reads 'memory' and .* under 'next'.*state=\{'memory'"),
+        (lambda: carrying(wide, {"other": torch.zeros(2)}), ValueError, r"holds \[\('other',\)\], .*\[\('memory',\)\]"),
+        (lambda: carrying(wide, torch.zeros(2)), TypeError, "initial_state is Tensor, expected a dict"),
+        (lambda: fc.tensordict_policy(Silent), TypeError, "expected a TensorDictModule or a function"),
+        (lambda: as_policy(recurrent_actor(lstm()), primed_inside), ValueError, "_h'.*take the TensorDictPrimer out"),
+    ):
+        with pytest.raises(error, match=message):
+            make()
+    initial = {"memory": torch.zeros(2)}
+    widened, silent = carrying(wide, initial), fc.tensordict_policy(Silent(), initial_state=initial)
+    misshapen = r"\(3, 4\), expected \(3, 2\)"
+    for where, policy, message in ((env, widened, misshapen), (cartpole, widened, misshapen), (env, silent, "None")):
+        with pytest.raises(fc.PolicyError, match=f"hidden state 'next.memory' is {message}"):
+            collect(where, policy, 3)

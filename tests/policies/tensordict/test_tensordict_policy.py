@@ -1,16 +1,22 @@
 """Policies on a TensorDict, and what they find at the next step of what they wrote."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequential
-from torch import Tensor, nn
-from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
+from torch import nn
+from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
+from torchrl.modules import (
+    ConsistentDropoutModule,
+    MultiStepActorWrapper,
+    NormalParamExtractor,
+    OrnsteinUhlenbeckProcessModule,
+    ProbabilisticActor,
+    TanhNormal,
+    ValueOperator,
+)
 
 import funcollect as fc
 from funcollect.policies.as_policy import as_policy
@@ -18,31 +24,30 @@ from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from tests.support.compare import assert_same
+from tests.support.compare import collect as run
 from tests.support.policies.stateful_policies import Count
 from tests.support.running import in_soak
 
 
-def collect(policy: Any, length: int = 30, env: Any = "CartPole-v1", seed: int = 1, **options: Any) -> TensorDict:
+def collect(policy, length=30, env="CartPole-v1", seed=1, **options):
     env = fc.make_env(env, **({"num_envs": 3} if isinstance(env, str) else {}))
     with fc.SyncDataCollector(env, policy, frames_per_batch=3 * length, seed=seed, **options) as collector:
         return next(collector)
 
 
-def push(x: Tensor) -> Tensor:
+def push(x):
     return (x[..., 2] > 0).long()
 
 
-def test_a_tensordict_module_reads_its_in_keys_and_writes_its_out_keys() -> None:
-    module = TensorDictModule(
-        lambda x: (push(x), x * 2), in_keys=["observation"], out_keys=["action", ("extra", "twice")]
-    )
+def test_a_tensordict_module_reads_its_in_keys_and_writes_its_out_keys():
+    module = TensorDictModule(lambda x: (push(x), x * 2), ["observation"], ["action", ("extra", "twice")])
     for name in ("CartPole-v1", "torch/CartPole-v1"):
         batch = collect(module, env=name)
         assert torch.equal(batch["action"], push(batch["observation"]))
         assert torch.equal(batch["extra", "twice"], batch["observation"] * 2)
 
 
-def test_a_sequence_records_what_every_part_writes() -> None:
+def test_a_sequence_records_what_every_part_writes():
     linear = nn.Linear(4, 2)
     sequence = TensorDictSequential(
         TensorDictModule(linear, ["observation"], ["scores"]),
@@ -55,11 +60,11 @@ def test_a_sequence_records_what_every_part_writes() -> None:
     assert batch["state_value"].shape == (3, 30, 1)
 
 
-def by_name_td(td: Any) -> Any:
+def by_name_td(td):
     return td.set("action", push(td["observation"]))
 
 
-def by_name_tensordict(tensordict: Any, *, scale: float = 1.0) -> Any:
+def by_name_tensordict(tensordict, *, scale=1.0):
     return tensordict.set("action", push(tensordict["observation"] * scale))
 
 
@@ -67,7 +72,7 @@ def by_annotation(batch: TensorDictBase) -> TensorDictBase:
     return batch.set("action", push(batch["observation"]))
 
 
-def by_evaluated_annotation(batch: Any) -> Any:
+def by_evaluated_annotation(batch):
     return batch.set("action", push(batch["observation"]))
 
 
@@ -75,12 +80,12 @@ by_evaluated_annotation.__annotations__["batch"] = TensorDict
 
 
 class ModuleOfTd(nn.Module):
-    def forward(self, tensordict: Any) -> Any:
+    def forward(self, tensordict):
         return TensorDict({"action": push(tensordict["observation"])}, tensordict.batch_size)
 
 
 class CallableOfTd:
-    def __call__(self, td: Any) -> Any:
+    def __call__(self, td):
         return td.set("action", push(td["observation"]))
 
 
@@ -88,12 +93,12 @@ CALLABLES = [by_name_td, by_name_tensordict, by_annotation, by_evaluated_annotat
 
 
 @pytest.mark.parametrize("policy", CALLABLES, ids=lambda each: getattr(each, "__name__", type(each).__name__))
-def test_callables_on_a_tensordict_are_known_by_their_argument(policy: Any) -> None:
+def test_callables_on_a_tensordict_are_known_by_their_argument(policy):
     batch = collect(policy)
     assert torch.equal(batch["action"], push(batch["observation"]))
 
 
-def test_other_policies_become_what_they_are() -> None:
+def test_other_policies_become_what_they_are():
     env = fc.make_env("CartPole-v1")
     own = fc.torch_policy(nn.Linear(4, 2))
     assert as_policy(own, env) is own
@@ -106,7 +111,7 @@ def test_other_policies_become_what_they_are() -> None:
             as_policy(wrong, env)
 
 
-def actor(default: InteractionType = InteractionType.DETERMINISTIC) -> ProbabilisticActor:
+def actor(default=InteractionType.DETERMINISTIC):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(3, 2), NormalParamExtractor())
@@ -123,19 +128,8 @@ def actor(default: InteractionType = InteractionType.DETERMINISTIC) -> Probabili
 PENDULUM = {"env": "Pendulum-v1"}
 
 
-@pytest.mark.parametrize("name", ["Pendulum-v1", "torch/Pendulum-v1"])
-def test_an_actor_of_torchrl_samples_and_is_recorded(name: str) -> None:
-    batch = collect(actor(), env=name)
-    wanted = TanhNormal(batch["loc"], batch["scale"], low=-2.0, high=2.0).log_prob(batch["action"])
-    inside = batch["action"][..., 0].abs() < 1.9  # nearer to a bound, an action says too little about what was drawn
-    assert inside.sum() > 60
-    torch.testing.assert_close(batch["action_log_prob"][inside], wanted[inside], rtol=1e-3, atol=1e-4)
-    assert batch["action"].shape == (3, 30, 1)
-    assert len(batch["action"].unique()) == 90
-
-
 @pytest.mark.parametrize("default", [InteractionType.RANDOM, InteractionType.DETERMINISTIC])
-def test_the_interaction_type_follows_the_exploration_type(default: InteractionType) -> None:
+def test_the_interaction_type_follows_the_exploration_type(default):
     mode = collect(actor(default), exploration_type=fc.ExplorationType.DETERMINISTIC, **PENDULUM)
     torch.testing.assert_close(mode["action"], 2 * mode["loc"].tanh(), rtol=1e-4, atol=1e-4)
     drawn = collect(actor(default), exploration_type=fc.ExplorationType.RANDOM, **PENDULUM)
@@ -145,11 +139,11 @@ def test_the_interaction_type_follows_the_exploration_type(default: InteractionT
 class Overwriting(nn.Module):
     """Writes into its input and into a buffer that it hands out."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.out = torch.zeros(3, dtype=torch.long)
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(self, tensordict):
         self.out.copy_(push(tensordict["observation"]))
         tensordict["observation"].zero_()
         tensordict["observation"] = tensordict["observation"] + 5
@@ -157,20 +151,19 @@ class Overwriting(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
-def test_a_module_that_overwrites_what_it_was_given_corrupts_nothing(name: str) -> None:
+def test_a_module_that_overwrites_what_it_was_given_corrupts_nothing(name):
     batch = collect(Overwriting(), env=name)
     assert_same(batch, collect(push, env=name))
 
 
-needs_torchrl = pytest.mark.needs("torchrl")
 theirs_warn = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
 
 
-def count(tensordict: TensorDictBase) -> TensorDictBase:
+def count(tensordict):
     return Count()(tensordict)
 
 
-def assert_counts(batch: TensorDictBase) -> None:
+def assert_counts(batch):
     """From 0 in the first trajectory of a lane; a restarted lane is given zeros, so it goes on with 1."""
     collector = batch["collector"]
     first = collector["traj_ids"] % 2**40 == collector["lane"]
@@ -183,29 +176,22 @@ ENVS = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 @pytest.mark.parametrize("make", [Count, lambda: count], ids=["module", "function"])
 @pytest.mark.parametrize("name", ENVS)
 @pytest.mark.parametrize("lengths", [*in_soak([(60,)]), (1, 20, 39)])
-def test_what_is_written_is_read_at_the_next_step(name: str, make: Any, lengths: tuple[int, ...]) -> None:
+def test_what_is_written_is_read_at_the_next_step(name, make, lengths):
     env, policy = fc.make_env(name, num_envs=3), fc.tensordict_policy(make())
-    state, batches = fc.init(env, policy, seed=0), []
-    for length in lengths:
-        state, batch = fc.rollout(env, policy, state, length, max_frames_per_traj=12)
-        batches.append(batch)
-    assert_counts(torch.cat(batches, 1))
-    fc.close(state)
+    assert_counts(run(env, policy, *lengths, seed=0, max_frames_per_traj=12))
 
 
-def test_what_is_written_once_stays() -> None:
-    def policy(tensordict: TensorDictBase) -> TensorDictBase:
+def test_what_is_written_once_stays():
+    def policy(tensordict):
         if "value" not in tensordict.keys():  # noqa: SIM118  (a TensorDict's own test for keys)
             tensordict["value"] = torch.arange(1.0, 4.0)
         return tensordict.set("action", tensordict["observation"][:, 2].gt(0).long())
 
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    state, batch = fc.rollout(env, fc.tensordict_policy(policy), fc.init(env, fc.tensordict_policy(policy), seed=0), 9)
+    batch = run(fc.make_env("CartPole-v1", num_envs=3), fc.tensordict_policy(policy), 9)
     assert torch.equal(batch["value"], torch.arange(1.0, 4.0)[:, None].expand(3, 9))
-    fc.close(state)
 
 
-COLLECTORS: dict[str, Any] = {
+COLLECTORS = {
     "one environment": lambda policy, **kwargs: fc.SyncDataCollector("CartPole-v1", policy, **kwargs),
     "workers": lambda policy, **kwargs: fc.MultiSyncDataCollector(["CartPole-v1"] * 2, policy, **kwargs),
     "async": lambda policy, **kwargs: fc.MultiaSyncDataCollector(["CartPole-v1"] * 2, policy, **kwargs),
@@ -213,7 +199,7 @@ COLLECTORS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", COLLECTORS)
-def test_over_collectors(kind: str) -> None:
+def test_over_collectors(kind):
     kwargs = {"frames_per_batch": 40, "total_frames": 160, "max_frames_per_traj": 12}
     lanes = 1 if kind == "one environment" else 2
     with COLLECTORS[kind](Count(), **kwargs) as collector:
@@ -222,17 +208,15 @@ def test_over_collectors(kind: str) -> None:
             assert torch.equal(batch["count"], batch["collector", "step"] + later.long())
 
 
-@needs_torchrl
 @theirs_warn
 @pytest.mark.parametrize("lanes", [None, 2])
-def test_the_first_episodes_are_those_of_torchrl(lanes: int | None) -> None:
+def test_the_first_episodes_are_those_of_torchrl(lanes):
     from torchrl.collectors import Collector
-    from torchrl.envs import GymEnv, SerialEnv
 
-    def env() -> Any:
+    def env():
         return GymEnv("Pendulum-v1") if lanes is None else SerialEnv(lanes, lambda: GymEnv("Pendulum-v1"))
 
-    def policy(td: TensorDictBase) -> TensorDictBase:
+    def policy(td):
         before = td.get("count", torch.full(td.batch_size, -1.0))
         return td.update({"count": before + 1, "action": 0.1 * before.unsqueeze(-1)})
 
@@ -243,13 +227,10 @@ def test_the_first_episodes_are_those_of_torchrl(lanes: int | None) -> None:
     assert torch.equal(ours["action"], theirs["action"])
 
 
-@needs_torchrl
 @theirs_warn
 @pytest.mark.parametrize("derived", [False, True])
-def test_noise_of_ornstein_and_uhlenbeck_is_correlated(derived: bool) -> None:
+def test_noise_of_ornstein_and_uhlenbeck_is_correlated(derived):
     from torchrl.collectors import Collector
-    from torchrl.envs import GymEnv
-    from torchrl.modules import OrnsteinUhlenbeckProcessModule
 
     class Derived(OrnsteinUhlenbeckProcessModule):
         """A user's own, which changes nothing."""
@@ -272,11 +253,7 @@ def test_noise_of_ornstein_and_uhlenbeck_is_correlated(derived: bool) -> None:
         assert (action[1:] * action[:-1]).mean() / action.square().mean() > 0.8
 
 
-@needs_torchrl
-def test_actions_of_several_steps_are_played_out() -> None:
-    from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
-    from torchrl.modules import MultiStepActorWrapper
-
+def test_actions_of_several_steps_are_played_out():
     network = nn.Sequential(nn.Linear(3, 4), nn.Unflatten(-1, (4, 1)))
     policy = MultiStepActorWrapper(TensorDictModule(network, ["observation"], ["action"]), n_steps=4)
     envs = TransformedEnv(SerialEnv(2, lambda: GymEnv("Pendulum-v1")), InitTracker())
@@ -292,36 +269,28 @@ def test_actions_of_several_steps_are_played_out() -> None:
 
 
 class Memory(nn.Module):
-    """A recurrent network whose state has one key, which it reads and writes."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner, self.head = nn.Linear(4 + 3, 3), nn.Linear(3, 2)
 
-    def forward(self, observation: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, observation, memory):
         memory = torch.tanh(self.inner(torch.cat([observation, memory], -1)))
         logits = self.head(memory)
         return logits.argmax(-1), logits, memory
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [("CartPole-v1", None), ("CartPole-v1", "xla"), ("torch/CartPole-v1", None)]
-    + [("gymnax/CartPole-v1", way) for way in ("xla", "eager")],
-)
-def test_an_announced_state_begins_with_each_trajectory(name: str, way: Any) -> None:
+WAYS = [("CartPole-v1", None), ("CartPole-v1", "xla"), ("torch/CartPole-v1", None)]
+WAYS += [("gymnax/CartPole-v1", way) for way in ("xla", "eager")]
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_an_announced_state_begins_with_each_trajectory(name, way):
     torch.manual_seed(0)
     network = Memory()
     module = TensorDictModule(network, ["observation", "memory"], ["action", "logits", "memory"])
     policy = fc.tensordict_policy(module, initial_state={"memory": torch.full((3,), 0.5)}, compile=way)
     env = fc.make_env(name, num_envs=3)
-    state = fc.init(env, policy, seed=0)
-    assert (state.policy_state.recurrent["memory",] == 0.5).all()
-    batches = []
-    for length in (1, 20, 19):
-        state, batch = fc.rollout(env, policy, state, length, max_frames_per_traj=12)
-        batches.append(batch)
-    batch = torch.cat(batches, 1)
+    batch = run(env, policy, 1, 20, 19, seed=0, max_frames_per_traj=12)
     memory = torch.full((3, 3), 0.5)
     for t in range(40):
         fresh = batch["collector", "step"][:, t] == 0
@@ -329,19 +298,13 @@ def test_an_announced_state_begins_with_each_trajectory(name: str, way: Any) -> 
         _, logits, memory = network(batch["observation"][:, t], memory)
         torch.testing.assert_close(batch["logits"][:, t], logits, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(batch["memory"][:, t], memory, rtol=1e-4, atol=1e-5)
-    fc.close(state)
 
 
-@needs_torchrl
 @theirs_warn
-def test_a_start_that_is_drawn_at_random_is_refused() -> None:
-    from torchrl.modules import ConsistentDropoutModule
-
-    layers = [
-        TensorDictModule(nn.Linear(4, 2), ["observation"], ["hidden"]),
-        ConsistentDropoutModule(p=0.5, in_keys="hidden", input_shape=(2,)),
-    ]
+def test_a_start_that_is_drawn_at_random_is_refused():
+    drop = ConsistentDropoutModule(p=0.5, in_keys="hidden", input_shape=(2,))
+    module = TensorDictSequential(TensorDictModule(nn.Linear(4, 2), ["observation"], ["hidden"]), drop)
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match=r"ConsistentDropoutModule draws the initial state.* initial_state="):
-        fc.SyncDataCollector("CartPole-v1", TensorDictSequential(*layers), frames_per_batch=8)
+        fc.SyncDataCollector("CartPole-v1", module, frames_per_batch=8)
     assert torch.equal(torch.get_rng_state(), before)

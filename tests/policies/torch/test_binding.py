@@ -1,13 +1,10 @@
 """Parameters as an argument, those of the policy at each rollout, and a module that a trainer uses meanwhile."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading
 import warnings
 from types import SimpleNamespace
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,16 +12,17 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 import funcollect as fc
-from funcollect.policies.as_policy import as_policy
+from tests.support import compare
 from tests.support.cases import Recurrent, jax_weights, make_env, mlp
 from tests.support.compare import assert_same, joined
+from tests.support.running import pairwise
 
 
-def linear(bias: float) -> nn.Linear:
+def linear(bias):
     """Chooses action 1 where the bias is positive, whatever it sees."""
     module = nn.Linear(4, 2)
     with torch.no_grad():
@@ -33,34 +31,32 @@ def linear(bias: float) -> nn.Linear:
     return module
 
 
-def make_policy(module: nn.Module) -> Any:
+def make_policy(module):
     return fc.torch_policy(module, head=fc.heads.greedy)
 
 
 @pytest.fixture
-def env() -> Any:
+def env():
     return fc.make_env("CartPole-v1", num_envs=2)
 
 
-def collect(env: Any, policy: Any, length: int = 12, **options: Any) -> TensorDict:
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), length, **options)
-    fc.close(state)
-    return batch
+def collect(env, policy, **options):
+    return compare.collect(env, policy, 12, seed=0, **options)
 
 
-def snapshot(module: nn.Module) -> dict[str, Any]:
+def snapshot(module):
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in tensors.items()}
 
 
-def assert_untouched(module: nn.Module, before: dict[str, Any]) -> None:
+def assert_untouched(module, before):
     after = snapshot(module)
     assert after.keys() == before.keys()
     assert all(after[name][0] == before[name][0] for name in before)
     assert all(torch.equal(after[name][1], before[name][1]) for name in before)
 
 
-def test_a_trainer_may_use_the_module_during_a_rollout(env: Any) -> None:
+def test_a_trainer_may_use_the_module_during_a_rollout(env):
     """The module that runs is a skeleton: hooks see it, and the user's own keeps its gradients and parameters."""
     module, seen = linear(1.0), []
     module.register_forward_hook(lambda called, *_: seen.append(called is module))
@@ -76,28 +72,20 @@ def test_a_trainer_may_use_the_module_during_a_rollout(env: Any) -> None:
 
 
 class Normed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
         self.drop = nn.Dropout(0.5)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         self.calls += 1
         dropped = self.drop(torch.ones_like(x))
-        return {
-            "action": torch.zeros(len(x)).long(),
-            "normed": self.norm(x),
-            "dropped": dropped,
-            "mode": modes(self, x),
-        }
+        mode = torch.tensor([part.training for part in self.modules()]).expand(len(x), -1)
+        return {"action": torch.zeros(len(x)).long(), "normed": self.norm(x), "dropped": dropped, "mode": mode}
 
 
-def modes(module: nn.Module, x: Tensor) -> Tensor:
-    return torch.tensor([part.training for part in module.modules()]).expand(len(x), -1)
-
-
-def test_the_mode_of_every_submodule_is_honoured_and_kept(env: Any) -> None:
+def test_the_mode_of_every_submodule_is_honoured_and_kept(env):
     module = Normed()
     policy = fc.torch_policy(module)
     for training, dropping in [(True, True), (False, False), (True, False), (False, True)]:
@@ -109,7 +97,7 @@ def test_the_mode_of_every_submodule_is_honoured_and_kept(env: Any) -> None:
         assert [part.training for part in module.modules()] == [training, training, dropping]
 
 
-def test_buffers_that_a_forward_pass_writes_stay_as_they_are(env: Any) -> None:
+def test_buffers_that_a_forward_pass_writes_stay_as_they_are(env):
     module = Normed().train()
     before = snapshot(module)
     one = collect(env, fc.torch_policy(module))
@@ -123,7 +111,7 @@ def test_buffers_that_a_forward_pass_writes_stay_as_they_are(env: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Normed writes its buffers")
-def test_buffers_are_part_of_the_params(env: Any) -> None:
+def test_buffers_are_part_of_the_params(env):
     module = Normed().eval()
     policy = fc.torch_policy(module)
     shifted = copy.deepcopy(module)
@@ -136,14 +124,14 @@ def test_buffers_are_part_of_the_params(env: Any) -> None:
     assert (collect(env, policy, params=dict(module.named_parameters()))["normed"] < -90).all()
 
 
-def test_shared_parameters_stay_shared(env: Any) -> None:
+def test_shared_parameters_stay_shared(env):
     class Tied(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.one = linear(1.0)
             self.two = self.one
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             assert self.one.weight is self.two.weight
             return self.two(x)
 
@@ -151,11 +139,11 @@ def test_shared_parameters_stay_shared(env: Any) -> None:
 
 
 class Uncopyable(nn.Linear):
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo):
         raise RuntimeError("holds a socket")
 
 
-def test_a_module_that_refuses_to_be_copied_takes_params_all_the_same(env: Any) -> None:
+def test_a_module_that_refuses_to_be_copied_takes_params_all_the_same(env):
     module = Uncopyable(4, 2)
     policy, before = make_policy(module), snapshot(module)
     for params in (None, linear(1.0).state_dict()):
@@ -168,7 +156,7 @@ def test_a_module_that_refuses_to_be_copied_takes_params_all_the_same(env: Any) 
 class Entangled(nn.Module):
     """Reaches its own submodule in a way that no copy follows."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         super().__init__()
         self.inner = linear(1.0)
         held = {
@@ -179,12 +167,12 @@ class Entangled(nn.Module):
         }
         self.held = held[how]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.inner(x)
 
 
 @pytest.mark.parametrize("how", ["a closure", "an object", "a parameter", "a closure in a partial"])
-def test_a_module_that_reaches_itself_acts_with_its_own_parameters_only(env: Any, how: str) -> None:
+def test_a_module_that_reaches_itself_acts_with_its_own_parameters_only(env, how):
     module = Entangled(how)
     policy = make_policy(module)
     assert collect(env, policy)["action"].unique().tolist() == [1]
@@ -197,7 +185,7 @@ def test_a_module_that_reaches_itself_acts_with_its_own_parameters_only(env: Any
 class Reaching(nn.Module):
     """Reaches its own submodules and methods in ways that a copy follows."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one, self.two = linear(1.0), linear(1.0)
         self.method = self.doubled
@@ -205,28 +193,22 @@ class Reaching(nn.Module):
         self.listed = (self.two, [self.two])
         self.__dict__["hidden"] = nn.Sequential(self.two)
 
-    def doubled(self, x: Tensor) -> Tensor:
+    def doubled(self, x):
         return 2 * self.one(x)
 
-    def added(self, x: Tensor) -> Tensor:
+    def added(self, x):
         return self.one(x) + self.two(x)
 
-    def part(self, name: str, x: Tensor) -> Tensor:
-        return getattr(self, name)(x)  # type: ignore[no-any-return]
+    def part(self, name, x):
+        return getattr(self, name)(x)
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        ways = (
-            self.method(x),
-            self.methods["add"](x),  # type: ignore[operator]
-            self.methods["parts"][0](x),  # type: ignore[index]
-            self.listed[0](x),
-            self.listed[1][0](x),
-            self.hidden(x),
-        )
+    def forward(self, x):
+        held = (self.methods["add"], self.methods["parts"][0], self.listed[0], self.listed[1][0], self.hidden)
+        ways = [self.method(x), *(way(x) for way in held)]
         return {"action": torch.zeros(len(x)).long(), "seen": torch.stack(ways, 1)}
 
 
-def test_params_reach_every_way_in_which_a_module_holds_its_own_parts(env: Any) -> None:
+def test_params_reach_every_way_in_which_a_module_holds_its_own_parts(env):
     module, other = Reaching(), Reaching()
     for part in other.parameters():
         nn.init.normal_(part)
@@ -237,7 +219,7 @@ def test_params_reach_every_way_in_which_a_module_holds_its_own_parts(env: Any) 
         assert_close(batch["seen"], torch.stack([acted(each)["seen"] for each in batch["observation"]]))
 
 
-def test_a_compiled_module_takes_params_and_stays_apart(env: Any) -> None:
+def test_a_compiled_module_takes_params_and_stays_apart(env):
     module = Normed().train()
     policy, before = fc.torch_policy(torch.compile(module, backend="eager")), snapshot(module)
     batch = collect(env, policy, params={f"_orig_mod.{name}": value for name, value in module.state_dict().items()})
@@ -245,7 +227,7 @@ def test_a_compiled_module_takes_params_and_stays_apart(env: Any) -> None:
     assert batch["mode"].all()
 
 
-def test_a_scripted_module_is_followed(env: Any) -> None:
+def test_a_scripted_module_is_followed(env):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated
         module = torch.jit.script(nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5)))
@@ -261,16 +243,13 @@ HIDDEN = 5
 
 
 def policies(seed=0):
-    """Modules by kind, each with the policy over it."""
     plain, recurrent, inner = mlp(4, 2, seed), Recurrent(4, 2, seed), mlp(4, 2, seed)
     tensordict = TensorDictModule(nn.Sequential(inner, Argmax()), ["observation"], ["action"])
+    head = fc.heads.categorical
     return {
-        "plain": (plain, fc.torch_policy(plain, head=fc.heads.categorical)),
-        "recurrent": (
-            recurrent,
-            fc.torch_policy(recurrent, head=fc.heads.categorical, initial_state=torch.zeros(HIDDEN)),
-        ),
-        "tensordict": (tensordict, as_policy(tensordict, make_env("CartPole-v1", None))),
+        "plain": (plain, fc.torch_policy(plain, head=head)),
+        "recurrent": (recurrent, fc.torch_policy(recurrent, head=head, initial_state=torch.zeros(HIDDEN))),
+        "tensordict": (tensordict, fc.tensordict_policy(tensordict)),
     }
 
 
@@ -283,7 +262,6 @@ KINDS = ["plain", "recurrent", "tensordict"]
 
 
 def collect_twice(env, policy, between=lambda batch: None, params=(None, None)):
-    """Two rollouts with something done between them."""
     state = fc.init(env, policy, seed=0)
     state, first = fc.rollout(env, policy, state, 30, params=params[0])
     between(first)
@@ -297,16 +275,13 @@ def copies_of(module):
 
 
 def train(module, fused=True):
-    """A step of Adam big enough to change what is done."""
     optimizer = torch.optim.Adam(module.parameters(), lr=2.0, fused=fused)
     sum(parameter.square().sum() + parameter.sum() for parameter in module.parameters()).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
-@pytest.mark.parametrize("num_envs", [None, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "num_envs", "name"), pairwise(KINDS, [None, 3], ["CartPole-v1", "torch/CartPole-v1"]))
 def test_a_fused_optimizer_step_is_seen_by_the_next_rollout(kind, num_envs, name):
     """With no parameters given, as with the module's before and after the step given as an argument."""
     env = make_env(name, num_envs)
@@ -348,15 +323,6 @@ def test_given_parameters_leave_the_module_alone(kind):
         assert all(tensor.grad is None for tensor in tensors)
     assert all(tensor.requires_grad for tensor in others.parameters())
     assert_same(collect_twice(env, policy), collect_twice(env, policies()[kind][1]))  # its own again
-
-
-def test_a_policys_own_params_are_what_it_takes():
-    env = make_env("CartPole-v1", 2)
-    for kind in KINDS:
-        module, policy = policies()[kind]
-        assert_same(collect_twice(env, policy), collect_twice(env, policy, params=(policy.params, policy.params)))
-        assert isinstance(policy.params, TensorDict)
-        assert len(list(policy.params.keys(True, True))) == len(module.state_dict())
 
 
 def jax_policy(params):

@@ -1,125 +1,84 @@
 """Policies of functions: the modules to which a function refers are the policy's, wherever the function runs."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import nn
 
 import funcollect as fc
 from funcollect.policies.torch_modules.sending import dumps, pack, unpack
 from funcollect.policies.torch_modules.skeleton import modules_of
 from funcollect.policies.torch_modules.torch_policy import CompiledCall
 from tests.support.compare import collect
+from tests.support.running import once
 
 ENV = "CartPole-v1"
 NETWORK = nn.Linear(4, 2)
 HOLDER = SimpleNamespace(network=nn.Linear(4, 2))
 
 
-def by_global(observation: Tensor) -> Tensor:
-    return NETWORK(observation)  # type: ignore[no-any-return]
+def by_global(observation):
+    return NETWORK(observation)
 
 
-def through_another(observation: Tensor) -> Tensor:
+def through_another(observation):
     return by_global(observation)
 
 
-def by_attribute(observation: Tensor) -> Tensor:
-    return HOLDER.network(observation)  # type: ignore[no-any-return]
+def by_attribute(observation):
+    return HOLDER.network(observation)
 
 
 class Agent:
-    def __init__(self) -> None:
-        self.layers = {"only": nn.Linear(4, 2)}
+    def __init__(self, network):
+        self.layers = {"only": network}
 
-    def act(self, observation: Tensor) -> Tensor:
-        return self.layers["only"](observation)  # type: ignore[no-any-return]
+    def act(self, observation):
+        return self.layers["only"](observation)
 
     __call__ = act
 
 
-def closure() -> tuple[Any, nn.Module]:
-    network = nn.Linear(4, 2)
-    return lambda observation: network(observation), network
-
-
-def decorated() -> tuple[Any, nn.Module]:
-    network = nn.Linear(4, 2)
-
-    @torch.no_grad()
-    def act(observation: Tensor) -> Tensor:
-        return network(observation)  # type: ignore[no-any-return]
-
-    return act, network
-
-
-def default() -> tuple[Any, nn.Module]:
-    network = nn.Linear(4, 2)
-    return lambda observation, network=network: network(observation), network
-
-
-def applied() -> tuple[Any, nn.Module]:
-    network = nn.Linear(4, 2)
-    return functools.partial(lambda network, observation: network(observation), network), network
-
-
-def method() -> tuple[Any, nn.Module]:
-    network = nn.Linear(4, 2)
-    return network.forward, network
-
-
-def agent() -> tuple[Any, nn.Module]:
-    made = Agent()
-    return made, made.layers["only"]
-
-
-def agents_method() -> tuple[Any, nn.Module]:
-    made = Agent()
-    return made.act, made.layers["only"]
-
-
-KINDS: dict[str, Callable[[], tuple[Any, nn.Module]]] = {
+REFERENCES = {  # functions that refer to a network
+    "closure": lambda network: lambda observation: network(observation),
+    "decorated": lambda network: torch.no_grad()(lambda observation: network(observation)),
+    "default": lambda network: lambda observation, network=network: network(observation),
+    "partial": lambda network: functools.partial(lambda network, observation: network(observation), network),
+    "method": lambda network: network.forward,
+    "object": Agent,
+    "method of an object": lambda network: Agent(network).act,
+}
+KINDS = {
     "global": lambda: (by_global, NETWORK),
     "another function": lambda: (through_another, NETWORK),
     "attribute": lambda: (by_attribute, HOLDER.network),
-    "closure": closure,
-    "decorated": decorated,
-    "default": default,
-    "partial": applied,
-    "method": method,
-    "object": agent,
-    "method of an object": agents_method,
-}
+    **{name: functools.partial(lambda refer, network: (refer(network), network), refer, nn.Linear(4, 2))
+       for name, refer in REFERENCES.items()},
+}  # fmt: skip
 
 
-def always(network: nn.Module, action: int) -> None:
-    """Make the network prefer an action."""
+def always(network, action):
     with torch.no_grad():
-        network.weight.zero_()  # type: ignore[operator]
-        network.bias.copy_(torch.tensor([1.0 - action, action]))  # type: ignore[operator]
+        network.weight.zero_()
+        network.bias.copy_(torch.tensor([1.0 - action, action]))
 
 
-@pytest.fixture(params=KINDS)
-def made(request: pytest.FixtureRequest) -> tuple[fc.Policy, nn.Module]:
-    function, network = KINDS[request.param]()
+def made(kind):
+    function, network = KINDS[kind]()
     always(network, 0)
     return fc.torch_policy(function, head=fc.heads.greedy), network
 
 
-def acts(policy: Any, action: int, **kwargs: Any) -> bool:
+def acts(policy, action, **kwargs):
     return bool((collect(fc.make_env(ENV, num_envs=2), policy, 5, **kwargs)["action"] == action).all())
 
 
-def test_weights_are_the_policys(made: tuple[Any, nn.Module]) -> None:
-    policy, network = made
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_the_policys(kind):
+    policy, network = made(kind)
     names = list(policy.state_dict())
     assert [name.rpartition(".")[2] for name in names] == ["weight", "bias"]
     assert acts(policy, 0)
@@ -132,8 +91,9 @@ def test_weights_are_the_policys(made: tuple[Any, nn.Module]) -> None:
     assert acts(policy, 0)
 
 
-def test_copies_have_weights_of_their_own(made: tuple[Any, nn.Module]) -> None:
-    policy, network = made
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_have_weights_of_their_own(kind):
+    policy, network = made(kind)
     module = policy.module
     for other in (copy.deepcopy(module), unpack(pack(module))):
         twin = fc.torch_policy(other, head=fc.heads.greedy)
@@ -145,9 +105,9 @@ def test_copies_have_weights_of_their_own(made: tuple[Any, nn.Module]) -> None:
         always(network, 0)
 
 
-@pytest.mark.parametrize("in_process", [True, False])
-def test_workers_follow(made: tuple[Any, nn.Module], in_process: bool) -> None:
-    policy, network = made
+@pytest.mark.parametrize(("kind", "in_process"), once(KINDS, (True, False)))
+def test_workers_follow(kind, in_process):
+    policy, network = made(kind)
     kwargs = {"frames_per_batch": 20, "seed": 0, "in_process": in_process}
     with fc.MultiSyncDataCollector([ENV] * 2, policy, **kwargs) as collector:
         assert (next(collector)["action"] == 0).all()
@@ -157,10 +117,8 @@ def test_workers_follow(made: tuple[Any, nn.Module], in_process: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["global", "closure"])
-def test_an_evaluator_and_a_saved_run_have_the_weights(kind: str, tmp_path: Any) -> None:
-    function, network = KINDS[kind]()
-    policy = fc.torch_policy(function, head=fc.heads.greedy)
-    always(network, 0)
+def test_an_evaluator_and_a_saved_run_have_the_weights(kind, tmp_path):
+    policy, network = made(kind)
     with fc.Evaluator(ENV, policy, episodes=2, seed=0) as evaluator:
         always(network, 1)
         evaluator.submit(step=1)
@@ -176,9 +134,9 @@ def test_an_evaluator_and_a_saved_run_have_the_weights(kind: str, tmp_path: Any)
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
-def test_every_loop_follows_and_gradients_arrive(env_id: str) -> None:
-    function, network = closure()
-    policy = fc.torch_policy(function, head=fc.heads.categorical)
+def test_every_loop_follows_and_gradients_arrive(env_id):
+    network = nn.Linear(4, 2)
+    policy = fc.torch_policy(lambda observation: network(observation), head=fc.heads.categorical)
     env = fc.make_env(env_id, num_envs=2)
     _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 6)
     fc.evaluate_actions(policy, None, batch)["action_log_prob"].sum().backward()
@@ -189,18 +147,16 @@ def test_every_loop_follows_and_gradients_arrive(env_id: str) -> None:
     assert (batch["action"] == 1).all()
 
 
-def test_within_other_policies() -> None:
-    function, network = KINDS["global"]()
-    always(network, 0)
-    statistics = fc.running_statistics.init(fc.make_env(ENV).observation_space)
-    policy = fc.normalized(fc.torch_policy(function, head=fc.heads.greedy), statistics)
+def test_within_other_policies():
+    policy, network = made("global")
+    policy = fc.normalized(policy, fc.running_statistics.init(fc.make_env(ENV).observation_space))
     with fc.MultiSyncDataCollector([ENV] * 2, policy, frames_per_batch=20, seed=0) as collector:
         next(collector)
         always(network, 1)
         collector.update_policy_weights_()
         assert (next(collector)["action"] == 1).all()
 
-    def on_tensordict(tensordict: TensorDict) -> TensorDict:
+    def on_tensordict(tensordict):
         return tensordict.set("action", NETWORK(tensordict["observation"]).argmax(-1))
 
     other = fc.tensordict_policy(on_tensordict)
@@ -210,10 +166,10 @@ def test_within_other_policies() -> None:
     assert acts(other, 1, params=saved)
 
 
-def test_compiled_functions_follow() -> None:
-    function, network = closure()
+def test_compiled_functions_follow():
+    function, network = KINDS["closure"]()
     always(network, 0)
-    policy: Any = fc.torch_policy(function, head=fc.heads.greedy, compile="inductor")
+    policy = fc.torch_policy(function, head=fc.heads.greedy, compile="inductor")
     policy._compiled = CompiledCall("eager")
     saved = policy.state_dict()
     assert acts(policy, 0)
@@ -222,38 +178,38 @@ def test_compiled_functions_follow() -> None:
     assert acts(policy, 0, params=saved)
 
 
-def test_what_refers_to_no_module_stays_a_function() -> None:
+def test_what_refers_to_no_module_stays_a_function():
     scale = 2.0
 
-    def act(observation: Tensor) -> Tensor:
+    def act(observation):
         return (scale * observation.sum(-1) > 0).long()
 
-    policy: Any = fc.torch_policy(act)
+    policy = fc.torch_policy(act)
     assert policy.module is act
     assert policy.params is None
 
 
-def test_attributes_are_found_in_their_order_in_every_process() -> None:
+def test_attributes_are_found_in_their_order_in_every_process():
     """Not in that of a set of names, which is another one in another process."""
     holder = SimpleNamespace(**{name: nn.Linear(1, 1) for name in "zyxabc"})
 
-    def act(observation: Tensor) -> Any:
+    def act(observation):
         return holder.a, holder.b, holder.c, holder.x, holder.y, holder.z
 
     assert list(modules_of(act)) == [*"zyxabc"]
 
 
-def test_modules_are_found_once_and_named_as_the_function_names_them() -> None:
+def test_modules_are_found_once_and_named_as_the_function_names_them():
     first, both = nn.Linear(4, 4), [nn.Tanh(), nn.Linear(4, 2)]
 
-    def act(observation: Tensor) -> Tensor:
+    def act(observation):
         return nn.functional.softmax(both[1](both[0](first(observation))), -1)
 
     assert list(modules_of(act)) == ["first", "both_0", "both_1"]
     assert len(dumps(modules_of(act))) < 10_000
 
 
-def test_a_trained_tensor_belongs_in_a_module() -> None:
+def test_a_trained_tensor_belongs_in_a_module():
     weights = {"w": torch.zeros(4, 2, requires_grad=True)}
     with pytest.raises(TypeError, match=r"refers to the tensor 'weights_w'.*parameter of an nn.Module"):
         fc.torch_policy(lambda observation: observation @ weights["w"], head=fc.heads.greedy)

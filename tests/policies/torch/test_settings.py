@@ -1,11 +1,7 @@
 """What programs bake in of a module is seen as it is; modules that Torch makes otherwise than most."""
 
-from __future__ import annotations
-
 import pickle
-from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
@@ -18,14 +14,14 @@ from tests.support import cases
 from tests.support.policies.changing import gate
 
 
-def module() -> nn.Sequential:
-    made: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Sequential(nn.Tanh(), nn.Linear(8, 2)))
+def module():
+    made = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Sequential(nn.Tanh(), nn.Linear(8, 2)))
     made.sizes, made.scales, made.many, made.count = [1, 2], {"a": 1.0}, list(range(1_000, 1_300)), 1
     made.fixed = MappingProxyType(made.scales)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
+CHANGES = {
     "mode": lambda made: made.eval(),
     "mode of a part": lambda made: made[2].eval(),
     "rate": lambda made: setattr(made[1], "p", 0.2),
@@ -44,7 +40,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_is_seen(change: str) -> None:
+def test_every_change_is_seen(change):
     made = module()
     settings, look = ModuleSettings(made), Look.at(made)
     before = settings.number
@@ -55,7 +51,7 @@ def test_every_change_is_seen(change: str) -> None:
     assert settings.number != before
 
 
-def test_weights_are_no_settings() -> None:
+def test_weights_are_no_settings():
     made = module()
     settings = ModuleSettings(made)
     before = settings.number
@@ -67,8 +63,8 @@ def test_weights_are_no_settings() -> None:
     assert settings.number != before
 
 
-def test_settings_are_recognised_again() -> None:
-    made: Any = module()
+def test_settings_are_recognised_again():
+    made = module()
     settings = ModuleSettings(made)
     numbers = []
     for scale in (0.5, 2.0, 0.5, 2.0):
@@ -82,7 +78,7 @@ def test_settings_are_recognised_again() -> None:
     assert settings.number not in numbers
 
 
-def test_a_copy_in_another_process_looks_by_itself() -> None:
+def test_a_copy_in_another_process_looks_by_itself():
     made = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     settings = ModuleSettings(made)
     before = settings.number
@@ -97,7 +93,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", 
 envs = pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
 
 
-def collected(policy: Any, name: str) -> Any:
+def collected(policy, name):
     env = fc.make_env(name, num_envs=2)
     state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
     fc.close(state)
@@ -105,7 +101,7 @@ def collected(policy: Any, name: str) -> Any:
 
 
 @envs
-def test_a_program_of_torchscript_acts_as_the_module_that_it_was_made_from(name: str) -> None:
+def test_a_program_of_torchscript_acts_as_the_module_that_it_was_made_from(name):
     module = cases.mlp(4, 2)
     programs = [torch.jit.script(module), torch.jit.trace(module, torch.zeros(2, 4))]
     wanted, *found = (collected(fc.torch_policy(each, head=fc.heads.categorical), name) for each in (module, *programs))
@@ -117,15 +113,15 @@ def test_a_program_of_torchscript_acts_as_the_module_that_it_was_made_from(name:
 
 
 class Best(nn.Module):
-    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+    def forward(self, scores):
         return scores.argmax(-1)
 
 
-def on_tensordict(net: nn.Module) -> Any:
+def on_tensordict(net):
     return TensorDictModule(nn.Sequential(net, Best()), ["observation"], ["action"])
 
 
-LAZY: dict[str, Callable[[nn.Module], Any]] = {
+LAZY = {
     "module": lambda net: fc.torch_policy(net, head=fc.heads.categorical),
     "function": lambda net: fc.torch_policy(lambda x: net(x), head=fc.heads.categorical),
     "tensordict": lambda net: fc.tensordict_policy(on_tensordict(net)),
@@ -134,7 +130,7 @@ LAZY: dict[str, Callable[[nn.Module], Any]] = {
 
 @envs
 @pytest.mark.parametrize("kind", LAZY)
-def test_init_makes_the_parameters_of_lazy_layers(kind: str, name: str) -> None:
+def test_init_makes_the_parameters_of_lazy_layers(kind, name):
     net = nn.Sequential(nn.LazyLinear(8), nn.Dropout(0.0), nn.LazyLinear(2))
     batch = collected(LAZY[kind](net), name)
     again = collected(LAZY[kind](net), name)
@@ -143,6 +139,6 @@ def test_init_makes_the_parameters_of_lazy_layers(kind: str, name: str) -> None:
     assert torch.equal(batch["action"], again["action"])
 
 
-def test_lazy_layers_are_not_sent_to_workers() -> None:
+def test_lazy_layers_are_not_sent_to_workers():
     with pytest.raises(ValueError, match=r"policy has lazy layers, .* with parameters: call the module once"):
         fc.MultiSyncDataCollector(["CartPole-v1"], nn.LazyLinear(2), frames_per_batch=8, total_frames=8)

@@ -1,17 +1,12 @@
 """Policies of Torch modules, eager and compiled by `torch.compile`."""
 
-from __future__ import annotations
-
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import gymnasium
-import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from torch import Tensor, nn
+from torch import nn
 
 import funcollect as fc
 from funcollect.policies.torch_modules.torch_policy import CompiledCall
@@ -21,34 +16,25 @@ ENVS = ["CartPole-v1", "torch/CartPole-v1"]
 both = pytest.mark.parametrize("name", ENVS)
 
 
-def make_env(name: str, num_envs: int | None = 3) -> Any:
-    """CartPole with short episodes."""
+def make_env(name, num_envs=3):
     env = fc.make_env(name, num_envs=num_envs, **({} if name.startswith("torch/") else {"max_episode_steps": 7}))
     if name.startswith("torch/"):
         env.max_episode_steps = 7
     return env
 
 
-def push(observation: Tensor) -> Tensor:
+def push(observation):
     return (observation[:, 2] > 0).long()
 
 
-EXTRAS: dict[str, Callable[[Tensor], Tensor]] = {
-    "bool": lambda x: x[:, 0] > 0,
-    "int8": lambda x: (x * 100).to(torch.int8),
-    "int64": lambda x: (x[:, :1] * 2.0**40).long(),
-    "float64": lambda x: x[:, 1].double() / 3,
-    "bf16": lambda x: x[:, :2].bfloat16(),
-    "float16": lambda x: x.half()[:, None],
-    "[P,3,2]": lambda x: x[:, :3, None] * x[:, None, :2],
-    "[P,0]": lambda x: x[:, :0],
-    "complex": lambda x: torch.complex(x, -x),
-}
+DTYPES = (torch.bool, torch.int8, torch.int64, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+EXTRAS = {str(dtype).partition(".")[2]: lambda x, dtype=dtype: (x * 100).to(dtype) for dtype in DTYPES}
+EXTRAS |= {"[P,3,2]": lambda x: x[:, :3, None] * x[:, None, :2], "[P]": lambda x: x[:, 0], "[P,0]": lambda x: x[:, :0]}
 
 
 @both
 @pytest.mark.parametrize("num_envs", [None, 3])
-def test_extras_of_any_shape_and_dtype_are_recorded_as_they_are(name: str, num_envs: int | None) -> None:
+def test_extras_of_any_shape_and_dtype_are_recorded_as_they_are(name, num_envs):
     policy = fc.torch_policy(lambda x: {"action": push(x), **{key: make(x) for key, make in EXTRAS.items()}})
     batch = collect(make_env(name, num_envs), policy, 80)
     assert batch["next", "done"].any()
@@ -59,7 +45,7 @@ def test_extras_of_any_shape_and_dtype_are_recorded_as_they_are(name: str, num_e
         assert torch.equal(batch[key].reshape(wanted.shape), wanted), key
 
 
-def test_a_dict_holds_what_the_head_reads_and_extras() -> None:
+def test_a_dict_holds_what_the_head_reads_and_extras():
     linear = nn.Linear(4, 2)
     policy = fc.torch_policy(lambda x: {"logits": linear(x), "value": x.sum(-1)}, head=fc.heads.categorical)
     batch = collect(make_env(ENVS[0]), policy, 20)
@@ -69,7 +55,7 @@ def test_a_dict_holds_what_the_head_reads_and_extras() -> None:
     torch.testing.assert_close(batch["action_log_prob"], wanted)
 
 
-def test_a_dict_holds_loc_and_scale() -> None:
+def test_a_dict_holds_loc_and_scale():
     policy = fc.torch_policy(
         lambda x: {"loc": x[:, :1], "scale": torch.ones_like(x[:, :1]), "seen": x}, head=fc.heads.normal
     )
@@ -81,27 +67,25 @@ def test_a_dict_holds_loc_and_scale() -> None:
 
 
 class Buffered(nn.Module):
-    """Answers with memory that it writes again."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("out", torch.zeros(3, dtype=torch.long))
         self.kept = torch.zeros(3, 4)
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         self.out.copy_(push(x))
         self.kept.copy_(x * 2)
         return {"action": self.out, "kept": self.kept, "part": self.kept[:, 1:3]}
 
 
-def views(x: Tensor) -> dict[str, Tensor]:
+def views(x):
     return {"action": push(x), "same": x, "part": x[:, 1:3], "row": x.T[0]}
 
 
 @both
 @pytest.mark.filterwarnings("ignore:Buffered writes its buffers")
 @pytest.mark.parametrize("lengths", [(40,), (1, 39), (2, 38), (3, 37), (1, 1, 1, 1)])
-def test_memory_that_is_written_again_is_recorded_right(name: str, lengths: tuple[int, ...]) -> None:
+def test_memory_that_is_written_again_is_recorded_right(name, lengths):
     buffered = collect(make_env(name), fc.torch_policy(Buffered()), *lengths)
     viewed = collect(make_env(name), fc.torch_policy(views), *lengths)
     x = buffered["observation"]
@@ -113,14 +97,14 @@ def test_memory_that_is_written_again_is_recorded_right(name: str, lengths: tupl
         assert torch.equal(viewed[key], wanted), key
 
 
-def vector_env() -> Any:
+def vector_env():
     factories = [lambda: gymnasium.make("CartPole-v1")] * 3
     return SyncVectorEnv(factories, autoreset_mode=AutoresetMode.DISABLED)
 
 
 @pytest.mark.parametrize("reset_when_done", [True, False])
 @pytest.mark.parametrize("name", [*ENVS, "vector"])
-def test_a_module_that_writes_its_observation_does_not_corrupt_the_data(name: str, reset_when_done: bool) -> None:
+def test_a_module_that_writes_its_observation_does_not_corrupt_the_data(name, reset_when_done):
     batches = []
     for module in (push, lambda x: push(x) + 0 * x.zero_()[:, 0].long()):
         env = fc.make_env(vector_env()) if name == "vector" else make_env(name)
@@ -132,16 +116,13 @@ def test_a_module_that_writes_its_observation_does_not_corrupt_the_data(name: st
     assert batches[0]["next", "done"].any()
 
 
-BOX, BYTES = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Box(0, 255, (3,), np.uint8)
-
-
 class Drawing(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         return {"action": torch.randint(2, (len(x),)), "drawn": torch.rand(len(x))}
 
 
 @pytest.mark.parametrize("policy", [Drawing(), Drawing().forward], ids=["module", "function"])
-def test_a_module_may_draw_from_the_global_generator_which_is_put_back(policy: Any) -> None:
+def test_a_module_may_draw_from_the_global_generator_which_is_put_back(policy):
     env = make_env("CartPole-v1")
     torch.manual_seed(0)
     one, before = collect(env, fc.torch_policy(policy), 30, seed=4), torch.get_rng_state()
@@ -154,14 +135,14 @@ def test_a_module_may_draw_from_the_global_generator_which_is_put_back(policy: A
     assert torch.equal(after, torch.manual_seed(99).get_state())
 
 
-class Angles(gymnasium.ObservationWrapper[Any, Any, Any]):
+class Angles(gymnasium.ObservationWrapper):
     observation_space = gymnasium.spaces.Dict(angle=gymnasium.spaces.Box(-9, 9, (2,)))
 
-    def observation(self, observation: Any) -> Any:
+    def observation(self, observation):
         return {"angle": observation[:2]}
 
 
-def test_an_exception_of_a_module_tells_what_it_was_called_with() -> None:
+def test_an_exception_of_a_module_tells_what_it_was_called_with():
     """A Dict observation, with a recurrent state; and its entries where a plain module names them."""
     env = fc.make_env(lambda: Angles(gymnasium.make("CartPole-v1")), num_envs=3)
     policy = fc.torch_policy(lambda observation, state: observation + state, initial_state=torch.zeros(5))
@@ -171,15 +152,15 @@ def test_an_exception_of_a_module_tells_what_it_was_called_with() -> None:
     assert error.value.__notes__ == [f"the policy's module was called with {given}"]
 
     class Named(nn.Module):
-        def forward(self, angle: Any) -> Tensor:
-            return angle.missing  # type: ignore[no-any-return]
+        def forward(self, angle):
+            return angle.missing
 
     with fc.SyncDataCollector(env, Named(), frames_per_batch=30) as collector, pytest.raises(AttributeError) as error:
         next(iter(collector))
     assert "the policy's module was called with (float32 [3, 2])" in error.value.__notes__
 
 
-def test_a_network_of_another_dtype_is_named_where_it_fails() -> None:
+def test_a_network_of_another_dtype_is_named_where_it_fails():
     policy = fc.torch_policy(nn.Linear(4, 2).double(), head=fc.heads.categorical)
     with pytest.raises(RuntimeError, match="same dtype") as error:
         collect(fc.make_env("CartPole-v1", num_envs=3), policy, 5)
@@ -187,13 +168,13 @@ def test_a_network_of_another_dtype_is_named_where_it_fails() -> None:
 
 
 @both
-def test_outputs_carry_no_gradients(name: str) -> None:
+def test_outputs_carry_no_gradients(name):
     batch = collect(make_env(name), fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical), 5)
     assert not any(leaf.requires_grad for leaf in batch.values(True, True))
 
 
 @both
-def test_a_device_at_which_everything_is_already_changes_nothing(name: str) -> None:
+def test_a_device_at_which_everything_is_already_changes_nothing(name):
     module = nn.Linear(4, 2)
     plain = collect(make_env(name), fc.torch_policy(module, head=fc.heads.categorical), 20)
     moved = collect(make_env(name), fc.torch_policy(module, head=fc.heads.categorical, device="cpu"), 20)

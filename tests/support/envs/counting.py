@@ -89,7 +89,6 @@ def make_counting(backend, *lanes, batched=True, **kwargs):
 
 
 def always(action):
-    """A policy that always answers with the same action."""
     return fc.torch_policy(lambda observation: torch.full((len(observation),), action))
 
 

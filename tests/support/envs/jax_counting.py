@@ -9,7 +9,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from gymnasium import spaces
 from jax.extend.random import threefry_2x32
 
@@ -17,6 +16,7 @@ from funcollect.envs import Transition
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv
 from funcollect.keys import Purpose, key_from_seed
 from funcollect.specs import ActionSpec, observation_leaves
+from tests.support.plain import row_of, stacked
 
 OBSERVATIONS = spaces.Dict({"start": spaces.Box(-(2**31), 2**31 - 1, (2,), np.int32), "count": spaces.Discrete(99)})
 
@@ -78,28 +78,15 @@ def plain_loop(env, actions, *, seed, lane=0, lanes=1, limit=None, first_step=0)
         key = seeded(seed, 0, Purpose.DYNAMICS, 0, lane, number >> 32, number & 0xFFFFFFFF)
         moved = move(key, place, np.asarray(action, np.int32 if action.dtype.kind == "i" else None), env.params)
         truncated = bool(moved.truncated) or step + 1 in (limit, env.max_episode_steps)
-        done = bool(moved.terminated) or truncated
-        rows.append(
-            {
-                **named(env, observation),
-                **{("next", *path): leaf for path, leaf in named(env, moved.observation).items()},
-                **{("next", "info", name): np.asarray(value) for name, value in moved.info.items()},
-                ("next", "reward"): np.asarray(moved.reward, np.float32).reshape(-1),
-                ("next", "terminated"): np.array([bool(moved.terminated)]),
-                ("next", "truncated"): np.array([truncated]),
-                ("next", "done"): np.array([done]),
-                **{(name,): np.array([False]) for name in ("terminated", "truncated", "done")},
-                ("collector", "traj_ids"): np.int64(episode * lanes + lane),
-                ("collector", "step"): np.int64(step),
-                ("collector", "lane"): np.int64(lane),
-                ("collector", "policy_version"): np.int64(0),
-            }
-        )
+        ends = bool(moved.terminated), truncated
+        before, after = named(env, observation), named(env, moved.observation)
+        row = row_of(before, after, moved.reward, *ends, episode, step, lane, lanes, moved.info)
+        rows.append({**row, ("collector", "policy_version"): 0})
         place, observation, step = moved.env_state, moved.observation, step + 1
-        if done:
+        if any(ends):
             episode, step = episode + 1, 0
             place, observation = start(seeded(seed, 0, Purpose.RESET, 0, lane, 0, episode), env.params)
-    return {path: torch.from_numpy(np.array([row[path] for row in rows])) for path in rows[0]}
+    return stacked(rows)
 
 
 def named(env, observation):

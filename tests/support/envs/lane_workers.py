@@ -1,61 +1,55 @@
 """Environments over worker processes that are lost on purpose, and the processes behind a state."""
 
-from __future__ import annotations
-
 import os
 import signal
+import sys
 import time
-from typing import Any
 
 import numpy as np
 
 from tests.support.envs.light_envs import Nested
 
 
-def workers_of(state: Any) -> list[Any]:
-    """The handles on the workers of a state over lanes in processes."""
-    return [record.handle for record in state.env_state.simulation.simulators.records]
+def workers_of(state):
+    return [record.handle for record in state.env_state.simulation.simulators._processes.records]
 
 
-def pids_of(state: Any) -> list[int]:
+def pids_of(state):
     return [worker.pid for worker in workers_of(state)]
 
 
 class Doomed(Nested):
     """Does at a step of its life what a file says: it dies, hangs, raises or stops."""
 
-    def __init__(self, folder: str = "", lane: int = 0) -> None:
+    def __init__(self, folder="", lane=0):
         self.folder, self.lane, self.steps = folder, lane, 0
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         self.steps += 1
         file = f"{self.folder}/{self.lane} {self.steps}"
         if self.folder and os.path.exists(file):
             with open(file) as text:
                 deed = text.read()
             os.remove(file)  # the next process lives
-            _do(deed)
+            DEEDS.get(deed, _fail)()
         observation, reward, terminated, truncated, info = super().step(action)
         return observation, reward, terminated, truncated, {**info, "vector": np.full(2, info["draw"], np.float32)}
 
 
-def _do(deed: str) -> None:
-    match deed:
-        case "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "exit":
-            os._exit(3)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "hang":
-            time.sleep(10**6)
-        case "leave":
-            raise SystemExit("no more")
-        case _:
-            raise RuntimeError("out of petrol")
+def _fail():
+    raise RuntimeError("out of petrol")
 
 
-def check_lanes(batch: Any) -> None:
+DEEDS = {
+    "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: os._exit(3),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda: time.sleep(10**6),
+    "leave": lambda: sys.exit("no more"),
+}
+
+
+def check_lanes(batch):
     """In each lane, trajectories are whole: steps follow each other, rows continue, and no id comes back."""
     ids, steps = batch["collector", "traj_ids"], batch["collector", "step"]
     for lane in range(len(ids)):

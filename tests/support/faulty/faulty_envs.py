@@ -1,12 +1,7 @@
 """A small good environment, and versions of it that each break one rule."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partialmethod
-from typing import Any
 
 import gymnasium
 import jax
@@ -15,52 +10,50 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.envs.host.host_env import SimulatedEnv
 from tests.support.envs.torch_parts import InParts
 
 BOX = spaces.Box(-4, 4, (2,), np.float32)
 
 
-class Walk(gymnasium.Env[Any, Any]):
+class Walk(gymnasium.Env):
     """A noisy walk from near the middle until it is far out, or takes long."""
 
     observation_space = BOX
-    action_space: spaces.Space[Any] = spaces.Discrete(3)
+    action_space = spaces.Discrete(3)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.time = 0
         self.place = self.start()
         return self.seen(), {}
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         self.time += 1
         self.place = self.place + self.push(action)
         far = bool(abs(self.place).max() > 1)
         return self.seen(), self.reward(), far, self.time >= 12, {}
 
-    def start(self) -> Any:
+    def start(self):
         return self.np_random.uniform(-0.1, 0.1, 2)
 
-    def push(self, action: Any) -> Any:
+    def push(self, action):
         return 0.3 * (np.asarray(action) - 1) + self.noise()
 
-    def noise(self) -> Any:
+    def noise(self):
         return self.np_random.normal(0, 0.1, 2)
 
-    def seen(self) -> Any:
+    def seen(self):
         return self.place.astype(np.float32)
 
-    def reward(self) -> Any:
+    def reward(self):
         return 1.0
 
 
-def walk(name: str, **members: Any) -> Any:
-    """A `Walk` with other members."""
+def walk(name, **members):
     return type(name, (Walk,), members)
 
 
-def jump(seen: Any, time: int) -> Any:
+def jump(seen, time):
     return seen * 5 + np.float32(4) if time == 3 else seen
 
 
@@ -71,58 +64,25 @@ DrawsFromNumPy = walk("DrawsFromNumPy", noise=lambda self: np.random.normal(0, 0
 DrawsFromPython = walk("DrawsFromPython", start=lambda self: Walk.start(self) + 0 * random.random())
 
 
-class SeedsItself(Walk):
-    """From the system's entropy."""
-
-    def __init__(self) -> None:
-        self.own = np.random.default_rng()
-
-    def noise(self) -> Any:
-        return self.own.normal(0, 0.1, 2)
+def generator(seed):
+    return lambda self: setattr(self, "own", np.random.default_rng(seed))
 
 
-class IgnoresItsSeed(Walk):
-    def __init__(self) -> None:
-        self.own = np.random.default_rng(0)
-
-    def start(self) -> Any:
-        return self.own.uniform(-0.1, 0.1, 2)
+def counted(self):
+    self.count = getattr(self, "count", 0) + 1
+    return self.count
 
 
-class RemembersEpisodes(Walk):
-    begun = 0
-
-    def start(self) -> Any:
-        self.begun += 1
-        return super().start() + 0.01 * self.begun
-
-
-class WearsOut(Walk):
-    used = 0
-
-    def noise(self) -> Any:
-        self.used += 1
-        return super().noise() + 0.001 * self.used
+SeedsItself = walk("SeedsItself", __init__=generator(None), noise=lambda self: self.own.normal(0, 0.1, 2))
+IgnoresItsSeed = walk("IgnoresItsSeed", __init__=generator(0), start=lambda self: self.own.uniform(-0.1, 0.1, 2))
+RemembersEpisodes = walk("RemembersEpisodes", start=lambda self: Walk.start(self) + 0.01 * counted(self))
+WearsOut = walk("WearsOut", noise=lambda self: Walk.noise(self) + 0.001 * counted(self))
 
 
 class ResetsItself(Walk):
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         seen, *answer = super().step(action)
         return [self.reset()[0] if any(answer[1:3]) else seen, *answer]
-
-
-def limited(self: Any, action: Any, *, before: bool) -> Any:
-    seen, reward, far, *_ = Walk.step(self, action)
-    return seen, reward, (far and before) or self.time == 6, False, {}
-
-
-TerminatesAtItsLimit = walk("TerminatesAtItsLimit", step=partialmethod(limited, before=False))
-
-
-class HidesItsEnds(Walk):
-    def step(this, action: Any) -> Any:  # noqa: N805  any name will do
-        seen, reward, *_ = super().step(action)
-        return (this.reset()[0] if this.time == 6 else seen), reward, False, False, {}
 
 
 class ResetsItselfAnywhere(ResetsItself):
@@ -130,11 +90,22 @@ class ResetsItselfAnywhere(ResetsItself):
 
     observation_space = spaces.Box(-np.inf, np.inf, (12,), np.float32)
 
-    def start(self) -> Any:
+    def start(self):
         return self.np_random.normal(0, 0.1, 12)
 
-    def noise(self) -> Any:
-        return self.np_random.normal(0, 0.1, 12)
+    noise = start
+
+
+class TerminatesAtItsLimit(Walk):
+    def step(self, action):
+        seen, reward, *_ = super().step(action)
+        return seen, reward, self.time == 6, False, {}
+
+
+class HidesItsEnds(Walk):
+    def step(this, action):  # noqa: N805  any name will do
+        seen, reward, *_ = super().step(action)
+        return (this.reset()[0] if this.time == 6 else seen), reward, False, False, {}
 
 
 class KeepsItsClock(Walk):
@@ -142,54 +113,57 @@ class KeepsItsClock(Walk):
 
     time = 0
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+    def reset(self, **kwargs):
         before = self.time
-        answer = super().reset(seed=seed)
+        answer = super().reset(**kwargs)
         self.time = before
         return answer
 
 
 class CannotClose(Walk):
-    def close(self) -> None:
+    def close(self):
         raise OSError("the socket is gone")
 
 
 class Proxy:
     """Real simulators, to be got wrong."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner):
         self.inner = inner
 
     @property
-    def observation(self) -> Any:
+    def observation(self):
         return self.inner.observation
 
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+    @property
+    def rows(self):
+        return self.inner.observation["observation",]
+
+    def reset(self, lanes, seeds):
         self.inner.reset(lanes, seeds)
 
-    def send(self, lanes: Sequence[int], action: Any) -> None:
+    def send(self, lanes, action):
         self.inner.send(lanes, action)
 
-    def receive(self) -> Any:
+    def receive(self):
         return self.inner.receive()
 
-    def close(self) -> None:
+    def close(self):
         self.inner.close()
 
 
 class WritesOtherRows(Proxy):
     """A reset of one lane blurs the others."""
 
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+    def reset(self, lanes, seeds):
         super().reset(lanes, seeds)
-        others = [lane for lane in range(3) if lane not in lanes]
-        self.observation[("observation",)][others] += np.float32(0.01)
+        self.rows[[lane for lane in range(3) if lane not in lanes]] += np.float32(0.01)
 
 
 class ReplacesItsRows(Proxy):
     """New memory at every step, which nobody who holds the old sees."""
 
-    def receive(self) -> Any:
+    def receive(self):
         answer = super().receive()
         self.inner.observation = {path: array.copy() for path, array in self.observation.items()}
         return answer
@@ -200,18 +174,16 @@ class ForgetsToWrite(Proxy):
 
     started = False
 
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
-        before = self.observation[("observation",)].copy()
+    def reset(self, lanes, seeds):
+        before = self.rows.copy()
         super().reset(lanes, seeds)
         if self.started:
-            self.observation[("observation",)][...] = before
+            self.rows[...] = before
         self.started = True
 
 
 class ResetsASlice(Proxy):
-    """All lanes from the first to the last."""
-
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+    def reset(self, lanes, seeds):
         between = [lane for lane in range(min(lanes), max(lanes)) if lane not in lanes]
         super().reset([*lanes, *between], [*seeds, *[0 for _ in between]])
 
@@ -219,14 +191,14 @@ class ResetsASlice(Proxy):
 class DisturbsAnother(Proxy):
     """A reset of lanes 0 and 2 moves lane 1, which does not show it before its next step."""
 
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+    def reset(self, lanes, seeds):
         super().reset(lanes, seeds)
         if list(lanes) == [0, 2]:
             self.inner._envs[1].unwrapped.place += 0.05
 
 
 class WritesItsAction(Proxy):
-    def send(self, lanes: Sequence[int], action: Any) -> None:
+    def send(self, lanes, action):
         super().send(lanes, np.asarray(action).copy())
         np.asarray(action)[...] = 0
 
@@ -234,13 +206,13 @@ class WritesItsAction(Proxy):
 class KeepsItsAction(Proxy):
     """Acts on what the array of the step before holds now."""
 
-    last: Any = None
+    last = None
 
-    def send(self, lanes: Sequence[int], action: Any) -> None:
+    def send(self, lanes, action):
         super().send(lanes, action if self.last is None else self.last)
         self.last = action
 
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+    def reset(self, lanes, seeds):
         super().reset(lanes, seeds)
         self.last = self.last if len(lanes) < 3 else None
 
@@ -248,21 +220,18 @@ class KeepsItsAction(Proxy):
 class LivesInItsRows(Proxy):
     """Its place is what stands in the rows."""
 
-    def receive(self) -> Any:
-        for env, row in zip(self.inner._envs, self.observation[("observation",)], strict=True):
+    def receive(self):
+        for env, row in zip(self.inner._envs, self.rows, strict=True):
             env.unwrapped.place = row.astype(np.float64)
         return super().receive()
 
 
-def over(kind: type[Walk]) -> Callable[[], SimulatedEnv]:
-    """Three lanes of an environment."""
+def over(kind):
     return lambda: fc.envs.from_gymnasium(kind, num_envs=3)
 
 
-def through(proxy: type[Proxy], **changes: Any) -> Callable[[], SimulatedEnv]:
-    """Three good lanes behind a proxy."""
-
-    def make() -> SimulatedEnv:
+def through(proxy, **changes):
+    def make():
         env = over(Walk)()
         return replace(env, opener=lambda _: proxy(env.open()), **changes)
 
@@ -277,13 +246,10 @@ class TorchWalk(InParts):
     draws = 2
     max_episode_steps = 12
 
-    def start(self, uniforms: Any) -> Any:
+    def start(self, uniforms):
         return uniforms * 0.2 - 0.1
 
-    def observe(self, place: Any) -> Any:
-        return place.float()
-
-    def move(self, place: Any, action: Any) -> Any:
+    def move(self, place, action):
         moved = place * 1.1 + 0.1 * (action[:, None] - 1)
         return moved, torch.ones(len(moved)), moved.abs().amax(-1) > 1
 
@@ -293,31 +259,30 @@ class BranchesInJax(fc.envs.JaxEnvBase):
     action_space = spaces.Discrete(3)
     max_episode_steps = 12
 
-    def reset(self, key: Any, params: Any, /) -> Any:
+    def reset(self, key, params, /):
         place = jax.random.uniform(key, (2,))
         return place, place
 
-    def step(self, key: Any, place: Any, action: Any, params: Any, /) -> Any:
+    def step(self, key, place, action, params, /):
         if action == 0:
             place = place * 0.9
         return fc.envs.Transition(place, place, 1.0, False, False)
 
 
 class PaysThrice(BranchesInJax):
-    def step(self, key: Any, place: Any, action: Any, params: Any, /) -> Any:
+    def step(self, key, place, action, params, /):
         return fc.envs.Transition(place, place, jax.numpy.ones(3), False, False)
 
 
-def moving(name: str, move: Any) -> Any:
-    """A `TorchWalk` with another `move`."""
-    return type(name, (TorchWalk,), {"move": move})
-
-
-def in_place(place: Any, moved: Any, *answer: Any) -> Any:
+def in_place(place, moved, *answer):
     return place.copy_(moved), *answer
 
 
-MixesItsLanes = moving(
-    "MixesItsLanes", lambda self, x, action: TorchWalk.move(self, x, action + action.double().mean())
-)
-MovesInPlace = moving("MovesInPlace", lambda self, x, action: in_place(x, *TorchWalk.move(self, x, action)))
+class MixesItsLanes(TorchWalk):
+    def move(self, place, action):
+        return super().move(place, action + action.double().mean())
+
+
+class MovesInPlace(TorchWalk):
+    def move(self, place, action):
+        return in_place(place, *super().move(place, action))

@@ -34,8 +34,6 @@ class Plain(gymnasium.Env):
 
 
 class Uneven(Plain):
-    """Its steps take so many seconds."""
-
     def __init__(self, seconds):
         super().__init__()
         self.seconds = seconds
@@ -46,8 +44,6 @@ class Uneven(Plain):
 
 
 class Held(Plain):
-    """Its steps wait until a file exists."""
-
     def __init__(self, file):
         super().__init__()
         self.file = file
@@ -59,8 +55,6 @@ class Held(Plain):
 
 
 class Wide(Plain):
-    """Half a megabyte in each observation."""
-
     SIZE = 1 << 19
     observation_space = spaces.Box(0, 255, (SIZE,), np.uint8)
 

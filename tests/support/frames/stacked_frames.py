@@ -43,14 +43,12 @@ def stacked(lanes, generator, odd=0.1):
 
 
 def batches(count=8, odd=0.1):
-    """Batches [3, 6] of three lanes, with a trajectory that is cut."""
     lanes = [frames_of(lane, [5, 3, 7, 4, 6, 9] * 3, cut={1}) for lane in range(3)]
     generator = torch.Generator().manual_seed(0)
     return [stacked([lane[6 * n : 6 * n + 6] for lane in lanes], generator, odd) for n in range(count)]
 
 
 def noisy(batch, generator):
-    """The batch with stacks that share nothing."""
     noise = {path: torch.rand(batch[path].shape, generator=generator) for path in PATHS}
     return batch.clone().update({path: (leaf * 256).to(batch[path].dtype) for path, leaf in noise.items()})
 

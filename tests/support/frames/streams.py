@@ -1,8 +1,5 @@
 """Batches as a collector would deliver them, without an environment."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +8,7 @@ from tensordict import TensorDict
 LENGTH = 5  # of every episode; the reward at step i is i
 
 
-def make_batch(start: int, length: int, lanes: int = 2, players: int = 1) -> TensorDict:
+def make_batch(start, length, lanes=2, players=1):
     """[lanes, length]: the frames from `start` on of lanes whose episodes all have LENGTH steps."""
     frame = torch.arange(start, start + length).expand(lanes, length)
     step = frame % LENGTH
@@ -34,12 +31,12 @@ class FakeCollector:
     total_frames: int = -1
     closed: int = field(default=0)
 
-    def __iter__(self) -> Iterator[TensorDict]:
+    def __iter__(self):
         try:
             yield from self.batches
         finally:
             self.closed += 1
 
 
-def seven_frames_each(count: int) -> list[TensorDict]:
+def seven_frames_each(count):
     return [make_batch(7 * index, 7) for index in range(count)]

@@ -1,7 +1,5 @@
 """Modules of TorchRL and Stable-Baselines3 to lower, as `lowered_modules.POLICIES`."""
 
-from __future__ import annotations
-
 import gymnasium
 import torch
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -53,10 +51,7 @@ LIBRARIES = {
     "torchrl LSTMModule": (
         lambda: LSTMModule(5, 6, in_key="observation", out_key="features"),
         tensordict(
-            observation=vectors(5),
-            recurrent_state_h=vectors(1, 6),
-            recurrent_state_c=vectors(1, 6),
-            is_init=flags,
+            observation=vectors(5), recurrent_state_h=vectors(1, 6), recurrent_state_c=vectors(1, 6), is_init=flags
         ),
     ),
     "torchrl GRUModule": (

@@ -1,7 +1,5 @@
 """Modules to lower, with inputs for a batch size: policies, and networks that use rarer operators."""
 
-from __future__ import annotations
-
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential

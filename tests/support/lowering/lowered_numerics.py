@@ -1,7 +1,5 @@
 """Expressions of `lowered_operators` for complex numbers, linear algebra, order statistics and sampled images."""
 
-from __future__ import annotations
-
 import torch
 from torch import linalg, nn
 from torch.nn import functional as F

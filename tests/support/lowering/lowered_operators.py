@@ -1,7 +1,5 @@
 """Expressions that reach every rule, by family, over inputs of one batch size."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -42,8 +40,6 @@ class Expressions(nn.Module):
 
 
 class On(nn.Module):
-    """A module on one of the inputs."""
-
     def __init__(self, name, module):
         super().__init__()
         self.name, self.module = name, module.eval()
@@ -53,8 +49,6 @@ class On(nn.Module):
 
 
 class With(nn.Module):
-    """A function of a module and the inputs."""
-
     def __init__(self, function, module):
         super().__init__()
         self.function, self.module = function, module.eval()
@@ -63,8 +57,9 @@ class With(nn.Module):
         return self.function(self.module, given)
 
 
-def _of(name, *functions):
-    return [lambda g, f=f: f(g[name]) for f in functions]
+def _of(names, *functions):
+    """These functions of the inputs with these names."""
+    return [lambda g, f=f: f(*(g[name] for name in names.split())) for f in functions]
 
 
 def _images(*modules):
@@ -84,37 +79,28 @@ def _expressions():
         *_of("i", lambda i: i + 1, lambda i: i * 0.5, lambda i: i / 2, lambda i: i // 2, lambda i: i % 4, torch.sqrt),
         *_of("i", lambda i: torch.div(i - 3, 2, rounding_mode="trunc"), lambda i: 5 - i, lambda i: (i - 3) // 2),
         *_of("i", torch.sigmoid, torch.exp, lambda i: i**2, lambda i: torch.fmod(i - 3, 2), torch.abs, torch.neg),
-        lambda g: torch.add(g["x"], g["y"], alpha=2),
-        lambda g: torch.sub(g["x"], g["y"], alpha=0.5),
-        lambda g: torch.rsub(g["x"], g["y"]),
-        lambda g: torch.rsub(g["x"], 2),
-        lambda g: g["x"] + g["i"],
-        lambda g: g["x"] * g["b"] - 1.5,
-        lambda g: g["x"] / g["p"],
-        lambda g: torch.div(g["x"], g["p"], rounding_mode="floor"),
-        lambda g: torch.div(g["x"], 0.3, rounding_mode="trunc"),
-        lambda g: torch.floor_divide(g["x"].detach(), g["p"].detach()),
-        lambda g: torch.remainder(g["x"], g["p"].detach()),
-        lambda g: torch.remainder(g["x"], -0.7),
-        lambda g: torch.remainder(7.5, g["p"].detach()),
-        lambda g: torch.fmod(g["x"], g["p"].detach()),
-        lambda g: torch.fmod(g["x"], 0.7),
-        lambda g: torch.maximum(g["x"], g["y"]) + torch.minimum(g["x"], g["u"]),
-        lambda g: torch.atan2(g["x"], g["y"]),
-        lambda g: torch.copysign(g["p"], g["y"]),
-        lambda g: torch.hypot(g["x"], g["y"]),
-        lambda g: torch.logaddexp(g["x"], g["y"]) + torch.logaddexp2(g["x"], g["y"]),
-        lambda g: torch.xlogy(g["x"], g["p"]) + torch.xlogy(g["x"], 0.3) + torch.xlogy(0.3, g["p"]),
-        lambda g: torch.clamp(g["x"], -0.5, 0.5) + torch.clamp(g["x"], g["u"] - 1, g["u"] + 1),
-        lambda g: torch.clamp_min(g["x"], 0.1) + torch.clamp_max(g["x"], 0.1) + torch.clamp(g["y"], min=-0.2),
-        lambda g: torch.clamp_min(g["x"], g["y"]) + torch.clamp_max(g["x"], g["y"]),
-        lambda g: torch.addcmul(g["x"], g["y"], g["p"], value=0.3) + torch.addcdiv(g["x"], g["y"], g["p"]),
-        lambda g: torch.lerp(g["x"], g["y"], 0.3) + torch.lerp(g["x"], g["y"], g["p"]),
-        lambda g: torch.nan_to_num(torch.where(g["b"], g["x"], float("nan")), 0.5, 1.0, -1.0),
-        lambda g: torch.ops.aten.add.Scalar(g["x"], 0.3, 2) + torch.ops.aten.sub.Scalar(g["x"], 0.7, 3),
-        lambda g: torch.ops.aten.mul.Scalar(g["x"], 0.3) + torch.ops.aten.div.Scalar(g["x"], 0.7),
-        lambda g: torch.ops.aten.div.Scalar_mode(g["x"], 0.7, rounding_mode="floor"),
-        lambda g: torch.ops.aten.copysign.Scalar(g["p"], -1.0),
+        *_of("x y", lambda x, y: torch.add(x, y, alpha=2), lambda x, y: torch.sub(x, y, alpha=0.5), torch.rsub),
+        *_of("x y", torch.atan2, torch.hypot, lambda x, y: torch.logaddexp(x, y) + torch.logaddexp2(x, y)),
+        *_of("x", lambda x: torch.rsub(x, 2), lambda x: torch.div(x, 0.3, rounding_mode="trunc")),
+        *_of("x", lambda x: torch.remainder(x, -0.7), lambda x: torch.fmod(x, 0.7)),
+        *_of("x p", lambda x, p: x / p, lambda x, p: torch.div(x, p, rounding_mode="floor")),
+        *_of("x p", lambda x, p: torch.remainder(x, p.detach()), lambda x, p: torch.fmod(x, p.detach())),
+        *_of("x p", lambda x, p: torch.floor_divide(x.detach(), p.detach())),
+        *_of("x p", lambda x, p: torch.xlogy(x, p) + torch.xlogy(x, 0.3) + torch.xlogy(0.3, p)),
+        *_of("x i", lambda x, i: x + i),
+        *_of("x b", lambda x, b: x * b - 1.5),
+        *_of("x b", lambda x, b: torch.nan_to_num(torch.where(b, x, float("nan")), 0.5, 1.0, -1.0)),
+        *_of("p", lambda p: torch.remainder(7.5, p.detach()), lambda p: torch.ops.aten.copysign.Scalar(p, -1.0)),
+        *_of("p y", torch.copysign),
+        *_of("x y u", lambda x, y, u: torch.maximum(x, y) + torch.minimum(x, u)),
+        *_of("x u", lambda x, u: torch.clamp(x, -0.5, 0.5) + torch.clamp(x, u - 1, u + 1)),
+        *_of("x y", lambda x, y: torch.clamp_min(x, 0.1) + torch.clamp_max(x, 0.1) + torch.clamp(y, min=-0.2)),
+        *_of("x y", lambda x, y: torch.clamp_min(x, y) + torch.clamp_max(x, y)),
+        *_of("x y p", lambda x, y, p: torch.addcmul(x, y, p, value=0.3) + torch.addcdiv(x, y, p)),
+        *_of("x y p", lambda x, y, p: torch.lerp(x, y, 0.3) + torch.lerp(x, y, p)),
+        *_of("x", lambda x: torch.ops.aten.add.Scalar(x, 0.3, 2) + torch.ops.aten.sub.Scalar(x, 0.7, 3)),
+        *_of("x", lambda x: torch.ops.aten.mul.Scalar(x, 0.3) + torch.ops.aten.div.Scalar(x, 0.7)),
+        *_of("x", lambda x: torch.ops.aten.div.Scalar_mode(x, 0.7, rounding_mode="floor")),
     ]
     comparison = [
         lambda g: (g["x"] == g["y"], g["x"] != g["y"], g["x"] < g["y"], g["x"] <= g["y"], g["x"] > g["y"]),
@@ -147,19 +133,15 @@ def _expressions():
     linear = [
         On("x", nn.Linear(6, 3, bias=False)),
         On("sequence", nn.Linear(12, 3)),
-        lambda g: g["x"] @ g["y"].T,
-        lambda g: torch.mm(g["x"], g["y"].t()),
-        lambda g: torch.bmm(g["sequence"], g["sequence"].transpose(1, 2)),
-        lambda g: torch.mv(g["x"], g["y"][0]),
-        lambda g: torch.dot(g["x"][0], g["y"][1]) + torch.vdot(g["x"][0], g["y"][1]),
-        lambda g: torch.addmm(g["p"][0], g["x"], torch.ones(6, 6), beta=2, alpha=0.5),
-        lambda g: torch.addmv(g["p"][:, 0], g["x"], g["y"][0]),
-        lambda g: torch.baddbmm(g["sequence"][:, :, :4], g["sequence"], g["sequence"].transpose(1, 2)),
-        lambda g: torch.einsum("nck,nck->nc", g["sequence"], g["sequence"]),
-        lambda g: torch.outer(g["x"][0], g["y"][0]),
-        lambda g: torch.cdist(g["x"], g["y"]) + torch.cdist(g["x"], g["y"], p=3.0),
-        lambda g: torch.addbmm(g["sequence"][0, :, :4], g["sequence"], g["sequence"].mT, beta=2),
-        lambda g: torch.dist(g["x"], g["y"]) + torch.dist(g["x"], g["y"], 3),
+        *_of("x y", lambda x, y: x @ y.T, lambda x, y: torch.mm(x, y.t()), lambda x, y: torch.mv(x, y[0])),
+        *_of("x y", lambda x, y: torch.dot(x[0], y[1]) + torch.vdot(x[0], y[1]), lambda x, y: torch.outer(x[0], y[0])),
+        *_of("x y", lambda x, y: torch.cdist(x, y) + torch.cdist(x, y, p=3.0)),
+        *_of("x y", lambda x, y: torch.dist(x, y) + torch.dist(x, y, 3)),
+        *_of("x y p", lambda x, y, p: torch.addmm(p[0], x, torch.ones(6, 6), beta=2, alpha=0.5)),
+        *_of("x y p", lambda x, y, p: torch.addmv(p[:, 0], x, y[0])),
+        *_of("sequence", lambda s: torch.bmm(s, s.transpose(1, 2)), lambda s: torch.einsum("nck,nck->nc", s, s)),
+        *_of("sequence", lambda s: torch.baddbmm(s[:, :, :4], s, s.transpose(1, 2))),
+        *_of("sequence", lambda s: torch.addbmm(s[0, :, :4], s, s.mT, beta=2)),
         With(lambda layer, g: layer(g["x"], g["y"]), nn.Bilinear(6, 6, 3)),
     ]
     convolution = [
@@ -223,9 +205,8 @@ def _expressions():
     reduction = [
         *_of("x", torch.sum, torch.mean, torch.amax, torch.amin, torch.max, torch.min, torch.var, torch.std),
         *_of("p", torch.prod, lambda p: p.prod(-1), lambda p: p.cumprod(-1), lambda p: p.sum((0, 1), keepdim=True)),
-        *_of(
-            "x", lambda x: x.sum(-1), lambda x: x.mean(0, keepdim=True), lambda x: x.amax(-1), lambda x: x.amin((0, 1))
-        ),
+        *_of("x", lambda x: x.sum(-1), lambda x: x.mean(0, keepdim=True), lambda x: x.amax(-1)),
+        *_of("x", lambda x: x.amin((0, 1))),
         *_of("x", lambda x: tuple(x.max(-1)), lambda x: tuple(x.min(0, keepdim=True)), lambda x: x.argmax(-1)),
         *_of("x", lambda x: (x.argmin(0), x.argmax()), lambda x: x.var(-1, correction=0), lambda x: x.std(-1)),
         *_of("x", lambda x: torch.var_mean(x, -1), lambda x: torch.std_mean(x, -1), lambda x: x.logsumexp(-1)),
@@ -239,25 +220,22 @@ def _expressions():
     ]
     indexing = [
         On("i", nn.Embedding(6, 3, padding_idx=2)),
-        lambda g: F.one_hot(g["i"], 6),
-        lambda g: g["x"].gather(1, g["i"]) + g["x"].take_along_dim(g["i"], 1),
-        lambda g: g["x"].gather(1, g["i"][:, :2]),
-        lambda g: g["x"].index_select(1, g["i"][0]),
-        lambda g: g["x"][:, g["i"][0]] + g["x"][torch.arange(g["x"].shape[0]), g["i"][:, 0]][:, None],
-        lambda g: torch.zeros_like(g["x"]).index_put((torch.tensor([0]), torch.tensor([1])), g["x"][0, :1]),
-        lambda g: g["x"].index_put((torch.tensor([0, 0]),), g["y"][:1], accumulate=True),
-        lambda g: _written(g["x"], g["b"]),
-        lambda g: g["x"].scatter(1, g["i"][:, :1], g["y"][:, :1]),
-        lambda g: g["x"].scatter(1, g["i"][:, :1], 2.0),
-        lambda g: g["x"].scatter_reduce(1, g["i"], g["y"], "sum") + g["x"].scatter_reduce(1, g["i"], g["y"], "amax"),
-        lambda g: g["x"].scatter_add(1, g["i"], g["y"]),
-        lambda g: g["x"].detach().scatter(1, g["i"], g["y"].detach(), reduce="add"),
-        lambda g: g["x"].detach().scatter(1, g["i"], 0.5, reduce="multiply"),
-        lambda g: g["x"].select_scatter(g["y"][:, 0], 1, 2) + g["x"].slice_scatter(g["y"][:, :2], 1, 2, 4),
-        lambda g: g["x"].index_add(1, torch.tensor([0, 2, 2]), g["y"][:, :3], alpha=0.5),
-        lambda g: torch.searchsorted(torch.linspace(-1, 1, 5), g["x"]),
-        lambda g: torch.bucketize(g["x"], torch.linspace(-1, 1, 5), right=True),
-        lambda g: (torch.bucketize(0.3, g["x"][0].sort()[0]), torch.searchsorted(g["x"][0].sort()[0], 0.3)),
+        *_of("i", lambda i: F.one_hot(i, 6)),
+        *_of("x i", lambda x, i: x.gather(1, i) + x.take_along_dim(i, 1), lambda x, i: x.gather(1, i[:, :2])),
+        *_of("x i", lambda x, i: x.index_select(1, i[0]), lambda x, i: x.scatter(1, i[:, :1], 2.0)),
+        *_of("x i", lambda x, i: x[:, i[0]] + x[torch.arange(x.shape[0]), i[:, 0]][:, None]),
+        *_of("x i", lambda x, i: x.detach().scatter(1, i, 0.5, reduce="multiply")),
+        *_of("x", lambda x: torch.zeros_like(x).index_put((torch.tensor([0]), torch.tensor([1])), x[0, :1])),
+        *_of("x y", lambda x, y: x.index_put((torch.tensor([0, 0]),), y[:1], accumulate=True)),
+        *_of("x b", _written),
+        *_of("x i y", lambda x, i, y: x.scatter(1, i[:, :1], y[:, :1]), lambda x, i, y: x.scatter_add(1, i, y)),
+        *_of("x i y", lambda x, i, y: x.scatter_reduce(1, i, y, "sum") + x.scatter_reduce(1, i, y, "amax")),
+        *_of("x i y", lambda x, i, y: x.detach().scatter(1, i, y.detach(), reduce="add")),
+        *_of("x y", lambda x, y: x.select_scatter(y[:, 0], 1, 2) + x.slice_scatter(y[:, :2], 1, 2, 4)),
+        *_of("x y", lambda x, y: x.index_add(1, torch.tensor([0, 2, 2]), y[:, :3], alpha=0.5)),
+        *_of("x", lambda x: torch.searchsorted(torch.linspace(-1, 1, 5), x)),
+        *_of("x", lambda x: torch.bucketize(x, torch.linspace(-1, 1, 5), right=True)),
+        *_of("x", lambda x: (torch.bucketize(0.3, x[0].sort()[0]), torch.searchsorted(x[0].sort()[0], 0.3))),
     ]
     shape = [
         *_of("image", lambda v: v.flatten(1), lambda v: v.permute(0, 2, 3, 1), lambda v: v.transpose(1, -1)),
@@ -285,17 +263,11 @@ def _expressions():
         lambda g: g["x"].new_empty(6).fill_(1.0) + torch.empty(6).fill_(2.0) + torch.empty_like(g["x"]).fill_(1.0),
         lambda g: torch.arange(g["x"].shape[0]) + torch.arange(0, 1, 0.5)[1],
         lambda g: g["x"] + torch.linspace(0, 1, 6) + torch.eye(6)[0] + torch.eye(2, 6)[1],
-        lambda g: (
-            g["x"].int(),
-            g["x"].long(),
-            g["i"].float(),
-            g["b"].float(),
-            g["x"].bool(),
-            g["x"].detach().to(torch.float16),
-        ),
-        lambda g: torch.scalar_tensor(2.0) * g["x"],
-        lambda g: torch.linspace(g["x"][0, 0], g["x"][0, 1], 4) + torch.linspace(g["x"][0, 0], 1.5, 4),
-        lambda g: torch.linspace(-1.5, g["x"][0, 0], 4),
+        *_of("x", lambda x: (x.int(), x.long(), x.bool(), x.detach().to(torch.float16))),
+        *_of("i", lambda i: i.float()),
+        *_of("b", lambda b: b.float()),
+        *_of("x", lambda x: torch.scalar_tensor(2.0) * x, lambda x: torch.linspace(-1.5, x[0, 0], 4)),
+        *_of("x", lambda x: torch.linspace(x[0, 0], x[0, 1], 4) + torch.linspace(x[0, 0], 1.5, 4)),
     ]
     return locals()
 

@@ -1,7 +1,5 @@
 """A module and its lowered form side by side."""
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -3,8 +3,6 @@
 Run ``python -m tests.support.lowering.operator_table`` in a checkout of the repository.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 
@@ -23,16 +21,16 @@ PAGE = Path(__file__).parents[3] / "docs" / "concepts" / "lowering.md"
 _BEGIN, _END = "<!-- operators: begin -->\n", "<!-- operators: end -->\n"
 
 
-def table() -> str:
+def table():
     """The operators by family, in Markdown, without their overloads."""
-    names: dict[str, set[str]] = defaultdict(set)
+    names = defaultdict(set)
     for name, rule in rules().items():
         names[rule.family].add(name.split(".")[1])
     rows = [f"| {_TITLES[key]} | {', '.join(f'`{name}`' for name in sorted(names[key]))} |" for key in FAMILIES]
     return "\n".join(["| | |", "|---|---|", *rows, ""])
 
 
-def page(text: str) -> str:
+def page(text):
     """The text of the page, with a new table."""
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)

@@ -1,34 +1,30 @@
 """A network whose every kind of attribute acts on its answers, and the ways in which users change one."""
 
-from __future__ import annotations
-
 import types
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 
 class Config:
-    def __init__(self) -> None:
+    def __init__(self):
         self.bias = 0.0
         self.inner = types.SimpleNamespace(power=1.0)
 
 
 class Double(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 2 * x
 
 
 class Net(nn.Module):
     """Answers an action [P] and the logits [P, 2] that it is chosen by."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        self.act: Callable[[Tensor], Tensor] = torch.sin
+        self.act = torch.sin
         self.gate = gate(1.0)
         self.temperature = 1.0
         self.scales = [1.0, 1.0]
@@ -36,7 +32,7 @@ class Net(nn.Module):
         self.config = Config()
         self.register_buffer("offset", torch.zeros(2))
 
-    def forward(self, observation: Tensor) -> dict[str, Tensor]:
+    def forward(self, observation):
         x = self.gate(self.act(self.body(observation)))
         x = x * self.temperature * self.scales[0] * self.options["gain"]["value"] + self.offset
         x = x * self.config.inner.power + self.config.bias
@@ -48,40 +44,39 @@ class Net(nn.Module):
 class TensorNet(Net):
     """Has a tensor that is neither a parameter nor a buffer, so that it cannot be lowered."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.shift = torch.zeros(2)
 
-    def forward(self, observation: Tensor) -> dict[str, Tensor]:
+    def forward(self, observation):
         x = super().forward(observation)["logits"] + self.shift
         return {"action": x.argmax(-1), "logits": x}
 
 
 class Louder(Net):
-    def forward(self, observation: Tensor) -> dict[str, Tensor]:
+    def forward(self, observation):
         x = super().forward(observation)["logits"] * 1.5
         return {"action": x.argmax(-1), "logits": x}
 
 
-def gate(factor: float) -> Callable[[Tensor], Tensor]:
-    """A function that closes over a number."""
+def gate(factor):
     return lambda x: factor * x
 
 
-def _patched(self: Any, observation: Tensor) -> dict[str, Tensor]:
+def _patched(self, observation):
     x = type(self).forward(self, observation)["logits"] - 0.5
     return {"action": x.argmax(-1), "logits": x}
 
 
-def _shifted(_module: Any, _inputs: Any, answer: Any) -> Any:
+def _shifted(_module, _inputs, answer):
     return answer + 0.125
 
 
-def _loaded(net: Any) -> None:
+def _loaded(net):
     net.load_state_dict({name: value + 0.05 for name, value in net.state_dict().items()}, assign=True)
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
+CHANGES = {
     "a number": lambda net: setattr(net, "temperature", 0.5),
     "the mode": lambda net: net.eval(),
     "a submodule": lambda net: net.body.__setitem__(2, nn.Linear(8, 2)),
@@ -104,14 +99,14 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "the class": lambda net: setattr(net, "__class__", Louder),
 }
 
-TENSOR_CHANGES: dict[str, Callable[[Any], Any]] = {
+TENSOR_CHANGES = {
     "a tensor": lambda net: setattr(net, "shift", torch.tensor([0.5, -0.25])),
     "a tensor in place": lambda net: net.shift.add_(0.25),
 }
 
 
-def expected(net: Any, batch: Any) -> Tensor:
+def expected(net, batch):
     """What the network itself answers, as it is now, to the observations of a batch."""
     with torch.no_grad():
-        logits: Tensor = net(batch["observation"].flatten(0, -2))["logits"]
+        logits = net(batch["observation"].flatten(0, -2))["logits"]
     return logits.reshape(*batch.batch_size, 2)

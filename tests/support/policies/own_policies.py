@@ -1,8 +1,5 @@
 """Policies that derive from `fc.PolicyBase`, whose batches show which of their weights acted."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,18 +19,16 @@ class Recording(fc.PolicyBase):
 
     backend = "torch"
 
-    def __init__(self, version: float = 0.0) -> None:
+    def __init__(self, version=0.0):
         self.params = self.version(version)
 
     @staticmethod
-    def version(number: float) -> Any:
+    def version(number):
         """Parameters of all kinds, whose numbers are all `number`."""
         layer = Layer(torch.full((4, 2), float(number)), torch.full((), float(number), dtype=torch.bfloat16))
         return {"layers": [layer], "steps": torch.tensor(int(number)), "none": None, "rate": number}
 
-    def __call__(
-        self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /
-    ) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, params, state, observation, noise, spec, exploration, /):
         (layer,) = params["layers"]
         scores = observation @ layer.weight
         seen = torch.stack([layer.weight.sum() / 8, layer.bias.float(), params["steps"].float()])
@@ -44,13 +39,11 @@ class InJax(Recording):
     backend = "jax"
 
     @staticmethod
-    def version(number: float) -> Any:
+    def version(number):
         layer = Layer(jnp.full((4, 2), float(number)), jnp.full((), number, jnp.bfloat16))
         return {"layers": [layer], "steps": np.int32(number), "none": None, "rate": number}
 
-    def __call__(
-        self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /
-    ) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, params, state, observation, noise, spec, exploration, /):
         (layer,) = params["layers"]
         scores = observation @ layer.weight
         seen = jnp.stack([layer.weight.sum() / 8, layer.bias.astype(jnp.float32), params["steps"]])
@@ -60,14 +53,14 @@ class InJax(Recording):
 KINDS = (Recording, InJax)
 
 
-def seen_by(collector: Any) -> Iterator[float]:
+def seen_by(collector):
     """The version of the weights in each batch, shown to be whole."""
     for batch in collector:
         (version,) = set(batch["seen"].flatten().tolist())
         yield version
 
 
-def until(collector: Any, version: float) -> None:
+def until(collector, version):
     """Collect until all workers act with `version`; those of an asynchronous collector may have begun before."""
     versions = seen_by(collector)
     before = 0

@@ -1,9 +1,6 @@
 """Policies on a TensorDict that read what they wrote at the step before."""
 
-from __future__ import annotations
-
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 
@@ -13,7 +10,7 @@ class Count(TensorDictModuleBase):
     in_keys = ("observation",)
     out_keys = ("action", "count")
 
-    def forward(self, td: TensorDictBase) -> TensorDictBase:
+    def forward(self, td):
         count = td.get("count", None)
         count = torch.zeros(td.batch_size, dtype=torch.long) if count is None else count + 1
         return td.update({"count": count, "action": td["observation"][..., 2].gt(0).long()})

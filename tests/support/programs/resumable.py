@@ -41,7 +41,7 @@ def logged(directory, line):
 class Run:
     """A run with its checkpoint: `parts` are what it saves."""
 
-    def __init__(self, directory, parts):
+    def __init__(self, directory, **parts):
         self.directory, self.parts = directory, parts
         self.checkpoint = fc.Checkpoint(directory / "checkpoints", keep=2)
         self.saved = {} if self.checkpoint.latest() is None else self.checkpoint.restore(**parts)
@@ -51,20 +51,25 @@ class Run:
         """Log the batch with this number, and save a checkpoint after every few."""
         logged(self.directory, f"{number} {of_batch(batch)}")
         if (number + 1) % EVERY == 0:
-            self.checkpoint.save(number + 1, **self.parts, **values)
+            self.checkpoint.save(number + 1, **self.parts | values)
+
+
+def learn(optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 def ppo(directory, batches):
-    """PPO in Torch on Gymnasium, with two workers; its minibatches are drawn from a generator of its own."""
+    """On policy in Torch on Gymnasium, with two workers; its minibatches are drawn from a generator of its own."""
     actor, critic = network(2), network(1)
     both = nn.ModuleDict({"actor": actor, "critic": critic})
     optimizer = torch.optim.Adam(both.parameters(), 3e-3)
     generator = torch.Generator().manual_seed(1)
     policy = fc.torch_policy(actor, head=fc.heads.categorical)
-    with fc.MultiSyncDataCollector(
-        ["CartPole-v1"] * 2, policy, frames_per_batch=64, seed=0, max_frames_per_traj=90
-    ) as collector:
-        run = Run(directory, {"collector": collector, "policy": both, "optimizer": optimizer})
+    keywords = {"frames_per_batch": 64, "seed": 0, "max_frames_per_traj": 90}
+    with fc.MultiSyncDataCollector(["CartPole-v1"] * 2, policy, **keywords) as collector:
+        run = Run(directory, collector=collector, policy=both, optimizer=optimizer)
         if run.saved:
             generator.set_state(run.saved["generator"])
         for number in range(run.start, batches):
@@ -76,11 +81,8 @@ def ppo(directory, batches):
             for chosen in torch.randperm(len(rows), generator=generator).split(32):
                 some = rows[chosen]
                 logp = functional.log_softmax(actor(some["observation"]), -1).gather(-1, some["action"][:, None])[:, 0]
-                ratio = (logp - some["action_log_prob"]).exp().clamp(0.8, 1.2)
                 error = functional.mse_loss(critic(some["observation"])[:, 0], target[chosen])
-                optimizer.zero_grad()
-                (error - (ratio * advantage[chosen]).mean()).backward()
-                optimizer.step()
+                learn(optimizer, error - (logp * advantage[chosen]).mean())
             collector.update_policy_weights_()
             run.after(number, batch, generator=generator.get_state())
     return both
@@ -91,15 +93,11 @@ def dqn(directory, batches):
     net = network(2)
     optimizer = torch.optim.Adam(net.parameters(), 1e-3)
     policy = fc.torch_policy(net, head=fc.heads.epsilon_greedy(0.2))
-    buffer = fc.ReplayBuffer(
-        storage=fc.LazyMemmapStorage(200),
-        sampler=fc.PrioritizedSampler(max_capacity=200, alpha=0.7, beta=0.5),
-        batch_size=32,
-        generator=torch.Generator().manual_seed(2),
-    )
+    sampler, generator = fc.PrioritizedSampler(max_capacity=200, alpha=0.7, beta=0.5), torch.Generator().manual_seed(2)
+    buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(200), sampler=sampler, batch_size=32, generator=generator)
     env = fc.make_env("CartPole-v1", num_envs=2)
     with fc.SyncDataCollector(env, policy, frames_per_batch=32, seed=4) as collector:
-        run = Run(directory, {"collector": collector, "buffer": buffer, "policy": net, "optimizer": optimizer})
+        run = Run(directory, collector=collector, buffer=buffer, policy=net, optimizer=optimizer)
         for number in range(run.start, batches):
             batch = next(collector)
             buffer.extend(batch.reshape(-1))
@@ -108,61 +106,50 @@ def dqn(directory, batches):
                 after = net(some["next", "observation"]).amax(-1, keepdim=True)
                 target = some["next", "reward"] + 0.9 * after * ~some["next", "terminated"]
             error = target - net(some["observation"]).gather(-1, some["action"][:, None])
-            optimizer.zero_grad()
-            error.square().mean().backward()
-            optimizer.step()
+            learn(optimizer, error.square().mean())
             buffer.update_priority(info["index"], error.detach()[:, 0].abs())
             run.after(number, batch)
     return net
 
 
 def jax_gradient(directory, batches):
-    """Advantages times log-probabilities in JAX on a fused loop, with the moments of an optimizer."""
+    """Rewards times log-probabilities in JAX on a fused loop, with the moments of an optimizer."""
     import jax
     import jax.numpy as jnp
     import optax
 
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = {"in": (4, 16), "out": (16, 2), "value": (4, 1)}
-    params = {
-        name: 0.3 * jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
+    one, two = jax.random.split(jax.random.key(0))
+    params = {"in": 0.3 * jax.random.normal(one, (4, 16)), "out": 0.3 * jax.random.normal(two, (16, 2))}
     optimizer = optax.adam(3e-3)
     moments = optimizer.init(params)
 
     def apply(params, observation):
         return jnp.tanh(observation @ params["in"]) @ params["out"]
 
-    def loss(params, rows):
-        logp = jnp.take_along_axis(jax.nn.log_softmax(apply(params, rows["observation"])), rows["action"], -1)[:, 0]
-        return -(logp * rows["gain"]).mean() + jnp.square(rows["observation"] @ params["value"] - rows["target"]).mean()
+    def loss(params, observation, action, gain):
+        logp = jnp.take_along_axis(jax.nn.log_softmax(apply(params, observation)), action[:, None], -1)
+        return -(logp * gain).mean()
 
     @jax.jit
-    def update(params, moments, rows):
-        change, moments = optimizer.update(jax.grad(loss)(params, rows), moments)
+    def update(params, moments, *rows):
+        change, moments = optimizer.update(jax.grad(loss)(params, *rows), moments)
         return optax.apply_updates(params, change), moments
 
     policy = fc.jax_policy(apply, params, head=fc.heads.categorical)
     env = fc.make_env("gymnax/CartPole-v1", num_envs=4)
     with fc.SyncDataCollector(env, policy, frames_per_batch=64, seed=6) as collector:
-        start = 0
-        checkpoint = fc.Checkpoint(directory / "checkpoints")
-        if checkpoint.latest() is not None:
-            saved = checkpoint.restore(collector=collector, policy=params, optimizer=moments)
-            params, moments, start = saved["policy"], saved["optimizer"], saved["step"]
-        collector.params = params if start == 0 else collector.params
-        for number in range(start, batches):
+        run = Run(directory, collector=collector, policy=params, optimizer=moments)
+        if run.saved:
+            params, moments = run.saved["policy"], run.saved["optimizer"]
+        else:
+            collector.params = params
+        for number in range(run.start, batches):
             batch = next(collector)
-            weight = torch.tensor(jax.device_get(params["value"]))
-            gain, target = fc.gae(batch, batch["observation"] @ weight, batch["next", "observation"] @ weight)
-            columns = {"gain": gain[..., 0], "target": target}
-            columns |= {"observation": batch["observation"], "action": batch["action"][..., None]}
-            rows = {name: jnp.asarray(column.flatten(0, 1).numpy()) for name, column in columns.items()}
-            params, moments = update(params, moments, rows)
+            gain = batch["next", "reward"] - batch["next", "observation"][..., 2:3].abs()
+            rows = (jnp.asarray(each.flatten(0, 1).numpy()) for each in (batch["observation"], batch["action"], gain))
+            params, moments = update(params, moments, *rows)
             collector.update_policy_weights_(params)
-            logged(directory, f"{number} {of_batch(batch)}")
-            if (number + 1) % EVERY == 0:
-                checkpoint.save(number + 1, collector=collector, policy=params, optimizer=moments)
+            run.after(number, batch, policy=params, optimizer=moments)
     weights = nn.Module()
     for name, value in params.items():
         weights.register_buffer(name, torch.tensor(jax.device_get(value)))
