@@ -84,8 +84,8 @@ napoleon_custom_sections = ["Returns"]  # as text: a colon in it would end the t
 python_maximum_signature_line_length = 88
 # Classes of policies, environments and collectors that have the members of a base class or protocol with an entry.
 _WITHOUT_ENTRY = """
-    collectors.collector.CollectorBase core.loops.RunsRollouts core.state.Array buffers.ring.RingMemory keys.Purpose
-    envs.torch_vector_env.DeviceVectorEnv envs.torch_vector_env.VectorSimulators
+    collectors.collector.CollectorBase core.state.Array buffers.ring.RingMemory keys.Purpose
+    protocols._Backend envs.torch_vector_env.DeviceVectorEnv envs.torch_vector_env.VectorSimulators
     trajectories.final_observations.FinalObservations buffers.storages.packed_rows.RowLayout
     buffers.trajectory_index.Segments buffers.storages.packed_rows.FrameLayout
     envs.host.host_env.SimulatedEnv envs.jax_envs.jax_env.FunctionsEnv

@@ -23,7 +23,7 @@ from funcollect.core.whole_episodes import evaluate
 from funcollect.errors import ClosedError, EvaluationError
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.plots.recording import check_film, check_filmed, record
-from funcollect.policies.torch_modules.sending import dumps
+from funcollect.policies.torch_modules.settings import dumps
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.processes.failures import Failure, sending
 from funcollect.processes.pool import Call, FailurePolicy, Loss, WorkerPool, WorkerRecord
@@ -109,8 +109,7 @@ class Evaluator:
         check_positive("max_frames", max_frames, 10_000_000)
         check_positive("waiting", waiting, 8)
         check_exploration(exploration_type)
-        if seed is not None:
-            check_count("seed", seed)
+        key_from_seed(seed)  # raises for a seed out of range
         if film is not None:
             check_kind("film", film, str, "pass for example 'films/{step}.mp4'")
             check_film(_film_name(film), None)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,24 +43,30 @@ def to_data(value: Any, known: Sequence[Any] = ()) -> tuple[Any, Arrays]:
     An object that it holds twice is one object again after `from_data`. The objects `known` are replaced by their
     positions.
     """
-    arrays: Arrays = {}
     places: dict[int, list[Any]] = {id(each): ["known", position] for position, each in enumerate(known)}
-    seen: list[Any] = []  # refers to the objects, so that their ids stay theirs
+    written = _Written({}, places, [])
+    return written.encode(value, "the value"), written.arrays
 
-    def store(array: npt.NDArray[Any]) -> str:
-        arrays[name := f"a{len(arrays)}"] = array
+
+class _Written(NamedTuple):
+    """What is written so far. In a closure that calls itself it would live on, and hold the memory of others."""
+
+    arrays: Arrays
+    places: dict[int, list[Any]]  # by the id of an object, what stands for it
+    seen: list[Any]  # the objects, so that their ids stay theirs
+
+    def store(self, array: npt.NDArray[Any]) -> str:
+        self.arrays[name := f"a{len(self.arrays)}"] = array
         return name
 
-    def encode(value: Any, where: str) -> Any:
+    def encode(self, value: Any, where: str) -> Any:
         if value is None or type(value) in (bool, int, float, str):
             return value
-        if id(value) in places:
-            return places[id(value)]
-        places[id(value)] = ["again", len(seen)]
-        seen.append(value)
-        return _nested(value, where, encode) or _leaf(value, where, store)
-
-    return encode(value, "the value"), arrays
+        if id(value) in self.places:
+            return self.places[id(value)]
+        self.places[id(value)] = ["again", len(self.seen)]
+        self.seen.append(value)
+        return _nested(value, where, self.encode) or _leaf(value, where, self.store)
 
 
 def _nested(value: Any, where: str, encode: Callable[[Any, str], Any]) -> list[Any]:

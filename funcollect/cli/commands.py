@@ -22,7 +22,7 @@ from torch import Tensor
 
 import funcollect as fc
 from funcollect import plots
-from funcollect.cli.output import RunSummary, episode_table, layout, output_folder, save
+from funcollect.cli.output import collected, output_folder, saver, statistics_of, tables
 from funcollect.core.whole_episodes import is_limited
 from funcollect.envs.registry import limited
 from funcollect.messages import table

@@ -12,8 +12,7 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from funcollect.collectors.in_use import InUse, exclusive
-from funcollect.collectors.keywords import ONLY_IN_TORCHRL, collector
-from funcollect.collectors.options import A_FUNCTION, NOT_PLAIN, READ_BACK, Options, RunOptions, plain
+from funcollect.collectors.options import ONLY_IN_TORCHRL, Options, RunOptions, Shard, collector
 from funcollect.core.request import head_of
 from funcollect.core.saving import Episodes, checked_path
 from funcollect.errors import ClosedError

@@ -8,18 +8,9 @@ from typing import get_args
 from funcollect.arguments import check_flags
 from funcollect.collectors.options import LocalOptions, collector, options_of
 from funcollect.collectors.worker_collector import WorkerCollector
+from funcollect.collectors.workers import jobs
 from funcollect.collectors.workers.gathering import Join, in_this_process
-from funcollect.collectors.workers.jobs import (
-    DEVICES,
-    columns_of,
-    common,
-    job_of,
-    listed,
-    number_of_workers,
-    rows,
-    shares,
-    want_accelerators,
-)
+from funcollect.collectors.workers.jobs import listed
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
 

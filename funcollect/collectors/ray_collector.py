@@ -15,9 +15,9 @@ from funcollect.collectors.multi import MultiaSyncDataCollector
 from funcollect.collectors.options import ONLY_IN_TORCHRL, Device, Shard, collector, options_of
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.batch_layout import Join
+from funcollect.collectors.workers.gathering import Join
 from funcollect.collectors.workers.jobs import DEVICES, columns_of, listed, rows, shares, want_accelerators
-from funcollect.collectors.workers.worker import WorkerInfo
+from funcollect.collectors.workers.worker import Job, WorkerInfo
 from funcollect.core.saving import Episodes
 from funcollect.core.whole_episodes import check_limited
 from funcollect.keys import key_from_seed, seed_of

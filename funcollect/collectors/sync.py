@@ -28,7 +28,7 @@ from funcollect.core.state import CollectorState
 from funcollect.core.timing import TimedLoops
 from funcollect.core.whole_episodes import check_limited, is_limited
 from funcollect.errors import InUseError
-from funcollect.interop.plain_data import from_data, to_data
+from funcollect.files import from_data, to_data
 from funcollect.policies.torch_modules.torch_backed import TorchBacked, replaced
 from funcollect.policies.weights import check_dtypes
 from funcollect.protocols import DeviceEnv

@@ -210,8 +210,8 @@ class Simulation(LiveSimulators):
         self.simulators.reset(lanes, seeds)
         if self.unseeded:
             self.unseeded.difference_update(lanes)
-        if self._announced and self._restarting is not None:
-            self._restarting.announce(lanes, self._next_seeds(lanes))
+        if self._announced and self.renewed is not None:
+            self.renewed.announce(lanes, self._next_seeds(lanes))
 
     def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Call a function with the environment of each lane, and note that for copies."""

@@ -1,8 +1,7 @@
 """Policies for an environment: what a user passes, and what has a name.
 
-Policies by name are built in, or offered by installed packages through the entry-point group ``funcollect.policies``.
-An entry point is ``name = "module:factory"``; the factory is called as ``factory(env, **options)`` and returns a
-`Policy`. A package is imported when its policy is asked for, so a broken package affects no other.
+A name is built in, or an entry point of an installed package, ``name = "module:factory"``. ``factory(env, **options)``
+returns a `Policy`. A package is imported when its policy is asked for, so a broken package affects no other.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from funcollect.protocols import Env, Policy, is_env, is_policy
 GROUP = "funcollect.policies"
 
 _FILE = "entry_points.txt"
-_WANTED = "expected a function of the environment: (env, **options) -> Policy"
 
 
 def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -> Policy:
@@ -119,11 +117,10 @@ def _parameters(policy: Any) -> list[inspect.Parameter]:
 
 def _is_tensordict(argument: inspect.Parameter) -> bool:
     """Whether an argument is a TensorDict, by its name or annotation."""
-    annotation = argument.annotation
-    if isinstance(annotation, str):
-        annotated = "TensorDict" in annotation
-    else:
-        annotated = isinstance(annotation, type) and issubclass(annotation, TensorDictBase)
+    kind = argument.annotation
+    annotated = (
+        "TensorDict" in kind if isinstance(kind, str) else inspect.isclass(kind) and issubclass(kind, TensorDictBase)
+    )
     return annotated or argument.name in ("tensordict", "td")
 
 
@@ -160,9 +157,9 @@ def find_policy(name: str) -> PolicyPlugin:
             f"{' and '.join(plugin.origin for plugin in same.values())} each offer a policy {name!r}, expected one: "
             f"say which, {' or '.join(map(repr, same))}"
         )
-    for plugin in offers.values():
-        if plugin.package and _canonical(name) == _canonical(plugin.address):
-            return plugin
+    in_full = {_canonical(plugin.address): plugin for plugin in offers.values() if plugin.package}
+    if (found := in_full.get(_canonical(name))) is not None:
+        return found
     raise ValueError(
         f"there is no policy {name!r}, expected one of {list(offers)}: install the package that offers it into this "
         f"environment, under the entry-point group {GROUP!r}"
@@ -209,20 +206,13 @@ def _canonical(address: str) -> str:
 
 @dataclass(frozen=True)
 class PolicyPlugin:
-    """A policy that can be made by name.
-
-    Attributes:
-        name: the name under which it is offered.
-        source: its factory, ``"module:function"``.
-        package, version: the distribution that offers it; empty for a built-in one.
-        fault: why it cannot be loaded, if that is known already.
-    """
+    """A policy that can be made by name."""
 
     name: str
-    source: str
-    package: str = ""
+    source: str  # its factory, ``"module:function"``
+    package: str = ""  # the distribution that offers it; empty for a built-in one
     version: str = ""
-    fault: str = ""
+    fault: str = ""  # why it cannot be loaded, if that is known already
 
     @property
     def address(self) -> str:
@@ -236,32 +226,33 @@ class PolicyPlugin:
 
     def load(self) -> Callable[..., Any]:
         """Import the factory; PluginError if that fails, or if it is no function of an environment."""
+        return self._loaded()[0]
+
+    def takes(self, option: str) -> bool:
+        """Whether the factory has a parameter of that name; PluginError if it cannot be loaded."""
+        return option in self._loaded()[1].parameters
+
+    def _loaded(self) -> tuple[Callable[..., Any], inspect.Signature]:
         if self.fault:
             raise self._broken(self.fault)
         if self.package:
             import_jax()  # before the package does, which would leave JAX without the library's settings
         with self._working("imported"):
             factory = EntryPoint(self.name, self.source, GROUP).load()
+        what = f"is {shown(factory)}"
         try:
             signature = inspect.signature(factory)
-        except (TypeError, ValueError) as error:
-            raise self._broken(f"is {shown(factory)}, {_WANTED}") from error
-        try:
+            what = f"takes {signature}"
             signature.bind_partial(None)
-        except TypeError:
-            raise self._broken(f"takes {signature}, {_WANTED}") from None
-        return factory  # type: ignore[no-any-return]
-
-    def takes(self, option: str) -> bool:
-        """Whether the factory has a parameter of that name; PluginError if it cannot be loaded."""
-        return option in inspect.signature(self.load()).parameters
+        except (TypeError, ValueError) as error:
+            raise self._broken(f"{what}, expected a function of the environment: (env, **options) -> Policy") from error
+        return factory, signature
 
     def make(self, env: Env, /, **options: Any) -> Policy:
         """The policy for an environment: see `make_policy`."""
         if not is_env(env):
             raise TypeError(f"env is {kind_of(env)}, expected an Env: make one with funcollect.make_env")
-        factory = self.load()
-        signature = inspect.signature(factory)
+        factory, signature = self._loaded()
         try:
             signature.bind(None, **options)
         except TypeError as error:
@@ -280,10 +271,9 @@ class PolicyPlugin:
 
     @contextlib.contextmanager
     def _working(self, what: str) -> Iterator[None]:
-        """Raise PluginError for whatever a package's own code raises."""
         try:
             yield
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # of the package's own code
             raise self._broken(f"cannot be {what}: {_message(error)}") from error
 
     def _broken(self, what: str) -> PluginError:

@@ -1,7 +1,6 @@
 """Base class of policies, and the actor that calls a policy at every step and records its outputs.
 
-The cost of a small network is dispatch. Work that can wait (stacking, log-probabilities, checks for NaN) therefore
-happens once, over the outputs of all steps, in `Actor.finish`.
+What can wait (stacking, log-probabilities, checks for NaN) is done once for all steps, in `Actor.finish`.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ class PolicyBase(ABC):
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
         """A copy of `params`, or of the policy's own, as tensors by path, for workers and for saving."""
-        given = self.params if params is None else matched(self.params, params, self.backend)
-        return state_dict_of(given, self.backend)
+        return state_dict_of(PolicyBase.prepare(self, params), self.backend)
 
     def load(self, params: Any) -> None:
         """Set `params` to a copy of a pytree like them, or of the result of `state_dict`.
@@ -85,10 +83,8 @@ class PolicyBase(ABC):
         try:
             self.params = copy
         except AttributeError as error:
-            raise TypeError(
-                f"params of {type(self).__name__} cannot be set, expected an attribute: give it a setter, or override "
-                "load"
-            ) from error
+            what = f"params of {type(self).__name__} cannot be set, expected an attribute"
+            raise TypeError(f"{what}: give it a setter, or override load") from error
 
     def remembers(self, policy_state: Any, /) -> bool:
         """Whether a step may depend on those before it."""
@@ -104,14 +100,7 @@ class PolicyBase(ABC):
 
     @abstractmethod
     def __call__(
-        self,
-        params: Any,
-        policy_state: Any,
-        observation: Any,
-        noise: Any,
-        spec: ActionSpec,
-        exploration: Exploration,
-        /,
+        self, params: Any, state: Any, observation: Any, noise: Any, spec: ActionSpec, exploration: Exploration, /
     ) -> tuple[Any, Mapping[str, Any]]:
         """One action for each of P environments: the next policy state and the outputs (see `funcollect.Policy`)."""
 
@@ -121,6 +110,10 @@ class HeadedPolicy(PolicyBase):
 
     head: Head | None = None
     initial_state: Any = None  # the recurrent state of one environment at the start of an episode
+
+    def take_over(self, policy: HeadedPolicy, **changed: Any) -> None:
+        """Begin as `policy`, with other attributes, such as the function that calls its own."""
+        vars(self).update({name: value for name, value in vars(policy).items() if name != "_memo"} | changed)
 
     @property
     @override
@@ -138,12 +131,11 @@ class HeadedPolicy(PolicyBase):
 
 
 class ProtocolActor(Actor):
-    """Calls a policy at every step. The leaves of the policy's state are [P, ...].
+    """Calls a policy at every step, or `call`, from its state, an observation and the step to next state and outputs.
 
     A policy in Torch gets its state and its noise on the device of the observation. For one in JAX, observations that
-    are tensors cross by DLPack, each way. That orders a reader after the writer: the call waits for the observation,
-    and Torch waits for the call when it reads the action. So the environment's next step may write the observation's
-    memory. `call` replaces the policy's: from its state, an observation and the step to its next state and outputs.
+    are tensors cross by DLPack, each way. That orders a reader after the writer, so the environment's next step may
+    write the observation's memory.
     """
 
     def __init__(self, policy: Policy, inputs: ActorInputs, call: Callable[..., Any] | None = None) -> None:
@@ -203,8 +195,8 @@ class ProtocolActor(Actor):
 
     @override
     def finish(self) -> tuple[Any, Columns]:
-        paths = [(name,) for name in ("action", *(self._recorder.names or ()))]
-        columns: Columns = dict(zip(paths, self._recorder.columns(), strict=True))
+        names = ("action", *(self._recorder.names or ()))
+        columns: Columns = {(name,): column for name, column in zip(names, self._recorder.columns(), strict=True)}
         return self._state, self._policy.finish(columns, self._inputs.spec)
 
 
@@ -278,8 +270,8 @@ class Recorder:
     """Records the outputs of every step, and stacks them into columns 64 steps at a time.
 
     Thousands of live tensors would set off Python's full garbage collections, and a copy per step would cost a
-    dispatch. The first two steps show whether a policy returns memory that it writes again, or a view of its input; its
-    outputs are then copied at every step. `always_copy` is for a policy that may begin to do so later.
+    dispatch. So outputs are copied only if the first two steps show memory that the policy writes again, or a view of
+    its input. `always_copy` is for a policy that may begin to do so later.
     """
 
     def __init__(self, observation: Any, length: int, *, always_copy: bool = False) -> None:
@@ -334,9 +326,12 @@ class Recorder:
         self._held.clear()
 
     def _changed(self, start: int) -> PolicyError:
-        expected = _kinds(self._first)
-        for step, tensors in enumerate(self._held, start):
-            if (got := _kinds(tensors)) != expected:
+        expected, *kinds = (
+            [f"{getattr(each, 'dtype', type(each).__name__)} {list(getattr(each, 'shape', ()))}" for each in outputs]
+            for outputs in (self._first, *self._held)
+        )
+        for step, got in enumerate(kinds, start):
+            if got != expected:
                 return PolicyError(
                     f"step {step} of this batch: the policy returned {got} (action first) after {expected}: keep the "
                     "shapes and dtypes of its outputs the same"
@@ -348,10 +343,6 @@ class Recorder:
         if self._held:
             self._write()
         return self._columns
-
-
-def _kinds(outputs: tuple[Any, ...]) -> list[str]:
-    return [f"{getattr(each, 'dtype', type(each).__name__)} {list(getattr(each, 'shape', ()))}" for each in outputs]
 
 
 @cache

@@ -70,10 +70,10 @@ def _encoding(action: Any, spec: ActionSpec, num_envs: int) -> str:
 
 
 def checked_lead(action: Any, spec: ActionSpec, shapes: Mapping[Leaf, Sequence[int]]) -> tuple[int, ...]:
-    """The dimensions [...] of a batch's actions [..., *spec.shape]; ValueError unless they are those of observations.
+    """The dimensions [...] of a batch's actions [..., *spec.shape]; ValueError for actions that do not suit.
 
-    `shapes` are those of the observation's leaves. ValueError, too, for actions of a dtype that the space does not
-    take, and for JAX's that are outside it and not traced.
+    They have the dimensions of observations, of whose leaves `shapes` are, and a dtype that the space takes. JAX's lie
+    in the space unless they are traced.
     """
     for leaf, shape in shapes.items():
         lead = shape[: len(shape) - len(leaf.shape)]
@@ -88,9 +88,7 @@ def checked_lead(action: Any, spec: ActionSpec, shapes: Mapping[Leaf, Sequence[i
         )
     dims = action.ndim - len(spec.shape)
     if spec.categories and not isinstance(action, (Tensor, import_jax().core.Tracer)):  # JAX would score another one
-        wrong = _outside(torch.from_numpy(np.array(action)), spec)
-        if bool(wrong.any()):
-            at = wrong.nonzero()[0].tolist()[:dims]
+        for at in _outside(torch.from_numpy(np.array(action)), spec).nonzero()[:, :dims].tolist():
             raise ValueError(
                 f"the batch's action at {at} is {action[tuple(at)].tolist()}, expected one of {spec.space}: pass "
                 "actions as collected"
@@ -133,16 +131,14 @@ def check_recurrent(answer: Any, before: Any) -> None:
             f"the policy has an initial_state and returned {type(answer).__name__}, expected the pair "
             "(answer, next_state): return both, or leave initial_state out"
         )
-    if isinstance(answer[1], Mapping) != isinstance(before, Mapping):
-        kinds = f"{type(answer[1]).__name__}, expected {type(before).__name__} as initial_state"
-        raise PolicyError(f"the policy's next state is {kinds}: return (answer, next_state), in this order")
-    got, expected = (
-        [list(getattr(leaf, "shape", ())) for leaf in optree.tree_leaves(state)] for state in (answer[1], before)
-    )
-    if got != expected:
+    kinds = [isinstance(state, Mapping) for state in (answer[1], before)]
+    shapes = [[list(getattr(leaf, "shape", ())) for leaf in optree.tree_leaves(state)] for state in (answer[1], before)]
+    if kinds[0] != kinds[1] or shapes[0] != shapes[1]:
+        got = f"has the shapes {shapes[0]}, expected {shapes[1]}"
+        if kinds[0] != kinds[1]:
+            got = f"is {type(answer[1]).__name__}, expected {type(before).__name__} as initial_state"
         raise PolicyError(
-            f"the policy's next state has the shapes {got}, expected {expected}: return it as initial_state is, with "
-            "the batch dimension"
+            f"the policy's next state {got}: return (answer, next_state), in this order, with the batch dimension"
         )
 
 
@@ -172,8 +168,8 @@ def finish_columns(
     """A policy's output `columns`, checked, the action in the dtype of its space.
 
     `parameters` are the inputs of a head; its log-probability, if it has one, is NaN if they are. `chosen` is True if a
-    head chose the action. With `ties`, only the first of several ones in a one-hot row counts, as it does for
-    environments: TorchRL's value policies return several where values are equal.
+    head chose the action. With `ties`, only the first of several ones in a one-hot row counts, as for environments:
+    TorchRL's value policies return several.
     """
     if ties and spec.one_hot:
         parts = torch.split(columns["action",], list(spec.categories), -1)
@@ -189,14 +185,10 @@ def finish_columns(
             complain_if(action.sum(), math.isinf, lambda: _raise_at(torch.isinf(action), what, action, _LOOK))
         else:
             wrong = _outside(action, spec)
-            complain_if(wrong.any(), bool, partial(_raise_outside, wrong, action, spec))
+            what = f"the action is outside its space, expected {'one-hot rows for ' * spec.one_hot}{spec.space}"
+            complain_if(wrong.any(), bool, partial(_raise_at, wrong, what, action, "return one of these"))
     _check_numbers({path: column for path, column in columns.items() if column is not action}, parameters or {})
     return columns | {("action",): action.to(spec.dtype)}
-
-
-def _raise_outside(wrong: Tensor, action: Tensor, spec: ActionSpec) -> None:
-    wanted = f"one-hot rows for {spec.space}" if spec.one_hot else spec.space
-    _raise_at(wrong, f"the action is outside its space, expected {wanted}", action, "return one of these")
 
 
 def _check_numbers(columns: Columns, causes: Columns) -> None:
@@ -207,36 +199,23 @@ def _check_numbers(columns: Columns, causes: Columns) -> None:
 
 
 def _raise_nan(path: Path, column: Tensor, causes: Columns) -> None:
-    nan = {each: _any_of_row(torch.isnan(leaf)) for each, leaf in (causes | {path: column}).items()}
-    rows = torch.stack([each.to(column.device) for each in nan.values()]).any(0)
-    if not bool(rows.any()):
-        return  # values whose sum overflows
-    step, lane = rows.nonzero()[0].tolist()
-    if found := [each for each in causes if bool(nan[each][step, lane])]:
-        names = " and ".join(".".join(each) for each in found)
-        what = f"{names} {'is' if len(found) == 1 else 'are'} NaN, expected numbers"
-        _raise_at(rows, what, causes[found[0]], _LOOK, {each: causes[each] for each in found[1:]})
-    mend = _LOOK
-    if path == ("action_log_prob",):
+    wrong = [torch.isnan(each).to(column.device) for each in (*causes.values(), column)]
+    rows = torch.stack([each.reshape(*each.shape[:2], -1).any(-1) for each in wrong]).any(0)
+    for step, lane in rows.nonzero()[:1].tolist():  # none for values whose sum overflows
+        if found := {each: leaf for each, leaf in causes.items() if bool(leaf[step, lane].isnan().any())}:
+            names = " and ".join(map(".".join, found))
+            (_, first), *others = found.items()
+            what = f"{names} {'is' if len(found) == 1 else 'are'} NaN, expected numbers"
+            _raise_at(rows, what, first, _LOOK, dict(others))
         known = causes or [(name,) for name in _RULES]
-        mend = "; ".join([mend, *(rule for name, rule in _RULES.items() if (name,) in known)])
-    _raise_at(rows, f"{'.'.join(path)} is NaN, expected numbers", column, mend, causes)
-
-
-def _any_of_row(wrong: Tensor) -> Tensor:
-    """Whether any number of each row [T, P, ...] is wrong: [T, P]."""
-    return wrong.reshape(*wrong.shape[:2], -1).any(-1)
+        rules = [rule for name, rule in _RULES.items() if path == ("action_log_prob",) and (name,) in known]
+        _raise_at(rows, f"{'.'.join(path)} is NaN, expected numbers", column, "; ".join([_LOOK, *rules]), causes)
 
 
 def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str, causes: Columns | None = None) -> None:
-    """Raise PolicyError that names the first step and lane in which `wrong` [T, P, ...] is True, and the values there.
-
-    These are that of `column`, and those of `causes`.
-    """
-    rows = _any_of_row(wrong)
-    if not bool(rows.any()):
-        return  # values whose sum overflows
-    step, lane = rows.nonzero()[0].tolist()
-    known = {"it": column, **{".".join(path): cause for path, cause in (causes or {}).items()}}
-    values = ", ".join(f"{name} is {clipped(str(each[step, lane].tolist()))}" for name, each in known.items())
-    raise PolicyError(f"lane {lane}, step {step} of this batch: {what} ({values}): {mend}")
+    """Raise PolicyError with the first step and lane where `wrong` [T, P, ...] is True, and the values there."""
+    rows = wrong.reshape(*wrong.shape[:2], -1).any(-1)
+    for step, lane in rows.nonzero()[:1].tolist():  # none for values whose sum overflows
+        known = {"it": column, **{".".join(path): cause for path, cause in (causes or {}).items()}}
+        values = ", ".join(f"{name} is {clipped(str(each[step, lane].tolist()))}" for name, each in known.items())
+        raise PolicyError(f"lane {lane}, step {step} of this batch: {what} ({values}): {mend}")

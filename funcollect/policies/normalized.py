@@ -17,7 +17,6 @@ from funcollect.arguments import check_kind, check_number
 from funcollect.messages import shown
 from funcollect.policies.jax_functions.jax_policy import JaxPolicy
 from funcollect.policies.population import Population
-from funcollect.policies.torch_modules.torch_backed import named
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import matched
 from funcollect.protocols import Policy
@@ -77,8 +76,7 @@ class Normalized(ABC):
     @property
     def statistics(self) -> RunningStatistics:
         """The statistics that the policy acts with; in Torch a copy."""
-        stats: RunningStatistics = self.params[1]
-        return stats
+        return self.params[1]  # type: ignore[no-any-return]
 
     @statistics.setter
     def statistics(self, stats: RunningStatistics) -> None:
@@ -105,8 +103,7 @@ class NormalizedJax(Normalized, JaxPolicy):
             trainable, own = params
             return inner(trainable, running_statistics.normalize(own, observation, clip=clip), *others, **keywords)
 
-        self.take_over(policy, apply, (policy.params, stats))
-        self.clip = clip
+        self.take_over(policy, apply=apply, params=(policy.params, stats), clip=clip)
 
     @override
     def _act_with(self, stats: RunningStatistics) -> None:
@@ -114,15 +111,11 @@ class NormalizedJax(Normalized, JaxPolicy):
 
     @override
     def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
-        trainable, stats = matched(self.params, params, self.backend)
-        return trainable, stats
+        return matched(self.params, params, self.backend)  # type: ignore[no-any-return]
 
 
 class NormalizedModule(nn.Module):
-    """Passes normalised observations to a module, or a function.
-
-    The statistics are its buffers, with what a forward pass needs of them in float32: the means and the deviations.
-    """
+    """Passes normalised observations to a module, or a function; the statistics are buffers, some also in float32."""
 
     def __init__(
         self, module: Callable[..., Any], stats: RunningStatistics, clip: float, keys: tuple[str, ...]
@@ -137,12 +130,9 @@ class NormalizedModule(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """Call the module with the normalised observation in place of the observation."""
-        if self.keys:
-            changed = [map_leaves(self._scaled, value, key) for key, value in zip(self.keys, inputs, strict=False)]
-            return self.policy(*changed, *inputs[len(self.keys) :])
-        observation, *others = inputs
-        name = self.names[0] if isinstance(observation, Tensor) else ""
-        return self.policy(map_leaves(self._scaled, observation, name), *others)
+        names = self.keys or (self.names[0] if isinstance(inputs[0], Tensor) else "",)
+        changed = [map_leaves(self._scaled, value, name) for name, value in zip(names, inputs, strict=False)]
+        return self.policy(*changed, *inputs[len(names) :])
 
     def _scaled(self, name: str, value: Tensor) -> Tensor:
         if name not in self.names:
@@ -171,8 +161,7 @@ class NormalizedTorch(Normalized, TorchPolicy):
     def __init__(self, policy: TorchPolicy, stats: RunningStatistics, clip: float) -> None:
         module = NormalizedModule(policy.module, stats, clip, policy.keys)
         module.statistics.to(policy.run_device)
-        self.take_over(policy, module)
-        self.clip = clip
+        self.take_over(policy, module=module, clip=clip)
 
     @override
     def owns(self, module: Any) -> bool:
@@ -203,7 +192,7 @@ class NormalizedTorch(Normalized, TorchPolicy):
     def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
         if isinstance(params, tuple):
             return params
-        whole = self._whole(params)
+        whole = self.by_name(params)
         trainable, stats = (
             {name.removeprefix(part): leaf for name, leaf in whole.items() if name.startswith(part)}
             for part in ("policy.", "statistics.")
@@ -211,35 +200,19 @@ class NormalizedTorch(Normalized, TorchPolicy):
         return trainable, self._statistics_in(stats) if stats else self.statistics
 
     @override
-    def prepare(self, params: Any, /) -> dict[str, Tensor] | None:
-        return super().prepare(self._whole(params))
-
-    @override
-    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
-        return super().state_dict(self._module if params is None else self._whole(params))
-
-    @override
-    def load(self, params: Any) -> None:
-        super().load(self._whole(params))
-
-    def _whole(self, params: Any) -> Any:
-        """The parameters of the whole module by name, from the pair, or from a network or its parameters alone.
-
-        Anything else stays as it is.
-        """
+    def by_name(self, params: Any) -> dict[str, Any]:
+        """The parameters of the whole module, from the pair or a network's alone."""
         paired = isinstance(params, tuple) and len(params) == 2
         pair: Any = params if paired else (params, None)
         trainable, stats = pair
         if paired:
             check_kind("the statistics in params", stats, RunningStatistics, "pass the pair (trainable, statistics)")
             trainable = {} if trainable is None else trainable
-        if not isinstance(trainable, (nn.Module, Mapping, TensorDictBase)):
-            if paired:
+            if not isinstance(trainable, (nn.Module, Mapping, TensorDictBase)):
                 raise TypeError(
                     f"params is {shown(params)}, expected the pair (trainable, statistics): pass policy.params"
                 )
-            return params
-        own = named(trainable)
+        own = super().by_name(trainable)
         if not paired and own.keys() <= self.tensors(None).keys():
             return own
         parts = {"policy": own, "statistics": _buffers(stats if paired else self.statistics)}

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from typing_extensions import override
 
@@ -28,7 +28,7 @@ from funcollect.keys import device_states, set_device_states
 from funcollect.messages import shown
 from funcollect.policies.jax_functions.jax_policy import JaxPolicy
 from funcollect.policies.numerics import TORCH, jax_numerics
-from funcollect.policies.torch_modules.skeleton import bare
+from funcollect.policies.torch_modules.settings import bare
 from funcollect.policies.torch_modules.torch_backed import named
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import check_shapes, shapes_of
@@ -122,10 +122,7 @@ class MemberLanes(NamedTuple):
         return (count // members,) * members
 
     def answers(self, xp: Any, call: Callable[..., Any], params: Any, inputs: Any, *, mapped: bool) -> Any:
-        """The answers [P, ...] of ``call(params, inputs)``, each member called for its own rows of `inputs`.
-
-        With `mapped`, members that have as many rows each are one call under `vmap`.
-        """
+        """The answers [P, ...] of ``call(params, inputs)`` by each member for its own rows, in one call if `mapped`."""
         rows = self.rows(len(xp.leaves(inputs)[0]))
         if mapped and len(set(rows)) == 1:
             own = xp.map(itemgetter(slice(self.first, self.first + len(rows))), params)
@@ -178,7 +175,7 @@ class JaxPopulation(Population, JaxPolicy):
         own = {name: (self.size, *shape) for name, shape in shapes_of(policy.params, "jax").items()}
         check_shapes(own, shapes_of(params, "jax"))
         self._member, self._group = policy.apply, MemberLanes(0, (1,) * self.size)
-        self.take_over(policy, self._members(self._group), params)
+        self.take_over(policy, apply=self._members(self._group), params=params)
 
     def _members(self, group: MemberLanes) -> Callable[..., Any]:
         """The function for the rows of a group."""
@@ -225,13 +222,18 @@ class TorchPopulation(Population, TorchPolicy):
             {name: (self.size, *every[name].shape) for name in every if name in once},
             {name: tuple(leaf.shape) for name, leaf in stacked.items()},
         )
-        self.take_over(policy, _stacked_module(module, stacked, self.size))
+        copies: dict[int, Any] = {}  # by the id of the tensor that a member has, which may have two names
+        for name, before in (*module.named_parameters(), *module.named_buffers()):
+            own = stacked[name].detach().clone()
+            copies[id(before)] = nn.Parameter(own, before.requires_grad) if isinstance(before, nn.Parameter) else own
+        made: Any = copy.deepcopy(module, copies)  # which calls each member for its rows
+        made.__class__, made._group = _members_of(module.__class__), MemberLanes(0, (1,) * self.size)
+        self.take_over(policy, module=made)
 
     @property
     def lanes(self) -> int:
         """A number of rows for which it can be called."""
-        group: MemberLanes = vars(self.module)["_group"]
-        return sum(group.lanes)
+        return sum(vars(self.module)["_group"].lanes)
 
     @override
     def _act_for(self, whole: TorchPopulation, group: MemberLanes) -> None:
@@ -243,23 +245,8 @@ class TorchPopulation(Population, TorchPolicy):
         vars(self.module).update(attributes)  # it may have been changed
 
 
-def _stacked_module(module: Any, tensors: Mapping[str, Tensor], size: int) -> Any:
-    """A copy of the module with these parameters and buffers, which calls each member for its rows."""
-    copies: dict[int, Any] = {}  # by the id of the tensor that a member has, which may have two names
-    for name, before in (*module.named_parameters(), *module.named_buffers()):
-        own = tensors[name].detach().clone()
-        copies[id(before)] = nn.Parameter(own, before.requires_grad) if isinstance(before, nn.Parameter) else own
-    made: Any = copy.deepcopy(module, copies)
-    made.__class__ = _members_of(module.__class__)
-    made._group = MemberLanes(0, (1,) * size)
-    return made
-
-
 class _Members:
-    """The class of a module whose tensors have a leading axis of N, in front of the class of the one it was made of.
-
-    A subclass of both, so that parameters keep their names.
-    """
+    """In front of a module's class: its tensors have a leading axis of N, and keep their names."""
 
     _member: type[nn.Module]
     _group: MemberLanes
@@ -277,22 +264,18 @@ class _Members:
         modes = tuple(part.training for part in module.modules())
         if modes in allowed:
             return act(mapped=allowed[modes])
-        place = next(iter(tensors.values())).device
-        drawn, before = torch.get_rng_state(), {name: leaf.clone() for name, leaf in module.named_buffers()}
-        drawn_on_device = device_states(place)
+        place, buffers = next(iter(tensors.values())).device, list(module.buffers())
+        drawn, on_device, before = torch.get_rng_state(), device_states(place), [leaf.clone() for leaf in buffers]
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", "There is a performance drop")  # slower than a call for each
-                answer = act(mapped=True)
+                answer, allowed[modes] = act(mapped=True), True
         except (RuntimeError, ValueError, UserWarning):  # such as a branch that depends on data
             torch.set_rng_state(drawn)
-            set_device_states(place, drawn_on_device)
-            for name, leaf in module.named_buffers():
-                leaf.copy_(before[name])
-            answer = act(mapped=False)
-            allowed[modes] = False
-        else:
-            allowed[modes] = True
+            set_device_states(place, on_device)
+            for leaf, content in zip(buffers, before, strict=True):
+                leaf.copy_(content)
+            answer, allowed[modes] = act(mapped=False), False
         return answer
 
     def __reduce_ex__(self, protocol: Any) -> Any:

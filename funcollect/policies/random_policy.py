@@ -69,8 +69,7 @@ class RandomPolicy(PolicyBase):
     def __call__(
         self, params: Any, state: Any, observation: Any, noise: Any, spec: ActionSpec, exploration: Exploration, /
     ) -> tuple[None, Mapping[str, Any]]:
-        drawn = noise.to(device_of(observation))
-        return None, {"action": _draw(self.spec, drawn, action_mask(observation, self.spec))[0]}
+        return None, {"action": _draw(self.spec, noise.to(device_of(observation)), observation)[0]}
 
     @override
     def actor(self, inputs: ActorInputs, /) -> RandomActor:
@@ -86,7 +85,7 @@ class RandomActor(Actor):
         noise = inputs.noise.to(device_of(inputs.observation))
         self._noise = noise if action_mask(inputs.observation, inputs.spec) is not None else None
         if self._noise is None:
-            self.actions, self.log_prob = _draw(inputs.spec, noise, None)
+            self.actions, self.log_prob = _draw(inputs.spec, noise, inputs.observation)
         else:
             lead = noise.shape[:2]
             self.actions = torch.empty((*lead, *inputs.spec.shape), dtype=inputs.spec.dtype, device=noise.device)
@@ -99,7 +98,7 @@ class RandomActor(Actor):
         if block != self._block:
             self._block, self._rows = block, self.actions[block * _STEPS :][:_STEPS].unbind(0)
         if self._noise is not None:
-            action, self.log_prob[t] = _draw(self._spec, self._noise[t], action_mask(self._observation, self._spec))
+            action, self.log_prob[t] = _draw(self._spec, self._noise[t], self._observation)
             self._rows[row].copy_(action)
         return self._rows[row]
 
@@ -140,8 +139,8 @@ class RandomStart:
         return policy_state, columns
 
 
-def _draw(spec: ActionSpec, uniform: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
-    action, log_prob = draw_actions(TORCH, spec, uniform, mask)
+def _draw(spec: ActionSpec, uniform: Tensor, observation: Any) -> tuple[Tensor, Tensor]:
+    action, log_prob = draw_actions(TORCH, spec, uniform, action_mask(observation, spec))
     return action.to(spec.dtype), log_prob
 
 
@@ -165,16 +164,13 @@ def random_noise(spec: ActionSpec) -> Noise:
 
 
 def draw_actions(xp: Any, spec: ActionSpec, uniform: Any, mask: Any) -> tuple[Any, Any]:
-    """Actions [..., *spec.shape] from the numbers that `random_noise` describes, and their log-probabilities [...].
-
-    `xp` has the functions of `funcollect.policies.numerics`, for Torch or for JAX.
-    """
+    """Actions [..., *spec.shape] from the numbers that `random_noise` describes, and their log-probabilities [...]."""
     if spec.categories:
         return _choices(xp, spec, uniform, mask)
-    shape = uniform.shape[: uniform.ndim - len(spec.shape)]
-    if isinstance(spec.space, spaces.MultiBinary):
-        return xp.floor_int(2 * uniform), xp.full(shape, -math.prod(spec.shape) * math.log(2), uniform)
     space: Any = spec.space
+    shape = uniform.shape[: uniform.ndim - len(spec.shape)]
+    if isinstance(space, spaces.MultiBinary):
+        return xp.floor_int(2 * uniform), xp.full(shape, -math.prod(spec.shape) * math.log(2), uniform)
     if space.dtype.kind != "f":
         return _integers(xp, space, uniform, shape)
     action, density = _components(xp, space, uniform)
@@ -203,10 +199,7 @@ def _integers(xp: Any, space: Any, uniform: Any, shape: tuple[int, ...]) -> tupl
 
 
 def _components(xp: Any, space: Any, uniform: Any) -> tuple[Any, Any]:
-    """Components of a floating Box and their log-densities, each like `uniform`.
-
-    Bounded components are uniform; others normal, or exponential from the side that is bounded.
-    """
+    """Components of a floating Box and their log-densities, each like `uniform`; see `random_policy`."""
     below, above = np.isfinite(space.low), np.isfinite(space.high)
     width = np.where(below & above, space.high.astype(np.float64) - space.low, 1)
     ends = (np.where(finite, end, 0) for finite, end in ((below, space.low), (above, space.high)))

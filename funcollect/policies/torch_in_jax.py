@@ -63,7 +63,7 @@ class LoweredPolicy(FunctionPolicy):
         self.single = single  # whether a TensorDict policy's module is called without a batch dimension; P is 1 then
         self.ties = isinstance(source, TensorDictPolicy)
         self._carries_init = isinstance(source, TensorDictPolicy) and INIT in (initial_carry or {})
-        self.dtypes: dict[Path, torch.dtype] = {}  # of outputs whose dtypes JAX lacks
+        self.dtypes: dict[str, torch.dtype] = {}  # of outputs whose dtypes JAX lacks, by dotted name
         self.nested: list[Path] = []  # outputs that the loop has under dotted names
         recurrent = lanes_of(initial_carry, len(leaves_of(observation)[0][0]), source.device)
         self.lowered = self._lowered(_checked_module(source), observation, recurrent)
@@ -180,12 +180,12 @@ class LoweredPolicy(FunctionPolicy):
 
     def as_torch(self, batch: TensorDict) -> TensorDict:
         """A batch of the loop with the dtypes and nested keys of the Torch policy's outputs."""
-        wide = {path: dtype for path, dtype in self.dtypes.items() if batch[".".join(path)].dtype != dtype}
+        wide = {name: dtype for name, dtype in self.dtypes.items() if batch[name].dtype != dtype}
         if not (wide or self.nested):
             return batch
         batch.unlock_()
-        for path, dtype in wide.items():
-            batch[".".join(path)] = batch[".".join(path)].to(dtype)
+        for name, dtype in wide.items():
+            batch[name] = batch[name].to(dtype)
         for path in self.nested:
             batch.rename_key_(".".join(path), path)
         return batch.lock_()
@@ -213,8 +213,8 @@ class LoweredPolicy(FunctionPolicy):
             raise LoweringError(f"the out_keys {taken} stand where a batch has its own: rename them")
         if other := [path for path, leaf in hidden.items() if leaf.dtype != recurrent[path].dtype]:
             raise LoweringError(f"the hidden states {other} change their dtypes in a step: give initial ones like them")
-        dtypes = {path: leaf.dtype for path, leaf in outputs.items() if isinstance(leaf, Tensor)}
-        self.dtypes = {path: dtype for path, dtype in dtypes.items() if jax_dtype(dtype).itemsize < dtype.itemsize}
+        dtypes = {".".join(path): leaf.dtype for path, leaf in outputs.items() if isinstance(leaf, Tensor)}
+        self.dtypes = {name: dtype for name, dtype in dtypes.items() if jax_dtype(dtype).itemsize < dtype.itemsize}
 
 
 def _can_join(tensors: Mapping[str, Tensor]) -> bool:
@@ -296,17 +296,16 @@ def _check_forgets(policy: LoweredPolicy, module: Any, inputs: dict[Path, Any], 
             answer = calling.run_module(module, given, policy.source.device, single=single)
             return calling.outputs_of(answer, read, single=single)
 
+    def same(one: Any, two: Any) -> bool:
+        return one is two or (isinstance(one, Tensor) and torch.equal(one, two))
+
     first = outputs_from(inputs)
-    second = outputs_from(inputs | {path: leaf for path, leaf in first.items() if calling.may_be_read(path)})
-    if others := [path for path, leaf in second.items() if not _same(first.get(path), leaf)]:
+    second = outputs_from(inputs | calling.found_again(first))
+    if others := [path for path, leaf in second.items() if not same(first.get(path), leaf)]:
         raise LoweringError(
             f"its {calling.names_of(others)} depend on its outputs of the step before: give these keys a start with "
             "funcollect.tensordict_policy(policy, initial_state={...}), and name them in the in_keys and out_keys"
         )
-
-
-def _same(one: Any, two: Any) -> bool:
-    return one is two or (isinstance(one, Tensor) and torch.equal(one, two))
 
 
 def _apart(one: Tensor, two: Tensor) -> float:

@@ -20,7 +20,6 @@ from torch.distributions import Bernoulli, kl_divergence
 
 from funcollect.arguments import check_kind, check_num_envs
 from funcollect.core import api
-from funcollect.core.apply import apply
 from funcollect.core.saving import go_on
 from funcollect.core.state import CollectorState
 from funcollect.envs.base import EnvBase
@@ -183,14 +182,14 @@ def own_resets(trial: Trial) -> None:
     """`step` calls no `reset` within an episode: the batch has the end of each."""
     with trial.started() as state:
         try:
-            state, watched = apply(trial.env, state, _watch_resets)
+            state, watched = api.apply(trial.env, state, _watch_resets)
         except TypeError:  # no objects
             watched = [False]
         if not all(watched):
             raise NotApplicableError("only for environments of Gymnasium's classes")
         for step in range(trial.steps):
             state, row = trial.go_on(state, 1)
-            state, found = apply(trial.env, state, lambda env: bool(vars(env.unwrapped).pop(_NOTICED, False)))
+            state, found = api.apply(trial.env, state, lambda env: bool(vars(env.unwrapped).pop(_NOTICED, False)))
             wrong = torch.tensor(found)[:, None] & ~row["next", "done"][..., 0]
             expect_rows(wrong, "reset", "a call", "no call of reset by step within an episode", first=step)
 

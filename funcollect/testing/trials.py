@@ -31,7 +31,7 @@ Subject = TypeVar("Subject")
 Check = Callable[[Subject], str | None]
 _MENDS: dict[Any, str] = {}
 Differs = Callable[[Tensor, Tensor], Tensor]  # whether the rows of two tensors [P, T, ...] differ: [P, T] bool
-Rows = Tensor | str  # [P, T, ...], or a text that stands for each of them
+Shown = Tensor | str  # [P, T, ...], or a text that stands for each of them
 _OWN_RANDOMNESS = (
     "draw from what is seeded: an environment from self.np_random, which reset(seed=...) seeds, a policy from its "
     "head's noise or its key"
@@ -158,7 +158,7 @@ def expect_equal(
 
 
 def expect_rows(
-    wrong: Tensor, what: str, got: Rows, expected: Rows, mend: str = "", *, note: str = "", first: int = 0
+    wrong: Tensor, what: str, got: Shown, expected: Shown, mend: str = "", *, note: str = "", first: int = 0
 ) -> None:
     """Fail at the earliest row of the mask `wrong` [P, T, ...] that is True; its steps begin with `first`.
 

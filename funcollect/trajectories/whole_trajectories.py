@@ -116,7 +116,7 @@ class PendingTrajectories:
         pieces = np.unique(taken["piece"])
         places = [(taken["piece"] == piece).nonzero()[0] for piece in pieces]
         parts = [self._rows(piece, taken["row"][place]) for piece, place in zip(pieces, places, strict=True)]
-        frames: TensorDictBase = parts[0]
+        frames: Any = parts[0]
         if len(parts) > 1:
             frames = torch.cat(parts)[torch.from_numpy(np.concatenate(places).argsort())]
         attach(frames.refine_names("time"), self._ends(taken))

@@ -63,7 +63,7 @@ SIZES = """
 """
 POSITIVE = set(SIZES.split())
 COUNTS = {"init_random_frames", "random_steps", "noop_max", "prefetch", "alpha", "beta", "eps"}
-BEYOND = {"seed": [-1], "total_frames": [0, -2], "epsilon": [2.0, -0.5]}
+BEYOND = {"seed": [-1, 2**64], "total_frames": [0, -2], "epsilon": [2.0, -0.5]}
 
 
 def bad_values(name, annotation):

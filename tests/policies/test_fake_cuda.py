@@ -108,7 +108,7 @@ def run(make, spec, *, masked=False, random_steps=0, **given):
         for rollout, way in enumerate([SAMPLED, SAMPLED, fc.ExplorationType.DETERMINISTIC]):
             asked = Request(length=STEPS, random_steps=random_steps, exploration_type=way, exploration=values)
             state.step, state.steps_made = torch.zeros(P, dtype=torch.int64, device=CUDA), rollout * STEPS
-            stepper: Any = SimpleNamespace(env=env, policy=policy, state=state, request=asked, observation=observation)
+            stepper = SimpleNamespace(env=env, policy=policy, state=state, request=asked, observation=observation)
             actor = open_actor(stepper)
             with actor.running():
                 if policy.remembers(state.policy_state):

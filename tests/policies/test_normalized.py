@@ -238,9 +238,9 @@ def test_bad_arguments_are_refused():
         (lambda: fc.normalized(policy, stats), TypeError, "normalised already"),
         (lambda: fc.normalized(torch_policy(), stats, clip=0), ValueError, "clip is 0"),
         (lambda: fc.Collector(one, torch_policy(), **updating), TypeError, "is True, but the policy is TorchPolicy"),
-        (lambda: fc.Collector(two, members, **updating), TypeError, "a population … call funcollect.running_stat"),
-        (lambda: fc.Collector(env, fc.lower_policy(policy, env), **updating), TypeError, "Lowered … without lower_pol"),
-        (lambda: multi([one] * 2, policy_factory=lambda: policy, **updating), TypeError, "None … factory … as policy"),
+        (lambda: fc.Collector(two, members, **updating), TypeError, "TorchPopulation … call funcollect.running_"),
+        (lambda: fc.Collector(env, fc.lower_policy(policy, env), **updating), TypeError, "LoweredPolicy … without low"),
+        (lambda: multi([one] * 2, policy_factory=lambda: policy, **updating), TypeError, "None … as policy … factory"),
     ):
         with refused(error, says):
             call()

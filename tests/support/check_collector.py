@@ -16,7 +16,7 @@ import torch
 
 from funcollect.errors import ClosedError
 from funcollect.testing.check_policy import other_weights, own_weights
-from funcollect.testing.report import NotApplicableError, expect_equal, run_checks
+from funcollect.testing.trials import NotApplicableError, expect_equal, run_checks
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
 from funcollect.tree import flatten, time_last, to_tensordict
 from tests.support.faulty.faulty_workers import Failing, stumble

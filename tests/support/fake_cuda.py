@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from funcollect.core import request
+from funcollect.core.loops import eager
 from funcollect.policies import base, random_policy
 from funcollect.policies.tensordict_modules import tensordict_policy
 from funcollect.policies.torch_modules import torch_policy

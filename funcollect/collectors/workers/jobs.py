@@ -18,7 +18,7 @@ from torch import Tensor
 from funcollect.arguments import check_positive
 from funcollect.collectors.options import Options, RunnerSpec, Shard
 from funcollect.collectors.workers.worker import Job
-from funcollect.envs.recognise import is_torchrl
+from funcollect.envs.base import is_torchrl
 from funcollect.messages import clipped, shown
 
 _OF_THE_READER = {

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from funcollect.policies.torch_in_jax import LoweredPolicy
-from funcollect.policies.torch_modules.sending import PolicyChanges, unpack
+from funcollect.policies.torch_modules.settings import PolicyChanges, unpack
 from funcollect.policies.torch_modules.torch_backed import replaced
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import Shapes, check_shapes, shapes_of

@@ -21,8 +21,8 @@ from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.saving import Episodes, counts_in
 from funcollect.core.whole_episodes import is_limited
-from funcollect.interop.plain_data import from_data
-from funcollect.policies.torch_modules.sending import dumps, unpack
+from funcollect.files import from_data
+from funcollect.policies.torch_modules.settings import dumps, unpack
 from funcollect.processes.failures import UnsentResultError, check_sendable, sending
 from funcollect.processes.serving import Served
 from funcollect.specs import ActionSpec, Leaf, Space

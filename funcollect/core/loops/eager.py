@@ -17,11 +17,11 @@ from torch import Tensor
 from funcollect.core.batch import OUTCOME_KEYS, REWARD, deliver
 from funcollect.core.request import ANOTHER_POLICY, Request, check_state_kind, head_of
 from funcollect.core.state import CollectorState
-from funcollect.interop.reads import reads_together
+from funcollect.interop.memory import reads_together
 from funcollect.keys import draw_ahead, random_words
 from funcollect.policies.random_policy import RandomStart
 from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
-from funcollect.processes.life import SIGNS
+from funcollect.processes.system import SIGNS
 from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, Policy
 from funcollect.threefry import Words
 from funcollect.tree import Path

@@ -38,13 +38,11 @@ from funcollect.core.traced_step.step import (
     run_keys,
     starts_are_cheap,
 )
-from funcollect.envs.jax_envs.checks import check_unchanged
-from funcollect.interop.bridge import follow_torch, jax_view, torch_followed, torch_view
+from funcollect.envs.jax_envs.jax_env import check_unchanged
+from funcollect.interop.bridge import follow_torch, jax_view, opened, torch_followed, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
-from funcollect.interop.joined_tensors import opened
 from funcollect.interop.memo import memo_of
-from funcollect.interop.memory import fixed
-from funcollect.interop.reads import reads_together
+from funcollect.interop.memory import fixed, reads_together
 from funcollect.keys import Key, random_words
 from funcollect.policies.checks import check_apart
 from funcollect.policies.random_policy import RandomPolicy

@@ -27,8 +27,7 @@ from funcollect.envs.base import checked_start, checked_transition
 from funcollect.errors import EnvError, LoweringError
 from funcollect.interop.cuda_graph import CaptureError, CudaGraph, written
 from funcollect.interop.memo import memo_of
-from funcollect.interop.memory import fixed
-from funcollect.interop.reads import reads_together
+from funcollect.interop.memory import fixed, reads_together
 from funcollect.keys import Key, LaneKeys, Purpose, draw_on_device, torch_generator
 from funcollect.messages import shown
 from funcollect.policies.torch_modules.torch_policy import TorchActor, TorchPolicy

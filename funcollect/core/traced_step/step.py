@@ -12,8 +12,7 @@ import numpy as np
 from funcollect.core.batch import NEXT_FLAGS, ROOT_FLAGS
 from funcollect.core.env_params import call_in_lanes, of_one_lane, of_restarted, recorded_params
 from funcollect.core.request import ANOTHER_POLICY, StepOptions, head_of
-from funcollect.envs.jax_envs.checks import differing
-from funcollect.envs.jax_envs.jax_env import JaxEnvState, reset_lane, step_lane
+from funcollect.envs.jax_envs.jax_env import JaxEnvState, differing, reset_lane, step_lane
 from funcollect.errors import PolicyError
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax, without_weak_types

@@ -40,10 +40,8 @@ from funcollect.envs.gymnasium_envs.lanes import TAKEN, GymEnv, GymVectorEnv, La
 from funcollect.envs.host.host_env import Opener, OpenerOf, SimulatedEnv
 from funcollect.envs.host.lane_workers.options import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
-from funcollect.envs.recognise import has_time_limit, refuse_foreign, running_statistics
-from funcollect.errors import InUseError
 from funcollect.processes.system import SIGNS
-from funcollect.protocols import Forking, Simulators, is_env
+from funcollect.protocols import Forking, is_env
 from funcollect.specs import ActionSpec, observation_leaves
 
 EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]

@@ -17,7 +17,7 @@ from funcollect.envs.base import AdaptedEnv, EnvBase
 from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.errors import EnvError
 from funcollect.interop.memory import aligned
-from funcollect.messages import shown
+from funcollect.messages import form, shown
 from funcollect.processes.system import SIGNS
 from funcollect.protocols import Column, Env, Forking, HostEnv, Outcome, Seeding, Simulators
 from funcollect.specs import ActionSpec, Leaf, disassemble

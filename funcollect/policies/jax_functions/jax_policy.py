@@ -130,9 +130,9 @@ class FunctionPolicy(HeadedPolicy):
 
     @override
     def init(self, key: Key, num_envs: int, /) -> Any:
-        jnp = import_jax().numpy
-        return import_jax().tree.map(
-            lambda leaf: jnp.tile(jnp.asarray(leaf), (num_envs, *[1] * np.ndim(leaf))), self.initial_state
+        jax = import_jax()
+        return jax.tree.map(
+            lambda leaf: jax.numpy.tile(jax.numpy.asarray(leaf), (num_envs, *[1] * np.ndim(leaf))), self.initial_state
         )
 
     @override
@@ -189,10 +189,7 @@ class FunctionPolicy(HeadedPolicy):
         return JaxActor(self, inputs)
 
     def _over_tensors(self, inputs: ActorInputs) -> Callable[..., Any]:
-        """One step as a jitted call on arrays over tensors of an accelerator.
-
-        On the CPU an export to JAX costs more than the whole call, so there `JaxActor` reads NumPy rows.
-        """
+        """One step as a jitted call on arrays over tensors of an accelerator; on the CPU `JaxActor` costs less."""
         spec, stochastic, bound = inputs.spec, inputs.stochastic, inputs.bound
 
         def step(bound: BoundParams, policy_state: Any, observation: Any, noise: Any, t: Any) -> Any:
@@ -219,21 +216,11 @@ class JaxPolicy(FunctionPolicy):
     ) -> None:
         super().__init__(apply, head, initial_state, record_state=record_state)
         self.params = params
-        self._prepared: tuple[list[Any], Any] | None = None
         self._variables = variables_of(apply)
-
-    def take_over(self, policy: JaxPolicy, apply: Callable[..., Any], params: Any) -> None:
-        """Begin as `policy`, over another function that calls its own: for policies that are made of it."""
-        JaxPolicy.__init__(self, apply, params, policy.head, policy.initial_state, record_state=policy.record_state)
-        self._variables = policy._variables
 
     @override
     def prepare(self, params: Any, /) -> Any:
-        """Parameters on the device, once per version; None stands for the policy's own, read at each rollout.
-
-        Raises ValueError or TypeError for parameters unlike the policy's own, and for arrays that were donated;
-        PolicyError if a variable that the function refers to has been set since the first rollout.
-        """
+        """Parameters on the device, once per version; None stands for the policy's own, read at each rollout."""
         jax = import_jax()
         if changed := set_since_use(self, self._variables):
             raise PolicyError(
@@ -241,17 +228,14 @@ class JaxPolicy(FunctionPolicy):
                 "effect: pass changing values in params, or make another policy with funcollect.jax_policy"
             )
         given = self.params if params is None else params
-        leaves, last = jax.tree.leaves(given), self._prepared
-        if last and len(leaves) == len(last[0]) and all(map(_is_still, leaves, last[0])):
+        leaves, memo = jax.tree.leaves(given), memo_of(self)
+        same, last = (lambda one, two: one is two and not one.is_deleted()), memo.get("prepared")
+        if last and len(leaves) == len(last[0]) and all(map(same, leaves, last[0])):
             return last[1]
         prepared = jax_arrays(given if params is None else matched(self.params, given, self.backend))
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
-            self._prepared = (leaves, prepared)
+            memo["prepared"] = (leaves, prepared)
         return prepared
-
-
-def _is_still(one: Any, two: Any) -> bool:
-    return one is two and not one.is_deleted()
 
 
 def as_given(policy: Any, saved: Mapping[str, Any] | None) -> Any:
@@ -268,11 +252,9 @@ class JaxActor(Actor):
         if which not in memo:  # the program holds the spec, so that no other one takes its id
             memo[which] = StepProgram(partial(policy.answer, inputs.spec, inputs.stochastic), inputs)
         program = memo[which]
-        self._rollout = inputs
+        self._rollout, self._finish = inputs, policy.finish
         self._step, self._plain, self._fields = program.step, program.plain, program.fields
-        self._finish = policy.finish
-        self._params = program.params(inputs)
-        self._recurrent = inputs.policy_state
+        self._params, self._recurrent = program.params(inputs), inputs.policy_state
         self._inputs = PackedInputs(inputs)
         # A call that returns a state would commit it to the buffer's device, and JAX would compile again for that.
         self._buffer = self._inputs.argument(self._params) if self._plain else self._inputs.buffer

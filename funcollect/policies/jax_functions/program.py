@@ -36,13 +36,11 @@ _LARGEST_VECTOR = 1 << 16  # floats
 
 
 class StepProgram:
-    """The jitted step of a policy for one action space and number of lanes.
+    """The jitted step of a policy for one action space and number of lanes; small parameters are passed as one vector.
 
-    32-bit observations and the noise are passed in one buffer, others as separate arguments. Small parameters are
-    passed as one vector. A `plain` policy has neither a state nor other observations: its step is
+    A `plain` policy has neither a state nor other observations than `PackedInputs`: its step is
     ``step(params, buffer)`` and returns the packed outputs. Otherwise it is ``step(params, buffer, policy_state,
     others)`` and returns the next state as well.
-    `answer` is the policy's traced step, `actor_inputs` any rollout with the same shapes.
     """
 
     def __init__(self, answer: TracedCall, actor_inputs: ActorInputs) -> None:
@@ -108,20 +106,17 @@ class OutputField:
 
 
 def _carrier(dtype: Any) -> Any:
-    """The 32- or 64-bit dtype in which values of `dtype` travel without loss."""
+    """The 32- or 64-bit dtype in which values of `dtype` travel without loss; bfloat16 is of kind V."""
     dtype = np.dtype(dtype)
-    if dtype.itemsize == 8:
+    if dtype.itemsize == 8 or dtype == np.uint32:
         return dtype
-    if dtype.kind in "fV":
-        return np.float32  # bfloat16 is of kind V
-    return np.uint32 if dtype == np.uint32 else np.int32
+    return np.float32 if dtype.kind in "fV" else np.int32
 
 
 def layout(outputs: Mapping[str, Any], num_envs: int) -> tuple[OutputField, ...]:
     """The fields of a row, the action first; PolicyError for an output that is complex or lacks a row per lane."""
     check_rows(outputs, num_envs)
-    fields: list[OutputField] = []
-    start = 0
+    fields, start = [], 0
     for name in sorted(outputs, key=lambda name: (name != "action", name)):
         (_, *shape), dtype = outputs[name].shape, outputs[name].dtype
         if np.dtype(dtype).kind == "c":
@@ -144,24 +139,22 @@ def pack(outputs: Mapping[str, Any], fields: tuple[OutputField, ...]) -> Any:
 
 
 class PackedInputs:
-    """The observation and the noise of a step as a jitted call reads them: side by side in one buffer.
+    """The observation and the noise of a step as a jitted call reads them, always in the same memory.
 
-    One transfer is cheaper than several. Only arrays of 32-bit words can share a buffer; other leaves of the
-    observation are `others`. All are read at each step, always in the same memory.
+    Arrays of 32-bit words lie side by side in one buffer, since one transfer is cheaper than several; other leaves of
+    the observation are `others`.
     """
 
     def __init__(self, inputs: ActorInputs) -> None:
         leaves, self._treedef = import_jax().tree.flatten(inputs.observation)
         self._are_words = [bool(np.dtype(leaf.dtype).itemsize == 4) for leaf in leaves]
         self.others = [leaf for leaf, is_word in zip(leaves, self._are_words, strict=True) if not is_word]
-        sources = [leaf for leaf, is_word in zip(leaves, self._are_words, strict=True) if is_word]
+        sources = list(itertools.compress(leaves, self._are_words))
         arrays = sources if inputs.noise is None else [*sources, inputs.noise[0].numpy()]
         ends = list(itertools.accumulate((array.size for array in arrays), initial=0))
         self.buffer = aligned((ends[-1],), np.dtype(np.int32))
-        self._layout = [
-            (slice(start, end), array.shape, array.dtype)
-            for array, (start, end) in zip(arrays, itertools.pairwise(ends), strict=True)
-        ]
+        places = itertools.starmap(slice, itertools.pairwise(ends))
+        self._layout = [(where, each.shape, each.dtype) for where, each in zip(places, arrays, strict=True)]
         views = [self.buffer[where].view(dtype).reshape(shape) for where, shape, dtype in self._layout]
         self._copies = list(zip(views, sources, strict=False))
         self._noise = views[len(sources) :]
@@ -194,15 +187,14 @@ class PackedInputs:
 
 def drawing(keys: Pair, steps: Any) -> Draw:
     """Draws with the lanes' keys [P] at the step with the number `steps` [2], low word first."""
-    return partial(_words, keys, steps)
 
+    def words(width: int) -> Any:  # lanes are the last dimension: XLA then uses the processor's vectors
+        jnp = import_jax().numpy
+        number = jnp.arange(width, dtype=jnp.uint32)[:, None]
+        first, second = hashed_in_jax(keys, (1 + number // 2) | steps[1] << np.uint32(16), steps[0])
+        return jnp.where(number % 2 == 0, first, second)
 
-def _words(keys: Pair, steps: Any, width: int) -> Any:
-    """One hash for each word, over lanes in the last dimension: XLA then uses the processor's vectors."""
-    jnp = import_jax().numpy
-    number = jnp.arange(width, dtype=jnp.uint32)[:, None]
-    first, second = hashed_in_jax(keys, (1 + number // 2) | steps[1] << np.uint32(16), steps[0])
-    return jnp.where(number % 2 == 0, first, second)
+    return words
 
 
 def draw_noise(noise: Noise, draw: Draw) -> Any:

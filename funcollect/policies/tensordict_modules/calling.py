@@ -1,17 +1,15 @@
 """Calls a module on a TensorDict, and finds its outputs and the hidden states that it carries as keys.
 
-A module that carries a hidden state reads `key` and writes ``("next", key)``, or it reads and writes `key` itself.
-
-A TensorDict costs more than a small network at each step. So for a sequence of plain `TensorDictModule`s and
-`ProbabilisticTensorDictModule`s, the first step of a rollout runs the policy as it is and records the calls. If the
-parts, called one after another on a plain dict, give the same bits from the same random draws, the other steps call
-these, in half the time.
+A TensorDict costs more than a small network at each step. So the first step of a rollout calls a sequence of plain
+modules as it is and records the calls. If its parts, called one after another on a plain dict, give the same bits from
+the same random draws, the other steps call these, in half the time.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -53,10 +51,7 @@ def _parts(module: Any) -> list[nn.Module]:
 def run_module(
     module: Callable[..., Any], inputs: Mapping[Path, Tensor], device: torch.device | None, *, single: bool = False
 ) -> TensorDictBase:
-    """Call the module with a TensorDict of copies of `inputs` [P, ...], on `device` or where they are.
-
-    For a `single` environment, the TensorDict and the answer have no batch dimension.
-    """
+    """Call the module with copies of `inputs` [P, ...], if `single` [...], on `device` or where they are."""
     own = {path: (leaf[0] if single else leaf).clone() for path, leaf in inputs.items()}
     batch_size = () if single else tuple(next(iter(inputs.values())).shape[:1])
     given = TensorDict(nest(own), batch_size, device=device) if device else to_tensordict(own, batch_size)
@@ -87,16 +82,13 @@ def batched(leaf: Any) -> Any:
     return leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf
 
 
-def may_be_read(path: Path) -> bool:
-    """Whether a policy without declared hidden states finds this output at its next step: all but the action."""
-    return path[0] != "next" and path != ("action",)
+def found_again(outputs: Mapping[Path, Any]) -> dict[Path, Any]:
+    """The outputs that a policy without declared hidden states finds at its next step: all but the action."""
+    return {path: leaf for path, leaf in outputs.items() if path[0] != "next" and path != ("action",)}
 
 
 def check_hidden(outputs: Mapping[Path, Any], hidden: Mapping[Path, Tensor], written: Mapping[Path, Path]) -> None:
-    """Raise PolicyError unless `outputs` hold the next value of each hidden state, in the shape that was read.
-
-    `written` maps the path of each hidden state to the path of its next value.
-    """
+    """Raise PolicyError unless `outputs` hold, as `written`, each hidden state's next value in the same shape."""
     for path, leaf in hidden.items():
         got = getattr(outputs.get(written[path]), "shape", None)
         if got != leaf.shape:
@@ -122,31 +114,17 @@ def by_path(observation: Any) -> dict[Path, Any]:
     return flatten(opened(observation if isinstance(observation, dict) else {"observation": observation}))
 
 
-def written_by(module: Any, path: Path) -> Path:
-    """The path under which `module` writes the next value of the hidden state that it reads as `path`."""
-    writes = paths_of(module, "out_keys")
-    return path if path in writes and ("next", *path) not in writes else ("next", *path)
-
-
 def reads_what_it_wrote(module: Any) -> bool:
-    """Whether a policy may read its outputs of the step before, without declaring them.
-
-    Modules of tensordict and TorchRL read their in_keys only, except those that keep a state. Functions of
-    a TensorDict, and other libraries' modules, may read any key.
-    """
+    """Whether a policy may read its outputs of the step before, without declaring them: all but most of TorchRL's."""
     return not isinstance(module, TensorDictModuleBase) or any(
-        type(part).forward.__module__.partition(".")[0] not in ("tensordict", "torchrl")
-        or any(base.__name__ in _KEEP_STATES for base in type(part).__mro__)
+        not _is_of_torchrl(type(part).forward) or any(base.__name__ in _KEEP_STATES for base in type(part).__mro__)
         for part in _parts(module)
         if isinstance(part, TensorDictModuleBase)
     )
 
 
 def carries_action(module: Any, written: Collection[Path]) -> bool:
-    """Whether one of `written`, the next hidden states, comes from the part that chooses the action, or follows it.
-
-    Where both come from a key between the parts, such as the output of a recurrent network, nobody can know.
-    """
+    """Whether one of `written`, the next hidden states, comes from the part that chooses the action, or follows it."""
     derived: set[Path] = {("action",)}  # keys that follow from the action
     for part in _parts(module):
         if isinstance(part, TensorDictModuleBase) and not isinstance(part, TensorDictSequential):
@@ -161,10 +139,9 @@ def initial_hidden_states(
 ) -> dict[Path, Tensor]:
     """The value of each hidden state of `module` at the start of an episode, in one environment.
 
-    The value is taken from `given`, the user's argument, nested or by key; else from the `make_tensordict_primer` of a
-    part of the module, such as TorchRL's LSTMModule; else from `defaults`. A state that is written under ``next`` has
-    to have a value. A key that the module reads and writes is a state only if its value is known; otherwise it may be
-    an observation that the module replaces.
+    It is taken from `given`, the user's argument, nested or by key; else from the `make_tensordict_primer` of a part,
+    such as TorchRL's LSTMModule; else from `defaults`. A key that the module reads and writes is a state only if its
+    value is known; otherwise it may be an observation that the module replaces.
     """
     given_states = {} if given is None else _flat(given)
     read, written = paths_of(module, "in_keys"), paths_of(module, "out_keys")
@@ -264,27 +241,30 @@ def _drawing(part: ProbabilisticTensorDictModule, jointly: bool) -> Part:
 
 def plain_parts(module: Any) -> list[Part] | None:
     """The parts of `module` in their order; None unless all of them are plain."""
-    try:
-        return _plain(module)
-    except _NotPlainError:
-        return None
+    with contextlib.suppress(_NotPlainError):
+        return list(_plain(module))
+    return None
 
 
-def _plain(module: Any) -> list[Part]:
+def _plain(module: Any) -> Iterator[Part]:
     if not isinstance(module, nn.Module) or module._forward_hooks or module._forward_pre_hooks:
         raise _NotPlainError
     forward = type(module).forward
+    joint = _DRAWS.get(forward.__qualname__) if _is_of_torchrl(type(module)) else None
     if forward in _SEQUENCES:
         inner: Any = module.module
-        each = inner.values() if isinstance(inner, nn.ModuleDict) else inner
-        return [part for module in each for part in _plain(module)]
-    if forward is TensorDictModule.forward and isinstance(module.module, nn.Module):
-        return [_calling(module)]
-    own = type(module).__module__.partition(".")[0] in ("tensordict", "torchrl")
-    jointly = _DRAWS.get(forward.__qualname__) if own else None
-    if jointly is not None and isinstance(module, ProbabilisticTensorDictModule) and len(module.dist_sample_keys) == 1:
-        return [_drawing(module, jointly)]
-    raise _NotPlainError
+        for each in inner.values() if isinstance(inner, nn.ModuleDict) else inner:
+            yield from _plain(each)
+    elif forward is TensorDictModule.forward and isinstance(module.module, nn.Module):
+        yield _calling(module)
+    elif joint is not None and isinstance(module, ProbabilisticTensorDictModule) and len(module.dist_sample_keys) == 1:
+        yield _drawing(module, joint)
+    else:
+        raise _NotPlainError
+
+
+def _is_of_torchrl(owner: Any) -> bool:
+    return owner.__module__.partition(".")[0] in ("tensordict", "torchrl")
 
 
 def _key(key: Any) -> str | Path:
@@ -311,38 +291,25 @@ def compared(
             raise _NotPlainError
         return answer
 
-    def repeats() -> bool:
-        values = dict(inputs)
+    def generators() -> list[Tensor]:
+        return [torch.get_rng_state(), *device_states(device)]
+
+    def set_generators(states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        set_device_states(device, states[1:])
+
+    before = generators()
+    with contextlib.ExitStack() as hooks:
+        for network in dict.fromkeys(part.network for part in parts if part.network is not None):
+            hooks.callback(network.register_forward_hook(note, with_kwargs=True).remove)
+        outputs = run()
+    after, values, same = generators(), dict(inputs), False
+    set_generators(before)
+    with contextlib.suppress(Exception):  # a part that fails without a TensorDict is called on one
         for part in parts:
             part.run(values, recall)
         pairs = [(leaf, values[key_of(path)]) for path, leaf in outputs.items()]
-        return not any(calls.values()) and all(
-            one is two or (one.dtype == two.dtype and torch.equal(one, two)) for one, two in pairs
-        )
-
-    before = _generators(device)
-    networks = dict.fromkeys(part.network for part in parts if part.network is not None)
-    handles = [each.register_forward_hook(note, with_kwargs=True) for each in networks]
-    try:
-        outputs = run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    after = _generators(device)
-    _set_generators(device, before)
-    try:
-        same = repeats() and all(map(torch.equal, _generators(device), after))
-    except Exception:  # a part that fails without a TensorDict is called on one
-        same = False
-    _set_generators(device, after)
+        equal = all(one is two or (one.dtype == two.dtype and torch.equal(one, two)) for one, two in pairs)
+        same = equal and not any(calls.values()) and all(map(torch.equal, generators(), after))
+    set_generators(after)
     return outputs, same
-
-
-def _generators(device: torch.device) -> list[Tensor]:
-    """The states of the global generators that the parts may draw from."""
-    return [torch.get_rng_state(), *device_states(device)]
-
-
-def _set_generators(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    set_device_states(device, states[1:])

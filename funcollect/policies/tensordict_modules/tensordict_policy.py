@@ -78,20 +78,18 @@ def tensordict_policy(
 
 
 class TensorDictPolicy(TorchBacked):
-    """See `tensordict_policy`. `hidden_states` are those at the start of an episode, in one environment."""
+    """See `tensordict_policy`. Its `hidden_states` are those of one environment at the start of an episode."""
 
     def __init__(
-        self,
-        module: Callable[..., Any],
-        device: torch.device | None = None,
-        hidden_states: Mapping[Path, Tensor] | None = None,
-        compiler: Compiler | None = None,
+        self, module: Any, device: torch.device | None, hidden: Mapping[Path, Tensor], compiler: Compiler | None = None
     ) -> None:
         _check_networks(module)
-        super().__init__(module, device, hidden_states or None, compiler)
-        self.hidden_states = dict(hidden_states or {})
+        super().__init__(module, device, hidden or None, compiler)
+        self.hidden_states = dict(hidden)
+        writes = set(paths_of(module, "out_keys"))
+        same = {path for path in writes if ("next", *path) not in writes}
         # By the path of each hidden state, the path of its next value.
-        self.written = {path: calling.written_by(module, path) for path in self.hidden_states}
+        self.written = {path: path if path in same else ("next", *path) for path in self.hidden_states}
 
     @property
     def reads_init(self) -> bool:
@@ -166,8 +164,7 @@ def _check_networks(module: Any) -> None:
 class TensorDictActor(Actor):
     """Calls the module on one TensorDict per step, or its parts without a TensorDict if they return the same.
 
-    The memory holds the keys that the module finds besides the observation: its hidden states, ``is_init`` if it reads
-    that, and for modules that may read what they wrote, the outputs of the step before.
+    The memory holds the keys that the module finds besides the observation.
     """
 
     def __init__(self, policy: TensorDictPolicy, inputs: ActorInputs) -> None:
@@ -202,18 +199,17 @@ class TensorDictActor(Actor):
         return {path: leaf for path, leaf in self._memory.items() if self._next.get(path, path) != path}
 
     def _called(self) -> TensorDictBase:
-        """The answer of the module itself, called on a TensorDict with all that it may read."""
         return calling.run_module(self._module, self._inputs | self._memory, self._device, single=self._single)
 
     def _outputs(self, answer: TensorDictBase) -> dict[Path, Any]:
-        """The outputs in its answer; [...] for a single environment."""
+        """The outputs in the module's answer; [...] for a single environment."""
         return calling.outputs_of(answer, {*self._inputs, *self._given()})
 
     @override
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        exploration, generator = self._rollout.exploration.type, torch_generator(self._generator, self._run_device)
-        with torch.no_grad(), set_interaction_type(exploration), generator:
+        generator = torch_generator(self._generator, self._run_device)
+        with torch.no_grad(), set_interaction_type(self._rollout.exploration.type), generator:
             yield
 
     @override
@@ -249,23 +245,20 @@ class TensorDictActor(Actor):
                 self._parts, self._values, self._run_device, lambda: self._outputs(self._called())
             )
             self._parts = self._parts if same else None
-        self._check({path: batched(leaf) for path, leaf in outputs.items()} if self._single else outputs)
-        self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
-        self._keys = list(map(key_of, self._names))
-        self._action_at = self._names.index(("action",))
-        return tuple(outputs[name] for name in self._names)
-
-    def _check(self, outputs: Mapping[Path, Any]) -> None:
-        """Raise PolicyError unless the first outputs hold an action, the hidden states, and no reserved key."""
         if ("action",) not in outputs:
             raise PolicyError(
                 f"the policy wrote {names_of(outputs)}, expected 'action' among them: add it to the out_keys"
             )
         hidden = {path: self._next[path] for path in self._hidden}
-        own = outputs.keys() - hidden.values()
-        if taken := sorted({path[0] for path in own} & (RESERVED - {"action", "action_log_prob"})):
+        own = {path[0] for path in outputs.keys() - hidden.values()}
+        if taken := sorted(own & (RESERVED - {"action", "action_log_prob"})):
             raise PolicyError(f"the policy wrote {taken}, keys that a batch uses itself: rename these out_keys")
-        calling.check_hidden(outputs, {path: self._memory[path] for path in hidden}, hidden)
+        found = {path: batched(leaf) for path, leaf in outputs.items()} if self._single else outputs
+        calling.check_hidden(found, {path: self._memory[path] for path in hidden}, hidden)
+        self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
+        self._keys = list(map(key_of, self._names))
+        self._action_at = self._names.index(("action",))
+        return tuple(outputs[name] for name in self._names)
 
     def _written(self, t: int) -> tuple[Tensor, ...]:
         """The recorded outputs of step `t`, from the module. PolicyError if it did not write one of them."""
@@ -281,7 +274,7 @@ class TensorDictActor(Actor):
     def _remember(self, written: Sequence[Tensor]) -> None:
         """Keep the entries of this step's outputs that the module reads at the next step."""
         outputs = dict(zip(self._names, written, strict=True)) | self._added
-        read = {path: leaf for path, leaf in outputs.items() if calling.may_be_read(path)} if self._carries else {}
+        read = calling.found_again(outputs) if self._carries else {}
         self._memory = read | {path: outputs[after] for path, after in self._next.items()}
 
     @override

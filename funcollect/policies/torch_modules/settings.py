@@ -1,17 +1,20 @@
-"""Notices changes of a Torch module in anything but its weights: in what programs bake in, and workers have."""
+"""All of a Torch module but its weights: whether it has changed since programs were made, and as bytes for workers."""
 
 from __future__ import annotations
 
+import io
+import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from itertools import chain, islice
 from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Self
 
+import cloudpickle
 import numpy as np
 import torch
 from tensordict import TensorDictBase
@@ -19,7 +22,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from funcollect.errors import LoweringError
+from funcollect.messages import shown
+from funcollect.policies.base import HeadedPolicy
 from funcollect.policies.weights import weights_of
+from funcollect.protocols import Policy
 from funcollect.tree import flatten
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -30,6 +36,7 @@ _LEAVES = (*PLAIN, Enum, type, BuiltinFunctionType, CodeType, ModuleType)  # int
 _MAPPINGS = (dict, MappingProxyType)
 _CONTAINERS = (*_MAPPINGS, list, set, deque)  # whose contents may change
 _MOST_LOOKS = 8  # at one module; a program is made for half as many
+_NO_ACCELERATORS = ("cpu", "meta")
 
 
 def walk(root: Any, closed: tuple[type, ...] = (Tensor,)) -> Iterator[Any]:
@@ -111,17 +118,8 @@ class Look:
     def at(cls, module: Any) -> Self:
         """A look at everything that a module is, except its weights, as far as Python shows it.
 
-        These are its submodules and their classes, hooks, the names, shapes and dtypes of tensors, and the values of
-        attributes, with all that these refer to. Not seen are global variables that a function reads, attributes in
-        ``__slots__`` or in C, and writes through ``.data`` to other tensors. There is an `error` for more than 2,000
-        objects.
-
-        >>> module = torch.nn.Dropout(0.1)
-        >>> look = Look.at(module)
-        >>> module.eval().p, look.holds()
-        (0.1, False)
-        >>> module.train().p, look.holds()
-        (0.1, True)
+        Not seen are global variables that a function reads, attributes in ``__slots__`` or in C, and writes through
+        ``.data`` to other tensors. There is an `error` for more than 2,000 objects.
         """
         found = list(islice(walk(module), MOST_OBJECTS + 1))
         look = cls(found[:MOST_OBJECTS], weights_of(module))
@@ -194,10 +192,7 @@ class ModuleSettings:
 
     @property
     def number(self) -> int:
-        """The number of the current setting: the same one as when the module was like this before.
-
-        LoweringError if there is too much to compare.
-        """
+        """The number of the current setting, the same as when it was like this before; LoweringError if too large."""
         if self._module is None:
             return 0
         looks = self._looks
@@ -214,13 +209,7 @@ class ModuleSettings:
 
 
 def unregistered(module: nn.Module) -> str:
-    """Where `module` refers to a tensor or a module that is no parameter, buffer or submodule; empty if nowhere.
-
-    >>> module = torch.nn.Identity()
-    >>> module.mean = torch.zeros(3)
-    >>> unregistered(module)
-    'mean'
-    """
+    """Where `module` refers to a tensor or a module that is no parameter, buffer or submodule; empty if nowhere."""
     for prefix, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise LoweringError(
@@ -250,3 +239,101 @@ def _held(value: Any) -> Iterator[Any]:
             yield from _held(each)
     else:
         yield value
+
+
+class PolicyChanges:
+    """Notices when a policy differs from `sent`, the packed one of its workers; None if they have it from their job."""
+
+    def __init__(self, policy: Policy | None, sent: bytes | None = None) -> None:
+        subject: Any = None if policy is None or policy.backend == "jax" else policy
+        self._subject = getattr(subject, "module", None) if isinstance(subject, HeadedPolicy) else subject
+        self._settings = ModuleSettings(self._subject)
+        self._known = self._now()
+        self.sent = sent
+
+    def _now(self) -> int | None:
+        """The number of the current settings; None if they are too many to compare: the policy may have changed."""
+        try:
+            return self._settings.number
+        except LoweringError:
+            return None
+
+    def packed(self) -> bytes | None:
+        """The current policy, packed; None if the workers' job has the same. TypeError if it cannot be sent."""
+        now = self._now()
+        if now is None or now != self._known:
+            self.sent, self._known = pack(self._subject), now
+        return self.sent
+
+
+def dumps(value: Any, *, on_cpu: bool = False) -> bytes:
+    """`value` as bytes for `cloudpickle.loads`, functions and classes by value; for `on_cpu`, all on the CPU."""
+    file = io.BytesIO()
+    (_OnCpu if on_cpu else ByValue)(file).dump(value)
+    return file.getvalue()
+
+
+def pack(subject: Any) -> bytes:
+    """`subject` as bytes, with only shapes and dtypes of a module's weights; TypeError if it cannot be sent."""
+    file, weights = io.BytesIO(), weights_of(subject)  # kept, so that no other tensor takes an id
+    number_of = {id(tensor): number for number, tensor in enumerate(weights)}
+
+    def record(value: Any) -> Any:
+        if (number := number_of.get(id(value))) is None:
+            return None
+        trained = value.requires_grad if isinstance(value, nn.Parameter) else None
+        return number, tuple(value.shape), value.dtype, str(value.device), trained
+
+    pickler: Any = ByValue(file)
+    pickler.persistent_id = record
+    try:
+        pickler.dump(subject)
+    except Exception as error:
+        raise TypeError(
+            f"the policy has changed and cannot be sent to the workers ({shown(error, 200)}): make all "
+            "of its attributes picklable"
+        ) from error
+    return file.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """The subject that `pack` packed; the parameters and buffers of a module are zeros."""
+
+    @cache  # so a weight that occurs twice becomes one tensor
+    def zeros(number: int, shape: Any, dtype: torch.dtype, device: str, trained: bool | None) -> Tensor:
+        made = torch.zeros(shape, dtype=dtype, device=device)
+        return made if trained is None else nn.Parameter(made, requires_grad=trained)
+
+    unpickler: Any = pickle.Unpickler(io.BytesIO(data))
+    unpickler.persistent_load = lambda pid: zeros(*pid)
+    return unpickler.load()
+
+
+def bare(kind: type[nn.Module]) -> nn.Module:
+    """A module without attributes. `copy.copy` would refuse modules with parametrizations."""
+    made: nn.Module = object.__new__(kind)
+    return made
+
+
+class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
+    """Cloudpickle that also takes modules with parametrizations, which refuse to be pickled."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Pickle a module with parametrizations as its class, by value, and its attributes."""
+        if isinstance(value, nn.Module) and "parametrizations" in vars(value).get("_modules", ()):
+            return bare, (type(value),), vars(value)
+        return super().reducer_override(value)
+
+
+class _OnCpu(ByValue):
+    """Puts what lies on an accelerator on the CPU: the memory of tensors, and the devices that objects name."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.TypedStorage):
+            memory: Any = value._untyped_storage  # methods of `value` warn that it is deprecated
+            if memory.device.type not in _NO_ACCELERATORS:
+                typed: Any = torch.TypedStorage
+                return typed(wrap_storage=memory.cpu(), dtype=value.dtype, _internal=True).__reduce__()
+        if isinstance(value, torch.device) and value.type not in _NO_ACCELERATORS:
+            return torch.device, ("cpu",)
+        return super().reducer_override(value)

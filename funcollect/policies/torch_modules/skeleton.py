@@ -31,6 +31,7 @@ from funcollect.policies.torch_modules.settings import (
     PLAIN,
     REGISTERED,
     Look,
+    bare,
     content_of,
     own_attributes,
     referents,
@@ -45,12 +46,9 @@ _LIBRARIES = {"torch", "jax", "jaxlib", "numpy", "tensordict", "funcollect", *sy
 
 
 class Skeleton:
-    """See the module's docstring. `root` is the copy of the user's module, once `follow` has been called.
+    """The copy; what a forward pass writes into its attributes stays there until the user's module is changed."""
 
-    What a forward pass writes into attributes stays in the copy until the module is changed.
-    """
-
-    root: nn.Module
+    root: nn.Module  # once `follow` has been called
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -80,8 +78,7 @@ class Skeleton:
 
     def parts(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
         """For each submodule its name, the user's module and the copy."""
-        for name, part in self._module.named_modules():
-            yield name, part, self._copies[id(part)][1]
+        return ((name, part, self._copies[id(part)][1]) for name, part in self._module.named_modules())
 
     def _copy(self, part: nn.Module) -> nn.Module:
         """The copy of one module, made equal to it. Modules that are still there keep theirs."""
@@ -94,7 +91,7 @@ class Skeleton:
         _, made = self._copies[id(part)] = self._before.get(id(part)) or (part, bare(type(part)))
         if type(made) is not type(part):
             made.__class__ = type(part)
-        now: dict[str, Any] = {kind: dict(getattr(part, kind)) for kind in ("_parameters", "_buffers")}
+        now: dict[str, Any] = {kind: dict(getattr(part, kind)) for kind in _TENSORS}
         now["_modules"] = {name: None if child is None else self._copy(child) for name, child in part._modules.items()}
         now |= {name: self._moved(value) for name, value in _shared(part).items()}
         own = vars(made)
@@ -110,7 +107,7 @@ class Skeleton:
         """The value with modules replaced by their copies; the value itself if it has none."""
         if isinstance(value, nn.Module):
             return self._copy(value)
-        parts, rebuild = _opened(value)
+        parts = list(_opened(value))
         if not parts or id(value) in self._open:  # it holds itself
             return value
         self._open.add(id(value))
@@ -119,20 +116,20 @@ class Skeleton:
         if all(map(is_, moved, parts)):
             return value
         self._rebuilt.append(value)
-        return rebuild(moved)
+        return _like(value, moved)
 
     @property
     def entangled(self) -> str:
         """An attribute through which the copy reaches parameters or submodules of the original; empty for none."""
         if self._entangled is None:
+            own = {*self._copies, *map(id, (*self._module.parameters(), *self._module.buffers()))}
             parts = [part for part, _ in self._copies.values() if not isinstance(part, torch.jit.ScriptModule)]
-            self._entangled = next((name for part in parts if (name := self._entanglement(part))), "")
+            self._entangled = next((name for part in parts if (name := self._entanglement(part, own))), "")
         return self._entangled
 
-    def _entanglement(self, part: nn.Module) -> str:
+    def _entanglement(self, part: nn.Module, own: set[int]) -> str:
         if isinstance(part, (TensorDictParams, FunctionModule)):
             return "_param_td" if isinstance(part, TensorDictParams) else ""
-        own = {*self._copies, *map(id, (*self._module.parameters(), *self._module.buffers()))}
 
         def reaches(value: Any) -> bool:
             met = islice(walk(self._moved(value), closed=(nn.Module, Tensor, weakref.ref)), MOST_OBJECTS)
@@ -142,29 +139,24 @@ class Skeleton:
         return next((name for name in own_attributes(part) if name in shared and reaches(shared[name])), "")
 
 
-def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The parts of a container, a method or a partial, and a function that makes one like it of others."""
-    if isinstance(value, MethodType):
-        return [value.__self__], lambda parts: MethodType(value.__func__, *parts)
-    if isinstance(value, partial):
-        return [value.func, value.args, value.keywords], lambda parts: partial(parts[0], *parts[1], **parts[2])
+def _opened(value: Any) -> Iterable[Any]:
+    """The parts of a container, a method or a partial, of which others may be made."""
     if isinstance(value, dict):
-        return list(value.values()), partial(_updated, value)
+        return value.values()
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return list(value), lambda parts: type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return [], lambda parts: value
+        return value
+    return (referents(value) or ()) if isinstance(value, (MethodType, partial)) else ()
 
 
-def _updated(before: dict[Any, Any], values: list[Any]) -> dict[Any, Any]:
-    other = copy.copy(before)
-    other.update(zip(before, values, strict=True))
-    return other
-
-
-def bare(kind: type[nn.Module]) -> nn.Module:
-    """A module without attributes. `copy.copy` would refuse modules with parametrizations."""
-    made: nn.Module = object.__new__(kind)
-    return made
+def _like(value: Any, parts: list[Any]) -> Any:
+    """One like `value` with other parts."""
+    if isinstance(value, dict):
+        other = copy.copy(value)
+        other.update(zip(value, parts, strict=True))
+        return other
+    if isinstance(value, partial):
+        return partial(parts[0], *parts[1], **parts[2])
+    return type(value)(*parts) if isinstance(value, MethodType) or hasattr(value, "_fields") else type(value)(parts)
 
 
 def _shared(part: nn.Module) -> dict[str, Any]:
@@ -189,8 +181,7 @@ def as_module(function: Callable[..., Any]) -> Callable[..., Any]:
 class FunctionModule(nn.Module):
     """Calls `function`. The modules that it refers to are the submodules, by the names that they have there.
 
-    The skeleton of a policy has other submodules, shallow copies with tensors of their own. During a call the modules
-    that the function itself refers to have those tensors.
+    The submodules of a skeleton have tensors of their own, which the function's modules are lent during a call.
     """
 
     def __init__(self, function: Callable[..., Any], found: Mapping[str, nn.Module]) -> None:
@@ -204,8 +195,8 @@ class FunctionModule(nn.Module):
         return {name: value for name, value in vars(self).items() if name != "_referred"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Find the modules again: in another process a function that is imported refers to modules made there."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # Found again: in another process a function that is imported refers to modules made there.
         self._referred = MappingProxyType(modules_of(self.function))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

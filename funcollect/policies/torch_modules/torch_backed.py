@@ -23,7 +23,7 @@ from funcollect.policies.torch_modules.skeleton import FunctionModule, Skeleton,
 from funcollect.policies.weights import check_shapes
 from funcollect.protocols import ActorInputs, Exploration
 from funcollect.specs import ActionSpec
-from funcollect.tree import NAMESPACE, flatten, moved
+from funcollect.tree import flatten, moved
 
 Compiler = Literal["xla", "eager", "inductor", "cudagraph"]
 
@@ -39,10 +39,7 @@ class TorchPolicyState(NamedTuple):
 
     def on(self, device: torch.device) -> TorchPolicyState:
         """The same state on `device`, except for that of the generator."""
-        parts: Any = (self.recurrent, self.carried)
-        if all(leaf.device == device for leaf in optree.tree_leaves(parts, namespace=NAMESPACE)):
-            return self
-        recurrent, carried = moved(parts, device)
+        recurrent, carried = moved((self.recurrent, self.carried), device)
         return self._replace(recurrent=recurrent, carried=carried)
 
 
@@ -67,12 +64,8 @@ def check_callable(module: Any, expected: str, arguments: int) -> None:
 
 def lanes_of(initial: Any, num_lanes: int, device: torch.device | None) -> Any:
     """Copies of the recurrent state of one environment for each lane, [P, ...], on `device` or where it is."""
-
-    def expand(leaf: Any) -> Tensor:
-        tensor = torch.as_tensor(leaf, device=device)
-        return tensor.expand(num_lanes, *tensor.shape).clone()
-
-    return optree.tree_map(expand, initial)
+    tensors = optree.tree_map(lambda leaf: torch.as_tensor(leaf, device=device), initial)
+    return optree.tree_map(lambda leaf: leaf.expand(num_lanes, *leaf.shape).clone(), tensors)
 
 
 def has_lazy_layers(policy: Any) -> bool:
@@ -105,14 +98,10 @@ class TorchBacked(HeadedPolicy):
     backend: Literal["torch"] = "torch"
 
     def __init__(
-        self,
-        module: Callable[..., Any],
-        device: torch.device | None,
-        initial_state: Any = None,
-        compiler: Compiler | None = None,
+        self, module: Callable[..., Any], device: torch.device | None, initial_state: Any, compiler: Compiler | None
     ) -> None:
         self.device = device  # where the policy runs; None for where the module is
-        self.initial_state = initial_state  # of one environment at the start of an episode, or None
+        self.initial_state = initial_state
         self.compiler = compiler  # the way of running that the user demands
         self._warned = False  # that the module writes its buffers
         self.replace(module)
@@ -155,10 +144,7 @@ class TorchBacked(HeadedPolicy):
 
     @property
     def module(self) -> Callable[..., Any]:
-        """The user's module or function; a function that refers to modules within one that has these.
-
-        To change it, change the module itself, or make another policy.
-        """
+        """The user's module or function; a function that refers to modules within one that has these."""
         return self._module
 
     @property
@@ -204,14 +190,17 @@ class TorchBacked(HeadedPolicy):
         self._check_apart("params= cannot act", "pass params=None")
         return matched
 
-    def _matched(self, params: Any) -> dict[str, Tensor]:
-        """`params` by dotted name, checked against the module's."""
+    def by_name(self, params: Any) -> dict[str, Any]:
+        """Parameters in any form that `prepare` takes, but None, by dotted name."""
         if not isinstance(params, (nn.Module, Mapping, TensorDictBase)):
             raise TypeError(
                 f"params is {type(params).__name__}, expected a TensorDict or a state dict of the module: pass "
                 "policy.params or module.state_dict()"
             )
-        own, given = self.tensors(None), named(params)
+        return named(params)
+
+    def _matched(self, params: Any) -> dict[str, Tensor]:
+        own, given = self.tensors(None), self.by_name(params)
         wanted = own.keys() & (self._parameters.keys() | given.keys())  # buffers may be left out
         kinds = {
             name: tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for name, each in given.items()
@@ -227,8 +216,8 @@ class TorchBacked(HeadedPolicy):
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
         """A copy of `params`, or of the module's own, by dotted name. `load` and `prepare` take it."""
-        given = self.params if params is None else params
-        return {name: leaf.detach().clone() for name, leaf in named({} if given is None else given).items()}
+        given = (self._module if self._skeleton else {}) if params is None else self.by_name(params)
+        return {name: leaf.detach().clone() for name, leaf in named(given).items()}
 
     def load(self, params: Any) -> None:
         """Write `params` into the user's module."""
@@ -241,8 +230,7 @@ class TorchBacked(HeadedPolicy):
     @override
     def init(self, key: Key, num_envs: int, /) -> TorchPolicyState:
         """The initial recurrent state for each lane, and a generator seeded from the key."""
-        initial = self.initial_state
-        recurrent = None if initial is None else lanes_of(initial, num_envs, self.run_device)
+        recurrent = lanes_of(self.initial_state, num_envs, self.run_device)
         return TorchPolicyState(recurrent, generator_state(seed_of(fold(key, Purpose.GENERATOR))))
 
     def initial_carry(self, observation: Any) -> Any:
@@ -257,19 +245,12 @@ class TorchBacked(HeadedPolicy):
     def __call__(
         self, params: Any, state: Any, observation: Any, noise: Any, spec: ActionSpec, exploration: Exploration, /
     ) -> tuple[TorchPolicyState, Mapping[str, Any]]:
-        """One step by itself: see `funcollect.Policy`."""
-        inputs = ActorInputs(
-            observation=observation,
-            params=params,
-            policy_state=state,
-            initial_state=state,
-            noise=None if noise is None else noise[None],
-            exploration=exploration,
-            spec=spec,
-            num_envs=len(optree.tree_leaves(observation)[0]),
-            length=1,
+        noise = None if noise is None else noise[None]
+        own: dict[str, Any] = {"params": params, "policy_state": state, "initial_state": state, "noise": noise}
+        rows = len(optree.tree_leaves(observation)[0])
+        actor = self.actor(
+            ActorInputs(observation=observation, exploration=exploration, spec=spec, num_envs=rows, length=1, **own)
         )
-        actor = self.actor(inputs)
         with actor.running():
             actor.act(0)
             state, columns = actor.finish()
@@ -278,9 +259,7 @@ class TorchBacked(HeadedPolicy):
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
         """The function itself, or the skeleton over `prepared` or, for None, over the module's current tensors.
 
-        Changes of the module since the last call (attributes, submodules, hooks, training mode) act on the skeleton.
-        Parameters are shared. Buffers are copied, since a forward pass may write them (batch statistics in training
-        mode).
+        Parameters are shared. Buffers are copied, since a forward pass may write them (batch statistics).
         """
         if self._skeleton is None:
             return self._module
@@ -303,7 +282,11 @@ class TorchBacked(HeadedPolicy):
         if self._warned:
             return
         now = self.buffers()
-        if names := [name for name, copied in self._copies.items() if now[name] is not copied or _is_changed(copied)]:
+
+        def is_written(name: str, copied: Tensor) -> bool:  # as far as Torch counts that
+            return now[name] is not copied or (not copied.is_inference() and copied._version > 0)
+
+        if names := [name for name, copied in self._copies.items() if is_written(name, copied)]:
             self._warned = True
             warnings.warn(
                 f"{type(self._module).__name__} writes its buffers {clipped(str(names))} in its forward pass. Rollouts "
@@ -312,8 +295,3 @@ class TorchBacked(HeadedPolicy):
                 "memory in a recurrent state (initial_state=)",
                 stacklevel=2,
             )
-
-
-def _is_changed(copied: Tensor) -> bool:
-    """Whether a copy has been written since it was made, as far as Torch counts that."""
-    return not copied.is_inference() and copied._version > 0

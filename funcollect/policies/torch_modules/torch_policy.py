@@ -80,8 +80,7 @@ def torch_policy(
         TypeError: if `module` cannot be called, takes other arguments, or is a function that refers to a tensor which
             requires a gradient and is in no module; or if `head` is not a head.
         ValueError: for a device that does not exist, or an unknown way of running.
-
-    If ``"xla"`` is demanded and the module cannot be lowered, `funcollect.init` raises `LoweringError`.
+        LoweringError: by `funcollect.init`, if ``"xla"`` is demanded and the module cannot be lowered.
 
     >>> import torch, funcollect as fc
     >>> policy = torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
@@ -101,14 +100,17 @@ def torch_policy(
 
 
 class CompiledCall:
-    """Calls a module through `torch.compile`: the same graph whichever tensors are bound as its parameters."""
+    """Calls a module through `torch.compile`: the same graph whichever tensors are bound as its parameters.
+
+    Torch compiles a module at its first call, and again only for another object. Another process compiles again.
+    """
 
     def __init__(self, compiler: str) -> None:
         self._compiler = compiler
         self._made: tuple[Any, Callable[..., Any]] | None = None  # the module, and its compiled call
 
     def __call__(self, module: Callable[..., Any], run_device: torch.device) -> Callable[..., Any]:
-        """The compiled `module`. Torch compiles it at its first call, and again only for another object."""
+        """The compiled `module`."""
         if self._made is None or self._made[0] is not module:
             program = os.environ.get("CXX", "g++")
             if run_device.type == "cpu" and shutil.which(program) is None:
@@ -121,7 +123,6 @@ class CompiledCall:
         return self._made[1]
 
     def __reduce__(self) -> Any:
-        """Pickle the name of the compiler alone: another process compiles again."""
         return CompiledCall, (self._compiler,)
 
 
@@ -145,31 +146,23 @@ class TorchPolicy(TorchBacked):
         self._compiled = CompiledCall(compiler) if compiler == "inductor" else None
         self.head = head
 
-    def take_over(self, policy: TorchPolicy, module: nn.Module) -> None:
-        """Begin as `policy`, over another module: for policies that are made of it."""
-        vars(self).update({name: value for name, value in vars(policy).items() if name != "_memo"})
+    @override
+    def take_over(self, policy: Any, **changed: Any) -> None:
+        module = changed.pop("module")
+        super().take_over(policy, **changed)
         self._warned, self._compiled = False, self._compiled and CompiledCall("inductor")
         self.replace(module)
 
     def on(self, device: torch.device | None) -> TorchPolicy:
         """A policy like this one, over the same module, that runs on another device."""
         twin = copy.copy(self)
-        twin.device = device
-        twin._compiled = self._compiled and CompiledCall("inductor")
-        twin.replace(self.module)
+        twin.take_over(self, module=self.module, device=device)
         return twin
 
     @override
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
         module = super().bound(prepared)
-        return module if self._compiled is None else self._compiled(module, self.run_device or torch.device("cpu"))
-
-    def calling(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which the module is called. In it, Torch compiles again if a hook was added or removed."""
-        if self._compiled is None:
-            return contextlib.nullcontext()
-        guarded: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
-        return guarded
+        return self._compiled(module, self.run_device or torch.device("cpu")) if self._compiled else module
 
     def arguments(self, observation: Any, recurrent: Any) -> tuple[Any, ...]:
         """The arguments of the module."""
@@ -197,8 +190,12 @@ class TorchActor(Actor):
 
     def __init__(self, policy: TorchPolicy, inputs: ActorInputs) -> None:
         self._inputs, self._policy = inputs, policy
-        module = policy.bound(inputs.params)
-        self._module = partial(_call_on_keys, module, policy.keys) if policy.keys else module
+        module, keys = policy.bound(inputs.params), policy.keys
+
+        def on_keys(observation: Any, *rest: Any) -> Any:
+            return module(*[observation[key] for key in keys], *rest)
+
+        self._module = on_keys if keys else module
         leaves = optree.tree_leaves(inputs.observation)
         self._run_device = run_device = policy.run_device or device_of(leaves)
         away = any(leaf.device != run_device for leaf in leaves)
@@ -219,7 +216,9 @@ class TorchActor(Actor):
     @override
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        with torch.no_grad(), torch_generator(self._generator, self._run_device), self._policy.calling():
+        with torch.no_grad(), torch_generator(self._generator, self._run_device), contextlib.ExitStack() as stack:
+            if self._policy._compiled is not None:  # Torch compiles again if a hook was added or removed
+                stack.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
             yield
 
     @override
@@ -284,14 +283,12 @@ class TorchActor(Actor):
         head, names, chosen = self._head, self._recorder.names or (), (*self._chosen, *self._state_names)
         few, own = len(chosen), len(recorded) - len(names)
         outputs = dict(zip((*chosen, *names), (*recorded[:few], *recorded[own:]), strict=True))
-        read: Columns = {}
-        if head is not None:
-            parameters = tuple(recorded[few:own])
-            read = {(name,): each for name, each in zip(head.names, parameters, strict=True)}
-            if (log_prob := head.log_prob(TORCH, parameters, outputs, self._spec)) is not None:
-                outputs["action_log_prob"] = log_prob
-        by_path: Columns = {(name,): column for name, column in outputs.items()}
-        return finish_columns(by_path, self._spec, parameters=read, chosen=getattr(head, "chooses", False))
+        parameters = dict(zip(head.names if head else (), recorded[few:own], strict=True))
+        if head and (log_prob := head.log_prob(TORCH, (*parameters.values(),), outputs, self._spec)) is not None:
+            outputs["action_log_prob"] = log_prob
+        columns: Columns = {(name,): column for name, column in outputs.items()}
+        read: Columns = {(name,): column for name, column in parameters.items()}
+        return finish_columns(columns, self._spec, parameters=read, chosen=getattr(head, "chooses", False))
 
 
 def noise_by_step(noise: Tensor | None, run_device: torch.device) -> Callable[[int], Tensor | None]:
@@ -321,11 +318,6 @@ def _head_in_torch(head: Head | None, inputs: ActorInputs, device: torch.device)
 
     values = {name: on_device(value) for name, value in inputs.exploration.values.items()}
     return head.at(values) if head and values else head
-
-
-def _call_on_keys(module: Callable[..., Any], keys: Sequence[str], observation: Mapping[str, Any], *rest: Any) -> Any:
-    """Call the module with each of these keys as a separate argument."""
-    return module(*[observation[key] for key in keys], *rest)
 
 
 def _copied(recurrent: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import funcollect as fc
-from funcollect.policies.torch_modules.sending import dumps, pack, unpack
+from funcollect.policies.torch_modules.settings import dumps, pack, unpack
 from funcollect.policies.torch_modules.skeleton import modules_of
 from funcollect.policies.torch_modules.torch_policy import CompiledCall
 from tests.support.compare import collect

@@ -11,7 +11,7 @@ from tests.support.envs.light_envs import Nested
 
 
 def workers_of(state):
-    return [record.handle for record in state.env_state.simulation.simulators._processes.records]
+    return [record.handle for record in state.env_state.simulation.simulators.records]
 
 
 def pids_of(state):
