@@ -216,9 +216,10 @@ class TorchActor(Actor):
     @override
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        with torch.no_grad(), torch_generator(self._generator, self._run_device), contextlib.ExitStack() as stack:
-            if self._policy._compiled is not None:  # Torch compiles again if a hook was added or removed
-                stack.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
+        guarded: Any = contextlib.nullcontext()
+        if self._policy._compiled is not None:  # Torch compiles again if a hook was added or removed
+            guarded = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+        with torch.no_grad(), torch_generator(self._generator, self._run_device), guarded:
             yield
 
     @override
