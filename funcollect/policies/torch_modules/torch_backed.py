@@ -39,6 +39,8 @@ class TorchPolicyState(NamedTuple):
 
     def on(self, device: torch.device) -> TorchPolicyState:
         """The same state on `device`, except for that of the generator."""
+        if self.recurrent is None and self.carried is None:
+            return self
         recurrent, carried = moved((self.recurrent, self.carried), device)
         return self._replace(recurrent=recurrent, carried=carried)
 
@@ -230,7 +232,8 @@ class TorchBacked(HeadedPolicy):
     @override
     def init(self, key: Key, num_envs: int, /) -> TorchPolicyState:
         """The initial recurrent state for each lane, and a generator seeded from the key."""
-        recurrent = lanes_of(self.initial_state, num_envs, self.run_device)
+        initial = self.initial_state
+        recurrent = None if initial is None else lanes_of(initial, num_envs, self.run_device)
         return TorchPolicyState(recurrent, generator_state(seed_of(fold(key, Purpose.GENERATOR))))
 
     def initial_carry(self, observation: Any) -> Any:
