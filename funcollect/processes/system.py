@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 PORTABLE = sys.platform != "linux" or os.environ.get("FUNCOLLECT_PORTABLE") == "1"  # on Linux, to try it there
 COUNT_BYTES = 16
-PLACE: list[int] = []  # of this process among those of its run; empty if nobody has told it
+PLACE: list[int] = []  # of this process among those of its run; empty if it was not set
 _STARTED = itertools.count()  # children of this process that have a processor
 
 

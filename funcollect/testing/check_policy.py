@@ -242,7 +242,7 @@ def recurrent(trial: PolicyTrial) -> None:
         if place := trials.first_row(numbers_differ(got.unsqueeze(1), wanted.unsqueeze(1))):
             lane = place[1]
             where = f"lane {lane}, leaf {number} of the recurrent state after a restart of lane 0"
-            how = "going on, as in its episode" if lane else "begun anew, as after the episode's first step"
+            how = "going on, as in its episode" if lane else "restarted, as after the episode's first step"
             raise FailedError(where, f"{how}, {trials.digits(wanted[lane])}", trials.digits(got[lane]))
 
 

@@ -317,7 +317,7 @@ FAULTS = [
     fault("rows_apart", scored(lambda x: x - x.mean(0)), r"the output beside other rows, lane 0"),
     fault("rows_apart", scored(lambda x: x + torch.arange(len(x))[:, None]), r"rows in reverse order, lane 0"),
     fault("recurrent", acting(recurrent, restart=all_lanes), r"lane 1, leaf 0 of the recurrent state.*going on"),
-    fault("recurrent", acting(recurrent, restart=no_lane), r"lane 0, leaf 0 of the recurrent state.*begun anew"),
+    fault("recurrent", acting(recurrent, restart=no_lane), r"lane 0, leaf 0 of the recurrent state.*restarted"),
     fault("params_argument", planted(Weighted, scores=by_its_own), r"with other params: expected other outputs, got"),
     fault("params_argument", planted(Weighted, prepare=as_given), r"KeyError: 'weight'"),
     fault("params_argument", planted(Weighted, prepare=adopting), r"policy's own params..weight..: expected unchanged"),

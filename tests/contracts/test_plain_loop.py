@@ -74,7 +74,7 @@ def test_an_instance_and_a_factory_run_as_the_id_does():
     for source in ("CartPole-v1", make("CartPole-v1"), lambda: make("CartPole-v1"), gymnasium.spec("CartPole-v1")):
         limited = isinstance(source, str | gymnasium.envs.registration.EnvSpec)
         env = fc.make_env(source, **({"max_episode_steps": 30} if limited else {}))
-        runs += [collect(env, POLICIES["torch_mlp"](env), 90, seed=3) for _ in range(2)]  # instances are built anew
+        runs += [collect(env, POLICIES["torch_mlp"](env), 90, seed=3) for _ in range(2)]  # instances are built again
     for other in runs[1:]:
         assert_same(runs[0], other)
 

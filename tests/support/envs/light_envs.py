@@ -38,7 +38,7 @@ class Failing(Nested):
 
 
 class Sampling(gymnasium.Env):
-    """Observations drawn from their space, seeded with the episode; the reward tells which action came."""
+    """Observations drawn from their space, seeded with the episode; the reward encodes the action."""
 
     def __init__(self, observation_space=BOX, action_space=BOX):
         self.observation_space = copy.deepcopy(observation_space)

@@ -127,7 +127,7 @@ class ServedLanes(Served):
         block.answered[index] = number
 
     def _step(self, own: Sequence[int], lanes: Sequence[int], rows: Any) -> None:
-        """Step lanes, by their numbers here and over all workers. If all step, those restart that were told to."""
+        """Step lanes, by their numbers here and in all. If all step, those with a next seed restart at once."""
         block = self._block
         self._simulators.send(own, block.action[rows])
         _, outcome = self._simulators.receive()
