@@ -4,40 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.arguments import check_call, check_function, check_kind, check_optional_positive
-from funcollect.core.evaluate_actions import remember_spaces
+from funcollect.arguments import check_function, check_kind
 from funcollect.core.loops import device, host, over_jax, tensor
-from funcollect.core.request import (
-    NO_VALUES,
-    Request,
-    Value,
-    check_state,
-    check_untraced,
-    exploration_values,
-    with_values,
-)
-from funcollect.core.routes import complete, of_lanes, route_of, run_in_jax
+from funcollect.core.request import NO_VALUES, Request, Value, check_eager, check_state, exploration_values, with_values
+from funcollect.core.routes import check_pair as check_pair
+from funcollect.core.routes import of_lanes, route_of, run_in_jax
 from funcollect.core.simulators import SimulatorHandle
 from funcollect.core.state import Array, CollectorState
 from funcollect.interop.memory import memory_for
 from funcollect.keys import key_from_seed
-from funcollect.messages import kind_of, shown
+from funcollect.messages import shown
 from funcollect.policies.base import check_policy
-from funcollect.policies.normalized import Normalized, check_statistics
 from funcollect.policies.population import Population
-from funcollect.policies.torch_in_jax import LoweredPolicy, Source
-from funcollect.policies.torch_modules.torch_backed import TorchBacked
-from funcollect.protocols import Backend, Env, Policy, SimulatorsOfLanes, is_env
+from funcollect.policies.torch_in_jax import LoweredPolicy
+from funcollect.protocols import Env, Policy, SimulatorsOfLanes
 from funcollect.specs import ExplorationType
 from funcollect.tree import without_time
 
-_CALL = "what funcollect.Policy has: (params, policy_state, observation, noise, spec, exploration)"
 _STATES: dict[str, Any] = {"host": host, "torch": tensor, "jax": over_jax, "device": device}  # by an Env's backend
 RunLoop = Callable[[Any, Policy, CollectorState, Request], tuple[CollectorState, TensorDict]]
 LOOPS: dict[str, RunLoop] = {  # by `Route.loop`
@@ -53,7 +42,7 @@ LOOPS: dict[str, RunLoop] = {  # by `Route.loop`
 def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
     """Build and reset the environments, and return the first state of a collection.
 
-    The `seed` is an int in [0, 2**64), from which all randomness follows. None draws one; ``state.seed`` holds it.
+    All randomness follows from `seed`, an int in [0, 2**64). None draws one; ``state.seed`` holds it.
 
     Raises:
         TypeError: if `env` is no environment (see `make_env`) or `policy` no policy (see `torch_policy`, `jax_policy`).
@@ -62,11 +51,9 @@ def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
-    >>> policy = fc.random_policy(env)
-    >>> state = fc.init(env, policy, seed=0)
-    >>> state, batch = fc.rollout(env, policy, state, 16)
-    >>> batch.batch_size, state.frames
-    (torch.Size([2, 16]), 32)
+    >>> state = fc.init(env, fc.random_policy(env), seed=3)
+    >>> state.seed, state.frames
+    (3, 0)
     """
     check_pair(env, policy)
     return init_lanes(env, policy, seed=seed, first_lane=0, total_lanes=env.num_envs or 1)
@@ -74,33 +61,12 @@ def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
 
 def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, total_lanes: int) -> CollectorState:
     """Do what `init` does for a checked pair, for the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
-    check_untraced("init", seed)
+    check_eager("init", seed)
     if isinstance(policy, Population):
         policy = policy.of_lanes(range(first_lane, first_lane + (env.num_envs or 1)), total_lanes)
     with memory_for(lambda: f"the first state of {env.num_envs or 1:,} environments"):
         state: CollectorState = _STATES[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
         return state
-
-
-def check_pair(env: Any, policy: Any) -> None:
-    """Raise unless `env` is an environment, `policy` is a policy, and they suit each other."""
-    if not is_env(env):
-        swapped = " (the policy is one: env comes first)" if is_env(policy) else ""
-        raise TypeError(f"env is {kind_of(env)}, expected an Env{swapped}: make one with funcollect.make_env")
-    check_policy(policy)
-    check_call(f"{type(policy).__name__}.__call__", policy.__call__, _CALL, 6)
-    if isinstance(policy, Source):
-        complete(env, policy)
-    if env.backend not in (backends := get_args(Backend)):
-        raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
-    if env.backend in ("torch", "jax"):
-        check_optional_positive(f"max_episode_steps of {env}", env.max_episode_steps)
-    policy.check(env.action_spec)
-    if isinstance(policy, Normalized):
-        check_statistics(policy, env.observation_leaves)
-    remember_spaces(policy, env.observation_space, env.observation_leaves, env.action_spec)
-    if isinstance(policy, TorchBacked) and policy.compiler is not None:
-        route_of(env, policy)  # raises now if the route that `compile` demands is impossible
 
 
 def rollout(
@@ -133,26 +99,18 @@ def rollout(
 
     Raises:
         StaleStateError: if the state has been superseded by a later one.
-        EnvError: if an environment raises, or returns other shapes or dtypes than its spaces have. Bounds of spaces are
-            checked by `funcollect.testing.check_env`.
+        EnvError: if an environment raises, or returns other shapes or dtypes than its spaces have
+            (`funcollect.testing.check_env` also checks their bounds).
         PolicyError: for an action of the wrong shape or dtype, or NaN.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
     >>> policy = fc.random_policy(env)
-    >>> state = fc.init(env, policy, seed=0)
-    >>> state, batch = fc.rollout(env, policy, state, 16)
-    >>> batch["observation"].shape, batch["next", "reward"].shape
-    (torch.Size([2, 16, 4]), torch.Size([2, 16, 1]))
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 16)
+    >>> state.frames, batch.batch_size, batch["observation"].shape, batch["next", "reward"].shape
+    (32, torch.Size([2, 16]), torch.Size([2, 16, 4]), torch.Size([2, 16, 1]))
     """
-    request = Request(
-        length=length,
-        params=params,
-        exploration_type=exploration_type,
-        exploration=exploration,
-        max_frames_per_traj=max_frames_per_traj,
-    )
-    return run(env, policy, state, request)
+    return run(env, policy, state, Request(length, params, exploration_type, exploration, max_frames_per_traj))
 
 
 def run(
@@ -195,21 +153,18 @@ def step(
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
     >>> policy = fc.random_policy(env)
-    >>> state, batch = fc.step(env, policy, fc.init(env, policy, seed=0))
-    >>> batch["observation"].shape
+    >>> fc.step(env, policy, fc.init(env, policy, seed=0))[1]["observation"].shape
     torch.Size([2, 4])
     """
-    request = Request(length=1, params=params, exploration_type=exploration_type, exploration=exploration)
-    state, batch = run(env, policy, state, request, "step")
+    state, batch = run(env, policy, state, Request(1, params, exploration_type, exploration), "step")
     return state, without_time(batch).lock_()
 
 
 def reset(env: Env, state: CollectorState[Array], mask: Tensor | None = None) -> CollectorState[Array]:
     """Return a state in which the lanes of `mask`, or all lanes, begin another episode under a new trajectory id.
 
-    Raises:
-        ValueError: for a mask that is not bool [P].
-        StaleStateError: over simulators, if the state has been superseded by a later one; see `fork` and `recover`.
+    Raises ValueError for a mask that is not bool [P], and over simulators StaleStateError as `rollout` does; see `fork`
+    and `recover`.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -243,11 +198,8 @@ def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     """Return a state in which all lanes begin another episode, also from a stale state, such as after an exception.
 
     Over simulators, trajectory ids continue from the highest ones used, whichever state of the run is given. States
-    over JAX and Torch environments are values and never stale: for them this is `reset`.
-
-    Raises:
-        EnvError: if an environment raises as it is reset.
-        TypeError: for something else than an environment and a state.
+    over JAX and Torch environments are values and never stale: for them this is `reset`. Raises EnvError if an
+    environment does.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1")
@@ -261,26 +213,25 @@ def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
 
 
 def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
-    """Return an independent copy of a state. `state` can still be used.
+    """Return an independent copy of a state, which can still be used.
 
-    Over simulators the environment is rebuilt and the episode is replayed from its seed and actions. Simulators that
-    support it (ALE) are copied by a snapshot instead.
+    Simulators are rebuilt, and the episode is replayed from its seed and actions; some (ALE) are copied by a snapshot.
 
     Raises:
-        ReplayError: for an environment that supports neither (EnvPool, TorchRL's, ``replayable=False``), for an episode
-            with more than 128 MiB of actions of all lanes, and if the new simulator returns another observation.
+        ReplayError: for an environment that supports neither (EnvPool, TorchRL's, wrappers with running statistics,
+            ``replayable=False``), for an episode with more than 128 MiB of actions of all lanes, and if the new
+            simulator returns another observation.
         EnvError: if an environment raises during the replay. Lanes of a vector environment are stepped together, also
             those whose episode has not begun, so one that refuses illegal actions may raise.
         StaleStateError: if the state has been superseded by a later one.
         ValueError: for an environment instance that cannot be rebuilt.
 
     >>> import funcollect as fc
-    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> env = fc.make_env("CartPole-v1")
     >>> policy = fc.random_policy(env)
-    >>> state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
-    >>> copy = fc.fork(env, state)
-    >>> (_, one), (_, two) = fc.rollout(env, policy, state, 4), fc.rollout(env, policy, copy, 4)
-    >>> bool((one["observation"] == two["observation"]).all())
+    >>> state = fc.init(env, policy, seed=0)
+    >>> one, two = (fc.rollout(env, policy, each, 4)[1]["action"] for each in (fc.fork(env, state), state))
+    >>> torch.equal(one, two)
     True
     """
     check_state(env, state, "fork")
@@ -292,19 +243,16 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
 def apply(
     env: Env, state: CollectorState[Array], function: Callable[..., Any], *args: Any
 ) -> tuple[CollectorState[Array], list[Any]]:
-    """Call a function on the environment of every lane, wherever it lives, and return what it returned.
+    """Call ``function(lane_env, *args)`` for every lane of Gymnasium's or TorchRL's single environments.
 
-    It acts from the next step on, and in all later episodes; the observation at the root of the next frame remains the
-    one that was there. `fork` repeats the calls on its copies, and so do processes that replace lost ones. Functions
-    are not saved: `save` refuses to save episodes after a call unless ``episodes="restart"``; call it again after
+    Each is passed as the factory returned it, wherever it lives; with `num_workers`, cloudpickle sends the function,
+    its arguments and results. It acts from the next step on, and in all later episodes; the observation at the root of
+    the next frame remains the one that was there. `fork` repeats the calls on its copies, and so do processes that
+    replace lost ones. Functions are not saved: after a call, `save` needs ``episodes="restart"``; call it again after
     `load`. `evaluate` runs environments as they were made.
 
-    The environment is one over Gymnasium's or TorchRL's single environments, one for each lane. The function is called
-    as ``function(lane_env, *args)``, with the environment as the factory returned it; with `num_workers`, cloudpickle
-    sends it, its arguments and results. `state` is stale afterwards.
-
     Returns:
-        The next state, and the results in the order of lanes.
+        The next state (`state` is stale), and the results in the order of lanes.
 
     Raises:
         TypeError: for an environment without an object for each lane, and for a function, arguments or results that
@@ -342,7 +290,7 @@ def close(state: CollectorState) -> None:
     """Free the simulators of a state now, rather than when Python collects it. Does nothing for other states.
 
     >>> import funcollect as fc
-    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> env = fc.make_env("CartPole-v1")
     >>> fc.close(fc.init(env, fc.random_policy(env), seed=0))
     """
     check_kind("state", state, CollectorState, "pass the state that rollout returned")

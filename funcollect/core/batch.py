@@ -1,14 +1,15 @@
 """The batch of a rollout: counts its steps, names its columns, checks the rewards, and puts time last.
 
-Counters are computed for all steps at once. One call into Torch costs as much as a step of a small environment, so
-counters of one kind share one array.
+Counters are computed for all steps at once, and those of one kind share one array: one call into Torch costs as much as
+a step of a small environment.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,18 +28,8 @@ ROOT_FLAGS: list[Path] = [("terminated",), ("truncated",), ("done",)]
 NEXT_FLAGS: list[Path] = [("next", *path) for path in ROOT_FLAGS]
 OUTCOME_KEYS: list[Path] = [("next", name) for name in ("reward", "terminated", "truncated")]
 REWARD, TERMINATED, TRUNCATED = OUTCOME_KEYS
+_LANES = ("lane", "episode", "step", "returns", "terminated", "truncated")  # the counters [P] of a state
 _NUMBERS: list[Path] = [("collector", name) for name in ("traj_ids", "step", "lane", "policy_version")]
-
-
-class _Lanes(NamedTuple):
-    """The counters [P] of a state, in NumPy or in Torch."""
-
-    lane: Any
-    episode: Any
-    step: Any
-    returns: Any
-    terminated: Any
-    truncated: Any
 
 
 def deliver(
@@ -57,7 +48,7 @@ def deliver(
     xp, view = (np, Tensor.numpy) if on_host else (torch, Tensor.detach)
     rows: list[Any] = [view(each) for each in (flags, reward, columns.pop(TERMINATED), columns.pop(TRUNCATED))]
     time = np.arange(length) if on_host else torch.arange(length, device=place)
-    before = _Lanes(*(view(getattr(state, name)) for name in _Lanes._fields))
+    before = SimpleNamespace(**{name: view(getattr(state, name)) for name in _LANES})
     count = _count_episodes if request.reset_when_done else _count_until_finished
     number, step, after = count(xp, before, time, *rows)
     ids = trajectory_ids(before.lane[:, None], number, state.total_lanes)
@@ -76,12 +67,11 @@ def deliver(
 
 
 def _count_episodes(
-    xp: Any, before: _Lanes, time: Any, flags: Any, reward: Any, terminated: Any, truncated: Any
+    xp: Any, before: Any, time: Any, flags: Any, reward: Any, terminated: Any, truncated: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Return each step's episode and its number in that [P, T], and the counters after the last one.
 
-    Every finished lane began another episode. `time` are the numbers [T] of the steps; this writes into the batch's
-    `flags` [6, P, T], all False at first; the others are [T, P].
+    Finished lanes began others. `time` are the steps' numbers [T], the batch's `flags` [6, P, T] are False and written.
     """
     flags[3], flags[4] = terminated.T, truncated.T
     flags[5] = done = flags[3] | flags[4]
@@ -102,12 +92,9 @@ def _count_episodes(
 
 
 def _count_until_finished(
-    xp: Any, before: _Lanes, time: Any, flags: Any, reward: Any, terminated: Any, truncated: Any
+    xp: Any, before: Any, time: Any, flags: Any, reward: Any, terminated: Any, truncated: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Count as `_count_episodes` does if finished lanes repeat their flags, without reward or steps.
-
-    A loop may have recorded anything for them.
-    """
+    """Count as `_count_episodes` does, where finished lanes stay so; a loop may have recorded anything for them."""
     flags[2, :, 0] = finished = before.terminated | before.truncated
     flags[5] = done = ((terminated | truncated).T.cumsum(-1) > 0) | finished[:, None]  # at or before a step's end
     flags[2, :, 1:] = done[:, :-1]
@@ -124,12 +111,9 @@ def _count_until_finished(
     return before.episode[:, None], xp.where(live, steps - 1, steps), after
 
 
-def _open_returns(xp: Any, before: _Lanes, time: Any, reward: Any, start: Any) -> Any:
-    """Sum the rewards [T, P] since the row `start` [P] in order, so that the sum does not depend on how a run is cut.
-
-    To find the first row that counts is to read it, so on a device all are summed.
-    """
-    first = min(max(int(start.min()), 0), len(reward) - 1) if xp is np else 0
+def _open_returns(xp: Any, before: Any, time: Any, reward: Any, start: Any) -> Any:
+    """Sum the rewards [T, P] since the row `start` [P] in order, so that sums do not depend on how a run is cut."""
+    first = min(max(int(start.min()), 0), len(reward) - 1) if xp is np else 0  # on a device, to find it is to read it
     rows = xp.where(time[first:, None] < start, 0.0, xp.asarray(reward[first:], dtype=xp.float64))
     rows[0] += xp.where(start <= 0, before.returns, 0.0)
     return rows.cumsum(0)[-1]

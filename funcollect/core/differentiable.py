@@ -16,23 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from funcollect.core.api import check_pair
 from funcollect.core.env_params import of_one_lane
 from funcollect.core.loops.over_jax import batch_of
-from funcollect.core.request import (
-    NO_VALUES,
-    Request,
-    Value,
-    check_jax_env,
-    check_state,
-    exploration_values,
-    step_options,
-    with_values,
-)
-from funcollect.core.routes import lowered_for, run_in_jax
+from funcollect.core.request import NO_VALUES, Request, Value, check_jax, check_state, exploration_values, with_values
+from funcollect.core.routes import check_pair, lowered_for, run_in_jax
 from funcollect.core.state import CollectorState, origin_of
 from funcollect.core.traced_step.columns import recorded_step
-from funcollect.core.traced_step.step import Row, StepConfig, make_step_config, operations, run_keys
+from funcollect.core.traced_step.step import Row, StepConfig, operations, run_keys
 from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
@@ -60,40 +50,38 @@ def differentiable_rollout(
     gradient. Gradients end where the rollout begins, and where an episode ends. An environment that stops them at each
     step (`jax.lax.stop_gradient`) causes a warning.
 
-    Noise, episodes and batch are the same as in `rollout`, within rounding. All steps are kept in memory until the
-    gradient is taken, and each `length` compiles a program. The environment is one written in JAX, the policy one of
-    `torch_policy` or `tensordict_policy`, whose module can be lowered. The other arguments are those of `rollout`.
+    Arguments, noise, episodes and batch are those of `rollout`, within rounding. All steps are kept in memory until the
+    gradient is taken, and each `length` compiles a program.
 
     Raises:
-        TypeError: for an environment that is not written in JAX, or a policy that is not of these.
+        TypeError: unless the environment is written in JAX, and the policy one of `torch_policy`, `tensordict_policy`.
         LoweringError: for a function, and for a module that cannot be lowered.
 
     >>> import gymnasium, jax, torch, funcollect as fc
     >>> class Push(fc.envs.JaxEnvBase):
     ...     observation_space = action_space = gymnasium.spaces.Box(-9, 9, (1,))
     ...     def reset(self, key, params):
-    ...         place = jax.random.normal(key, (1,))
-    ...         return place, place
+    ...         return (jax.random.normal(key, (1,)),) * 2
     ...     def step(self, key, place, action, params):
     ...         place = place + action
     ...         return fc.envs.Transition(place, place, reward=-(place[0] ** 2), terminated=False, truncated=False)
-    >>> env, module = Push(num_envs=4), torch.nn.Linear(1, 1)
-    >>> policy = fc.torch_policy(module)
+    >>> env, policy = Push(num_envs=4), fc.torch_policy(torch.nn.Linear(1, 1))
     >>> state, batch = fc.differentiable_rollout(env, policy, fc.init(env, policy, seed=0), 8)
     >>> (-batch["next", "reward"].sum()).backward()
-    >>> module.weight.grad.shape
+    >>> policy.module.weight.grad.shape
     torch.Size([1, 1])
     """
     check_pair(env, policy)
     check_state(env, state, "rollout")
-    check_jax_env(env)
+    check_jax(env)
     _warn_of_stops(env, state)
-    request = Request(length=length, exploration_type=exploration_type, max_frames_per_traj=max_frames_per_traj)
+    request = Request(length, params, exploration_type, exploration, max_frames_per_traj)
     lowered = lowered_for(env, policy, exploration_type)
     values = exploration_values(policy, exploration, lambda: state.steps_made * state.total_lanes)
     tensors = lowered.source.tensors(lowered.source.prepare(params))
-    config = make_step_config(env, lowered, state.num_lanes, step_options(env, request))
-    which = ("differentiable", origin_of(env), state.num_lanes, length, exploration_type, max_frames_per_traj)
+    options = request.step_options(env)
+    which = ("differentiable", origin_of(env), state.num_lanes, length, options)
+    config = StepConfig.of(env, lowered, state.num_lanes, options)
     program = compiled(lowered, which, partial(_forward, config, length))
     apply: Any = _Rollout.apply  # which Torch does not type
 

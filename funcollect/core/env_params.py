@@ -1,7 +1,6 @@
 """Parameters of a JAX environment that change during a run: each leaf is shared, or has a row for each lane.
 
-A state holds the environment's own pytree or, once a leaf has rows, `LaneParams`. `set_env_params` finds the leaves
-that change by their values, `traced_set_env_params` by the identity of objects.
+A state holds the environment's own pytree, with the nodes below in place of some leaves.
 """
 
 from __future__ import annotations
@@ -22,8 +21,11 @@ from funcollect.protocols import Env, JaxEnv
 from funcollect.tree import Path
 
 
-class Varying(NamedTuple):
-    """Stands for a leaf that has a row for each lane; a node without leaves."""
+class LaneRows(NamedTuple):
+    """A leaf that has a row for each lane."""
+
+    current: Any  # [P, ...], of the episodes that the lanes are in
+    coming: Any  # [P, ...], of the episodes after these
 
 
 class Unchanged(NamedTuple):
@@ -32,25 +34,26 @@ class Unchanged(NamedTuple):
     leaf: Any
 
 
-class LaneParams(NamedTuple):
-    """The parameters of P lanes."""
-
-    shared: Any  # the pytree that the environment takes, with `Varying` or `Unchanged` in place of some leaves
-    current: tuple[Any, ...]  # the leaves with rows, each [P, ...], of the episodes that the lanes are in
-    coming: tuple[Any, ...]  # the same for the episodes after these
-
-    def filled(self, rows: Sequence[Any]) -> Any:
-        """The whole pytree, with these in place of `Varying`."""
-        rest = iter(rows)
-
-        def leaf_of(node: Any) -> Any:
-            return next(rest) if isinstance(node, Varying) else node.leaf if isinstance(node, Unchanged) else node
-
-        return import_jax().tree.map(leaf_of, self.shared, is_leaf=_is_node)
-
-
 def _is_node(node: Any) -> bool:
-    return isinstance(node, Varying | Unchanged)
+    return isinstance(node, LaneRows | Unchanged)
+
+
+def _nodes(params: Any) -> list[Any]:
+    """What stands for each of the environment's leaves."""
+    nodes: list[Any] = import_jax().tree.leaves(params, is_leaf=_is_node)
+    return nodes
+
+
+def map_rows(function: Callable[[LaneRows], Any], params: Any, other: Callable[[Any], Any] = lambda node: node) -> Any:
+    """The parameters with the result of a function in place of each `LaneRows`, and of `other` in place of the rest."""
+    return import_jax().tree.map(
+        lambda node: function(node) if isinstance(node, LaneRows) else other(node), params, is_leaf=_is_node
+    )
+
+
+def _as_env(params: Any, pick: Callable[[LaneRows], Any]) -> Any:
+    """The parameters in the environment's own structure, with what `pick` takes from each `LaneRows`."""
+    return map_rows(pick, params, lambda node: node.leaf if isinstance(node, Unchanged) else node)
 
 
 def set_env_params(
@@ -58,12 +61,12 @@ def set_env_params(
 ) -> CollectorState[Array]:
     """Return a state with other parameters of a JAX environment: for domain randomisation and curricula.
 
-    The first change compiles the loop. So does each one after which another leaf has a value for each lane: one given
-    by lane or, unless `at_once`, one whose value changes. `evaluate` runs the environment with its own parameters.
+    `params` is a pytree like ``env.default_params`` (brax's system, MuJoCo Playground's model), whose leaves may have a
+    first dimension P more, one value per lane. With `at_once` they also act in the episodes that lanes are in, else
+    from each lane's next one on. `evaluate` runs the environment with its own parameters.
 
-    The environment is gymnax's, brax's (its system), MuJoCo Playground's (its model), jumanji's or your own functions,
-    with `params`. `params` is a pytree like ``env.default_params``, whose leaves may have a first dimension P more, one
-    value per lane. With `at_once` they also act in the episodes that lanes are in, else from each lane's next one on.
+    The first change compiles the loop. So does each one after which another leaf has a value for each lane: one given
+    by lane or, unless `at_once`, one whose value changes.
 
     Raises:
         TypeError: for an environment without parameters, or in another framework.
@@ -72,44 +75,40 @@ def set_env_params(
     >>> import jax.numpy as jnp, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=2, param_keys=["gravity"])
     >>> policy = fc.random_policy(env)
-    >>> state = fc.init(env, policy, seed=0)
     >>> params = env.default_params.replace(gravity=jnp.array([3.7, 24.8]))  # on Mars, and on Jupiter
-    >>> state = fc.set_env_params(env, state, params, at_once=True)
-    >>> state, batch = fc.rollout(env, policy, state, 3)
-    >>> batch["env_params", "gravity"]
+    >>> state = fc.set_env_params(env, fc.init(env, policy, seed=0), params, at_once=True)
+    >>> fc.rollout(env, policy, state, 3)[1]["env_params", "gravity"]
     tensor([[ 3.7000,  3.7000,  3.7000],
             [24.8000, 24.8000, 24.8000]])
     """
     check_state(env, state, "set_env_params")
     check_flags(at_once=at_once)
     given = _given(env, state, params)
-    nodes, held = _taken_apart(default_params(env) if state.env_params is None else state.env_params)
-    old, new = given.arrays_of(held), given.arrays_of(given.leaves)
+    before = default_params(env) if state.env_params is None else state.env_params
+    old, new = given.arrays_of(import_jax().tree.leaves(of_current(before))), given.arrays_of(given.leaves)
     pairs = [(np.asarray(one), np.asarray(other)) for one, other in zip(new, old, strict=True)]
     same = [np.array_equal(*pair, equal_nan=pair[0].dtype.kind == "f") for pair in pairs]
-    return given.set_in(state, given.for_lanes(nodes, same, new, old, new, at_once=at_once))
+    return state.replace(env_params=given.for_lanes(_nodes(before), same, new, old, new, at_once=at_once))
 
 
 def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at_once: bool = False) -> CollectorState:
-    """Return a state with other parameters of the environment: for domain randomisation and curricula inside `jit`.
+    """Do what `funcollect.set_env_params` does inside `jit`, with its errors; `params` may be traced.
 
-    Arguments, errors and the change of episodes are those of `funcollect.set_env_params`; `params` may be traced. In a
-    `scan`, call it once before with the same kind of parameters, so that the carry has a fixed structure. Without
+    In a `scan`, call it once before with the same kind of parameters, so that the carry has a fixed structure. Without
     `at_once`, each leaf gets a dimension P, except those that are the very objects in ``env.default_params``.
 
     >>> import jax, jax.numpy as jnp, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=4, param_keys=["gravity"])
     >>> policy = fc.random_policy(env)
+    >>> def pull(state, gravity):
+    ...     params = env.default_params.replace(gravity=gravity)
+    ...     return fc.traced.set_env_params(env, state, params, at_once=True)
+    >>> def update(state, gravity):
+    ...     state, batch = fc.traced.rollout(env, policy, None, pull(state, gravity), 8)
+    ...     return state, batch["env_params"]["gravity"].mean()
     >>> @jax.jit
     ... def run(key, gravities):
-    ...     state = fc.traced.init(env, policy, None, key=key)
-    ...     params = env.default_params.replace(gravity=gravities[0])
-    ...     state = fc.traced.set_env_params(env, state, params, at_once=True)
-    ...     def update(state, gravity):
-    ...         params = env.default_params.replace(gravity=gravity)
-    ...         state = fc.traced.set_env_params(env, state, params, at_once=True)
-    ...         state, batch = fc.traced.rollout(env, policy, None, state, 8)
-    ...         return state, batch["env_params"]["gravity"].mean()
+    ...     state = pull(fc.traced.init(env, policy, None, key=key), gravities[0])
     ...     return jax.lax.scan(update, state, gravities)[1]
     >>> run(jax.random.PRNGKey(0), jnp.array([2.0, 4.0, 8.0]))
     Array([2., 4., 8.], dtype=float32)
@@ -118,8 +117,10 @@ def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at
     check_flags(at_once=at_once)
     given = _given(env, state, params)
     own = [leaf is like for leaf, like in zip(given.leaves, given.own, strict=True)]
-    default = LaneParams(given.treedef.unflatten([Unchanged(leaf) for leaf in given.arrays_of(given.own)]), (), ())
-    nodes, held = _taken_apart(default if state.env_params is None else state.env_params)
+    before = state.env_params
+    if before is None:
+        before = given.treedef.unflatten([Unchanged(leaf) for leaf in given.arrays_of(given.own)])
+    nodes, held = _nodes(before), import_jax().tree.leaves(of_current(before))
     # XLA would compute with constants otherwise than with arguments, which parameters of the eager function are.
     barrier = import_jax().lax.optimization_barrier
     old, new = [barrier(leaf) for leaf in held], [barrier(leaf) for leaf in given.arrays_of(given.leaves)]
@@ -130,9 +131,8 @@ def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at
     new = [before if kept else leaf for before, leaf, kept in zip(old, new, same, strict=True)]
     shared = [Unchanged(leaf) if is_own else leaf for leaf, is_own in zip(new, own, strict=True)]
     made = given.for_lanes(nodes, same, shared, old, new, at_once=at_once)
-    rows = made.current, made.coming
-    rows = jax_numerics().select(state.lane == state.lane, rows, rows)  # vary over a mesh, as those of later states
-    return state.replace(env_params=LaneParams(made.shared, *rows))
+    lane, select = state.lane, jax_numerics().select  # rows vary over a mesh, as those of later states
+    return state.replace(env_params=map_rows(lambda rows: select(lane == lane, rows, rows), made))
 
 
 class _Given(NamedTuple):
@@ -151,24 +151,22 @@ class _Given(NamedTuple):
 
     def for_lanes(
         self, nodes: list[Any], same: list[bool], shared: Sequence[Any], old: Any, new: Any, *, at_once: bool
-    ) -> LaneParams:
-        """The parameters after a change from `old` leaves, held in `nodes`, to `new` ones.
+    ) -> Any:
+        """The parameters after a change from `old` leaves, held in `nodes`, to `new` ones; those without rows `shared`.
 
-        Leaves have rows if they were given or held so, or change from each lane's next episode on; others are `shared`.
+        Leaves have rows if they were given or held so, or change from each lane's next episode on.
         """
-        each = zip(self.by_lane, nodes, same, strict=True)
-        rows = [by_lane or isinstance(node, Varying) or not (at_once or kept) for by_lane, node, kept in each]
+        made = []
+        each = zip(self.own, self.by_lane, nodes, same, shared, old, new, strict=True)
+        for like, by_lane, node, kept, leaf, before, after in each:
+            rows = by_lane or isinstance(node, LaneRows) or not (at_once or kept)
+            made.append(_rows(self.num_lanes, like, after if at_once else before, after) if rows else leaf)
+        return without_weak_types(self.treedef.unflatten(made))
 
-        def of_lanes(leaves: Sequence[Any]) -> tuple[Any, ...]:
-            each, as_rows = zip(leaves, self.own, rows, strict=True), import_jax().numpy.broadcast_to
-            return tuple(as_rows(leaf, (self.num_lanes, *np.shape(own))) for leaf, own, own_rows in each if own_rows)
 
-        tree = self.treedef.unflatten([Varying() if own else node for node, own in zip(shared, rows, strict=True)])
-        params: LaneParams = without_weak_types(LaneParams(tree, of_lanes(new if at_once else old), of_lanes(new)))
-        return params
-
-    def set_in(self, state: CollectorState, params: LaneParams) -> CollectorState:
-        return state.replace(env_params=params if params.current else params.shared)
+def _rows(num_lanes: int, like: Any, current: Any, coming: Any) -> LaneRows:
+    shape = num_lanes, *np.shape(like)
+    return LaneRows(*(import_jax().numpy.broadcast_to(leaf, shape) for leaf in (current, coming)))
 
 
 def _given(env: Env, state: CollectorState, params: Any) -> _Given:
@@ -207,56 +205,39 @@ def _is_by_lane(name: str, leaf: Any, own: tuple[int, ...], lanes: int) -> bool:
     """Whether a leaf has a value for each lane; ValueError for another shape than `own` and ``[lanes, *own]``."""
     shape = tuple(np.shape(leaf))
     if shape not in (own, (lanes, *own)):
-        raise ValueError(
-            f"params{name} has the shape {list(shape)}, expected {list(own)}, or {[lanes, *own]} for one in each lane: "
-            "change it"
-        )
+        wanted = f"{list(own)}, or {[lanes, *own]} for one in each lane"
+        raise ValueError(f"params{name} has the shape {list(shape)}, expected {wanted}: change it")
     return shape != own
 
 
-def _taken_apart(params: Any) -> tuple[list[Any], list[Any]]:
-    """The nodes of a state's parameters, each a leaf, `Varying` or `Unchanged`, and the leaves of the episodes now."""
-    leaves = import_jax().tree.leaves(of_current(params))
-    lanes = isinstance(params, LaneParams)
-    return import_jax().tree.leaves(params.shared, is_leaf=_is_node) if lanes else leaves, leaves
-
-
 def has_rows(env: JaxEnv, params: Any) -> bool:
-    """Whether parameters are those of each lane, or unlike the environment's own, which `set_env_params` refuses."""
+    """Whether parameters are given for each lane, or unlike the environment's own, which `set_env_params` refuses."""
     own = default_params(env)
-    if own is None or isinstance(params, LaneParams):
+    if own is None or any(map(_is_node, _nodes(params))):
         return False
     (leaves, structure), (own_leaves, own_structure) = map(import_jax().tree.flatten, (params, own))
     return bool(structure != own_structure or [*map(np.shape, leaves)] != [*map(np.shape, own_leaves)])
 
 
 def call_in_lanes(function: Callable[..., Any], params: Any, *arguments: Any, coming: bool = False) -> Any:
-    """Call ``function(*arguments, params)`` for every lane, with the `arguments` [P, ...] of each.
+    """Call ``function(*arguments, params)`` for all lanes, with `arguments` [P, ...], of these or `coming` episodes."""
+    rows = [node.coming if coming else node.current for node in _nodes(params) if isinstance(node, LaneRows)]
 
-    The parameters are those of the episodes that the lanes are in, or of the `coming` ones.
-    """
-    vmap = import_jax().vmap
-    if not isinstance(params, LaneParams):
-        return vmap(function, (*[0] * len(arguments), None))(*arguments, params)
-    rows = params.coming if coming else params.current
-    return vmap(lambda leaves, *own: function(*own, params.filled(leaves)))(rows, *arguments)
+    def of_lane(leaves: list[Any], *own: Any) -> Any:
+        rest = iter(leaves)
+        return function(*own, _as_env(params, lambda _: next(rest)))
+
+    return import_jax().vmap(of_lane)(rows, *arguments)
 
 
 def of_current(params: Any) -> Any:
     """The parameters of the episodes that lanes are in, in the environment's own structure."""
-    return params.filled(params.current) if isinstance(params, LaneParams) else params
+    return _as_env(params, lambda rows: rows.current)
 
 
 def of_one_lane(params: Any) -> Any:
     """The parameters as the environment's functions take them, those of the first lane if lanes differ."""
-    return params.filled([leaf[0] for leaf in params.current]) if isinstance(params, LaneParams) else params
-
-
-def of_restarted(params: Any, mask: Any) -> Any:
-    """The parameters after the lanes of `mask` [P] have begun another episode."""
-    if not isinstance(params, LaneParams):
-        return params
-    return params._replace(current=jax_numerics().select(mask, params.coming, params.current))
+    return _as_env(params, lambda rows: rows.current[0])
 
 
 def recorded_params(env: JaxEnv, params: Any, num_lanes: int) -> dict[Path, Any]:
@@ -270,8 +251,8 @@ def recorded_params(env: JaxEnv, params: Any, num_lanes: int) -> dict[Path, Any]
 
 
 def described(params: Any) -> list[bool] | None:
-    """Which leaves of a state's parameters have rows, as plain data; None for parameters never set."""
-    return None if params is None else [isinstance(node, Varying) for node in _taken_apart(params)[0]]
+    """Which leaves of a state's parameters have rows; None for parameters never set."""
+    return None if params is None else [isinstance(node, LaneRows) for node in _nodes(params)]
 
 
 def like_described(env: Env, state: CollectorState, rows: list[bool] | None) -> CollectorState:
@@ -282,13 +263,11 @@ def like_described(env: Env, state: CollectorState, rows: list[bool] | None) -> 
         return state.replace(env_params=None)
     leaves, treedef = import_jax().tree.flatten(default_params(env))
     if len(leaves) != len(rows):
-        raise ValueError(
-            f"the saved environment has {len(rows)} parameters, {env!r} has {len(leaves)}: build it with the same "
-            "environment"
-        )
-    own = _Given(treedef, leaves, leaves, rows, state.num_lanes)
-    arrays = own.arrays_of(leaves)
-    return own.set_in(state, own.for_lanes(leaves, [True] * len(rows), arrays, arrays, arrays, at_once=True))
+        own = f"{env!r} has {len(leaves)}"
+        raise ValueError(f"the saved environment has {len(rows)} parameters, {own}: build it with the same environment")
+    arrays = zip(map(import_jax().numpy.asarray, leaves), rows, strict=True)
+    nodes = [_rows(state.num_lanes, leaf, leaf, leaf) if own_rows else leaf for leaf, own_rows in arrays]
+    return state.replace(env_params=without_weak_types(treedef.unflatten(nodes)))
 
 
 def param_shapes(env: Env) -> list[tuple[int, ...]] | None:

@@ -9,24 +9,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
-from tensordict.nn import (
-    InteractionType,
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
-    TensorDictModuleBase,
-    set_interaction_type,
-)
+from tensordict import nn as tensordict_nn
 from torch import Tensor
 
 from funcollect.arguments import check_kind
 from funcollect.core.request import EXPLORATION
-from funcollect.core.state import flatten_part
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.keys import key_from_seed
 from funcollect.messages import kind_of, shown
 from funcollect.policies.base import read_answer, recurrent_names, split_recurrent
 from funcollect.policies.checks import checked_lead
+from funcollect.policies.heads.head import Head
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
 from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.population import Population
@@ -48,6 +42,7 @@ _ANY = key_from_seed(0)  # initial states do not depend on keys
 _Leaves = Mapping[Path, Any]  # the leaves of a batch, each [..., *shape]
 _Forward = Callable[[_Leaves, Any], tuple[Any, Any]]  # from inputs and recurrent state to outputs and the next state
 _Spaces = tuple[Space, Sequence[Leaf], ActionSpec]
+_SCORING = tensordict_nn.ProbabilisticTensorDictModule | tensordict_nn.ProbabilisticTensorDictSequential
 
 
 def remember_spaces(policy: Policy, space: Space, leaves: Sequence[Leaf], spec: ActionSpec) -> None:
@@ -68,16 +63,15 @@ def evaluate_actions(
     ``record_state=True``; then the recorded one is used wherever a frame does not follow on the one before it in time.
 
     Args:
-        policy: a policy of `torch_policy` or `jax_policy` with a head, one that `normalized` or `lower_policy` made of
-            such a policy, or one of TorchRL with a distribution.
+        policy: one of `torch_policy` or `jax_policy` with a head, one that `normalized` or `lower_policy` made of such
+            a policy, or one of TorchRL with a distribution.
         params: the parameters to act with; None for the policy's own.
         batch: a batch, a part of one, or samples of a buffer: a TensorDict [...] for a policy in Torch; for one in JAX
             `funcollect.interop.to_jax` of that, or what `funcollect.traced.rollout` returned. For a recurrent policy
             [*B, T], with any dimensions of lanes before time, or [T, P] of `funcollect.traced`.
         env: the environment, for its spaces; not needed if `policy` has acted in no other in this process.
-        policy_state: the policy's state before the rollout, ``state.policy_state``, if the batch does not hold it. The
-            batch must then be the whole rollout in its order; a missing first step cannot be noticed. Batches of a
-            policy on a TensorDict always hold its hidden states.
+        policy_state: ``state.policy_state`` from before the rollout, if the batch holds no recurrent states. It must
+            then be the whole rollout in its order; a missing first step cannot be noticed.
 
     Returns:
         By name, each [...] in the shape of the batch: ``action_log_prob``, ``entropy`` in nats, if the head or the
@@ -98,29 +92,35 @@ def evaluate_actions(
     check_kind("batch", batch, (Mapping, TensorDictBase), "pass a batch from rollout or a collector")
     if env is not None and not is_env(env):
         raise TypeError(f"env is {kind_of(env)}, expected an Env or None: pass the environment of the batch")
-    rows = flatten(batch)
     if isinstance(policy.source if isinstance(policy, LoweredPolicy) else policy, Population):
         raise TypeError(
             "policy is a population, expected one member: pass that with its own parameters and lanes of the batch, "
             "for all members under jax.vmap or torch.func.vmap"
         )
     if isinstance(policy, TensorDictPolicy):
-        return _by_distribution(policy, params, rows)
+        return _by_distribution(policy, params, flatten(batch))
     if not isinstance(policy, TorchPolicy | FunctionPolicy) or policy.head is None:
         mend = "torch_policy(module, head=funcollect.heads.categorical), or another head"
-        if isinstance(policy, TensorDictModuleBase):
+        if isinstance(policy, tensordict_nn.TensorDictModuleBase):
             mend = "funcollect.tensordict_policy(module), as which it has collected the batch"
         raise TypeError(
             f"policy is {type(policy).__name__} without a head, expected one whose head or distribution scores "
             f"actions: pass {mend}"
         )
-    space, leaves, spec = _spaces_of(policy, env)
-    in_torch = isinstance(policy, TorchPolicy)
-    exploration: list[Path] = [(*EXPLORATION, name) for name in policy.head.values]
-    _check_rows(rows, [_ACTION, *(leaf.path for leaf in leaves), *exploration], in_torch=in_torch)
+    return _by_head(policy, policy.head, params, flatten(batch), _spaces_of(policy, env), policy_state)
+
+
+def _by_head(
+    policy: TorchPolicy | FunctionPolicy, head: Head, params: Any, rows: _Leaves, spaces: _Spaces, policy_state: Any
+) -> dict[str, Any]:
+    """What the policy's head thinks of the actions, and the other outputs, by name."""
+    space, leaves, spec = spaces
+    xp = TORCH if isinstance(policy, TorchPolicy) else jax_numerics()
+    exploration: list[Path] = [(*EXPLORATION, name) for name in head.values]
+    _check_rows(xp, rows, [_ACTION, *(leaf.path for leaf in leaves), *exploration])
     rows = moved(rows, policy.run_device) if isinstance(policy, TorchPolicy) and policy.run_device else rows
-    xp, network, action = TORCH if in_torch else jax_numerics(), _network(policy, params), rows[_ACTION]
-    head = policy.head.at({path[-1]: rows[path] for path in exploration})
+    network, action = _network(policy, params), rows[_ACTION]
+    head = head.at({path[-1]: rows[path] for path in exploration})
 
     def call(inputs: _Leaves, recurrent: Any) -> tuple[Any, Any]:
         answer, after = network(assemble(space, inputs), recurrent)
@@ -129,21 +129,16 @@ def evaluate_actions(
 
     inputs = {leaf.path: rows[leaf.path] for leaf in leaves}
     lead = checked_lead(action, spec, {leaf: inputs[leaf.path].shape for leaf in leaves})
-    recurrent = None if policy.initial_state is None else _recurrent(policy, rows, policy_state)
+    recurrent = None if policy.initial_state is None else _recurrent(xp, policy, rows, policy_state)
     parameters, outputs = _outputs(xp, call, inputs, rows, lead, recurrent)
-    action = action.long() if in_torch and spec.categories else action  # Torch takes no other integers for an index
+    action = action.long() if xp is TORCH and spec.categories else action  # Torch takes no other integers for an index
     if spec.dtype.is_floating_point and _LOG_PROB in rows:  # in the precision in which the rollout scored, or a higher
         dtype = rows[_LOG_PROB].dtype
-        action = xp.cast(action, dtype)
-        parameters = tuple(
-            xp.cast(leaf, dtype) if leaf.dtype.itemsize < dtype.itemsize else leaf for leaf in parameters
-        )
+        action, size = xp.cast(action, dtype), dtype.itemsize
+        parameters = tuple(xp.cast(leaf, dtype) if leaf.dtype.itemsize < size else leaf for leaf in parameters)
     chosen = {name: rows.get((name,), value) for name, value in head.record(xp, action, spec).items()}
-    chosen["action"] = action
-    scores = {
-        "action_log_prob": head.log_prob(xp, parameters, chosen, spec),
-        "entropy": head.entropy(xp, parameters, spec),
-    }
+    log_prob = head.log_prob(xp, parameters, chosen | {"action": action}, spec)
+    scores = {"action_log_prob": log_prob, "entropy": head.entropy(xp, parameters, spec)}
     return {**outputs, **{name: score for name, score in scores.items() if score is not None}}
 
 
@@ -151,20 +146,18 @@ def _spaces_of(policy: Policy, env: Env | None) -> _Spaces:
     if env is not None:
         return env.observation_space, env.observation_leaves, env.action_spec
     known: list[_Spaces] = memo_of(policy).get("spaces", [])
-    if len(known) != 1:
-        found = f"{len(known)} environments with different actions or observations" if known else "no environment"
-        raise ValueError(
-            f"env is not given, and the policy has acted in {found} in this process: pass env=, that of the batch"
-        )
-    return known[0]
+    if len(known) == 1:
+        return known[0]
+    found = f"{len(known)} environments with different actions or observations" if known else "no environment"
+    raise ValueError(f"env is not given, the policy has acted in {found} in this process: pass env=, that of the batch")
 
 
-def _check_rows(rows: _Leaves, wanted: Sequence[Path], *, in_torch: bool) -> None:
+def _check_rows(xp: Any, rows: _Leaves, wanted: Sequence[Path]) -> None:
     """Raise ValueError for missing keys, and TypeError unless the leaves are those of the policy's framework."""
     if missing := [".".join(path) for path in wanted if path not in rows]:
         raise ValueError(f"the batch lacks {missing}, expected {['.'.join(path) for path in wanted]}: pass all of it")
-    if isinstance(rows[_ACTION], Tensor) is not in_torch:
-        name, mend = ("Torch", "the TensorDict itself") if in_torch else ("JAX", "funcollect.interop.to_jax(batch)")
+    if isinstance(rows[_ACTION], Tensor) is not (xp is TORCH):
+        name, mend = ("Torch", "the TensorDict itself") if xp is TORCH else ("JAX", "funcollect.interop.to_jax(batch)")
         raise TypeError(
             f"the batch holds a {type(rows[_ACTION]).__name__}, expected what a policy in {name} takes: pass {mend}"
         )
@@ -188,34 +181,33 @@ def _network(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
 
 
 class _Recurrent(NamedTuple):
-    initial: Any  # at the start of an episode, [1, ...]
-    treedef: Any  # its structure
-    paths: list[Path]  # the batch's keys that hold it
-    given: list[Any] | None = None  # at the beginning of the batch, [P, ...], if the user gave it
+    initial: Any  # at the start of an episode, a pytree [1, ...]
+    recorded: bool
+    start: Any  # before each row if it is recorded, else before the first ones, [P, ...]
 
 
-def _recurrent(policy: TorchPolicy | FunctionPolicy, rows: _Leaves, policy_state: Any) -> _Recurrent:
+def _recurrent(xp: Any, policy: TorchPolicy | FunctionPolicy, rows: _Leaves, policy_state: Any) -> _Recurrent:
     initial = policy.init(_ANY, 1)
     if isinstance(policy, TorchPolicy):
         initial = initial.on(rows[_ACTION].device).recurrent
-    leaves, treedef = flatten_part(initial)
     if policy_state is None:
-        names = recurrent_names(leaves)
+        names = recurrent_names(xp.leaves(initial))
         if any((name,) not in rows for name in names):
             raise ValueError(
                 f"the batch lacks {names}, the recurrent state before each step, and policy_state is not given: make "
                 "the policy with record_state=True, or pass the state.policy_state from before the rollout"
             )
-        return _Recurrent(initial, treedef, [(name,) for name in names])
+        columns = iter(names)
+        return _Recurrent(initial, True, xp.map(lambda _: rows[next(columns),], initial))
     if isinstance(policy_state, TorchPolicyState):
         policy_state = policy_state.on(rows[_ACTION].device).recurrent
-    given = flatten_part(policy_state)[0]
-    if [leaf.shape[1:] for leaf in given] != [leaf.shape[1:] for leaf in leaves]:
+    given, own = ([tuple(leaf.shape) for leaf in xp.leaves(state)] for state in (policy_state, initial))
+    if [shape[1:] for shape in given] != [shape[1:] for shape in own]:
         raise ValueError(
-            f"policy_state has leaves of the shapes {[tuple(leaf.shape) for leaf in given]}, expected those of a state "
-            f"of this policy, {[('P', *leaf.shape[1:]) for leaf in leaves]}: pass state.policy_state"
+            f"policy_state has leaves of the shapes {given}, expected those of a state of this policy, "
+            f"{[('P', *shape[1:]) for shape in own]}: pass state.policy_state"
         )
-    return _Recurrent(initial, treedef, [], given)
+    return _Recurrent(initial, False, policy_state)
 
 
 def _outputs(
@@ -225,32 +217,32 @@ def _outputs(
     if recurrent is None:
         flat = {path: leaf.reshape(-1, *leaf.shape[len(lead) :]) for path, leaf in inputs.items()}
         return xp.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), call(flat, None)[0])
-    _check_rows(rows, [LANE, STEP, *recurrent.paths], in_torch=xp is TORCH)
+    _check_rows(xp, rows, [LANE, STEP])
     turn, back = _turning(rows, lead)
     lane, step = turn(rows[LANE]), turn(rows[STEP])
-    if recurrent.given is not None:
-        starts = [xp.broadcast_to(leaf, (len(step), *leaf.shape)) for leaf in recurrent.given]
-        if recurrent.given:
-            _check_whole(lane, step, len(recurrent.given[0]))
-        apart = lane[1:] != lane[:-1]
-    else:
-        starts = [turn(rows[path]) for path in recurrent.paths]
-        apart = (lane[1:] != lane[:-1]) | (step[1:] != step[:-1] + 1)  # as between slices of samples in a row
+    apart = lane[1:] != lane[:-1]
+    if recurrent.recorded:
+        starts = xp.map(turn, recurrent.start)
+        apart = apart | (step[1:] != step[:-1] + 1)  # as between slices of samples in a row
         if TRAJECTORY_IDS in rows:
             ids = turn(rows[TRAJECTORY_IDS])
             other = ids[1:] != ids[:-1]
             apart = apart | (other if other.ndim == apart.ndim else other.any(-1))  # in JAX 64 bits may be two words
+    else:
+        starts = xp.map(lambda leaf: xp.broadcast_to(leaf, (len(step), *leaf.shape)), recurrent.start)
+        for leaf in xp.leaves(recurrent.start)[:1]:
+            _check_whole(lane, step, len(leaf))
     changes = xp.join([lane[:1] == lane[:1], apart])  # the first row, and those after a gap
 
     def advance(carry: Any, row: Any) -> tuple[Any, Any]:
         inputs, changes, fresh, start = row
-        carry = xp.select(changes, recurrent.treedef.unflatten(start), carry)
+        carry = xp.select(changes, start, carry)
         outputs, carry = call(inputs, xp.select(fresh, recurrent.initial, carry))
         return carry, outputs
 
     turned = {path: turn(leaf) for path, leaf in inputs.items()}
-    carry = recurrent.treedef.unflatten([leaf[0] for leaf in starts])
-    return xp.map(back, xp.scan(advance, carry, (turned, changes, step == 0, starts))[1])
+    first = xp.map(lambda leaf: leaf[0], starts)
+    return xp.map(back, xp.scan(advance, first, (turned, changes, step == 0, starts))[1])
 
 
 def _check_whole(lane: Any, step: Any, lanes: int) -> None:
@@ -286,20 +278,20 @@ def _turning(rows: _Leaves, lead: Sequence[int]) -> tuple[Callable[[Any], Any], 
 def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> dict[str, Any]:
     """What the distribution of a TensorDict policy thinks of the actions, and the other outputs, by dotted name."""
     module = policy.bound(policy.prepare(params))
-    if not isinstance(module, ProbabilisticTensorDictModule | ProbabilisticTensorDictSequential):
+    if not isinstance(module, _SCORING):
         raise TypeError(
             f"policy is a {type(module).__name__}, expected one with a distribution, such as TorchRL's "
             "ProbabilisticActor: pass that"
         )
-    _check_rows(rows, [_ACTION, *paths_of(module, "in_keys")], in_torch=True)
+    in_keys = paths_of(module, "in_keys")
+    _check_rows(TORCH, rows, [_ACTION, *in_keys])
     rows = moved(rows, policy.run_device) if policy.run_device else rows
-    inputs = {path: rows[path] for path in paths_of(module, "in_keys")}
     lead = rows["next", "done"].shape[:-1] if ("next", "done") in rows else rows[_ACTION].shape[:1]
 
     def call(inputs: _Leaves, recurrent: Any) -> tuple[Any, Any]:
         read = {path: leaf for path, leaf in inputs.items() if path != _ACTION} | (recurrent or {})
         given = to_tensordict(read, next(iter(read.values())).shape[:1])
-        with set_interaction_type(InteractionType.DETERMINISTIC):
+        with tensordict_nn.set_interaction_type(tensordict_nn.InteractionType.DETERMINISTIC):
             distribution = module.get_dist(given)
         found = {path: leaf for path, leaf in flatten(given).items() if path not in read}
         found["action_log_prob",] = distribution.log_prob(inputs[_ACTION])
@@ -308,11 +300,10 @@ def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> di
         after = {path: found.pop(policy.written[path]) for path in recurrent or {}}
         return found, after
 
-    inputs[_ACTION] = rows[_ACTION]
     recurrent = None
     if policy.hidden_states:
         initial = {path: leaf[None] for path, leaf in policy.hidden_states.items()}
-        recurrent = _Recurrent(initial, flatten_part(initial)[1], sorted(initial))
-        inputs = {path: leaf for path, leaf in inputs.items() if path not in initial}
+        recurrent = _Recurrent(initial, True, {path: rows[path] for path in initial})
+    inputs = {path: rows[path] for path in (*in_keys, _ACTION) if path not in policy.hidden_states}
     outputs = _outputs(TORCH, call, inputs, rows, lead, recurrent)
     return {".".join(path): leaf for path, leaf in outputs.items()}

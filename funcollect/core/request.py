@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,14 +13,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.arguments import (
-    check_count,
-    check_flags,
-    check_function,
-    check_kind,
-    check_optional_positive,
-    check_positive,
-)
+from funcollect import arguments
+from funcollect.arguments import check_kind
 from funcollect.core.state import CollectorState, check_origin
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
@@ -44,35 +37,44 @@ NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 Value = float | Callable[[int], float]  # a number, or a function of the frames of the whole run so far
 OwnColumns = Mapping[Path, Tensor]
 NOWHERE: OwnColumns = MappingProxyType({})
+Rollout = tuple[CollectorState, TensorDict]  # the result of one: the next state, and the batch
 
 
-@dataclass(frozen=True, kw_only=True)
+class StepOptions(NamedTuple):
+    """What a step is compiled for, beside the environment, the policy and the number of lanes."""
+
+    exploration_type: ExplorationType
+    limit: int | None  # steps after which an episode is truncated
+    random_steps: int
+    reset_when_done: bool
+
+
+@dataclass(frozen=True)
 class Request:
-    """One rollout's arguments, checked here and nowhere else."""
+    """One rollout's arguments, checked here and nowhere else: first those of `rollout`, in its order."""
 
     length: int  # the number of steps, T
     params: Any = None
     exploration_type: ExplorationType = ExplorationType.RANDOM  # how heads act
-    # The argument of `rollout`; `run` sets all values in `Policy.exploration`, as numbers.
-    exploration: Mapping[str, Any] = field(default_factory=lambda: NO_VALUES)
+    exploration: Mapping[str, Any] = field(default_factory=lambda: NO_VALUES)  # `run` sets all values, as numbers
     max_frames_per_traj: int | None = None  # steps after which a trajectory is truncated
+    _: KW_ONLY
     random_steps: int = 0  # steps, from the beginning of the run, in which lanes act randomly
     reset_when_done: bool = True  # False keeps a finished lane finished
-    # Memory [T, P, ...] by path, into which observations of that shape and dtype are recorded. All other leaves of a
-    # batch get new memory.
+    # memory [T, P, ...] by path, into which observations of that shape and dtype are recorded
     columns: OwnColumns = field(default_factory=lambda: NOWHERE)
     owned: bool = False  # whether the state's memory may be used again: no one else holds the state
     compact_obs: bool = False  # whether next observations may be left out that following frames have
 
     def __post_init__(self) -> None:
-        check_positive("length", self.length)
+        arguments.check_positive("length", self.length)
         if self.length >= 2**31:
             raise ValueError(f"length is {self.length}, expected less than 2**31 steps: collect in several rollouts")
-        check_optional_positive("max_frames_per_traj", self.max_frames_per_traj)
+        arguments.check_optional_positive("max_frames_per_traj", self.max_frames_per_traj)
         check_exploration(self.exploration_type)
         check_values(self.exploration)
-        check_count("random_steps", self.random_steps)
-        check_flags(reset_when_done=self.reset_when_done)
+        arguments.check_count("random_steps", self.random_steps)
+        arguments.check_flags(reset_when_done=self.reset_when_done)
         check_ends(self.max_frames_per_traj, self.reset_when_done)
 
     def column(self, path: Path, row: Tensor) -> Tensor:
@@ -80,6 +82,11 @@ class Request:
         shape, given = (self.length, *row.shape), self.columns.get(path)
         fits = given is not None and (given.shape, given.dtype, given.device) == (shape, row.dtype, row.device)
         return given if given is not None and fits else row.new_empty(shape)
+
+    def step_options(self, env: TorchEnv | JaxEnv) -> StepOptions:
+        """Return the options of a step."""
+        early = min(self.random_steps, 2**32 - 1)
+        return StepOptions(self.exploration_type, step_limit(env, self), early, self.reset_when_done)
 
 
 def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:
@@ -96,29 +103,10 @@ def step_limit(env: TorchEnv | JaxEnv, request: Request) -> int | None:
     return min(filter(None, (env.max_episode_steps, request.max_frames_per_traj)), default=None)
 
 
-class StepOptions(NamedTuple):
-    """What a traced step is compiled for, beside the environment, the policy and the number of lanes."""
-
-    exploration_type: ExplorationType
-    limit: int | None  # steps after which an episode is truncated
-    random_steps: int
-    reset_when_done: bool
-
-
-def step_options(env: JaxEnv, request: Request) -> StepOptions:
-    """Return the options of a request."""
-    early = min(request.random_steps, 2**32 - 1)
-    return StepOptions(request.exploration_type, step_limit(env, request), early, request.reset_when_done)
-
-
 def check_exploration(value: Any) -> None:
     """Raise TypeError unless `value` is an exploration type."""
-    if not isinstance(value, ExplorationType):
-        members = ", ".join(ExplorationType.__members__)
-        raise TypeError(
-            f"exploration_type is {value!r}, expected a member of funcollect.ExplorationType ({members}): pass for "
-            "example funcollect.ExplorationType.DETERMINISTIC"
-        )
+    names = ", ".join(ExplorationType.__members__)
+    check_kind("exploration_type", value, ExplorationType, f"pass funcollect.ExplorationType's {names}")
 
 
 def check_values(exploration: Any) -> None:
@@ -135,7 +123,7 @@ def check_given(policy: Policy, given: Mapping[str, Any]) -> None:
     constants = dict(given)
     for name, value in given.items():
         if callable(value):
-            check_function(f"exploration[{name!r}]", value, "a function of the number of frames", 1)
+            arguments.check_function(f"exploration[{name!r}]", value, "a function of the number of frames", 1)
             constants[name] = policy.exploration.get(name, 0.0)
     exploration_values(policy, constants, lambda: 0)
 
@@ -145,8 +133,8 @@ def exploration_values(
 ) -> Mapping[str, Any]:
     """Return the values of `Policy.exploration`: the `given` ones, and the policy's own for all other names.
 
-    Functions among the values are called with ``frames()``, which may wait for a device, and numbers are rounded to
-    float32. In traced code `frames` is None, and the values are arrays.
+    Functions are called with ``frames()``, which may wait for a device, and numbers are rounded to float32. In traced
+    code `frames` is None, and the values are arrays.
     """
     own = policy.exploration
     if not own and not given:
@@ -199,17 +187,15 @@ def own_action_warning(policy: Policy, random_frames: int | None) -> str:
     if not random_frames or random_frames < 0:
         return ""
     source = policy.source if isinstance(policy, LoweredPolicy) else policy
+    carries = isinstance(source, HeadedPolicy) and source.initial_state is not None and source.head is None
     if isinstance(source, TensorDictPolicy):
         carries = carries_action(source.module, [*source.written.values()])
-    else:
-        carries = isinstance(source, HeadedPolicy) and source.initial_state is not None and source.head is None
-    warning = (
+    return carries * (
         f"init_random_frames is {random_frames} with a recurrent policy that chooses its action itself: if it carries "
         "that action from step to step, it carries one that was not executed in the random frames, expected the "
         "executed one: give the policy a head (funcollect.heads), carry only what follows from observations, or leave "
         "init_random_frames out"
     )
-    return warning if carries else ""
 
 
 def check_state_kind(policy_state: Any, wanted: type) -> None:
@@ -226,7 +212,7 @@ def check_state(env: Env, state: CollectorState, function: str, values: Any = No
     check_kind("state", state, CollectorState, "pass the state that init or rollout returned (after env and policy)")
     if not is_env(env):
         raise TypeError(f"env is {kind_of(env)}, expected an Env: pass the env that the state was made with")
-    check_untraced(function, (state.lane, values))
+    check_eager(function, (state.lane, values))
     _check_one_run(state)
     if live and isinstance(state.env_state, JaxEnvState) and not is_live(state):
         raise ValueError(
@@ -241,40 +227,29 @@ def check_state(env: Env, state: CollectorState, function: str, values: Any = No
 
 def check_traced_state(env: Any, state: Any) -> None:
     """Raise unless `state` is the state of one run of `env`, which is written in JAX."""
-    check_jax_env(env)
-    mend = "pass the state that init or rollout returned, after env, policy and params"
-    check_kind("state", state, CollectorState, mend)
+    check_jax(env)
+    check_kind("state", state, CollectorState, "pass the state that init or rollout returned, after policy and params")
     _check_one_run(state)
     check_origin(env, state)
 
 
-def check_jax_env(env: Any) -> None:
+def check_jax(env: Any) -> None:
     """Raise TypeError unless `env` is an environment written in JAX."""
     mend = "make one with for example funcollect.make_env('gymnax/CartPole-v1'), or use funcollect.rollout for this one"
     check_kind("env", env, JaxEnv, mend)
 
 
-def check_untraced(function: str, values: Any) -> None:
+def check_eager(function: str, values: Any) -> None:
     """Raise TypeError inside a JAX transformation, also if it traces none of these values."""
     if "jax" not in sys.modules:
         return
     jax = import_jax()
-    if not _untraced()() or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
+    outside = getattr(jax._src.core, "trace_state_clean", lambda: True)  # private; traced arguments are seen without it
+    if not outside() or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
         raise TypeError(
             f"funcollect.{function} got values that JAX traces, expected arrays: inside jit, vmap, grad or scan call "
             f"funcollect.traced.{function} over a JAX environment; over others call it outside"
         )
-
-
-@cache
-def _untraced() -> Callable[[], bool]:
-    """Return JAX's function that reports whether this thread is outside all transformations."""
-    import_jax()
-    try:
-        from jax._src.core import trace_state_clean
-    except ImportError:  # a private function, without which only traced arguments are recognised
-        return lambda: True
-    return trace_state_clean
 
 
 def _check_one_run(state: CollectorState) -> None:

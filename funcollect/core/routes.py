@@ -1,41 +1,67 @@
-"""Which loop runs an environment with a policy, and in which form the policy runs in it."""
+"""Which loop runs an environment with a policy, in which form the policy runs in it, and both explained in words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import optree
 import torch
-from tensordict import TensorDict
 from torch import Tensor, nn
 
-from funcollect.arguments import check_kind
-from funcollect.core.request import check_state_kind
+from funcollect.arguments import check_call, check_kind, check_optional_positive
+from funcollect.core.evaluate_actions import remember_spaces
+from funcollect.core.loops.blocks import MOST_STEPS
+from funcollect.core.loops.tensor import STEPS
+from funcollect.core.request import Rollout, check_state_kind, head_of
 from funcollect.core.state import CollectorState
+from funcollect.envs.host.host_env import seeding_of, statistics_of
 from funcollect.errors import LoweringError
+from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.cuda_graph import can_capture
-from funcollect.interop.jax_setup import default_device_type
+from funcollect.interop.jax_setup import default_device_type, dispatch_note, import_jax
 from funcollect.interop.memo import memo_of
+from funcollect.messages import kind_of
+from funcollect.policies.base import check_policy
 from funcollect.policies.heads.head import FromDistribution
 from funcollect.policies.jax_functions.jax_policy import is_traceable
+from funcollect.policies.normalized import Normalized, check_statistics
 from funcollect.policies.population import Population, TorchPopulation
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_in_jax import LoweredPolicy, Source, example
 from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState, has_lazy_layers, lanes_of
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
-from funcollect.protocols import Env, Policy
+from funcollect.protocols import Backend, Env, Policy, is_env
 from funcollect.specs import ExplorationType, assemble
 from funcollect.tree import moved
 
+_CALL = "what funcollect.Policy has: (params, policy_state, observation, noise, spec, exploration)"
 # A module whose attributes take more values than this is not lowered, since each value would compile again.
 _MOST_SETTINGS = 4
 _MOST_ROWS = 3  # of an example; a module treats all batch sizes other than 1 alike
-_TOO_MANY_SETTINGS = LoweringError(
-    f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again: keep what changes "
-    "in buffers"
-)
+
+
+def check_pair(env: Any, policy: Any) -> None:
+    """Raise unless `env` is an environment, `policy` is a policy, and they suit each other."""
+    if not is_env(env):
+        swapped = " (the policy is one: env comes first)" if is_env(policy) else ""
+        raise TypeError(f"env is {kind_of(env)}, expected an Env{swapped}: make one with funcollect.make_env")
+    check_policy(policy)
+    check_call(f"{type(policy).__name__}.__call__", policy.__call__, _CALL, 6)
+    if isinstance(policy, Source):
+        complete(env, policy)
+    if env.backend not in (backends := get_args(Backend)):
+        raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
+    if env.backend in ("torch", "jax"):
+        check_optional_positive(f"max_episode_steps of {env}", env.max_episode_steps)
+    policy.check(env.action_spec)
+    if isinstance(policy, Normalized):
+        check_statistics(policy, env.observation_leaves)
+    remember_spaces(policy, env.observation_space, env.observation_leaves, env.action_spec)
+    if isinstance(policy, TorchBacked) and policy.compiler is not None:
+        route_of(env, policy)  # raises now if the route that `compile` demands is impossible
 
 
 class Route(NamedTuple):
@@ -47,11 +73,7 @@ class Route(NamedTuple):
 
 
 def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = ExplorationType.RANDOM) -> Route:
-    """Return the route for this pair, cached for each kind of space and each setting of the module.
-
-    Raises:
-        LoweringError: for a policy that demands a route (``compile=``) which is impossible.
-    """
+    """Return the route for this pair; LoweringError for a policy that demands (``compile=``) an impossible one."""
     asked = policy.compiler if isinstance(policy, TorchBacked) else None
     if isinstance(policy, TorchBacked) and asked == "cudagraph":
         if env.backend != "torch" or not can_capture(env.device):
@@ -96,7 +118,7 @@ def lower_policy(policy: Policy, env: Env) -> LoweredPolicy:
 
     Raises:
         TypeError: for a policy that is not of `torch_policy` or `tensordict_policy`.
-        LoweringError: for a module that cannot be lowered; it names the reason and the place in the module.
+        LoweringError: for a module that cannot be lowered, with the reason and the place in the module.
 
     >>> import jax, torch, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=4)
@@ -134,7 +156,10 @@ def _lowered(env: Env, source: Source, exploration_type: ExplorationType) -> Low
         return error
     if which not in known:
         if sum(each[:2] == which[:2] for each in known) >= _MOST_SETTINGS:
-            return _TOO_MANY_SETTINGS
+            return LoweringError(
+                f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again: keep "
+                "what changes in buffers"
+            )
         single = env.num_envs is None and isinstance(source, TensorDictPolicy)
         rows = source.lanes if isinstance(source, TorchPopulation) else min(env.num_envs or 1, _MOST_ROWS)
         try:
@@ -160,15 +185,14 @@ def _seen_of(env: Env) -> Hashable:
     known: tuple[Any, Hashable] = memo.get("seen", (None, None))
     if known[0] is not space:
         structure = optree.tree_structure(assemble(space, {leaf.path: 0 for leaf in env.observation_leaves}))
-        seen = structure, env.observation_leaves, env.num_envs and min(env.num_envs, 2)
-        known = memo["seen"] = space, seen
+        known = memo["seen"] = space, (structure, env.observation_leaves, env.num_envs and min(env.num_envs, 2))
     return known[1]
 
 
 def complete(env: Env, policy: Source) -> None:
-    """Make the parameters of lazy layers, such as `torch.nn.LazyLinear`, by one call of the user's module.
+    """Make the parameters of lazy layers, such as `torch.nn.LazyLinear`, by one call of the module in evaluation mode.
 
-    They are drawn from Torch's global generator, as by a call of the user's own. The module is in evaluation mode.
+    They are drawn from Torch's global generator, as by a call of the user's own.
     """
     module = policy.module
     if not isinstance(module, nn.Module) or not has_lazy_layers(module):
@@ -188,9 +212,7 @@ def complete(env: Env, policy: Source) -> None:
     policy.replace(module)
 
 
-def run_in_jax(
-    policy: LoweredPolicy, state: CollectorState, run: Callable[[CollectorState], tuple[CollectorState, TensorDict]]
-) -> tuple[CollectorState, TensorDict]:
+def run_in_jax(policy: LoweredPolicy, state: CollectorState, run: Callable[[CollectorState], Rollout]) -> Rollout:
     """Run a rollout with a Torch policy's state as JAX takes it; return the state and the batch as Torch has them."""
     policy_state = state.policy_state
     check_state_kind(policy_state, TorchPolicyState)
@@ -200,3 +222,174 @@ def run_in_jax(
         fresh = (step if isinstance(step, Tensor) else torch_view(step)) == 0
         policy_state = policy.leave(after.policy_state, policy_state, fresh)
     return after.replace(policy_state=policy_state), policy.as_torch(batch)
+
+
+_NOT_BY_CUT = "data depend on every step and reset since, not on how a run is cut into batches"
+_SEEDING = {
+    "episode": "each episode starts from a seed of its own, so data do not depend on how a run is cut into batches",
+    "lane": f"each lane is seeded once, and its generator continues from episode to episode: {_NOT_BY_CUT}",
+    "run": f"all lanes are seeded together, once, and their generators continue from episode to episode: {_NOT_BY_CUT}",
+}
+_FORKING = {
+    "replay": "the environment is rebuilt and the episode replayed",
+    "snapshot": "the environment is rebuilt, takes an earlier snapshot of the simulator, and repeats the steps since",
+    "none": "impossible: the simulators can neither be replayed from a seed nor give a snapshot",
+}
+_NOISE = {
+    "none": "the policy draws none",
+    "unknown": "the policy asks for none; numbers that it draws by itself follow no seed of the run",
+    "own": "the policy draws none ahead; Torch's global generator is run from the state's key and first lane, and put "
+    "back: the numbers of a lane depend on the lanes beside it",
+    "key": "one JAX key per call of the policy, a function of the state's key, the call's first lane and the step",
+    "keys": "one JAX key per lane and step, a function of the state's key, the lane and the step",
+}
+_PLACES = {
+    "host": "the environment lives in simulators on the host",
+    "torch": "the environment is written in Torch and steps all lanes at once",
+    "jax": "the environment is a JAX function",
+    "device": "the simulators hold all lanes as tensors on one device, and reset them themselves",
+}
+_LOOPS = {  # by `Route.loop`, for those that are not a call of the policy per step: how steps are made, what is copied
+    "captured": (
+        f"policy, environment and recording are CUDA graphs of {STEPS} steps, one launch each",
+        f"parameters, buffers and random numbers into each graph of {STEPS} steps, its columns out of it",
+    ),
+    "crossing": (
+        "the policy runs in Torch: each step is one call of the policy and one compiled call of the environment",
+        "each observation into the columns, and to where the policy reads it; each action to the environment",
+    ),
+    "fused": (
+        "all steps are one compiled loop",
+        "nothing: the loop writes the batch's own columns, which Torch takes over by DLPack",
+    ),
+}
+_ON_ACCELERATORS = {
+    "crossing": "at every step each framework's stream waits for the other's, and the host for neither, unless starts "
+    "of episodes are costly: then it reads whether a lane needs one",
+    "fused": f"up to {MOST_STEPS} steps are one program, which adds no branch for which the host would wait; a "
+    "collector lets it use the memory of its last state again",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How an environment and a policy run together; `str` shows one line per field.
+
+    Attributes:
+        env, policy: the arguments.
+        loop, why: the name of the loop that runs, and the reason.
+        copies: which data are copied, and when.
+        seeding: how the environment is seeded, and what that guarantees.
+        noise: where the policy's randomness comes from.
+        forking: how `fork` copies a state.
+        caution: a fault of the installed jaxlib and its remedy; empty if there is none or JAX is not used.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=8)
+    >>> plan = fc.explain(env, fc.random_policy(env))
+    >>> plan.loop, plan.forking
+    ('host', 'the environment is rebuilt and the episode replayed')
+    """
+
+    env: str
+    policy: str
+    loop: str
+    why: str
+    copies: str
+    seeding: str
+    noise: str
+    forking: str
+    caution: str = ""
+
+    def __str__(self) -> str:
+        shown = {name: value for name, value in vars(self).items() if value}
+        width = max(map(len, shown))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
+
+    @property
+    def workers(self) -> str:
+        """Removed; AttributeError."""
+        raise AttributeError("a Plan has no estimate of workers any more: compare funcollect.profile with and without")
+
+
+def explain(env: Env, policy: Policy) -> Plan:
+    """Report which loop runs for this pair and why, what is copied, and how it is seeded; errors are those of `init`.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=8)
+    >>> explain(env, fc.random_policy(env)).loop
+    'host'
+    """
+    check_pair(env, policy)
+    route = route_of(env, policy)
+    lanes = "one environment without a batch dimension" if env.num_envs is None else f"a batch of {env.num_envs}"
+    head = f" with the head {own.name}" if (own := head_of(policy)) else ""
+    compiler = f", compiled by {policy.compiler}" if isinstance(policy, TorchBacked) and policy.compiler else ""
+    in_jax = "jax" in (env.backend, route.policy.backend)
+    each = "the policy is one call per step for all lanes", "each observation once, into the batch"
+    steps, copies = _LOOPS.get(route.loop, each)
+    return Plan(
+        env=f"{env!r}, {lanes}",
+        policy=f"{type(policy).__name__}{head} ({policy.backend}{compiler})",
+        loop=route.loop,
+        why="; ".join([_PLACES[env.backend], *_reasons(route, steps, in_jax), *route.refusals]),
+        copies=_copies(env, route, copies),
+        seeding=_seeding(env),
+        noise=_noise(env, policy, route),
+        forking=_forking(env),
+        caution=avoid_faulty_fusions() if in_jax else "",
+    )
+
+
+def _noise(env: Env, policy: Policy, route: Route) -> str:
+    noise, in_jax = policy.noise(env.action_spec), route.policy.backend == "jax"
+    kind: str = noise.kind if noise else "none" if in_jax else "unknown"
+    if isinstance(policy, TorchBacked) and not in_jax and kind in ("key", "keys", "unknown"):
+        kind = "own"  # distributions of Torch take no keys
+    drawn = "drawn inside the loop" if route.loop == "fused" else "drawn ahead for a whole rollout"
+    return _NOISE.get(kind, f"{kind} noise, a function of the state's key, the lane and the step, {drawn}")
+
+
+def _forking(env: Env) -> str:
+    if env.backend not in ("host", "device"):
+        return "states are values: a fork is the state itself"
+    if kept := statistics_of(env):
+        return f"impossible: {kept}, which are no part of a state"
+    if env.forking == "none" and env.seeding == "episode":
+        return "impossible: no actions are kept to replay (replayable=False)"
+    return _FORKING[env.forking]
+
+
+def _seeding(env: Env) -> str:
+    seeding = seeding_of(env)
+    if env.backend == "jax" and env.starts == "cached":
+        return "episode: all episodes of a lane begin as its first one, whose key is its own (starts='cached')"
+    if kept := statistics_of(env):
+        own = "each worker has its own statistics, and new simulators (init, a resumed collector) begin without any"
+        return f"{seeding}, but {kept}: {_NOT_BY_CUT}; {own}"
+    return f"{seeding}: {_SEEDING[seeding]}"
+
+
+def _reasons(route: Route, steps: str, in_jax: bool) -> Iterator[str]:
+    if isinstance(route.policy, LoweredPolicy):
+        yield "the policy's module is lowered to one JAX function (its torch.export graph in jax.numpy)"
+    yield steps
+    if in_jax and import_jax().default_backend() != "cpu" and route.loop in _ON_ACCELERATORS:
+        yield _ON_ACCELERATORS[route.loop]
+    elif in_jax and route.loop != "fused":
+        yield dispatch_note()
+
+
+def _copies(env: Env, route: Route, copies: str) -> str:
+    """Which data are copied on this route, and when."""
+    policy = route.policy
+    if isinstance(policy, LoweredPolicy):
+        return f"parameters and buffers into JAX's layout, at every rollout; {copies.removeprefix('nothing: ')}"
+    if route.loop in ("fused", "captured"):
+        return copies
+    parts, place = [copies], env.device if env.backend in ("torch", "device") else "cpu"
+    run_device, device = (policy.run_device, policy.device) if isinstance(policy, TorchBacked) else (None, None)
+    if run_device is not None and str(run_device) != str(place):
+        parts.append(f"each observation to {run_device} and each action back, at every step")
+    elsewhere = "parameters to the policy's device, at every rollout, if they are elsewhere"
+    return "; ".join((*parts, "no parameters" if device is None else elsewhere))

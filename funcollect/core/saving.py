@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from funcollect.arguments import check_choice, check_kind
-from funcollect.core.api import check_pair, close, init_lanes, recover
+from funcollect.core.api import close, init_lanes, recover
 from funcollect.core.env_params import described, like_described
-from funcollect.core.forking import rebuild, record_of
-from funcollect.core.simulators import Simulation, SimulationRecord, SimulatorHandle
+from funcollect.core.routes import check_pair
+from funcollect.core.simulators import Simulation, SimulationRecord, SimulatorHandle, rebuild, record_of
 from funcollect.core.state import LEAVES, CollectorState, first_state, flatten_part, policy_start
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.errors import ReplayError
@@ -40,32 +40,21 @@ _ADVICE = "save with episodes='restart', which begins new episodes after loading
 def save(path: str | os.PathLike[str], state: CollectorState, *, episodes: Episodes = "continue") -> None:
     """Write a state to a file, from which `load` continues exactly, in any process. The state can still be used.
 
-    Over JAX and Torch environments, states are values. Of simulators, a snapshot is saved if they give one (ALE),
-    otherwise the seed and the actions of each lane's episode, which `load` replays.
-
-    An earlier file is replaced once the new one is complete. ``episodes="restart"`` saves no episodes: all lanes begin
-    others after loading, under new trajectory ids.
+    Of simulators, a snapshot is saved if they give one (ALE), otherwise the seed and actions of each lane's episode,
+    which `load` replays. ``episodes="restart"`` saves no episodes: all lanes begin others after loading, under new
+    trajectory ids. An earlier file is replaced once the new one is complete.
 
     Raises:
-        ReplayError: if the simulators can neither be replayed nor give a snapshot (EnvPool, TorchRL's environments,
-            wrappers with running statistics, ``replayable=False``, an episode with more than 128 MiB of actions of all
-            lanes), unless ``episodes="restart"``.
+        ReplayError: for simulators that can neither be replayed nor give a snapshot (see `fork`), unless
+            ``episodes="restart"``.
         StaleStateError: if the state has been superseded by a later one.
         TypeError: for a state that holds other objects than arrays and numbers.
         ValueError: for the state of several runs, which `jax.vmap` has made.
         OSError: if the file cannot be written; an earlier one is unchanged.
 
-    >>> import funcollect as fc, os, tempfile, torch
-    >>> env = fc.make_env("CartPole-v1", num_envs=2)
-    >>> policy = fc.random_policy(env)
-    >>> state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 50)
-    >>> path = os.path.join(tempfile.mkdtemp(), "state")
-    >>> fc.save(path, state)
-    >>> loaded = fc.load(path, env, policy)
-    >>> _, one = fc.rollout(env, policy, state, 50)
-    >>> _, two = fc.rollout(env, policy, loaded, 50)
-    >>> torch.equal(one["observation"], two["observation"])
-    True
+    >>> import funcollect as fc, os, tempfile
+    >>> env = fc.make_env("CartPole-v1")
+    >>> fc.save(os.path.join(tempfile.mkdtemp(), "state"), fc.init(env, fc.random_policy(env), seed=0))
     """
     file = checked_path(path, episodes, "pass the name of a file, before the state")
     check_kind("state", state, CollectorState, "pass the state that init or rollout returned")
@@ -78,7 +67,7 @@ def load(
     """Read a state that `save` has written: the next rollout is bit for bit the one that would have come.
 
     `env` and `policy` are like those that the state was made with; the policy's parameters are not in the file.
-    ``episodes="restart"`` begins new episodes in all lanes, under new trajectory ids.
+    `episodes` is as in `save`.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -86,13 +75,14 @@ def load(
         EnvError: if an environment raises, as in `fork`.
         ValueError: for a file that is damaged or of another version, or a state of another environment or policy.
 
-    >>> import funcollect as fc, os, tempfile
+    >>> import funcollect as fc, os, tempfile, torch
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
-    >>> policy = fc.random_policy(env)
-    >>> path = os.path.join(tempfile.mkdtemp(), "state")
-    >>> fc.save(path, fc.init(env, policy, seed=0))
-    >>> fc.load(path, env, policy).seed
-    0
+    >>> policy, path = fc.random_policy(env), os.path.join(tempfile.mkdtemp(), "state")
+    >>> state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 50)
+    >>> fc.save(path, state)
+    >>> one, two = (fc.rollout(env, policy, each, 50)[1] for each in (state, fc.load(path, env, policy)))
+    >>> torch.equal(one["observation"], two["observation"])
+    True
     """
     file = checked_path(path, episodes, "pass the name of a file, before env and policy")
     check_pair(env, policy)
@@ -119,11 +109,11 @@ def snapshot(state: CollectorState, episodes: Episodes | None = "continue") -> d
             "jax.tree.map(lambda leaf: leaf[i], state)"
         )
     handle, policy_state, env_state = state.env_state, state.policy_state, None
-    if episodes is not None and isinstance(handle, SimulatorHandle):
+    if isinstance(handle, SimulatorHandle) and episodes is not None:
         handle.check()
     if episodes == "continue":
-        simulated = isinstance(handle, SimulatorHandle)
-        env_state = _record_data(handle.simulation, state) if simulated else flatten_part(handle)[0]
+        own = handle.simulation if isinstance(handle, SimulatorHandle) else None
+        env_state = flatten_part(handle)[0] if own is None else _record_data(own, state)
     return {
         "description": _description(state),
         "lanes": state.lane_ids.tolist(),
@@ -162,44 +152,44 @@ def restore(
 ) -> CollectorState:
     """The state from a `snapshot`, for a checked pair; raises as `load` does. `over` gives it its simulators."""
     if len(lanes := data["lanes"]) != (env.num_envs or 1):
-        raise ValueError(
-            f"the saved state has {len(lanes)} lanes, {env!r} has {env.num_envs or 1}: build it with as many"
-        )
-    goes_on = episodes == "continue" and data["env_state"] is not None
+        raise ValueError(f"the saved state has {len(lanes)} lanes, {env!r} {env.num_envs or 1}: build it with as many")
+    goes_on, total = episodes == "continue" and data["env_state"] is not None, data["total_lanes"]
     seed = seed_of(np.asarray(data["fields"]["key"][0]))
     if env.backend == "host" and goes_on:
-        types = {leaf.path: (leaf.shape, torch_dtype(leaf.dtype)) for leaf in env.observation_leaves}
-        rows = {path: torch.zeros(len(lanes), *shape, dtype=dtype) for path, (shape, dtype) in types.items()}
-        key, lane = key_from_seed(seed), torch.tensor(lanes)
-        state = first_state(env, policy, key, lane, data["total_lanes"], env_state=None, observation=rows)
-    elif over is None:
-        state = init_lanes(env, policy, seed=seed, first_lane=lanes[0], total_lanes=data["total_lanes"])
+        lane, key, leaves = torch.tensor(lanes), key_from_seed(seed), env.observation_leaves
+        rows = {leaf.path: torch.zeros(len(lane), *leaf.shape, dtype=torch_dtype(leaf.dtype)) for leaf in leaves}
+        state = first_state(env, policy, key, lane, total, env_state=None, observation=rows)
     else:
-        state = over
+        state = over or init_lanes(env, policy, seed=seed, first_lane=lanes[0], total_lanes=total)
     try:
-        for name, value in _description(state, env).items():
-            if (saved := data["description"][name]) != value:
-                raise ValueError(
-                    f"the {name} of the saved state's environment is {shown(saved)}, of {env!r} {shown(value)}: pass "
-                    "an environment like the one that the state was made with"
-                )
+        _check_description(data["description"], state, env)
         state = like_described(env, state, data["varying_params"])
         if not goes_on:
             return resume(env, state, counts_in(data))
         whole = _with_fields(state, data)
         if env.backend != "host":
             return whole.changed(env_state=put_back("env_state", state.env_state, data["env_state"]))
-        if over is not None and over.env_state.simulation.calls:
+        simulation = over and over.env_state.simulation
+        if simulation and simulation.calls:
             raise ReplayError(
                 f"{env} cannot go back to the saved state: functions were applied to its environments since, which "
                 "nothing undoes: restore into a new collector, with a new instance"
             )
-        simulators = None if over is None else over.env_state.simulation.hand_over()
         record = SimulationRecord(**data["env_state"])
-        return whole.changed(env_state=rebuild(env, record, whole, saved=True, simulators=simulators))
+        return whole.changed(env_state=rebuild(env, record, whole, saved=True, over=simulation))
     except BaseException:
         close(state)
         raise
+
+
+def _check_description(saved: Mapping[str, Any], state: CollectorState, env: Env) -> None:
+    """Raise ValueError unless the state of this environment has what a saved one had."""
+    for name, value in _description(state, env).items():
+        if saved[name] != value:
+            raise ValueError(
+                f"the {name} of the saved state's environment is {shown(saved[name])}, of {env!r} {shown(value)}: pass "
+                "an environment like the one that the state was made with"
+            )
 
 
 def _with_fields(state: CollectorState, data: Mapping[str, Any]) -> CollectorState:
@@ -240,20 +230,18 @@ def counts_in(data: Mapping[str, Any], *, copies: bool = False) -> dict[str, Any
 
 def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> CollectorState:
     """Begin new episodes after the saved counts, with the parts of the state that `counts_in` has kept."""
-    if len(saved["episode"]) != state.num_lanes:
-        raise ValueError(
-            f"the saved state has {len(saved['episode'])} lanes, this one {state.num_lanes}: build the collector with "
-            "the same number of environments"
-        )
+    if (lanes := len(saved["episode"])) != (own := state.num_lanes):
+        mend = "build the collector with the same number of environments"
+        raise ValueError(f"the saved state has {lanes} lanes, this one {own}: {mend}")
     if "varying_params" in saved:
         state = like_described(env, state, saved["varying_params"])
     parts = {name: put_back(name, getattr(state, name), saved[name]) for name in _PARTS if name in saved}
-    key = saved["key"].numpy().astype(np.uint32)
+    key, held = saved["key"].numpy().astype(np.uint32), state.env_state
     episode, steps, version = saved["episode"], saved["steps"], saved["policy_version"]
-    if isinstance(state.env_state, SimulatorHandle):
-        state.env_state.simulation.rekey(key, episode.tolist(), steps)
-    if isinstance(state.env_state, JaxEnvState):  # the next starts follow from the key
-        parts["env_state"] = state.env_state._replace(next_start_used=np.ones(state.num_lanes, bool))
+    if isinstance(held, SimulatorHandle):
+        held.simulation.rekey(key, episode.tolist(), steps)
+    if isinstance(held, JaxEnvState):  # the next starts follow from the key
+        parts["env_state"] = held._replace(next_start_used=np.ones(state.num_lanes, bool))
         episode, steps, version = episode.numpy().astype(np.int32), from_number(steps), np.int32(version)
     else:
         episode = episode.to(state.episode.device)
@@ -262,24 +250,19 @@ def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> Collect
 
 def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> CollectorState:
     """Begin new episodes under another seed. Before the first step, the result equals `init` with this seed."""
-    key = key_from_seed(seed)
-    episode = {} if state.steps_made else {"episode": torch.full((state.num_lanes,), -1)}
-    return _begun_again(env, policy, state, key, {"key": torch.from_numpy(key.astype(np.int64)), **episode})
+    return go_on(env, policy, state, episode=None if state.steps_made else -1, key=key_from_seed(seed))
 
 
-def go_on(env: Env, policy: Policy, state: CollectorState, *, steps: int, episode: int) -> CollectorState:
-    """Begin new episodes as if all lanes had made so many steps and had begun the episodes up to this number."""
-    counts = {"steps": steps, "episode": torch.full((state.num_lanes,), episode)}
-    return _begun_again(env, policy, state, state.key, counts, steps)
-
-
-def _begun_again(
-    env: Env, policy: Policy, state: CollectorState, key: Any, changes: dict[str, Any], steps: int = 0
+def go_on(
+    env: Env, policy: Policy, state: CollectorState, *, steps: int | None = None, episode: int | None, key: Any = None
 ) -> CollectorState:
-    """Resume a state with changes of its counts, and with the policy's state under a key after so many steps."""
-    policy_state = policy_start(policy, key, state.num_lanes, int(state.lane_ids[0]), steps)
-    counts = {name: value for name, value in counts_in(snapshot(state, None)).items() if name in COUNTS}
-    return resume(env, state.replace(policy_state=policy_state), counts | changes)
+    """Begin new episodes, as if all lanes had made so many steps and begun the episodes up to this one, under a key."""
+    key = state.key if key is None else key
+    policy_state = policy_start(policy, key, state.num_lanes, int(state.lane_ids[0]), steps or 0)
+    counts = counts_in(snapshot(state.replace(key=key), None))
+    given = {"steps": steps, "episode": None if episode is None else torch.full((state.num_lanes,), episode)}
+    counts |= {name: value for name, value in given.items() if value is not None}
+    return resume(env, state.replace(policy_state=policy_state), {name: counts[name] for name in COUNTS})
 
 
 def _flattened(part: Any) -> tuple[list[Any], Any]:

@@ -1,4 +1,4 @@
-"""Live simulators behind a state: one state at a time holds them.
+"""Live simulators behind a state, which one state at a time holds, and copies of them.
 
 A `Simulation` keeps what a state that is a value would hold itself: which version of the state is the current one, how
 many episodes each lane has begun, and the actions since, from which `fork` and `load` replay them.
@@ -6,48 +6,40 @@ many episodes each lane has begun, and the actions since, from which `fork` and 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from copy import copy as copied
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.errors import ClosedError, EnvError, NotCalledError, StaleStateError
+from funcollect import protocols
+from funcollect.core.state import CollectorState
+from funcollect.envs.host.host_env import statistics_of
+from funcollect.errors import ClosedError, EnvError, NotCalledError, ReplayError, StaleStateError
 from funcollect.keys import Key, Purpose, lane_keys
 from funcollect.processes.failures import UnsentResultError
-from funcollect.protocols import (
-    DeviceEnv,
-    DeviceSimulators,
-    HostEnv,
-    Outcome,
-    RenewedSimulators,
-    Simulators,
-    SimulatorsOfLanes,
-    SnapshotSimulators,
-)
 from funcollect.threefry import hashed_in_numpy
 from funcollect.tree import Path
 
 LARGEST_LOG = 128 << 20  # bytes; almost twice what 1,000 steps of 1,024 lanes with 17 numbers each need
 _JOINED = 64  # steps of short rollouts in one chunk, since a tensor takes half a kilobyte besides its numbers
 _PROGRESS = ("key", "episodes", "steps", "unseeded", "last_outcome", "calls")  # of simulators, which a record copies
-_SEEDS = 64  # of episodes, drawn at once
+_SEEDS = 64  # of a block of episodes, drawn at once
 
 
 class ActionLog:
-    """The actions of the last steps, [steps, P, ...], in one chunk per rollout or some short ones.
-
-    They have at most `limit` bytes, so the lanes of a longer episode cannot be replayed.
-    """
+    """The actions of the last steps, [steps, P, ...], of at most `limit` bytes: no longer episode can be replayed."""
 
     def __init__(self, num_lanes: int, limit: int = LARGEST_LOG) -> None:
-        self._chunks: deque[Tensor] = deque()
+        self._chunks: deque[Tensor] = deque()  # of one rollout, or some short ones
         self._length = 0
         self.limit = limit  # 0 if no replay will need the actions
         self.ages = torch.zeros(num_lanes, dtype=torch.int64)  # [P], steps of the loop since each lane's reset
@@ -91,10 +83,6 @@ class AppliedCall(NamedTuple):
     steps: int  # of every lane before the call
     episodes: list[int]  # [P], the episode that each lane was in; -1 for none that can come again
 
-    def lanes(self, episodes: Sequence[int], *, during: bool) -> list[int]:
-        """The lanes in which the call was made during these episodes [P], or those in which it was made before."""
-        return [lane for lane, own in enumerate(self.episodes) if (own == episodes[lane]) == during]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationRecord:
@@ -107,24 +95,23 @@ class SimulationRecord:
     ages: Tensor  # [P] int64, steps of the loop since each lane's reset
     actions: Tensor | None  # [max(ages), P, ...], the latest ones, for simulators that are replayed
     snapshot: Any  # of simulators that give one
-    last_outcome: Outcome  # which finished lanes repeat
+    last_outcome: protocols.Outcome  # which finished lanes repeat
     calls: list[AppliedCall] = field(default_factory=list)  # of functions, in order
 
 
 class LiveSimulators:
-    """Simulators, and the version of the state that may use them."""
+    """Simulators on the host or on a device, and the version of the state that may use them."""
 
     steps: int  # of every lane since `init`
 
-    def __init__(self, env: HostEnv | DeviceEnv, simulators: Simulators | DeviceSimulators) -> None:
+    def __init__(self, env: Any, simulators: Any) -> None:
         self._finalizer = weakref.finalize(self, simulators.close)  # first of all: Ctrl-C may come at any moment
         self.env, self.simulators = env, simulators
         self.version, self.busy, self.closed = 0, False, False
-        self.renewed = simulators if isinstance(simulators, RenewedSimulators) else None
+        self.renewed = simulators if isinstance(simulators, protocols.RenewedSimulators) else None
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied or pickled: copies of MuJoCo and ALE would silently take another course."""
-        raise TypeError(
+        raise TypeError(  # copies of MuJoCo and ALE would silently take another course
             f"the simulators of {self.env} cannot be copied or pickled: take funcollect.fork(env, state), or "
             "funcollect.save(path, state)"
         )
@@ -146,10 +133,10 @@ class LiveSimulators:
 class Simulation(LiveSimulators):
     """Simulators of lanes on the host, and their action log."""
 
-    env: HostEnv
-    simulators: Simulators
+    env: protocols.HostEnv
+    simulators: protocols.Simulators
 
-    def __init__(self, env: HostEnv, key: Key, lanes: Tensor, simulators: Simulators | None = None) -> None:
+    def __init__(self, env: protocols.HostEnv, key: Key, lanes: Tensor, simulators: Any = None) -> None:
         """Open simulators, or use those of another simulation."""
         super().__init__(env, env.open() if simulators is None else simulators)
         self._each_episode = env.seeding == "episode"
@@ -159,35 +146,34 @@ class Simulation(LiveSimulators):
         self.changed_in_part = False  # whether a function raised, so that only some lanes' environments have changed
         self.rekey(key, [-1] * len(self.lanes), 0)
         self.action_log = ActionLog(len(self.lanes), LARGEST_LOG if env.forking == "replay" else 0)
-        self.last_outcome: Outcome = ((), (), (), ())  # which finished lanes repeat
+        self.last_outcome: protocols.Outcome = ((), (), (), ())  # which finished lanes repeat
 
     def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
         """Take further seeds from `key`, after the episodes with the numbers `episodes` [P] and so many steps."""
         self.key, self.episodes, self.steps = key, episodes, steps
         self.calls = [call._replace(episodes=[-1] * len(self.lanes)) for call in self.calls]
-        self._seeds: list[tuple[int, list[int]]] = [(0, [])] * len(self.lanes)  # with the episode of the first one
-        self._draw_seeds(slice(None))
+        self._seeds: list[tuple[int, list[int]]] = [(-1, [])] * len(self.lanes)  # of each lane's latest block
+        self._draw_seeds(slice(None), (episodes[0] + 1) // _SEEDS)
         self.seed_again()
 
     @override
     def seed_again(self) -> None:
         self.unseeded = set(range(len(self.lanes)))
 
-    def _draw_seeds(self, lanes: slice, first: int | None = None) -> None:
-        """Draw the seeds of some lanes' episodes from `first`, or from each lane's next one, on: many at once."""
+    def _draw_seeds(self, lanes: slice, block: int) -> None:
+        """Draw the seeds of a block of episodes of some lanes, at once."""
         keys = lane_keys(self.key, Purpose.RESET, np.array(self.lanes))
-        firsts = [episode + 1 if first is None else first for episode in self.episodes[lanes]]
-        numbers = np.add.outer(np.array(firsts, np.uint32), np.arange(_SEEDS, dtype=np.uint32))
+        episodes = np.arange(block * _SEEDS, (block + 1) * _SEEDS, dtype=np.uint32)
         pair = keys[0][lanes, None], keys[1][lanes, None]
-        seeds = hashed_in_numpy(pair, np.zeros((), np.uint32), numbers)[0].tolist()
-        self._seeds[lanes] = zip(firsts, seeds, strict=True)
+        seeds = hashed_in_numpy(pair, np.zeros((), np.uint32), episodes)[0].tolist()
+        self._seeds[lanes] = [(block, each) for each in seeds]
 
     def _seed(self, lane: int, episode: int) -> int:
         """The seed of an episode of a lane, the first word of its key."""
-        if not 0 <= episode - self._seeds[lane][0] < _SEEDS:
-            self._draw_seeds(slice(lane, lane + 1), episode)
-        first, seeds = self._seeds[lane]
-        return seeds[episode - first]
+        block, index = divmod(episode, _SEEDS)
+        if self._seeds[lane][0] != block:
+            self._draw_seeds(slice(lane, lane + 1), block)
+        return self._seeds[lane][1][index]
 
     def _next_seeds(self, lanes: Sequence[int]) -> list[int | None]:
         """The seeds of the next episodes of some lanes, None where the generator of an earlier episode continues."""
@@ -217,28 +203,13 @@ class Simulation(LiveSimulators):
         """Call a function with the environment of each lane, and note that for copies."""
         self.calls.append(AppliedCall(function, args, self.steps, list(self.episodes)))
         try:
-            return cast(SimulatorsOfLanes, self.simulators).apply(range(len(self.lanes)), function, args)
+            return cast(protocols.SimulatorsOfLanes, self.simulators).apply(range(len(self.lanes)), function, args)
         except BaseException as error:
             if not isinstance(error, UnsentResultError):  # the function has returned in all lanes
                 self.calls.pop()
             if isinstance(error, EnvError) and not isinstance(error, NotCalledError):
                 self.changed_in_part = True
             raise
-
-    def record(self) -> SimulationRecord:
-        """Describe the state of the simulators."""
-        forking = self.env.forking
-        return SimulationRecord(
-            **{name: copy(getattr(self, name)) for name in _PROGRESS},
-            ages=self.action_log.ages,
-            actions=self.action_log.since_reset() if forking == "replay" else None,
-            snapshot=cast(SnapshotSimulators, self.simulators).snapshot() if forking == "snapshot" else None,
-        )
-
-    def go_on_as(self, record: SimulationRecord) -> None:
-        """Take over the saved record, once the simulators have been brought to that state."""
-        vars(self).update({name: copy(getattr(record, name)) for name in _PROGRESS})
-        self.action_log.resume(record.actions, record.ages)
 
     def observation(self) -> dict[Path, Tensor]:
         """Return a copy of the current root observation."""
@@ -249,7 +220,7 @@ class Simulation(LiveSimulators):
         for path, array in self.simulators.observation.items():
             array[...] = observation[path].numpy()
 
-    def hand_over(self) -> Simulators:
+    def hand_over(self) -> protocols.Simulators:
         """Return the simulators, for another simulation; this one is closed."""
         self.closed = True
         self._finalizer.detach()
@@ -292,3 +263,130 @@ Instead:
     state, batch = funcollect.rollout(env, policy, state, 128)
 To continue twice from one state, take other = funcollect.fork(env, state) first, where simulators can be rebuilt.
 To continue after an exception, begin new episodes: state = funcollect.recover(env, state)."""
+
+
+def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
+    """Describe simulators for `rebuild`; ReplayError if they cannot be rebuilt, for an `aim` such as "forked"."""
+    env, log = source.env, source.action_log
+    if kept := statistics_of(env):
+        raise ReplayError(
+            f"{env} cannot be {aim}: {kept}, which a replay does not restore: normalise in the policy instead "
+            "(funcollect.normalized; funcollect.scale_rewards for rewards)"
+        )
+    if env.forking == "none" and env.seeding == "episode":
+        raise ReplayError(
+            f"{env} keeps no actions to replay, so it cannot be {aim}: make it without replayable=False (in "
+            f"a class of your own, without forking='none'), or {advice}"
+        )
+    if env.forking == "none":
+        raise ReplayError(f"{env} is seeded by {env.seeding} and gives no snapshot, so it cannot be {aim}: {advice}")
+    if source.changed_in_part:
+        raise ReplayError(
+            f"{env} cannot be {aim}: a function was applied and raised in one lane, so that others may have been "
+            "changed alone: make a new state with funcollect.init"
+        )
+    actions = log.since_reset() if env.forking == "replay" else None
+    if env.forking == "replay" and actions is None:
+        lane = int(log.ages.argmax())
+        raise ReplayError(
+            f"the episode of lane {lane} is too long to be replayed ({int(log.ages[lane]):,} steps; a state keeps "
+            f"{log.limit >> 20} MiB of all lanes' actions), so {env} cannot be {aim}: begin another with "
+            "funcollect.reset(env, state, mask), or limit episodes by max_episode_steps"
+        )
+    snapshot = cast(protocols.SnapshotSimulators, source.simulators).snapshot() if env.forking == "snapshot" else None
+    progress = {name: copied(getattr(source, name)) for name in _PROGRESS}
+    return SimulationRecord(**progress, ages=log.ages, actions=actions, snapshot=snapshot)
+
+
+def rebuild(
+    env: protocols.HostEnv, record: SimulationRecord, state: CollectorState, *, saved: bool = False, over: Any = None
+) -> SimulatorHandle:
+    """Bring simulators, new ones or those of `over`, to the recorded state; ReplayError if it differs from `state`.
+
+    A `saved` record has its snapshot as plain data.
+    """
+    copy, returns = Simulation(env, record.key, state.lane, over and over.hand_over()), None
+    try:
+        if record.calls:
+            _restart(copy, range(len(record.episodes)), state)
+            _repeat_calls(copy, record)
+        if env.forking == "replay":
+            returns = _replay(copy, record, state)
+        else:
+            restoring, snapshot = cast(protocols.SnapshotSimulators, copy.simulators), record.snapshot
+            if saved and isinstance(restoring, protocols.SavableSnapshots):
+                snapshot = restoring.snapshot_from(snapshot)
+            restoring.restore(snapshot)
+        forked = "continue without a fork: the state can still be used"
+        _compare(copy, returns, state, "load with episodes='restart', which begins new ones" if saved else forked)
+    except BaseException:
+        copy.close()
+        raise
+    vars(copy).update({name: copied(getattr(record, name)) for name in _PROGRESS})
+    copy.action_log.resume(record.actions, record.ages)
+    return copy.release()
+
+
+def _replay(copy: Simulation, record: SimulationRecord, state: CollectorState) -> npt.NDArray[np.float64]:
+    """Replay every lane's episode from its seed and its actions, all lanes in step; return the rewards' sums [P].
+
+    A lane is reset when its episode begins, and not stepped before that, since the actions then belong to other
+    episodes and may be illegal in this one.
+    """
+    returns = np.zeros(len(record.ages))
+    actions, ages = cast(Tensor, record.actions), record.ages.tolist()
+    lanes, length = range(len(ages)), len(actions)
+    _restart(copy, lanes, state)
+    ended: set[int] = set()
+    for t in range(length):
+        if late := [lane for lane in lanes if t and ages[lane] == length - t]:
+            _restart(copy, late, state)
+        _repeat_calls(copy, record, record.steps - length + t)
+        if not (live := [lane for lane in lanes if ages[lane] >= length - t and lane not in ended]):
+            continue
+        copy.simulators.send(live, actions[t][live])
+        _, (reward, terminated, truncated, _) = copy.simulators.receive()
+        returns[live] += np.array(reward, np.float32)
+        ended.update(lane for lane, *flags in zip(live, terminated, truncated, strict=True) if any(flags))
+    if begun := [lane for lane in lanes if ages[lane] == 0 and length]:
+        _restart(copy, begun, state)
+    _repeat_calls(copy, record, record.steps)
+    return returns
+
+
+def _restart(copy: Simulation, lanes: Sequence[int], state: CollectorState) -> None:
+    """Begin the state's current episode in these lanes, once or again."""
+    for lane in lanes:
+        copy.episodes[lane] = int(state.episode[lane]) - 1
+    copy.restart(lanes)
+
+
+def _repeat_calls(copy: Simulation, record: SimulationRecord, steps: int | None = None) -> None:
+    """Repeat the calls of functions after so many steps of the current episodes; None for those before each of them."""
+    everywhere, during = copy.env.forking != "replay", steps is not None
+    for call in record.calls:
+        each = enumerate(zip(call.episodes, record.episodes, strict=True))
+        lanes = [lane for lane, (then, now) in each if everywhere or (then == now) == during]
+        if steps in (None, call.steps) and lanes:
+            with contextlib.suppress(UnsentResultError):  # nobody asks for the results
+                cast(protocols.SimulatorsOfLanes, copy.simulators).apply(lanes, call.function, call.args)
+
+
+def _compare(copy: Simulation, returns: npt.NDArray[np.float64] | None, state: CollectorState, otherwise: str) -> None:
+    """Raise ReplayError unless the copy has the observations of the state, and its replay brought the same rewards."""
+    for path, value in copy.observation().items():
+        wanted = state.observation[path]
+        wrong = ~torch.isclose(value, wanted, rtol=0, atol=0, equal_nan=True).reshape(len(wanted), -1).all(-1)
+        if bool(wrong.any()):
+            raise ReplayError(
+                f"lane {int(wrong.nonzero()[0])}: replaying the episode's seed and actions gave another "
+                f"{'.'.join(path)}, expected the same: the environment is not a function of these. Let it draw from "
+                f"self.np_random, not from a global generator, or {otherwise}"
+            )
+    if returns is not None and (different := returns != state.returns.numpy()).any():
+        lane = int(different.argmax())
+        raise ReplayError(
+            f"lane {lane}: replaying the episode's seed and actions gave the return {returns[lane]}, expected "
+            f"{float(state.returns[lane])}: a wrapper keeps numbers from earlier episodes, such as a running mean of "
+            f"rewards. Scale rewards in the batch instead (funcollect.scale_rewards), or {otherwise}"
+        )

@@ -34,7 +34,7 @@ _LANE_IDS: Any = WeakIdKeyDictionary()  # of tensors on devices
 
 
 class ReadOnlyDict(dict[Path, Any]):
-    """A dict by path that refuses every change; a node in optree's `NAMESPACE` and in JAX, as a dict is."""
+    """A dict by path that refuses every change; a node in optree's `NAMESPACE` and in JAX."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
@@ -54,8 +54,8 @@ class CollectorState(Generic[Array]):
     """The state of a collection: made by `init`, threaded through `rollout`, never changed.
 
     Its arrays are Torch tensors, or JAX arrays over a JAX environment, of 32 bits where the list below states 64. It is
-    a pytree, a node in optree's namespace ``"funcollect"`` and in JAX. All fields but `total_lanes` and `origin` are
-    leaves, or nodes; a node that JAX does not know, such as a TensorDict, is one leaf to JAX.
+    a node in optree's namespace ``"funcollect"`` and in JAX, whose children are all fields but `total_lanes` and
+    `origin`; what JAX does not know, such as a TensorDict, is one leaf to JAX.
 
     Attributes:
         env_state: the environment's own state; over simulators a handle that can be used once.
@@ -68,20 +68,18 @@ class CollectorState(Generic[Array]):
         episode: [P] int64, which episode each lane is in.
         step: [P] int64, steps since that episode began.
         returns: [P] float64, the sum of the episode's rewards so far; [P, players] for several players.
-        terminated: [P] bool, set only for finished lanes that are kept finished.
-        truncated: [P] bool, set only for finished lanes that are kept finished.
+        terminated, truncated: [P] bool, set only for finished lanes that are kept finished.
         total_lanes: the number of lanes over all workers.
         origin: the number of the environment in this process; None after unpickling.
-        steps: steps that every lane has made since `init`: an int, or over JAX uint32[2], low word first; see
-            `steps_made`.
+        steps: steps of every lane since `init`: an int, or over JAX uint32[2], low word first; see `steps_made`.
         policy_version: which weights act, 0 at first and one more per update: an int, or over JAX int32 [].
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
     >>> policy = fc.random_policy(env)
     >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), 5)
-    >>> state.steps, state.step.tolist(), state.seed
-    (5, [5, 5], 3)
+    >>> state.steps, state.step.tolist()
+    (5, [5, 5])
     """
 
     env_state: Any
@@ -130,7 +128,7 @@ class CollectorState(Generic[Array]):
 
     @property
     def steps_made(self) -> int:
-        """`steps` as an int; over JAX environments it is two words, since 32 bits may not hold it."""
+        """`steps` as an int."""
         return self.steps if isinstance(self.steps, int) else number(self.steps)
 
     @property
@@ -140,10 +138,7 @@ class CollectorState(Generic[Array]):
 
     @property
     def traj_ids(self) -> Tensor | npt.NDArray[np.int64]:
-        """[P] int64, the ids of the trajectories that the lanes are in, as the next batch has them.
-
-        A NumPy array over JAX environments, since JAX may lack int64; in traced code use `lane` and `episode`.
-        """
+        """[P] int64, the trajectories that the lanes are in; NumPy over JAX, whose traced code lacks them."""
         lane: Any = self.lane
         episode: Any = self.episode
         if not isinstance(lane, Tensor):
@@ -152,10 +147,9 @@ class CollectorState(Generic[Array]):
         return ids
 
     def replace(self, **changes: Any) -> CollectorState[Array]:
-        """Return a state with some fields changed.
+        """Return a state with some fields changed; another `env_state` together with its observation.
 
-        Other `env_params` act at once, and are the same for all lanes; see also `set_env_params`. With another
-        `env_state`, pass its observation, on which the policy acts next.
+        Other `env_params` act at once, and are the same for all lanes; see also `set_env_params`.
         """
         if "observation" not in changes and changes.get("env_state", self.env_state) is not self.env_state:
             raise ValueError(
@@ -168,19 +162,16 @@ class CollectorState(Generic[Array]):
         """Do what `replace` does, for an `env_state` to which the observation belongs."""
         if "env_params" in changes and isinstance(self.env_state, JaxEnvState):
             changes = {"env_state": self.env_state.with_used_starts(), **changes}  # they were made with the old ones
-        if unknown := changes.keys() - vars(self).keys():
-            raise TypeError(
-                f"state.replace got {sorted(unknown)}, expected fields of a CollectorState ({', '.join(vars(self))}): "
-                "check the spelling"
-            )
+        if unknown := sorted(changes.keys() - vars(self).keys()):
+            names = f"fields of a CollectorState ({', '.join(vars(self))})"
+            raise TypeError(f"state.replace got {unknown}, expected {names}: check the spelling")
         changed = object.__new__(type(self))  # rather than dataclasses.replace, which takes three times as long
         vars(changed).update(vars(self), **changes)
         changed.__post_init__()
         return changed
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the environment's number, which has no meaning in another process."""
-        return {**vars(self), "origin": None}
+        return {**vars(self), "origin": None}  # which has no meaning in another process
 
 
 def origin_of(env: Any) -> int:
@@ -228,15 +219,13 @@ def first_state(
 
 
 def policy_start(policy: Policy, key: Key, num_envs: int, first_lane: int, steps: int = 0) -> Any:
-    """Return the policy's state for the lanes from `first_lane` on, after `steps` steps.
-
-    A module that draws from Torch's generator gets other numbers in other lanes, and in a worker that replaces another.
-    """
+    """Return the policy's state for the lanes from `first_lane` on, after `steps` steps."""
     policy_state = policy.init(key, num_envs)
     if policy.backend == "jax":
         return without_weak_types(policy_state)
     if not isinstance(policy_state, TorchPolicyState) or first_lane == steps == 0:
         return policy_state
+    # a module that draws from Torch's generator gets other numbers in other lanes, and in a replaced worker
     return policy_state._replace(generator=generator_state(seed_of(fold(key, Purpose.GENERATOR, first_lane, steps))))
 
 
@@ -281,7 +270,8 @@ def _unflatten_dict(paths: tuple[Path, ...], children: Any) -> ReadOnlyDict:
 
 def _register(jax: Any) -> None:
     def with_keys(node: ReadOnlyDict) -> Any:
-        return [(jax.tree_util.DictKey(path), node[path]) for path in sorted(node)], tuple(sorted(node))
+        children, paths, _ = _flatten_dict(node)
+        return [*zip(map(jax.tree_util.DictKey, paths), children, strict=True)], paths
 
     register = jax.tree_util.register_pytree_with_keys
     register(ReadOnlyDict, with_keys, _unflatten_dict, lambda node: _flatten_dict(node)[:2])

@@ -7,11 +7,10 @@ from collections import defaultdict
 from functools import partial
 
 import torch
-from tensordict import TensorDict
 
 from funcollect.core.api import LOOPS, RunLoop
 from funcollect.core.loops.eager import CLOCK, Clock
-from funcollect.core.request import Request
+from funcollect.core.request import Request, Rollout
 from funcollect.core.state import CollectorState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.policies.torch_modules.torch_backed import TorchBacked
@@ -36,7 +35,7 @@ class TimedLoops(dict[str, RunLoop]):
 
     def _run(
         self, name: str, run_loop: RunLoop, env: Env, policy: Policy, state: CollectorState, request: Request
-    ) -> tuple[CollectorState, TensorDict]:
+    ) -> Rollout:
         clock = Clock(torch.cuda.synchronize if _on_accelerator(env, policy) else None)
         token = CLOCK.set(None if name in COMPILED else clock)
         cpu, began = time.process_time(), time.perf_counter()

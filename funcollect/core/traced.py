@@ -1,11 +1,10 @@
 """The functional core on JAX arrays, for use inside the user's own `jit`, `vmap`, `grad` and `shard_map`.
 
-Environments are JAX ones, policies JAX ones or `random_policy`. `params` is an argument, since a value closed over
-would be baked into the compiled code. Batches are nested dicts, time-major ``[T, P, ...]``: rewards and flags without a
-last dimension of size 1, 64-bit integers as int32, and ``collector.episode`` and ``.lane`` (both int32) instead of
-``.traj_ids``. `funcollect.deliver` makes a TensorDict of one.
-
-The environment, the policy, `length` and all keywords are fixed when the user's function is compiled.
+Environments are JAX ones, policies JAX ones or `random_policy`; they, `length` and all keywords are fixed when the
+user's function is compiled. `params` is an argument, since a value closed over would be baked into it. Batches are
+nested dicts, time-major ``[T, P, ...]``: rewards and flags without a last dimension of size 1, 64-bit integers as
+int32, and ``collector.episode`` and ``.lane`` (both int32) instead of ``.traj_ids``. `funcollect.deliver` makes a
+TensorDict of one.
 """
 
 from __future__ import annotations
@@ -17,21 +16,13 @@ from typing import Any
 import numpy as np
 
 from funcollect.arguments import check_kind, check_optional_positive, check_positive
-from funcollect.core.env_params import LaneParams, has_rows, of_one_lane
+from funcollect.core.env_params import LaneRows, has_rows, map_rows, of_one_lane
 from funcollect.core.env_params import traced_set_env_params as set_env_params
 from funcollect.core.evaluate_actions import remember_spaces
-from funcollect.core.request import (
-    EXPLORATION,
-    NO_VALUES,
-    Request,
-    check_jax_env,
-    check_traced_state,
-    exploration_values,
-    step_options,
-)
+from funcollect.core.request import EXPLORATION, NO_VALUES, Request, check_jax, check_traced_state, exploration_values
 from funcollect.core.state import LEAVES, CollectorState, origin_of
 from funcollect.core.traced_step.episodes import TracedEpisodeStats, after_frame, episode_stats, frame_of, nothing_open
-from funcollect.core.traced_step.step import StepConfig, begin, by_path, make_step_config, restart, run_keys, varying
+from funcollect.core.traced_step.step import StepConfig, begin, by_path, restart, run_keys, varying
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, check_functions
 from funcollect.errors import PolicyError
@@ -70,13 +61,13 @@ def init(
     total_lanes: int | None = None,
     env_params: Any = None,
 ) -> CollectorState:
-    """Return the first state of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`.
+    """Return the first state of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`, P by default.
 
     Call it inside `jit`: outside, a reset runs operation by operation, which for brax takes seconds.
 
-    All randomness follows from `key`, uint32[2] or a typed key. Parts of one run have different `first_lane`, an int or
-    an array [], and the same `total_lanes`, P by default. `params` are not read yet. `env_params`, which may be traced,
-    are as for `set_env_params`; the environment's own `params` by default.
+    All randomness follows from `key`, uint32[2] or a typed key. `first_lane`, an int or an array [], differs among the
+    parts of a run. `params` are not read yet. `env_params`, which may be traced, are as for `set_env_params`; the
+    environment's own `params` by default.
 
     Raises:
         TypeError: if `env` is no JAX environment, `policy` cannot be traced, or `key` is no key.
@@ -85,14 +76,13 @@ def init(
     >>> import jax, funcollect as fc
     >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
     >>> policy = fc.random_policy(env)
-    >>> seeds = jax.random.split(jax.random.PRNGKey(0), 3)
-    >>> states = jax.vmap(lambda key: init(env, policy, None, key=key))(seeds)
-    >>> states.episode.shape
+    >>> keys = jax.random.split(jax.random.PRNGKey(0), 3)
+    >>> jax.vmap(lambda key: init(env, policy, None, key=key))(keys).episode.shape
     (3, 4)
     """
     jax = import_jax()
     jnp = jax.numpy
-    check_jax_env(env)
+    check_jax(env)
     check_traceable(policy)
     remember_spaces(policy, env.observation_space, env.observation_leaves, env.action_spec)
     check_optional_positive("total_lanes", total_lanes)
@@ -102,13 +92,13 @@ def init(
         begun = partial(init, env, policy, params, key=key, first_lane=first_lane, total_lanes=total_lanes)
         return begun(env_params=set_env_params(env, begun(), given, at_once=True).env_params)
     env_params = without_weak_types(jax.tree.map(jnp.asarray, given))
-    if isinstance(env_params, LaneParams):
-        env_params = env_params._replace(current=env_params.coming)
+    env_params = map_rows(lambda rows: rows._replace(current=rows.coming), env_params)
     players = check_functions(env, of_one_lane(env_params))
     key, count = _raw(key), env.num_envs or 1
     if np.shape(first_lane) or not np.issubdtype(getattr(first_lane, "dtype", type(first_lane)), np.integer):
-        mend = "expected an int or an integer array []: give a lane's number"
-        raise TypeError(f"first_lane is {shown(first_lane)}, {mend}")
+        raise TypeError(
+            f"first_lane is {shown(first_lane)}, expected an int or an integer array []: give a lane's number"
+        )
     if not isinstance(first_lane, jax.core.Tracer) and first_lane < 0:
         raise ValueError(f"first_lane is {first_lane}, expected at least 0: give a lane's number")
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
@@ -136,11 +126,7 @@ def init(
 
 
 def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorState:
-    """Begin another episode, under a new trajectory id, in the lanes of `mask` [P] bool, or in all.
-
-    Raises:
-        TypeError: if `env` is no JAX environment or `state` no state.
-        ValueError: for a mask of another shape or dtype.
+    """Begin new episodes in all lanes or those of `mask`, under new trajectory ids. Raises ValueError unless bool [P].
 
     >>> import jax, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
@@ -176,8 +162,7 @@ def step(
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
     >>> policy = fc.random_policy(env)
     >>> state = fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0))
-    >>> state, frame = jax.jit(lambda state: fc.traced.step(env, policy, None, state))(state)
-    >>> frame["observation"].shape
+    >>> jax.jit(lambda state: fc.traced.step(env, policy, None, state))(state)[1]["observation"].shape
     (2, 4)
     """
     options = exploration_type, exploration, max_frames_per_traj, random_steps, reset_when_done
@@ -204,12 +189,8 @@ def rollout(
     passes through the steps of environments that do not stop gradients themselves, as most of gymnax's do.
 
     `exploration` has no functions, but its numbers may be traced. In the first `random_steps` steps of the run, lanes
-    act randomly. ``reset_when_done=False`` keeps a finished lane finished until `reset`. The other arguments are those
-    of `funcollect.rollout`.
-
-    Raises:
-        TypeError, ValueError: for bad arguments.
-        PolicyError: for an action or another output of the wrong shape or dtype.
+    act randomly. ``reset_when_done=False`` keeps a finished lane finished until `reset`. The other arguments and the
+    errors are those of `funcollect.rollout`.
 
     >>> import jax, jax.numpy as jnp, funcollect as fc
     >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
@@ -244,12 +225,9 @@ def evaluate(
 ) -> TracedEpisodeStats:
     """Return the returns and lengths ``[episodes]`` of whole episodes, in a separate run.
 
-    `funcollect.evaluate` runs the same episodes with the same key, and takes the same arguments; `key` and `env_params`
-    are those of `init`. The evaluation ends after `max_frames` frames over all lanes; `ended` is False for episodes
-    that it lacks. Episodes are ordered by lane.
-
-    Raises:
-        TypeError, ValueError: for bad arguments.
+    `funcollect.evaluate` runs the same episodes with the same key, ordered by lane, and takes the same arguments;
+    `key`, `env_params` and the errors are those of `init`. After `max_frames` frames over all lanes the evaluation
+    ends; `ended` is False for episodes that it lacks.
 
     >>> import jax, funcollect as fc
     >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
@@ -294,11 +272,9 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     """Return the `PartitionSpec` of each leaf for `shard_map`: lanes split over the mesh's `axis`, the rest replicated.
 
     >>> import jax, funcollect as fc
-    >>> from jax.sharding import PartitionSpec
     >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
-    >>> state = init(env, fc.random_policy(env), None, key=jax.random.PRNGKey(0))
-    >>> parts = partition(state, "devices")
-    >>> parts.step == PartitionSpec("devices"), parts.key == PartitionSpec()
+    >>> parts = partition(init(env, fc.random_policy(env), None, key=jax.random.PRNGKey(0)), "devices")
+    >>> parts.step == jax.sharding.PartitionSpec("devices"), parts.key == jax.sharding.PartitionSpec()
     (True, True)
     """
     check_kind("state", state, CollectorState, "pass the state that init or rollout returned")
@@ -306,8 +282,7 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     spec = import_jax().sharding.PartitionSpec
     shared = ("env_params", "key", "steps", "policy_version")
     parts = {name: spec() if name in shared else spec(axis) for name in LEAVES}
-    if isinstance(state.env_params, LaneParams):
-        parts["env_params"] = LaneParams(spec(), spec(axis), spec(axis))
+    parts["env_params"] = map_rows(lambda _: LaneRows(spec(axis), spec(axis)), state.env_params, lambda _: spec())
     return state.replace(**parts)
 
 
@@ -334,7 +309,7 @@ def _checked_config(
             f"a population acts in {state.num_lanes} of {state.total_lanes} lanes, expected all of them in traced "
             "code: use funcollect.rollout for a part of them, or no shard_map"
         )
-    config = make_step_config(env, policy, state.num_lanes, step_options(env, request))
+    config = StepConfig.of(env, policy, state.num_lanes, request.step_options(env))
     if params is None and import_jax().tree.leaves(policy.params):
         raise TypeError(
             "params is None, expected the policy's parameters: pass policy.params as an argument of the function that "

@@ -39,17 +39,16 @@ def evaluate(
 ) -> EpisodeStats:
     """Return the statistics of exactly `episodes` whole episodes, run on new simulators.
 
-    Each lane contributes its first episodes, since the first ones to finish would be short ones. If `episodes` is not a
-    multiple of the number of lanes, the first lanes contribute one more. Warns if the first episode, started again from
-    its seed, begins with another observation: the environment then keeps something from episode to episode.
+    Each lane contributes its first episodes, since the first ones to finish would be short ones; the first lanes one
+    more, if `episodes` is not a multiple of their number. Warns if the first episode, started again from its seed,
+    begins with another observation: the environment then keeps something from episode to episode.
 
     An instance that is in use by a state is rebuilt from its spec. The same `seed` gives the same statistics; None
-    draws one. `params` are those to act with, None for the policy's own. The evaluation gives up after `max_frames`
-    frames over all lanes.
+    draws one. `params` are those of `rollout`.
 
     Raises:
-        EvaluationError: if `max_frames` is not enough, and for an environment whose wrappers normalise by running
-            statistics (Gymnasium's `NormalizeObservation`, TorchRL's `VecNorm`), which new simulators lack.
+        EvaluationError: if `max_frames` over all lanes are not enough, and for an environment whose wrappers normalise
+            by running statistics (Gymnasium's `NormalizeObservation`, TorchRL's `VecNorm`), which new simulators lack.
         EnvError: if an environment raises, or a process of its lanes is lost.
 
     >>> import funcollect as fc
@@ -124,26 +123,18 @@ def rollout_trajectories(
     """Run all lanes until `count` trajectories are whole, and return these.
 
     They are the ones that began first, by the step of their first frame, then by lane; those that merely end first
-    would be short ones. Frames of other trajectories are kept as `pending`, so that two calls with a count of 2 return
-    the trajectories of one call with 4. Trajectories that had begun before the first call are left out.
+    would be short ones. Trajectories that had begun before the first call are left out. Frames of others are the third
+    result, the next call's `pending`, so that two calls with a count of 2 return the trajectories of one with 4.
 
-    `pending` is that of the last call; None for the first one. `max_frames_per_traj` may be None if the environment
-    truncates. `traj_format` is ``"cat"`` for one trajectory after another, ``[F]``, or ``"padded"`` for ``[N, Tmax]``,
-    as `split_trajectories` returns them. Rollouts have `length` steps. The other arguments are those of `rollout`.
-
-    Returns:
-        The next state, the trajectories with the keys of `rollout`, and the other frames.
-
-    Raises:
-        TypeError, ValueError: for a bad argument; also if neither the environment nor `max_frames_per_traj` truncates
-            trajectories, since one that never ends would be waited for.
-        StaleStateError, EnvError, PolicyError: as `rollout` does. Frames since the call are lost then.
+    `traj_format` is ``"cat"`` for one trajectory after another, ``[F]``, or ``"padded"`` for ``[N, Tmax]``, as
+    `split_trajectories` returns them. Rollouts have `length` steps. The other arguments, and errors after which frames
+    since the call are lost, are those of `rollout`. Raises ValueError if neither the environment nor
+    `max_frames_per_traj` truncates trajectories.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
     >>> policy = fc.random_policy(env)
-    >>> state = fc.init(env, policy, seed=0)
-    >>> state, batch, pending = fc.rollout_trajectories(env, policy, state, 3)
+    >>> state, batch, pending = fc.rollout_trajectories(env, policy, fc.init(env, policy, seed=0), 3)
     >>> int(batch["next", "done"].sum()), batch["collector", "traj_ids"].unique().tolist()
     (3, [0, 1, 2])
     >>> state, batch, pending = fc.rollout_trajectories(env, policy, state, 1, pending)
@@ -154,13 +145,7 @@ def rollout_trajectories(
     check_positive("count", count, 16)
     check_kind("pending", pending, (PendingTrajectories, type(None)), "pass the pending frames of the last call")
     check_choice("traj_format", traj_format, get_args(TrajectoryFormat))
-    request = Request(
-        length=length,
-        params=params,
-        exploration_type=exploration_type,
-        exploration=exploration,
-        max_frames_per_traj=max_frames_per_traj,
-    )
+    request = Request(length, params, exploration_type, exploration, max_frames_per_traj)
     check_limited(is_limited(env, max_frames_per_traj), repr(env))
     pending = PendingTrajectories() if pending is None else pending
     while (taken := pending.take(count)) is None:

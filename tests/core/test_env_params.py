@@ -315,8 +315,8 @@ def test_partitions_split_what_lanes_have_of_their_own():
     state = fc.set_env_params(env, state, PARAMS | {"gain": jnp.arange(3.0)})
     parts = fc.traced.partition(state, "devices")
     spec = jax.sharding.PartitionSpec
-    assert parts.env_params.shared == spec()
-    assert parts.env_params.current == parts.env_params.coming == spec("devices")
+    assert parts.env_params["wind"] == spec()
+    assert parts.env_params["gain"].current == parts.env_params["gain"].coming == spec("devices")
 
 
 @pytest.mark.parametrize(

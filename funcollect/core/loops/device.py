@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 from typing_extensions import override
 
@@ -14,7 +13,7 @@ from funcollect.core.batch import reset_counters
 from funcollect.core.loops import eager
 from funcollect.core.loops.eager import timed
 from funcollect.core.loops.tensor import TensorLanes, TensorStepper, by_path, check_tensors
-from funcollect.core.request import Request
+from funcollect.core.request import Request, Rollout
 from funcollect.core.simulators import LiveSimulators, SimulatorHandle
 from funcollect.core.state import CollectorState, first_state
 from funcollect.errors import ReplayError
@@ -26,7 +25,7 @@ _SEEDS = 1 << 31  # simulators take seeds of 31 bits
 
 
 class _DeviceSimulation(LiveSimulators):
-    """Simulators on a device, which are seeded once: to continue from any point they need no seed."""
+    """Simulators on a device, which are seeded once."""
 
     env: DeviceEnv
     simulators: DeviceSimulators
@@ -85,16 +84,15 @@ def fork(env: DeviceEnv, state: CollectorState) -> CollectorState:
     raise ReplayError(f"{env} is seeded by run and gives no snapshot, so it cannot be forked: make another state")
 
 
-def check_uncut(env: DeviceEnv, max_frames_per_traj: int | None) -> None:
+def check_uncut(env: DeviceEnv, limit: int | None) -> None:
     """Raise ValueError for a limit on trajectories, which the simulators would not notice."""
-    if max_frames_per_traj is not None and max_frames_per_traj > 0:
+    if limit is not None and limit > 0:
         raise ValueError(
-            f"max_frames_per_traj is {max_frames_per_traj}, but {env} resets its lanes itself: set a limit in the "
-            "simulators"
+            f"max_frames_per_traj is {limit}, but {env} resets its lanes itself: set a limit in the simulators"
         )
 
 
-def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
+def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
     """Implement `funcollect.rollout`."""
     check_uncut(env, request.max_frames_per_traj)
     state.env_state.check()
@@ -118,9 +116,8 @@ class _DeviceStepper(TensorStepper):
 
     @override
     def _answer(self, t: int, action: Tensor) -> Transition:
-        answer: Transition
         answer, self._after = self._move(action)
-        return answer
+        return cast(Transition, answer)
 
     @override
     def _continue(self, answer: Transition, observed: list[Tensor]) -> Iterable[Tensor]:

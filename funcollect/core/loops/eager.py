@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core.batch import OUTCOME_KEYS, REWARD, deliver
-from funcollect.core.request import ANOTHER_POLICY, Request, check_state_kind, head_of
+from funcollect.core.request import ANOTHER_POLICY, Request, Rollout, check_state_kind, head_of
 from funcollect.core.state import CollectorState
 from funcollect.interop.memory import reads_together
 from funcollect.keys import draw_ahead, random_words
@@ -30,18 +30,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Stepper:
-    """All lanes of one rollout over one kind of environment, and the columns that their steps are recorded in.
+    """All lanes of one rollout over one kind of environment, and the columns that their steps are recorded in."""
 
-    Attributes:
-        state: the state before the rollout, as an actor reads it.
-        observation: what the policy reads: the same memory throughout, in the structure of the space.
-        columns: the recorded entries [T, P, ...] by the batch's keys.
-        waits: whether to read a tensor is to wait for a device, so that none is read before the last step.
-    """
-
-    observation: Any
-    columns: dict[Any, Any]
-    waits = False
+    state: CollectorState  # before the rollout, as an actor reads it
+    observation: Any  # that the policy reads: the same memory throughout, in the structure of the space
+    columns: dict[Any, Any]  # the recorded entries [T, P, ...] by the batch's keys
+    roots: Sequence[tuple[Any, Any]] = ()  # pairs of a column and the rows that the policy reads
+    waits = False  # whether to read a tensor is to wait for a device, so that none is read before the last step
 
     def __init__(self, env: Any, policy: Policy, state: CollectorState, request: Request) -> None:
         self.env, self.policy, self.state, self.request = env, policy, state, request
@@ -60,6 +55,8 @@ class Stepper:
 
     def record(self, t: int) -> None:
         """Record the observations that the policy reads at step `t`, before it may write into them."""
+        for column, row in self.roots:
+            column[t] = row
 
     def step(self, t: int, action: Any) -> Any:
         """Step all lanes; return those that began another episode, as `Actor.restart` takes them, or None."""
@@ -85,7 +82,7 @@ class Stepper:
         )
 
 
-def run(stepper: Stepper, draw: Callable[..., Words] = random_words) -> tuple[CollectorState, TensorDict]:
+def run(stepper: Stepper, draw: Callable[..., Words] = random_words) -> Rollout:
     """Make a rollout; return the next state and the batch. Noise is made of the words that `draw` draws."""
     actor = open_actor(stepper, draw)
     stepper.begin()
@@ -158,15 +155,11 @@ def open_actor(stepper: Stepper, draw: Callable[..., Words] = random_words) -> A
 
 
 class TrajectoryLimit:
-    """The limit on a trajectory's length, as the step of this rollout at which each lane reaches it.
-
-    Attributes:
-        due: [P] int64, the step at which each lane reaches the limit; NumPy or Torch, as `step` is.
-    """
+    """The limit on a trajectory's length, in NumPy or Torch as the lanes' `step` [P] is."""
 
     def __init__(self, step: Any, limit: int) -> None:
         self._limit = min(limit, 1 << 62)  # so that sums with steps fit into 64 bits
-        self.due = self._limit - 1 - step
+        self.due = self._limit - 1 - step  # [P] int64, the step of this rollout at which each lane reaches it
 
     def reached(self, t: int) -> Any:
         """Return the mask [P] of the lanes that step `t` brings to the limit."""

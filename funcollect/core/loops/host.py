@@ -14,11 +14,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.core.batch import OUTCOME_KEYS, reset_counters
-from funcollect.core.forking import rebuild, record_of
 from funcollect.core.loops import eager
 from funcollect.core.loops.eager import Stepper, TrajectoryLimit, timed
-from funcollect.core.request import Request
-from funcollect.core.simulators import Simulation, SimulatorHandle
+from funcollect.core.request import Request, Rollout
+from funcollect.core.simulators import Simulation, SimulatorHandle, rebuild, record_of
 from funcollect.core.state import CollectorState, first_state
 from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome, check_outcome
 from funcollect.keys import Key
@@ -31,7 +30,7 @@ from funcollect.tree import Path
 
 
 def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
-    """Implement `funcollect.init`: open and reset simulators."""
+    """Implement `funcollect.init`."""
     lane = torch.arange(first_lane, first_lane + (env.num_envs or 1))
     simulation = Simulation(env, key, lane)
     try:
@@ -73,7 +72,7 @@ def fork(env: HostEnv, state: CollectorState) -> CollectorState:
     return state.changed(env_state=rebuild(source.env, record_of(source, "forked", advice), state))
 
 
-def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
+def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
     """Implement `funcollect.rollout`."""
     state.env_state.check()
     return eager.run(_HostStepper(env, policy, state, request))
@@ -90,7 +89,7 @@ class _HostStepper(Stepper):
         self.observation = assemble(env.observation_space, views if policy.backend == "torch" else rows)
         nexts = {} if request.compact_obs else views
         self._make_columns(views, nexts)
-        self._roots = [(self.columns[path].numpy(), row) for path, row in rows.items()]
+        self.roots = [(self.columns[path].numpy(), row) for path, row in rows.items()]
         self._nexts = [(self.columns["next", *path].numpy(), rows[path]) for path in nexts]
         self._reward, self._terminated, self._truncated = (self.columns[path].numpy() for path in OUTCOME_KEYS)
         self._infos: dict[str, list[Any]] = {key: [] for key in env.info_keys}
@@ -115,11 +114,6 @@ class _HostStepper(Stepper):
         self._restart = timed("environment", simulation.restart)
 
     @override
-    def record(self, t: int) -> None:
-        for store, row in self._roots:
-            store[t] = row
-
-    @override
     def step(self, t: int, action: Any) -> list[int] | None:
         self._send(self._lanes, action if getattr(action, "is_cpu", True) else action.cpu())
         _, outcome = self._receive()
@@ -137,10 +131,9 @@ class _HostStepper(Stepper):
         return self._end_episodes(t, outcome) if over else None
 
     def _inform(self, info: Sequence[Any]) -> None:
-        """Record copies of a step's infos: an environment may write the next ones into the same arrays."""
         for (key, values), value in zip(self._infos.items(), info, strict=True):
             try:
-                values.append(np.array(value))
+                values.append(np.array(value))  # a copy: an environment may write the next info into the same array
             except (TypeError, ValueError) as error:
                 raise bad_info(key, value, error) from error
 
@@ -211,10 +204,7 @@ def _info_column(key: str, values: list[Any]) -> Tensor:
 
 
 class _FinishedLanes:
-    """Steps simulators while some of their lanes stay finished. A finished lane repeats its last outcome.
-
-    `deliver` replaces the rewards of finished lanes by zeros.
-    """
+    """Steps simulators of which some lanes stay finished: they repeat their last outcome, `deliver` its reward as 0."""
 
     def __init__(self, simulation: Simulation, lanes: Iterable[int]) -> None:
         self._simulation = simulation

@@ -2,9 +2,8 @@
 
 In the latter, the environment's state and the columns are donated at each step, so they are exported by DLPack only
 after the last one. Each step returns the observation as a separate array, which is copied to the fixed memory that the
-policy reads. On an accelerator nothing waits for the device, unless starts are too costly to be made at each step, so
-that the step has a branch: DLPack orders a reader after the writer. A step's observation and action are kept alive
-until the next step has been started, which is ordered after their last use.
+policy reads. On an accelerator nothing waits for the device, unless the step has a branch for costly starts: DLPack
+orders a reader after the writer. A step's observation and action are kept alive until the next step has been started.
 """
 
 from __future__ import annotations
@@ -25,19 +24,10 @@ from funcollect.core.batch import REWARD, ROOT_FLAGS, checked_batch
 from funcollect.core.loops import eager
 from funcollect.core.loops.blocks import OPTIONS as BLOCKS
 from funcollect.core.loops.blocks import BlockLoop, BlockOptions
-from funcollect.core.request import Request, StepOptions, check_state_kind, is_live, step_options
+from funcollect.core.request import Request, Rollout, StepOptions, check_state_kind, is_live
 from funcollect.core.state import CollectorState, origin_of, policy_start
 from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_step, typed, write_row
-from funcollect.core.traced_step.step import (
-    Row,
-    RunKeys,
-    SpareStarts,
-    StepConfig,
-    after_block,
-    make_step_config,
-    run_keys,
-    starts_are_cheap,
-)
+from funcollect.core.traced_step.step import Row, SpareStarts, StepConfig, after_block, run_keys, starts_are_cheap
 from funcollect.envs.jax_envs.jax_env import check_unchanged
 from funcollect.interop.bridge import follow_torch, jax_view, opened, torch_followed, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
@@ -71,11 +61,8 @@ def _begun(env: JaxEnv, key: Any, first_lane: int, total_lanes: int, env_params:
 
 
 def reset(env: JaxEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False) -> CollectorState:
-    """Implement `funcollect.reset` of the lanes of a mask [P].
-
-    With `stale`, implement `funcollect.recover`: an interrupted collector may have used up the state's memory.
-    """
-    if stale and not is_live(state):
+    """Implement `funcollect.reset` of the lanes of a mask [P]; with `stale`, `funcollect.recover`."""
+    if stale and not is_live(state):  # an interrupted collector has used up its memory
         begun = _begun(env, state.key, int(state.lane_ids[0]), state.total_lanes, state.env_params)
         state = state.replace(env_state=begun.env_state.with_used_starts(), observation=begun.observation)
     place = place_of(state)
@@ -95,7 +82,7 @@ def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
     return state.replace(env_state=env_state, observation=observation)  # the other parts are never used up
 
 
-def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
+def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
     """Implement `funcollect.rollout` for a policy that can be traced."""
     check_unchanged(env)
     if isinstance(state.policy_state, TorchPolicyState):  # of another policy; JAX cannot take it as an argument
@@ -130,7 +117,7 @@ def waits_for_host(place: Any) -> bool:
 
 def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Callable[..., Any]:
     """Return the compiled loop, with branches, for the static part of a request."""
-    capacity, options = bucket(request.length), step_options(env, request)
+    capacity, options = bucket(request.length), request.step_options(env)
     which = ("rollout", origin_of(env), state.num_lanes, options, capacity)
     return compiled(policy, which, partial(_loop, env, policy, options, capacity), place=place_of(state))
 
@@ -139,11 +126,11 @@ def block_loop(
     env: JaxEnv, policy: Policy, state: CollectorState, request: Request, options: BlockOptions = BLOCKS
 ) -> BlockLoop:
     """Return the loop in blocks for the static part of a request, made once for a policy."""
-    fixed, place = step_options(env, request), place_of(state)
+    fixed, place = request.step_options(env), place_of(state)
     which = (origin_of(env), state.num_lanes, fixed, options.key)
     made: dict[Hashable, BlockLoop] = memo_of(policy).setdefault("blocks", {})
     if (which, place) not in made:
-        config = make_step_config(env, policy, state.num_lanes, fixed, branches=False)
+        config = StepConfig.of(env, policy, state.num_lanes, fixed, branches=False)
         bound = bound_params(policy, request)
         made[which, place] = BlockLoop(config, bound, state, which, place, options)
     return made[which, place]
@@ -164,7 +151,7 @@ def _loop(
     env: JaxEnv, policy: Policy, options: StepOptions, capacity: int, bound: BoundParams, state: Any, length: Any
 ) -> Any:
     """Trace the loop. The trip count is traced, since XLA would round a loop of one step differently."""
-    config = make_step_config(env, policy, state.num_lanes, options)
+    config = StepConfig.of(env, policy, state.num_lanes, options)
     bound, keys = opened(bound), run_keys(state.key, state.lane)
 
     def body(t: Any, carry: tuple[CollectorState, Row]) -> tuple[CollectorState, Row]:
@@ -184,9 +171,7 @@ def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Pa
     return checked_batch(env, leaves | outputs)
 
 
-def run_crossing(
-    env: JaxEnv, policy: Policy, state: CollectorState, request: Request
-) -> tuple[CollectorState, TensorDict]:
+def run_crossing(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
     """Implement `funcollect.rollout` for a policy that runs in Torch."""
     check_unchanged(env)
     return eager.run(_CrossingStepper(env, policy, state, request), partial(_draw_words, env))
@@ -222,7 +207,7 @@ class _CrossingStepper(eager.Stepper):
         super().__init__(env, policy, state.replace(key=np.asarray(state.key), steps=state.steps_made, **read), request)
         self._before, place = state, place_of(state)
         # The actor explores and makes the random steps.
-        options = step_options(env, request)._replace(exploration_type=ExplorationType.RANDOM, random_steps=0)
+        options = request.step_options(env)._replace(exploration_type=ExplorationType.RANDOM, random_steps=0)
         self._config = config = StepConfig(
             env=env,
             policy=RandomPolicy(env.action_spec),  # any policy without a state
@@ -276,7 +261,7 @@ class _CrossingStepper(eager.Stepper):
         return after.replace(policy_state=policy_state)
 
 
-def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[CollectorState, Row, Row, RunKeys]:
+def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[CollectorState, Row, Row, Any]:
     """Return a copy of the state, which may be donated, empty and constant columns, and the keys of the run."""
     jax = import_jax()
     spec = config.env.action_spec
@@ -289,7 +274,7 @@ def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[Co
     return copied, columns, constant_columns(state, capacity), run_keys(state.key, state.lane)
 
 
-def _advance(config: StepConfig, state: CollectorState, columns: Row, keys: RunKeys, t: Any, action: Any) -> Any:
+def _advance(config: StepConfig, state: CollectorState, columns: Row, keys: Any, t: Any, action: Any) -> Any:
     """Return the next state, the columns with row `t`, the next observation, and which lanes begin an episode."""
     after, row = recorded_step(config, action.astype(_jax_dtype(config.env.action_spec)), state, keys)
     fresh = row["next", "done"] if config.options.reset_when_done else import_jax().numpy.zeros_like(after.terminated)

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import optree
 import torch
-from tensordict import TensorDict
 from torch import Tensor, nn
 from typing_extensions import override
 
 from funcollect.core.batch import OUTCOME_KEYS, deliver, reset_counters
 from funcollect.core.loops import eager
 from funcollect.core.loops.eager import Stepper, TrajectoryLimit, inputs_of, timed
-from funcollect.core.request import NOWHERE, Request, step_limit
+from funcollect.core.request import NOWHERE, Request, Rollout, step_limit
 from funcollect.core.state import CollectorState, first_state, origin_of
 from funcollect.envs.base import checked_start, checked_transition
 from funcollect.errors import EnvError, LoweringError
@@ -56,8 +55,8 @@ def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: 
     return first_state(env, policy, key, lane, total_lanes, env_state=env_state, observation=observation)
 
 
-def reset(env: TorchEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False) -> CollectorState:
-    """Implement `funcollect.reset` of the lanes of a mask [P]; states are values and never `stale`."""
+def reset(env: TorchEnv, state: CollectorState, lanes: Tensor, **_: bool) -> CollectorState:
+    """Implement `funcollect.reset` of the lanes of a mask [P]; states are values and never stale."""
     episode = state.episode + lanes
     start = _begin(env, LaneKeys.of(state.key, Purpose.RESET, state.lane, episode), state.env_params)
     env_state, observation = select(lanes, start, (state.env_state, dict(state.observation)))
@@ -69,7 +68,7 @@ def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
     return state
 
 
-def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
+def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
     """Implement `funcollect.rollout`."""
     return eager.run(TensorStepper(env, policy, state, request, TensorLanes.of(state), step_limit(env, request)))
 
@@ -152,22 +151,19 @@ class TensorLanes(NamedTuple):
 
 
 class TensorStepper(Stepper):
-    """The stepper of environments whose lanes are tensors; `state` is only needed for the batch.
-
-    Attributes:
-        root: the observation by key, each [P, ...]: the same memory throughout.
-    """
+    """The stepper of environments whose lanes are tensors; `state` is only needed for the batch."""
 
     def __init__(
         self, env: Any, policy: Policy, state: Any, request: Request, lanes: TensorLanes, limit: int | None = None
     ) -> None:
         super().__init__(env, policy, state, request)
         self.waits = reads_wait(env.device)
+        # the observation by key, each [P, ...]: the same memory throughout
         self.root = {leaf.path: fixed(lanes.observation[leaf.path]) for leaf in env.observation_leaves}
         self.observation = as_read(env, policy, self.root)
         self._make_columns(self.root, self.root)
         self._reward, self._terminated, self._truncated = (self.columns[path] for path in OUTCOME_KEYS)
-        self._roots = [self.columns[path] for path in self.root]
+        self.roots = [(self.columns[path], root) for path, root in self.root.items()]
         self._nexts = [self.columns["next", *path] for path in self.root]
         self._lanes, self._env_state, self._episode = lanes, lanes.env_state, lanes.episode
         self._finished = lanes.finished
@@ -190,11 +186,6 @@ class TensorStepper(Stepper):
         self._move = timed("environment", self.env.step)
 
     @override
-    def record(self, t: int) -> None:
-        for column, root in zip(self._roots, self.root.values(), strict=True):
-            column[t] = root
-
-    @override
     def step(self, t: int, action: Any) -> Tensor | None:
         """See `Stepper`; the lanes that began another episode are a mask [P]."""
         env, restarting = self.env, self.request.reset_when_done
@@ -211,7 +202,7 @@ class TensorStepper(Stepper):
             observed = disassemble(env.observation_space, answer.observation)
             done: Tensor = answer.terminated | truncated
             if not restarting:
-                observed = select(self._finished, [column[t] for column in self._roots], observed)
+                observed = select(self._finished, [column[t] for column, _ in self.roots], observed)
             for column, value in zip(self._nexts, observed, strict=True):
                 column[t] = value
             self._reward[t] = answer.reward
@@ -242,10 +233,7 @@ class TensorStepper(Stepper):
         return observed
 
     def _restart(self, t: int, done: Tensor) -> Tensor | None:
-        """Begin another episode in the lanes of the mask `done` [P]; return the mask, or None if it has no lane.
-
-        Where reads wait, the mask is not read.
-        """
+        """Begin other episodes in the lanes of the mask `done` [P]; return it, or None if it is read, and empty."""
         if not self.waits and not bool(done.any()):
             return None
         lanes = self._lanes
@@ -281,9 +269,7 @@ class _After(NamedTuple):
     recorded: list[Tensor]  # of the policy
 
 
-def run_captured(
-    env: TorchEnv, policy: Policy, state: CollectorState, request: Request
-) -> tuple[CollectorState, TensorDict]:
+def run_captured(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
     """Implement `funcollect.rollout` by CUDA graphs."""
     assert isinstance(policy, TorchPolicy)
     if request.random_steps > state.steps_made:
@@ -336,8 +322,7 @@ def _launch(
     """Make `length` steps by a graph: one of those that the policy keeps, or a new one."""
     leaves, treedef = optree.tree_flatten(before, namespace=NAMESPACE)
     function = None if isinstance(policy.module, nn.Module) else policy.module
-    key = (origin_of(env), length, request.max_frames_per_traj, request.reset_when_done)
-    which = (*key, request.exploration_type, function, policy.settings)
+    which = (origin_of(env), length, request.step_options(env), function, policy.settings)
     graphs: list[tuple[Any, CudaGraph[tuple[_After, TorchActor]]]] = memo_of(policy).setdefault("graphs", [])
     for kept, graph in graphs:
         if kept == which and graph.fits(leaves, treedef):
@@ -348,8 +333,7 @@ def _launch(
     except CaptureError as error:
         raise LoweringError(
             f"compile='cudagraph' cannot capture the steps of {env!r} with this policy ({shown(error, 300)}): read no "
-            "value of a tensor on the host and make none there, in the environment and in the module, or leave compile "
-            "out"
+            "value of a tensor on the host and make none there, in environment and module, or leave compile out"
         ) from error
     graphs[:] = [*graphs[1 - _MOST_GRAPHS :], (which, graph)]
     return graph(leaves)

@@ -37,13 +37,10 @@ _DONE = ("next", "done")
 
 
 def recorded_step(config: StepConfig, bound: Any, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
-    """Do what `step` does, and return the row as a loop's columns hold it, with 64-bit integers as words.
-
-    Root flags, which are False in every row if lanes restart, are omitted then.
-    """
+    """Do what `step` does, and return the row as a loop's columns hold it, with 64-bit integers as words."""
     after, row = step(config, bound, state, keys)
     row = _widen(row, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
-    omitted = ROOT_FLAGS if config.options.reset_when_done else []
+    omitted = ROOT_FLAGS if config.options.reset_when_done else []  # which are False in every row then
     return after, {path: value for path, value in row.items() if path not in omitted}
 
 
@@ -115,16 +112,10 @@ def typed(leaves: dict[Path, Tensor], of: JaxEnv | Dtypes) -> dict[Path, Tensor]
 def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes: int | None = None) -> TensorDict:
     """Return the batch of the result of `funcollect.traced.rollout`, in new memory.
 
-    The `arrays` are ``[T, P, ...]``; leading dimensions, from a rollout under `vmap`, stay in front. Arrays on several
-    devices are gathered on the first. `env` gives integers the dtypes of its spaces, and a single environment's batch
-    no ``P``; without it, integer actions are int64. Trajectory ids follow from the state's `total_lanes`, P by default.
-
-    Returns:
-        A locked TensorDict ``[*B, P, T]`` (``[*B, T]`` for an `env` without a batch dimension).
-
-    Raises:
-        TypeError: if `arrays` is not a dict.
-        ValueError: for arrays that lack a key or the time dimension.
+    Of `arrays` ``[*B, T, P, ...]``, where a rollout under `vmap` has leading dimensions, it is a locked TensorDict
+    ``[*B, P, T]``, or ``[*B, T]`` for an `env` without a batch dimension. Arrays on several devices are gathered on the
+    first. `env` gives integers the dtypes of its spaces; without it, integer actions are int64. Trajectory ids follow
+    from the state's `total_lanes`, P by default. Raises ValueError for arrays that lack a key or the time dimension.
 
     >>> import jax, funcollect as fc
     >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=2)

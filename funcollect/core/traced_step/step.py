@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from funcollect.core.batch import NEXT_FLAGS, ROOT_FLAGS
-from funcollect.core.env_params import call_in_lanes, of_one_lane, of_restarted, recorded_params
+from funcollect.core.env_params import LaneRows, call_in_lanes, map_rows, of_one_lane, recorded_params
 from funcollect.core.request import ANOTHER_POLICY, StepOptions, head_of
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, differing, reset_lane, step_lane
 from funcollect.errors import PolicyError
@@ -55,7 +55,7 @@ class RunKeys(NamedTuple):
 
 
 def run_keys(key: Any, lane: Any) -> RunKeys:
-    """Return the keys of a run from its key [2] and its lanes [P]: all with two hashes, since XLA compiles each."""
+    """The keys of a run from its key [2] and its lanes [P]: all with two hashes, since XLA compiles each."""
     by_purpose = hashed_in_jax((key[0], key[1]), np.uint32(0), np.array(_PURPOSES, np.uint32)[:, None])
     return RunKeys(*hashed_in_jax(by_purpose, np.uint32(0), lane.astype(np.uint32)))
 
@@ -66,11 +66,8 @@ def where_lanes(mask: Any, chosen: Any, other: Any) -> Any:
 
 
 def varying(lane: Any, tree: Any) -> Any:
-    """Return the pytree with leaves that depend on `lane`: in a `shard_map`, a loop rejects constants.
-
-    XLA removes the choice between equals. JAX's own function for this has a different name in each version.
-    """
-    return where_lanes(lane == lane, tree, tree)
+    """Return the pytree with leaves that depend on `lane`: in a `shard_map`, a loop rejects constants."""
+    return where_lanes(lane == lane, tree, tree)  # XLA removes this; JAX's own function has many names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +80,11 @@ class StepConfig:
     options: StepOptions
     branches: bool = True  # whether branches are cheap; on a GPU or TPU each waits for the host
 
-
-def make_step_config(
-    env: JaxEnv, policy: Policy, num_lanes: int, options: StepOptions, *, branches: bool = True
-) -> StepConfig:
-    """Return the configuration for the options of a request."""
-    answer = traced_policy(policy, env.action_spec, num_lanes, options.exploration_type)
-    return StepConfig(env=env, policy=policy, answer=answer, options=options, branches=branches)
+    @classmethod
+    def of(cls, env: JaxEnv, policy: Policy, num_lanes: int, options: StepOptions, **own: bool) -> StepConfig:
+        """The configuration for a policy that can be traced."""
+        answer = traced_policy(policy, env.action_spec, num_lanes, options.exploration_type)
+        return cls(env=env, policy=policy, answer=answer, options=options, **own)
 
 
 def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
@@ -221,9 +216,13 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
         starts, roots = lanes.spares[0]
     else:
         starts, roots = where_lanes(state.episode == lanes.since, *lanes.spares)
+
+    def begun(rows: LaneRows) -> LaneRows:
+        return rows._replace(current=where_lanes(mask, rows.coming, rows.current))
+
     return state.replace(
         env_state=lanes._replace(current=where_lanes(mask, starts, lanes.current)),
-        env_params=of_restarted(state.env_params, mask),
+        env_params=map_rows(begun, state.env_params),
         observation=where_lanes(mask, by_path(env, roots), dict(state.observation)),
         episode=state.episode + mask.astype(state.episode.dtype),
         step=jnp.where(mask, 0, state.step),
