@@ -264,42 +264,38 @@ class torch_generator:  # noqa: N801  (used as a function; a generator function 
     """
 
     def __init__(self, state: Tensor, device: torch.device | None = None) -> None:
-        self._state = state
-        self._device = device if device is not None and device.type == "cuda" else None
+        self._state, self._device = state, device
 
     def __enter__(self) -> None:
-        self._before = torch.get_rng_state()
+        self._before = generator_states(self._device)
         torch.set_rng_state(self._state)
-        if self._device is not None:
-            self._before_on_device = device_states(self._device)
-            if self._before_on_device:
-                seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-                _device_generator(self._device).manual_seed(seed)
+        if self._before[1:]:
+            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+            _device_generator(self._device).manual_seed(seed)
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
             self._state.copy_(torch.get_rng_state())
-        torch.set_rng_state(self._before)
-        if self._device is not None:
-            set_device_states(self._device, self._before_on_device)
+        set_generator_states(self._device, self._before)
 
 
-def device_states(device: torch.device) -> list[Tensor]:
-    """The state of the global generator of a CUDA device; empty for the CPU, and while a graph is captured."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return []
-    return [_device_generator(device).get_state()]
+def generator_states(device: torch.device | None) -> list[Tensor]:
+    """The state of Torch's global CPU generator, and that of a CUDA `device` unless a graph is captured."""
+    if device is None or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return [torch.get_rng_state()]
+    return [torch.get_rng_state(), _device_generator(device).get_state()]
 
 
-def set_device_states(device: torch.device, states: list[Tensor]) -> None:
-    """Set the global generator of a device to what `device_states` returned."""
-    for state in states:
+def set_generator_states(device: torch.device | None, states: list[Tensor]) -> None:
+    """Set the global generators to what `generator_states` returned."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
         _device_generator(device).set_state(state)
 
 
-def _device_generator(device: torch.device) -> torch.Generator:
+def _device_generator(device: torch.device | None) -> torch.Generator:
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = torch.cuda.current_device() if device is None or device.index is None else device.index
     generator: torch.Generator = torch.cuda.default_generators[index]
     return generator
 

@@ -1,7 +1,7 @@
 """Policies for an environment: what a user passes, and what has a name.
 
-A name is built in, or an entry point of an installed package, ``name = "module:factory"``. ``factory(env, **options)``
-returns a `Policy`. A package is imported when its policy is asked for, so a broken package affects no other.
+A name is built in, or an entry point ``name = "module:factory"`` of an installed package. ``factory(env, **options)``
+returns a `Policy`. The package is imported when its policy is asked for, so a broken one affects no other.
 """
 
 from __future__ import annotations
@@ -38,18 +38,14 @@ _FILE = "entry_points.txt"
 
 
 def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -> Policy:
-    """The policy that a collector runs.
+    """The policy that a collector over `env` runs, on `device` or where it is.
 
-    Args:
-        policy: a `Policy`; None for random actions; a `TensorDictModule`, or a callable with one argument that is named
-            ``tensordict`` or ``td`` or annotated as a TensorDict; any other module or function from observation to
-            action. For a Dict space it may take the keys as arguments, by their names or all in their order.
-        env: the environment, for its action space.
-        device: the device on which the policy runs; None leaves it where it is.
+    It is made of a `Policy`; None for random actions; a `TensorDictModule`, or a callable with one argument that is
+    named ``tensordict`` or ``td`` or annotated as a TensorDict; any other module or function from observation to
+    action. For a Dict space it may take the keys as arguments, by their names or all in their order.
 
-    Raises:
-        TypeError: for a policy that cannot be called, or takes other arguments.
-        ValueError: for a device that does not exist, or a policy that cannot be copied to it.
+    TypeError for a policy that cannot be called, or takes other arguments; ValueError for a device that does not exist,
+    or a policy that cannot be copied to it.
     """
     place = checked_device(device, "policy_device")
     if isinstance(policy, type):
@@ -67,7 +63,11 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
             f"policy is {shown(policy)}, expected a Policy, a torch.nn.Module, a function from observation to action, "
             "or None for random actions: pass one of these"
         )
-    parameters = _parameters(policy)
+    try:
+        signature = inspect.signature(policy.forward if isinstance(policy, nn.Module) else policy)
+        parameters = list(signature.parameters.values())
+    except (TypeError, ValueError):
+        parameters = []  # they cannot be inspected
     required = [each for each in parameters if each.default is each.empty and each.kind != each.VAR_KEYWORD]
     if isinstance(policy, TensorDictModuleBase) or (len(required) == 1 and _is_tensordict(required[0])):
         return _on_tensordict(policy, env, place)
@@ -92,10 +92,7 @@ def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorD
 
 
 def _keys_of_arguments(keys: list[str], parameters: list[inspect.Parameter], required: list[str]) -> list[str]:
-    """The keys of a Dict space that the policy takes as arguments: those it names, else all of them in their order.
-
-    Empty if the policy takes one argument without the name of a key. These are TorchRL's rules.
-    """
+    """The keys that a policy takes as arguments, as in TorchRL: those it names, else all of them; [] for one dict."""
     named = [each.name for each in parameters if each.name in keys]
     if named and set(required) <= set(keys):
         if [each.name for each in parameters if each.kind != each.KEYWORD_ONLY][: len(named)] != named:
@@ -107,21 +104,12 @@ def _keys_of_arguments(keys: list[str], parameters: list[inspect.Parameter], req
     return keys if len(required) == len(keys) > 1 else []
 
 
-def _parameters(policy: Any) -> list[inspect.Parameter]:
-    """The parameters of a module's forward or of a function; empty if they cannot be inspected."""
-    try:
-        return list(inspect.signature(policy.forward if isinstance(policy, nn.Module) else policy).parameters.values())
-    except (TypeError, ValueError):
-        return []
-
-
 def _is_tensordict(argument: inspect.Parameter) -> bool:
     """Whether an argument is a TensorDict, by its name or annotation."""
     kind = argument.annotation
-    annotated = (
-        "TensorDict" in kind if isinstance(kind, str) else inspect.isclass(kind) and issubclass(kind, TensorDictBase)
-    )
-    return annotated or argument.name in ("tensordict", "td")
+    by_text = isinstance(kind, str) and "TensorDict" in kind
+    by_class = inspect.isclass(kind) and issubclass(kind, TensorDictBase)
+    return by_text or by_class or argument.name in ("tensordict", "td")
 
 
 def make_policy(name: str, env: Env, /, **options: Any) -> Policy:
@@ -139,8 +127,7 @@ def make_policy(name: str, env: Env, /, **options: Any) -> Policy:
         PluginError: for a policy that cannot be imported or made, or a factory that does not return a policy.
 
     >>> import funcollect as fc
-    >>> env = fc.make_env("CartPole-v1", num_envs=2)
-    >>> policy = make_policy("mlp", env, seed=1)
+    >>> policy = make_policy("mlp", fc.make_env("CartPole-v1", num_envs=2), seed=1)
     """
     return find_policy(name).make(env, **options)
 
@@ -157,9 +144,9 @@ def find_policy(name: str) -> PolicyPlugin:
             f"{' and '.join(plugin.origin for plugin in same.values())} each offer a policy {name!r}, expected one: "
             f"say which, {' or '.join(map(repr, same))}"
         )
-    in_full = {_canonical(plugin.address): plugin for plugin in offers.values() if plugin.package}
-    if (found := in_full.get(_canonical(name))) is not None:
-        return found
+    for plugin in offers.values():
+        if plugin.package and _canonical(plugin.address) == _canonical(name):
+            return plugin
     raise ValueError(
         f"there is no policy {name!r}, expected one of {list(offers)}: install the package that offers it into this "
         f"environment, under the entry-point group {GROUP!r}"
@@ -167,9 +154,7 @@ def find_policy(name: str) -> PolicyPlugin:
 
 
 def offered_policies() -> dict[str, PolicyPlugin]:
-    """Every policy by its shortest unique name: ``"name"``, else ``"package:name"``. Nothing is imported.
-
-    A built-in name always stands for the built-in policy.
+    """Every policy by its shortest unique name: ``"name"``, as built-in ones have it, else ``"package:name"``.
 
     >>> list(offered_policies())[:2]
     ['mlp', 'random']
@@ -226,19 +211,12 @@ class PolicyPlugin:
 
     def load(self) -> Callable[..., Any]:
         """Import the factory; PluginError if that fails, or if it is no function of an environment."""
-        return self._loaded()[0]
-
-    def takes(self, option: str) -> bool:
-        """Whether the factory has a parameter of that name; PluginError if it cannot be loaded."""
-        return option in self._loaded()[1].parameters
-
-    def _loaded(self) -> tuple[Callable[..., Any], inspect.Signature]:
         if self.fault:
             raise self._broken(self.fault)
         if self.package:
             import_jax()  # before the package does, which would leave JAX without the library's settings
         with self._working("imported"):
-            factory = EntryPoint(self.name, self.source, GROUP).load()
+            factory: Callable[..., Any] = EntryPoint(self.name, self.source, GROUP).load()
         what = f"is {shown(factory)}"
         try:
             signature = inspect.signature(factory)
@@ -246,13 +224,18 @@ class PolicyPlugin:
             signature.bind_partial(None)
         except (TypeError, ValueError) as error:
             raise self._broken(f"{what}, expected a function of the environment: (env, **options) -> Policy") from error
-        return factory, signature
+        return factory
+
+    def takes(self, option: str) -> bool:
+        """Whether the factory has a parameter of that name; PluginError if it cannot be loaded."""
+        return option in inspect.signature(self.load()).parameters
 
     def make(self, env: Env, /, **options: Any) -> Policy:
         """The policy for an environment: see `make_policy`."""
         if not is_env(env):
             raise TypeError(f"env is {kind_of(env)}, expected an Env: make one with funcollect.make_env")
-        factory, signature = self._loaded()
+        factory = self.load()
+        signature = inspect.signature(factory)
         try:
             signature.bind(None, **options)
         except TypeError as error:

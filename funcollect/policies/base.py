@@ -133,24 +133,21 @@ class HeadedPolicy(PolicyBase):
 class ProtocolActor(Actor):
     """Calls a policy at every step, or `call`, from its state, an observation and the step to next state and outputs.
 
-    A policy in Torch gets its state and its noise on the device of the observation. For one in JAX, observations that
-    are tensors cross by DLPack, each way. That orders a reader after the writer, so the environment's next step may
-    write the observation's memory.
+    For a policy in JAX, observations that are tensors cross by DLPack, each way. That orders a reader after the writer,
+    so the environment's next step may write the observation's memory.
     """
 
     def __init__(self, policy: Policy, inputs: ActorInputs, call: Callable[..., Any] | None = None) -> None:
-        self._policy, self._inputs, self._call = policy, inputs, call
-        in_jax = policy.backend == "jax"
-        self._device = device_of(inputs.observation)
+        self._policy, self._inputs, self._call = policy, inputs, call or self._called
+        self._in_jax, self._device = policy.backend == "jax", device_of(inputs.observation)
         given: Any = (inputs.policy_state, inputs.initial_state, inputs.noise)
-        stays = in_jax or self._device.type == "cpu"
+        stays = self._in_jax or self._device.type == "cpu"
         self._state, self._initial, noise = given if stays else moved(given, self._device)
-        if in_jax and noise is not None:
+        if self._in_jax and noise is not None:
             noise = noise.numpy()
         self._noise = [None] * inputs.length if noise is None else noise
-        self._generator = own_generator if in_jax else contextlib.nullcontext
         tensors = optree.tree_leaves(inputs.observation, namespace=NAMESPACE)
-        self._crosses = in_jax and any(isinstance(leaf, Tensor) for leaf in tensors)
+        self._crosses = self._in_jax and any(isinstance(leaf, Tensor) for leaf in tensors)
         self._as_tensor: Callable[[Any], Tensor] = tensor_over if self._crosses else torch.as_tensor
         self._held: Any = None
         self._wanted = (inputs.num_envs, *inputs.spec.shape)
@@ -162,7 +159,7 @@ class ProtocolActor(Actor):
 
     def _called(self, state: Any, observation: Any, t: int) -> tuple[Any, Mapping[str, Any]]:
         inputs = self._inputs
-        with self._generator():
+        with own_generator() if self._in_jax else contextlib.nullcontext():
             answer = self._policy(inputs.params, state, observation, self._noise[t], inputs.spec, inputs.exploration)
         return split_call(answer)
 
@@ -171,7 +168,7 @@ class ProtocolActor(Actor):
         observation = self._inputs.observation
         if self._crosses:
             observation = optree.tree_map(array_over, observation)
-        self._state, outputs = (self._call or self._called)(self._state, observation, t)
+        self._state, outputs = self._call(self._state, observation, t)
         action = outputs["action"]
         if t == 0 or getattr(action, "shape", None) != self._wanted:
             check_action(action, self._inputs.spec, self._inputs.num_envs)
@@ -186,12 +183,10 @@ class ProtocolActor(Actor):
     @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
         if self._state is not None:
-            mask = lane_mask(lanes, self._inputs.num_envs).to(self._device)
-            if self._policy.backend == "jax":
-                crossed = jax_view(mask) if self._crosses else mask.numpy()
-                self._state = select_program()(crossed, self._initial, self._state)
-            else:
-                self._state = select(mask, self._initial, self._state)
+            mask: Any = lane_mask(lanes, self._inputs.num_envs).to(self._device)
+            if self._in_jax:
+                mask = jax_view(mask) if self._crosses else mask.numpy()
+            self._state = (select_program() if self._in_jax else select)(mask, self._initial, self._state)
 
     @override
     def finish(self) -> tuple[Any, Columns]:
@@ -225,10 +220,7 @@ def split_call(answer: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]]:
-    """Split a policy's answer into what its head reads (without a head: the action) and the extras to record.
-
-    PolicyError if a dict lacks these keys, or has a key that a batch uses itself.
-    """
+    """What a head reads in a policy's answer (without a head: the action), and extras to record; else PolicyError."""
     if not isinstance(answer, Mapping):
         return answer, {}
     names = ("action",) if head is None else head.names
@@ -267,24 +259,21 @@ def recurrent_names(leaves: Sequence[Any]) -> list[str]:
 
 
 class Recorder:
-    """Records the outputs of every step, and stacks them into columns 64 steps at a time.
+    """Records the outputs of every step, and stacks them 64 steps at a time: many live tensors slow Python down.
 
-    Thousands of live tensors would set off Python's full garbage collections, and a copy per step would cost a
-    dispatch. So outputs are copied only if the first two steps show memory that the policy writes again, or a view of
-    its input. `always_copy` is for a policy that may begin to do so later.
+    They are copied, which costs a dispatch, only with `always_copy`, or if the first two steps show memory that the
+    policy writes again, or a view of its input.
     """
 
     def __init__(self, observation: Any, length: int, *, always_copy: bool = False) -> None:
         tensors = optree.tree_leaves(observation, namespace=NAMESPACE)
         self._memory = {memory_of(leaf) for leaf in tensors if isinstance(leaf, Tensor)}
-        self._always_copy = always_copy
-        self._length = length
+        self._always_copy, self._length = always_copy, length
         self.names: list[str] | None = None  # of the extra outputs, once there were any
         self._first: tuple[Tensor, ...] = ()
         self._held: list[tuple[Tensor, ...]] = []
-        self._written = 0
+        self._written, self._copying = 0, True
         self._columns: list[Tensor] = []
-        self._copying = True
 
     def ordered(self, t: int, extras: Mapping[str, Any]) -> list[Any]:
         """The extra outputs of step `t` in the order of their names, which the first ones fix."""

@@ -70,11 +70,7 @@ def _encoding(action: Any, spec: ActionSpec, num_envs: int) -> str:
 
 
 def checked_lead(action: Any, spec: ActionSpec, shapes: Mapping[Leaf, Sequence[int]]) -> tuple[int, ...]:
-    """The dimensions [...] of a batch's actions [..., *spec.shape]; ValueError for actions that do not suit.
-
-    They have the dimensions of observations, of whose leaves `shapes` are, and a dtype that the space takes. JAX's lie
-    in the space unless they are traced.
-    """
+    """The dimensions [...] of actions [..., *spec.shape] beside observations of these `shapes`; else ValueError."""
     for leaf, shape in shapes.items():
         lead = shape[: len(shape) - len(leaf.shape)]
         if tuple(action.shape) != (*lead, *spec.shape):

@@ -22,8 +22,7 @@ __all__ = ["Flatten", "mlp"]
 def mlp(env: Env, *, seed: int = 0) -> TorchPolicy:
     """An untrained network of two tanh layers with 64 units, suited to the spaces of an environment.
 
-    Raises:
-        ValueError: for an action space without a suitable head, such as MultiBinary.
+    Raises ValueError for an action space without a suitable head, such as MultiBinary.
 
     >>> import funcollect as fc
     >>> mlp(fc.make_env("CartPole-v1"), seed=1).head.name

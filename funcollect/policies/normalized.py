@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
@@ -25,11 +24,11 @@ from funcollect.specs import Leaf, map_leaves
 
 
 def normalized(policy: Policy, stats: RunningStatistics, *, clip: float = 10.0) -> NormalizedTorch | NormalizedJax:
-    """A policy that acts on normalised observations.
+    """A policy that acts on normalised observations; batches hold them as they were.
 
     Its parameters are the pair (trainable, statistics): those of `policy`, for gradients and optimizers, and `stats`.
     Both travel to workers as one version, and are saved together. Over Torch, other parameters, or a network, may be
-    given without statistics: those of the policy act. Batches hold the observations as they were.
+    given without statistics: those of the policy act.
 
     Args:
         policy: a policy made by `torch_policy` or `jax_policy`. It stays as it is, and shares its parameters.
@@ -44,11 +43,7 @@ def normalized(policy: Policy, stats: RunningStatistics, *, clip: float = 10.0) 
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
     >>> stats = fc.running_statistics.init(env.observation_space)
     >>> policy = fc.normalized(fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical), stats)
-    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 50)
-    >>> policy.statistics = fc.running_statistics.update(policy.statistics, batch)
     >>> trainable, stats = policy.params
-    >>> int(stats.count)
-    100
     """
     check_kind("stats", stats, RunningStatistics, "pass funcollect.running_statistics.init(env.observation_space)")
     check_number("clip", clip, positive=True, example=10.0)
@@ -67,7 +62,7 @@ def normalized(policy: Policy, stats: RunningStatistics, *, clip: float = 10.0) 
     )
 
 
-class Normalized(ABC):
+class Normalized:
     """What normalised policies in Torch and in JAX share; see `normalized`."""
 
     clip: float  # the largest absolute value of a normalised observation
@@ -83,13 +78,13 @@ class Normalized(ABC):
         check_alike(self.statistics, stats)
         self._act_with(stats)
 
-    @abstractmethod
     def _act_with(self, stats: RunningStatistics) -> None:
         """Act with these statistics from the next rollout on."""
+        self.params = (self.params[0], stats)
 
-    @abstractmethod
     def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
         """Parameters in any form that `prepare` takes, but None, as the pair (trainable, statistics)."""
+        return matched(self.params, params, "jax")  # type: ignore[no-any-return]
 
 
 class NormalizedJax(Normalized, JaxPolicy):
@@ -104,14 +99,6 @@ class NormalizedJax(Normalized, JaxPolicy):
             return inner(trainable, running_statistics.normalize(own, observation, clip=clip), *others, **keywords)
 
         self.take_over(policy, apply=apply, params=(policy.params, stats), clip=clip)
-
-    @override
-    def _act_with(self, stats: RunningStatistics) -> None:
-        self.params = (self.params[0], stats)
-
-    @override
-    def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
-        return matched(self.params, params, self.backend)  # type: ignore[no-any-return]
 
 
 class NormalizedModule(nn.Module):
@@ -161,7 +148,8 @@ class NormalizedTorch(Normalized, TorchPolicy):
     def __init__(self, policy: TorchPolicy, stats: RunningStatistics, clip: float) -> None:
         module = NormalizedModule(policy.module, stats, clip, policy.keys)
         module.statistics.to(policy.run_device)
-        self.take_over(policy, module=module, clip=clip)
+        self.take_over(policy, clip=clip, _warned=False)
+        self.replace(module)
 
     @override
     def owns(self, module: Any) -> bool:
@@ -203,8 +191,7 @@ class NormalizedTorch(Normalized, TorchPolicy):
     def by_name(self, params: Any) -> dict[str, Any]:
         """The parameters of the whole module, from the pair or a network's alone."""
         paired = isinstance(params, tuple) and len(params) == 2
-        pair: Any = params if paired else (params, None)
-        trainable, stats = pair
+        trainable, stats = params if paired else (params, None)
         if paired:
             check_kind("the statistics in params", stats, RunningStatistics, "pass the pair (trainable, statistics)")
             trainable = {} if trainable is None else trainable
@@ -215,7 +202,7 @@ class NormalizedTorch(Normalized, TorchPolicy):
         own = super().by_name(trainable)
         if not paired and own.keys() <= self.tensors(None).keys():
             return own
-        parts = {"policy": own, "statistics": _buffers(stats if paired else self.statistics)}
+        parts = {"policy": own, "statistics": _buffers(stats or self.statistics)}
         return {f"{part}.{name}": leaf for part, leaves in parts.items() for name, leaf in leaves.items()}
 
 

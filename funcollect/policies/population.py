@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, wraps
 from itertools import pairwise
@@ -24,7 +23,7 @@ from funcollect.arguments import check_kind
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
-from funcollect.keys import device_states, set_device_states
+from funcollect.keys import generator_states, set_generator_states
 from funcollect.messages import shown
 from funcollect.policies.jax_functions.jax_policy import JaxPolicy
 from funcollect.policies.numerics import TORCH, jax_numerics
@@ -43,8 +42,9 @@ _MAPPED: weakref.WeakKeyDictionary[nn.Module, dict[_Modes, bool]] = weakref.Weak
 def population(policy: Policy, params: Any) -> TorchPopulation | JaxPopulation:
     """A policy that acts with N versions of its parameters: lane ``l`` of L with number ``l * N // L``.
 
-    L counts all lanes, over workers and actors too, and is a multiple of N. So a batch [L, T] holds the members in N
-    equal groups, one after the other, and each has the data of a separate run in these lanes, within rounding.
+    L counts all lanes, over workers and actors too, and is a multiple of N (else a rollout raises PolicyError). So a
+    batch [L, T] holds the members in N equal groups, one after the other, and each has the data of a separate run in
+    these lanes, within rounding.
 
     Args:
         policy: one member: made by `torch_policy`, `jax_policy`, or `normalized`. It stays as it is.
@@ -53,35 +53,27 @@ def population(policy: Policy, params: Any) -> TorchPopulation | JaxPopulation:
             or a TensorDict. Buffers may be left out. The population has copies of them as its `params`; rollouts and
             collectors take other parameters of the same form.
 
-    In JAX the members are one call under `jax.vmap`; in Torch one under `torch.func.vmap` where the module allows it,
-    else a call for each.
-
-    A module keeps what it writes into buffers in place, not a buffer that its `forward` assigns. Random numbers that a
-    module or a function draws by itself differ from those of a separate run.
+    The members are one call under `jax.vmap`, or under `torch.func.vmap` where the module allows it, else a call for
+    each. A module keeps what it writes into buffers in place, not a buffer that its `forward` assigns. Random numbers
+    that a module or a function draws by itself differ from those of a separate run.
 
     Raises:
         TypeError: for another kind of policy, and for a scripted module.
         ValueError: for parameters unlike the policy's own behind the leading axis.
 
-    A rollout raises PolicyError for a number of lanes that is not a multiple of N.
-
     >>> import torch, funcollect as fc
     >>> modules = [torch.nn.Linear(4, 2) for _ in range(4)]
     >>> params, _ = torch.func.stack_module_state(modules)
     >>> policy = fc.population(fc.torch_policy(modules[0], head=fc.heads.categorical), params)
-    >>> env = fc.make_env("CartPole-v1", num_envs=8)
-    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 16)
-    >>> batch["next", "reward"].reshape(4, -1).sum(-1)
-    tensor([32., 32., 32., 32.])
     """
     if isinstance(policy, Population):
         raise TypeError("policy is a population already, expected one member: pass the policy below, and its params")
+    if isinstance(policy, JaxPolicy):
+        return JaxPopulation(policy, params)
     if isinstance(policy, TorchPolicy) and isinstance(policy.module, torch.jit.ScriptModule):
         raise TypeError("policy has a scripted module, whose parameters cannot be exchanged: pass the module itself")
     if isinstance(policy, TorchPolicy) and isinstance(policy.module, nn.Module):
         return TorchPopulation(policy, params)
-    if isinstance(policy, JaxPolicy):
-        return JaxPopulation(policy, params)
     raise TypeError(
         f"policy is {shown(policy)}, expected one of funcollect.torch_policy over a module, or of "
         "funcollect.jax_policy: make one of them"
@@ -148,7 +140,7 @@ def _size_of(leaves: Iterable[Any]) -> int:
     return int(size)
 
 
-class Population(ABC):
+class Population:
     """What populations in Torch and in JAX share; see `population`."""
 
     size: int  # N
@@ -157,14 +149,13 @@ class Population(ABC):
         """This policy for some lanes out of `total`, made once; PolicyError if they do not divide."""
         group = MemberLanes.of_lanes(self.size, lanes, total)
         known: dict[Any, Self] = memo_of(self)
-        own = known[group] if group in known else copy.copy(self)
+        own = known[group] = known.get(group) or copy.copy(self)
         own._act_for(self, group)
-        known[group] = own
         return own
 
-    @abstractmethod
-    def _act_for(self, whole: Self, group: MemberLanes) -> None:
+    def _act_for(self, whole: Any, group: MemberLanes) -> None:
         """Act for a group with the current parameters of the whole population, of which this is a copy."""
+        raise NotImplementedError
 
 
 class JaxPopulation(Population, JaxPolicy):
@@ -195,7 +186,7 @@ class JaxPopulation(Population, JaxPolicy):
         return apply
 
     @override
-    def _act_for(self, whole: JaxPopulation, group: MemberLanes) -> None:
+    def _act_for(self, whole: Any, group: MemberLanes) -> None:
         size = _size_of(import_jax().tree.leaves(whole.params))
         if size != self.size:
             raise ValueError(f"params have {size} members, expected {self.size}: make another population for that many")
@@ -226,9 +217,10 @@ class TorchPopulation(Population, TorchPolicy):
         for name, before in (*module.named_parameters(), *module.named_buffers()):
             own = stacked[name].detach().clone()
             copies[id(before)] = nn.Parameter(own, before.requires_grad) if isinstance(before, nn.Parameter) else own
-        made: Any = copy.deepcopy(module, copies)  # which calls each member for its rows
+        made = copy.deepcopy(module, copies)  # which calls each member for its rows
         made.__class__, made._group = _members_of(module.__class__), MemberLanes(0, (1,) * self.size)
-        self.take_over(policy, module=made)
+        self.take_over(policy, _warned=False)
+        self.replace(made)
 
     @property
     def lanes(self) -> int:
@@ -236,7 +228,7 @@ class TorchPopulation(Population, TorchPolicy):
         return sum(vars(self.module)["_group"].lanes)
 
     @override
-    def _act_for(self, whole: TorchPopulation, group: MemberLanes) -> None:
+    def _act_for(self, whole: Any, group: MemberLanes) -> None:
         attributes = {**vars(whole.module), "_group": group}
         if self.module is whole.module:
             module = bare(type(whole.module))  # type: ignore[arg-type]
@@ -265,14 +257,13 @@ class _Members:
         if modes in allowed:
             return act(mapped=allowed[modes])
         place, buffers = next(iter(tensors.values())).device, list(module.buffers())
-        drawn, on_device, before = torch.get_rng_state(), device_states(place), [leaf.clone() for leaf in buffers]
+        drawn, before = generator_states(place), [leaf.clone() for leaf in buffers]
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", "There is a performance drop")  # slower than a call for each
                 answer, allowed[modes] = act(mapped=True), True
         except (RuntimeError, ValueError, UserWarning):  # such as a branch that depends on data
-            torch.set_rng_state(drawn)
-            set_device_states(place, on_device)
+            set_generator_states(place, drawn)
             for leaf, content in zip(buffers, before, strict=True):
                 leaf.copy_(content)
             answer, allowed[modes] = act(mapped=False), False

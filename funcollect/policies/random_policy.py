@@ -29,14 +29,10 @@ def random_policy(env: Env) -> RandomPolicy:
 
     If the observation is a Dict with an entry ``action_mask`` of the actions' size, only the actions that it allows
     are drawn. Unbounded components of a Box are drawn as Gymnasium's `Box.sample` draws them: normal, or exponential
-    from the side that is bounded.
-
-    Raises:
-        TypeError: if `env` is not an environment.
+    from the side that is bounded. Raises TypeError if `env` is not an environment.
 
     >>> import funcollect as fc
-    >>> env = fc.make_env("Pendulum-v1", num_envs=2)
-    >>> policy = random_policy(env)
+    >>> policy = random_policy(fc.make_env("Pendulum-v1", num_envs=2))
     """
     if not is_env(env):
         raise TypeError(f"env is {kind_of(env)}, expected an Env: make one with funcollect.make_env")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
 from funcollect.policies.tensordict_modules import calling
 from funcollect.policies.tensordict_modules.calling import INIT, by_path
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_modules.settings import Look, unregistered
+from funcollect.policies.torch_modules.settings import CONTAINERS, Look, own_attributes, parts_of, referents
 from funcollect.policies.torch_modules.skeleton import FunctionModule
 from funcollect.policies.torch_modules.torch_backed import TorchPolicyState, lanes_of
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
@@ -194,7 +196,7 @@ class LoweredPolicy(FunctionPolicy):
         """The module's answer to a state in the form that the loop takes: for TensorDicts outputs by dotted name."""
         if not isinstance(self.source, TensorDictPolicy):
             return answer
-        outputs, after = self.source.recorded(answer, recurrent)
+        outputs, after = self.source.recorded(flatten(answer), recurrent)
         named = {".".join(path): leaf for path, leaf in outputs.items()}
         return named if recurrent is None else (named, after)
 
@@ -202,7 +204,7 @@ class LoweredPolicy(FunctionPolicy):
         """Remember the nested outputs, and those whose dtype JAX lacks, from the answer to an example, and check it."""
         hidden: Mapping[Path, Any] = {}
         if isinstance(self.source, TensorDictPolicy):
-            outputs, hidden = self.source.recorded(answer, recurrent)
+            outputs, hidden = self.source.recorded(flatten(answer), recurrent)
         else:
             answer = answer if recurrent is None else answer[0]
             outputs = flatten(answer) if isinstance(answer, Mapping) else {}
@@ -248,12 +250,32 @@ def _checked_module(source: Source) -> nn.Module:
         )
     if isinstance(source, TensorDictPolicy) and not isinstance(module, TensorDictModuleBase):
         raise LoweringError("a function of a TensorDict is not lowered: use a TensorDictModule")
-    if name := unregistered(module):
-        raise LoweringError(
-            f"{name!r} of {type(module).__name__} holds a tensor or a module beside its parameters, buffers and "
-            "submodules, where a change would not be seen: use register_buffer, nn.ParameterList or nn.ModuleList"
-        )
+    for prefix, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise LoweringError(
+                f"{type(part).__name__} is a program of TorchScript, which torch.export does not take: pass the module "
+                "that it was made from"
+            )
+        for name, value in {**own_attributes(part), "forward": type(part).forward}.items():
+            if any(isinstance(each, (Tensor, nn.Module)) and each is not part for each in _held(value)):
+                raise LoweringError(
+                    f"{f'{prefix}.{name}'.removeprefix('.')!r} of {type(module).__name__} holds a tensor or a module "
+                    "beside its parameters, buffers and submodules, where a change would not be seen: use "
+                    "register_buffer, nn.ParameterList or nn.ModuleList"
+                )
     return module
+
+
+def _held(value: Any) -> Iterator[Any]:
+    """The contents of a container, what a method or a function refers to, the latter's globals, or the value."""
+    if isinstance(value, FunctionType):
+        yield from map(value.__globals__.get, value.__code__.co_names)
+    if isinstance(value, FunctionType | MethodType):
+        yield from referents(value)
+    elif isinstance(value, (*CONTAINERS, tuple)):
+        yield from chain.from_iterable(map(_held, parts_of(value)))
+    else:
+        yield value
 
 
 def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> None:
@@ -266,8 +288,8 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
         copied = optree.tree_map(torch.clone, given if source.run_device is None else moved(given, source.run_device))
         eager = source.call_module(module, *copied, policy.exploration_type, single=policy.single)
     if isinstance(source, TensorDictPolicy) and calling.reads_what_it_wrote(source.module):
-        _check_forgets(policy, module, *source.inputs_of(*copied))
-    if not (look.holds() or look.alike()):
+        _check_forgets(policy, module, *copied)
+    if not look.alike():
         raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
     inputs: Any = optree.tree_map(argument, plain(given if recurrent is not None else given[:1]))
     params = policy.prepare(None)
@@ -283,18 +305,18 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
         raise LoweringError(f"{name} and its lowered form differ by {apart:.1e}: use torch_policy(compile='eager')")
 
 
-def _check_forgets(policy: LoweredPolicy, module: Any, inputs: dict[Path, Any], read: set[Path]) -> None:
+def _check_forgets(policy: LoweredPolicy, module: Any, observation: Any, recurrent: Any) -> None:
     """Raise LoweringError for a policy on a TensorDict that reads its own outputs of the step before.
 
     A loop of JAX only carries declared states, so a second call with the first outputs has to return the same.
     """
-    place, single = policy.source.run_device, policy.single
+    source: Any = policy.source
+    inputs, size, read = source.inputs_of(observation, recurrent, single=policy.single)
 
     def outputs_from(given: dict[Path, Any]) -> dict[Path, Any]:
-        generator, way = torch_generator(torch.get_rng_state(), place), set_interaction_type(policy.exploration_type)
-        with torch.no_grad(), generator, way:
-            answer = calling.run_module(module, given, policy.source.device, single=single)
-            return calling.outputs_of(answer, read, single=single)
+        generator = torch_generator(torch.get_rng_state(), source.run_device)
+        with torch.no_grad(), generator, set_interaction_type(policy.exploration_type):
+            return calling.outputs_of(calling.run_module(module, given, source.device, size), read)
 
     def same(one: Any, two: Any) -> bool:
         return one is two or (isinstance(one, Tensor) and torch.equal(one, two))

@@ -21,10 +21,7 @@ _MOST_NAMES = 3  # in a message
 
 
 def state_dict_of(params: Any, backend: str) -> dict[str, Tensor]:
-    """A copy of each leaf of `params` as a tensor, by its path in Python's notation, such as ``['layers'][0]``.
-
-    TypeError for a leaf that is neither an array nor a number.
-    """
+    """A copy of each leaf of `params` as a tensor, by its path in Python's notation, such as ``['layers'][0]``."""
     leaves = _by_name(jax_arrays(params) if backend == "jax" else params, backend)
     return {name: _tensor(name, leaf) for name, leaf in leaves.items()}
 
@@ -45,13 +42,10 @@ def _tensor(name: str, leaf: Any) -> Tensor:
 
 
 def matched(own: Any, given: Any, backend: str) -> Any:
-    """`given`, a pytree like a policy's `own` parameters or the `state_dict_of` one, as a pytree.
-
-    ValueError for other paths or shapes than those of `own`.
-    """
+    """`given`, a pytree like a policy's `own` parameters or a `state_dict_of` them, as a pytree; else ValueError."""
     expected, leaves = _by_name(own, backend), _by_name(given, backend)
-    saved = isinstance(given, Mapping) and all(str(name)[:1] in ("", "[", ".") for name in given)
-    if saved := saved and leaves.keys() != expected.keys():
+    named = isinstance(given, Mapping) and all(str(name)[:1] in ("", "[", ".") for name in given)
+    if saved := named and leaves.keys() != expected.keys():
         leaves = dict(given)
     check_shapes(_shapes(expected), _shapes(leaves))
     ordered = [leaves[name] for name in expected]
@@ -68,21 +62,19 @@ def shapes_of(params: Any, backend: str) -> Shapes:
 
 def check_shapes(expected: Shapes, got: Mapping[str, Any]) -> None:
     """Raise ValueError unless parameters have the paths and shapes of the policy's own."""
-    if expected != got:
-        own = sorted(name for name in expected if expected[name] != got.get(name))
-        pairs = itertools.zip_longest(own, sorted(got.keys() - expected.keys()))
-        names = [name for pair in pairs for name in pair if name is not None]
-        found = [f"{name} is {_shown(got, name)}, expected {_shown(expected, name)}" for name in names[:_MOST_NAMES]]
-        others = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        raise ValueError(
-            f"params differ from the policy's own: {'; '.join(found)}{others}: pass arrays of the same structure and "
-            "shapes, as policy.params has them, or build the policy as it was"
-        )
-
-
-def _shown(shapes: Mapping[str, Any], name: str) -> str:
-    shape = shapes.get(name, "absent")
-    return shape if isinstance(shape, str) else str(tuple(shape))
+    if expected == got:
+        return
+    own = sorted(name for name in expected if expected[name] != got.get(name))
+    pairs = itertools.zip_longest(own, sorted(got.keys() - expected.keys()))
+    names = [name for pair in pairs for name in pair if name is not None]
+    found = [
+        f"{name} is {got.get(name, 'absent')}, expected {expected.get(name, 'absent')}" for name in names[:_MOST_NAMES]
+    ]
+    others = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    raise ValueError(
+        f"params differ from the policy's own: {'; '.join(found)}{others}: pass arrays of the same structure and "
+        "shapes, as policy.params has them, or build the policy as it was"
+    )
 
 
 def check_dtypes(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
@@ -103,19 +95,14 @@ def copied(own: Any, given: Any, backend: str) -> Any:
 
     def copy(leaf: Any, before: Any) -> Tensor:
         like = torch.as_tensor(before)
-        tensor = _tensor("", leaf).to(like.device)
-        if isinstance(like, nn.Parameter):
-            return nn.Parameter(tensor, like.requires_grad)
-        return tensor.requires_grad_(like.requires_grad)
+        tensor = _tensor("", leaf).to(like.device).requires_grad_(like.requires_grad)
+        return nn.Parameter(tensor, like.requires_grad) if isinstance(like, nn.Parameter) else tensor
 
     return optree.tree_map(copy, tree, own, namespace=NAMESPACE)
 
 
 def jax_arrays(tree: Any) -> Any:
-    """A pytree of numbers, arrays and tensors as live arrays of JAX without weak types.
-
-    TypeError or ValueError, with the name of the parameter, for a leaf that cannot be one.
-    """
+    """A pytree of numbers, arrays and tensors as live arrays of JAX without weak types; or TypeError, ValueError."""
     jax = import_jax()
 
     def array_of(path: Any, leaf: Any) -> Any:

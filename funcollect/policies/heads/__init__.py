@@ -1,11 +1,9 @@
 """Heads turn a network's outputs into an action and its log-probability.
 
-A head is pure and serves Torch and JAX alike. The noise for sampling is an argument, drawn ahead for a whole
-rollout. `categorical`, `greedy`, `normal` and `tanh_normal` are heads; `epsilon_greedy(epsilon)`,
-`boltzmann(temperature)` and `from_distribution(class, *names)` make one.
-
-A head's `values` are numbers that may change during a run, such as epsilon: `rollout` and collectors take them as
-``exploration={"epsilon": 0.1}``, and batches hold them.
+A head is pure and serves Torch and JAX alike; the noise for sampling is an argument. `categorical`, `greedy`, `normal`
+and `tanh_normal` are heads; `epsilon_greedy`, `boltzmann` and `from_distribution` make one. A head's `values` are
+numbers that may change during a run: `rollout` and collectors take them as ``exploration={"epsilon": 0.1}``, and
+batches hold them.
 
 A network returns the distribution's parameters for P environments. It may also return them in a dict, under the names
 that each head's docstring lists, together with further outputs to record. Actions have the dtype of the space.

@@ -130,9 +130,6 @@ class Greedy(_Discrete):
     """The choice with the largest value in a Discrete or MultiDiscrete space, without a log-probability.
 
     The network returns one value per choice, [P, n] float, laid out as for `categorical`. In a dict: ``action_value``.
-
-    >>> import funcollect as fc, torch
-    >>> policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.greedy)
     """
 
     name: str = "greedy"
@@ -191,10 +188,7 @@ def epsilon_greedy(epsilon: float) -> Head:
     """A head that takes the choice with the largest value, or with probability `epsilon` one drawn uniformly from all.
 
     The network returns the same as for `greedy`. Each component of a MultiDiscrete action explores by itself. The
-    log-probability is the mixture's.
-
-    Args:
-        epsilon: in [0, 1]; rollouts may be given another value, ``exploration={"epsilon": 0.1}``.
+    log-probability is the mixture's. Rollouts may be given another value, ``exploration={"epsilon": 0.1}``.
 
     Raises:
         TypeError, ValueError: if `epsilon` is not a number in [0, 1].
@@ -209,10 +203,8 @@ def epsilon_greedy(epsilon: float) -> Head:
 def boltzmann(temperature: float) -> Head:
     """A head that samples a choice with a probability proportional to ``exp(value / temperature)``.
 
-    The network returns the same as for `greedy`. The mode is the choice with the largest value.
-
-    Args:
-        temperature: positive; rollouts may be given another value, ``exploration={"temperature": 0.5}``.
+    The network returns the same as for `greedy`. The mode is the choice with the largest value. Rollouts may be given
+    another temperature, ``exploration={"temperature": 0.5}``.
 
     Raises:
         TypeError, ValueError: if `temperature` is not a positive number.
@@ -302,9 +294,6 @@ class TanhNormal(Normal):
     squashing. A batch also holds ``action_unsquashed``, the sample before the squashing. The log-probability is
     computed from it, so it is exact even where tanh saturates. For actions that the head did not sample, such as random
     ones, it is the inverse of the squashing, limited to ±7.25. The entropy is exact to 1e-3 for scales up to 2.
-
-    >>> import funcollect as fc, torch
-    >>> policy = fc.torch_policy(torch.nn.Linear(3, 2), head=fc.heads.tanh_normal)
     """
 
     name: str = "tanh_normal"
@@ -341,10 +330,7 @@ class TanhNormal(Normal):
         return super().entropy(xp, parameters, spec) + _total((slope * weights).sum(-1), spec)
 
     def _slope(self, xp: Any, raw: Any, low: Any, high: Any) -> Any:
-        """The logarithm of the derivative of the squashed action.
-
-        Torch's softplus rounds by a number's place in memory; these functions do not, so no cut of a run shows.
-        """
+        """The logarithm of the squashed action's slope; unlike Torch's softplus, no bit depends on a number's place."""
         return 2 * (math.log(2) - abs(raw) - xp.log1p(xp.exp(-2 * abs(raw)))) + xp.log((high - low) / 2)
 
 

@@ -95,15 +95,14 @@ def from_distribution(distribution: Callable[..., Any], *names: str) -> FromDist
     """A head that samples from a distribution of Torch, or one with the interface of distrax.
 
     The network returns the parameters `names`, one array or a tuple of them, each with leading dimensions [P]; or a
-    dict that holds them. They are passed to `distribution` by name. Log-probabilities and entropies of independent
-    components are added up.
+    dict that holds them. Log-probabilities and entropies of independent components are added up.
 
     Samples of Torch's distributions come from Torch's global generator, which runs from the policy's own state, so they
     depend on how lanes are grouped. The policy's module is not fused with an environment written in JAX.
 
     Args:
-        distribution: called with the parameters. For `torch_policy` it returns a `torch.distributions.Distribution`;
-            for `jax_policy` an object with ``sample(seed=key)``, ``mode()``, ``log_prob(action)`` and ``entropy()``.
+        distribution: called with the parameters by name. It returns a `torch.distributions.Distribution`, or for
+            `jax_policy` an object with ``sample(seed=key)``, ``mode()``, ``log_prob(action)`` and ``entropy()``.
         names: its parameters; by default those that have no default value.
 
     Raises:

@@ -19,29 +19,10 @@ from funcollect.interop.jax_setup import compiled, import_jax, tracing
 from funcollect.interop.memo import memo_of, set_since_use, variables_of
 from funcollect.keys import Key, Noise
 from funcollect.messages import name_of, note_arguments, shown
-from funcollect.policies.base import (
-    HeadedPolicy,
-    ProtocolActor,
-    array_over,
-    lane_mask,
-    read_answer,
-    recurrent_names,
-    select_program,
-    split_answer,
-    split_call,
-    split_recurrent,
-)
+from funcollect.policies import base
 from funcollect.policies.checks import check_action, check_rows, finish_columns
 from funcollect.policies.heads.head import Head, check_head
-from funcollect.policies.jax_functions.program import (
-    PROBE,
-    Draw,
-    PackedInputs,
-    StepProgram,
-    TracedCall,
-    draw_noise,
-    split_key,
-)
+from funcollect.policies.jax_functions import program
 from funcollect.policies.numerics import jax_numerics
 from funcollect.policies.random_policy import RandomPolicy, action_mask, draw_actions, in_shares, random_noise
 from funcollect.policies.weights import jax_arrays, matched
@@ -71,14 +52,12 @@ def jax_policy(
         record_state: as for `torch_policy`.
 
     `apply` is compiled. Whatever else it reads (attributes, global variables, a closure) keeps the value that it had
-    then, so pass what changes in `params`.
+    then, so pass what changes in `params`. A rollout raises PolicyError if a variable that `apply` reads has been set
+    since: any variable of its closure, and numbers, strings and arrays of its module. A change within a variable's
+    object is not noticed.
 
     Raises:
         TypeError: if `apply` cannot be called, or takes other arguments; or if `head` is not a head.
-
-    A rollout raises PolicyError if a variable that `apply` reads has been set since it was compiled: any variable of
-    its closure, and numbers, strings and arrays of its module. A change within a variable's object is not noticed:
-    pass what changes in `params`.
 
     >>> import jax.numpy as jnp, funcollect as fc
     >>> policy = jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
@@ -106,7 +85,7 @@ def random_parameter(apply: Callable[..., Any]) -> Literal["key", "keys"] | None
     return "key" if "key" in names else "keys" if "keys" in names else None
 
 
-class FunctionPolicy(HeadedPolicy):
+class FunctionPolicy(base.HeadedPolicy):
     """Base class of policies over a traced function, with the arguments of `jax_policy`. Subclasses add `params`."""
 
     backend: Literal["jax"] = "jax"
@@ -141,7 +120,7 @@ class FunctionPolicy(HeadedPolicy):
     ) -> tuple[Any, Mapping[str, Any]]:
         stochastic = exploration.type is ExplorationType.RANDOM
         state, outputs = self.answer(spec, stochastic, (params, exploration.values), state, observation, noise)
-        outputs.pop(PROBE, None)
+        outputs.pop(program.PROBE, None)
         return state, outputs
 
     def answer(
@@ -151,22 +130,22 @@ class FunctionPolicy(HeadedPolicy):
         (params, values), keys = bound, {}
         num_envs = len(import_jax().tree.leaves(observation)[0])
         if self.takes_key:
-            keys[self.takes_key], draw = split_key(noise, num_envs)
+            keys[self.takes_key], draw = program.split_key(noise, num_envs)
         before = import_jax().tree.leaves(policy_state) if self.record_state else []
         answer, policy_state = self.called(params, observation, policy_state, **keys)
-        recorded = dict(zip(recurrent_names(before), before, strict=True))
+        recorded = dict(zip(base.recurrent_names(before), before, strict=True))
         if self.head is None:
-            action, extras = split_answer(answer, None)
+            action, extras = base.split_answer(answer, None)
             return policy_state, {"action": action, **extras, **recorded}
         xp, head = jax_numerics(), self.head.at(values)
-        parameters, extras = read_answer(xp, head, answer, spec, num_envs)
+        parameters, extras = base.read_answer(xp, head, answer, spec, num_envs)
         if self.takes_key:
             wanted = head.noise(spec)
-            noise = None if wanted is None else draw_noise(wanted, draw)
+            noise = None if wanted is None else program.draw_noise(wanted, draw)
         outputs = {**extras, **recorded, **head.sample(xp, parameters, noise if stochastic else None, spec)}
         log_prob = head.log_prob(xp, parameters, outputs, spec)
         if log_prob is None:
-            outputs[PROBE] = sum(xp.where(each == each, 0.0, each).sum(-1) for each in parameters)
+            outputs[program.PROBE] = sum(xp.where(each == each, 0.0, each).sum(-1) for each in parameters)
         else:
             outputs["action_log_prob"] = log_prob
         return policy_state, outputs
@@ -180,12 +159,12 @@ class FunctionPolicy(HeadedPolicy):
         except Exception as error:
             note_arguments(error, "the policy's function", (params, *inputs, *keys.values()), recurrent)
             raise
-        return split_recurrent(answer, recurrent)
+        return base.split_recurrent(answer, recurrent)
 
     @override
     def actor(self, inputs: ActorInputs, /) -> Actor:
         if isinstance(import_jax().tree.leaves(inputs.observation)[0], Tensor):
-            return ProtocolActor(self, inputs, self._over_tensors(inputs))
+            return base.ProtocolActor(self, inputs, self._over_tensors(inputs))
         return JaxActor(self, inputs)
 
     def _over_tensors(self, inputs: ActorInputs) -> Callable[..., Any]:
@@ -196,15 +175,15 @@ class FunctionPolicy(HeadedPolicy):
             drawn = None if noise is None else noise[t]
             return self.answer(spec, stochastic, bound, policy_state, observation, drawn)
 
-        program = compiled(self, ("device step", id(spec), stochastic), step)
-        device = next(iter(array_over(optree.tree_leaves(inputs.observation)[0]).devices()))
+        call = compiled(self, ("device step", id(spec), stochastic), step)
+        device = next(iter(base.array_over(optree.tree_leaves(inputs.observation)[0]).devices()))
         noise = None if inputs.noise is None else import_jax().device_put(inputs.noise.numpy(), device)
-        return lambda state, observation, t: program(bound, state, observation, noise, t)
+        return lambda state, observation, t: call(bound, state, observation, noise, t)
 
     @override
     def finish(self, columns: Columns, spec: ActionSpec, /) -> Columns:
         columns = finish_columns(columns, spec, chosen=getattr(self.head, "chooses", False), ties=self.ties)
-        columns.pop((PROBE,), None)
+        columns.pop((program.PROBE,), None)
         return columns
 
 
@@ -247,21 +226,21 @@ class JaxActor(Actor):
     """Calls the policy on NumPy rows on the host: one jitted call per step, and one array that is read back."""
 
     def __init__(self, policy: FunctionPolicy, inputs: ActorInputs) -> None:
-        memo: dict[Hashable, StepProgram] = memo_of(policy)
+        memo: dict[Hashable, program.StepProgram] = memo_of(policy)
         which = ("host step", id(inputs.spec), inputs.stochastic, inputs.num_envs)
         if which not in memo:  # the program holds the spec, so that no other one takes its id
-            memo[which] = StepProgram(partial(policy.answer, inputs.spec, inputs.stochastic), inputs)
-        program = memo[which]
+            memo[which] = program.StepProgram(partial(policy.answer, inputs.spec, inputs.stochastic), inputs)
+        self._made = made = memo[which]
         self._rollout, self._finish = inputs, policy.finish
-        self._step, self._plain, self._fields = program.step, program.plain, program.fields
-        self._params, self._recurrent = program.params(inputs), inputs.policy_state
-        self._inputs = PackedInputs(inputs)
+        self._step, self._plain = made.step, made.plain
+        self._params, self._recurrent = made.params(inputs), inputs.policy_state
+        self._inputs = program.PackedInputs(inputs)
         # A call that returns a state would commit it to the buffer's device, and JAX would compile again for that.
         self._buffer = self._inputs.argument(self._params) if self._plain else self._inputs.buffer
         self._noise: Any = [None] * inputs.length if inputs.noise is None else inputs.noise.numpy()
-        self._words = np.empty((inputs.length, inputs.num_envs, self._fields[-1].stop), np.int32)
-        action = self._fields[0]
-        self._scalar = not action.shape and np.dtype(action.dtype) == np.int32
+        self._words = np.empty((inputs.length, inputs.num_envs, made.row.itemsize // 4), np.int32)
+        self._action = made.dtypes["action"]
+        self._scalar = made.row["action"] == self._action == np.int32
 
     @override
     def act(self, t: int) -> Any:
@@ -271,18 +250,18 @@ class JaxActor(Actor):
         else:
             self._recurrent, packed = self._step(self._params, self._buffer, self._recurrent, self._inputs.others)
         self._words[t] = words = np.asarray(packed)
-        return words[:, 0] if self._scalar else self._fields[0].unpack(words)
+        return words[:, 0] if self._scalar else program.unpack(words, self._made.row, "action", self._action)
 
     @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
         if self._recurrent is not None:
-            mask = lane_mask(lanes, self._rollout.num_envs).numpy()
-            self._recurrent = select_program()(mask, self._rollout.initial_state, self._recurrent)
+            mask = base.lane_mask(lanes, self._rollout.num_envs).numpy()
+            self._recurrent = base.select_program()(mask, self._rollout.initial_state, self._recurrent)
 
     @override
     def finish(self) -> tuple[Any, Columns]:
-        columns: Columns = {(field.name,): field.column(self._words) for field in self._fields}
-        return self._recurrent, self._finish(columns, self._rollout.spec)
+        outputs = program.unpacked(self._words, self._made.row, self._made.dtypes)
+        return self._recurrent, self._finish({(name,): each for name, each in outputs.items()}, self._rollout.spec)
 
 
 def is_traceable(policy: Policy) -> bool:
@@ -300,22 +279,24 @@ def check_traceable(policy: Any) -> None:
         )
 
 
-def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_type: ExplorationType) -> TracedCall:
+def traced_policy(
+    policy: Policy, spec: ActionSpec, num_envs: int, exploration_type: ExplorationType
+) -> program.TracedCall:
     """The policy's step as a traced function that draws its own noise; TypeError if JAX cannot trace it."""
     check_traceable(policy)
     jax, noise = import_jax(), policy.noise(spec)
     stochastic = exploration_type is ExplorationType.RANDOM
 
-    def answer(bound: BoundParams, policy_state: Any, observation: Any, draw: Draw) -> tuple[Any, dict[str, Any]]:
+    def answer(bound: BoundParams, policy_state: Any, observation: Any, draw: program.Draw) -> Any:
         if isinstance(policy, RandomPolicy):
             return policy_state, {"action": traced_random(spec, draw, observation)[0]}
-        drawn = None if noise is None else draw_noise(noise, draw)
+        drawn = None if noise is None else program.draw_noise(noise, draw)
         if isinstance(policy, FunctionPolicy):
             policy_state, outputs = policy.answer(spec, stochastic, bound, policy_state, observation, drawn)
         else:
             exploration = Exploration(exploration_type, bound[1])
             with tracing("the call of the policy"):
-                given = split_call(policy(bound[0], policy_state, observation, drawn, spec, exploration))
+                given = base.split_call(policy(bound[0], policy_state, observation, drawn, spec, exploration))
             policy_state, outputs = given[0], dict(given[1])
         check_action(outputs["action"], spec, num_envs)
         check_rows(outputs, num_envs)
@@ -330,9 +311,9 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
     return answer
 
 
-def traced_random(spec: ActionSpec, draw: Draw, observation: Any) -> tuple[Any, Any]:
+def traced_random(spec: ActionSpec, draw: program.Draw, observation: Any) -> tuple[Any, Any]:
     """The random actions [P, ...] that `RandomPolicy` draws from the same words, and their log-probabilities [P]."""
-    uniform = draw_noise(random_noise(spec), draw)
+    uniform = program.draw_noise(random_noise(spec), draw)
     return draw_actions(jax_numerics(), spec, uniform, action_mask(observation, spec))
 
 

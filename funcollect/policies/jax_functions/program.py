@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,9 +37,8 @@ _LARGEST_VECTOR = 1 << 16  # floats
 class StepProgram:
     """The jitted step of a policy for one action space and number of lanes; small parameters are passed as one vector.
 
-    A `plain` policy has neither a state nor other observations than `PackedInputs`: its step is
-    ``step(params, buffer)`` and returns the packed outputs. Otherwise it is ``step(params, buffer, policy_state,
-    others)`` and returns the next state as well.
+    It is ``step(params, buffer, policy_state, others)`` and returns the next state and the packed outputs; for a
+    `plain` policy without a state and `others`, ``step(params, buffer)``, which returns the outputs alone.
     """
 
     def __init__(self, answer: TracedCall, actor_inputs: ActorInputs) -> None:
@@ -49,7 +47,8 @@ class StepProgram:
         given = (actor_inputs.bound, actor_inputs.policy_state, actor_inputs.observation, noise)
         shapes = jax.eval_shape(answer, *given)[1]
         check_action(shapes["action"], actor_inputs.spec, actor_inputs.num_envs)
-        self.fields = layout(shapes, actor_inputs.num_envs)
+        self.row = layout(shapes, actor_inputs.num_envs)
+        self.dtypes = {name: np.dtype(shape.dtype) for name, shape in shapes.items()}
         self._ravel, unravel = _as_vector(actor_inputs.bound)
         self._raveled: tuple[Any, Any, Any] | None = None
         inputs = PackedInputs(actor_inputs)
@@ -57,7 +56,7 @@ class StepProgram:
         def step(params: Any, buffer: Any, policy_state: Any, others: list[Any]) -> tuple[Any, Any]:
             observation, drawn = inputs.unpack(buffer, others)
             policy_state, outputs = answer(unravel(params), policy_state, observation, drawn)
-            return policy_state, pack(outputs, self.fields)
+            return policy_state, pack(outputs, self.row)
 
         self.plain = actor_inputs.policy_state is None and not inputs.others
         self.step = jax.jit(lambda params, buffer: step(params, buffer, None, [])[1]) if self.plain else jax.jit(step)
@@ -82,29 +81,6 @@ def _as_vector(params: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]
     return jax.jit(lambda tree: ravel_pytree(tree)[0]), ravel_pytree(params)[1]
 
 
-@dataclass(frozen=True)
-class OutputField:
-    """The position of one output among the int32 words of a row."""
-
-    name: str
-    shape: tuple[int, ...]  # of one lane
-    dtype: Any  # as the policy returned it
-    start: int
-    stop: int
-
-    def unpack(self, words: Words) -> npt.NDArray[Any]:
-        """The output [..., *shape] from words [..., width], in new memory."""
-        dtype = np.dtype(self.dtype)
-        part = words[..., self.start : self.stop].copy()
-        values: npt.NDArray[Any] = part.view(_carrier(dtype)).reshape(*words.shape[:-1], *self.shape)
-        return values.astype(np.float32 if dtype.kind == "V" else dtype, copy=False)
-
-    def column(self, words: Words) -> torch.Tensor:
-        """The output as a tensor of the dtype that the policy returned; NumPy itself lacks bfloat16."""
-        values = torch.from_numpy(self.unpack(words))
-        return values.bfloat16() if np.dtype(self.dtype).name == "bfloat16" else values
-
-
 def _carrier(dtype: Any) -> Any:
     """The 32- or 64-bit dtype in which values of `dtype` travel without loss; bfloat16 is of kind V."""
     dtype = np.dtype(dtype)
@@ -113,36 +89,43 @@ def _carrier(dtype: Any) -> Any:
     return np.float32 if dtype.kind in "fV" else np.int32
 
 
-def layout(outputs: Mapping[str, Any], num_envs: int) -> tuple[OutputField, ...]:
-    """The fields of a row, the action first; PolicyError for an output that is complex or lacks a row per lane."""
+def layout(outputs: Mapping[str, Any], num_envs: int) -> np.dtype[Any]:
+    """A lane's outputs as a row of words, the action first; PolicyError for a complex one, or one without a row."""
     check_rows(outputs, num_envs)
-    fields, start = [], 0
-    for name in sorted(outputs, key=lambda name: (name != "action", name)):
-        (_, *shape), dtype = outputs[name].shape, outputs[name].dtype
-        if np.dtype(dtype).kind == "c":
+    names = sorted(outputs, key=lambda name: (name != "action", name))
+    for name in names:
+        if np.dtype(outputs[name].dtype).kind == "c":
             raise PolicyError(f"the policy's output {name!r} is complex, expected real numbers: return two outputs")
-        words = math.prod(shape) * np.dtype(_carrier(dtype)).itemsize // 4
-        fields.append(OutputField(name, tuple(shape), dtype, start, start + words))
-        start += words
-    return tuple(fields)
+    return np.dtype([(name, _carrier(outputs[name].dtype), outputs[name].shape[1:]) for name in names])
 
 
-def pack(outputs: Mapping[str, Any], fields: tuple[OutputField, ...]) -> Any:
+def pack(outputs: Mapping[str, Any], row: np.dtype[Any]) -> Any:
     """The outputs as int32 words [P, width], so that one read-back brings all of them to the host; traced."""
     jax = import_jax()
     parts = []
-    for field in fields:
-        value = outputs[field.name].astype(_carrier(field.dtype))
+    for name in row.names or ():
+        value = outputs[name].astype(row[name].base)
         words = value if value.dtype == np.int32 else jax.lax.bitcast_convert_type(value, np.int32)
         parts.append(words.reshape(value.shape[0], -1))
     return jax.numpy.concatenate(parts, -1)
 
 
-class PackedInputs:
-    """The observation and the noise of a step as a jitted call reads them, always in the same memory.
+def unpack(words: Words, row: np.dtype[Any], name: str, dtype: Any) -> npt.NDArray[Any]:
+    """One output [..., *shape] from words [..., width], in new memory; bfloat16, which NumPy lacks, as float32."""
+    dtype = np.dtype(dtype)
+    return words.view(row)[..., 0][name].astype(np.float32 if dtype.kind == "V" else dtype)
 
-    Arrays of 32-bit words lie side by side in one buffer, since one transfer is cheaper than several; other leaves of
-    the observation are `others`.
+
+def unpacked(words: Words, row: np.dtype[Any], dtypes: Mapping[str, np.dtype[Any]]) -> dict[str, torch.Tensor]:
+    """All outputs as tensors, of the dtypes in which the policy returned them."""
+    tensors = {name: torch.from_numpy(unpack(words, row, name, dtypes[name])) for name in row.names or ()}
+    return {name: each.bfloat16() if dtypes[name].name == "bfloat16" else each for name, each in tensors.items()}
+
+
+class PackedInputs:
+    """The observation and the noise of a step as a jitted call reads them: 32-bit words in one buffer, and `others`.
+
+    One transfer is cheaper than several.
     """
 
     def __init__(self, inputs: ActorInputs) -> None:
@@ -167,10 +150,7 @@ class PackedInputs:
             view[...] = noise
 
     def argument(self, params: Any) -> Any:
-        """The buffer as a call with `params` takes it, over its own memory, which is filled again after the call.
-
-        As an array of JAX it costs a microsecond or two less than as NumPy's, but stays on its device: the first CPU.
-        """
+        """The buffer, over its own memory, as a call with `params` takes it: as JAX's, which is cheaper, on its CPU."""
         jax = import_jax()
         home = set(jax.local_devices(backend="cpu")[:1])
         here = jax.default_backend() == "cpu" and all(leaf.devices() == home for leaf in jax.tree.leaves(params))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from funcollect.arguments import check_arrays
 from funcollect.errors import PolicyError
-from funcollect.keys import device_states, generator_state, set_device_states, torch_generator
+from funcollect.keys import generator_state, generator_states, set_generator_states, torch_generator
 from funcollect.tree import Path, as_path, flatten, key_of, nest, to_tensordict
 
 _KEEP_STATES = ("OrnsteinUhlenbeckProcessModule", "MultiStepActorWrapper")  # of TorchRL: they read more than in_keys
@@ -49,11 +50,10 @@ def _parts(module: Any) -> list[nn.Module]:
 
 
 def run_module(
-    module: Callable[..., Any], inputs: Mapping[Path, Tensor], device: torch.device | None, *, single: bool = False
+    module: Callable[..., Any], inputs: Mapping[Path, Tensor], device: torch.device | None, batch_size: tuple[int, ...]
 ) -> TensorDictBase:
-    """Call the module with copies of `inputs` [P, ...], if `single` [...], on `device` or where they are."""
-    own = {path: (leaf[0] if single else leaf).clone() for path, leaf in inputs.items()}
-    batch_size = () if single else tuple(next(iter(inputs.values())).shape[:1])
+    """Call the module with copies of `inputs` [*batch_size, ...], on `device` or where they are."""
+    own = {path: leaf.clone() for path, leaf in inputs.items()}
     given = TensorDict(nest(own), batch_size, device=device) if device else to_tensordict(own, batch_size)
     try:
         answer = module(given)
@@ -71,10 +71,9 @@ def run_module(
     return answer
 
 
-def outputs_of(answer: TensorDictBase, read: Container[Path], *, single: bool = False) -> dict[Path, Any]:
-    """The leaves of a policy's answer that it did not `read`, each [P, ...]."""
-    outputs = {path: leaf for path, leaf in flatten(answer).items() if path not in read}
-    return {path: batched(leaf) for path, leaf in outputs.items()} if single else outputs
+def outputs_of(answer: TensorDictBase, read: Container[Path]) -> dict[Path, Any]:
+    """The leaves of a policy's answer that it did not `read`."""
+    return {path: leaf for path, leaf in flatten(answer).items() if path not in read}
 
 
 def batched(leaf: Any) -> Any:
@@ -139,9 +138,8 @@ def initial_hidden_states(
 ) -> dict[Path, Tensor]:
     """The value of each hidden state of `module` at the start of an episode, in one environment.
 
-    It is taken from `given`, the user's argument, nested or by key; else from the `make_tensordict_primer` of a part,
-    such as TorchRL's LSTMModule; else from `defaults`. A key that the module reads and writes is a state only if its
-    value is known; otherwise it may be an observation that the module replaces.
+    It is taken from `given`, the user's argument; else from the primer of a part, such as TorchRL's LSTMModule; else
+    from `defaults`. A key that is read and written is a state only if its value is known: it may be an observation.
     """
     given_states = {} if given is None else _flat(given)
     read, written = paths_of(module, "in_keys"), paths_of(module, "out_keys")
@@ -181,21 +179,15 @@ def _primed(module: Any) -> dict[Path, Tensor]:
     """The values that the primers of the module's parts fill in."""
     values: dict[Path, Tensor] = {}
     for part in _parts(module):
-        if (make := getattr(part, "make_tensordict_primer", None)) is None:
-            continue
-        generator = generator_state(0)
-        with torch_generator(generator):
-            values |= flatten(make()(TensorDict({}, batch_size=[])))
-        if not torch.equal(generator, generator_state(0)):
-            raise ValueError(
-                f"{type(part).__name__} draws the initial state of an episode at random, expected a fixed one: pass "
-                "funcollect.tensordict_policy(policy, initial_state={...}), or leave that part out"
-            )
+        if (make := getattr(part, "make_tensordict_primer", None)) is not None:
+            with torch_generator(generator := generator_state(0)):
+                values |= flatten(make()(TensorDict({}, batch_size=[])))
+            if not torch.equal(generator, generator_state(0)):
+                raise ValueError(
+                    f"{type(part).__name__} draws the initial state of an episode at random, expected a fixed one: "
+                    "pass funcollect.tensordict_policy(policy, initial_state={...}), or leave that part out"
+                )
     return values
-
-
-class _NotPlainError(Exception):
-    """A module that has to be called on a TensorDict."""
 
 
 class Part(NamedTuple):
@@ -207,7 +199,7 @@ class Part(NamedTuple):
 
 def _calling(part: TensorDictModule) -> Part:
     """A `TensorDictModule` around a module of positional arguments."""
-    network, reads, writes = part.module, list(map(_key, part.in_keys)), list(map(_key, part.out_keys))
+    network, reads, writes = part.module, part.in_keys, part.out_keys
 
     def run(values: Values, call: Callable[..., Any] | None = None) -> None:
         arguments = tuple([values[key] for key in reads])
@@ -222,8 +214,8 @@ def _calling(part: TensorDictModule) -> Part:
 
 def _drawing(part: ProbabilisticTensorDictModule, jointly: bool) -> Part:
     """A part that samples one action, `jointly` with its log-probability or before it."""
-    (sample,), distribution_of = map(_key, part.dist_sample_keys), part.get_dist
-    log_prob = _key(part.log_prob_key) if part.return_log_prob else None
+    (sample,), distribution_of = part.dist_sample_keys, part.get_dist
+    log_prob = part.log_prob_key if part.return_log_prob else None
 
     def run(values: Values, _: Any = None) -> None:
         distribution = distribution_of(values)
@@ -241,45 +233,29 @@ def _drawing(part: ProbabilisticTensorDictModule, jointly: bool) -> Part:
 
 def plain_parts(module: Any) -> list[Part] | None:
     """The parts of `module` in their order; None unless all of them are plain."""
-    with contextlib.suppress(_NotPlainError):
-        return list(_plain(module))
-    return None
-
-
-def _plain(module: Any) -> Iterator[Part]:
     if not isinstance(module, nn.Module) or module._forward_hooks or module._forward_pre_hooks:
-        raise _NotPlainError
-    forward = type(module).forward
+        return None
+    forward: Any = type(module).forward
+    inner: Any = getattr(module, "module", None)
     joint = _DRAWS.get(forward.__qualname__) if _is_of_torchrl(type(module)) else None
     if forward in _SEQUENCES:
-        inner: Any = module.module
-        for each in inner.values() if isinstance(inner, nn.ModuleDict) else inner:
-            yield from _plain(each)
-    elif forward is TensorDictModule.forward and isinstance(module.module, nn.Module):
-        yield _calling(module)
-    elif joint is not None and isinstance(module, ProbabilisticTensorDictModule) and len(module.dist_sample_keys) == 1:
-        yield _drawing(module, joint)
-    else:
-        raise _NotPlainError
+        parts = list(map(plain_parts, inner.values() if isinstance(inner, nn.ModuleDict) else inner))
+        return None if None in parts else list(chain.from_iterable(filter(None, parts)))
+    if forward is TensorDictModule.forward and isinstance(inner, nn.Module):
+        return [_calling(module)]
+    if joint is not None and isinstance(module, ProbabilisticTensorDictModule) and len(module.dist_sample_keys) == 1:
+        return [_drawing(module, joint)]
+    return None
 
 
 def _is_of_torchrl(owner: Any) -> bool:
     return owner.__module__.partition(".")[0] in ("tensordict", "torchrl")
 
 
-def _key(key: Any) -> str | Path:
-    if isinstance(key, str) or (isinstance(key, tuple) and len(key) > 1):
-        return key
-    raise _NotPlainError
-
-
 def compared(
     parts: list[Part], inputs: Values, device: torch.device, run: Callable[[], Mapping[Path, Any]]
 ) -> tuple[Mapping[Path, Any], bool]:
-    """Call `run`, one call of the policy that draws on `device`.
-
-    Return its outputs, and whether the parts, given the answers of its networks, write the same bits from `inputs`.
-    """
+    """The outputs of `run`, a call of the policy; and whether the parts write the same, given its networks' answers."""
     calls: dict[Any, deque[tuple[Any, ...]]] = defaultdict(deque)
 
     def note(module: nn.Module, arguments: Any, named: Any, answer: Any) -> None:
@@ -288,28 +264,21 @@ def compared(
     def recall(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
         noted, named, answer = calls[module].popleft()
         if named or len(noted) != len(arguments) or not all(map(torch.equal, noted, arguments)):
-            raise _NotPlainError
+            raise ValueError("the network was called otherwise")
         return answer
 
-    def generators() -> list[Tensor]:
-        return [torch.get_rng_state(), *device_states(device)]
-
-    def set_generators(states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        set_device_states(device, states[1:])
-
-    before = generators()
+    before = generator_states(device)
     with contextlib.ExitStack() as hooks:
         for network in dict.fromkeys(part.network for part in parts if part.network is not None):
             hooks.callback(network.register_forward_hook(note, with_kwargs=True).remove)
         outputs = run()
-    after, values, same = generators(), dict(inputs), False
-    set_generators(before)
+    after, values, same = generator_states(device), dict(inputs), False
+    set_generator_states(device, before)
     with contextlib.suppress(Exception):  # a part that fails without a TensorDict is called on one
         for part in parts:
             part.run(values, recall)
         pairs = [(leaf, values[key_of(path)]) for path, leaf in outputs.items()]
         equal = all(one is two or (one.dtype == two.dtype and torch.equal(one, two)) for one, two in pairs)
-        same = equal and not any(calls.values()) and all(map(torch.equal, generators(), after))
-    set_generators(after)
+        same = equal and not any(calls.values()) and all(map(torch.equal, generator_states(device), after))
+    set_generator_states(device, after)
     return outputs, same

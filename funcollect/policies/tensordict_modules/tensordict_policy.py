@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, set_interaction_type
 from torch import Tensor, nn
 from typing_extensions import override
@@ -20,16 +19,10 @@ from funcollect.policies.base import Recorder, device_of, lane_mask
 from funcollect.policies.checks import check_action, finish_columns
 from funcollect.policies.tensordict_modules import calling
 from funcollect.policies.tensordict_modules.calling import INIT, batched, by_path, names_of, paths_of
-from funcollect.policies.torch_modules.torch_backed import (
-    Compiler,
-    TorchBacked,
-    TorchPolicyState,
-    check_callable,
-    check_compiler,
-)
+from funcollect.policies.torch_modules.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_module
 from funcollect.protocols import Actor, ActorInputs, Columns
 from funcollect.specs import RESERVED, ExplorationType
-from funcollect.tree import Path, flatten, key_of, nest, select
+from funcollect.tree import Path, key_of, nest, select
 
 _WORTH_WATCHING = 16  # steps of a rollout, below which the parts of a policy are not looked at
 
@@ -43,15 +36,14 @@ def tensordict_policy(
 ) -> TensorDictPolicy:
     """A policy from a module or function of a TensorDict [P]; a collector makes it by itself.
 
-    The module reads its in_keys. It writes ``action`` and whatever else is to be recorded, each [P, ...]. Over an
-    environment without a batch dimension the TensorDict's batch size is [], as in TorchRL. A key that the module reads
-    and also writes as ``("next", key)`` is a hidden state: it is carried from step to step, starts again with each
-    trajectory, and is in the batch under both keys. So is a key that it reads and writes under the same name, if its
-    initial value is known. A module that reads ``is_init`` [P, 1] gets True at the first step of a trajectory.
+    The module writes ``action`` and whatever else is to be recorded, each [P, ...]. Over an environment without a batch
+    dimension the TensorDict's batch size is [], as in TorchRL. A key that the module reads, and writes under "next" as
+    well, is a hidden state: it is carried from step to step, starts again with each trajectory, and is in the batch
+    under both keys. So is a key that it reads and writes under the same name, if its initial value is known. A module
+    that reads ``is_init`` [P, 1] gets True at the first step of a trajectory.
 
     Functions, and modules other than those of tensordict and TorchRL, find everything that they wrote at the step
-    before, except the action. These keys are absent at the very first step, and zero in a lane that has begun another
-    trajectory.
+    before, except the action: nothing at the very first step, and zeros in a lane that has begun another trajectory.
 
     ``exploration_type`` sets tensordict's interaction type. Torch's global generator runs from the policy's own state.
 
@@ -70,11 +62,9 @@ def tensordict_policy(
     >>> from tensordict.nn import TensorDictModule
     >>> policy = tensordict_policy(TensorDictModule(lambda x: (x[:, 2] > 0).long(), ["observation"], ["action"]))
     """
-    check_callable(module, "a TensorDictModule or a function of a TensorDict", 1)
-    check_compiler(compile, without=("inductor", "cudagraph"))
-    return TensorDictPolicy(
-        module, checked_device(device), calling.initial_hidden_states(module, initial_state), compile
-    )
+    check_module(module, "a TensorDictModule or a function of a TensorDict", 1, compile, ("xla", "eager"))
+    hidden = calling.initial_hidden_states(module, initial_state)
+    return TensorDictPolicy(module, checked_device(device), hidden, compile)
 
 
 class TensorDictPolicy(TorchBacked):
@@ -104,10 +94,14 @@ class TensorDictPolicy(TorchBacked):
         """The device to which the module's inputs are moved; None if they stay where the `observation` is."""
         return self.device or (self.run_device if self.run_device != device_of(observation) else None)
 
-    def inputs_of(self, observation: Any, recurrent: Any) -> tuple[dict[Path, Any], set[Path]]:
-        """The module's inputs by path, and the paths that are not outputs even if the module writes them."""
+    def inputs_of(
+        self, observation: Any, recurrent: Any, *, single: bool
+    ) -> tuple[dict[Path, Any], tuple[int, ...], set[Path]]:
+        """The module's inputs by path, their batch size, and the paths that are no outputs even if it writes them."""
         seen, hidden = by_path(observation), recurrent or {}
-        return seen | hidden, {*seen, *(path for path in hidden if self.written.get(path) != path)}
+        inputs = {path: leaf[0] if single else leaf for path, leaf in (seen | hidden).items()}
+        size = () if single else tuple(next(iter(inputs.values())).shape[:1])
+        return inputs, size, {*seen, *(path for path in hidden if self.written.get(path) != path)}
 
     @override
     def __call__(self, *arguments: Any) -> tuple[TorchPolicyState, Mapping[str, Any]]:
@@ -130,17 +124,17 @@ class TensorDictPolicy(TorchBacked):
         self, module: Any, observation: Any, recurrent: Any, exploration_type: ExplorationType, *, single: bool = False
     ) -> dict[str, Any]:
         """The nested outputs [P, ...] of `module`, which is this policy's module bound to parameters."""
-        inputs, read = self.inputs_of(observation, recurrent)
+        inputs, size, read = self.inputs_of(observation, recurrent, single=single)
         with set_interaction_type(exploration_type):
-            answer = calling.run_module(module, inputs, self.moves_to(observation), single=single)
-            outputs = calling.outputs_of(answer, read, single=single)
+            answer = calling.run_module(module, inputs, self.moves_to(observation), size)
+            outputs = calling.outputs_of(answer, read)
         calling.check_hidden(outputs, {path: inputs[path] for path in self.hidden_states}, self.written)
-        return nest(outputs)
+        return nest({path: batched(leaf) for path, leaf in outputs.items()} if single else outputs)
 
-    def recorded(self, answer: Any, recurrent: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
-        """The outputs of one call for the batch, and the next value of each state in `recurrent`, of Torch or JAX."""
+    def recorded(self, outputs: Mapping[Path, Any], recurrent: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
+        """The `outputs` of one call for the batch, and the next value of each `recurrent` state, of Torch or JAX."""
         read, written = recurrent or {}, self.written
-        outputs = {**flatten(answer), **{path: leaf for path, leaf in read.items() if written.get(path) != path}}
+        outputs = {**outputs, **{path: leaf for path, leaf in read.items() if written.get(path) != path}}
         if INIT in read:
             outputs["next", *INIT] = read[INIT] != read[INIT]  # False
         return outputs, {path: outputs[written.get(path, ("next", *path))] for path in read}
@@ -164,46 +158,32 @@ def _check_networks(module: Any) -> None:
 class TensorDictActor(Actor):
     """Calls the module on one TensorDict per step, or its parts without a TensorDict if they return the same.
 
-    The memory holds the keys that the module finds besides the observation.
+    Over a single environment, inputs, memory and outputs have no batch dimension.
     """
 
     def __init__(self, policy: TensorDictPolicy, inputs: ActorInputs) -> None:
-        self._rollout, self._single = inputs, inputs.single
+        self._policy, self._rollout, self._single = policy, inputs, inputs.single
         self._module, self._device = policy.bound(inputs.params), policy.moves_to(inputs.observation)
-        self._generator = inputs.policy_state.generator.clone()
-        self._inputs, place = by_path(inputs.observation), device_of(inputs.observation)
+        self._generator, place = inputs.policy_state.generator.clone(), device_of(inputs.observation)
         self._run_device = policy.run_device or place
         before, initial = (state.on(self._run_device) for state in (inputs.policy_state, inputs.initial_state))
-        self._hidden, self._carries = list(policy.written), calling.reads_what_it_wrote(policy.module)
-        self._memory: dict[Path, Tensor] = {
-            **(before.carried or {}),
-            **{each: before.recurrent[each] for each in self._hidden},
-        }
+        own = {path: before.recurrent[path] for path in policy.written}
         self._initial: dict[Path, Tensor] = dict(initial.recurrent or {})
-        self._next = dict(policy.written)  # by the path of each key with an initial value, that of its next value
-        self._added: dict[Path, Tensor] = {}  # next values that the module does not write
-        if policy.reads_init and INIT not in self._inputs:
-            never = torch.zeros(inputs.num_envs, 1, dtype=torch.bool, device=place)
-            self._memory[INIT], self._initial[INIT] = never, torch.ones_like(never)
-            self._next[INIT], self._added["next", *INIT] = ("next", *INIT), never
-        self._stateful = self._carries or bool(self._next)
-        self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self._stateful)
+        if policy.reads_init and INIT not in by_path(inputs.observation):
+            own[INIT] = torch.zeros(inputs.num_envs, 1, dtype=torch.bool, device=place)
+            self._initial[INIT] = torch.ones_like(own[INIT])
+        self._inputs, self._size, self._read = policy.inputs_of(inputs.observation, own, single=self._single)
+        carried = {path: leaf[0] if self._single else leaf for path, leaf in (before.carried or {}).items()}
+        # The keys that the module finds besides the observation.
+        self._memory = carried | {path: self._inputs.pop(path) for path in own}
+        self._carries = calling.reads_what_it_wrote(policy.module)
+        stateful = self._carries or bool(self._initial)
+        self._recorder = Recorder(inputs.observation, inputs.length, always_copy=stateful)
         # Parts without a TensorDict need a policy that samples, has no hidden states, and runs long enough to pay.
         short = inputs.length < _WORTH_WATCHING
-        whole = self._device is not None or self._stateful or not inputs.stochastic or short
+        whole = self._device is not None or stateful or not inputs.stochastic or short
         self._parts = None if whole else calling.plain_parts(self._module)
         self._values: calling.Values = {}
-
-    def _given(self) -> dict[Path, Tensor]:
-        """The keys in memory that the module does not write. They are recorded like outputs."""
-        return {path: leaf for path, leaf in self._memory.items() if self._next.get(path, path) != path}
-
-    def _called(self) -> TensorDictBase:
-        return calling.run_module(self._module, self._inputs | self._memory, self._device, single=self._single)
-
-    def _outputs(self, answer: TensorDictBase) -> dict[Path, Any]:
-        """The outputs in the module's answer; [...] for a single environment."""
-        return calling.outputs_of(answer, {*self._inputs, *self._given()})
 
     @override
     @contextlib.contextmanager
@@ -214,85 +194,79 @@ class TensorDictActor(Actor):
 
     @override
     def act(self, t: int) -> Any:
-        # Copies, since a module may write the next state into the memory of this one.
-        given = [leaf.clone() for leaf in self._given().values()] if self._stateful else []
-        if t == 0:
-            written = self._begin()
-        elif self._parts is not None:
+        if self._parts is not None and t > 0:
             values = self._values.copy()
             for part in self._parts:
                 part.run(values)
             written = tuple([values[key] for key in self._keys])
         else:
-            written = self._written(t)
+            written = self._step(t)
         action = batched(written[self._action_at]) if self._single else written[self._action_at]
         if t == 0 or action.shape[1:] != self._rollout.spec.shape:
             check_action(action, self._rollout.spec, self._rollout.num_envs, Tensor)
-        if self._stateful:
-            self._recorder.append((*written, *([leaf[0] for leaf in given] if self._single else given)))
-            self._remember(tuple(map(batched, written)) if self._single else written)
-        else:
-            self._recorder.append(written)
+        self._recorder.append(written)
         return action
 
-    def _begin(self) -> tuple[Tensor, ...]:
-        """The first step fixes the entries to record: the outputs, [P, ...], or [...] for a single environment."""
-        if self._parts is None:
-            outputs: Mapping[Path, Any] = self._outputs(self._called())
-        else:
-            self._values = {key_of(path): leaf[0] if self._single else leaf for path, leaf in self._inputs.items()}
-            outputs, same = calling.compared(
-                self._parts, self._values, self._run_device, lambda: self._outputs(self._called())
+    def _step(self, t: int) -> tuple[Tensor, ...]:
+        """Call the module, and remember what it reads at the next step. Returns the entries to record."""
+        # Copies, since a module may write the next state into the memory of this one.
+        own = {path: self._memory[path].clone() for path in self._initial}
+        outputs = self._called() if t else self._first()
+        if not outputs.keys() >= self._wrote:
+            raise PolicyError(
+                f"step {t} of this batch: the policy wrote {names_of(outputs)} after {names_of(self._wrote)}: write "
+                "the same keys at every step"
             )
+        recorded, after = self._policy.recorded(outputs, own)
+        if t == 0:
+            self._names = sorted(path for path, leaf in recorded.items() if isinstance(leaf, Tensor))
+            self._keys, self._action_at = list(map(key_of, self._names)), self._names.index(("action",))
+        tensors = {path: recorded[path] for path in self._names}
+        self._memory = (calling.found_again(tensors) if self._carries else {}) | after
+        return tuple(tensors.values())
+
+    def _called(self) -> Mapping[Path, Any]:
+        answer = calling.run_module(self._module, self._inputs | self._memory, self._device, self._size)
+        return calling.outputs_of(answer, self._read)
+
+    def _first(self) -> Mapping[Path, Any]:
+        """The outputs of the first step, checked. They show whether the parts may make the later ones."""
+        if self._parts is None:
+            outputs = self._called()
+        else:
+            self._values = {key_of(path): leaf for path, leaf in self._inputs.items()}
+            outputs, same = calling.compared(self._parts, self._values, self._run_device, self._called)
             self._parts = self._parts if same else None
         if ("action",) not in outputs:
             raise PolicyError(
                 f"the policy wrote {names_of(outputs)}, expected 'action' among them: add it to the out_keys"
             )
-        hidden = {path: self._next[path] for path in self._hidden}
+        hidden = self._policy.written
         own = {path[0] for path in outputs.keys() - hidden.values()}
         if taken := sorted(own & (RESERVED - {"action", "action_log_prob"})):
             raise PolicyError(f"the policy wrote {taken}, keys that a batch uses itself: rename these out_keys")
-        found = {path: batched(leaf) for path, leaf in outputs.items()} if self._single else outputs
-        calling.check_hidden(found, {path: self._memory[path] for path in hidden}, hidden)
-        self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
-        self._keys = list(map(key_of, self._names))
-        self._action_at = self._names.index(("action",))
-        return tuple(outputs[name] for name in self._names)
-
-    def _written(self, t: int) -> tuple[Tensor, ...]:
-        """The recorded outputs of step `t`, from the module. PolicyError if it did not write one of them."""
-        answer = self._called()
-        written = tuple([answer.get(key, None) for key in self._keys])
-        if any(leaf is None for leaf in written):
-            raise PolicyError(
-                f"step {t} of this batch: the policy wrote {names_of(self._outputs(answer))} after "
-                f"{names_of(self._names)}: write the same keys at every step"
-            )
-        return written
-
-    def _remember(self, written: Sequence[Tensor]) -> None:
-        """Keep the entries of this step's outputs that the module reads at the next step."""
-        outputs = dict(zip(self._names, written, strict=True)) | self._added
-        read = calling.found_again(outputs) if self._carries else {}
-        self._memory = read | {path: outputs[after] for path, after in self._next.items()}
+        calling.check_hidden(outputs, {path: self._memory[path] for path in hidden}, hidden)
+        self._wrote = {path for path, leaf in outputs.items() if isinstance(leaf, Tensor)}
+        return outputs
 
     @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """Set the memory of these lanes to its initial values, or to zero where there are none."""
         mask = lane_mask(lanes, self._rollout.num_envs) if self._memory else torch.empty(0)
         for path, leaf in self._memory.items():
-            start = self._initial[path].to(leaf.device) if path in self._initial else torch.zeros_like(leaf)
-            self._memory[path] = select(mask.to(leaf.device), start, leaf)
+            rows = batched(leaf) if self._single else leaf
+            start = self._initial[path].to(leaf.device) if path in self._initial else torch.zeros_like(rows)
+            rows = select(mask.to(leaf.device), start, rows)
+            self._memory[path] = rows[0] if self._single else rows
 
     @override
     def finish(self) -> tuple[TorchPolicyState, Columns]:
-        recorded = self._recorder.columns()
+        columns = dict(zip(self._names, self._recorder.columns(), strict=True))
+        memory = {path: leaf.clone() for path, leaf in self._memory.items()}
         if self._single:
-            recorded = [column.unsqueeze(1) for column in recorded]
-        columns = dict(zip([*self._names, *self._given()], recorded, strict=True))
-        columns |= {path: torch.zeros_like(columns[INIT]) for path in self._added}
-        kept = {path: leaf.clone() for path, leaf in self._memory.items() if self._next.get(path) not in self._added}
-        hidden = {path: kept.pop(path) for path in self._hidden}
-        state = TorchPolicyState(hidden or None, self._generator, kept or None)
+            columns = {path: column.unsqueeze(1) for path, column in columns.items()}
+            memory = {path: batched(leaf) for path, leaf in memory.items()}
+        hidden = {path: memory[path] for path in self._policy.written}
+        carried = {path: leaf for path, leaf in memory.items() if path not in self._initial}
+        state = TorchPolicyState(hidden or None, self._generator, carried or None)
         return state, finish_columns(columns, self._rollout.spec, ties=True)

@@ -8,8 +8,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from functools import cache, partial
-from itertools import chain, islice
+from functools import partial
+from itertools import chain, count, islice
 from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Self
@@ -34,7 +34,8 @@ MOST_OBJECTS = 2_000  # that are looked at behind one module
 
 _LEAVES = (*PLAIN, Enum, type, BuiltinFunctionType, CodeType, ModuleType)  # into which nobody looks
 _MAPPINGS = (dict, MappingProxyType)
-_CONTAINERS = (*_MAPPINGS, list, set, deque)  # whose contents may change
+CONTAINERS = (*_MAPPINGS, list, set, deque)  # whose contents may change
+_COMPARED = (dict, list, tuple, deque, weakref.ref, MethodType, partial, FunctionType)  # equal if their parts are
 _MOST_LOOKS = 8  # at one module; a program is made for half as many
 _NO_ACCELERATORS = ("cpu", "meta")
 
@@ -50,34 +51,32 @@ def walk(root: Any, closed: tuple[type, ...] = (Tensor,)) -> Iterator[Any]:
         seen[id(value)] = value
         yield value
         if not isinstance(value, closed):
-            queue += _parts_of(value)
+            queue += parts_of(value)
 
 
-def _parts_of(value: Any) -> Iterable[Any]:
+def parts_of(value: Any) -> Iterable[Any]:
     """What a container holds, what a function refers to, or an object's attributes, a dict."""
     if isinstance(value, TensorDictBase):  # whose own attributes change as it is read
         return flatten(value).values()
     if isinstance(value, _MAPPINGS):
         return chain(value, value.values())
-    if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
+    if isinstance(value, (*CONTAINERS, tuple, frozenset)):
         return value
     if isinstance(value, weakref.ref):
         return (value(),)
-    if (parts := referents(value)) is not None:
-        return parts
     attributes = getattr(value, "__dict__", None)
-    return (attributes,) if isinstance(attributes, dict) else ()
+    return referents(value) or ((attributes,) if isinstance(attributes, dict) else ())
 
 
-def referents(value: Any) -> tuple[Any, ...] | None:
-    """The objects that a method, a partial or a function with a closure refers to; None for anything else."""
+def referents(value: Any) -> tuple[Any, ...]:
+    """The objects that a method, a partial or a function with a closure refers to; empty for anything else."""
     if isinstance(value, MethodType):
         return value.__func__, value.__self__
     if isinstance(value, partial):
         return value.func, value.args, value.keywords
     if isinstance(value, FunctionType):
         return *map(content_of, value.__closure__ or ()), value.__defaults__, value.__kwdefaults__
-    return None
+    return ()
 
 
 def content_of(cell: Any) -> Any:
@@ -96,9 +95,9 @@ class Look:
     def __init__(self, values: Iterable[Any], weights: Iterable[Tensor] = ()) -> None:
         self._weights = {id(each): each for each in weights}
         self._owners: list[Any] = []  # objects whose classes may change
-        self._containers: list[Any] = []  # for their contents
-        self._cells: list[Any] = []  # of closures, for their contents
-        self._arrays: list[Any] = []  # for their numbers
+        self._containers: list[Any] = []
+        self._cells: list[Any] = []  # of closures
+        self._arrays: list[Any] = []
         self._tensors: list[Tensor] = []  # for how often they were written; through ``.data`` does not count
         for value in values:
             if isinstance(value, Tensor):
@@ -106,7 +105,7 @@ class Look:
                     self._tensors.append(value)
             elif isinstance(value, np.ndarray | np.generic):
                 self._arrays.append(value)
-            elif isinstance(value, _CONTAINERS):
+            elif isinstance(value, CONTAINERS):
                 self._containers.append(value)
             elif isinstance(value, FunctionType):
                 self._cells += value.__closure__ or ()
@@ -116,11 +115,7 @@ class Look:
 
     @classmethod
     def at(cls, module: Any) -> Self:
-        """A look at everything that a module is, except its weights, as far as Python shows it.
-
-        Not seen are global variables that a function reads, attributes in ``__slots__`` or in C, and writes through
-        ``.data`` to other tensors. There is an `error` for more than 2,000 objects.
-        """
+        """A look at all that a module is but its weights, globals, ``__slots__`` and attributes in C."""
         found = list(islice(walk(module), MOST_OBJECTS + 1))
         look = cls(found[:MOST_OBJECTS], weights_of(module))
         if len(found) > MOST_OBJECTS:
@@ -130,8 +125,8 @@ class Look:
             )
         return look
 
-    def _now(self) -> tuple[list[int], list[Any], list[Any]]:
-        """The sizes of containers; the classes of owners, and what containers and cells hold; and all versions."""
+    def _now(self) -> tuple[list[Any], list[Any]]:
+        """The objects that may only give way to equal ones: classes, contents of containers and cells; and numbers."""
         objects: list[Any] = list(map(type, self._owners))
         for each in self._containers:
             if each:
@@ -139,21 +134,19 @@ class Look:
                 if isinstance(each, _MAPPINGS):
                     objects += each.values()
         objects += map(content_of, self._cells)
-        versions: list[Any] = [0 if each.is_inference() else each._version for each in self._tensors]
-        versions += [(each.dtype, each.shape, each.tobytes()) for each in self._arrays]
-        return list(map(len, self._containers)), objects, versions
+        numbers: list[Any] = list(map(len, self._containers))
+        numbers += [0 if each.is_inference() else each._version for each in self._tensors]
+        numbers += [(each.dtype, each.shape, each.tobytes()) for each in self._arrays]
+        return objects, numbers
 
-    def holds(self) -> bool:
+    def holds(self, same: Callable[[Any, Any], bool] = is_) -> bool:
         """Whether the state is the recorded one: the same objects, and none of the tensors and arrays written."""
-        return self._compares(is_)
+        (objects, numbers), before = self._now(), self._state
+        return numbers == before[1] and all(map(same, objects, before[0]))
 
     def alike(self) -> bool:
         """Whether it may stand for the recorded one: plain values are equal, and weights have the same form."""
-        return self._compares(self._equal)
-
-    def _compares(self, same: Callable[[Any, Any], bool]) -> bool:
-        (sizes, objects, versions), before = self._now(), self._state
-        return sizes == before[0] and versions == before[2] and all(map(same, objects, before[1]))
+        return self.holds(self._equal)
 
     def _equal(self, now: Any, before: Any) -> bool:
         if now is before:
@@ -162,17 +155,11 @@ class Look:
             return isinstance(now, Tensor) and _form(now) == _form(before)
         if type(now) is not type(before):  # 1, 1.0 and True are equal
             return False
-        if isinstance(now, PLAIN):
-            return bool(now == before)
-        if isinstance(now, weakref.ref):
-            return self._equal(now(), before())
-        if isinstance(now, dict):
-            return self._equal([*now, *now.values()], [*before, *before.values()])
-        if isinstance(now, (list, tuple, deque)):
-            return len(now) == len(before) and all(map(self._equal, now, before))
-        one, two = (getattr(each, "__code__", None) for each in (now, before))
-        parts = referents(now)
-        return parts is not None and one == two and self._equal(parts, referents(before))
+        if not isinstance(now, _COMPARED):
+            return isinstance(now, PLAIN) and bool(now == before)
+        one, two = list(parts_of(now)), list(parts_of(before))
+        same_code = getattr(now, "__code__", None) == getattr(before, "__code__", None)
+        return same_code and len(one) == len(two) and all(map(self._equal, one, two))
 
 
 def _form(tensor: Tensor) -> Any:
@@ -185,7 +172,7 @@ class ModuleSettings:
     def __init__(self, module: Any) -> None:
         self._module = module  # None has one setting
         self._looks: dict[int, Look] = {}  # by their numbers, the latest first; replaced as a whole
-        self._count = 0
+        self._numbers = count(1)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleSettings, (self._module,)
@@ -196,11 +183,9 @@ class ModuleSettings:
         if self._module is None:
             return 0
         looks = self._looks
-        number = next((number for number, look in looks.items() if look.holds()), None)
-        if number is None:
-            number = next((number for number, look in looks.items() if look.alike()), None)
-            if number is None:
-                number = self._count = self._count + 1
+        number = next((number for number, look in looks.items() if look.holds()), 0)
+        if not number:
+            number = next((number for number, look in looks.items() if look.alike()), 0) or next(self._numbers)
             others = [each for each in looks.items() if each[0] != number]
             self._looks = looks = dict([(number, Look.at(self._module)), *others][:_MOST_LOOKS])
         if error := looks[number].error:
@@ -208,37 +193,16 @@ class ModuleSettings:
         return number
 
 
-def unregistered(module: nn.Module) -> str:
-    """Where `module` refers to a tensor or a module that is no parameter, buffer or submodule; empty if nowhere."""
-    for prefix, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise LoweringError(
-                f"{type(part).__name__} is a program of TorchScript, which torch.export does not take: pass the module "
-                "that it was made from"
-            )
-        for name, value in {**own_attributes(part), "forward": type(part).forward}.items():
-            if any(isinstance(each, (Tensor, nn.Module)) and each is not part for each in _held(value)):
-                return f"{prefix}.{name}" if prefix else name
-    return ""
-
-
 def own_attributes(part: nn.Module) -> dict[str, Any]:
-    """The attributes but the registries of tensors and submodules; an RNN keeps a second list of its parameters."""
-    left = (*REGISTERED, "_flat_weights") if isinstance(part, nn.RNNBase) else REGISTERED
+    """The attributes but the registries, an RNN's second list of its parameters, and what `torch.compile` made."""
+    left = (*REGISTERED, "_flat_weights", *(["forward"] if is_compiled(part) else []))
     return {name: value for name, value in vars(part).items() if name not in left}
 
 
-def _held(value: Any) -> Iterator[Any]:
-    """The contents of a container, what a method or a function refers to, the latter's globals, or the value."""
-    if isinstance(value, FunctionType):
-        yield from map(value.__globals__.get, value.__code__.co_names)
-    if isinstance(value, FunctionType | MethodType):
-        yield from referents(value) or ()
-    elif isinstance(value, (*_CONTAINERS, tuple)):
-        for each in _parts_of(value):
-            yield from _held(each)
-    else:
-        yield value
+def is_compiled(part: nn.Module) -> bool:
+    """Whether this is what `torch.compile` returned; its class is imported late, since that takes seconds."""
+    kind = type(part)
+    return kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo")
 
 
 class PolicyChanges:
@@ -246,10 +210,9 @@ class PolicyChanges:
 
     def __init__(self, policy: Policy | None, sent: bytes | None = None) -> None:
         subject: Any = None if policy is None or policy.backend == "jax" else policy
-        self._subject = getattr(subject, "module", None) if isinstance(subject, HeadedPolicy) else subject
+        self._subject: Any = getattr(subject, "module", None) if isinstance(subject, HeadedPolicy) else subject
         self._settings = ModuleSettings(self._subject)
-        self._known = self._now()
-        self.sent = sent
+        self.sent, self._known = sent, self._now()
 
     def _now(self) -> int | None:
         """The number of the current settings; None if they are too many to compare: the policy may have changed."""
@@ -275,19 +238,9 @@ def dumps(value: Any, *, on_cpu: bool = False) -> bytes:
 
 def pack(subject: Any) -> bytes:
     """`subject` as bytes, with only shapes and dtypes of a module's weights; TypeError if it cannot be sent."""
-    file, weights = io.BytesIO(), weights_of(subject)  # kept, so that no other tensor takes an id
-    number_of = {id(tensor): number for number, tensor in enumerate(weights)}
-
-    def record(value: Any) -> Any:
-        if (number := number_of.get(id(value))) is None:
-            return None
-        trained = value.requires_grad if isinstance(value, nn.Parameter) else None
-        return number, tuple(value.shape), value.dtype, str(value.device), trained
-
-    pickler: Any = ByValue(file)
-    pickler.persistent_id = record
+    file = io.BytesIO()
     try:
-        pickler.dump(subject)
+        _WithoutWeights(file, weights_of(subject)).dump(subject)
     except Exception as error:
         raise TypeError(
             f"the policy has changed and cannot be sent to the workers ({shown(error, 200)}): make all "
@@ -298,15 +251,7 @@ def pack(subject: Any) -> bytes:
 
 def unpack(data: bytes) -> Any:
     """The subject that `pack` packed; the parameters and buffers of a module are zeros."""
-
-    @cache  # so a weight that occurs twice becomes one tensor
-    def zeros(number: int, shape: Any, dtype: torch.dtype, device: str, trained: bool | None) -> Tensor:
-        made = torch.zeros(shape, dtype=dtype, device=device)
-        return made if trained is None else nn.Parameter(made, requires_grad=trained)
-
-    unpickler: Any = pickle.Unpickler(io.BytesIO(data))
-    unpickler.persistent_load = lambda pid: zeros(*pid)
-    return unpickler.load()
+    return pickle.loads(data)
 
 
 def bare(kind: type[nn.Module]) -> nn.Module:
@@ -323,6 +268,23 @@ class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, nn.Module) and "parametrizations" in vars(value).get("_modules", ()):
             return bare, (type(value),), vars(value)
         return super().reducer_override(value)
+
+
+class _WithoutWeights(ByValue):
+    def __init__(self, file: io.BytesIO, weights: Iterable[Tensor]) -> None:
+        super().__init__(file)
+        self._weights = {id(each): each for each in weights}
+
+    def reducer_override(self, value: Any) -> Any:
+        if id(value) not in self._weights:
+            return super().reducer_override(value)
+        trained = value.requires_grad if isinstance(value, nn.Parameter) else None
+        return _zeros, (tuple(value.shape), value.dtype, str(value.device), trained)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str, trained: bool | None) -> Tensor:
+    made = torch.zeros(shape, dtype=dtype, device=device)
+    return made if trained is None else nn.Parameter(made, requires_grad=trained)
 
 
 class _OnCpu(ByValue):

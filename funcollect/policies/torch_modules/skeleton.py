@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, count, islice
 from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -26,59 +26,64 @@ import torch
 from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 
-from funcollect.policies.torch_modules.settings import (
-    MOST_OBJECTS,
-    PLAIN,
-    REGISTERED,
-    Look,
-    bare,
-    content_of,
-    own_attributes,
-    referents,
-    walk,
-)
+from funcollect.policies.torch_modules import settings
+from funcollect.policies.torch_modules.settings import REGISTERED, Look, content_of, referents
 
 _MOST_REFERENTS = 1_000  # that are looked through for one function
 _TENSORS = ("_parameters", "_buffers")
 _ORDERED = (dict, list, tuple, deque)  # containers, but sets, whose order differs between processes
-_NO_MODULES = (*PLAIN, Tensor, type, ModuleType, BuiltinFunctionType)
+_NO_MODULES = (*settings.PLAIN, Tensor, type, ModuleType, BuiltinFunctionType)
 _LIBRARIES = {"torch", "jax", "jaxlib", "numpy", "tensordict", "funcollect", *sys.stdlib_module_names}
+
+Slots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # by name: the module's dict, the copy's, the key in both
 
 
 class Skeleton:
-    """The copy; what a forward pass writes into its attributes stays there until the user's module is changed."""
+    """The copy; what a forward pass writes into its attributes stays there until the user's module is changed.
 
-    root: nn.Module  # once `follow` has been called
+    Attributes:
+        root: the copy of the module; a function itself.
+        parameters, buffers: where the module and its copy hold each tensor.
+        bound_buffers: the copies of buffers that the copy was given last, by name.
+    """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: Callable[..., Any]) -> None:
+        self._module = self.root = module
+        self.parameters: Slots = {}
+        self.buffers: Slots = {}
+        self.bound_buffers: dict[str, Tensor] = {}
         # By the id of the original: it, which so keeps its id, and its copy.
         self._copies: dict[int, tuple[nn.Module, nn.Module]] = {}
         self._look: Look | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The module alone. The first call of `follow` copies it again."""
-        return {"_module": self._module, "_copies": {}, "_look": None}
+    def __reduce__(self) -> Any:
+        return Skeleton, (self._module,)
 
-    def follow(self) -> bool:
-        """Apply the changes of the module since the last call. Return whether there were any."""
-        if self._look is not None and self._look.holds():
-            return False
+    def follow(self) -> None:
+        """Apply the changes of the module since the last call."""
+        module = self._module
+        if not isinstance(module, nn.Module) or (self._look is not None and self._look.holds()):
+            return
         self._before, self._copies = self._copies, {}
         self._rebuilt: list[Any] = []  # what holds submodules or methods of them, and is copied separately
         self._open: set[int] = set()  # what is being copied
-        self._entangled: str | None = None
-        self.root = self._copy(self._module)
+        vars(self).pop("entangled", None)
+        self.root = self._copy(module)
         self._before = {}
         parts = [part for part, _ in self._copies.values()]
         if not any(isinstance(part, torch.jit.ScriptModule) for part in parts):  # it changes where Python does not see
             registries = [getattr(part, kind) for part in parts for kind in REGISTERED]
             self._look = Look([*parts, *map(vars, parts), *registries, *self._rebuilt])
-        return True
+        self.parameters, self.buffers = (self._slots(module, kind) for kind in _TENSORS)
+        self.bound_buffers = {}
 
-    def parts(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-        """For each submodule its name, the user's module and the copy."""
-        return ((name, part, self._copies[id(part)][1]) for name, part in self._module.named_modules())
+    def _slots(self, module: nn.Module, kind: str) -> Slots:
+        slots: Slots = {}
+        for prefix, part in module.named_modules():
+            own, copied = getattr(part, kind), getattr(self._copies[id(part)][1], kind)
+            keys = (key for key, tensor in own.items() if tensor is not None)
+            slots |= {f"{prefix}.{key}".removeprefix("."): (own, copied, key) for key in keys}
+        return slots
 
     def _copy(self, part: nn.Module) -> nn.Module:
         """The copy of one module, made equal to it. Modules that are still there keep theirs."""
@@ -88,17 +93,18 @@ class Skeleton:
             pairs = zip(part.modules(), copy.deepcopy(part).modules(), strict=True)
             self._copies |= {id(original): (original, other) for original, other in pairs}
             return self._copies[id(part)][1]
-        _, made = self._copies[id(part)] = self._before.get(id(part)) or (part, bare(type(part)))
+        _, made = self._copies[id(part)] = self._before.get(id(part)) or (part, settings.bare(type(part)))
         if type(made) is not type(part):
             made.__class__ = type(part)
         now: dict[str, Any] = {kind: dict(getattr(part, kind)) for kind in _TENSORS}
         now["_modules"] = {name: None if child is None else self._copy(child) for name, child in part._modules.items()}
-        now |= {name: self._moved(value) for name, value in _shared(part).items()}
+        made_anew = (*REGISTERED, *(["forward"] if settings.is_compiled(part) else []))
+        now |= {name: self._moved(value) for name, value in vars(part).items() if name not in made_anew}
         own = vars(made)
         own |= now  # another thread may run it, so nothing is missing meanwhile
         for name in own.keys() - now.keys():
             del own[name]
-        if _is_compiled(part):
+        if settings.is_compiled(part):
             restore: Any = made.__setstate__
             restore(own)  # makes its forward, over the copy of the module inside
         return made
@@ -118,25 +124,21 @@ class Skeleton:
         self._rebuilt.append(value)
         return _like(value, moved)
 
-    @property
+    @cached_property
     def entangled(self) -> str:
         """An attribute through which the copy reaches parameters or submodules of the original; empty for none."""
-        if self._entangled is None:
-            own = {*self._copies, *map(id, (*self._module.parameters(), *self._module.buffers()))}
-            parts = [part for part, _ in self._copies.values() if not isinstance(part, torch.jit.ScriptModule)]
-            self._entangled = next((name for part in parts if (name := self._entanglement(part, own))), "")
-        return self._entangled
-
-    def _entanglement(self, part: nn.Module, own: set[int]) -> str:
-        if isinstance(part, (TensorDictParams, FunctionModule)):
-            return "_param_td" if isinstance(part, TensorDictParams) else ""
-
-        def reaches(value: Any) -> bool:
-            met = islice(walk(self._moved(value), closed=(nn.Module, Tensor, weakref.ref)), MOST_OBJECTS)
-            return any(isinstance(each, (nn.Module, Tensor)) and id(each) in own for each in met)
-
-        shared = _shared(part)
-        return next((name for name in own_attributes(part) if name in shared and reaches(shared[name])), "")
+        module: Any = self._module
+        own = {*self._copies, *map(id, (*module.parameters(), *module.buffers()))}
+        closed = (nn.Module, Tensor, weakref.ref)
+        for part, _ in self._copies.values():
+            if isinstance(part, TensorDictParams):
+                return "_param_td"
+            if not isinstance(part, (torch.jit.ScriptModule, FunctionModule)):
+                for name, value in settings.own_attributes(part).items():
+                    met = islice(settings.walk(self._moved(value), closed), settings.MOST_OBJECTS)
+                    if any(isinstance(each, (nn.Module, Tensor)) and id(each) in own for each in met):
+                        return name
+        return ""
 
 
 def _opened(value: Any) -> Iterable[Any]:
@@ -145,7 +147,7 @@ def _opened(value: Any) -> Iterable[Any]:
         return value.values()
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return value
-    return (referents(value) or ()) if isinstance(value, (MethodType, partial)) else ()
+    return referents(value) if isinstance(value, (MethodType, partial)) else ()
 
 
 def _like(value: Any, parts: list[Any]) -> Any:
@@ -159,30 +161,8 @@ def _like(value: Any, parts: list[Any]) -> Any:
     return type(value)(*parts) if isinstance(value, MethodType) or hasattr(value, "_fields") else type(value)(parts)
 
 
-def _shared(part: nn.Module) -> dict[str, Any]:
-    """The attributes that a copy has from the module, except those that are made for it."""
-    made = (*REGISTERED, "forward") if _is_compiled(part) else REGISTERED
-    return {name: value for name, value in vars(part).items() if name not in made}
-
-
-def _is_compiled(part: nn.Module) -> bool:
-    """Whether this is what `torch.compile` returned; its class is imported late, since that takes seconds."""
-    kind = type(part)
-    return kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo")
-
-
-def as_module(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A `FunctionModule` for a function, a method or an object that refers to modules; anything else as it is."""
-    if isinstance(function, nn.Module) or not (found := modules_of(function)):
-        return function
-    return FunctionModule(function, found)
-
-
 class FunctionModule(nn.Module):
-    """Calls `function`. The modules that it refers to are the submodules, by the names that they have there.
-
-    The submodules of a skeleton have tensors of their own, which the function's modules are lent during a call.
-    """
+    """Calls `function`, whose modules are lent the tensors of the submodules, which a skeleton has of its own."""
 
     def __init__(self, function: Callable[..., Any], found: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -223,8 +203,7 @@ def _lent(owners: Iterable[nn.Module], users: Iterable[nn.Module]) -> Iterator[N
 def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
     """The modules that a function refers to, by name: in its closure, globals and defaults, and in attributes it reads.
 
-    So with the functions to which it refers, except those of Torch, JAX, NumPy and Python's own library. Raises
-    TypeError for a tensor beside them that is trained: nothing could save it, or send it to a worker.
+    So with the functions to which it refers, except those of libraries. TypeError for a trained tensor beside modules.
     """
     found: dict[str, nn.Module] = {}
     names = {"__wrapped__"}  # of the attributes that are looked at
@@ -247,7 +226,7 @@ def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
             if str(value.__module__).partition(".")[0] not in _LIBRARIES:
                 names.update(*(code.co_names for code in _codes(value.__code__)))
                 queue += _referents(value)
-        elif (parts := referents(value)) is not None:
+        elif parts := referents(value):
             queue += [(name, part) for part in parts]
         elif isinstance(value, _ORDERED):
             items = islice(value.items() if isinstance(value, dict) else enumerate(value), _MOST_REFERENTS)

@@ -19,15 +19,13 @@ from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.messages import clipped, name_of, shown
 from funcollect.policies.base import HeadedPolicy
 from funcollect.policies.torch_modules.settings import ModuleSettings
-from funcollect.policies.torch_modules.skeleton import FunctionModule, Skeleton, as_module
+from funcollect.policies.torch_modules.skeleton import FunctionModule, Skeleton, modules_of
 from funcollect.policies.weights import check_shapes
 from funcollect.protocols import ActorInputs, Exploration
 from funcollect.specs import ActionSpec
 from funcollect.tree import flatten, moved
 
 Compiler = Literal["xla", "eager", "inductor", "cudagraph"]
-
-_Slots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # by name: the module's dict, the skeleton's, its key
 
 
 class TorchPolicyState(NamedTuple):
@@ -45,23 +43,20 @@ class TorchPolicyState(NamedTuple):
         return self._replace(recurrent=recurrent, carried=carried)
 
 
-def check_compiler(compiler: str | None, without: Sequence[str] = ()) -> None:
-    """Raise ValueError unless `compiler` is None, or names a way of running that is not among `without`."""
+def check_module(
+    module: Any, expected: str, arguments: int, compiler: Any, compilers: Sequence[str] = get_args(Compiler)
+) -> None:
+    """Raise unless `module`, an instance, takes so many arguments, and `compiler` is None or one of `compilers`."""
+    if isinstance(module, type) or not callable(module):
+        raise TypeError(f"module is {shown(module)}, expected {expected}: pass an instance")
+    check_call("module", module, expected, arguments)
     if compiler == "callback":
         raise ValueError(
             "compile='callback' was removed: leave compile out, and a module that cannot be lowered is called at each "
             "step, or pass 'xla'"
         )
-    names = [name for name in get_args(Compiler) if name not in without]
-    if compiler is not None and compiler not in names:
-        raise ValueError(f"compile is {compiler!r}, expected one of {names}, or None: pass 'xla'")
-
-
-def check_callable(module: Any, expected: str, arguments: int) -> None:
-    """Raise TypeError unless `module`, an instance, can be called so; `expected` describes what to pass."""
-    if isinstance(module, type) or not callable(module):
-        raise TypeError(f"module is {shown(module)}, expected {expected}: pass an instance")
-    check_call("module", module, expected, arguments)
+    if compiler is not None and compiler not in compilers:
+        raise ValueError(f"compile is {compiler!r}, expected one of {list(compilers)}, or None: pass 'xla'")
 
 
 def lanes_of(initial: Any, num_lanes: int, device: torch.device | None) -> Any:
@@ -113,32 +108,16 @@ class TorchBacked(HeadedPolicy):
 
     def replace(self, module: Callable[..., Any]) -> None:
         """Run another module, or function, from now on."""
-        self._module = module = as_module(module)
-        own = module if isinstance(module, nn.Module) else None
-        self._settings = ModuleSettings(own)
-        self._skeleton = Skeleton(own) if own is not None else None
-        self._parameters: _Slots = {}
-        self._buffers: _Slots = {}
-        self._copies: dict[str, Tensor] = {}  # of buffers, which `bound` made last
-        self._follow()
+        if not isinstance(module, nn.Module) and (found := modules_of(module)):
+            module = FunctionModule(module, found)
+        self._module, self._skeleton = module, Skeleton(module)
+        self._settings = ModuleSettings(module if isinstance(module, nn.Module) else None)
         if self.device is not None and any(tensor.device != self.device for tensor in self.tensors(None).values()):
             self._check_apart(f"the policy cannot be copied to {self.device}", "move it there before")
 
-    def _follow(self) -> None:
-        """Apply the changes of the module to the skeleton, and find where both hold each parameter and buffer."""
-        if self._skeleton is None or not self._skeleton.follow():
-            return
-        self._parameters, self._buffers, self._copies = {}, {}, {}
-        for prefix, source, target in self._skeleton.parts():
-            for slots, kind in ((self._parameters, "_parameters"), (self._buffers, "_buffers")):
-                own, copied = getattr(source, kind), getattr(target, kind)
-                for key, tensor in own.items():
-                    if tensor is not None:
-                        slots[f"{prefix}.{key}" if prefix else key] = (own, copied, key)
-
     def _check_apart(self, consequence: str, way: str) -> None:
         """Raise ValueError if the skeleton would use tensors of the user's module in place of the bound ones."""
-        if self._skeleton and (name := self._skeleton.entangled):
+        if name := self._skeleton.entangled:
             raise ValueError(
                 f"{consequence}: {name!r} of {type(self.module).__name__} refers to a submodule or a parameter of the "
                 f"module itself, expected no such reference: {way}, or pass policy_factory, a function that builds it"
@@ -177,13 +156,10 @@ class TorchBacked(HeadedPolicy):
 
     @override
     def prepare(self, params: Any, /) -> dict[str, Tensor] | None:
-        """Parameters by dotted name, checked; None stands for the module's own, read at each rollout.
-
-        Raises TypeError or ValueError for parameters that are not the module's, or that it would not use.
-        """
+        """Parameters by dotted name, checked; None for the module's own. Else TypeError or ValueError."""
         if params is None:
             return None
-        if self._skeleton is None:
+        if not isinstance(self._module, nn.Module):
             raise ValueError(
                 "params were given to a policy that is a function without a module to which it refers: pass a "
                 "torch.nn.Module"
@@ -203,7 +179,7 @@ class TorchBacked(HeadedPolicy):
 
     def _matched(self, params: Any) -> dict[str, Tensor]:
         own, given = self.tensors(None), self.by_name(params)
-        wanted = own.keys() & (self._parameters.keys() | given.keys())  # buffers may be left out
+        wanted = own.keys() & (self._skeleton.parameters.keys() | given.keys())  # buffers may be left out
         kinds = {
             name: tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for name, each in given.items()
         }
@@ -212,18 +188,20 @@ class TorchBacked(HeadedPolicy):
 
     def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """The module's current parameters and buffers by name, replaced by those in `prepared`; none for a function."""
-        self._follow()
-        own = {name: source[key] for name, (source, _, key) in (self._parameters | self._buffers).items()}
+        skeleton = self._skeleton
+        skeleton.follow()
+        own = {name: source[key] for name, (source, _, key) in (skeleton.parameters | skeleton.buffers).items()}
         return own | (prepared or {})
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
         """A copy of `params`, or of the module's own, by dotted name. `load` and `prepare` take it."""
-        given = (self._module if self._skeleton else {}) if params is None else self.by_name(params)
-        return {name: leaf.detach().clone() for name, leaf in named(given).items()}
+        own: Any = self._module if isinstance(self._module, nn.Module) else {}
+        given = named(own) if params is None else self.by_name(params)
+        return {name: leaf.detach().clone() for name, leaf in given.items()}
 
     def load(self, params: Any) -> None:
         """Write `params` into the user's module."""
-        if self._skeleton is not None:
+        if isinstance(self._module, nn.Module):
             given, own = self._matched(params), self.tensors(None)
             with torch.no_grad():
                 for name, value in given.items():
@@ -260,25 +238,21 @@ class TorchBacked(HeadedPolicy):
         return state, {".".join(path): column[0] for path, column in columns.items()}
 
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
-        """The function itself, or the skeleton over `prepared` or, for None, over the module's current tensors.
-
-        Parameters are shared. Buffers are copied, since a forward pass may write them (batch statistics).
-        """
-        if self._skeleton is None:
-            return self._module
-        self._follow()
+        """The function, or the skeleton over `prepared` or the module's own parameters, and copies of buffers."""
+        skeleton, device = self._skeleton, self.device
+        skeleton.follow()
         self._warn_of_written_buffers()
-        for name, (source, target, key) in self._parameters.items():
+        for name, (source, target, key) in skeleton.parameters.items():
             tensor = source[key] if prepared is None else prepared[name]
-            target[key] = tensor if self.device is None else tensor.to(self.device)
-        for name, (source, target, key) in self._buffers.items():
+            target[key] = tensor if device is None else tensor.to(device)
+        for name, (source, target, key) in skeleton.buffers.items():
             buffer: Any = source[key] if prepared is None else prepared.get(name, source[key])
-            target[key] = self._copies[name] = buffer.detach().to(self.device or source[key].device, copy=True)
-        return self._skeleton.root
+            target[key] = skeleton.bound_buffers[name] = buffer.detach().to(device or source[key].device, copy=True)
+        return skeleton.root
 
     def buffers(self) -> dict[str, Tensor]:
         """The copies of the module's buffers that `bound` made, as the module has left them."""
-        return {name: target[key] for name, (_, target, key) in self._buffers.items()}
+        return {name: target[key] for name, (_, target, key) in self._skeleton.buffers.items()}
 
     def _warn_of_written_buffers(self) -> None:
         """Warn, once, if the module has written the copies of its buffers that `bound` made last."""
@@ -286,10 +260,10 @@ class TorchBacked(HeadedPolicy):
             return
         now = self.buffers()
 
-        def is_written(name: str, copied: Tensor) -> bool:  # as far as Torch counts that
-            return now[name] is not copied or (not copied.is_inference() and copied._version > 0)
+        def is_written(name: str, made: Tensor) -> bool:  # as far as Torch counts that
+            return now[name] is not made or (not made.is_inference() and made._version > 0)
 
-        if names := [name for name, copied in self._copies.items() if is_written(name, copied)]:
+        if names := [name for name, made in self._skeleton.bound_buffers.items() if is_written(name, made)]:
             self._warned = True
             warnings.warn(
                 f"{type(self._module).__name__} writes its buffers {clipped(str(names))} in its forward pass. Rollouts "

@@ -17,19 +17,14 @@ from typing_extensions import override
 
 from funcollect.arguments import check_arrays, check_flags, checked_device
 from funcollect.errors import PolicyError
+from funcollect.interop.memo import memo_of
 from funcollect.keys import torch_generator
 from funcollect.messages import note_arguments
 from funcollect.policies.base import Recorder, device_of, lane_mask, memory_of, recurrent_names, split_answer
 from funcollect.policies.checks import check_action, check_recurrent, check_rows, finish_columns
 from funcollect.policies.heads.head import Head, check_head
 from funcollect.policies.numerics import TORCH
-from funcollect.policies.torch_modules.torch_backed import (
-    Compiler,
-    TorchBacked,
-    TorchPolicyState,
-    check_callable,
-    check_compiler,
-)
+from funcollect.policies.torch_modules.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_module
 from funcollect.protocols import Actor, ActorInputs, Columns
 from funcollect.specs import ExplorationType
 from funcollect.tree import select
@@ -50,22 +45,20 @@ def torch_policy(
         module: called as ``module(observation)`` with the batch dimension; `observation` is a tensor [P, ...], a dict
             of them for a Dict space, a tuple for a Tuple space. With a head the module returns the distribution's
             parameters (see `funcollect.heads`), without one the action; or a flat dict that holds these and further
-            outputs to record, each [P, ...]. The parameters of a function are those of all modules that it refers to
-            when the policy is made: in its closure, globals and defaults, in functions that it calls, and in attributes
-            that it reads.
+            outputs to record, each [P, ...]. A function has the parameters of all modules that it refers to when the
+            policy is made: in its closure, globals and defaults, in functions that it calls, in attributes it reads.
         head: one of `funcollect.heads`.
         initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree of
-            tensors without a batch dimension. The module is then called as ``module(observation, state)`` and returns
-            ``(answer, next_state)``, with the batch dimension.
+            tensors without a batch dimension. The call is then ``module(observation, state) -> (answer, next_state)``.
         compile: demands one way of running; it is an error if that way does not work. None takes the first that works.
             ``"xla"``: the module lowered to JAX (see `funcollect.lower`): fused with an environment written in JAX; one
             call of XLA per step, head included, for other environments, for which None means ``"eager"``.
             ``"eager"``: Torch's own forward, called by Python at each step.
-            ``"inductor"``: as ``"eager"``, by `torch.compile`, equal to the module itself within rounding. It takes
-            seconds and a C++ compiler. A call costs about 15 microseconds, too much for a small MLP on a CPU.
-            ``"cudagraph"``: with an environment written in Torch, on a GPU: policy, environment and recording are
-            captured as CUDA graphs of 32 steps. Neither may read a tensor's value on the host. A change of the module
-            between rollouts (see below) captures new graphs; other tensors of a function must stay the same ones.
+            ``"inductor"``: the same by `torch.compile`, within rounding. It takes seconds and a C++ compiler. A call
+            costs about 15 microseconds, too much for a small MLP on a CPU.
+            ``"cudagraph"``: with an environment written in Torch, on a GPU: policy, environment and recording as CUDA
+            graphs of 32 steps. Neither may read a tensor's value on the host, and tensors of a function must stay the
+            same ones. A change of the module between rollouts (see below) captures new graphs.
         device: where the policy runs; by default where its parameters are.
         record_state: records the recurrent state before each step, as ``recurrent``, or ``recurrent_0``,
             ``recurrent_1``, … of its leaves, those of a dict in the order of sorted keys: `evaluate_actions` can then
@@ -84,50 +77,20 @@ def torch_policy(
 
     >>> import torch, funcollect as fc
     >>> policy = torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
-    >>> env = fc.make_env("CartPole-v1", num_envs=3)
-    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
-    >>> batch["action"].shape
-    torch.Size([3, 5])
     """
     recurrent = initial_state is not None
     inputs = "the observation and the state" if recurrent else "the observation (a recurrent one: initial_state=)"
-    check_callable(module, f"a torch.nn.Module or a function of {inputs}", 1 + recurrent)
+    check_module(module, f"a torch.nn.Module or a function of {inputs}", 1 + recurrent, compile)
     check_head(head)
-    check_compiler(compile)
     check_arrays("initial_state", optree.tree_leaves(initial_state))
     check_flags(record_state=record_state)
     return TorchPolicy(module, head, initial_state, checked_device(device), compile, record_state=record_state)
 
 
-class CompiledCall:
-    """Calls a module through `torch.compile`: the same graph whichever tensors are bound as its parameters.
-
-    Torch compiles a module at its first call, and again only for another object. Another process compiles again.
-    """
-
-    def __init__(self, compiler: str) -> None:
-        self._compiler = compiler
-        self._made: tuple[Any, Callable[..., Any]] | None = None  # the module, and its compiled call
-
-    def __call__(self, module: Callable[..., Any], run_device: torch.device) -> Callable[..., Any]:
-        """The compiled `module`."""
-        if self._made is None or self._made[0] is not module:
-            program = os.environ.get("CXX", "g++")
-            if run_device.type == "cpu" and shutil.which(program) is None:
-                raise PolicyError(
-                    f"compile='inductor' needs a C++ compiler, and {program!r} is not there: install g++, set CXX to "
-                    "the one there is, or leave compile out"
-                )
-            options: Any = {"cpp_wrapper": True} if self._compiler == "inductor" else None  # halves a small call's cost
-            self._made = module, torch.compile(module, backend=self._compiler, options=options)
-        return self._made[1]
-
-    def __reduce__(self) -> Any:
-        return CompiledCall, (self._compiler,)
-
-
 class TorchPolicy(TorchBacked):
     """See `torch_policy`."""
+
+    torch_backend = "inductor"  # of `torch.compile`
 
     def __init__(
         self,
@@ -143,26 +106,31 @@ class TorchPolicy(TorchBacked):
         super().__init__(module, device, initial_state, compiler)
         self.record_state = record_state and initial_state is not None
         self.keys = tuple(keys)  # of a Dict space, each passed as an argument; if empty, the dict is the one argument
-        self._compiled = CompiledCall(compiler) if compiler == "inductor" else None
         self.head = head
-
-    @override
-    def take_over(self, policy: Any, **changed: Any) -> None:
-        module = changed.pop("module")
-        super().take_over(policy, **changed)
-        self._warned, self._compiled = False, self._compiled and CompiledCall("inductor")
-        self.replace(module)
 
     def on(self, device: torch.device | None) -> TorchPolicy:
         """A policy like this one, over the same module, that runs on another device."""
         twin = copy.copy(self)
-        twin.take_over(self, module=self.module, device=device)
+        twin.device, twin._warned = device, False
+        twin.replace(self.module)
         return twin
 
     @override
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
         module = super().bound(prepared)
-        return self._compiled(module, self.run_device or torch.device("cpu")) if self._compiled else module
+        if self.compiler != "inductor":
+            return module
+        memo = memo_of(self)  # Torch compiles a module at its first call, and again only for another object
+        if memo.get("compiled", (None,))[0] is not module:
+            program = os.environ.get("CXX", "g++")
+            if (self.run_device or torch.device("cpu")).type == "cpu" and shutil.which(program) is None:
+                raise PolicyError(
+                    f"compile='inductor' needs a C++ compiler, and {program!r} is not there: install g++, set CXX to "
+                    "the one there is, or leave compile out"
+                )
+            options: Any = {"cpp_wrapper": True} if self.torch_backend == "inductor" else None  # halves a call's cost
+            memo["compiled"] = module, torch.compile(module, backend=self.torch_backend, options=options)
+        return memo["compiled"][1]  # type: ignore[no-any-return]
 
     def arguments(self, observation: Any, recurrent: Any) -> tuple[Any, ...]:
         """The arguments of the module."""
@@ -189,25 +157,25 @@ class TorchActor(Actor):
     """One forward pass per step; log-probabilities and checks once at the end."""
 
     def __init__(self, policy: TorchPolicy, inputs: ActorInputs) -> None:
-        self._inputs, self._policy = inputs, policy
-        module, keys = policy.bound(inputs.params), policy.keys
-
-        def on_keys(observation: Any, *rest: Any) -> Any:
-            return module(*[observation[key] for key in keys], *rest)
-
-        self._module = on_keys if keys else module
+        self._inputs, self._spec, self._module = inputs, inputs.spec, policy.bound(inputs.params)
         leaves = optree.tree_leaves(inputs.observation)
         self._run_device = run_device = policy.run_device or device_of(leaves)
+        self._arguments = policy.arguments(inputs.observation, None)
         away = any(leaf.device != run_device for leaf in leaves)
-        self._move = partial(optree.tree_map, lambda leaf: leaf.to(run_device)) if away else None
-        self._head = _head_in_torch(policy.head, inputs, run_device)
+        self._move: Any = partial(optree.tree_map, lambda leaf: leaf.to(run_device)) if away else None
+        # On a GPU a number is written there, since to copy it there would be to wait.
+        values = {
+            name: value if isinstance(value, Tensor) else torch.full((), value, device=run_device)
+            for name, value in inputs.exploration.values.items()
+        }
+        self._head = policy.head.at(values) if policy.head and values else policy.head
         self._noise = noise_by_step(inputs.noise if inputs.stochastic else None, run_device)
-        self._observation, self._spec = inputs.observation, inputs.spec
-        self.recurrent = _copied(inputs.policy_state.on(run_device).recurrent)  # the current one of all lanes, or None
+        # A copy, as the next ones are: a module may write its state in place, or keep what it returned.
+        self.recurrent = optree.tree_map(torch.clone, inputs.policy_state.on(run_device).recurrent)  # or None
         self._initial = inputs.initial_state.on(run_device).recurrent
         self._state_names = recurrent_names(optree.tree_leaves(self.recurrent)) if policy.record_state else []
         self._read = set(map(memory_of, leaves))
-        self._generator = inputs.policy_state.generator.clone()
+        self._generator, self._compiled = inputs.policy_state.generator.clone(), policy.compiler == "inductor"
         self._wanted = torch.Size((inputs.num_envs, *inputs.spec.shape))
         self._chosen: tuple[str, ...] = ("action",)  # the keys of the head's samples
         self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self.recurrent is not None)
@@ -217,25 +185,26 @@ class TorchActor(Actor):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         guarded: Any = contextlib.nullcontext()
-        if self._policy._compiled is not None:  # Torch compiles again if a hook was added or removed
+        if self._compiled:  # Torch compiles again if a hook was added or removed
             guarded = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
         with torch.no_grad(), torch_generator(self._generator, self._run_device), guarded:
             yield
 
     @override
     def act(self, t: int) -> Tensor:
-        observation = self._observation if self._move is None else self._move(self._observation)
+        given = self._arguments if self._move is None else self._move(self._arguments)
+        recurrent = self.recurrent
+        arguments = given if recurrent is None else (*given, recurrent)
         # Copies, since a module may write the next state into the memory of this one.
-        before = [leaf.clone() for leaf in optree.tree_leaves(self.recurrent)] if self._state_names else ()
+        before = [leaf.clone() for leaf in optree.tree_leaves(recurrent)] if self._state_names else ()
         try:
-            answer = self._module(observation) if self.recurrent is None else self._module(observation, self.recurrent)
+            answer = self._module(*arguments)
         except Exception as error:
-            arguments = self._policy.arguments(observation, self.recurrent)
-            note_arguments(error, "the policy's module", arguments, self.recurrent)
+            note_arguments(error, "the policy's module", arguments, recurrent)
             raise
-        if self.recurrent is not None:
+        if recurrent is not None:
             if t == 0:
-                check_recurrent(answer, self.recurrent)
+                check_recurrent(answer, recurrent)
             answer, self.recurrent = answer[0], self._apart(answer[1])
         extras: Sequence[Tensor] = ()
         if type(answer) is not Tensor and isinstance(answer, Mapping):
@@ -263,7 +232,7 @@ class TorchActor(Actor):
     def _apart(self, recurrent: Any) -> Any:
         """The next recurrent state outside the observation's memory, which the next step overwrites."""
         shared = any(memory_of(leaf) in self._read for leaf in optree.tree_leaves(recurrent))
-        return _copied(recurrent) if shared else recurrent
+        return optree.tree_map(torch.clone, recurrent) if shared else recurrent
 
     @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
@@ -277,7 +246,8 @@ class TorchActor(Actor):
 
     @override
     def finish(self) -> tuple[TorchPolicyState, Columns]:
-        return TorchPolicyState(_copied(self.recurrent), self._generator), self.outputs_of(self.recorded())
+        recurrent = optree.tree_map(torch.clone, self.recurrent)
+        return TorchPolicyState(recurrent, self._generator), self.outputs_of(self.recorded())
 
     def outputs_of(self, recorded: Sequence[Tensor]) -> Columns:
         """The outputs for the batch, checked, from what was recorded."""
@@ -307,20 +277,3 @@ def noise_by_step(noise: Tensor | None, run_device: torch.device) -> Callable[[i
         return current
 
     return copied
-
-
-def _head_in_torch(head: Head | None, inputs: ActorInputs, device: torch.device) -> Head | None:
-    """A policy's head with the values of this rollout, as tensors on `device`."""
-
-    def on_device(value: Any) -> Tensor:
-        if type(value) is float and device.type != "cpu":  # written there, since to copy it there would be to wait
-            return torch.full((), value, device=device)
-        return torch.as_tensor(value, device=device)
-
-    values = {name: on_device(value) for name, value in inputs.exploration.values.items()}
-    return head.at(values) if head and values else head
-
-
-def _copied(recurrent: Any) -> Any:
-    """A copy of the recurrent state: a module may write its state in place, or keep what it returned."""
-    return None if recurrent is None else optree.tree_map(torch.clone, recurrent)

@@ -10,7 +10,7 @@ from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
 
 import funcollect as fc
 from funcollect.core.loops import tensor
-from funcollect.policies.jax_functions.program import layout, pack
+from funcollect.policies.jax_functions.program import layout, pack, unpack
 from funcollect.specs import assemble
 from tests.support.cases import jax_keyed, jax_mlp, jax_recurrent, make_env
 from tests.support.compare import assert_close, assert_same, collect
@@ -67,18 +67,17 @@ PACKED = {
 
 
 def test_packing_and_unpacking_give_back_every_bit():
-    fields = layout(PACKED, 2)
-    assert fields[0].name == "action"
-    words = np.asarray(jax.jit(lambda outputs: pack(outputs, fields))({k: jnp.asarray(v) for k, v in PACKED.items()}))
+    row = layout(PACKED, 2)
+    assert row.names[0] == "action"
+    words = np.asarray(jax.jit(lambda outputs: pack(outputs, row))({k: jnp.asarray(v) for k, v in PACKED.items()}))
     assert words.dtype == np.int32
-    assert words.shape == (2, fields[-1].stop)
+    assert words.shape == (2, row.itemsize // 4)
     stacked = np.stack([words, words[::-1]])
-    for field in fields:
-        value = PACKED[field.name]
-        wide = value.astype(np.float32) if field.name == "brain" else value
-        back = field.unpack(stacked)
-        assert back.dtype == wide.dtype, field.name
-        assert back.tobytes() == wide.tobytes() + wide[::-1].tobytes(), field.name
+    for name, value in PACKED.items():
+        wide = value.astype(np.float32) if name == "brain" else value
+        back = unpack(stacked, row, name, value.dtype)
+        assert back.dtype == wide.dtype, name
+        assert back.tobytes() == wide.tobytes() + wide[::-1].tobytes(), name
 
 
 def keyed(params, x, key):

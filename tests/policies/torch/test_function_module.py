@@ -11,7 +11,6 @@ from torch import nn
 import funcollect as fc
 from funcollect.policies.torch_modules.settings import dumps, pack, unpack
 from funcollect.policies.torch_modules.skeleton import modules_of
-from funcollect.policies.torch_modules.torch_policy import CompiledCall
 from tests.support.compare import collect
 from tests.support.running import once
 
@@ -170,7 +169,7 @@ def test_compiled_functions_follow():
     function, network = KINDS["closure"]()
     always(network, 0)
     policy = fc.torch_policy(function, head=fc.heads.greedy, compile="inductor")
-    policy._compiled = CompiledCall("eager")
+    policy.torch_backend = "eager"
     saved = policy.state_dict()
     assert acts(policy, 0)
     always(network, 1)

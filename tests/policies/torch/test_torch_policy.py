@@ -9,7 +9,6 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import nn
 
 import funcollect as fc
-from funcollect.policies.torch_modules.torch_policy import CompiledCall
 from tests.support.compare import assert_same, collect
 
 ENVS = ["CartPole-v1", "torch/CartPole-v1"]
@@ -217,7 +216,7 @@ def test_training_mode_is_the_modules_own():
     env = fc.make_env(ENV, num_envs=3)
     module = net()
     policy = fc.torch_policy(module, head=fc.heads.categorical, compile="inductor")
-    policy._compiled = CompiledCall("eager")
+    policy.torch_backend = "eager"
     whole = collect(env, policy, 30)["action_log_prob"]
     module.train()
     assert not torch.equal(collect(env, policy, 30)["action_log_prob"], whole)
