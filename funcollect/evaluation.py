@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections import deque
@@ -55,27 +56,23 @@ class Evaluation:
 class Evaluator:
     """Evaluates weights as `evaluate` does, in a separate process while the run continues.
 
-    Weights are copied when they are submitted. If the process falls behind, the newest weights are evaluated first, and
-    of those that wait only the newest `waiting` are kept. The process runs on one thread, on the CPU, and only while
-    a core has nothing else to do (Linux's idle priority). During `wait` it has the normal priority, if the system
-    permits that. It ends with `close`, with this object, and with the process that made it.
+    Weights are copied when they are submitted. If the process falls behind, the newest ones are evaluated first. The
+    process runs on one thread, on the CPU, and only while a core has nothing else to do (Linux's idle priority). During
+    `wait` it has the normal priority, if the system permits that. It ends with `close`, with this object, and with the
+    process that made it. `dropped` counts the weights that were dropped because later ones came.
 
     Args:
-        create_env_fn: the environment, as a collector takes it: a function or an id, since the process builds its own.
-        policy: the policy, as a collector takes it; it is copied once, to the CPU, and later only weights are sent. One
-            with ``compile="cudagraph"`` cannot run there: pass another of the same module.
+        create_env_fn, create_env_kwargs: the environment, as a collector takes it: a function or an id, since the
+            process builds its own.
+        policy, policy_factory: the policy, as a collector takes it; it is copied once, to the CPU, and later only
+            weights are sent. One with ``compile="cudagraph"`` cannot run there: pass another of the same module.
         episodes: whole episodes in each evaluation.
         seed: an int: all evaluations then start the same episodes. None draws a new seed for each evaluation.
         max_frames: frames after which an evaluation gives up.
         exploration_type: by default deterministic.
-        create_env_kwargs: keyword arguments for `make_env` or for the function.
-        policy_factory: a function that makes the policy in the process; give it or `policy`.
         film: where to save a film of the first episode, with ``{step}`` in its name: ``"films/{step}.mp4"``. This needs
             environments that render arrays (see `record`). None for no film.
-        waiting: how many submitted weights may wait.
-
-    Attributes:
-        dropped: how many weights were dropped because later ones came.
+        waiting: how many submitted weights may wait; later ones take the place of the oldest.
 
     Raises:
         TypeError, ValueError: for a bad argument.
@@ -128,13 +125,8 @@ class Evaluator:
     def submit(self, params: Any = None, step: int = 0) -> None:
         """Evaluate weights as they are now, once the process is free.
 
-        Args:
-            params: the policy's parameters; None for its own.
-            step: a number of your choice that comes back with the result.
-
-        Raises:
-            ValueError: for parameters that do not fit the policy.
-            EvaluationError: if the process has ended.
+        `params` are the policy's parameters, None for its own; `step` is a number of your choice that comes back with
+        the result. ValueError for parameters that do not fit; EvaluationError if the process has ended.
         """
         self._check_open()
         check_count("step", step)
@@ -152,8 +144,7 @@ class Evaluator:
     def results(self) -> list[Evaluation]:
         """The evaluations that have ended since the last call, in the order of their ends; does not wait.
 
-        Raises:
-            EvaluationError: if an evaluation raised, or the process has ended. The next call returns the others.
+        EvaluationError if an evaluation raised, or the process has ended. The next call returns the others.
         """
         self._check_open()
         self._pool.poll()
@@ -161,11 +152,7 @@ class Evaluator:
         return self._taken()
 
     def wait(self) -> list[Evaluation]:
-        """Wait until nothing is left to evaluate; return the evaluations that have ended since the last call.
-
-        Raises:
-            EvaluationError: as `results` does.
-        """
+        """Wait until nothing is left to evaluate; then as `results`."""
         self._check_open()
         _prioritize(self._child, idle=False)
         try:
@@ -210,16 +197,14 @@ class Evaluator:
 
 def _film_name(film: str) -> str:
     """The name of the film of step 0; ValueError unless each step has its own."""
-    try:
-        names = [film.format(step=step) for step in (0, 1)]
-    except (LookupError, AttributeError, TypeError, ValueError):
-        names = []
-    if len({*names}) < 2:
-        raise ValueError(
-            f"film is {film!r}, expected {{step}} in it and no other field, so that each film has its own name: pass "
-            "for example 'films/{step}.mp4'"
-        )
-    return names[0]
+    with contextlib.suppress(LookupError, AttributeError, TypeError, ValueError):
+        first, second = (film.format(step=step) for step in (0, 1))
+        if first != second:
+            return first
+    raise ValueError(
+        f"film is {film!r}, expected {{step}} in it and no other field, so that each film has its own name: pass for "
+        "example 'films/{step}.mp4'"
+    )
 
 
 class _Process(WorkerPool):
@@ -227,10 +212,8 @@ class _Process(WorkerPool):
 
     @override
     def _refusal(self, record: WorkerRecord, call: Call, failure: Failure) -> EvaluationError:
-        if call.name == "describe":
-            filmed = " or filmed" if record.job.film else ""
-            what = f"the environment or the policy could not be built{filmed}"
-        else:
+        what = f"the environment or the policy could not be built{' or filmed' if record.job.film else ''}"
+        if call.name == "evaluate":
             what = f"the evaluation of step {call.args[0]} raised an exception"
         error = EvaluationError(f"{what}: {failure.message}")
         error.__cause__ = failure.error()

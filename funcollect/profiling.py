@@ -171,7 +171,7 @@ def profile(
 def _profiled(collector: CollectorBase, frames: int, reader: Callable[[Any], Any] | None, subject: str) -> Profile:
     """Do what `profile` does for a collector, with checked arguments."""
     run = collector.run if isinstance(collector, WorkerCollector) else None
-    apart = 0 if run is None or run.gathering.together else len(run.workers)  # workers whose batches are their own
+    apart = 0 if run is None or run.together else len(run.workers)  # workers whose batches are their own
     first = _read(collector, reader, batches=max(apart, 1))
     waited = collector.stats().get("reader_waited", 0.0)
     with _timed(collector) as times:  # of a worker apart two batches may have been ready before

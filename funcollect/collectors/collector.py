@@ -12,7 +12,7 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from funcollect.collectors.in_use import InUse, exclusive
-from funcollect.collectors.options import ONLY_IN_TORCHRL, Options, RunOptions, Shard, collector
+from funcollect.collectors.options import Options, RunOptions, Shard, collector
 from funcollect.core.request import head_of
 from funcollect.core.saving import Episodes, checked_path
 from funcollect.errors import ClosedError
@@ -71,14 +71,6 @@ class CollectorBase(RunOptions, InUse, ABC):
     _lends = False  # whether the memory of a batch is reused once no view of it is alive
     _in_one_order = True  # whether all trajectories are; else those of each worker have an order of their own
     _given: ClassVar[Mapping[str, Any]] = {}  # the keywords that were given otherwise than they are in use
-    _elsewhere: ClassVar[Mapping[str, str]] = {
-        "backend": "the class decides it: SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector or "
-        "RayCollector",
-        "num_collectors": "MultiSyncDataCollector and MultiaSyncDataCollector have num_workers=, RayCollector has this "
-        "one",
-        "sync": "MultiSyncDataCollector is synchronous, MultiaSyncDataCollector is not; RayCollector has this argument",
-        **ONLY_IN_TORCHRL,
-    }  # TorchRL's `Collector` chooses another class by the first three
 
     def _fill(self, **values: Any) -> None:
         """Set keywords to the values in use. After an assignment, editors would show that, without the meaning."""
@@ -120,12 +112,25 @@ class CollectorBase(RunOptions, InUse, ABC):
     def _reseed(self, seed: int) -> int:
         """Begin new episodes, and return the number of lanes."""
 
-    @abstractmethod
-    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
-        """Everything that `continue_run` needs to collect the next batch as this run would, as plain data."""
+    def state_dict(self) -> Any:
+        """The state that `load_state_dict` takes: weights, keys and counts. Saving does not disturb the run."""
+        return self.saved_run(None)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Continue from a `state_dict`: the same weights, keys and counts; new episodes under ids not used before.
+
+        Weights that were the policy's own are written into the policy; others become `params`. Batches that workers
+        have ready belong to the run before, and are not delivered. ValueError for a state of other numbers of lanes or
+        workers, or weights that do not fit.
+        """
+        self.continue_run(state_dict, None)
 
     @abstractmethod
-    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
+    def saved_run(self, episodes: Episodes | None) -> Any:
+        """The run as plain data, for `continue_run`: with its episodes, or for None a `state_dict`."""
+
+    @abstractmethod
+    def continue_run(self, saved: Any, episodes: Episodes | None) -> None:
         """Continue a saved run; raises as `restore` of a collector does."""
 
     @abstractmethod
@@ -160,12 +165,8 @@ class CollectorBase(RunOptions, InUse, ABC):
         then deliver the batches that this one would have, bit for bit. Asynchronous ones lose and repeat no frame, and
         each lane continues bit for bit as long as the weights do not change. Saving does not disturb the run.
 
-        Args:
-            path: the file. An earlier one is replaced once this one is complete.
-            episodes: ``"restart"`` saves no episodes in flight: others begin after loading, under new trajectory ids.
-
-        Raises:
-            ReplayError, OSError: as `funcollect.save` does.
+        An earlier file is replaced once this one is complete. ``episodes="restart"`` saves no episodes in flight:
+        others begin after loading, under new trajectory ids. ReplayError and OSError as `funcollect.save` has them.
         """
         file = checked_path(path, episodes)
         self._check_open()
@@ -177,16 +178,8 @@ class CollectorBase(RunOptions, InUse, ABC):
         """Continue the run in a file that `save` of such a collector has written.
 
         Weights that were the policy's own are written into the policy, and the seed becomes that of the saved run.
-        After an exception, call `restore` again, or build another collector.
-
-        Args:
-            path: the file.
-            episodes: ``"restart"`` begins new episodes in all lanes, under new trajectory ids.
-
-        Raises:
-            FileNotFoundError, ReplayError, EnvError: as `funcollect.load` does.
-            ValueError: for a file that is damaged or of another version, or a run with other keywords, environments or
-                policy.
+        ``episodes="restart"`` begins new episodes in all lanes, under new trajectory ids. Raises as `funcollect.load`
+        does, ValueError also for a run with other keywords. Then call `restore` again, or build another collector.
         """
         file = checked_path(path, episodes)
         self._check_open()
@@ -221,14 +214,9 @@ class CollectorBase(RunOptions, InUse, ABC):
     ) -> Self:
         """Build a collector that continues the run in a file that `save` has written; raises as `restore` does.
 
-        Args:
-            path: the file.
-            create_env_fn: as the constructor takes it; environments like those of the saved run.
-            policy: as the constructor takes it. It gets the saved weights if they were its own.
-            episodes: as `restore` takes it.
-            keywords: as the constructor takes them. Numbers and flags have the saved values unless given; those that
-                define the run have to equal the saved ones. Functions, devices, arguments for environments and Ray,
-                `num_threads` and `in_process` are not saved.
+        The arguments are those of the constructor, with environments and a policy like those of the saved run. Numbers
+        and flags have the saved values unless given; those that define the run have to equal the saved ones. Functions,
+        devices, arguments for environments and Ray, `num_threads` and `in_process` are not saved.
         """
         saved = read_data(checked_path(path, episodes, "pass the name of a file, before create_env_fn"), _KIND)
         cls._check_saved(saved, {name: _plain(value) for name, value in keywords.items()})
@@ -247,7 +235,6 @@ class CollectorBase(RunOptions, InUse, ABC):
         return made
 
     def _plain_keywords(self) -> dict[str, Any]:
-        """The keywords that are saved, as plain values."""
         names = {each.name for each in fields(self) if each.init} - _NOT_SAVED
         values = {name: _plain(self._given.get(name, getattr(self, name))) for name in sorted(names)}
         return {name: value for name, value in values.items() if value is not _NOT_PLAIN}
@@ -267,13 +254,13 @@ class CollectorBase(RunOptions, InUse, ABC):
 
     def _beside_weights(self) -> dict[str, str]:
         """A policy's head with its numbers, and its `clip`, as text; empty where there is none in this process."""
-        texts = {"head": "", "clip": "none" if is_policy(self.policy) else ""}
-        if (head := head_of(self.policy)) is not None:
-            numbers = [f"{name}={value}" for name, value in head.values.items() if isinstance(value, float)]
-            texts["head"] = f"{head.name}({', '.join(numbers)})"
+        head, clip = "", "none" if is_policy(self.policy) else ""
+        if (own := head_of(self.policy)) is not None:
+            numbers = [f"{name}={value}" for name, value in own.values.items() if isinstance(value, float)]
+            head = f"{own.name}({', '.join(numbers)})"
         if isinstance(self.policy, Normalized):
-            texts["clip"] = str(self.policy.clip)
-        return texts
+            clip = str(self.policy.clip)
+        return {"head": head, "clip": clip}
 
     def async_shutdown(self, timeout: float | None = None) -> None:
         """`shutdown`, by TorchRL's name for asynchronous collectors."""
@@ -328,7 +315,6 @@ class CollectorBase(RunOptions, InUse, ABC):
                 self._pending[source] = self._pending.get(source, PendingTrajectories()).add(part)
 
     def _check_statistics(self) -> None:
-        """Raise TypeError if there are no statistics to update."""
         if self.update_statistics and not isinstance(self.policy, Normalized):
             raise TypeError(
                 f"update_statistics is True, but the policy is {type(self.policy).__name__}, which has no statistics "
@@ -337,7 +323,6 @@ class CollectorBase(RunOptions, InUse, ABC):
             )
 
     def _add_to_statistics(self, moments: RunningStatistics) -> None:
-        """Add a batch's moments to the policy's statistics; it acts with them as another version of its parameters."""
         policy, self._moments = self.policy, None
         trainable, before = policy.params if self.params is None else policy.pair(self.params)
         policy.statistics = after = merge(before, moments)
@@ -350,9 +335,7 @@ class CollectorBase(RunOptions, InUse, ABC):
     _check_ready = _check_open
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{self!r} cannot be copied or pickled: save(path) writes its run, which load continues in any process"
-        )
+        raise TypeError(f"{self!r} cannot be copied or pickled: save(path) writes its run, and load continues it")
 
     def __enter__(self) -> Self:
         return self
@@ -362,7 +345,6 @@ class CollectorBase(RunOptions, InUse, ABC):
 
 
 def _plain(value: Any) -> Any:
-    """The value of a keyword as plain data, or `_NOT_PLAIN`."""
     if isinstance(value, ExplorationType):
         return value.name
     if isinstance(value, Shard):

@@ -50,10 +50,7 @@ def exclusive(method: _Method) -> _Method:
 
 
 class _Filler:
-    """Calls ``buffer.extend(batch)`` for every batch, in a thread, which refers to the collector only meanwhile.
-
-    So a collector without other references is freed.
-    """
+    """Calls ``buffer.extend(batch)`` for every batch, in a thread that lets a collector be freed between batches."""
 
     def __init__(self, collector: Iterator[Any], buffer: Any) -> None:
         if not callable(getattr(buffer, "extend", None)):
@@ -64,7 +61,7 @@ class _Filler:
         self._collector, self._extend = weakref.ref(collector), buffer.extend
         self.going, self.one_batch = threading.Event(), threading.Lock()  # the thread holds it for one batch
         self.going.set()
-        self._busy = self._stopped = False
+        self._stopped = False
         self.error: BaseException | None = None  # that ended the thread, until it is raised
         self.thread = threading.Thread(target=self._run, name="funcollect filler", daemon=True)
         self.thread.start()
@@ -78,12 +75,8 @@ class _Filler:
         except BaseException as error:
             if not self._stopped:
                 self.error = error
-                warnings.warn(
-                    f"the buffer is no longer filled, {type(error).__name__}: {error}; the next call of the collector "
-                    "raises this",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                told = f"the buffer is no longer filled, {type(error).__name__}: {error}"
+                warnings.warn(f"{told}; the next call of the collector raises this", RuntimeWarning, stacklevel=2)
         finally:
             self.going.clear()
 
@@ -92,19 +85,15 @@ class _Filler:
         with self.one_batch:
             if self._stopped or (collector := self._collector()) is None:
                 return False
-            self._busy = self.going.is_set()
-            try:
-                if self._busy:
-                    batch = next(collector)
-                    del collector
-                    self._extend(batch)
-            finally:
-                self._busy = False
+            if self.going.is_set():
+                batch = next(collector)
+                del collector
+                self._extend(batch)
         return True
 
     @property
     def at_work(self) -> bool:
-        return self.thread.is_alive() and (self.going.is_set() or self._busy)
+        return self.thread.is_alive() and self.going.is_set()
 
     def stop(self) -> None:
         """Begin no other batch, and ignore the collector's exceptions from now on."""
@@ -125,10 +114,8 @@ class FillsBuffer(Iterator[Any]):
         """Fill a buffer in a thread, ``buffer.extend(batch)``, until the run ends or the collector is shut down.
 
         Meanwhile weights may be updated and `stats` read; everything else needs `pause`. An exception in the thread is
-        a RuntimeWarning at once, and is raised by the next call of the collector, `shutdown` included.
-
-        `buffer` is a replay buffer, or any object with a method `extend`; TypeError for another one, RuntimeError if a
-        buffer is being filled already.
+        a RuntimeWarning at once, and is raised by the next call of the collector, `shutdown` included. TypeError for a
+        buffer without a method `extend`, RuntimeError if one is being filled already.
 
         >>> import funcollect as fc
         >>> batches = []

@@ -10,7 +10,6 @@ from funcollect.collectors.options import LocalOptions, collector, options_of
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers import jobs
 from funcollect.collectors.workers.gathering import Join, in_this_process
-from funcollect.collectors.workers.jobs import listed
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
 
@@ -27,7 +26,7 @@ class ProcessCollector(WorkerCollector, LocalOptions):
     def _start(self, frames: Sequence[int], join: Join | None = None, *, prefetch: bool = False) -> None:
         """Check the keywords, and start a worker for each entry of `frames`: the frames of its rollouts."""
         check_flags(in_process=self.in_process)
-        if listed(self.storing_device) is not None:
+        if jobs.listed(self.storing_device) is not None:
             raise TypeError(
                 f"storing_device is {self.storing_device!r}, expected one device, on which a batch of several workers "
                 "lies: pass one; RayCollector takes a list"
@@ -36,10 +35,8 @@ class ProcessCollector(WorkerCollector, LocalOptions):
         self.num_workers, seed = len(frames), seed_of(key_from_seed(self.seed))
         self._fill(storing_device=self.options.storing_device, seed=seed)
         table = jobs.rows(len(frames), jobs.columns_of(self) | {"frames_per_batch": frames})
-        made = [
-            jobs.job_of(row, policy=self.policy, seed=seed, shard=self.shard.within(worker, len(frames)))
-            for worker, row in enumerate(table)
-        ]
+        shards = [self.shard.within(worker, len(frames)) for worker in range(len(frames))]
+        made = [jobs.job_of(*each, policy=self.policy, seed=seed) for each in zip(table, shards, strict=True)]
         if self.in_process:
             means = in_this_process()
         else:
@@ -57,10 +54,10 @@ class MultiSyncDataCollector(ProcessCollector):
     Batches are ``[W, P, T]``, ``T = ceil(ceil(frames_per_batch / W) / P)``, and ``[W, T]`` for single environments.
     Rows follow the lanes: worker ``w`` of ``W`` with ``P`` environments owns the lanes ``w * P`` to ``w * P + P - 1``.
 
-    Workers are processes, which start when the collector is constructed. They run one thread each and JAX on the CPU,
-    unless the keywords say otherwise. A worker that dies, raises, or is silent for `timeout` seconds ends the run with
-    `WorkerError`, or is replaced with ``on_failure="restart"``. Batches lie in shared memory, which is reused once no
-    view of a batch is alive; a reader that keeps every batch gets copies after the first few.
+    Workers are processes. They run one thread each and JAX on the CPU, unless the keywords say otherwise. A worker that
+    dies, raises, or is silent for `timeout` seconds ends the run with `WorkerError`, or is replaced with
+    ``on_failure="restart"``. Batches lie in shared memory, which is reused once no view of a batch is alive; a reader
+    that keeps every batch gets copies after the first few.
 
     >>> import funcollect as fc
     >>> collector = MultiSyncDataCollector(
@@ -87,7 +84,7 @@ class MultiSyncDataCollector(ProcessCollector):
         check_flags(prefetch=self.prefetch)
         count = jobs.number_of_workers(self.create_env_fn, self.num_workers)
         frames = jobs.shares(self.frames_per_batch, count)
-        if listed(self.frames_per_batch) is not None:
+        if jobs.listed(self.frames_per_batch) is not None:
             self._fill(_given={"frames_per_batch": self.frames_per_batch}, frames_per_batch=sum(frames))
         self._start(frames, self.cat_results, prefetch=self.prefetch)
 
@@ -97,9 +94,9 @@ class MultiaSyncDataCollector(ProcessCollector):
     """Batches of one rollout of one worker, in the order of their arrival.
 
     Batches are ``[P, T]``, ``T = ceil(frames_per_batch / P)``, and ``[T]`` for single environments; their lanes show
-    which worker collected them: worker ``w`` of ``W`` owns the lanes ``w * P`` to ``w * P + P - 1``. The batches of one
-    worker come in order. A worker continues while the reader is busy, with up to two batches ready; new weights act
-    from its next rollout on. Processes, failures and shared memory are as in `MultiSyncDataCollector`.
+    which worker collected them. The batches of one worker come in order. A worker continues while the reader is busy,
+    with up to two batches ready; new weights act from its next rollout on. Lanes, processes, failures and shared memory
+    are as in `MultiSyncDataCollector`.
 
     >>> import funcollect as fc
     >>> collector = MultiaSyncDataCollector(
@@ -116,7 +113,7 @@ class MultiaSyncDataCollector(ProcessCollector):
     _in_one_order = False
 
     def __post_init__(self) -> None:
-        if listed(frames := self.frames_per_batch) is not None:
+        if jobs.listed(frames := self.frames_per_batch) is not None:
             raise TypeError(f"frames_per_batch is {shown(frames)}, expected an int: that of each rollout")
         self._start([frames] * jobs.number_of_workers(self.create_env_fn, self.num_workers))
 

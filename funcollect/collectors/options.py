@@ -21,16 +21,8 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from typing_extensions import override
 
-from funcollect.arguments import (
-    check_choice,
-    check_count,
-    check_flags,
-    check_function,
-    check_kind,
-    check_optional_positive,
-    check_positive,
-    checked_device,
-)
+from funcollect import arguments
+from funcollect.arguments import check_function, check_kind, check_positive, checked_device
 from funcollect.core.request import NO_VALUES, OwnColumns, Request, Value, check_ends, check_exploration, check_values
 from funcollect.envs.registry import make_env
 from funcollect.interop.jax_setup import default_device_type
@@ -45,7 +37,7 @@ Device = torch.device | str | None
 _Class = TypeVar("_Class", bound=Any)
 _SENT = "update_policy_weights_ sends weights in every collector"
 _FILLED = "extend the buffer with each batch; the collectors with workers also have start(buffer)"
-ONLY_IN_TORCHRL: Mapping[str, str] = {  # keywords that say how TorchRL's collectors work, and why there is none here
+ONLY_IN_TORCHRL = {  # keywords that say how TorchRL's collectors work, and why there is none here
     "use_buffers": "batches are recorded into their own memory wherever that is possible",
     "return_same_td": "every batch has memory of its own, or is a view that is not written again while it is alive",
     "trust_policy": "policies need no trust",
@@ -67,7 +59,14 @@ ONLY_IN_TORCHRL: Mapping[str, str] = {  # keywords that say how TorchRL's collec
     "backend_options": "the collectors have their own keywords for workers",
     "worker_idx": "every batch has ('collector', 'lane')",
     "collector_class": "RayCollector has it",
-    "cat_results": "MultiSyncDataCollector has it",
+    "cat_results": "MultiSyncDataCollector has it; RayCollector stacks batches, whose own rows follow collector_kwargs",
+}
+_ELSEWHERE: Mapping[str, str] = ONLY_IN_TORCHRL | {  # keywords that some collectors refuse, and why
+    "backend": "the class decides it: SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector, RayCollector",
+    "num_collectors": "MultiSyncDataCollector and MultiaSyncDataCollector have num_workers=, RayCollector has this one",
+    "sync": "MultiSyncDataCollector is synchronous, MultiaSyncDataCollector is not; RayCollector has this argument",
+    "in_process": "MultiSyncDataCollector has it",
+    "update_at_each_batch": "it is update_after_each_batch here, as TorchRL calls it",
 }
 _NOT_WHOLE = {  # what does not go together with whole trajectories: `reset_when_done` unless set, the others if set
     "reset_at_each_iter": "a reset would interrupt them",
@@ -82,7 +81,7 @@ def collector(cls: type[_Class]) -> type[_Class]:
     """Make the fields of a class, its own and those of its bases, the keywords of its constructor.
 
     Each field has its meaning in a string below it, where editors look for it. The docstring gets all of them, for
-    ``help``. The constructor refuses an unknown keyword with TypeError, and explains those in the class's `_elsewhere`.
+    ``help``. The constructor refuses an unknown keyword with TypeError.
     """
     dataclass(kw_only=True, eq=False, repr=False)(cls)
     plain = cls.__init__
@@ -91,8 +90,7 @@ def collector(cls: type[_Class]) -> type[_Class]:
 
     @wraps(plain)
     def init(self: Any, *args: Any, **keywords: Any) -> None:
-        if unknown := sorted(keywords.keys() - known):
-            raise TypeError(_refusal(unknown, known, cls._elsewhere))
+        _refuse(sorted(keywords.keys() - known), known)
         plain(self, *args, **keywords)
 
     cls.__init__ = init
@@ -100,16 +98,16 @@ def collector(cls: type[_Class]) -> type[_Class]:
     return cls
 
 
-def _refusal(unknown: Sequence[str], known: set[str], elsewhere: Mapping[str, str]) -> str:
-    """The message about unknown keywords."""
-    if here := [f"{name} ({elsewhere[name]})" for name in unknown if name in elsewhere]:
-        return f"this collector has no argument {', '.join(here)}: leave it out"
-    alike = [found for name in unknown for found in get_close_matches(name, known, 1)]
-    likely = f" (perhaps you meant {' and '.join(alike)})" if alike else ""
-    return (
-        f"the keywords {unknown} are unknown{likely}, expected some of {', '.join(sorted(known))}: check the spelling, "
-        "and give arguments of make_env as create_env_kwargs"
-    )
+def _refuse(unknown: Sequence[str], known: set[str]) -> None:
+    if here := [f"{name} ({_ELSEWHERE[name]})" for name in unknown if name in _ELSEWHERE]:
+        raise TypeError(f"this collector has no argument {', '.join(here)}: leave it out")
+    if unknown:
+        alike = [found for name in unknown for found in get_close_matches(name, known, 1)]
+        likely = f" (perhaps you meant {' and '.join(alike)})" if alike else ""
+        raise TypeError(
+            f"the keywords {unknown} are unknown{likely}, expected some of {', '.join(sorted(known))}: check the "
+            "spelling, and give arguments of make_env as create_env_kwargs"
+        )
 
 
 def _with_keywords(cls: type, keywords: Iterable[str]) -> str:
@@ -144,8 +142,8 @@ def _meanings(module: str) -> dict[str, dict[str, str]]:
 class Shard:
     """The lanes of one part of a larger run: part `index` of `count` has ``index * L`` to ``index * L + L - 1``.
 
-    L is the number of lanes in each part, those of all its workers together. Workers that are added to a run later have
-    an index of `count` or more. A negative index, or a count below 1, raises ValueError.
+    L is the number of lanes in each part, those of all its workers together. Parts that are added later have an index
+    of `count` or more. A negative index, or a count below 1, raises ValueError.
 
     >>> import funcollect as fc
     >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=2, shard=fc.Shard(index=1, count=2)) as second:
@@ -157,7 +155,7 @@ class Shard:
     count: int = 1
 
     def __post_init__(self) -> None:
-        check_count("index", self.index)
+        arguments.check_count("index", self.index)
         check_positive("count", self.count, example=2)
 
     def within(self, worker: int, count: int) -> Shard:
@@ -185,8 +183,8 @@ class RunOptions:
     """steps after which a trajectory is truncated; None or negative for no limit."""
     init_random_frames: int | None = None
     """frames at the start of the run with random actions, rounded up to whole batches. Their log-probabilities are
-    those of the uniform distribution that drew them. The policy runs all the same. If it carries its own
-    action from step to step, that action was not executed; a warning says so if the policy may do that."""
+    those of the uniform distribution. The policy runs all the same; a warning is given if it may carry its own action,
+    which was not executed, from step to step."""
     reset_at_each_iter: bool = False
     """begin every batch with new episodes."""
     split_trajs: bool = False
@@ -204,13 +202,12 @@ class RunOptions:
     leave them out of a buffer from which single frames are sampled."""
     set_truncated: bool = False
     """mark the last frame of each lane in a batch as truncated, so that nothing is bootstrapped across batches. The
-    episode continues; ``("collector", "cut")``, which `episode_stats` and `track` read, is True at those of these
-    frames that did not end by themselves."""
+    episode continues; ``("collector", "cut")``, which `episode_stats` and `track` read, is True at such frames unless
+    the episode ended there."""
     trajs_per_batch: int | None = None
-    """deliver this many whole trajectories in each batch, as `rollout_trajectories` does: of all lanes those that began
-    first. Where each worker delivers its own batches, they are of its lanes. `frames_per_batch` are collected at a
-    time; `frames` and `total_frames` count them, including those that wait for the next batch. None for batches of
-    frames."""
+    """deliver this many whole trajectories in each batch, as `rollout_trajectories` does: those that began first, of
+    all lanes or of the worker that delivers. `frames_per_batch` are collected at a time; `frames` and `total_frames`
+    count them, including those that wait for the next batch. None for batches of frames."""
     traj_format: TrajectoryFormat = "cat"
     """how `trajs_per_batch` delivers them: ``"cat"`` for one after another, ``[F]``; ``"padded"`` for ``[N, Tmax]``
     with zeros where ``("collector", "mask")`` is False."""
@@ -258,13 +255,11 @@ class Options(RunnerOptions):
         check_kind("shard", self.shard, Shard, "pass for example Shard(index=0, count=2)")
         check_exploration(self.exploration_type)
         check_values(self.exploration)
-        if isinstance(self.total_frames, int) and self.total_frames < 1 and self.total_frames != -1:
-            raise ValueError(
-                f"total_frames is {self.total_frames}, expected at least 1: give a number, or -1 for an endless run"
-            )
-        if self.total_frames != -1:
-            check_positive("total_frames", self.total_frames)
-        check_flags(**{each.name: getattr(self, each.name) for each in fields(self) if each.type == "bool"})
+        if (total := self.total_frames) != -1:
+            if isinstance(total, int) and total < 1:
+                raise ValueError(f"total_frames is {total}, expected at least 1: pass one, or -1 for an endless run")
+            check_positive("total_frames", total)
+        arguments.check_flags(**{each.name: getattr(self, each.name) for each in fields(self) if each.type == "bool"})
         for name in ("max_frames_per_traj", "init_random_frames"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
@@ -281,9 +276,8 @@ class Options(RunnerOptions):
             setattr(self, name, checked_device(self.device) if given is None else checked_device(given, name))
 
     def _check_trajectories(self) -> None:
-        """Raise for a keyword that does not go together with whole trajectories."""
-        check_optional_positive("trajs_per_batch", self.trajs_per_batch)
-        check_choice("traj_format", self.traj_format, get_args(TrajectoryFormat))
+        arguments.check_optional_positive("trajs_per_batch", self.trajs_per_batch)
+        arguments.check_choice("traj_format", self.traj_format, get_args(TrajectoryFormat))
         if self.trajs_per_batch is None:
             if self.traj_format != "cat":
                 raise ValueError(f"traj_format is {self.traj_format!r}, but trajs_per_batch is None: pass both")

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from tensordict import TensorDictBase
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
-from funcollect.collectors.cluster.jobs import NOT_HERE, actor_jobs, check_class, number_of_collectors
-from funcollect.collectors.collector import CollectorBase
+from funcollect.collectors.cluster.jobs import actor_jobs, check_class, number_of_collectors
 from funcollect.collectors.multi import MultiaSyncDataCollector
-from funcollect.collectors.options import ONLY_IN_TORCHRL, Device, Shard, collector, options_of
+from funcollect.collectors.options import Device, Shard, collector, options_of
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.gathering import Join
 from funcollect.collectors.workers.jobs import DEVICES, columns_of, listed, rows, shares, want_accelerators
 from funcollect.collectors.workers.worker import Job, WorkerInfo
 from funcollect.core.saving import Episodes
-from funcollect.core.whole_episodes import check_limited
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
 from funcollect.trajectories.final_observations import attach, detach
 
-_LISTS = (
-    "create_env_fn", *DEVICES, "create_env_kwargs", "policy_factory", "storing_device", "collector_kwargs",
-    "remote_configs",
-)  # fmt: skip
+_OF_ACTORS = ("collector_kwargs", "remote_configs")
+_LISTS = ("create_env_fn", *DEVICES, "create_env_kwargs", "policy_factory", "storing_device", *_OF_ACTORS)
 _NESTED = ("num_threads", "timeout", "start_timeout", "on_failure")  # also for collectors that have workers
 _STACK: Join = "stack"
 _TO_REPORT = 10.0  # seconds that a collector in an actor has to report the failure of its own workers
@@ -47,10 +43,8 @@ class RayCollector(WorkerCollector):
     Batches are copied once out of Ray's object store, into memory that is reused once no view of it is alive. Weights
     are put into the object store once per update.
 
-    Raises:
-        ImportError: without Ray.
-        TypeError, ValueError: for a bad argument, before any actor starts.
-        WorkerError: if the cluster lacks the resources, or a collector cannot be built.
+    ImportError without Ray; TypeError or ValueError for a bad argument, before any actor starts; WorkerError if the
+    cluster lacks the resources, or a collector cannot be built.
 
     >>> import funcollect as fc
     >>> with fc.RayCollector(["CartPole-v1"] * 2, frames_per_batch=50, total_frames=100) as collector:
@@ -86,12 +80,6 @@ class RayCollector(WorkerCollector):
     prefetch: bool = False
     """with `sync`, collect the next batch while the reader works on one."""
 
-    _elsewhere: ClassVar[Mapping[str, str]] = {
-        "backend": CollectorBase._elsewhere["backend"],
-        **ONLY_IN_TORCHRL,
-        **NOT_HERE,
-    }
-
     def __post_init__(self) -> None:
         check_class(self.collector_class)
         self._check_own()
@@ -104,14 +92,12 @@ class RayCollector(WorkerCollector):
         self._check(options_of(self, **devices, storing_device=self._stored(count)))
         self._fill(seed=seed_of(key_from_seed(self.seed)))
         defaults = {name: each.default for name, each in self.__dataclass_fields__.items()}
-        self._columns = {name: value for name, value in columns_of(self).items() if value is not defaults[name]}
-        self._columns |= {"collector_kwargs": self.collector_kwargs, "remote_configs": self.remote_configs}
+        nested, workers = issubclass(self.collector_class, WorkerCollector), self.num_workers_per_collector
+        own = {name: value for name, value in columns_of(self).items() if value is not defaults[name]}
+        own |= {name: getattr(self, name) for name in (*_OF_ACTORS, *(_NESTED if nested else ()))}
         if self.sync:
-            self._columns["frames_per_batch"] = shares(self.frames_per_batch, count)[0]
-        nested = issubclass(self.collector_class, WorkerCollector)
-        if nested:
-            self._columns |= {name: getattr(self, name) for name in _NESTED}
-        workers = self.num_workers_per_collector
+            own["frames_per_batch"] = shares(self.frames_per_batch, count)[0]
+        self._columns = own
         jobs = self._jobs(count, self._columns, Shard(0, count * workers), workers, self.policy)
         self._since = dict.fromkeys(range(count), 0)  # batches of each collector since it was sent weights
         from funcollect.collectors.cluster.transport import over_ray  # imports Ray
@@ -124,7 +110,6 @@ class RayCollector(WorkerCollector):
         self.num_collectors = count
 
     def _check_own(self) -> None:
-        """Check the keywords that only this class has."""
         check_flags(sync=self.sync, update_after_each_batch=self.update_after_each_batch, prefetch=self.prefetch)
         check_kind("ray_init_config", self.ray_init_config, (Mapping, type(None)), "pass a dict for ray.init")
         if self.prefetch and not self.sync:
@@ -154,17 +139,13 @@ class RayCollector(WorkerCollector):
         each = [checked_device(device, "storing_device") for device in given]
         alike = len({*each}) == 1
         if self.sync and not alike:
-            raise ValueError(
-                f"storing_device is {self.storing_device}, expected one for sync=True: a batch is in one place"
-            )
+            raise ValueError(f"storing_device is {self.storing_device}, expected one for sync=True: pass one device")
         self._storing: dict[int, Device] = {} if alike else dict(enumerate(each))
         return each[0] if alike else None
 
     def _jobs(self, count: int, columns: Mapping[str, Any], shard: Shard, workers: int, policy: Any) -> list[Job]:
         assert self.seed is not None
-        return actor_jobs(
-            self.collector_class, count, columns, policy=policy, seed=self.seed, shard=shard, workers=workers
-        )
+        return actor_jobs(self.collector_class, count, columns, shard, workers, policy=policy, seed=self.seed)
 
     @property
     def num_workers(self) -> int:
@@ -183,16 +164,15 @@ class RayCollector(WorkerCollector):
 
     @override
     def _gather(self) -> TensorDictBase:
-        gathering = self.run.gathering
         if self.update_after_each_batch or self.max_weight_update_interval >= 0:
             limit = 1 if self.update_after_each_batch else max(self.max_weight_update_interval, 1)
-            gathered = {*gathering.workers} & {*self.run.workers}
+            gathered = {*self.run.gathered} & {*self.run.workers}
             if late := [worker for worker in sorted(gathered) if self._since[worker] >= limit]:
                 self.update_policy_weights_(worker_ids=late)
         batch = self.rollout()
-        for worker in gathering.workers:
+        for worker in self.run.gathered:
             self._since[worker] += 1
-        device = self._storing.get(gathering.workers[0])
+        device = self._storing.get(self.run.gathered[0])
         return batch if device is None else batch.to(device)
 
     @override
@@ -216,13 +196,11 @@ class RayCollector(WorkerCollector):
         for `worker_ids` and `remove_collectors`. If one cannot be built, or the cluster lacks the resources,
         WorkerError is raised, and the run continues without any of them.
 
-        Args:
-            create_env_fn: as the constructor takes it: a list with an entry for each, or one for one collector.
-            num_envs: workers of each, for a class that has them; as many as the others unless given.
-            policy: in place of the collector's own; it has to take the same weights. Needed if `policy_factory` was a
-                list: like lists of devices and of `create_env_kwargs`, it has no value for later collectors.
-            collector_kwargs: as the constructor takes them; by default the constructor's, if that was one dict.
-            remote_configs: the same for these.
+        `create_env_fn` is a list with an entry for each, or one for one collector. `num_envs` are the workers of each,
+        for a class that has them; as many as the others by default. `collector_kwargs` and `remote_configs` are by
+        default the constructor's, if that was one dict. A `policy` in place of the collector's own has to take the same
+        weights. It is needed if `policy_factory` was a list: like lists of devices and of `create_env_kwargs`, it has
+        no value for later collectors.
         """
         self._check_open()
         own = {"create_env_fn": create_env_fn, "collector_kwargs": collector_kwargs, "remote_configs": remote_configs}
@@ -245,13 +223,9 @@ class RayCollector(WorkerCollector):
         return added
 
     def _check_newcomer(self, info: WorkerInfo) -> None:
-        """Raise ValueError if batches of all collectors cannot include those of a new one."""
         if self.sync and info.frames != self.run.info.frames:
-            raise ValueError(
-                "the new collectors have other frames than the others: with sync=True pass as many workers"
-            )
-        if self.trajs_per_batch is not None:
-            check_limited(info.limited, info.label)
+            raise ValueError("new collectors have other frames than the others: with sync=True pass as many workers")
+        self._check_whole_trajectories([info])
 
     def remove_collectors(self, worker_ids: int | Sequence[int]) -> None:
         """Remove collectors by their indices; those of the others stay. ValueError for all, or one that is not there.
@@ -265,25 +239,19 @@ class RayCollector(WorkerCollector):
         self.run.remove(leaving)
         self.num_collectors = self.num_workers
 
+    @override
     def state_dict(self) -> list[dict[str, Any]]:
         """The state that `load_state_dict` takes: a dict for each collector. Episodes in flight start again."""
-        whole = super().state_dict()
-        workers = whole.pop("workers")
+        whole = self.saved_run(None)
+        workers, places = whole.pop("workers"), whole.pop("places")
         states = [workers[name] for name in sorted(workers, key=int)]
-        return [{**state, "place": place, "run": whole} for state, place in zip(states, self._places, strict=True)]
+        return [{**state, "place": place, "run": whole} for state, place in zip(states, places, strict=True)]
 
-    @property
-    def _places(self) -> list[list[int]]:
-        """Each collector's first worker, and the number of workers when the run began. Ids follow from both."""
-        shards = [record.job.options.shard for record in self.run.records]
-        return [[shards[worker].index, shards[worker].count] for worker in self.run.workers]
-
+    @override
     def load_state_dict(self, state_dict: Any) -> None:
-        """Continue from a `state_dict`: the same weights, keys and counts; new episodes under ids not used before.
+        """As the other collectors' method; one dict in place of a list is for all collectors.
 
-        Batches that the collectors have ready are not delivered: they belong to the run before. One dict in place of a
-        list is for all collectors. TypeError or ValueError if it is no `state_dict` of collectors that were added and
-        removed as these were.
+        TypeError or ValueError if it is no `state_dict` of collectors that were added and removed as these were.
         """
         if isinstance(state_dict, Mapping):  # one for all
             state_dict = [{**state_dict, "place": place} for place in self._places]
@@ -293,24 +261,20 @@ class RayCollector(WorkerCollector):
                 f"state_dict is {shown(state_dict, 60)}, expected a list with a dict for each collector, or one for "
                 "all: pass the result of state_dict of a RayCollector"
             )
-        self._check_places([each["place"] for each in saved])
         workers = {str(index): each for index, each in enumerate(saved)}
-        super().load_state_dict({"workers": workers, **saved[0]["run"]})
+        self.continue_run({**saved[0]["run"], "workers": workers, "places": [each["place"] for each in saved]}, None)
 
-    def _check_places(self, places: list[list[int]]) -> None:
-        """Raise ValueError for a saved run whose collectors had other places."""
-        if places != self._places:
-            raise ValueError(
-                f"the saved collectors have the places {places} (first worker, workers at the beginning), these "
-                f"have {self._places}, so ids would be used twice: begin with as many, and add and remove "
-                "collectors as the saved run did"
-            )
+    @property
+    def _places(self) -> list[list[int]]:
+        """Each collector's first worker, and the number of workers when the run began. Ids follow from both."""
+        shards = [self.run.records[worker].job.options.shard for worker in self.run.workers]
+        return [[shard.index, shard.count] for shard in shards]
 
     @override
-    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
+    def saved_run(self, episodes: Episodes | None) -> dict[str, Any]:
         since = [self._since[worker] for worker in self.run.workers]
-        own = {"places": self._places, "since": since, "collectors": self._of_collectors}
-        return {**super().saved_run(episodes), **own}
+        own = {"since": since, "collectors": self._of_collectors} if episodes else {}
+        return {**super().saved_run(episodes), **own, "places": self._places}
 
     @property
     def _of_collectors(self) -> list[Any]:
@@ -321,15 +285,21 @@ class RayCollector(WorkerCollector):
         return [self.collector_class.__name__, kept]
 
     @override
-    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
-        if (was := saved["collectors"]) != (own := self._of_collectors):
+    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes | None) -> None:
+        if episodes and (was := saved["collectors"]) != (own := self._of_collectors):
             raise ValueError(
                 f"collector_class and collector_kwargs are {own}, but {was} in the saved run: build the collector with "
                 "those, or begin another run"
             )
-        self._check_places(saved["places"])
+        if saved["places"] != self._places:
+            raise ValueError(
+                f"the saved collectors have the places {saved['places']} (first worker, workers at the beginning), "
+                f"these have {self._places}, so ids would be used twice: begin with as many, and add and remove "
+                "collectors as the saved run did"
+            )
         super().continue_run(saved, episodes)
-        self._since |= dict(zip(self.run.workers, saved["since"], strict=True))
+        if episodes:
+            self._since |= dict(zip(self.run.workers, saved["since"], strict=True))
 
 
 def _each_of(collector_kwargs: Any) -> Sequence[Mapping[str, Any]]:

@@ -51,30 +51,25 @@ def check_saved(state_dict: Any, names: Sequence[str]) -> None:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict: pass the result of state_dict")
     if missing := [name for name in names if name not in state_dict]:
-        raise ValueError(
-            f"the state_dict lacks {missing}, expected {list(names)}: pass the result of state_dict of such a collector"
-        )
+        raise ValueError(f"the state_dict lacks {missing}, expected {list(names)}: pass the result of state_dict")
 
 
 @collector
 class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
     """An iterator over batches of experience, each collected when it is requested.
 
-    A loop over it can stop and be continued by another loop. Batches are ``[P, T]`` (``[T]`` for a single environment)
-    with ``T = ceil(frames_per_batch / P)``, unlocked, and not shared with the collector. After an exception, or Ctrl-C,
-    the next batch begins new episodes under new trajectory ids.
+    Batches are ``[P, T]`` (``[T]`` for a single environment) with ``T = ceil(frames_per_batch / P)``, unlocked, and not
+    shared with the collector. After an exception, or Ctrl-C, the next one begins new episodes under new trajectory ids.
 
-    A call before the last one has returned, from another thread, a signal handler or a callback, raises RuntimeError;
-    only `stats`, `update_policy_weights_` and `shutdown` may be called at any time.
+    TypeError or ValueError for a bad argument, here and not in the first batch. A call before the last one has
+    returned, from another thread, a signal handler or a callback, raises RuntimeError; only `stats`,
+    `update_policy_weights_` and `shutdown` may be called at any time.
 
     Attributes:
         env: the environment.
         state: the collector state between two rollouts.
         lanes: the number of lanes in the whole run.
         length: T, the steps of a batch.
-
-    Raises:
-        TypeError, ValueError: for a bad argument, here and not in the first batch.
 
     >>> import funcollect as fc
     >>> collector = SyncDataCollector("CartPole-v1", frames_per_batch=50, total_frames=100, seed=0)
@@ -136,13 +131,12 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         if self.options.update_at_each_batch and self._batches:
             self.update_policy_weights_(self.params)
 
-    def rollout(self) -> TensorDictBase:
-        """One batch as the core returns it, even if the run has ended: counted, not split, not post-processed."""
-        return self.rollout_into(NOWHERE)
-
     @exclusive
-    def rollout_into(self, columns: OwnColumns) -> TensorDictBase:
-        """`rollout`, recorded into `columns` as far as they fit; see `funcollect.core.request.Request`."""
+    def rollout(self, columns: OwnColumns = NOWHERE) -> TensorDictBase:
+        """One batch as the core returns it, even if the run has ended: counted, not split, not post-processed.
+
+        It is recorded into `columns` as far as they fit; see `funcollect.core.request.Request`.
+        """
         if self._interrupted:
             self._recover()
         started = time.perf_counter()
@@ -170,21 +164,18 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
 
     def _recover(self) -> bool:
         """After an interruption, begin new episodes in all lanes, since simulators may stand anywhere; return True."""
-        if not self._interrupted:
-            return False
-        self.state = api.recover(self.env, self.state)  # as its memory may have been used, too
-        self._interrupted = False
-        return True
+        if interrupted := self._interrupted:
+            self.state = api.recover(self.env, self.state)  # as its memory may have been used, too
+            self._interrupted = False
+        return interrupted
 
     @contextmanager
     def _changing(self, *refusals: type[Exception]) -> Iterator[None]:
         """An exception in the block interrupts the run, except for these, which leave the state as it was."""
         try:
             yield
-        except refusals:
-            raise
-        except BaseException:
-            self._interrupted = True
+        except BaseException as error:
+            self._interrupted = not isinstance(error, refusals)
             raise
 
     @exclusive
@@ -217,10 +208,9 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
     def update_policy_weights_(self, params: Any = None, *, policy_or_weights: Any = None) -> None:
         """Act with `params` from the next batch on; None for the policy's own, which are read again for each batch.
 
-        Args:
-            params: the policy's parameters, or a module like its own; the policy's own module means None. ValueError if
-                they do not fit. They are not copied: tensors that are changed in place act under the same version.
-            policy_or_weights: `params`, by TorchRL's name for it.
+        `params`, or `policy_or_weights` as TorchRL calls them, are the policy's parameters, or a module like its own;
+        the policy's own module means None. ValueError if they do not fit. They are not copied: tensors that are changed
+        in place act under the same version.
         """
         self._check_open()
         params = given_weights(params, policy_or_weights, self.policy)
@@ -246,25 +236,18 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         """Begin new episodes as if every lane had made `steps` steps and begun the episodes up to `episode`."""
         self.state = go_on(self.env, self.policy, self.state, steps=steps, episode=episode)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The state that `load_state_dict` takes: weights, key and counts, which ``weights_only=True`` can read."""
         if self._in_use:
             self._refuse()
         return self._saved(counts_in(snapshot(self.state, None), copies=True))
 
-    @exclusive
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`: the same weights, key and counts; new episodes under ids not used before.
-
-        Weights that were the policy's own are written into the policy; others become `params`. ValueError for a state
-        of another number of lanes, or weights that do not fit.
-        """
-        check_saved(state_dict, _SAVED)
-        self._continue(state_dict, lambda: resume(self.env, self.state, state_dict))
-
     @override
     @exclusive
-    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
+    def saved_run(self, episodes: Episodes | None) -> dict[str, Any]:
+        if episodes is None:
+            return self._saved(counts_in(snapshot(self.state, None), copies=True))
         self._recover()  # as the next rollout would
         state = snapshot(self.state, episodes)
         counts = {name: value for name, value in counts_in(state).items() if name in COUNTS}
@@ -276,7 +259,11 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
 
     @override
     @exclusive
-    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
+    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes | None) -> None:
+        if episodes is None:
+            check_saved(saved, _SAVED)
+            self._continue(saved, lambda: resume(self.env, self.state, saved))
+            return
         data, shard = from_data(*saved["state"]), self.options.shard
         place, own = (data["lanes"][0], data["total_lanes"]), (shard.index * self.state.num_lanes, self.lanes)
         if place != own:

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_choice, check_flags, check_function, check_number, check_positive
+from funcollect import arguments
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.in_use import FillsBuffer, exclusive
 from funcollect.collectors.options import Device, Options, collector
@@ -22,7 +22,7 @@ from funcollect.collectors.sync import given_weights
 from funcollect.collectors.workers.gathering import Join, Means
 from funcollect.collectors.workers.jobs import masks_of
 from funcollect.collectors.workers.run import WorkerRun
-from funcollect.collectors.workers.worker import Job, runners_of
+from funcollect.collectors.workers.worker import Job, WorkerInfo, runners_of
 from funcollect.core.env_params import part_of_lanes
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.request import check_given
@@ -32,9 +32,8 @@ from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed
 from funcollect.policies.torch_modules.settings import dumps
 from funcollect.policies.torch_modules.torch_backed import has_lazy_layers
-from funcollect.processes.child import OnFailure
 from funcollect.processes.failures import sending
-from funcollect.processes.pool import FailurePolicy
+from funcollect.processes.pool import FailurePolicy, OnFailure
 from funcollect.protocols import is_policy
 
 _KEPT = (
@@ -79,10 +78,10 @@ class WorkerCollector(CollectorBase, FillsBuffer):
 
     def _check(self, options: Options) -> None:
         """Store the checked options, and check the keywords that are not among them."""
-        check_positive("num_threads", self.num_threads)
-        check_number("timeout", self.timeout, positive=True, example=60)
-        check_number("start_timeout", self.start_timeout, positive=True, example=300)
-        check_choice("on_failure", self.on_failure, get_args(OnFailure))
+        arguments.check_positive("num_threads", self.num_threads)
+        arguments.check_number("timeout", self.timeout, positive=True, example=60)
+        arguments.check_number("start_timeout", self.start_timeout, positive=True, example=300)
+        arguments.check_choice("on_failure", self.on_failure, get_args(OnFailure))
         self.options = options
         if has_lazy_layers(self.policy):
             raise ValueError(
@@ -100,24 +99,24 @@ class WorkerCollector(CollectorBase, FillsBuffer):
 
         `grace` is added to the timeouts, in seconds. The user's call of the constructor is `level` frames above.
         """
-        failure_policy = FailurePolicy(self.timeout + grace, self.start_timeout + grace, self.on_failure)
-        self.run = WorkerRun(jobs, means, failure_policy, self.policy, join, prefetch=prefetch)
+        failures = FailurePolicy(self.timeout + grace, self.start_timeout + grace, self.on_failure)
+        self.run = WorkerRun(jobs, means, failures, self.policy, join, prefetch)
         self._finalizer = weakref.finalize(self, self.run.end)
         info = self.run.info
         if info.warning:
             warnings.warn(info.warning, stacklevel=level)
         if is_policy(self.policy):
             remember_spaces(self.policy, info.space, info.leaves, info.action)
-        if self.trajs_per_batch is not None:
-            try:
-                self._check_whole_trajectories()
-            except ValueError:
-                self.shutdown()
-                raise
+        try:
+            self._check_whole_trajectories([*self.run.infos.values()])
+        except ValueError:
+            self.shutdown()
+            raise
 
-    def _check_whole_trajectories(self) -> None:
-        """Raise ValueError unless every trajectory ends, and lanes of one order advance together."""
-        infos = [self.run.infos[worker] for worker in self.run.workers]
+    def _check_whole_trajectories(self, infos: Sequence[WorkerInfo]) -> None:
+        """With `trajs_per_batch`, raise ValueError unless all trajectories end, and lanes of one order keep pace."""
+        if self.trajs_per_batch is None:
+            return
         for info in infos:
             check_limited(info.limited, info.label)
         lengths = [info.length for info in infos]
@@ -135,7 +134,7 @@ class WorkerCollector(CollectorBase, FillsBuffer):
     @property
     @override
     def frames_of_batch(self) -> int:
-        return sum(self.run.frames) if self.run.gathering.together else self.run.info.frames
+        return sum(self.run.frames) if self.run.together else self.run.info.frames
 
     @override
     def _gather(self) -> TensorDictBase:
@@ -157,7 +156,7 @@ class WorkerCollector(CollectorBase, FillsBuffer):
         self._seconds += time.monotonic() - began
         self._batches += 1
         self.frames += batch.numel()
-        if not self._warned and self.run.gathering.copies:
+        if not self._warned and self.run.copies:
             self._warned = True
             warnings.warn(_KEPT, stacklevel=6)  # where the loop over the batches stands
         return batch
@@ -171,11 +170,11 @@ class WorkerCollector(CollectorBase, FillsBuffer):
     def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call a function with the environment of every lane, as `funcollect.apply` does, wherever it lives.
 
-        Returns the results in the order of workers, then lanes. Each worker calls the function between two of its
-        rollouts. Batches that were begun before are delivered first. A process that replaces a lost worker calls it
-        again; workers that are added later do not. If it raises, the worker's lanes begin new episodes.
+        Returns the results in the order of workers, then lanes. Each worker calls it between two of its rollouts;
+        batches that were begun before are delivered first. A process that replaces a lost worker calls it again,
+        workers that are added later do not. If it raises, the worker's lanes begin new episodes.
         """
-        check_function("function", function, "a function of one lane's environment and args", 1 + len(args))
+        arguments.check_function("function", function, "a function of one lane's environment and args", 1 + len(args))
         with sending("function or its arguments", "the workers", "pass a function of a module, and plain arguments"):
             packed = dumps((function, args))
         return [result for results in self.run.call_all("apply", packed) for result in results]
@@ -187,7 +186,7 @@ class WorkerCollector(CollectorBase, FillsBuffer):
         Leaves with a first dimension L more have a value for each lane, in the order of workers, then lanes. Each
         worker acts with them from the next rollout that it begins; one that replaces it gets them again.
         """
-        check_flags(at_once=at_once)
+        arguments.check_flags(at_once=at_once)
         shapes, lanes = self.run.info.param_shapes, self.run.lanes
         if shapes is None:
             raise TypeError(f"{self.run.info.label} has no parameters that can be set, expected an environment in JAX")
@@ -207,16 +206,15 @@ class WorkerCollector(CollectorBase, FillsBuffer):
     def update_policy_weights_(
         self, params: Any = None, worker_ids: int | Sequence[int] | None = None, *, policy_or_weights: Any = None
     ) -> None:
-        """Make the workers act with `params` as they are now, or for None with the policy's own.
+        """Make the workers act with a copy of `params` as they are now, or for None of the policy's own.
+
+        `params`, or `policy_or_weights` as TorchRL calls them, are the policy's parameters, or a module like its own.
+        Only the workers in `worker_ids` get them, by default all. ValueError for parameters that do not fit the policy,
+        or a worker that is not there.
 
         A rollout is collected with one version throughout. A batch of all workers has these weights from the next one
         on, with ``prefetch`` from the one after it; workers that collect their own batches take them at their next
-        rollout. ValueError for parameters that do not fit the policy, or a worker that is not there.
-
-        Args:
-            params: the policy's parameters, or a module like its own; copied before this returns.
-            worker_ids: the workers that get them; all by default.
-            policy_or_weights: `params`, by TorchRL's name for it.
+        rollout.
         """
         self._check_open()
         workers = self.run.chosen(worker_ids)
@@ -230,54 +228,34 @@ class WorkerCollector(CollectorBase, FillsBuffer):
         self._check_filler()
         return self.run.weights.version
 
-    @exclusive
-    def state_dict(self) -> Any:
-        """The state that `load_state_dict` takes: one per worker. Saving does not disturb the run."""
-        return {**self.run.save(None), "frames": self.frames, "iter": self._batches}
-
-    @exclusive
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of as many workers, as `SyncDataCollector.load_state_dict` does.
-
-        Batches that the workers have ready are not delivered: they belong to the run before.
-        """
-        self.run.load(state_dict, None)
-        self._continue(state_dict)
-
     @override
     @exclusive
-    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
+    def saved_run(self, episodes: Episodes | None) -> dict[str, Any]:
         return {**self.run.save(episodes), "frames": self.frames, "iter": self._batches}
 
     @override
     @exclusive
-    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
+    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes | None) -> None:
         self.run.load(saved, episodes)
-        self._continue(saved)
-
-    def _continue(self, saved: Mapping[str, Any]) -> None:
-        """Take over the counts and parameters of a run that the workers continue."""
         weights = dict(runners_of(runners_of(saved)[0])[0]["policy_state_dict"])
         self._take_over(saved, self.run.seed, weights or None)
 
     @override
     def stats(self) -> dict[str, float]:
-        """Counts of the run, by name: those of `SyncDataCollector.stats`, and those below.
+        """Counts of the run, by name: those of `SyncDataCollector.stats`, and others.
 
-        - ``reader_waited``, the seconds in which your process waited for the workers;
-        - ``workers_waited``, the seconds in which workers waited for your process, summed over workers;
-        - ``policy_lag``, how many versions of the weights the last batch was behind;
-        - ``restarts`` of workers, and ``lost_frames`` with them;
-        - ``copies``, the batches delivered as copies.
+        They are the seconds ``reader_waited`` in which your process waited for the workers, ``workers_waited`` in which
+        workers waited for it, summed over workers, ``policy_lag``, the versions of the weights that the last batch was
+        behind, ``restarts`` of workers, ``lost_frames`` with them, and ``copies``, the batches delivered as copies.
         """
         counts, run = super().stats(), self.run
         return counts | {
             "reader_waited": run.waited,
             "workers_waited": run.idle,
-            "policy_lag": counts["policy_version"] - run.gathering.version if self._batches else 0,
+            "policy_lag": counts["policy_version"] - run.version if self._batches else 0,
             "restarts": run.restarts,
             "lost_frames": run.lost,
-            "copies": run.gathering.copies,
+            "copies": run.copies,
         }
 
     @override
@@ -292,7 +270,6 @@ class WorkerCollector(CollectorBase, FillsBuffer):
             self._check_filler()
 
     def _end(self) -> None:
-        """End the workers, and the thread that fills a buffer."""
         self._closed, filler = True, self._other_filler
         if filler is not None:
             filler.stop()

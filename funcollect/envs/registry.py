@@ -13,7 +13,7 @@ from gymnasium.vector import VectorEnv
 
 from funcollect import envs
 from funcollect.envs.base import EnvBase, built, first_then_new, is_of, is_torchrl, refuse_foreign, with_time_limit
-from funcollect.envs.host.lane_workers.options import REMOVED
+from funcollect.envs.host.lane_workers.block import REMOVED
 from funcollect.envs.torch_env import TORCH_ENVS
 from funcollect.protocols import Env, is_env, is_policy
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from funcollect.arguments import check_num_envs
 from funcollect.envs.base import first_then_new, is_torchrl, running_statistics
 from funcollect.envs.host.host_env import ONWARD, Opener, Rows, SimulatedEnv, SimulatorsBase, call_of, of_everyone
-from funcollect.envs.host.lane_workers.options import LaneWorkers, refuse_removed
+from funcollect.envs.host.lane_workers.block import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.envs.torchrl_specs import TorchRLLayout, layout_of, truncates
 from funcollect.errors import EnvError, InUseError

@@ -1,9 +1,8 @@
-"""A child process: how it starts, how it ended, whether it works, and its stack when it hangs."""
+"""A worker process: how it starts, what it is sent, how it ended, and its stack when it hangs."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import faulthandler
 import multiprocessing
 import os
@@ -13,21 +12,21 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from funcollect.interop.jax_setup import FrameworkSettings
 from funcollect.processes.channel import Channel, pair
 from funcollect.processes.fork_server import STATUS, die_with_parent, kill_group, launch
+from funcollect.processes.pool import Call, Loss, WorkerHandle
 from funcollect.processes.system import COUNT_BYTES, PLACE, PORTABLE, SIGNS, anonymous_file, place, run_as_batch_work
 
-OnFailure = Literal["raise", "restart"]  # what happens when a child is lost: an error, or another child
-
-TO_DIE = 5.0  # seconds until a killed process is gone
+_TO_DIE = 5.0  # seconds until a killed process is gone
 _TO_REPORT = 1.0  # seconds within which a process shows its Python stack
 
 
@@ -90,29 +89,18 @@ def enter_child(fds: Sequence[int]) -> Channel:
     return Channel(socket.socket(fileno=channel))
 
 
-class ChildProcess:
-    """A process that calls ``main(fds)`` of a module, which has to begin with `enter_child`.
+class ProcessHandle(WorkerHandle):
+    """The connection to a process that calls ``main(fds)`` of a module, which has to begin with `enter_child`.
 
     The current process holds one end of a pipe. Once that end is closed, explicitly or because the current process has
     ended, the kernel kills the child and every process that it has started. Other systems than Linux cannot do that:
     there `kill` does, and the server that has started the child once the current process has ended.
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, setup: ChildSetup, urgent: Collection[str]) -> None:
         self._pid, self._owner = 0, os.getpid()
         self._ended: int | None = None  # its wait status; -1 if none was reported
-        try:
-            self._launch(module)
-        except OSError as error:
-            if error.errno == errno.EMFILE:
-                error.add_note("Each worker process takes about seven descriptors here: raise the limit (ulimit -n)")
-            raise
-        self.open = True
-        _CHILDREN.add(self)
-
-    def _launch(self, module: str) -> None:
-        """Start the process. What it alone needs is closed here afterwards, and everything after a failure."""
-        with ExitStack() as given, ExitStack() as kept:
+        with ExitStack() as given, ExitStack() as kept:  # what the process alone needs; everything, after a failure
             self.channel, theirs = pair()
             kept.callback(self.channel.close)
             given.callback(theirs.close)
@@ -122,6 +110,9 @@ class ChildProcess:
             self._clear_stack()
             launch(module, [reports, theirs.fileno(), alive, self._stack])
             kept.pop_all()
+        self.open = True
+        _CHILDREN.add(self)
+        self.post((setup, urgent))
 
     @property
     def owned(self) -> bool:
@@ -132,7 +123,7 @@ class ChildProcess:
     def pid(self) -> int:
         """The process id; 0 if none has begun."""
         while not self._pid and self._ended is None:
-            self._hear(TO_DIE)
+            self._hear(_TO_DIE)
         return self._pid
 
     def filenos(self) -> tuple[int, ...]:
@@ -143,6 +134,26 @@ class ChildProcess:
         """Send a message (see `Channel.send`), without an error if the process has ended."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.channel.send(message, fds, plain=plain)
+
+    @override
+    def send(self, call: Call) -> None:
+        self.post((call.number, call.name, call.args, call.plain), call.fds, plain=call.plain)
+
+    @override
+    def receive(self) -> tuple[int, Any] | Loss | None:
+        if not self.open:
+            return Loss("was ended")
+        try:
+            message = self.channel.receive(wait=False)
+            if message is None and self.ended_by(0):
+                message = self.channel.receive(wait=False)  # now the channel holds all that it will ever hold
+        except (EOFError, OSError):
+            self.ended_by(time.monotonic() + _TO_DIE)
+            return Loss(self.how())
+        if message is not None:
+            answer: tuple[int, Any] = message[0]
+            return answer
+        return Loss(self.how()) if self.ended_by(0) else None
 
     def ended_by(self, until: float) -> bool:
         """Whether the process has ended; waits for its end, at most until `time.monotonic()` is `until`."""
@@ -157,12 +168,10 @@ class ChildProcess:
         if not readable.poll(timeout * 1000):
             return False
         report = os.read(self._status, STATUS.size)
-        if not report:
-            self._ended = -1
-        elif not self._pid:
+        if report and not self._pid:
             (self._pid,) = STATUS.unpack(report)
         else:
-            (self._ended,) = STATUS.unpack(report)
+            (self._ended,) = STATUS.unpack(report) if report else (-1,)
         return True
 
     def how(self) -> str:
@@ -174,8 +183,8 @@ class ChildProcess:
             return f"was killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
         return f"ended with exit code {os.WEXITSTATUS(self._ended)}"
 
+    @override
     def where(self) -> str:
-        """The Python stack of a process that hangs, or why there is none; empty if the process has ended."""
         if not self._pid or self.ended_by(0):
             return ""
         with contextlib.suppress(OSError), open(f"/proc/{self._pid}/stat") as file:
@@ -198,19 +207,19 @@ class ChildProcess:
         os.ftruncate(self._stack, COUNT_BYTES)
         os.lseek(self._stack, COUNT_BYTES, os.SEEK_SET)
 
+    @override
     def signs(self) -> int:
-        """A number that has changed if the process has shown a sign of life (see `SignsOfLife`)."""
         return int.from_bytes(os.pread(self._stack, COUNT_BYTES, 0), sys.byteorder) if self.open else 0
 
+    @override
     def kill(self) -> None:
-        """End the process at once, whatever it does. Does nothing the second time."""
         if not self.open:
             return
         os.close(self._life)
         if self.owned:
             if PORTABLE and (not self.ended_by(0) or self._ended == -1) and self._pid:  # else the server has done that
                 kill_group(self._pid)
-            self.ended_by(time.monotonic() + TO_DIE)
+            self.ended_by(time.monotonic() + _TO_DIE)
         self.open = False
         for fd in (self._status, self._stack):
             os.close(fd)
@@ -225,8 +234,7 @@ def _pipe(*closing: ExitStack) -> tuple[int, int]:
     return ends
 
 
-_CHILDREN: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
-
+_CHILDREN: weakref.WeakSet[ProcessHandle] = weakref.WeakSet()
 
 # A process that was forked from the owner of children closes its handles: only the owner keeps them alive.
-os.register_at_fork(after_in_child=lambda: [*map(ChildProcess.kill, [*_CHILDREN])])
+os.register_at_fork(after_in_child=lambda: [*map(ProcessHandle.kill, [*_CHILDREN])])

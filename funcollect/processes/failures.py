@@ -32,10 +32,8 @@ def check_sendable(results: Any) -> None:
     try:
         cloudpickle.dumps(results)
     except Exception as error:
-        raise UnsentResultError(
-            f"the result of function cannot be sent to another process ({shown(error, 200)}), though function has been "
-            "called: return numbers, strings or arrays"
-        ) from error
+        why = f"the result of function cannot be sent to another process ({shown(error, 200)})"
+        raise UnsentResultError(f"{why}, though it has been called: return numbers, strings or arrays") from error
 
 
 class Failure(NamedTuple):
@@ -44,15 +42,14 @@ class Failure(NamedTuple):
     message: str
     traceback: str
     lane: int | None  # that the error names, counted over all workers
-    cause: bytes | None  # the exception itself, pickled, if that is possible
+    cause: bytes  # the exception itself, pickled; empty if that is impossible
 
     @classmethod
     def of(cls, error: BaseException, first_lane: int | None = None) -> Self:
         """Pack an exception. `first_lane` is the number of the worker's first lane over all workers, if it has any."""
-        try:
-            cause: bytes | None = cloudpickle.dumps(error)
-        except Exception:
-            cause = None
+        cause = b""
+        with contextlib.suppress(Exception):
+            cause = cloudpickle.dumps(error)
         named = re.match(r"lanes? \[?(\d+)", str(error)) if isinstance(error, EnvError) else None
         lane = error.lane if isinstance(error, WorkerError) else None
         lane = first_lane + int(named[1]) if named and first_lane is not None else lane
@@ -60,8 +57,7 @@ class Failure(NamedTuple):
 
     def error(self) -> BaseException | None:
         """The exception itself; None if it cannot be pickled or unpickled."""
-        try:
-            error = cloudpickle.loads(self.cause) if self.cause is not None else None
-        except Exception:
-            return None
+        error: Any = None
+        with contextlib.suppress(Exception):
+            error = cloudpickle.loads(self.cause)
         return error if isinstance(error, BaseException) else None

@@ -1,8 +1,7 @@
-"""Starts worker processes by forking them from a server process, which has imported everything heavy once.
+"""Starts worker processes by forking them from a server, a program with one thread that has imported all that is heavy.
 
-The server, a program with a single thread, can be forked safely, unlike the user's process. It is started on first use,
-reports the end of its children, and ends with the process that started it. Where a fork is never safe, as on macOS, it
-starts them as programs of their own, and kills them when it ends.
+It can be forked safely, unlike the user's process. It is started on first use, reports the end of its children, and
+ends with the process that started it. Where a fork is never safe, as on macOS, it starts programs, and kills them then.
 """
 
 from __future__ import annotations
@@ -158,8 +157,6 @@ def die_with_parent(alive: int) -> None:
 
 
 class _Server:
-    """The running server, and the socket for requests to it."""
-
     def __init__(self) -> None:
         self.owner = os.getpid()
         self._channel, theirs = pair()
@@ -193,14 +190,14 @@ _SERVERS: list[_Server] = []  # none or one
 def launch(module: str, fds: Sequence[int]) -> None:
     """Start a worker process with these descriptors: one for its status, then those that `main` of a module takes."""
     with _LOCK:
-        if not _SERVERS:
-            _SERVERS.append(_Server())
-        try:
-            _SERVERS[0].launch(module, fds)
-        except (BrokenPipeError, ConnectionResetError, EOFError):  # it was killed
-            _SERVERS.pop().close()
-            _SERVERS.append(_Server())
-            _SERVERS[0].launch(module, fds)
+        if _SERVERS:
+            try:
+                _SERVERS[0].launch(module, fds)
+                return
+            except (BrokenPipeError, ConnectionResetError, EOFError):  # it was killed
+                _close()
+        _SERVERS.append(_Server())
+        _SERVERS[0].launch(module, fds)
 
 
 def _close() -> None:
@@ -209,6 +206,4 @@ def _close() -> None:
 
 
 weakref.finalize(launch, _close)  # at exit, and after all later finalizers, which ask workers to close environments
-
-
 os.register_at_fork(after_in_child=_close)  # a forked process starts its own server

@@ -14,19 +14,18 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from funcollect.errors import WorkerError
 from funcollect.interop.jax_setup import send_main_by_value
-from funcollect.processes.child import OnFailure
 from funcollect.processes.failures import Failure
 from funcollect.processes.system import SIGNS
+
+OnFailure = Literal["raise", "restart"]  # what happens when a worker is lost: an error, or another worker
 
 _SLICE = 0.05  # seconds of one wait at most: another thread may have read the answer meanwhile
 _LATE = 0.5  # seconds of waiting from which on signs of life are looked for
 _FAILURES_IN_A_ROW = 5  # of one worker, without a finished task in between
 _BACKOFF = 0.1  # seconds before the second restart in a row, doubled at each
-_MOST_LINES = 40  # of a traceback in a warning
 _RESTARTS = itertools.count(1)  # by this process
 
 
@@ -47,13 +46,6 @@ class Call:
     def resolve(self, value: Any = None, error: BaseException | None = None) -> None:
         """Mark the call as finished, with a value or an error. Its arguments, weights for example, are freed."""
         self.done, self.value, self.error, self.args = True, value, error, ()
-
-
-class Answer(NamedTuple):
-    """A worker's answer to a call."""
-
-    number: int
-    value: Any  # its result, or a `Failure`
 
 
 class Loss(NamedTuple):
@@ -77,8 +69,8 @@ class WorkerHandle(Protocol):
     def send(self, call: Call) -> None:
         """Queue a call after those that were sent before. Never waits for the worker, never raises if it has died."""
 
-    def receive(self) -> Answer | Loss | None:
-        """The worker's next answer, or how it has ended; None if there is neither yet."""
+    def receive(self) -> tuple[int, Any] | Loss | None:
+        """The number of a call and its result or `Failure`, or how the worker has ended; None for neither yet."""
 
     def signs(self) -> int:
         """A number that changes if the worker has shown a sign of life, as far as is known."""
@@ -147,9 +139,8 @@ class WorkerRecord:
 class WorkerPool(ABC):
     """Workers that answer calls, one for each of `jobs`: each has a `place` in the run, and ``pack() -> bytes``.
 
-    `described` are their answers to the first call. Every method that reads answers raises an error if a worker was
-    lost; all workers are ended then. A derived class says what answers mean, which failures refuse a call and leave the
-    worker at work, and how a replacement begins.
+    Every method that reads answers ends all workers and raises an error if one was lost. A derived class says what
+    answers mean, which failures refuse a call and leave the worker at work, and how a replacement begins.
     """
 
     def __init__(self, transport: Transport, jobs: Sequence[Any], failure_policy: FailurePolicy) -> None:
@@ -162,7 +153,7 @@ class WorkerPool(ABC):
         send_main_by_value()
         self.records: list[WorkerRecord] = []
         try:
-            self.described = self.finish(self.start(jobs))
+            self.described = self.finish(self.start(jobs))  # the answers to the first call
         except BaseException:
             self.stop()
             raise
@@ -177,7 +168,6 @@ class WorkerPool(ABC):
         return None
 
     def _words(self, worker: int, loss: Loss) -> str:
-        """Which worker was lost, and why."""
         where = f"worker {worker}" if loss.lane is None else f"worker {worker}, lane {loss.lane} of the run"
         label = self.records[worker].handle.label
         return f"{where} ({label}): {loss.what}" if label else f"{where}: {loss.what}"
@@ -281,12 +271,8 @@ class WorkerPool(ABC):
                 if self._transport.patient:
                     self._look_for_hangs()
                 return read > 0
-            except BaseException as error:
+            except BaseException:
                 self._broken_off()
-                if isinstance(error, OSError):
-                    raise WorkerError(
-                        f"the connection to a worker broke ({error!r}): build another collector"
-                    ) from error
                 raise
 
     def _broken_off(self) -> None:
@@ -301,16 +287,16 @@ class WorkerPool(ABC):
         if isinstance(answer, Loss):
             self._lose(worker, answer)
             return True
-        call = next(call for call in record.calls if call.number == answer.number)
-        if not isinstance(failure := answer.value, Failure):
+        number, value = answer
+        call = next(call for call in record.calls if call.number == number)
+        if not isinstance(value, Failure):
             record.silence = 0.0
             SIGNS.count[0] += 1  # for a process that awaits this one
-            call.resolve(self._answered(record, call, answer.value))
-        elif (refusal := self._refusal(record, call, failure)) is not None:
+            call.resolve(self._answered(record, call, value))
+        elif (refusal := self._refusal(record, call, value)) is not None:
             call.resolve(error=refusal)
         else:
-            raised = f"raised {failure.message}"
-            self._lose(worker, Loss(raised, failure.lane, failure.traceback, failure.error()))
+            self._lose(worker, Loss(f"raised {value.message}", value.lane, value.traceback, value.error()))
             return True
         record.calls.remove(call)
         return True
@@ -347,13 +333,10 @@ class WorkerPool(ABC):
         record.handle.kill()
         may_return = self._started and not self.closed and not record.newcomer
         if self._failure_policy.on_failure == "restart" and may_return and record.failures <= _FAILURES_IN_A_ROW:
-            where = loss.traceback.rstrip().splitlines()
-            if len(where) > _MOST_LINES:
-                where[_MOST_LINES // 2 : -_MOST_LINES // 2] = ["  …"]
             # By default, Python shows a warning of the same text only once.
             restart = f"and its lanes begin new episodes (restart {next(_RESTARTS)} by this process)"
             reason = f"{self._words(worker, loss)}; another takes its place, {restart}"
-            warnings.warn("\n".join([reason, *where]), RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{reason}\n{loss.traceback}".rstrip(), RuntimeWarning, stacklevel=2)
             self._replace(worker)
             return
         error = self._error(worker, loss)

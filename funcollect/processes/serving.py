@@ -8,15 +8,15 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
 
 from funcollect.processes.channel import Channel
-from funcollect.processes.child import TO_DIE, ChildProcess, ChildSetup, enter_child
+from funcollect.processes.child import ChildSetup, ProcessHandle, enter_child
 from funcollect.processes.failures import Failure
-from funcollect.processes.pool import Answer, Call, Loss, Transport, WorkerHandle
+from funcollect.processes.pool import Call, Loss, Transport, WorkerHandle
 from funcollect.processes.system import check_platform
 
 _TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C should end a script within two
@@ -72,7 +72,7 @@ def serve(fds: Sequence[int], build: Callable[..., Any], attend: Callable[[Any, 
     setup, urgent = first[0]
     setup.apply()
     answering = Answering(build)
-    waiting: deque[tuple[int, str, tuple[Any, ...], bool, list[int]]] = deque()
+    waiting: list[tuple[int, str, tuple[Any, ...], bool, list[int]]] = []
     with contextlib.suppress(EOFError, OSError):  # that process has ended
         while True:
             built = answering.served is not None
@@ -84,9 +84,8 @@ def serve(fds: Sequence[int], build: Callable[..., Any], attend: Callable[[Any, 
             if not waiting:
                 continue
             sooner = ("close", *urgent) if built else ("close",)
-            call = next((call for call in waiting if call[1] in sooner), waiting[0])
-            waiting.remove(call)
-            number, name, args, plain, given = call
+            index = next((index for index, call in enumerate(waiting) if call[1] in sooner), 0)
+            number, name, args, plain, given = waiting.pop(index)
             if name == "close":
                 answering.close()
                 break
@@ -112,11 +111,11 @@ class InProcessHandle(WorkerHandle):
         self._calls.append(call)
 
     @override
-    def receive(self) -> Answer | Loss | None:
+    def receive(self) -> tuple[int, Any] | Loss | None:
         if not self._calls:
             return None
         call = self._calls.popleft()
-        return Answer(call.number, self._answering.answer(call.name, call.args))
+        return call.number, self._answering.answer(call.name, call.args)
 
     @override
     def kill(self) -> None:
@@ -135,33 +134,6 @@ class InProcessTransport(Transport):
     @override
     def start(self, job: Any) -> InProcessHandle:
         return InProcessHandle(self._build)
-
-
-class ProcessHandle(ChildProcess, WorkerHandle):
-    """The connection to one worker process, which a module's `main` runs (see `ChildProcess`)."""
-
-    def __init__(self, module: str, setup: ChildSetup, urgent: Collection[str]) -> None:
-        super().__init__(module)
-        self.post((setup, urgent))
-
-    @override
-    def send(self, call: Call) -> None:
-        self.post((call.number, call.name, call.args, call.plain), call.fds, plain=call.plain)
-
-    @override
-    def receive(self) -> Answer | Loss | None:
-        if not self.open:
-            return Loss("was ended")
-        try:
-            message = self.channel.receive(wait=False)
-            if message is None and self.ended_by(0):
-                message = self.channel.receive(wait=False)  # now the channel holds all that it will ever hold
-        except (EOFError, OSError):
-            self.ended_by(time.monotonic() + TO_DIE)
-            return Loss(self.how())
-        if message is not None:
-            return Answer(*message[0])
-        return Loss(self.how()) if self.ended_by(0) else None
 
 
 class ProcessTransport(Transport):

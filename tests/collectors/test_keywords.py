@@ -75,7 +75,7 @@ def test_keywords_are_attributes_with_the_values_in_use():
 def test_a_keyword_that_only_torchrl_has_is_explained_here_and_on_the_page(kind):
     page = (pathlib.Path(__file__).parents[2] / "docs" / "coming_from" / "from_torchrl.md").read_text()
     for name in ONLY_IN_TORCHRL.keys() - inspect.signature(kind).parameters.keys():
-        reason = kind._elsewhere[name]
+        reason = ONLY_IN_TORCHRL[name]
         with pytest.raises(TypeError, match=re.escape(f"no argument {name} ({reason}): leave it out")):
             kind("CartPole-v1", frames_per_batch=8, **{name: None})
         assert f"`{name}`" in page

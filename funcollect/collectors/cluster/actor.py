@@ -133,15 +133,11 @@ class NestedWorker(PackingWorker):
         run, (restarts, lost) = self._run, self._counted
         self._counted = run.restarts, run.lost
         progress = run.progress(self._batches, self._frames)
-        return progress, run.gathering.version, run.restarts - restarts, run.lost - lost
+        return progress, run.version, run.restarts - restarts, run.lost - lost
 
     @override
-    def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
-        self._run.weights.adopt(weights, version, policy)
-
-    @override
-    def take_params(self, params: Any, version: int, policy: bytes | None = None) -> None:
-        self._run.weights.publish(params, version, policy)
+    def take_params(self, params: Any, version: int, policy: bytes | None, own: bool = False) -> None:
+        self._run.weights.publish(params, version, policy, own)
 
     @override
     def go_on(self, progress: Progress) -> None:

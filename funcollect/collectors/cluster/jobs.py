@@ -30,11 +30,6 @@ _NOT_FOR_ACTORS = dict.fromkeys(
     "shard": "RayCollector gives it",
     "in_process": "its workers are processes beside the actor",
 }  # fmt: skip
-NOT_HERE = {
-    "in_process": "MultiSyncDataCollector has it",
-    "update_at_each_batch": "it is update_after_each_batch here, as TorchRL calls it",
-    "cat_results": "collectors are stacked; their own workers follow collector_kwargs",
-}
 _NOT_REMOTE = {
     "lifetime": "an actor ends with its collector",
     "name": "the actor that replaces one would find its name taken",
@@ -49,7 +44,7 @@ _NOT_REMOTE = {
 
 
 def actor_jobs(
-    kind: type[Any], count: int, columns: Mapping[str, Any], *, policy: Any, seed: int, shard: Shard, workers: int
+    kind: type[Any], count: int, columns: Mapping[str, Any], shard: Shard, workers: int, *, policy: Any, seed: int
 ) -> list[Job]:
     """The checked jobs of `count` actors, each with a collector of `workers` workers.
 
@@ -71,7 +66,7 @@ def actor_jobs(
             )
         (row,) = rows(1, row | own)
         place = (WorkerShard if nested else Shard)(shard.index + index * workers, shard.count)
-        job = job_of(row, policy=policy, seed=seed, shard=place)
+        job = job_of(row, place, policy=policy, seed=seed)
         del row["create_env_fn"]
         keywords = row | ({"num_workers": workers} if nested else {})
         jobs.append(replace(job, kind=kind, keywords=keywords, config=config))
@@ -93,7 +88,5 @@ def number_of_collectors(columns: Mapping[str, Any], num_collectors: int | None 
         check_positive("num_collectors", num_collectors)
         counts["num_collectors"] = num_collectors
     if len({*counts.values()}) > 1 or 0 in counts.values():
-        raise ValueError(
-            f"the numbers of collectors differ, or are 0: {counts}: pass lists with an entry for each collector"
-        )
+        raise ValueError(f"the numbers of collectors differ, or are 0: {counts}: pass lists with an entry for each")
     return next(iter(counts.values()), 1)

@@ -19,12 +19,12 @@ from typing_extensions import override
 
 from funcollect.collectors.cluster.actor import PackedBatch, PackedLayout, RayWorker, private_memory, ray
 from funcollect.collectors.workers.gathering import BatchAssembler, Means, PendingBatch, WorkerGroup
-from funcollect.collectors.workers.weights import WITH_WEIGHTS, WeightStore
+from funcollect.collectors.workers.weights import WITH_WEIGHTS, FetchCall, WeightStore
 from funcollect.collectors.workers.worker import Job, copy_into
 from funcollect.errors import WorkerError
 from funcollect.processes.child import ChildSetup
 from funcollect.processes.memory import Memory, MemoryLayout
-from funcollect.processes.pool import Answer, Call, Loss, Transport, WorkerHandle
+from funcollect.processes.pool import Call, Loss, Transport, WorkerHandle
 from funcollect.tree import Path
 
 _GROUPS = {"hurry": 1, "look": 1}  # threads of an actor besides the one that works
@@ -39,10 +39,9 @@ class RayHandle(WorkerHandle):
 
     def __init__(self, actor: Any, config: Mapping[str, Any], *, eager: bool) -> None:
         self.actor, self._config, self._eager = actor, config, eager
-        self._sent: deque[tuple[Any, int]] = deque()  # calls that will be answered in order
-        self._hurried: deque[tuple[Any, int]] = deque()  # calls that are answered before those
+        self._sent: deque[tuple[Any, Call]] = deque()  # calls that will be answered in order
+        self._hurried: deque[tuple[Any, Call]] = deque()  # calls that are answered before those
         self.there: set[Any] = set()  # the references to answers that Ray reports as readable
-        self._collects = 0  # rollouts that were asked for and have not arrived
         self._packed_layout: PackedLayout | None = None
         self._signs: int = 0  # of life, as last reported
         self._signs_ref, self._node_ref = self._look("signs"), self._look("node")  # to the next report, and the node
@@ -59,7 +58,6 @@ class RayHandle(WorkerHandle):
 
     @property
     def _node(self) -> str:
-        """The node and the process of the actor; empty until it runs."""
         node = _answer(self._node_ref) if ray.is_initialized() else None
         return node if isinstance(node, str) else ""
 
@@ -68,12 +66,11 @@ class RayHandle(WorkerHandle):
         self._gone = self.gone
         if self._gone:
             return
-        if self._eager and call.name in WITH_WEIGHTS and self._collects:  # else it is next as it is
+        if self._eager and call.name in WITH_WEIGHTS and any(sent.name == "collect" for _, sent in self._sent):
             ref = self.actor.hurry.options(concurrency_group="hurry").remote(call.name, *call.args)
-            self._hurried.append((ref, call.number))
+            self._hurried.append((ref, call))
         else:
-            self._sent.append((self.actor.do.remote(call.name, *call.args), call.number))
-            self._collects += call.name == "collect"
+            self._sent.append((self.actor.do.remote(call.name, *call.args), call))
 
     @property
     def gone(self) -> str:
@@ -85,13 +82,13 @@ class RayHandle(WorkerHandle):
         return [queue[0][0] for queue in (self._hurried, self._sent) if queue]
 
     @override
-    def receive(self) -> Answer | Loss | None:
+    def receive(self) -> tuple[int, Any] | Loss | None:
         if self.gone:
             return Loss(self.gone)
         queue = next((each for each in (self._hurried, self._sent) if each and each[0][0] in self.there), None)
         if queue is None:
             return None
-        ref, number = queue.popleft()
+        ref, call = queue.popleft()
         self.there.remove(ref)
         try:
             value = ray.get(ref, timeout=_TO_FETCH)
@@ -99,10 +96,9 @@ class RayHandle(WorkerHandle):
             self._gone = _reason_of(error)
             return Loss(self._gone)
         if isinstance(value, tuple) and isinstance(packed_batch := value[0], PackedBatch):
-            self._collects -= 1
             self._packed_layout = packed_batch.packed_layout or self._packed_layout
             value = (PackedBatch(self._packed_layout, packed_batch.memory), *value[1:])
-        return Answer(number, value)
+        return call.number, value
 
     @override
     def signs(self) -> int:
@@ -174,19 +170,18 @@ class RayAssembler(BatchAssembler):
 
     @override
     def deliver(self, pending: PendingBatch) -> TensorDict:
-        packed_batches: list[PackedBatch] = [call.value[0] for call in pending.calls]
-        packed_layout = packed_batches[0].packed_layout
-        assert packed_layout is not None
-        for call, packed_batch in zip(pending.calls, packed_batches, strict=True):
-            if packed_batch.packed_layout != packed_layout:
+        layouts, memories = zip(*(call.value[0] for call in pending.calls), strict=True)
+        packed_layout: PackedLayout = layouts[0]
+        for call, layout in zip(pending.calls, layouts, strict=True):
+            if layout != packed_layout:
                 raise WorkerError(
                     f"worker {call.worker}: its batch has other leaves, shapes or dtypes than that of worker "
                     f"{pending.calls[0].worker}: give all workers equal spaces and policies",
                     call.worker,
                 )
-        memory = self._memory_pool.lend(len(packed_batches) * packed_layout.layout.size)
-        np.concatenate([packed_batch.memory for packed_batch in packed_batches], out=memory)
-        batch = packed_layout.batch(memory, None if self.group.join is None else len(packed_batches))
+        memory = self._memory_pool.lend(len(memories) * packed_layout.layout.size)
+        np.concatenate(memories, out=memory)
+        batch = packed_layout.batch(memory, None if self.group.join is None else len(memories))
         for call in pending.calls:
             call.value = (None, call.value[1])  # so that the object store drops the rollout
         return batch
@@ -196,16 +191,13 @@ class RayWeightStore(WeightStore):
     """Weights as objects of Ray's store, which each node fetches once."""
 
     @override
-    def put(self, weights: Mapping[str, Tensor]) -> tuple[MemoryLayout, Any]:
+    def put(self, weights: Mapping[str, Tensor]) -> FetchCall:
         leaves: dict[Path, Tensor] = {(name,): weight for name, weight in weights.items()}
         layout = MemoryLayout.of(leaves)
         memory = private_memory(layout.size)
         copy_into(layout.leaves(memory), leaves)
-        return layout, ray.put(memory)
-
-    @override
-    def call(self, worker: int, held: tuple[MemoryLayout, Any], version: int, policy: bytes | None) -> Call:
-        return Call(worker, "fetch", (version, policy, *held))
+        held = ray.put(memory)
+        return lambda worker, version, policy: Call(worker, "fetch", (version, policy, layout, held))
 
     @override
     def encode_params(self, params: Any) -> Any:
@@ -215,9 +207,8 @@ class RayWeightStore(WeightStore):
 class RayTransport(Transport):
     """Starts workers as actors of a Ray cluster, each with the options of Ray that its `Job` has.
 
-    `init` is for `ray.init`; None uses a running cluster, or else starts one on this machine, which ends with the last
-    transport that uses it. ValueError if Ray runs in this process, and was not started with this `init`. `eager` is
-    that of each `RayHandle`.
+    `init` is for `ray.init`; None uses a running cluster, or else starts one, which ends with the last transport that
+    uses it. ValueError if Ray runs in this process, and was not started with this `init`.
     """
 
     _lock = threading.Lock()

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import cloudpickle
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 
 from funcollect.collectors.workers.weights import Weights, WeightStore
-from funcollect.collectors.workers.worker import RolloutReport, Worker
-from funcollect.processes.pool import Call, Transport, WorkerPool
+from funcollect.collectors.workers.worker import Job, RolloutReport, Worker, WorkerInfo
+from funcollect.errors import WorkerError
+from funcollect.processes.pool import Call, FailurePolicy, Transport, WorkerPool
 from funcollect.processes.serving import InProcessTransport
 from funcollect.trajectories.final_observations import FinalObservations, attach
 from funcollect.tree import flatten, to_batch
 
 Join = Literal["stack", 0, -1]
+
+_AHEAD = 2  # batches that an asynchronous worker may have begun, or have ready, beyond the one the reader holds
+_ALIKE = {"num_envs": "num_envs", "leaves": "the observation", "action": "the action"}
 
 
 class WorkerGroup(NamedTuple):
@@ -60,8 +64,7 @@ class BatchAssembler:
 
     def deliver(self, pending: PendingBatch) -> TensorDict:
         """The batch, unlocked, for the caller to keep."""
-        batch: TensorDict = joined([call.value[0] for call in pending.calls], self.group.join)
-        return batch
+        return _joined([call.value[0] for call in pending.calls], self.group.join)
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """The calls that a new process of this worker needs before the unanswered ones."""
@@ -71,7 +74,7 @@ class BatchAssembler:
         """Release the memory; batches that were delivered keep theirs."""
 
 
-def joined(parts: Sequence[TensorDictBase], join: Join | None) -> Any:
+def _joined(parts: Sequence[TensorDict], join: Join | None) -> TensorDict:
     """Join several workers' batches in new memory; the batch of one worker is returned as it is."""
     if join is None:
         (batch,) = parts
@@ -107,31 +110,69 @@ class ReadyBatch(NamedTuple):
     final: FinalObservations | None  # of a compact batch
 
 
-class Gathering:
-    """Collects batches from the workers of `pool`, after sending them the latest `weights`.
+class Gathering(WorkerPool):
+    """The workers of one run, one for each of `jobs`, from which batches are collected.
 
-    Batches are of all workers `together`, or of each, in the order of their arrival. None is ever dropped, and an
-    exception (Ctrl-C, for example) loses none: the next batch is the one that was awaited. `ahead` is how many batches
-    of the same workers may have been begun, or be ready, when one is delivered: as many updates of the weights behind.
+    They act with the parameters of `policy`; for None they build their own. Batches are of all workers, put together by
+    `join`, and with `prefetch` begun ahead; for None each is of one worker, in the order of their arrival. None is
+    dropped, and an exception (Ctrl-C, for example) loses none.
     """
 
     def __init__(
-        self,
-        pool: WorkerPool,
-        weights: Weights,
-        open_assembler: Callable[[tuple[int, ...]], BatchAssembler],
-        *,
-        together: bool,
-        ahead: int,
+        self, jobs: Sequence[Job], means: Means, failures: FailurePolicy, policy: Any, join: Join | None, prefetch: bool
     ) -> None:
-        self._pool, self._weights, self._open_assembler = pool, weights, open_assembler
-        self.together, self._ahead = together, ahead
+        self._means, self._join, self.together = means, join, join is not None
+        # How many batches of the same workers may have been begun, or be ready, when one is delivered: as many updates
+        # of the weights behind.
+        self._ahead = int(prefetch) if self.together else _AHEAD
         self.assemblers: dict[tuple[int, ...], BatchAssembler] = {}  # by the workers whose rollouts make a batch
         self._arrived: deque[tuple[BatchAssembler, PendingBatch]] = deque()
         self.ready: deque[ReadyBatch] = deque()  # batches that are delivered before all others
         self.version = 0  # of the weights in the last batch; the oldest, if its workers had different ones
-        self.workers: Sequence[int] = ()  # whose rollouts are in the last batch
-        self.set_workers(pool.workers)
+        self.gathered: Sequence[int] = ()  # the workers whose rollouts are in the last batch
+        try:
+            super().__init__(means.transport, jobs, failures)
+            self.infos: dict[int, WorkerInfo] = dict(enumerate(self.described))  # also of those that were removed
+            self.check_alike(self.infos)
+            self.weights = Weights(self, means.weight_store, policy)
+            self.set_workers(self.workers)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """End the workers and release the memory; batches stay. Does nothing the second time."""
+        self.stop()
+        self._means.weight_store.close()
+        for assembler in self.assemblers.values():
+            assembler.close()
+
+    def check_alike(self, infos: Mapping[int, WorkerInfo]) -> None:
+        """Raise WorkerError unless the workers' environments fit into one batch: equal spaces, as many lanes."""
+        for worker, info in infos.items():
+            for name, words in _ALIKE.items():
+                own, wanted = getattr(info, name), getattr(self.info, name)
+                if own != wanted:
+                    raise WorkerError(
+                        f"worker {worker}: {info.label} has {words} {own}, worker 0 has {wanted}: give all workers "
+                        "environments with equal spaces and as many lanes",
+                        worker,
+                    )
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The description of the first worker; all are alike."""
+        return self.infos[0]
+
+    @property
+    def lanes(self) -> list[int]:
+        """The number of lanes of each worker at work."""
+        return [self.infos[worker].lanes for worker in self.workers]
+
+    @property
+    def frames(self) -> list[int]:
+        """The frames in one rollout of each worker at work."""
+        return [self.infos[worker].frames for worker in self.workers]
 
     @property
     def copies(self) -> int:
@@ -147,12 +188,12 @@ class Gathering:
             if not self._arrived:
                 self._go_on(most)
             while not self._arrived:
-                self._pool.wait()
+                self.wait()
                 self._go_on(most)
             ready = self._first()
         if more and self._ahead:
             self._go_on(self._ahead)
-        self.version, self.workers = ready.version, ready.workers
+        self.version, self.gathered = ready.version, ready.workers
         if ready.final is not None:
             attach(ready.batch, ready.final)
         return ready.batch
@@ -168,7 +209,7 @@ class Gathering:
 
     def _go_on(self, most: int) -> None:
         """Queue the batches that have arrived, and let workers begin others, until each group has so many."""
-        self._weights.send()
+        self.weights.send()
         for workers, assembler in self.assemblers.items():
             under_way = assembler.under_way
             while under_way and all(call.done for call in under_way[0].calls) and assembler.complete(under_way[0]):
@@ -178,26 +219,25 @@ class Gathering:
                 ready += sum(workers[0] in each.workers for each in self.ready)
                 while len(under_way) + ready < most and (self.together or assembler.room()):
                     if self.together:
-                        self._weights.flush()  # all of them act with the latest weights
+                        self.weights.flush()  # all of them act with the latest weights
                     under_way.append(assembler.begin())
 
     def settle(self) -> None:
         """Complete the batches that have been begun, and keep them in `ready`: no worker is at work then."""
-        assemblers = self.assemblers.values()
-        for assembler in assemblers:
+        for assembler in self.assemblers.values():
             self._complete(assembler)
-        copies = [assembler.copies for assembler in assemblers]
+        copies = {assembler: assembler.copies for assembler, _ in self._arrived}
         while self._arrived:
             self.ready.append(self._first())
-        for assembler, count in zip(assemblers, copies, strict=True):
+        for assembler, count in copies.items():
             assembler.copies = count  # it is not the reader that holds these batches
 
     def _complete(self, assembler: BatchAssembler) -> None:
         """Wait until the batches that a group of workers has begun are complete."""
         while assembler.under_way:
-            self._pool.finish((pending := assembler.under_way[0]).calls)
+            self.finish((pending := assembler.under_way[0]).calls)
             while not assembler.complete(pending):
-                self._pool.finish(pending.calls)
+                self.finish(pending.calls)
             self._arrived.append((assembler, assembler.under_way.popleft()))
 
     def set_workers(self, workers: Sequence[int]) -> None:
@@ -208,12 +248,11 @@ class Gathering:
                 self._complete(assembler)
         self.assemblers = {each: self.assemblers.get(each) or self._open_assembler(each) for each in wanted}
 
-    def restarted(self, worker: int) -> Sequence[Call]:
-        """The calls that the new process of a replaced worker needs first."""
-        own = [each.restarted(worker) for workers, each in self.assemblers.items() if worker in workers]
-        return [*(call for calls in own for call in calls), *self._weights.restarted(worker)]
-
-    def close(self) -> None:
-        """Release the memory."""
-        for assembler in self.assemblers.values():
-            assembler.close()
+    def _open_assembler(self, workers: tuple[int, ...]) -> BatchAssembler:
+        join, lengths = self._join, tuple(self.infos[worker].length for worker in workers)
+        if len({*lengths}) > 1 and (join == "stack" or (join == 0 and self.info.num_envs)):
+            raise ValueError(
+                f"the workers' rollouts have {[*lengths]} steps, which cat_results={join!r} cannot put together: pass "
+                "cat_results=-1, or equal frames"
+            )
+        return self._means.assembler(self.submit, WorkerGroup(workers, lengths, join, self.info.num_envs is None))

@@ -104,7 +104,7 @@ def rows(count: int, columns: Mapping[str, Any], *, copies: int = 1) -> list[dic
     return table
 
 
-def job_of(row: Mapping[str, Any], *, policy: Any, seed: int, shard: Shard) -> Job:
+def job_of(row: Mapping[str, Any], shard: Shard, *, policy: Any, seed: int) -> Job:
     """The job of one worker, from its row of arguments, which are checked. Those that no worker needs are left out."""
     return Job(
         source=RunnerSpec(**{name: row[name] for name in row.keys() & _OF_SOURCE}, policy=policy),
@@ -126,9 +126,8 @@ def masks_of(mask: Tensor | None, lanes: Sequence[int]) -> Sequence[Tensor | Non
     if mask is None:
         return [None] * len(lanes)
     if mask.dtype != torch.bool or mask.shape != (sum(lanes),):
-        raise ValueError(
-            f"mask is {mask.dtype} {tuple(mask.shape)}, expected bool ({sum(lanes)},): pass one flag per lane"
-        )
+        own = f"{mask.dtype} {tuple(mask.shape)}"
+        raise ValueError(f"mask is {own}, expected bool ({sum(lanes)},): pass one flag per lane")
     return torch.split(mask, list(lanes))
 
 

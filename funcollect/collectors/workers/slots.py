@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from sys import getrefcount
 from typing import Any
 
@@ -16,8 +17,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.workers.gathering import BatchAssembler, Join, Means, PendingBatch, WorkerGroup
-from funcollect.collectors.workers.weights import WITH_WEIGHTS, WeightStore
+from funcollect.collectors.workers.gathering import BatchAssembler, Means, PendingBatch, WorkerGroup
+from funcollect.collectors.workers.weights import WITH_WEIGHTS, FetchCall, WeightStore
 from funcollect.collectors.workers.worker import Job, RolloutReport, Worker, copy_into, turned
 from funcollect.core.request import NOWHERE
 from funcollect.errors import WorkerError
@@ -27,6 +28,7 @@ from funcollect.processes.serving import ProcessTransport, serve
 from funcollect.tree import Path, aliased, nest
 
 _SLOTS = 3  # one that the reader holds, one that is ready, one that is being written
+_NUMBERS = itertools.count()  # of memories for weights
 
 
 @dataclass(frozen=True)
@@ -34,25 +36,24 @@ class BatchLayout:
     """Places the rollouts of a group of workers in one memory, so that the batch is a view of it."""
 
     columns: tuple[LeafPlace, ...]  # the leaves of each worker's rollout, without T: [P, ...]
-    lengths: tuple[int, ...]  # T of each worker
-    join: Join | None  # how the rollouts make a batch; None for one rollout alone
-    single: bool  # whether the environments have no batch dimension
+    group: WorkerGroup
 
     @property
     def _side_by_side(self) -> bool:
         """Whether the workers' rows of one step lie side by side, [T, W, P, ...], not one worker after another."""
-        return self.join == 0 and not self.single
+        return self.group.join == 0 and not self.group.single
 
     @cached_property
     def whole(self) -> MemoryLayout:
         """Every column of all workers: [T, W, P, ...], or [sum of T, P, ...]."""
-        lead = (self.lengths[0], len(self.lengths)) if self._side_by_side else (sum(self.lengths),)
+        lengths = self.group.lengths
+        lead = (lengths[0], len(lengths)) if self._side_by_side else (sum(lengths),)
         return MemoryLayout(tuple(column._replace(shape=(*lead, *column.shape)) for column in self.columns))
 
     def part(self, memory: Memory, index: int) -> dict[Path, Tensor]:
         """One worker's columns, each [T, P, ...]."""
-        first = sum(self.lengths[:index])
-        own = (slice(None), index) if self._side_by_side else slice(first, first + self.lengths[index])
+        first, length = sum(self.group.lengths[:index]), self.group.lengths[index]
+        own = (slice(None), index) if self._side_by_side else slice(first, first + length)
         return {path: column[own] for path, column in self.whole.leaves(memory).items()}
 
     def leaves(self, memory: Memory) -> dict[Path, Tensor]:
@@ -60,12 +61,13 @@ class BatchLayout:
         return {path: self._joined(column) for path, column in self.whole.leaves(memory).items()}
 
     def _joined(self, column: Tensor) -> Tensor:
+        _, lengths, join, single = self.group
         if self._side_by_side:
             return column.flatten(1, 2).transpose(0, 1)
-        if self.join == "stack":
-            column = column.view(len(self.lengths), self.lengths[0], *column.shape[1:])
-            return column.squeeze(2) if self.single else column.transpose(1, 2)
-        return column.squeeze(1) if self.single else column.transpose(0, 1)
+        if join == "stack":
+            column = column.view(len(lengths), lengths[0], *column.shape[1:])
+            return column.squeeze(2) if single else column.transpose(1, 2)
+        return column.squeeze(1) if single else column.transpose(0, 1)
 
 
 class BatchSlot:
@@ -113,14 +115,12 @@ class SlotAssembler(BatchAssembler):
     def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
         super().__init__(submit, group)
         self._slots: list[BatchSlot] = []  # none before the first rollouts have shown the layout
-        self._lent: set[int] = set()
         self._written: set[int] = set()
 
     @property
     def lent(self) -> set[int]:
         """The slots that the reader holds views of."""
-        self._lent = {slot for slot in self._lent if self._slots[slot].lent}
-        return self._lent
+        return {index for index, slot in enumerate(self._slots) if slot.lent}
 
     def _free(self) -> list[int]:
         """The slots that neither the reader nor a worker uses."""
@@ -155,7 +155,7 @@ class SlotAssembler(BatchAssembler):
 
     def _allocate(self, columns: Sequence[tuple[LeafPlace, ...]]) -> None:
         """Allocate slots for rollouts with these columns, which have to be the same for each worker."""
-        workers, lengths, join, single = self.group
+        workers = self.group.workers
         for worker, own in zip(workers, columns, strict=True):
             if own != columns[0]:
                 one, other = (sorted(".".join(column.path) for column in set(each)) for each in (own, columns[0]))
@@ -164,7 +164,7 @@ class SlotAssembler(BatchAssembler):
                     f"{other} with their dtypes and shapes: give all workers equal spaces and policies",
                     worker,
                 )
-        self._layout = BatchLayout(columns[0], lengths, join, single)
+        self._layout = BatchLayout(columns[0], self.group)
         try:
             self._fd, memories = shared_memory(_SLOTS, self._layout.whole.size)
         except MemoryError as error:
@@ -176,15 +176,13 @@ class SlotAssembler(BatchAssembler):
         self._slots = [BatchSlot(self._layout, memory) for memory in memories]
 
     def _attach(self, part: int) -> Call:
-        """The call that makes a worker attach its part of every slot."""
-        return Call(self.group.workers[part], "attach", (self._layout, part, _SLOTS), (self._fd,))
+        return Call(self.group.workers[part], "attach", (self._layout, part), (self._fd,))
 
     @override
     def deliver(self, pending: PendingBatch) -> TensorDict:
+        copied = len(self.lent) == _SLOTS - 1
         batch = self._slots[pending.slot].batch()
-        if len(self.lent) < _SLOTS - 1:
-            self._lent.add(pending.slot)
-        else:
+        if copied:
             self.copies += 1
             batch = batch.clone()
         self._written.discard(pending.slot)
@@ -198,88 +196,61 @@ class SlotAssembler(BatchAssembler):
     def close(self) -> None:
         if self._slots:
             os.close(self._fd)
-            self._slots, self._lent = [], set()
-
-
-def weights_in(memory: Memory, layout: MemoryLayout) -> dict[str, Tensor]:
-    """The weights by name in a piece of memory, as views."""
-    return {path[0]: leaf for path, leaf in layout.leaves(memory).items()}
+            self._slots = []
 
 
 class _WeightSlots:
-    """Slots for weights like these, freed with this object."""
+    """Slots for weights of one layout, freed with this object."""
 
-    def __init__(self, weights: Mapping[str, Tensor], count: int) -> None:
-        self.layout = MemoryLayout.of({(name,): weight for name, weight in weights.items()})
-        self.fd, memories = shared_memory(count, self.layout.size)
-        self._close = weakref.finalize(self, os.close, self.fd)
-        self._weights = [weights_in(memory, self.layout) for memory in memories]
-        self._held: weakref.WeakValueDictionary[int, _HeldWeights] = weakref.WeakValueDictionary()
+    def __init__(self, layout: MemoryLayout, count: int) -> None:
+        self.layout, self._count, self._number = layout, count, next(_NUMBERS)
+        self._fd, memories = shared_memory(count, layout.size)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._weights = [layout.leaves(memory) for memory in memories]
+        self._held: weakref.WeakValueDictionary[int, FetchCall] = weakref.WeakValueDictionary()
 
-    def write(self, weights: Mapping[str, Tensor]) -> _HeldWeights | None:
-        """Copy weights into a slot that nobody holds; None if there is none."""
+    def put(self, leaves: Mapping[Path, Tensor]) -> FetchCall | None:
+        """Copy weights into a slot, which is not written again as long as the result lives; None if there is none."""
         for slot, own in enumerate(self._weights):
             if slot not in self._held:
-                for name, weight in own.items():
-                    weight.copy_(weights[name])
-                held = self._held[slot] = _HeldWeights(self, slot)
+                for path, weight in own.items():
+                    weight.copy_(leaves[path])
+                held = self._held[slot] = partial(self._call, slot)
                 return held
         return None
+
+    def _call(self, slot: int, worker: int, version: int, policy: bytes | None) -> Call:
+        arguments = slot, version, policy, self.layout, self._count, self._number
+        return Call(worker, "fetch", arguments, (self._fd,))
 
     def close(self) -> None:
         """Free the memory, whoever holds a slot."""
         self._close()
         self._weights = []
 
-    def fit(self, weights: Mapping[str, Tensor]) -> bool:
-        """Whether weights have the names, dtypes and shapes of those in the slots."""
-        own = self._weights[0]
-        return weights.keys() == own.keys() and all(
-            weight.dtype == own[name].dtype and weight.shape == own[name].shape for name, weight in weights.items()
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class _HeldWeights:
-    """Weights in a slot, which is not written again before this object is gone."""
-
-    slots: _WeightSlots
-    slot: int
-
 
 class SharedWeightStore(WeightStore):
     """Weights in slots of shared memory: one for each worker to read, one with the latest weights, and one to write.
 
-    Weights with other names or shapes get new slots.
+    Weights with other names, dtypes or shapes get new slots.
     """
 
     def __init__(self, workers: int) -> None:
         self._count = workers + 2
-        self._latest: _WeightSlots | None = None
-        # The slots that each worker has attached, as long as any of them is held.
-        self._attached: weakref.WeakValueDictionary[int, _WeightSlots] = weakref.WeakValueDictionary()
+        self._slots: _WeightSlots | None = None
 
     @override
-    def put(self, weights: Mapping[str, Tensor]) -> _HeldWeights | None:
-        if self._latest is None or not self._latest.fit(weights):
-            self._latest = _WeightSlots(weights, self._count)
-        return self._latest.write(weights)
-
-    @override
-    def call(self, worker: int, held: _HeldWeights, version: int, policy: bytes | None) -> Call:
-        slots = held.slots
-        fds = () if self._attached.get(worker) is slots else (slots.fd,)
-        self._attached[worker] = slots
-        return Call(worker, "fetch", (held.slot, version, policy, slots.layout, self._count), fds)
-
-    @override
-    def restarted(self, worker: int) -> None:
-        self._attached.pop(worker, None)  # so that the next call sends the memory again
+    def put(self, weights: Mapping[str, Tensor]) -> FetchCall | None:
+        leaves: dict[Path, Tensor] = {(name,): weight for name, weight in weights.items()}
+        layout = MemoryLayout.of(leaves)
+        if self._slots is None or self._slots.layout != layout:
+            self._slots = _WeightSlots(layout, self._count)
+        return self._slots.put(leaves)
 
     @override
     def close(self) -> None:
-        for slots in {*self._attached.values(), *([] if self._latest is None else [self._latest])}:
-            slots.close()
+        if self._slots is not None:
+            self._slots.close()
 
 
 def over_processes(workers: int, *, num_threads: int, accelerators: bool, eager: bool) -> Means:
@@ -302,7 +273,8 @@ class SlotWorker(Worker):
         self._single = self._runner.env.num_envs is None
         self._slots: list[Mapping[Path, Tensor]] = []
         self._held: tuple[TensorDictBase, RolloutReport, int] | None = None  # a rollout that waits for its slot
-        self._weights: Sequence[Mapping[str, Tensor]] = ()
+        self._weights: Sequence[Mapping[str, Tensor]] = ()  # by slot
+        self._number = -1  # of these slots
 
     @override
     def collect(self, slot: int = 0) -> tuple[tuple[LeafPlace, ...] | None, Any]:
@@ -316,17 +288,20 @@ class SlotWorker(Worker):
         copy_into(columns, turned(batch, self._single))
         return None, report.packed() if report.final is None else report
 
-    def attach(self, layout: BatchLayout, part: int, count: int, fd: int) -> tuple[None, RolloutReport] | None:
+    def attach(self, layout: BatchLayout, part: int, fd: int) -> tuple[None, RolloutReport] | None:
         """Attach the slots, and write the rollout that was kept for one; None if none was kept."""
-        self._slots = [layout.part(memory, part) for memory in mapped(fd, count, layout.whole.size)]
+        self._slots = [layout.part(memory, part) for memory in mapped(fd, _SLOTS, layout.whole.size)]
         if self._held is None:
             return None
         (batch, report, slot), self._held = self._held, None
         copy_into(self._slots[slot], turned(batch, self._single))
         return None, report._replace(idle=0.0, restarts=0, lost=0)  # those have been reported
 
-    def fetch(self, slot: int, version: int, policy: bytes | None, layout: MemoryLayout, count: int, *fds: int) -> None:
-        """Copy weights. The first call, and the first one after a change of shapes, brings their memory."""
-        if fds:
-            self._weights = [weights_in(memory, layout) for memory in mapped(fds[0], count, layout.size)]
+    def fetch(
+        self, slot: int, version: int, policy: bytes | None, layout: MemoryLayout, count: int, number: int, fd: int
+    ) -> None:
+        """Copy weights, from slots that are attached once."""
+        if number != self._number:
+            views = (layout.leaves(memory) for memory in mapped(fd, count, layout.size))
+            self._weights, self._number = [{path[0]: leaf for path, leaf in each.items()} for each in views], number
         self.adopt(self._weights[slot], version, policy)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,45 +18,35 @@ from funcollect.protocols import Policy, is_policy
 
 WITH_WEIGHTS = ("fetch", "adopt", "take_params")  # the calls that bring new weights
 
+# Makes the call by which a worker copies weights: from the worker, their version, and the packed policy if it changed.
+FetchCall = Callable[[int, int, bytes | None], Call]
+
 
 class WeightStore:
     """Holds weights until every worker has copied them: here the tensors themselves, over other transports copies."""
 
-    def put(self, weights: Mapping[str, Tensor]) -> Any:
-        """Hold weights for as long as the object lives that is returned; None if there is no room now."""
-        return weights
-
-    def call(self, worker: int, held: Any, version: int, policy: bytes | None) -> Call:
-        """The call that makes a worker copy what `put` returned, together with the packed `policy` if it changed."""
-        return Call(worker, "adopt", (held, version, policy))
+    def put(self, weights: Mapping[str, Tensor]) -> FetchCall | None:
+        """Hold weights for as long as the function lives that is returned; None if there is no room now."""
+        return lambda worker, version, policy: Call(worker, "adopt", (weights, version, policy))
 
     def encode_params(self, params: Any) -> Any:
         """What a call holds in place of `params`, for parameters that are not named weights."""
         return params
 
-    def restarted(self, worker: int) -> None:
-        """Forget which calls this worker was sent: another process has replaced it."""
-
     def close(self) -> None:
         """Release the memory."""
 
 
-@dataclass(frozen=True, eq=False)
-class WeightsVersion:
-    """One update: weights in the weight store, or parameters that travel in the call itself."""
+class WeightsVersion(NamedTuple):
+    """One update."""
 
     number: int  # the policy's version, and of no other update
-    held: Any = None  # the weights, as the weight store returned them
-    params: Any = None  # the parameters in the call; None for the policy's own
-    own: bool = True  # whether they are the policy's own
-    loaded: bool = False  # whether `params` come from a state dict and were the policy's own when they were saved
-    policy: bytes | None = None  # the packed module or function, if it has changed since the workers were built
+    own: bool  # whether the weights are the policy's own
+    call: Callable[[int], Call]  # makes the call that brings them to a worker; it keeps them in the weight store
 
 
 @dataclass
 class _OfWorker:
-    """The weights of one worker."""
-
     wanted: WeightsVersion | None = None  # that it will act with; None for those of its job
     sent: tuple[WeightsVersion, Call] | None = None  # the call is under way
     copied: int | None = None  # the number of the version that it acts with
@@ -81,10 +71,11 @@ class Weights:
         self._latest: WeightsVersion | None = None
         self._of = {worker: _OfWorker() for worker in pool.workers}
 
-    def update(self, params: Any, workers: Sequence[int]) -> None:
+    def update(self, params: Any, workers: Sequence[int], *, loaded: bool = False) -> None:
         """Make these workers act with a copy of `params`, or for None of the policy's own.
 
-        TypeError for a policy that has changed into one that cannot be sent, ValueError for parameters that do not fit.
+        Workers that have built their own policies load them into these if they are `loaded`. TypeError for a policy
+        that has changed into one that cannot be sent, ValueError for parameters that do not fit.
         """
         weights: Mapping[str, Tensor] = {}  # by name, if the policy has some in this process
         if self._policy is not None:
@@ -93,13 +84,14 @@ class Weights:
             else:
                 self._policy.prepare(params)
             weights = self._policy.state_dict(params)
-        policy = self._changes.packed()
+        own, changed = params is None or loaded, self._changes.packed() is not None
         with self._pool.lock:
-            held = self._write(weights) if weights else None
-            self.version, own = self.version + 1, params is None
-            sent = self._weight_store.encode_params(params) if held is None else None
-            version = WeightsVersion(self.version, held, sent, own, policy=policy)
-        if held is None and (params is not None or policy is not None):
+            if weights:
+                version = self._stored(weights, self.version + 1, own)
+            else:
+                version = self._in_call(self._weight_store.encode_params(params), self.version + 1, own, loaded)
+            self.version = version.number
+        if not weights and (changed or params is not None):
             self._take_or_refuse(version, workers)
         with self._pool.lock:
             self._latest = version
@@ -112,7 +104,7 @@ class Weights:
     def _take_or_refuse(self, version: WeightsVersion, workers: Sequence[int]) -> None:
         """Send weights that only the workers can check; raise the error of one that refuses them."""
         self.flush()
-        calls = [self._pool.submit(self._call(worker, version)) for worker in workers]
+        calls = [self._pool.submit(version.call(worker)) for worker in workers]
         self._pool.await_all(calls)
         for worker, call in zip(workers, calls, strict=True):
             if call.error is None:
@@ -125,11 +117,18 @@ class Weights:
             return {}
         return shapes_of(policy.params, "jax")
 
-    def _write(self, weights: Mapping[str, Tensor]) -> Any:
-        while (held := self._weight_store.put(weights)) is None:
+    def _stored(self, weights: Mapping[str, Tensor], number: int, own: bool) -> WeightsVersion:
+        """The version with these weights, which the weight store holds."""
+        while (fetch_call := self._weight_store.put(weights)) is None:
             self._pool.wait()  # updates of single workers may need more room than there is
             self.send()
-        return held
+        policy = self._changes.sent
+        return WeightsVersion(number, own, lambda worker: fetch_call(worker, number, policy))
+
+    def _in_call(self, params: Any, number: int, own: bool, loaded: bool) -> WeightsVersion:
+        """The version with parameters that travel in the call itself."""
+        name, arguments = "adopt" if loaded else "take_params", (params, number, self._changes.sent)
+        return WeightsVersion(number, own, lambda worker: Call(worker, name, arguments))
 
     def send(self) -> None:
         """Send the latest weights to every worker that has copied the ones before."""
@@ -139,14 +138,7 @@ class Weights:
                     each.copied, each.sent = each.sent[0].number, None
                 wanted = each.wanted
                 if each.sent is None and wanted is not None and wanted.number != each.copied:
-                    each.sent = wanted, self._pool.submit(self._call(worker, wanted))
-
-    def _call(self, worker: int, version: WeightsVersion) -> Call:
-        """The call that brings a worker these weights."""
-        if version.held is not None:
-            return self._weight_store.call(worker, version.held, version.number, version.policy)
-        name = "adopt" if version.loaded else "take_params"
-        return Call(worker, name, (version.params, version.number, version.policy))
+                    each.sent = wanted, self._pool.submit(wanted.call(worker))
 
     def set_workers(self, workers: Sequence[int]) -> None:
         """Send weights to these workers from now on, the latest ones to those that were added."""
@@ -164,20 +156,13 @@ class Weights:
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """The calls that the new process of a replaced worker needs first: those with the latest weights."""
-        self._weight_store.restarted(worker)
         each = self._of[worker]
         if each.sent is not None:
             each.sent[1].resolve()  # the worker that would have answered it has ended
         if each.wanted is None:
             return ()
-        each.sent = each.wanted, self._call(worker, each.wanted)
+        each.sent = each.wanted, each.wanted.call(worker)
         return (each.sent[1],)
-
-    def _replace(self, policy: bytes | None) -> None:
-        """Continue with a packed policy from the larger run; None for the present one."""
-        if policy is not None:
-            self._policy = replaced(self._policy, unpack(policy))
-            self._changes = PolicyChanges(self._policy, policy)
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -189,42 +174,33 @@ class Weights:
         """Continue from the states that the workers have loaded. No call with weights is under way then."""
         self.version, self.own, own_workers = run["policy_version"], run["own_weights"], run["own_workers"]
         self._of = {worker: _OfWorker() for worker in saved}
-        for each, state, its_own in zip(self._of.values(), saved.values(), own_workers, strict=True):
-            if weights := state["policy_state_dict"]:
-                each.wanted = self._saved_version(state, weights, own=its_own)
-                each.copied = each.wanted.number
+        stored: dict[int, WeightsVersion] = {}
+        for each, state, own in zip(self._of.values(), saved.values(), own_workers, strict=True):
+            weights, number = state["policy_state_dict"], state["policy_version"]
+            if not weights:
+                continue
+            if self._policy is None:  # workers that built their own may have others under the same number
+                each.wanted = self._in_call(weights, number, own, loaded=state["own_weights"])
+            else:
+                if number not in stored:
+                    with self._pool.lock:
+                        stored[number] = self._stored(weights, number, own)
+                each.wanted = stored[number]
+            each.copied = number
         by_version = sorted(zip(saved, own_workers, strict=True), key=lambda each: saved[each[0]]["policy_version"])
         self._latest = self._of[by_version[-1][0]].wanted
-        owners = [worker for worker, its_own in by_version if its_own]
+        owners = [worker for worker, own in by_version if own]
         if self.own and self._policy is not None and owners and (weights := saved[owners[-1]]["policy_state_dict"]):
             self._policy.load(weights)
 
-    def _saved_version(self, state: Mapping[str, Any], weights: Any, *, own: bool) -> WeightsVersion:
-        number = state["policy_version"]
-        if self._policy is None:
-            return WeightsVersion(number, params=weights, loaded=state["own_weights"], policy=self._changes.sent)
-        for other in self._of.values():
-            if other.wanted is not None and other.wanted.number == number:
-                return other.wanted
-        with self._pool.lock:
-            return WeightsVersion(number, self._write(weights), own=own, policy=self._changes.sent)
-
-    def publish(self, params: Any, version: int, policy: bytes | None = None) -> None:
-        """`update` for all workers, under the larger run's version number."""
-        self._replace(policy)
+    def publish(self, params: Any, version: int, policy: bytes | None, own: bool) -> None:
+        """`update` for all workers, under the larger run's version number; `own` weights become those of the policy."""
+        if policy is not None:
+            self._policy = replaced(self._policy, unpack(policy))
+            self._changes = PolicyChanges(self._policy, policy)
         self.version = version - 1
-        self.update(params, self._pool.workers)
-
-    def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
-        """Make all workers act with these as the policy's own weights, under the larger run's version number."""
-        self._replace(policy)
-        if self._policy is not None:
-            self._policy.load(weights)
-            self.publish(None, version)
-            return
-        self.version, self.own = version, True
-        self._latest = WeightsVersion(version, params=weights, loaded=True, policy=self._changes.sent)
-        with self._pool.lock:
-            for each in self._of.values():
-                each.wanted = self._latest
-        self.send()
+        if own and self._policy is not None:
+            self._policy.load(params)
+            self.update(None, self._pool.workers)
+        else:
+            self.update(params, self._pool.workers, loaded=own)

@@ -19,7 +19,7 @@ from funcollect.collectors.options import Options, RunnerSpec
 from funcollect.collectors.sync import RolloutTimes, RunnerTimer, SyncDataCollector
 from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
-from funcollect.core.saving import Episodes, counts_in
+from funcollect.core.saving import Episodes
 from funcollect.core.whole_episodes import is_limited
 from funcollect.files import from_data
 from funcollect.policies.torch_modules.settings import dumps, unpack
@@ -51,24 +51,18 @@ def runners_of(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [state_dict] if workers is None else [workers[name] for name in sorted(workers, key=int)]
 
 
-def restored(saved: Mapping[str, Any]) -> tuple[Progress, EnvCalls]:
+def restored(saved: Mapping[str, Any], episodes: Episodes | None) -> tuple[Progress, EnvCalls]:
     """The progress of a worker that has loaded this state, and what brings new environments to the parameters in it."""
-    counts, runners = _without_weights(saved), runners_of(saved)
-    steps, episodes = max(each["steps"] for each in runners), [int(each["episode"].max()) for each in runners]
-    progress = Progress(steps, max(episodes), max(saved["iter"], 1), saved["frames"])
-    varying = any(each.get("varying_params") is not None for each in runners_of(counts))
-    return progress, (("begin_from", dumps(counts)),) if varying else ()
-
-
-def _without_weights(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A `state_dict` without weights, from a `state_dict` or a saved run."""
-    if (workers := saved.get("workers")) is not None:
-        own = {name: _without_weights(each) for name, each in workers.items()}
-        return {**{name: saved[name] for name in SAVED}, "workers": own}
-    counts = {name: value for name, value in saved.items() if name != "state"}
-    if "state" in saved:
-        counts |= counts_in(from_data(*saved["state"]))
-    return counts | {"policy_state_dict": {}, "own_weights": True}
+    runners = runners_of(saved)
+    steps, episode = max(each["steps"] for each in runners), max(int(each["episode"].max()) for each in runners)
+    progress = Progress(steps, episode, max(saved["iter"], 1), saved["frames"])
+    states = [each if episodes is None else from_data(*each["state"]) for each in runners]
+    if all(state.get("varying_params") is None for state in states):
+        return progress, ()
+    bare: dict[str, Any] = {"policy_state_dict": {}, "own_weights": True}  # the latest weights are sent apart
+    if "workers" in saved:
+        bare = {"workers": {name: {**each, **bare} for name, each in saved["workers"].items()}, "ready": []}
+    return progress, (("begin_from", dumps(({**saved, **bare}, episodes and "restart"))),)
 
 
 def turned(batch: TensorDictBase, single: bool) -> dict[Path, Tensor]:
@@ -179,7 +173,7 @@ class Worker(Served):
     def _begin(self, collector: Any, progress: Progress, applied: EnvCalls) -> None:
         """Use this collector, which makes the rollouts: a `SyncDataCollector`, or one that has workers itself."""
         self._collector = collector
-        self.reset, self.set_seed = collector.reset, collector.set_seed
+        self.reset, self.set_seed, self.save = collector.reset, collector.set_seed, collector.saved_run
         for name, packed in applied:
             with contextlib.suppress(UnsentResultError):  # nobody asks for the results again
                 getattr(self, name)(packed)
@@ -216,7 +210,7 @@ class Worker(Served):
 
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
         self._runner.begin_batch()
-        return self._runner.rollout_into(columns)
+        return self._runner.rollout(columns)
 
     def _standing(self) -> tuple[Progress, int, int, int]:
         """The first four fields of the report on the last rollout."""
@@ -228,23 +222,20 @@ class Worker(Served):
         """Begin new episodes as if the lanes had made this progress."""
         self._runner.go_on(steps=progress.steps, episode=progress.episode)
 
-    def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
+    def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None) -> None:
         """Act with a copy of these weights by name from now on, and with a packed `policy`, if it has changed."""
-        self._replace(policy)
-        self._runner.policy.load(dict(weights))
-        self._runner.count_as(None, version)
+        self.take_params(dict(weights), version, policy, own=True)
 
-    def take_params(self, params: Any, version: int, policy: bytes | None = None) -> None:
-        """Act with `params` from now on; None for the policy's own."""
-        self._replace(policy)
-        if params is not None:
-            self._runner.policy.prepare(params)
-        self._runner.count_as(params, version)
-
-    def _replace(self, policy: bytes | None) -> None:
+    def take_params(self, params: Any, version: int, policy: bytes | None, own: bool = False) -> None:
+        """Act with `params` from now on, None for the policy's own; or with a copy that becomes the policy's own."""
         if policy is not None and policy != self._policy:
             self._runner.replace_policy(unpack(policy))
             self._policy = policy
+        if own:
+            self._runner.policy.load(params)
+        elif params is not None:
+            self._runner.policy.prepare(params)
+        self._runner.count_as(None if own else params, version)
 
     def apply(self, packed: bytes) -> list[Any]:
         """Call a function with every lane's environment."""
@@ -258,25 +249,15 @@ class Worker(Served):
         params, at_once = cloudpickle.loads(packed)
         self._collector.set_env_params(params, at_once=at_once)
 
-    def save(self, episodes: Episodes | None) -> Any:
-        """The collector's `saved_run`; for None its `state_dict`."""
-        return self._collector.state_dict() if episodes is None else self._collector.saved_run(episodes)
-
     def load(self, saved: Mapping[str, Any], episodes: Episodes | None) -> None:
         """Continue from the result of `save`."""
-        if episodes is None:
-            self._collector.load_state_dict(saved)
-        else:
-            self._collector.continue_run(saved, episodes)
+        self._collector.continue_run(saved, episodes)
         self._batches, self._frames = saved["iter"], saved["frames"]
 
     def begin_from(self, packed: bytes) -> None:
-        """Begin with the parameters of the environment that `env_calls_of` has packed, under the seed of now."""
-        state_dict, own = cloudpickle.loads(packed), runners_of(self.save(None))[0]
-        loaded: list[Any] = [*runners_of(state_dict)]
-        for each in loaded:
-            each["key"] = own["key"]
-        self.load(state_dict, None)
+        """Begin with the parameters of the environment in a state that the lost worker had loaded, `restored`."""
+        self.load(*cloudpickle.loads(packed))
+        self.set_seed(self._job.seed)
 
     def timer(self, on: bool) -> list[RolloutTimes]:
         """Time the rollouts from now on; or stop that, and return the times of each runner, empty if there are none."""

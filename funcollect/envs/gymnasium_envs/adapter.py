@@ -38,7 +38,7 @@ from funcollect.envs.base import (
 from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, check_lives, is_atari
 from funcollect.envs.gymnasium_envs.lanes import TAKEN, GymEnv, GymVectorEnv, Lanes, Made, over_vector, rebuild
 from funcollect.envs.host.host_env import Opener, OpenerOf, SimulatedEnv
-from funcollect.envs.host.lane_workers.options import LaneWorkers, refuse_removed
+from funcollect.envs.host.lane_workers.block import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.processes.system import SIGNS
 from funcollect.protocols import Forking, is_env

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcollect.arguments import check_kind
 from funcollect.envs.base import AdaptedEnv, EnvBase
-from funcollect.envs.host.lane_workers.options import LaneWorkers
+from funcollect.envs.host.lane_workers.block import LaneWorkers
 from funcollect.errors import EnvError
 from funcollect.interop.memory import aligned
 from funcollect.messages import form, shown

@@ -217,7 +217,7 @@ def test_newcomers_have_the_seed_that_was_set_and_devices_of_their_own():
         first = {}
         while first.keys() != {0, 1, 2}:
             batch = next(collector)
-            first.setdefault(*collector.run.gathering.workers, batch)
+            first.setdefault(*collector.run.gathered, batch)
     assert [first[worker].device for worker in range(3)] == [torch.device("cpu"), torch.device("meta"), None]
     with fc.SyncDataCollector("CartPole-v1", make(), frames_per_batch=10, seed=7, shard=fc.Shard(2, 2)) as collector:
         assert_same(first[2], next(collector))

@@ -67,7 +67,7 @@ def test_a_slot_is_not_written_while_any_view_of_it_lives(view):
         before = shown(kept)
         for _ in range(6):
             next(collector)
-        (assembler,) = collector.run.gathering.assemblers.values()
+        (assembler,) = collector.run.assemblers.values()
         assert assembler.lent == {0}
         assert shown(kept) == before
         del kept

@@ -1,20 +1,23 @@
-"""The memory that an environment's process and its workers share, and the bells by which they wake each other."""
+"""How lanes are spread over processes, the memory that these share, and the bells by which they wake each other."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy.typing as npt
 import torch
 
+from funcollect.arguments import check_count, check_flags, check_number
 from funcollect.processes.memory import LeafPlace, Memory, MemoryLayout
-from funcollect.processes.system import PORTABLE
+from funcollect.processes.system import PORTABLE, check_platform
 from funcollect.protocols import HostEnv
 from funcollect.specs import torch_dtype
 
@@ -25,11 +28,59 @@ INFO_BYTES = 1 << 15  # of a worker's pickled infos; larger ones are asked for b
 _SPIN = 50e-6  # seconds; waking a process that sleeps takes about as long
 _MOST_RINGS = 1 << 12  # that are read from a pipe at once
 
+REMOVED = {  # keywords that earlier versions took, and what to do instead
+    "overlap": "it was slower for nearly all environments: leave it out",
+    "on_failure": "a lost worker ends the rollout, and recover(env, state), or a collector's next batch, begins new "
+    "episodes with another: leave it out",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneWorkers:
+    """Worker processes of an environment."""
+
+    num_workers: int
+    timeout: float = 60.0  # seconds after which a worker that has neither answered nor stepped a lane counts as hung
+
+    def __str__(self) -> str:
+        return f"{self.num_workers} worker process{'es' * (self.num_workers != 1)}"
+
+    @classmethod
+    def checked(cls, num_envs: int, *, parallel: bool, num_workers: int, timeout: float) -> Self | None:
+        """The workers that an adapter's arguments ask for; None for none. Raises the errors of `from_gymnasium`."""
+        check_flags(parallel=parallel)
+        check_count("num_workers", num_workers)
+        if parallel and num_workers:
+            raise ValueError(f"parallel=True means num_workers={num_envs}, and num_workers={num_workers} was given too")
+        count = num_envs if parallel else num_workers
+        check_number("timeout", timeout, positive=True, example=60)
+        if timeout != cls.timeout and not count:
+            raise ValueError(f"timeout={timeout} was given without workers, which it is for: pass num_workers")
+        if count > num_envs:
+            raise ValueError(
+                f"num_workers is {count}, expected at most num_envs={num_envs}: pass num_envs={count}, or fewer workers"
+            )
+        if count:
+            check_platform("leave num_workers and parallel out")
+        return cls(num_workers=count, timeout=timeout) if count else None
+
+    def shares(self, num_envs: int) -> list[range]:
+        """The lanes of each worker, in order; the first ones may have one lane more."""
+        size, longer = divmod(num_envs, self.num_workers)
+        ends = [place * size + min(place, longer) for place in range(self.num_workers + 1)]
+        return [range(*own) for own in itertools.pairwise(ends)]
+
+
+def refuse_removed(given: Mapping[str, Any]) -> None:
+    """Raise TypeError for keywords that adapters took in earlier versions."""
+    for name in REMOVED.keys() & given.keys():
+        raise TypeError(f"{name} is no keyword of environments any more, since {REMOVED[name]}")
+
+
 # Orders to a worker; plain numbers, since enumerations are slow to read.
 STEP = 0  # all its lanes
 STEP_CHOSEN = 1  # those that are marked
 RESET = 2  # marked lanes
-
 
 _OF_LANES = {  # [P]
     "reward": torch.float64,
@@ -92,12 +143,10 @@ class LaneBlock(SimpleNamespace):
 class Bell:
     """A counter that one process waits for. What others add arrives as a sum; all they wrote before is visible then.
 
-    A short wait keeps the processor, a long one gives it up. It is an eventfd. Where the system has none, a pipe takes
-    a byte for each ring.
+    It is an eventfd, or a pipe that takes a byte for each ring; the descriptors `fds` are those of one that exists.
     """
 
     def __init__(self, fds: Sequence[int] = ()) -> None:
-        """Make a counter, or use the descriptors `fds` of one."""
         self.fds = tuple(fds)
         if not fds and not PORTABLE:
             self.fds = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),)
@@ -133,7 +182,7 @@ class Bell:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for rings; 0 if `timeout` seconds have passed, or another watched descriptor is readable."""
-        until = time.perf_counter() + _SPIN
+        until = time.perf_counter() + _SPIN  # as long, it keeps the processor
         while not (rings := self.heard()) and time.perf_counter() < until:
             os.sched_yield()
         if not rings:

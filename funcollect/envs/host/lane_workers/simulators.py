@@ -8,7 +8,6 @@ import os
 import pickle
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -61,17 +60,16 @@ class WorkerLanes(WorkerPool):
         self._every = _Target(range(num_envs), slice(num_envs), range(len(shares)))
         self._next_seeds: dict[int, Any] = dict.fromkeys(range(num_envs), _NEVER)  # by lane, as announced
         self._restarted: dict[int, Any] = {}  # by lane that has begun its next episode already: the seed
-        self._sent: deque[_Target] = deque()
+        self._target = self._every  # of the last `send`
         self._heard = 0  # answers to orders that nobody has taken yet
         self._open = 0  # workers with an order whose answer nobody has taken, more if one was broken off
         self._lost: set[int] = set()  # workers that `renew` has to replace
         self._lenient = False  # whether a loss is only noted
-        self._applied: list[list[Applied]] = [[] for _ in shares]  # by worker, what its lanes were called with
         self.cpus = spread(len(shares))
         layout = LaneBlock.layout(env, len(shares))
         bare = replace(env, open_group=None, workers=None)  # each worker has its own opener
         jobs = [
-            LaneJob(bare, layout, index, lanes, env.open_group(lanes.start, lanes.stop), cpu, [])
+            LaneJob(bare, layout, index, lanes, env.open_group(lanes.start, lanes.stop), cpu)
             for index, (lanes, cpu) in enumerate(zip(shares, self.cpus, strict=True))
         ]
         transport = ProcessTransport(LaneJob.__module__, "leave num_workers and parallel out")
@@ -91,10 +89,6 @@ class WorkerLanes(WorkerPool):
     def _descriptors(self, worker: int) -> tuple[int, ...]:
         return (self._memory, *self.bells[worker].fds, *self._answers.fds)
 
-    @override
-    def _continued(self, worker: int, pending: Sequence[Call]) -> tuple[LaneJob, Sequence[Call]]:
-        return replace(self.records[worker].job, applied=[*self._applied[worker]]), ()
-
     def _watch(self, workers: Sequence[int]) -> None:
         """Let waits for answers end with the processes of these workers, which have been built."""
         for worker in workers:
@@ -105,13 +99,7 @@ class WorkerLanes(WorkerPool):
 
     @property
     def _ended(self) -> set[int]:
-        """The workers whose processes have ended."""
         return {worker for worker in self.workers if self.records[worker].handle.ended_by(0)}
-
-    @property
-    def _busy(self) -> set[int]:
-        """The workers that somebody waits for."""
-        return {*filter(self._owes, self.workers)}
 
     @override
     def _owes(self, worker: int) -> bool:
@@ -151,9 +139,7 @@ class WorkerLanes(WorkerPool):
     def check_owner(self) -> None:
         """Raise ClosedError in a process that was forked from the one that has started the workers."""
         if os.getpid() != self._owner:
-            raise ClosedError(
-                f"the workers of {self._env} belong to the process that forked this one: make a state of your own here"
-            )
+            raise ClosedError(f"the workers of {self._env} belong to the parent process: make a state of your own here")
 
     def order(self, order: int, workers: Sequence[int]) -> None:
         """Let these workers begin."""
@@ -196,7 +182,12 @@ class WorkerLanes(WorkerPool):
         self._checked = time.monotonic()
         calls = [self.call(worker, name, *args) for worker, args in arguments.items()]
         self.await_all(calls)
-        if errors := [call.error for call in calls if call.error is not None]:
+        errors = [call.error for call in calls if call.error is not None]
+        if name == "apply" and all(isinstance(error, UnsentResultError) for error in errors):
+            for worker, applied in arguments.items():  # so that a replacement is called like this, too
+                record = self.records[worker]
+                record.job = replace(record.job, applied=(*record.job.applied, applied))
+        if errors:
             raise min(errors, key=lambda error: isinstance(error, UnsentResultError))
         return [call.value for call in calls]
 
@@ -205,12 +196,10 @@ class WorkerLanes(WorkerPool):
 
         Returns whether others have replaced some that were lost or did not come back; those need seeds.
         """
-        self._sent.clear()
         self._restarted.clear()
         if not (self._open or self._lost or self._asked or self._ended):
             return False
-        self._come_to_rest()
-        gone = sorted(self._lost | self._ended | self._busy)
+        gone = sorted(self._come_to_rest())
         self._lost.update(gone)
         for worker in gone:
             record = self.records[worker]
@@ -229,16 +218,17 @@ class WorkerLanes(WorkerPool):
         self._lost.clear()
         return bool(gone)
 
-    def _come_to_rest(self) -> None:
-        """Wait, not for long, until the workers that live have nothing to do; note those that are lost."""
+    def _come_to_rest(self) -> set[int]:
+        """Wait, not for long, until the workers that live have nothing to do; return those that do not come back."""
         until = time.monotonic() + _TO_REST
         self._lenient = True
         try:
-            while time.monotonic() < until and self._busy - self._ended:
+            while (busy := {*filter(self._owes, self.workers)}) - self._ended and time.monotonic() < until:
                 self.poll()
                 time.sleep(1e-3)
         finally:
             self._lenient = False
+        return self._lost | self._ended | busy
 
     def close(self) -> None:
         """Close all environments and end the processes; then raise the first error of a lane that could not be."""
@@ -253,8 +243,7 @@ class WorkerLanes(WorkerPool):
 
     def _shut(self) -> list[BaseException]:
         """Ask the workers to close; return what some have raised. Those that do not answer in time are left alone."""
-        self._come_to_rest()
-        gone = self._lost | self._ended | self._busy
+        gone = self._come_to_rest()
         self._checked, self._lenient = time.monotonic(), True
         calls = [self.call(worker, "shut") for worker in self.workers if worker not in gone]
         while any(not call.done and call.worker not in self._lost for call in calls):
@@ -267,7 +256,6 @@ class WorkerLanes(WorkerPool):
         return [call.error for call in calls if call.error is not None]
 
     def _free(self) -> None:
-        """End the processes, and free their shared memory."""
         self.stop()
         for bell in (*self.bells, self._answers):
             bell.close()
@@ -318,11 +306,11 @@ class WorkerLanes(WorkerPool):
             target, order = self._some(lanes), STEP_CHOSEN
             self.block.action[target.rows] = values
         self.order(order, target.workers)
-        self._sent.append(target)
+        self._target = target
 
     def receive(self) -> tuple[Sequence[int], Outcome]:
-        """Wait for the workers of the oldest `send`."""
-        target = self._sent.popleft()
+        """Wait for the workers of the last `send`."""
+        target = self._target
         self.await_answers(target.workers)
         block, rows = self.block, target.rows
         terminated, truncated = block.terminated[rows].tolist(), block.truncated[rows].tolist()
@@ -336,7 +324,6 @@ class WorkerLanes(WorkerPool):
         return target.lanes, (block.reward[rows].copy(), terminated, truncated, infos)
 
     def _infos(self, target: _Target) -> list[Array]:
-        """For each info key, the values of the target's lanes."""
         sizes = {index: int(self.block.info_size[index]) for index in target.workers}
         packed = {index: self.block.info[index, :size].tobytes() for index, size in sizes.items() if size >= 0}
         if large := {index: () for index, size in sizes.items() if size < 0}:
@@ -363,15 +350,7 @@ class WorkerLanes(WorkerPool):
             own.setdefault(self._worker_of[lane], []).append(lane)
         starts = [share.start for share in self._shares]  # each worker counts from its first lane
         calls: dict[int, Applied] = {i: ([lane - starts[i] for lane in some], packed) for i, some in own.items()}
-        answers, unsent = [], None
-        try:
-            answers = self._call_in(calls, "apply")
-        except UnsentResultError as error:
-            unsent = error
-        for index, call in calls.items():
-            self._applied[index].append(call)
-        if unsent is not None:
-            raise unsent
+        answers = self._call_in(calls, "apply")
         results = dict(zip(itertools.chain(*own.values()), itertools.chain(*answers), strict=True))
         return [results[lane] for lane in lanes]
 

@@ -44,7 +44,7 @@ class LaneJob:
     lanes: range  # its own
     opener: Callable[[SimulatedEnv], Simulators]  # of their simulators
     cpu: int  # the processor to run on
-    applied: list[Applied]  # the functions that lost simulators were called with, and these have to be
+    applied: Sequence[Applied] = ()  # the functions that lost simulators were called with, and these have to be
     place: int = 0  # all workers have the place of the process that starts them
 
     @property
@@ -69,8 +69,7 @@ def main(fds: Sequence[int]) -> None:
 class ServedLanes(Served):
     """The simulators of a worker's lanes, which follow orders in shared memory, and answer calls.
 
-    They are built from a packed `LaneJob`, and from the descriptors of the memory and of two bells, for orders and for
-    answers. Functions are called with new simulators as they were with lost ones.
+    They are built from a packed `LaneJob`, and the descriptors of the memory and of two bells, for orders and answers.
     """
 
     _failure: Failure  # of the last order that failed
@@ -87,10 +86,9 @@ class ServedLanes(Served):
         self._bell, self._answers = Bell(kept[:middle]), Bell(kept[middle:])
         env = replace(job.env, num_envs=count, first_lane=job.lanes.start, memory=observation)
         self._simulators: Any = job.opener(env)
-        if not job.applied:
-            return
         try:
-            self._simulators.reset(range(count), [0] * count)  # as they were at the calls
+            if job.applied:
+                self._simulators.reset(range(count), [0] * count)  # as they were at the calls
             for call in job.applied:
                 with contextlib.suppress(UnsentResultError):  # nobody asks for the results again
                     self.apply(*call)
@@ -106,7 +104,6 @@ class ServedLanes(Served):
             self._carry_out()
 
     def _carry_out(self) -> None:
-        """Carry out the order in the block, and answer it."""
         block, index = self._block, self._index
         number, order, failed = block.asked[index], block.order[index], False
         try:
@@ -179,13 +176,13 @@ class ServedLanes(Served):
 
     def snapshot(self) -> Snapshot:
         """A snapshot of all lanes."""
-        taken = self._simulators.snapshot()
-        if not isinstance(self._simulators, SavableSnapshots):
-            return Snapshot(list(taken))
+        taken, refusal = self._simulators.snapshot(), ""
         try:
-            return Snapshot(list(self._simulators.snapshot_data(taken)))
+            if isinstance(self._simulators, SavableSnapshots):
+                taken = self._simulators.snapshot_data(taken)
         except TypeError as error:
-            return Snapshot(list(taken), str(error))
+            refusal = str(error)
+        return Snapshot(list(taken), refusal)
 
     def restore(self, lanes: list[Any], refusal: str) -> None:
         """Restore what `snapshot` returned."""
@@ -212,18 +209,16 @@ class ServedLanes(Served):
         """The current picture of a lane."""
         return self._simulators.camera(lane).shoot()
 
-    def shut(self) -> None:
-        """Close the simulators, and stay until the process is ended."""
-        self.close()
-        sys.stdout.flush()  # after the answer this process may be killed
-        sys.stderr.flush()
-
     @override
     def close(self) -> None:
         """Close the simulators. Does nothing the second time."""
         simulators, self._simulators = self._simulators, None
         if simulators is not None:
             simulators.close()
+        sys.stdout.flush()  # after the answer this process may be killed
+        sys.stderr.flush()
+
+    shut = close  # a call of this name closes them, and the process stays until it is ended
 
 
 def _seeds(seeds: npt.NDArray[np.int64]) -> list[int | None]:
