@@ -185,7 +185,7 @@ def sampling(make: Callable[..., Any], **options: Any) -> Callable[[], int]:
 
 
 def nearby(kind: str, size: int, among: int) -> Callable[[], int]:
-    from funcollect.buffers.samplers.indices import SampleIndices
+    from funcollect.buffers.indices import SampleIndices
 
     buffer = filled(OURS, kind, size)
     buffer.sampler.draw = lambda memory, count, source: SampleIndices(slots=source.below(among, count))

@@ -1,8 +1,7 @@
 """Running mean and variance of observations, as pure functions over a pytree, in Torch and in JAX.
 
 Each update merges the moments of one batch into those before it (Chan et al., 1979), so the result does not depend on
-how data are cut into batches, except for rounding. In Torch the moments are float64; in JAX they have JAX's default
-precision. Counts are exact integers of 64 bits in both.
+how data are cut into batches, except for rounding.
 
 >>> import funcollect as fc
 >>> env = fc.make_env("CartPole-v1", num_envs=4)
@@ -55,12 +54,8 @@ class RunningStatistics(NamedTuple):
 def init(space: Space, *, backend: Literal["torch", "jax"] = "torch") -> RunningStatistics:
     """Statistics of no observation: the mean 0 and the variance 1, so that `normalize` changes nothing.
 
-    Args:
-        space: the observation space: a Box, or a Dict or Tuple whose spaces of floats count.
-        backend: whether the arrays are of Torch or of JAX.
-
-    Raises:
-        TypeError, ValueError: for another space, one without floats, or keys that a batch cannot have.
+    The observation space is a Box, or a Dict or Tuple whose spaces of floats count. Raises TypeError or ValueError for
+    another one, one without floats, or keys that a batch cannot have.
 
     >>> import gymnasium
     >>> init(gymnasium.spaces.Box(-1, 1, (2,))).mean
@@ -84,16 +79,12 @@ def start(shapes: Mapping[str, tuple[int, ...]], backend: str) -> RunningStatist
 def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> RunningStatistics:
     """Statistics that also count the observations of a batch.
 
-    Args:
-        stats: the statistics so far.
-        batch: a batch [*B, T], whose observations before each step count; or observations alone, an array
-            [*B, *shape], or a dict or tuple of them.
-        weights: [*B], an array or a list, whether each observation counts: bools, or zeros and ones. By default padding
-            and the repeated frames of finished lanes do not count.
+    `batch` is a batch [*B, T], whose observations before each step count; or observations alone, an array
+    [*B, *shape], or a dict or tuple of them. `weights` [*B], an array or a list of bools, or of zeros and ones, tells
+    whether each counts; by default padding and the repeated frames of finished lanes do not.
 
-    Raises:
-        KeyError: if an observation is missing.
-        ValueError: for observations or weights of another shape, and for observations that are not finite.
+    Raises KeyError if an observation is missing; ValueError for observations or weights of another shape, and for
+    observations that are not finite.
 
     >>> import gymnasium, torch
     >>> stats = update(init(gymnasium.spaces.Box(-1, 1, (1,))), torch.tensor([[1.0], [3.0]]))
@@ -234,8 +225,7 @@ def _arrays_of(stats: RunningStatistics) -> Any:
 def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics:
     """The statistics of the observations of both, such as those of two workers, on the device of the first.
 
-    Raises:
-        TypeError, ValueError: if one is of Torch and the other of JAX, or their keys differ.
+    Raises TypeError or ValueError if one is of Torch and the other of JAX, or their keys differ.
 
     >>> import gymnasium, torch
     >>> empty = init(gymnasium.spaces.Box(-1, 1, (1,)))
@@ -274,18 +264,12 @@ def check_alike(one: RunningStatistics, other: Any) -> None:
 def normalize(stats: RunningStatistics, observation: Any, *, clip: float | None = None) -> Any:
     """The observation with mean 0 and variance 1, in its own dtype: ``(x - mean) / sqrt(variance + 1e-8)``.
 
-    Integers are normalised in the dtype of the statistics, which are not updated.
+    The observation is an array [..., *shape] of NumPy, Torch or JAX, whichever has the statistics; a dict or tuple of
+    arrays; or a batch, whose observations before and after each step are normalised. Other keys stay as they are, and
+    integers are normalised in the dtype of the statistics. `clip` is the largest absolute value of the result.
 
-    Args:
-        stats: the statistics.
-        observation: an array [..., *shape] of NumPy, Torch or JAX, whichever has the statistics; a dict or tuple of
-            arrays; or a batch, whose observations before and after each step are normalised (the latter under
-            ``next``). Other keys stay as they are.
-        clip: the largest absolute value of the result.
-
-    Raises:
-        KeyError: if an observation is missing.
-        ValueError: for an observation of another shape, and a batch without its next observations (``compact_obs``).
+    Raises KeyError if an observation is missing; ValueError for one of another shape, and for a batch without its next
+    observations (``compact_obs``).
 
     >>> import gymnasium, torch
     >>> stats = update(init(gymnasium.spaces.Box(-1, 1, (1,))), torch.tensor([[1.0], [3.0]]))

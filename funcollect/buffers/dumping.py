@@ -12,66 +12,56 @@ import secrets
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from funcollect.buffers import Arrays
+from funcollect.buffers.indices import Sampler
 from funcollect.buffers.ring import RingMemory
-from funcollect.buffers.samplers.uniform import Sampler
-from funcollect.buffers.storages.storage import Dumped
-from funcollect.buffers.trajectory_index import TrajectoryIndex
+from funcollect.buffers.storages.storage import Dumped, ListStorage
 from funcollect.files import read_arrays, replacing, sync
 from funcollect.messages import shown
 
+_Generator = torch.Generator | None
 _FORMAT = 4
 _POINTER, _META, _ARRAYS = "current", "meta.json", "arrays.npz"
 
 
-class Contents(NamedTuple):
-    """All state of a buffer that determines its next samples."""
-
-    memory: RingMemory
-    sampler: Sampler
-    generator: torch.Generator | None
-
-    @property
-    def parts(self) -> dict[str, Sampler | TrajectoryIndex]:
-        """The parts whose state is a dict of arrays, by the prefix of their names."""
-        index = self.memory.index
-        return {"sampler": self.sampler} if index is None else {"sampler": self.sampler, "trajectories": index}
-
-    @property
-    def kind(self) -> dict[str, Any]:
-        """The properties in which the dumped buffer and the loading one must agree."""
-        storage, trajectories = self.memory.storage, self.memory.trajectories
-        return {
-            "format": _FORMAT,
-            "storage": "list" if type(storage).__name__ == "ListStorage" else "rows",
-            "max_size": self.memory.capacity,
-            "ndim": storage.ndim,
-            "compact_obs": storage.compact_obs,
-            "frame_stack": storage.frame_stack,
-            "sampler": type(self.sampler).__name__,
-            "trajectories": None if trajectories is None else asdict(trajectories),
-        }
+def _parts(memory: RingMemory, sampler: Sampler) -> list[tuple[str, Any]]:
+    """The parts of a buffer whose state is a dict of arrays, each after the prefix of their names."""
+    return [("sampler", sampler), *([] if memory.index is None else [("trajectories", memory.index)])]
 
 
-def dump(root: Path, contents: Contents, base: Path | None = None) -> None:
-    """Make a dump of the contents the current one of the directory `root`.
+def _kind(memory: RingMemory, sampler: Sampler) -> dict[str, Any]:
+    """The properties in which the dumped buffer and the loading one must agree."""
+    storage, trajectories = memory.storage, memory.trajectories
+    return {
+        "format": _FORMAT,
+        "storage": "list" if type(storage) is ListStorage else "rows",
+        **{name: getattr(storage, name) for name in ("max_size", "ndim", "compact_obs", "frame_stack")},
+        "sampler": type(sampler).__name__,
+        "trajectories": None if trajectories is None else asdict(trajectories),
+    }
 
-    Frames that the dump in `root` or `base` has already are linked, unless it is damaged.
-    """
+
+def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator, base: Path | None) -> None:
+    """Make a dump of a buffer the current one of `root`; frames that it or `base` has are linked, if undamaged."""
     root.mkdir(parents=True, exist_ok=True)
     former = _current(root)
     fresh = root / f"v{int(former.name[1:]) + 1 if former else 0}"
-    name = secrets.token_hex(16)
+    meta = _kind(memory, sampler) | {"name": secrets.token_hex(16), "written": memory.written}
+    meta["lanes"] = memory.lanes, memory.since
+    arrays = {f"{name}.{key}": each for name, part in _parts(memory, sampler) for key, each in part.state().items()}
+    if generator is not None:
+        arrays["generator"] = generator.get_state().numpy()
     try:
         try:
-            known = _earlier(contents.memory.dumped, former, None if base is None else _current(base))
-            _write_files(fresh, contents, name, known)
+            known = _earlier(memory.dumped, former, None if base is None else _current(base))
+            _write(fresh, memory, meta, arrays, known)
         except (FileNotFoundError, ValueError):
-            _write_files(fresh, contents, name, None)
+            _write(fresh, memory, meta, arrays, None)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
@@ -80,7 +70,7 @@ def dump(root: Path, contents: Contents, base: Path | None = None) -> None:
         sync(path)
     with replacing(root / _POINTER) as pointer:
         pointer.write_text(fresh.name)
-    contents.memory.dumped = name
+    memory.dumped = meta["name"]
     for other in root.glob("v*"):
         if other != fresh and other.name[1:].isdigit():  # an earlier dump, or what an interrupted one left behind
             shutil.rmtree(other, ignore_errors=True)
@@ -96,17 +86,12 @@ def _earlier(name: str | None, *directories: Path | None) -> Dumped | None:
     return None
 
 
-def _write_files(directory: Path, contents: Contents, name: str, earlier: Dumped | None) -> None:
+def _write(directory: Path, memory: RingMemory, meta: dict[str, Any], arrays: Arrays, earlier: Dumped | None) -> None:
     # An interrupted dump may have left links, and writing to one changes the linked file.
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
-    memory, _, generator = contents
-    arrays = {f"{part}.{key}": array for part, each in contents.parts.items() for key, array in each.state().items()}
-    if generator is not None:
-        arrays["generator"] = generator.get_state().numpy()
-    frames = memory.storage.dump(directory, range(memory.written - len(memory), memory.written), earlier)
-    more = {"name": name, "written": memory.written, "lanes": [memory.lanes, memory.since], "frames": frames}
-    (directory / _META).write_text(json.dumps(contents.kind | more, indent=1))
+    frames = memory.storage.dump(directory, memory.numbers, earlier)
+    (directory / _META).write_text(json.dumps(meta | {"frames": frames}, indent=1))
     np.savez(directory / _ARRAYS, allow_pickle=False, **arrays)
 
 
@@ -129,36 +114,29 @@ def _current(root: Path) -> Path | None:
     return root / name
 
 
-def load(root: Path, contents: Contents, allow_pickle: bool) -> None:
+def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator, allow_pickle: bool) -> None:
     """Read the current dump into the parts of a buffer that was built with the same arguments."""
     if (found := _current(root)) is None:
         raise FileNotFoundError(f"{root} has no complete dump of a buffer: pass the directory given to dumps")
     meta = _read_meta(found)
-    if meta.get("format") != _FORMAT:
-        raise ValueError(
-            f"{root} has format {meta.get('format')}, this version of funcollect reads format {_FORMAT}: load it with "
-            "the version that wrote it"
-        )
-    for name, mine in json.loads(json.dumps(contents.kind)).items():  # JSON has lists for tuples
+    if (theirs := meta.get("format")) != _FORMAT:
+        what = f"{root} has format {theirs}, this version of funcollect reads format {_FORMAT}"
+        raise ValueError(f"{what}: load it with the version that wrote it")
+    for name, mine in json.loads(json.dumps(_kind(memory, sampler))).items():  # JSON has lists for tuples
         if meta.get(name) != mine:
-            raise ValueError(
-                f"{name} of the dump is {meta.get(name)}, of this buffer {mine}: build the buffer like the one that "
-                "was dumped before loading"
-            )
-    memory, _, generator = contents
+            what = f"{name} of the dump is {meta.get(name)}, of this buffer {mine}"
+            raise ValueError(f"{what}: build the buffer like the one that was dumped before loading")
     try:
         memory.written, memory.dumped = meta["written"], meta["name"]
         lanes, memory.since = meta["lanes"]
         memory.lanes = None if lanes is None else tuple(lanes)
         arrays = read_arrays(found / _ARRAYS)
-        frames = range(memory.written - len(memory), memory.written)
-        memory.storage.load(frames, Dumped(found, meta["frames"]), allow_pickle)
-        for name, part in contents.parts.items():
+        memory.storage.load(memory.numbers, Dumped(found, meta["frames"]), allow_pickle)
+        for name, part in _parts(memory, sampler):
             prefix = f"{name}."
             part.load({key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)})
         if generator is not None and "generator" in arrays:
             generator.set_state(torch.from_numpy(arrays["generator"]))
     except (OSError, EOFError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(
-            f"{found} cannot be read ({error!r}): the dump is damaged, or too large for this machine"
-        ) from error
+        what = f"{found} cannot be read ({error!r})"
+        raise ValueError(f"{what}: the dump is damaged, or too large for this machine") from error

@@ -22,9 +22,8 @@ class JaxRing(NamedTuple):
     """The newest steps of every lane.
 
     >>> import funcollect as fc, jax.numpy as jnp
-    >>> ring = fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10)
-    >>> ring.data["x"].shape, int(ring.written)
-    ((10, 3), 0)
+    >>> fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10).data["x"].shape
+    (10, 3)
     """
 
     data: Any  # a pytree of [steps, L, ...]
@@ -41,10 +40,8 @@ def init(example: Any, *, steps: int, lanes: int | None = None) -> JaxRing:
     arrays do not have the same L, or not that of `lanes`.
 
     >>> import funcollect as fc, jax.numpy as jnp
-    >>> ring = fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10)
-    >>> ring = fc.jax_ring.extend(ring, {"x": jnp.ones((4, 3))})
-    >>> int(fc.jax_ring.held(ring)), ring.data["x"].shape
-    (4, (10, 3))
+    >>> int(fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10, lanes=3).written)
+    0
     """
     check_positive("steps", steps)
     check_optional_positive("lanes", lanes)
@@ -54,10 +51,8 @@ def init(example: Any, *, steps: int, lanes: int | None = None) -> JaxRing:
         raise ValueError("the example has no leaves, expected at least one array [T, L, ...]: nothing would be stored")
     found = {tuple(leaf.shape[1:2]) for leaf in leaves}
     if len(found) != 1 or found == {()} or (lanes is not None and found != {(lanes,)}):
-        raise ValueError(
-            f"the example's arrays have shapes {[tuple(leaf.shape) for leaf in leaves]}, expected [T, L, ...] with "
-            f"L = {'the same for all' if lanes is None else lanes}: give a batch with time first, then lanes"
-        )
+        what = f"the example's arrays have shapes {[tuple(leaf.shape) for leaf in leaves]}, expected [T, L, ...] with L"
+        raise ValueError(f"{what} = {lanes or 'the same for all'}: give a batch with time first, then lanes")
     ((number,),) = found
     if steps * number >= 2**31:
         raise ValueError(f"{steps} steps of {number} lanes are 2**31 frames or more: give fewer steps")
@@ -85,8 +80,7 @@ def extend(ring: JaxRing, batch: Any) -> JaxRing:
 
     >>> import funcollect as fc, jax.numpy as jnp
     >>> ring = fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10)
-    >>> ring = fc.jax_ring.extend(ring, {"x": jnp.ones((12, 3))})
-    >>> int(fc.jax_ring.held(ring))
+    >>> int(fc.jax_ring.held(fc.jax_ring.extend(ring, {"x": jnp.ones((12, 3))})))
     10
     """
     _check_ring(ring)
@@ -125,9 +119,7 @@ def _begins(ring: JaxRing, batch: Any, number: Any) -> tuple[Any, Any]:
 def _leaf(batch: Any, *path: str) -> Any:
     """The leaf of a nested dict at a path; None if there is none."""
     for name in path:
-        if not isinstance(batch, Mapping) or name not in batch:
-            return None
-        batch = batch[name]
+        batch = batch.get(name) if isinstance(batch, Mapping) else None
     return batch
 
 
@@ -189,19 +181,17 @@ def sample_slices(ring: JaxRing, key: Any, *, num_slices: int, slice_len: int) -
         raise ValueError(f"slice_len is {slice_len}, the ring holds {steps} steps of each lane: ask for shorter slices")
     end, found = _draw_ends(ring, key, num_slices, slice_len)
     back = (jax.numpy.arange(slice_len)[:, None] - (slice_len - 1)) * lanes
-    slices = _take(ring.data, (end[None] + back) % (steps * lanes))
-    cut = {name: slices["next"][name].at[-1].set(True) for name in ("truncated", "done") if name in slices["next"]}
+    slices = jax.tree_util.tree_map_with_path(_marked, _take(ring.data, (end[None] + back) % (steps * lanes)))
     first = jax.numpy.zeros((slice_len, num_slices), bool).at[0].set(True)
-    starts = {"collector": {**slices.get("collector", {}), "is_first": first}}
-    return {**_marked(slices), **starts, "next": {**slices["next"], **cut}}, found
+    return {**slices, "collector": {**slices.get("collector", {}), "is_first": first}}, found
 
 
-def _marked(node: Any) -> Any:
-    """A tree in which every ``is_init`` is True in the first row; ``next`` keeps its own, which are of later frames."""
-    if not isinstance(node, dict):
-        return node
-    marked = {name: value if name == "next" else _marked(value) for name, value in node.items()}
-    return marked | ({"is_init": node["is_init"].at[0].set(True)} if "is_init" in node else {})
+def _marked(path: tuple[Any, ...], leaf: Any) -> Any:
+    """A leaf of slices with its marks; ``is_init`` under ``next`` has none, as it is that of later frames."""
+    names = [getattr(each, "key", None) for each in path]
+    if names in (["next", "truncated"], ["next", "done"]):
+        return leaf.at[-1].set(True)
+    return leaf.at[0].set(True) if names[-1] == "is_init" and "next" not in names else leaf
 
 
 def _draw_ends(ring: JaxRing, key: Any, count: int, slice_len: int) -> tuple[Any, Any]:
@@ -227,8 +217,7 @@ def _is_end(ring: JaxRing, frame: Any, slice_len: int) -> Any:
     row, newest = frame // ring.begin.shape[1], ring.written - 1
     number = newest - (newest - row) % len(ring.begin)
     first = number - slice_len + 1
-    oldest = ring.written - held(ring)
-    return (row < ring.written) & (first >= _take(ring.begin, frame)) & (first >= oldest)
+    return (row < ring.written) & (first >= _take(ring.begin, frame)) & (first >= ring.written - held(ring))
 
 
 def _check_ring(ring: Any) -> None:
@@ -242,11 +231,9 @@ def _check(ring: JaxRing, batch: Any) -> int:
     leaves, other = jax.tree.flatten(batch)
     if structure != other:
         raise ValueError(f"the batch has the structure {other}, the ring {structure}: give batches like its example")
+    length = int(leaves[0].shape[0])
     for (path, memory), leaf in zip(mine, leaves, strict=True):
-        if leaf.shape[1:] != memory.shape[1:] or leaf.dtype != memory.dtype or leaf.shape[0] != leaves[0].shape[0]:
-            wanted = [leaves[0].shape[0], *memory.shape[1:]]
-            raise ValueError(
-                f"{jax.tree_util.keystr(path)} has shape {list(leaf.shape)} and dtype {leaf.dtype}, the ring takes "
-                f"{wanted} {memory.dtype}: give batches like its example"
-            )
-    return int(leaves[0].shape[0])
+        if leaf.shape != (wanted := (length, *memory.shape[1:])) or leaf.dtype != memory.dtype:
+            what = f"{jax.tree_util.keystr(path)} has shape {list(leaf.shape)} and dtype {leaf.dtype}"
+            raise ValueError(f"{what}, the ring takes {list(wanted)} {memory.dtype}: give batches like its example")
+    return length

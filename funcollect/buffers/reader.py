@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,11 +13,11 @@ import torch
 
 from funcollect.arguments import check_kind, check_optional_positive
 from funcollect.buffers import Bools, Ints
-from funcollect.buffers.samplers.indices import SampleIndices, from_generator
-from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler, wanted_size
-from funcollect.buffers.storages.memmap_storage import RowsFile, attach
+from funcollect.buffers.indices import SampleIndices, SampleSpec, Slices, from_generator, wanted_size
+from funcollect.buffers.samplers import RandomSampler, SliceSampler
 from funcollect.buffers.storages.packed_rows import RowLayout
-from funcollect.buffers.trajectory_index import Frames, Segments, Trajectories, TrajectoryIndex
+from funcollect.buffers.storages.row_storages import RowsFile, attach
+from funcollect.buffers.trajectory_index import Trajectories, TrajectoryIndex
 from funcollect.messages import shown
 
 __all__ = ["ReplayReader"]
@@ -28,8 +27,8 @@ class ReplayReader:
     """Samples from the `LazyMemmapStorage` of another process, while that process writes or after it was killed.
 
     A sample never contains part of a frame: frames that were overwritten while they were read are drawn again. Each
-    sample is drawn from the frames that are stored at that moment. Slices follow trajectories by the frames' ids, as in
-    the writer's buffer. Readers disturb neither each other nor the writer.
+    sample is drawn from the frames that are stored at that moment. Slices follow trajectories by the frames' ids.
+    Readers disturb neither each other nor the writer.
 
     Args:
         directory: the storage's `scratch_dir`. A restarted writer creates a new file: then build a new reader.
@@ -37,16 +36,14 @@ class ReplayReader:
         batch_size: the number of frames in a sample.
         generator: the source of randomness; by default Torch's global generator.
 
-    Raises:
-        FileNotFoundError: before the writer's first `extend`.
-        TypeError, ValueError: for another sampler, and for frames that are not TensorDicts.
+    Raises FileNotFoundError before the writer's first `extend`; TypeError or ValueError for another sampler, and for
+    frames that are not TensorDicts.
 
     >>> import funcollect as fc, tempfile, torch
     >>> from tensordict import TensorDict
-    >>> directory = tempfile.mkdtemp()
-    >>> buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(100, scratch_dir=directory))
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(100, scratch_dir=tempfile.mkdtemp()))
     >>> _ = buffer.extend(TensorDict({"reward": torch.ones(10)}, [10]))
-    >>> reader = fc.ReplayReader(directory, batch_size=4)  # in any process
+    >>> reader = fc.ReplayReader(buffer.storage.scratch_dir, batch_size=4)  # in any process
     >>> len(reader), reader.sample()["reward"]
     (10, tensor([1., 1., 1., 1.]))
     """
@@ -61,24 +58,16 @@ class ReplayReader:
     ) -> None:
         check_kind("directory", directory, (str, os.PathLike), "pass the storage's scratch_dir")
         check_optional_positive("batch_size", batch_size)
-        check_kind("generator", generator, (torch.Generator, type(None)), "pass a torch.Generator")
+        self._random_source = from_generator(generator)
         self.sampler = RandomSampler() if sampler is None else sampler
-        self._padded = copy.copy(self.sampler)  # short slices are drawn with padding, so that all are equally long
-        self._pad_output = True  # whether the padding stays
-        if type(self._padded) is SliceSampler and self._padded.options["over"] == "trajectories":
-            options = self._padded.options
-            self._pad_output = options["pad_output"]
-            self._padded.options = options | {"pad_output": not options["strict_length"]}
-        elif type(self.sampler) is not RandomSampler:
-            raise TypeError(
-                f"the reader's sampler is {shown(sampler)}, expected a RandomSampler, or a SliceSampler over "
-                "trajectories: the others need to be notified of each extend"
-            )
+        sliced = type(self.sampler) is SliceSampler and self.sampler.options["over"] == "trajectories"
+        if not sliced and type(self.sampler) is not RandomSampler:
+            what = f"sampler is {shown(sampler)}, expected a RandomSampler, or a SliceSampler over trajectories"
+            raise TypeError(f"the reader's {what}: the others need to be notified of each extend")
         self.directory, self.batch_size = Path(directory), batch_size
         self._file, layout, shared = attach(self.directory)
         self._layout, self._unpack = layout.rows, shared.unpack
         self._view = FileView(self._file, layout.rows, self.sampler.trajectories)
-        self._random_source = from_generator(generator)
 
     def __len__(self) -> int:
         oldest, written = self._file.span
@@ -86,10 +75,11 @@ class ReplayReader:
 
     def sample(self, batch_size: int | None = None) -> Any:
         """A random batch of frames, copied; see `ReplayBuffer.sample`."""
-        wanted = wanted_size(batch_size, self.batch_size)
-        drawn, numbers = self._draw(wanted)
+        spec = self.sampler.spec(wanted_size(batch_size, self.batch_size))
+        padded = isinstance(spec, Slices) and spec.pad_output
+        drawn, numbers = self._draw(spec)
         while True:
-            sample = drawn if self._pad_output else drawn.shortened()
+            sample = drawn if padded else drawn.shortened()
             gathered = self._layout.gather(self._file.rows, sample.slots)
             if sample.mask is not None:
                 gathered[torch.from_numpy(~sample.mask)] = 0
@@ -97,16 +87,19 @@ class ReplayReader:
             gone = np.any(numbers < self._file.oldest, axis=1)  # may have been overwritten while they were read
             if not gone.any():
                 return sample.finish(batch)
-            other, others = self._draw(wanted)
+            other, others = self._draw(spec)
             drawn, numbers = _redrawn(drawn, other, gone), np.where(gone[:, None], others, numbers)
 
-    def _draw(self, batch_size: int) -> tuple[SampleIndices, Ints]:
+    def _draw(self, spec: SampleSpec) -> tuple[SampleIndices, Ints]:
         """A sample, and the numbers of its frames [slices, slice_len]; single frames are slices of length 1."""
-        self._view.follow()
-        drawn = self._padded.draw(self._view, batch_size, self._random_source)
-        slots, numbers = self._view.place(drawn.slots)
-        length = self.sampler.spec(batch_size).slice_len if isinstance(self.sampler, SliceSampler) else 1
-        return replace(drawn, slots=slots), numbers.reshape(-1, length)
+        view, length = self._view, 1
+        view.follow()
+        if isinstance(spec, Slices):  # short slices are padded, so that all are equally long
+            spec, length = replace(spec, pad_output=not spec.strict_length), spec.slice_len
+        drawn = spec.draw(view, self._random_source)
+        distance = drawn.slots if view.index is None else (drawn.slots - view.oldest) % view.capacity
+        numbers = view.oldest + distance  # of the frames; without an index, distances from the oldest were drawn
+        return replace(drawn, slots=numbers % view.capacity), numbers.reshape(-1, length)
 
     def __iter__(self) -> Iterator[Any]:
         """Endless samples."""
@@ -131,38 +124,20 @@ class FileView:
 
     def follow(self) -> None:
         """Add the frames written since the last call to the index; ValueError if they have no trajectory ids."""
-        if self.index is None:
-            self.oldest, self.written = self._file.span
-            return
-        while True:
-            oldest, written = self._file.span
+        oldest, written = self._file.span
+        while self.index is not None and self._trajectories is not None:
             self.index.retire(range(self.oldest, min(oldest, self.written)))
             numbers = np.arange(max(oldest, self.written), written)
             self.oldest, self.written = oldest, max(oldest, self.written)
             if not len(numbers):
                 return
-            segments = self._segments(numbers)
+            columns = self._layout.numbers(self._file.rows, numbers % self.capacity)
+            segments = self._trajectories.segments(columns, (len(numbers),), int(numbers[0]), by_lane=False)
             if self._file.oldest <= numbers[0]:  # else they may have been overwritten while they were read
                 self.index.extend(segments)
-                self.written = written
-                return
-
-    def _segments(self, numbers: Ints) -> Segments:
-        """The segments of the frames with these numbers."""
-        assert self._trajectories is not None
-        columns = self._layout.numbers(self._file.rows, numbers % self.capacity)
-        frames = self._trajectories.frames(columns, (len(numbers),), int(numbers[0]), by_lane=False)
-        order = frames.key.argsort(kind="stable")
-        frames = Frames._make(None if column is None else column[order] for column in frames)
-        begins = np.append(True, frames.key[1:] != frames.key[:-1])
-        gap = np.diff(frames.number)
-        begins[2:] |= gap[1:] != gap[:-1]  # where numbers do not increase evenly
-        return Segments.of(frames._replace(begins=begins))
-
-    def place(self, drawn: Ints) -> tuple[Ints, Ints]:
-        """The slots and numbers of `drawn` [N]: slots if there is an index, else distances from the oldest frame."""
-        numbers = self.oldest + (drawn if self.index is None else (drawn - self.oldest) % self.capacity)
-        return numbers % self.capacity, numbers
+                break
+            oldest, written = self._file.span
+        self.oldest, self.written = oldest, written
 
 
 def _redrawn(drawn: SampleIndices, other: SampleIndices, gone: Bools) -> SampleIndices:

@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import optree
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
 from funcollect.arguments import check_count, check_function, check_kind, check_optional_positive
 from funcollect.buffers import dumping, ring
-from funcollect.buffers.samplers.indices import SampleIndices, from_generator
-from funcollect.buffers.samplers.prioritized import PrioritizedSampler
-from funcollect.buffers.samplers.uniform import RandomSampler, Sampler, SamplerWithoutReplacement, wanted_size
+from funcollect.buffers.indices import SampleIndices, Sampler, from_generator, wanted_size
+from funcollect.buffers.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
 from funcollect.buffers.storages import ListStorage, Storage
 from funcollect.interrupts import Uninterrupted
 from funcollect.messages import kind_of, shown
@@ -45,8 +44,7 @@ class ReplayBuffer:
         storage: by default a `ListStorage` of 1,000 items.
         sampler: chooses the frames of a sample; by default a `RandomSampler`.
         writer: only ``"round robin"`` or None, which mean the same: new frames replace the oldest.
-        transform: applied to the data of `add` and `extend` before it is stored. It may change the data in place, which
-            is a copy.
+        transform: applied to a copy of the data of `add` and `extend`, which it may change, before that is stored.
         batch_size: the number of frames in a sample.
         prefetch: the number of samples that threads prepare ahead. They are discarded if the buffer changes.
         generator: the source of randomness; by default Torch's global generator.
@@ -77,15 +75,12 @@ class ReplayBuffer:
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
         _check_part("storage", self.storage, "admit", "funcollect.LazyTensorStorage(100_000)")
         _check_part("sampler", self.sampler, "draw", "funcollect.SliceSampler(slice_len=8)")
-        check_kind("generator", generator, (torch.Generator, type(None)), "pass torch.Generator().manual_seed(0), say")
         if writer not in (None, "round robin"):
             raise ValueError(f'writer is {writer!r}, expected "round robin", the only one there is: leave it out')
         check_optional_positive("batch_size", batch_size)
         for name, function in (("transform", transform), ("collate_fn", collate_fn)):
             if function is not None:
                 check_function(name, function, "a function of a batch", 1)
-        if prefetch is not None:
-            check_count("prefetch", prefetch)
         self.sampler.fit(self.storage.max_size)
         self.transform, self.batch_size, self.generator = transform, batch_size, generator
         if collate_fn is not None:
@@ -96,9 +91,11 @@ class ReplayBuffer:
         self._by_priority = isinstance(self.sampler, PrioritizedSampler)
         self._before = 0  # frames written to rings before the present one
         self._random_source = from_generator(generator)
+        self._prefetch = 0 if prefetch is None else prefetch
+        check_count("prefetch", self._prefetch)
         self._lock = threading.RLock()
-        self._ahead: deque[_PrefetchedSample] = deque()
-        self._prefetch = prefetch or 0
+        self._ahead: deque[tuple[SampleIndices, Future[_Sample | None]]] = deque()  # drawn, and being gathered
+        self._size_ahead = 0  # the number of frames in each of them
         self._pool = ThreadPoolExecutor(self._prefetch, "funcollect-replay") if self._prefetch else None
         _OWNERS[self.storage] = _OWNERS[self.sampler] = weakref.ref(self)
 
@@ -109,24 +106,20 @@ class ReplayBuffer:
 
     def add(self, data: Any) -> Tensor:
         """Add one frame, or with ``ndim > 1`` one step of all lanes, ``[*B]``; returns the slots."""
-        data = self._transformed(data)
+        data = data if self.transform is None else self.transform(optree.tree_map(_copied, data))
         if isinstance(self.storage, ListStorage):
             return self._extend([data])[0]
         axis = self.storage.ndim - 1
-        return self._extend(_map(lambda leaf: ring.as_leaf(leaf).unsqueeze(axis), data))[..., 0]
+        return self._extend(optree.tree_map(lambda leaf: ring.as_leaf(leaf).unsqueeze(axis), data))[..., 0]
 
     def extend(self, data: Any) -> Tensor:
         """Add the frames of a batch ``[*B, T]``, which replace the oldest; returns their slots, ``[*B, T]`` int64.
 
         If the batch is longer than the buffer, the slots of frames that were not stored are -1. A list of items is
-        stacked along a new first dimension, ``[{"x": …}, {"x": …}]`` to ``{"x": [2, …]}`` for example; a `ListStorage`
-        stores the items themselves. TypeError or ValueError if the batch does not match the stored frames; the buffer
-        is unchanged then.
+        stacked along a new first dimension; a `ListStorage` stores the items themselves. TypeError or ValueError if the
+        batch does not match the stored frames; the buffer is unchanged then.
         """
-        return self._extend(self._transformed(data))
-
-    def _transformed(self, data: Any) -> Any:
-        return data if self.transform is None else self.transform(_map(_copied, data))
+        return self._extend(data if self.transform is None else self.transform(optree.tree_map(_copied, data)))
 
     def _extend(self, data: Any) -> Tensor:
         with self._lock, Uninterrupted():
@@ -153,17 +146,16 @@ class ReplayBuffer:
         """Set the priorities of the frames in these slots, for a `PrioritizedSampler`.
 
         Rows of -1 are ignored, and so are frames that have been overwritten since `index` was returned. The tensor that
-        `extend`, `add` or `sample` returned records when that was, and so do its views. A copy needs `written`, or the
-        frames that are in the slots now get the priorities. Copies are ``index[mask]``, ``index.flip(0)``,
-        ``index.int()``, ``index.cuda()``, ``index.numpy()``, ``index.tolist()`` and an unpickled index.
+        `extend`, `add` or `sample` returned records when that was, and so do its views. A copy, such as
+        ``index[mask]``, ``index.int()``, ``index.cuda()``, ``index.numpy()`` or an unpickled index, needs `written`, or
+        the frames that are in the slots now get the priorities.
 
         Args:
             index: ``[N]`` slots, as `extend` returned them or ``info["index"]`` has them.
             priority: ``[N]`` numbers, or one for all; finite, not negative.
             written: what `written_at` of the original returned, or ``[N]`` such numbers; by default that of `index`.
 
-        TypeError for another sampler; ValueError for empty slots, a priority that is negative, infinite or NaN, and an
-        impossible `written`.
+        TypeError for another sampler; ValueError for empty slots, a bad priority and an impossible `written`.
         """
         if not isinstance(self.sampler, PrioritizedSampler):
             raise TypeError(f"{self.sampler} has no priorities: build the buffer with sampler=PrioritizedSampler(…)")
@@ -191,25 +183,25 @@ class ReplayBuffer:
         """Wait for the oldest prepared sample that is still up to date; threads prepare others meanwhile."""
         while True:
             with self._lock:
-                if any(ahead.batch_size != batch_size for ahead in self._ahead):
+                if batch_size != self._size_ahead:
                     self._discard_prefetched()
+                    self._size_ahead = batch_size
                 while len(self._ahead) <= self._prefetch and not (self._ahead and self.sampler.ran_out(batch_size)):
                     # The sample is drawn here, so that the generator is used in the order of the calls.
                     drawn = self.sampler.draw(self._memory, batch_size, self._random_source)
-                    future = pool.submit(self._gather_if_current, drawn, self._memory, self._memory.version)
-                    self._ahead.append(_PrefetchedSample(batch_size, drawn, future))
-                first = self._ahead.popleft()
-            if (made := first.future.result()) is not None:
+                    self._ahead.append((drawn, pool.submit(self._gather_if_current, drawn, self.state)))
+                _, first = self._ahead.popleft()
+            if (made := first.result()) is not None:
                 return made
 
-    def _gather_if_current(self, drawn: SampleIndices, memory: ring.RingMemory, version: int) -> _Sample | None:
+    def _gather_if_current(self, drawn: SampleIndices, state: ring.RingState) -> _Sample | None:
         with self._lock:  # None if the buffer has changed since the sample was drawn
-            return self._gather(drawn) if (memory, version) == (self._memory, self._memory.version) else None
+            return self._gather(drawn) if state == self.state else None
 
     def _discard_prefetched(self) -> None:
         """Discard the prepared samples, newest first, so that the sampler draws their frames again."""
         while self._ahead:
-            self.sampler.give_back(self._ahead.pop().drawn)
+            self.sampler.give_back(self._ahead.pop()[0])
 
     def __iter__(self) -> Iterator[Any]:
         """Endless samples; with a `SamplerWithoutReplacement`, until every frame was returned once."""
@@ -230,11 +222,9 @@ class ReplayBuffer:
 
         An array, tensor or list of ints or bools selects among the filled slots, as `extend` returned them; so do an
         int and a slice with ``ndim=1``. With ``ndim > 1``, an int, a slice, ``...`` or a tuple of them is an index of
-        the view ``[*lanes, time]`` of the steps that are held for every lane, oldest first: ``buffer[:, -8:]`` has the
-        eight newest steps of each lane. A lane is a row of the batches, so those of asynchronous workers share lanes.
-
-        TypeError or IndexError for other indices; ValueError for such a view, if batches had different dimensions
-        before time.
+        the view ``[*lanes, time]`` of the steps that are held for every lane, oldest first. A lane is a row of the
+        batches, so those of asynchronous workers share lanes. TypeError or IndexError for other indices; ValueError for
+        such a view, if batches had different dimensions before time.
         """
         whole = self.storage.ndim > 1 and isinstance(index, (int, np.integer, slice, EllipsisType, tuple))
         with self._lock:
@@ -244,9 +234,9 @@ class ReplayBuffer:
                 return self.storage.item(int(slots))
             batch = self.storage.read(slots.reshape(-1))
         if slots.ndim != 1:
-            batch = _map(lambda leaf: leaf.reshape((*slots.shape, *leaf.shape[1:])), batch)
-        if whole and isinstance(batch, TensorDictBase) and _keeps_time(index, held.ndim):
-            batch.names = time_last(slots.ndim)
+            batch = optree.tree_map(lambda leaf: leaf.reshape((*slots.shape, *leaf.shape[1:])), batch)
+        if whole and isinstance(batch, TensorDictBase):
+            batch.names = TensorDict({}, held.shape, names=time_last(held.ndim))[index].names
         return batch
 
     def empty(self) -> None:
@@ -266,74 +256,48 @@ class ReplayBuffer:
 
         An earlier dump in the directory is replaced only once this one is complete. If it is this buffer's last dump,
         or the one that it was loaded from, only the frames that are new are written; files of the others are linked.
-        `base` may name another directory with that dump, on the same file system. A `ListStorage` is written whole.
-        Afterwards, this buffer and one that loads the dump return the same samples. Torch's global generator is not
-        saved. TypeError if the frames are trees rather than TensorDicts; OSError if the files cannot be written, and
-        the earlier dump is unchanged then.
+        `base` may name another directory with that dump, on the same file system. A `ListStorage` is written whole, and
+        Torch's global generator is not saved. TypeError if the frames are trees rather than TensorDicts; OSError if the
+        files cannot be written.
         """
         check_kind("path", path, (str, os.PathLike), "pass a directory")
         check_kind("base", base, (str, os.PathLike, type(None)), "pass a directory, or leave it out")
         with self._lock:
             self._discard_prefetched()
-            contents = dumping.Contents(self._memory, self.sampler, self.generator)
-            dumping.dump(Path(path), contents, None if base is None else Path(base))
+            former = None if base is None else Path(base)
+            dumping.dump(Path(path), self._memory, self.sampler, self.generator, former)
 
     def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
         """Restore a dump: the next samples are the ones that the dumped buffer would have returned.
 
-        `allow_pickle` also reads a `ListStorage` of objects other than tensors, numbers and strings. This runs code
-        from the file. FileNotFoundError if there is no complete dump; ValueError if the dumped buffer was built with
-        other arguments, or its files are damaged.
+        `allow_pickle` also reads items of a `ListStorage` that are restored by code from the file. FileNotFoundError if
+        there is no complete dump; ValueError if the buffer was built with other arguments, or files are damaged.
         """
         check_kind("path", path, (str, os.PathLike), "pass a directory")
         with self._lock:
             fresh = ring.RingMemory(self.storage, self.sampler.trajectories)
-            dumping.load(Path(path), dumping.Contents(fresh, self.sampler, self.generator), allow_pickle)
+            dumping.load(Path(path), fresh, self.sampler, self.generator, allow_pickle)
             self._replace(fresh)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _PARTS and name in self.__dict__:
-            raise AttributeError(
-                f"{name} is set to {shown(value)}, expected what the buffer was built with: pass {name}= to another one"
-            )
+            what = f"{name} is set to {shown(value)}, expected what the buffer was built with"
+            raise AttributeError(f"{what}: pass {name}= to another one")
         super().__setattr__(name, value)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{self!r} cannot be copied or pickled: dumps(path) writes it, and loads(path) of another buffer with the "
-            "same arguments reads it"
-        )
+        mend = "dumps(path) writes it, and loads(path) of another buffer with the same arguments reads it"
+        raise TypeError(f"{self!r} cannot be copied or pickled: {mend}")
 
     def __repr__(self) -> str:
         parts = f"{self.storage}, {self.sampler}, {len(self)} frames, batch_size={self.batch_size}"
         return f"{type(self).__name__}({parts})"
 
 
-class _PrefetchedSample(NamedTuple):
-    batch_size: int
-    drawn: SampleIndices
-    future: Future[_Sample | None]
-
-
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) or is_tensor_collection(leaf):
         return leaf.clone()
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-
-
-def _keeps_time(index: Any, ndim: int) -> bool:
-    """Whether time is the last dimension of a view ``[*lanes, time]`` with `ndim` dimensions under this index."""
-    parts = index if isinstance(index, tuple) else (index,)
-    numbers = [isinstance(each, (int, np.integer)) for each in parts]
-    plain = all(number or isinstance(each, (slice, EllipsisType)) for number, each in zip(numbers, parts, strict=True))
-    return plain and not (numbers[-1:] == [True] and (len(parts) == ndim or ... in parts))
-
-
-def _map(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply a function to a TensorDict or a tensor as a whole, or to each leaf of another tree."""
-    if isinstance(data, Tensor) or is_tensor_collection(data):
-        return function(data)
-    return optree.tree_map(function, data)
 
 
 def _check_part(name: str, part: Any, method: str, example: str) -> None:

@@ -1,4 +1,4 @@
-"""A ring of frames: functions that store the newest `capacity` frames of any lanes and workers, and sample them.
+"""A ring of frames: functions that store the newest frames of any lanes and workers, and sample them.
 
 `extend` writes the memory in place, so using an earlier state raises `StaleStateError`; `snapshot` makes a copy. The
 oldest frames are overwritten first, step by step of all lanes. Frames of one trajectory are linked across batches
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from funcollect.arguments import check_kind, check_positive
 from funcollect.buffers import Ints
-from funcollect.buffers.samplers.indices import Flat, SampleSpec, Slices, from_key
+from funcollect.buffers.indices import Flat, SampleSpec, Slices, from_key
+from funcollect.buffers.storages.row_storages import LazyTensorStorage
 from funcollect.buffers.storages.storage import ListStorage, Storage
-from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
 from funcollect.buffers.trajectory_index import Trajectories, TrajectoryIndex
 from funcollect.errors import StaleStateError
 from funcollect.interrupts import Uninterrupted
@@ -52,6 +52,11 @@ class RingMemory:
         return min(self.written, self.capacity)
 
     @property
+    def numbers(self) -> range:
+        """The numbers of the frames that the ring has."""
+        return range(self.written - len(self), self.written)
+
+    @property
     def index(self) -> TrajectoryIndex | None:
         """The trajectory index, up to date; None if the ring has none."""
         if self._index is not None:
@@ -66,20 +71,18 @@ class RingMemory:
         batch, start = self.storage.admit(data), self.written
         *lanes, steps = batch.lead
         count = math.prod(batch.lead)
-        frames = None
+        segments = None
         if self.trajectories is not None and count:
             if not isinstance(data, TensorDictBase):
-                raise TypeError(
-                    f"the data is {type(data).__name__}, expected a TensorDict with keys that identify trajectories: "
-                    "extend with one, or sample with a RandomSampler"
-                )
-            frames = self.trajectories.frames(batch.leaves, batch.lead, start)
+                what = f"the data is {type(data).__name__}, expected a TensorDict with keys that identify trajectories"
+                raise TypeError(f"{what}: extend with one, or sample with a RandomSampler")
+            segments = self.trajectories.segments(batch.leaves, batch.lead, start)
         self.storage.write(batch, start)
         self.written += count
         if self.lanes != batch.lead[:-1] and count:
             self.lanes, self.since = batch.lead[:-1], start
-        if self._index is not None and frames is not None:
-            self._index.note(frames, range(start, self.written))
+        if self._index is not None and segments is not None:
+            self._index.note(segments, range(start, self.written))
             if self.storage.compact_obs:
                 self._index.update()  # the order in which slices are drawn depends on it
         begin = start % self.capacity
@@ -90,18 +93,13 @@ class RingMemory:
         return torch.from_numpy(slots.reshape(steps, *lanes)).movedim(0, -1)
 
     def grid(self) -> Ints:
-        """The slots ``[*lanes, T]`` of the T steps that all lanes have, oldest first.
-
-        ValueError if the frames are from batches with different lanes.
-        """
+        """The slots ``[*lanes, T]`` of the T steps that all lanes have, oldest first; ValueError if lanes changed."""
         if not len(self):
             return np.zeros((0,) * self.storage.ndim, np.int64)
-        oldest = self.written - len(self)
+        oldest = self.numbers.start
         if self.lanes is None or oldest < self.since:
-            raise ValueError(
-                "the frames are from batches with different dimensions before time, so they have no common lanes: "
-                "index them by a tensor of slots, as extend returns"
-            )
+            what = "the frames are from batches with different dimensions before time, so they have no common lanes"
+            raise ValueError(f"{what}: index them by a tensor of slots, as extend returns")
         missing = (self.since - oldest) % math.prod(self.lanes)  # frames of a step that other lanes have lost
         slots = np.arange(oldest + missing, self.written) % self.capacity
         return np.moveaxis(slots.reshape(-1, *self.lanes), 0, -1)
@@ -112,9 +110,7 @@ class RingState:
     """A ring at one version; its length is the number of its frames.
 
     >>> import torch, funcollect as fc
-    >>> from tensordict import TensorDict
-    >>> state = fc.ring.init(100)
-    >>> state, indices = fc.ring.extend(state, TensorDict({"x": torch.zeros(8)}, batch_size=[8]))
+    >>> state, indices = fc.ring.extend(fc.ring.init(100), {"x": torch.zeros(8)})
     >>> len(state), state.capacity, state.version
     (8, 100, 1)
     """
@@ -135,21 +131,18 @@ def check_current(state: RingState) -> RingMemory:
     """The memory of a state, which must not be stale."""
     check_kind("state", state, RingState, "pass the result of ring.init or ring.extend")
     if state.version != state.memory.version:
-        raise StaleStateError(
-            f"this state is version {state.version} of its ring, which is now at {state.memory.version}: the rows were "
-            "written in place. Use the state that extend returned, as in `state, indices = ring.extend(state, batch)`, "
-            "or take ring.snapshot(state) before extending"
-        )
+        what = f"this state is version {state.version} of its ring, which is now at {state.memory.version}"
+        mend = "Use the state that extend returned, as in `state, indices = ring.extend(state, batch)`"
+        other = "or take ring.snapshot(state) before extending"
+        raise StaleStateError(f"{what}: the rows were written in place. {mend}, {other}")
     return state.memory
 
 
 def init(storage: int | Storage, *, trajectories: Trajectories | None = None) -> RingState:
-    """An empty ring.
+    """An empty ring with this storage, or room for so many frames.
 
-    Args:
-        storage: the capacity in frames, or a storage. Raises TypeError or ValueError for anything else.
-        trajectories: the keys that identify trajectories, ``Trajectories()`` for batches of collectors. None if no
-            slices will be sampled.
+    `trajectories` are the keys that identify trajectories, ``Trajectories()`` for batches of collectors; None if no
+    slices will be sampled. Raises TypeError or ValueError for other arguments.
 
     >>> import funcollect as fc
     >>> len(fc.ring.init(100))
@@ -163,26 +156,16 @@ def init(storage: int | Storage, *, trajectories: Trajectories | None = None) ->
 
 
 def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
-    """Add the frames of a batch; they replace the oldest.
+    """Add the frames of a batch, which replace the oldest; returns the next state and their slots, ``[*B, T]`` int64.
 
-    Args:
-        state: the ring's current state.
-        batch: a TensorDict or a tree of tensors ``[*B, T, ...]``, with as many batch dimensions as the storage's
-            `ndim`. A list of them is stacked along a new first dimension, unless the storage is a `ListStorage`.
-
-    Returns:
-        The next state, and the slot of each frame, ``[*B, T]`` int64; -1 for frames that were not stored, since the
-        batch is longer than the ring.
-
-    Raises:
-        StaleStateError: if the ring has been extended since this state.
-        ValueError: if the batch does not match the storage or lacks trajectory ids; the ring is unchanged.
+    The batch is a TensorDict or a tree of tensors ``[*B, T, ...]``, with as many batch dimensions as the storage's
+    `ndim`. Lists, and batches longer than the ring, are treated as by `ReplayBuffer.extend`. Raises StaleStateError if
+    the ring has been extended since this state; ValueError if the batch does not match the storage or lacks trajectory
+    ids, and the ring is unchanged then.
 
     >>> import funcollect as fc, torch
-    >>> state = fc.ring.init(4)
-    >>> state, indices = fc.ring.extend(state, {"x": torch.arange(3)})
-    >>> state, indices = fc.ring.extend(state, {"x": torch.arange(3, 6)})
-    >>> indices
+    >>> state, indices = fc.ring.extend(fc.ring.init(4), {"x": torch.arange(3)})
+    >>> fc.ring.extend(state, {"x": torch.arange(3, 6)})[1]
     tensor([3, 0, 1])
     """
     memory = check_current(state)
@@ -196,19 +179,14 @@ def _stacked(items: list[Any]) -> Any:
     if not items:
         raise ValueError("the list has no items, expected at least one: skip the call if there are none")
     if is_tensorclass(items[0]):
-        raise TypeError(
-            f"the list has items of {type(items[0]).__name__}, expected TensorDicts, tensors, or trees of tensors: "
-            "give [item.to_tensordict() for item in items]"
-        )
+        what = f"the list has items of {type(items[0]).__name__}, expected TensorDicts, tensors, or trees of tensors"
+        raise TypeError(f"{what}: give [item.to_tensordict() for item in items]")
     try:
-        if is_tensor_collection(items[0]):
-            return torch.stack(items)
         return optree.tree_map(lambda *leaves: torch.stack([as_leaf(leaf) for leaf in leaves]), *items)
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
-        raise ValueError(
-            f"the list has items that cannot be stacked ({clipped(str(error))}), expected items with the same keys and "
-            "shapes: store others in a ListStorage, in a buffer with collate_fn="
-        ) from error
+        what = f"the list has items that cannot be stacked ({clipped(str(error))})"
+        mend = "store others in a ListStorage, in a buffer with collate_fn="
+        raise ValueError(f"{what}, expected items with the same keys and shapes: {mend}") from error
 
 
 def as_leaf(leaf: Any) -> Any:
@@ -221,35 +199,25 @@ def slots_at(held: Ints, index: Any) -> Ints:
     try:
         return np.asarray(held[index.numpy(force=True) if isinstance(index, Tensor) else index])
     except IndexError as error:
+        what = f"index is {shown(index)}"
         for part in index if isinstance(index, tuple) else (index,):
             if not isinstance(part, (slice, EllipsisType, NoneType)) and np.asarray(part).dtype.kind not in "iub":
-                raise TypeError(
-                    f"index is {shown(index)}, expected ints, slices or a mask: give slots, as extend returns them"
-                ) from error
+                raise TypeError(f"{what}, expected ints, slices or a mask: give slots that extend returned") from error
         if not held.size:
-            raise IndexError(f"index is {shown(index)}, the buffer is empty: extend it first") from error
-        raise IndexError(
-            f"index is {shown(index)}, expected one into {list(held.shape)} frames: give ints below these sizes, "
-            "slices, or a mask of this shape"
-        ) from error
+            raise IndexError(f"{what}, the buffer is empty: extend it first") from error
+        mend = "give ints below these sizes, slices, or a mask of this shape"
+        raise IndexError(f"{what}, expected one into {list(held.shape)} frames: {mend}") from error
 
 
 def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:
     """A random batch of frames ``[N, ...]``, copied, on the storage's device; the same key gives the same batch.
 
-    Args:
-        state: the ring's current state.
-        key: ``uint32[2]``, see `funcollect.keys.key_from_seed`.
-        spec: `Flat` for single frames, `Slices` for slices of trajectories.
-
-    Raises:
-        StaleStateError: if the ring has been extended since this state.
-        ValueError: if the ring is empty, or no trajectory is as long as a slice.
+    The key is ``uint32[2]``, see `funcollect.keys.key_from_seed`. Raises StaleStateError if the ring has been extended
+    since this state; ValueError if it is empty, or no trajectory is as long as a slice.
 
     >>> import funcollect as fc, torch
     >>> state, _ = fc.ring.extend(fc.ring.init(4), {"x": torch.arange(6)})
-    >>> batch = fc.ring.sample(state, np.array([0, 7], np.uint32), fc.ring.Flat(3))
-    >>> batch["x"].shape
+    >>> fc.ring.sample(state, np.array([0, 7], np.uint32), fc.ring.Flat(3))["x"].shape
     torch.Size([3])
     """
     memory = check_current(state)

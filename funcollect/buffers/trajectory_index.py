@@ -24,17 +24,7 @@ _MOST_SEGMENTS = 1 << 12  # recorded before the index is updated; three megabyte
 _FRAMES_AT_ONCE = 1 << 14  # added to the index together; their arrays fit into a processor's cache
 _SMALLEST_BLOCK = 4  # 2**4 entries
 _BY_TRAJECTORY = ("first", "stop", "_next_step", "_begin", "_bits")
-_STATE = ("member", "position", "_free", "_open_key", "_open_trajectory", *_BY_TRAJECTORY)
-
-
-class Frames(NamedTuple):
-    """The frames of one extend, ordered by lane, then by time; all arrays are [N]."""
-
-    number: Ints  # the number of frames written before; increases evenly within a lane
-    key: Ints  # equal for frames of one trajectory
-    begins: Bools  # whether the frame is the first of its lane in this extend
-    ends: Bools | None  # whether the trajectory ends with the frame
-    step: Ints | None  # increases by one within a trajectory
+_STATE = ("member", "position", "_free", *_BY_TRAJECTORY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,32 +33,29 @@ class Trajectories:
 
     Successive frames of a lane with the same id belong to one trajectory, also across batches. A trajectory ends with a
     frame whose end flag is True, and where ``collector.step``, if the batch has it, does not increase by one. Without
-    ids, lane ``i`` of a batch continues in lane ``i`` of the next batch.
-
-    Attributes:
-        traj_key: the key of the ids, one number per frame. By default ``("collector", "traj_ids")`` or, if there is
-            none, ``"episode"``. If a batch has neither, lanes and end flags determine the trajectories.
-        end_key: the key of the end flags; by default ``("next", "done")``.
+    ids, lane ``i`` of a batch continues in lane ``i`` of the next batch. The ids are under ``("collector",
+    "traj_ids")`` or, if there are none, ``"episode"``, and the end flags under ``("next", "done")``, by default.
 
     >>> import torch, funcollect as fc
     >>> from tensordict import TensorDict
-    >>> state = fc.ring.init(100, trajectories=Trajectories(traj_key="run", end_key="end"))
-    >>> frames = {"run": torch.tensor([1, 1, 2, 2]), "end": torch.tensor([False, True, False, False])}
-    >>> state, indices = fc.ring.extend(state, TensorDict(frames, batch_size=[4]))
+    >>> state = fc.ring.init(100, trajectories=Trajectories(traj_key="run"))
+    >>> state, indices = fc.ring.extend(state, TensorDict({"run": torch.tensor([1, 1, 2, 2])}, [4]))
     >>> slices = fc.ring.sample(state, np.array([0, 7], np.uint32), fc.ring.Slices(num_slices=4, slice_len=2))
     >>> bool(slices["run"].view(4, 2).diff().any())
     False
     """
 
-    traj_key: str | Path | None = None
-    end_key: str | Path | None = None
+    traj_key: str | Path | None = None  # of the ids, one number per frame
+    end_key: str | Path | None = None  # of the end flags
 
     def __post_init__(self) -> None:
         check_key("traj_key", self.traj_key)
         check_key("end_key", self.end_key)
 
-    def frames(self, leaves: Mapping[Path, Tensor], lead: tuple[int, ...], start: int, by_lane: bool = True) -> Frames:
-        """The frames of a batch ``[*lead]``, numbered from `start` on; the arrays may be views of the batch.
+    def segments(
+        self, leaves: Mapping[Path, Tensor], lead: tuple[int, ...], start: int, by_lane: bool = True
+    ) -> Segments:
+        """The segments of a batch ``[*lead]``, not empty, numbered from `start` on; single frames unless `by_lane`.
 
         ValueError if it lacks a key, or ids unless `by_lane`, a leaf is not one number per frame, or lanes share an id.
         """
@@ -77,27 +64,24 @@ class Trajectories:
         ahead = _column(leaves, lead, None, (STEPS_AHEAD,))
         if ahead is not None and ends is not None and self.end_key is None:
             ends = ends.astype(np.bool_, copy=False) & (ahead == 1)  # the flags are those of later frames
-        if ids is None and not by_lane:
-            raise ValueError(
-                f"the frames have no {' or '.join(map(readable, _IDS))}, which a reader needs to identify "
-                f"trajectories; they have {sorted(map(readable, leaves))}: name the ids with traj_key="
-            )
-        if ids is None and ends is None:
-            raise ValueError(
-                f"the batch has neither {', '.join(map(readable, _IDS))} nor next.done, which slices need to tell "
-                f"trajectories apart; it has {sorted(map(readable, leaves))}: name a key with traj_key= or end_key="
-            )
+        if ids is None and (ends is None or not by_lane):
+            held, usual = sorted(map(readable, leaves)), [*map(readable, _IDS)]
+            if not by_lane:
+                what = f"the frames have no {' or '.join(usual)}, which a reader needs to identify trajectories"
+                raise ValueError(f"{what}; they have {held}: name the ids with traj_key=")
+            why = "which slices need to tell trajectories apart"
+            what = f"the batch has neither {', '.join(usual)} nor next.done, {why}; it has {held}"
+            raise ValueError(f"{what}: name a key with traj_key= or end_key=")
         step = _column(leaves, lead, None, (STEP,))
         steps, count = lead[-1], math.prod(lead)
         lanes = count // steps
         if ids is not None and lanes > 1 and len(set(ids[::steps].tolist())) < lanes:
-            raise ValueError(
-                f"lanes of the batch {list(lead)} have the same trajectory id, as the runs of a vmap over seeds have, "
-                "so slices cannot distinguish them: store each run in a separate buffer, or make the ids differ"
-            )
+            what = f"lanes of the batch {list(lead)} have the same trajectory id, as the runs of a vmap over seeds have"
+            mend = "store each run in a separate buffer, or make the ids differ"
+            raise ValueError(f"{what}, so slices cannot distinguish them: {mend}")
         begins = np.zeros(count, np.bool_)
-        begins[::steps] = True
-        return Frames(
+        begins[:: steps if by_lane else 1] = True
+        return Segments.of(
             number=np.arange(start, start + count).reshape(steps, lanes).T.reshape(-1),
             key=np.arange(lanes).repeat(steps) if ids is None else _as_ints(ids),
             begins=begins,
@@ -114,17 +98,13 @@ def _column(
         leaf = leaves.get(path)
         if isinstance(leaf, Tensor):
             if leaf.shape not in (lead, (*lead, 1)):
-                dims = leaf.ndim - (leaf.shape[-1:] == (1,))
-                raise ValueError(
-                    f"{readable(path)} has shape {list(leaf.shape)}, expected one number per frame, {list(lead)}: give "
-                    f"the storage as many dimensions as the batch has, ndim={dims}, or name another key"
-                )
+                what = f"{readable(path)} has shape {list(leaf.shape)}, expected one number per frame, {list(lead)}"
+                mend = f"as many dimensions as the batch has, ndim={leaf.ndim - (leaf.shape[-1:] == (1,))}"
+                raise ValueError(f"{what}: give the storage {mend}, or name another key")
             return leaf.numpy(force=True).reshape(-1)
     if given is not None:
-        raise ValueError(
-            f"the batch has no tensor {readable(given)}, which slices need to identify trajectories; it has "
-            f"{sorted(map(readable, leaves))}: name one of these"
-        )
+        what = f"the batch has no tensor {readable(given)}, which slices need to identify trajectories"
+        raise ValueError(f"{what}; it has {sorted(map(readable, leaves))}: name one of these")
     return None
 
 
@@ -136,33 +116,32 @@ def _as_ints(column: npt.NDArray[Any]) -> Ints:
 class Segments(NamedTuple):
     """Successive frames of one trajectory in one extend; all arrays are [S]."""
 
-    number: Ints  # of the first frame
+    number: Ints  # the number of frames written before the first frame
     stride: Ints  # the increase of numbers from frame to frame
     length: Ints
-    key: Ints
-    step: Ints | None  # of the first frame
+    key: Ints  # equal for segments of one trajectory
+    step: Ints | None  # of the first frame; increases by one within a trajectory
     ended: Bools  # whether the trajectory ends with the segment's last frame
 
     @classmethod
-    def of(cls, frames: Frames) -> Segments:
-        """The segments of one extend, which must not be empty."""
-        begins = frames.begins.copy()
-        begins[1:] |= frames.key[1:] != frames.key[:-1]
-        if frames.ends is not None:
-            begins[1:] |= frames.ends[:-1]
-        if frames.step is not None:
-            begins[1:] |= frames.step[1:] != frames.step[:-1] + 1
+    def of(cls, number: Ints, key: Ints, begins: Bools, ends: Bools | None, step: Ints | None) -> Segments:
+        """The segments of frames [N], ordered by lane, then by time; `begins`, which changes, has the first of each."""
+        begins[1:] |= key[1:] != key[:-1]
+        if ends is not None:
+            begins[1:] |= ends[:-1]
+        if step is not None:
+            begins[1:] |= step[1:] != step[:-1] + 1
         start = np.flatnonzero(begins)
         stop = np.empty_like(start)
         stop[:-1], stop[-1] = start[1:], len(begins)
-        number = frames.number.take(start)
+        first = number.take(start)
         return cls(
-            number=number,
-            stride=frames.number.take(np.minimum(start + 1, stop - 1)) - number,
+            number=first,
+            stride=number.take(np.minimum(start + 1, stop - 1)) - first,
             length=stop - start,
-            key=frames.key[start],
-            step=None if frames.step is None else frames.step[start],
-            ended=np.zeros(len(start), np.bool_) if frames.ends is None else frames.ends[stop - 1],
+            key=key[start],
+            step=None if step is None else step[start],
+            ended=np.zeros(len(start), np.bool_) if ends is None else ends[stop - 1],
         )
 
     @staticmethod
@@ -194,46 +173,30 @@ class Segments(NamedTuple):
             linked[1:] &= self.step[1:] == self.step[:-1] + self.length[:-1]
         return linked
 
-    def numbers(self) -> Ints:
-        """The numbers of all frames, segment after segment."""
-        before = self.length.cumsum() - self.length
-        index = np.arange(self.length.sum())
-        if (self.stride > 1).any():
-            index = (index - before.repeat(self.length)) * self.stride.repeat(self.length)
-            before = np.zeros_like(before)
-        index += (self.number - before).repeat(self.length)
-        return index
-
 
 class TrajectoryIndex:
-    """Finds the slots of each trajectory in a ring; frame ``n`` is in slot ``n % capacity``.
-
-    A trajectory's slots are a list that grows at one end and shrinks at the other. It uses a block of 2**k successive
-    entries of one array as a ring, and moves to a larger one that it outgrows.
-    """
+    """Finds the slots of each trajectory in a ring; frame ``n`` is in slot ``n % capacity``."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.member = np.zeros(capacity, np.int32)  # by slot: the number of the frame's trajectory
         self.position = np.zeros(capacity, np.int64)  # by slot: the frame's position in its trajectory
-        self._entries = np.zeros(0, np.int32)  # the blocks of slots
-        self._used = 0  # entries from here on were never used
-        self._idle: dict[int, Ints] = {}  # the begins of free blocks of 2**bits entries, by bits
+        # A trajectory's slots are in a block of entries, used as a ring. It moves to a larger one that it outgrows.
+        self._entries = np.zeros(0, np.int32)
+        self._used = 0  # entries from here on are in no block
         self._begin = np.zeros(0, np.int64)  # by trajectory: where its block begins
         self._bits = np.zeros(0, np.int64)  # by trajectory: its block has 2**bits entries; 0 if it has none
         self.first = np.zeros(0, np.int64)  # by trajectory: the position of its oldest frame
         self.stop = np.zeros(0, np.int64)  # by trajectory: one past the position of its newest frame
         self._next_step = np.zeros(0, np.int64)  # by trajectory: the step of a frame that would continue it
         self._free = np.zeros(0, np.int64)  # numbers that no trajectory has
-        self._open_key = np.zeros(0, np.int64)  # the keys of trajectories that may continue, ascending
-        self._open_trajectory = np.zeros(0, np.int64)  # the numbers of these trajectories
+        self._open: dict[int, int] = {}  # by key: the number of the trajectory that may continue
         self._waiting: list[Segments] = []  # noted, but not yet in the index, one entry per extend, oldest first
         self._count = 0  # the number of waiting segments
         self._numbers = range(0)  # the numbers of their frames
 
-    def note(self, frames: Frames, numbers: range) -> None:
+    def note(self, segments: Segments, numbers: range) -> None:
         """Note the newest frames, which have these numbers: a tenth of the work; `update` does the rest when needed."""
-        segments = Segments.of(frames)
         if self._waiting and (self._waiting[0].step is None) != (segments.step is None):
             self.update()
         self._numbers = range(self._numbers.start if self._waiting else numbers.start, numbers.stop)
@@ -268,60 +231,50 @@ class TrajectoryIndex:
         self.first[trajectories] = after  # if a trajectory is repeated, its last assignment counts
         emptied = trajectories[after == self.stop.take(trajectories)].astype(np.int64)
         if len(emptied):
-            self._give_back(emptied)
-            self.first[emptied] = self.stop[emptied] = 0
+            self.first[emptied] = self.stop[emptied] = self._bits[emptied] = 0
             self._free = np.concatenate([self._free, emptied])
-            alive = self.stop.take(self._open_trajectory) > 0
-            self._open_key, self._open_trajectory = self._open_key[alive], self._open_trajectory[alive]
+            gone = {*emptied.tolist()}
+            self._open = {key: trajectory for key, trajectory in self._open.items() if trajectory not in gone}
 
     def extend(self, segments: Segments) -> None:
         """Add the newest frames of the ring; the frames that they overwrite must have been retired."""
         if not (segments.key[1:] > segments.key[:-1]).all():
             segments = segments.take(np.lexsort((segments.number, segments.key)))
         linked = segments.linked()
-        found, going_on = self._find_open(segments)
         # A group consists of successive segments of one trajectory, from a head to a tail.
         heads, group = np.flatnonzero(~linked), np.cumsum(~linked) - 1
         tails = np.append(heads[1:] - 1, len(group) - 1)
-        trajectories = found[heads]
-        fresh = ~going_on[heads]
-        trajectories[fresh] = self._new(int(np.count_nonzero(fresh)))
+        trajectories = self._of_groups(segments.take(heads))
         before = np.cumsum(segments.length) - segments.length
         start = self.stop[trajectories][group] + before - before[heads][group]  # the position of each segment's start
         self.stop[trajectories] = start[tails] + segments.length[tails]
         self._reserve(trajectories, start[heads])
-        member = trajectories[group]
-        slots = slots_of(segments.numbers(), self.capacity)
-        position = np.arange(len(slots)) + (start - before).repeat(segments.length)
-        entry = position & ((1 << self._bits[member]) - 1).repeat(segments.length)
-        entry += self._begin[member].repeat(segments.length)
+        member, length = trajectories[group], segments.length
+        offset = np.arange(length.sum()) - before.repeat(length)  # of each frame in its segment
+        position = offset + start.repeat(length)
+        slots = slots_of(segments.number.repeat(length) + offset * segments.stride.repeat(length), self.capacity)
+        entry = position & ((1 << self._bits[member]) - 1).repeat(length)
+        entry += self._begin[member].repeat(length)
         self._entries[entry] = slots
-        self.member[slots], self.position[slots] = member.repeat(segments.length), position
+        self.member[slots], self.position[slots] = member.repeat(length), position
         if segments.step is not None:
             self._next_step[trajectories] = segments.step[tails] + segments.length[tails]
-        self._reopen(segments.key[tails], trajectories, segments.ended[tails])
+        last = segments.key[tails].tolist(), trajectories.tolist(), segments.ended[tails].tolist()
+        for key, trajectory, ended in zip(*last, strict=True):
+            if ended:
+                self._open.pop(key, None)
+            else:
+                self._open[key] = trajectory
 
-    def _find_open(self, segments: Segments) -> tuple[Ints, Bools]:
-        """The open trajectory with each segment's key [S], and whether the segment continues it [S]."""
-        if not len(self._open_key):
-            return np.zeros(len(segments.key), np.int64), np.zeros(len(segments.key), np.bool_)
-        place = np.searchsorted(self._open_key, segments.key).clip(max=len(self._open_key) - 1)
-        trajectory = self._open_trajectory[place]
-        going_on = self._open_key[place] == segments.key
-        going_on[1:] &= segments.key[1:] != segments.key[:-1]
-        if segments.step is not None:
-            going_on &= segments.step == self._next_step[trajectory]
-        return trajectory, going_on
-
-    def _reopen(self, key: Ints, trajectory: Ints, ended: Bools) -> None:
-        """Replace the open trajectories of the ascending keys by the last one of each key, unless that has ended."""
-        stays = ~ended
-        stays[:-1] &= key[1:] != key[:-1]
-        others = key[np.searchsorted(key, self._open_key).clip(max=len(key) - 1)] != self._open_key
-        keys = np.concatenate([self._open_key[others], key[stays]])
-        order = keys.argsort(kind="stable")
-        self._open_key = keys[order]
-        self._open_trajectory = np.concatenate([self._open_trajectory[others], trajectory[stays]])[order]
+    def _of_groups(self, heads: Segments) -> Ints:
+        """The trajectories of groups that begin with these segments: open ones that they continue, or new ones."""
+        found = np.array([self._open.get(key, -1) for key in heads.key.tolist()], np.int64)
+        fresh = found < 0
+        fresh[1:] |= heads.key[1:] == heads.key[:-1]
+        if heads.step is not None and not fresh.all():
+            fresh |= heads.step != self._next_step[found]
+        found[fresh] = self._new(int(np.count_nonzero(fresh)))
+        return found
 
     def _new(self, count: int) -> Ints:
         if count > len(self._free):
@@ -340,15 +293,16 @@ class TrajectoryIndex:
 
     def state(self) -> Arrays:
         """The state of the index, as arrays by name."""
-        blocks = {"_entries": self._entries[: self._used], **{f"idle{bits}": each for bits, each in self._idle.items()}}
-        return {name: getattr(self, name) for name in _STATE} | blocks
+        opened = np.array(sorted(self._open.items()), np.int64).reshape(-1, 2)
+        more = {"_entries": self._entries[: self._used], "_open_key": opened[:, 0], "_open_trajectory": opened[:, 1]}
+        return {name: getattr(self, name) for name in _STATE} | more
 
     def load(self, state: Arrays) -> None:
         """Restore what `state` returned."""
         for name in (*_STATE, "_entries"):
             setattr(self, name, state[name])
         self._used = len(self._entries)
-        self._idle = {int(name[4:]): begin for name, begin in state.items() if name.startswith("idle")}
+        self._open = dict(zip(*(state[name].tolist() for name in ("_open_key", "_open_trajectory")), strict=True))
 
     def get(self, trajectory: Ints, position: Ints) -> Ints:
         """The slots of the frames at `position` of `trajectory`; the arguments broadcast."""
@@ -360,41 +314,30 @@ class TrajectoryIndex:
         first = self.first[trajectory]
         bits = np.frexp(np.maximum(self.stop[trajectory] - first, 2) - 1)[1].astype(np.int64).clip(min=_SMALLEST_BLOCK)
         moving = np.flatnonzero(bits > self._bits[trajectory])
-        for size in sorted(set(bits[moving].tolist())):
-            some = moving[bits[moving] == size]
-            movers, begin, length = trajectory[some], self._take(size, len(some)), (held - first)[some]
-            if total := int(length.sum()):
-                position = np.arange(total) - (np.cumsum(length) - length - first[some]).repeat(length)
-                slots = self.get(movers.repeat(length), position)
-                self._entries[begin.repeat(length) + (position & ((1 << size) - 1))] = slots
-            self._give_back(movers)
-            self._begin[movers], self._bits[movers] = begin, size
+        if not len(moving):
+            return
+        movers, length, size = trajectory[moving], (held - first)[moving], 1 << bits[moving]
+        if self._used + size.sum() > len(self._entries):
+            self._compact(int(size.sum()))
+        begin = self._used + np.cumsum(size) - size
+        self._used += int(size.sum())
+        position = np.arange(length.sum()) + (first[moving] - np.cumsum(length) + length).repeat(length)
+        slots = self.get(movers.repeat(length), position)
+        self._entries[begin.repeat(length) + (position & (size - 1).repeat(length))] = slots
+        self._begin[movers], self._bits[movers] = begin, bits[moving]
 
-    def _give_back(self, trajectory: Ints) -> None:
-        """Free the blocks of trajectories that are empty or were moved."""
-        bits = self._bits[trajectory]
-        for size in sorted({*bits.tolist()} - {0}):
-            left = self._begin[trajectory[bits == size]]
-            self._idle[size] = np.concatenate([self._idle.get(size, left[:0]), left])
-        self._bits[trajectory] = 0
-
-    def _take(self, bits: int, count: int) -> Ints:
-        """The begins of `count` blocks of 2**bits entries."""
-        idle = self._idle.get(bits, np.zeros(0, np.int64))
-        reused, self._idle[bits] = idle[:count], idle[count:]
-        missing = count - len(reused)
-        begin = self._used + (np.arange(missing) << bits)
-        self._used += missing << bits
-        if self._used > len(self._entries):
-            more = np.zeros(max(self._used, 2 * len(self._entries)) - len(self._entries), np.int32)
-            self._entries = np.concatenate([self._entries, more])
-        return np.concatenate([reused, begin])
+    def _compact(self, count: int) -> None:
+        """Move the blocks together, and make room for twice as many entries and `count` more."""
+        live = np.flatnonzero(self._bits)
+        size = 1 << self._bits[live]
+        begin, self._used = np.cumsum(size) - size, int(size.sum())
+        entries = np.zeros(2 * (self._used + count), np.int32)
+        entries[: self._used] = self._entries.take(np.arange(self._used) + (self._begin[live] - begin).repeat(size))
+        self._entries, self._begin[live] = entries, begin
 
 
 def slots_of(numbers: Ints, capacity: int) -> Ints:
     """``numbers % capacity``, for numbers less than `capacity` apart; several times faster than a division of each."""
-    if not len(numbers):
-        return numbers
     slots: Ints = numbers - numbers.min() // capacity * capacity
     np.subtract(slots, capacity, out=slots, where=slots >= capacity)
     return slots

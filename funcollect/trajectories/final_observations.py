@@ -53,7 +53,8 @@ class FinalObservations:
         row = torch.full((len(distinct),), -1, device=number.device)
         row[number[:count]] = torch.arange(count, device=number.device)
         again = row[number[:count]]
-        if not all(torch.equal(_bits(leaf), _bits(leaf[again.to(leaf.device)])) for leaf in self.leaves.values()):
+        pairs = ((leaf, leaf[again.to(leaf.device)]) for leaf in self.leaves.values())
+        if not all(torch.equal(*(leaf.reshape(-1).view(torch.uint8) for leaf in pair)) for pair in pairs):  # as bits
             raise ValueError(
                 "the batch joins several runs with equal trajectory ids: call next_observations for each run before "
                 "that"
@@ -63,10 +64,6 @@ class FinalObservations:
     @override
     def __repr__(self) -> str:
         return f"FinalObservations of {len(self.step)} frames"
-
-
-def _bits(leaf: Tensor) -> Tensor:
-    return leaf.reshape(-1).view(torch.uint8)
 
 
 def is_compact(batch: Any) -> bool:

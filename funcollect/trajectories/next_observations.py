@@ -23,20 +23,12 @@ def compact(batch: TensorDictBase, paths: Sequence[Path]) -> FinalObservations:
 def next_observations(batch: TensorDictBase) -> TensorDictBase:
     """Return a batch with the next observations that a collector has left out (``compact_obs=True``).
 
-    They are the observations of the following frames. For the last frame of each trajectory in the batch, the collector
-    has recorded them, as ``("collector", "final_observations")``. So the result has, bit for bit, what the collector
-    delivers with ``compact_obs=False``. Lanes and whole trajectories may be selected, split and joined before; frames
-    must not be shuffled, or cut along time.
-
-    Args:
-        batch: ``[*B, T]``, time last, from a collector. TypeError if it is no TensorDict.
-
-    Returns:
-        A TensorDict with copies of the next observations, and the other leaves of `batch`, unlocked; `batch` itself if
-        no next observations were left out.
-
-    Raises:
-        ValueError: if the batch lacks the frame that follows one of its frames.
+    They are copies of the observations of the following frames. For the last frame of each trajectory in the batch, the
+    collector has recorded them, as ``("collector", "final_observations")``. So the result has, bit for bit, what the
+    collector delivers with ``compact_obs=False``, and the other leaves of `batch`; it is `batch` itself if nothing was
+    left out. Lanes and whole trajectories may be selected, split and joined before; frames must not be shuffled, or cut
+    along time: ValueError if the batch ``[*B, T]`` lacks the frame that follows one of its frames. Raises TypeError if
+    it is no TensorDict.
 
     >>> import funcollect as fc
     >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=50, compact_obs=True, seed=0) as collector:
@@ -56,10 +48,9 @@ def next_observations(batch: TensorDictBase) -> TensorDictBase:
     row = final.find(ids.to(final.step.device), step.to(final.step.device))
     if bool((row < 0).any()):
         first = int((row < 0).nonzero()[0])
-        raise ValueError(
-            f"the batch lacks the frame after step {step[first]} of trajectory {ids[first]}, which has its next "
-            "observation: call next_observations before frames are shuffled or cut along time"
-        )
+        what = f"the batch lacks the frame after step {step[first]} of trajectory {ids[first]}"
+        mend = "call next_observations before frames are shuffled or cut along time"
+        raise ValueError(f"{what}, which has its next observation: {mend}")
     for path, leaf in final.leaves.items():
         following = batch[path].roll(-1, batch.batch_dims - 1)
         _assign(following, alone, leaf[row].to(following.device))

@@ -13,28 +13,14 @@ from typing_extensions import override
 from funcollect.arguments import check_kind, check_number, check_positive
 from funcollect.interop.jax_setup import import_jax
 from funcollect.running_statistics import EPSILON, RunningStatistics, start, update
+from funcollect.trajectories import split
 from funcollect.trajectories.next_observations import next_observations
-from funcollect.trajectories.split import (
-    LANE,
-    MASK,
-    ORIGINAL_REWARD,
-    STEPS_AHEAD,
-    TRAJECTORY_IDS,
-    check_batch,
-    check_followed,
-    check_order,
-    check_single_steps,
-    check_time_first,
-    optional,
-    require,
-    steps_back,
-)
 from funcollect.trajectories.stats import CountedFrames, counted_frames
 from funcollect.tree import flatten
 
 _NEEDED = {"reward": ("next", "reward"), "terminated": ("next", "terminated"), "done": ("next", "done")}
 _EPISODE = ("collector", "episode")  # traced rollouts have these numbers per lane instead of ids
-_OPTIONAL = {"traj_ids": TRAJECTORY_IDS, "mask": MASK, "repeated": ("done",)}
+_OPTIONAL = {"traj_ids": split.TRAJECTORY_IDS, "mask": split.MASK, "repeated": ("done",)}
 _TAILS: dict[str, tuple[int, ...] | None] = {"reward": None, "traj_ids": (), "mask": ()}  # see `require`; [1] otherwise
 _VALUES = {"value": "observation", "next_value": "next.observation"}  # what the value function was called with
 _RETURN = "return"  # the key in the statistics of `scale_rewards`
@@ -48,8 +34,8 @@ def gae(
     Let ``delta = reward + gamma * next_value - value``, without `next_value` after a termination. The advantage of a
     frame is the sum of its delta and all later ones of its trajectory, each weighted by ``(gamma * lmbda)**k``, where
     ``k`` is the number of steps between them (Schulman et al., 2016, https://arxiv.org/abs/1506.02438). At a
-    truncation, and at the end of the batch, `next_value` stands for the missing rest of the trajectory. Padding of
-    split trajectories and repeated frames of finished lanes have the advantage 0. Gradients flow through both results.
+    truncation, and at the end of the batch, `next_value` stands for the missing rest of the trajectory. Padding and
+    repeated frames of finished lanes have the advantage 0. Gradients flow through both results.
 
     Args:
         batch: ``[*B, T]``, also split, with ``next.reward`` ``[*B, T, 1]`` (or players), ``next.terminated`` and
@@ -60,12 +46,9 @@ def gae(
         gamma: the discount per step, in [0, 1]; for JAX also a scalar array.
         lmbda: the weight of later deltas, in [0, 1]; with 1 the targets are the discounted returns to go.
 
-    Returns:
-        ``(advantage, value_target)``, both with the shape of `value`; the target is ``advantage + value``.
-
-    Raises:
-        TypeError, ValueError: for another kind of batch, missing keys, wrong shapes or order of frames, rewards that
-            are sums, values that are not floating, and factors outside [0, 1].
+    Returns ``(advantage, value_target)``, both with the shape of `value`; the target is ``advantage + value``. Raises
+    TypeError or ValueError for another kind of batch, missing keys, wrong shapes or order of frames, rewards that are
+    sums, values that are not floating, and factors outside [0, 1].
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -121,12 +104,11 @@ def _discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
 
 def _tensors_of(batch: TensorDictBase, values: Mapping[str, Any]) -> dict[str, Tensor]:
     """The leaves of a TensorDict by name, and the values, each ``[T, *B, n]``."""
-    check_batch(batch)
-    check_single_steps(batch)
-    check_order(batch)
+    split.check_order(batch)
+    split.check_single_steps(batch)
     columns: dict[str, Tensor] = {}
     for name, path in (_NEEDED | _OPTIONAL).items():
-        leaf = (require if name in _NEEDED else optional)(batch, path, tail=_TAILS.get(name, (1,)))
+        leaf = (split.require if name in _NEEDED else split.optional)(batch, path, tail=_TAILS.get(name, (1,)))
         if leaf is not None:
             columns[name] = leaf if leaf.ndim > batch.batch_dims else leaf[..., None]
     for name, leaf in values.items():
@@ -137,7 +119,7 @@ def _tensors_of(batch: TensorDictBase, values: Mapping[str, Any]) -> dict[str, T
 
 def _arrays_of(batch: Mapping[str, Any], values: Mapping[str, Any], needed: Iterable[str] = _NEEDED) -> dict[str, Any]:
     """The leaves of a nested dict by name, and the values, each ``[T, ...]``."""
-    check_single_steps(batch)
+    split.check_single_steps(batch)
     jnp, flat = import_jax().numpy, flatten(batch)
     paths = _NEEDED | _OPTIONAL | ({"traj_ids": _EPISODE} if _EPISODE in flat else {})
     given = {name: flat[path] for name, path in paths.items() if path in flat}
@@ -156,7 +138,7 @@ def _arrays_of(batch: Mapping[str, Any], values: Mapping[str, Any], needed: Iter
             )
     for name, leaf in values.items():
         _check_values(name, leaf, jnp.issubdtype(leaf.dtype, jnp.floating), reward.shape)
-    check_time_first(flat.get(LANE))
+    split.check_time_first(flat.get(split.LANE))
     columns = {name: jnp.asarray(leaf) for name, leaf in given.items()}
     if reward.ndim > done.ndim:
         columns = {name: leaf if name == "reward" else leaf[..., None] for name, leaf in columns.items()}
@@ -198,19 +180,13 @@ class MultiStep:
     most `n_steps`. ``next.reward`` becomes the sum of ``gamma**k * next.reward[t + k]`` over ``k < m``. All other
     leaves under ``next`` become those of frame ``t + m - 1``. New keys are ``gamma`` ``[*B, T, 1]`` float32, which is
     ``gamma**m``, ``steps_to_next_obs`` ``[*B, T, 1]`` int64, which is ``m``, and ``original_reward``. So
+    ``next.reward + gamma * value(next.observation) * ~next.terminated`` is correct at terminations, at truncations and
+    at the end of a batch, where there are fewer steps. Pass it to a collector as `postproc`. `episode_stats`,
+    `scale_rewards` and slices of a buffer go by the frames' own rewards and ends. `MultiStepSampler` does the same for
+    samples of a buffer, also across batches; take one of both.
 
-        target = next.reward + gamma * value(next.observation) * ~next.terminated
-
-    is correct at terminations, at truncations and at the end of a batch, where there are fewer steps. Pass it to a
-    collector as `postproc`. `episode_stats`, `scale_rewards` and slices of a buffer go by the frames' own rewards and
-    ends. `MultiStepSampler` does the same for samples of a buffer, also across batches; take one of both.
-
-    Args:
-        gamma: the discount per step, in [0, 1].
-        n_steps: the largest number of steps.
-
-    Raises:
-        TypeError, ValueError: if the arguments are outside these ranges.
+    `gamma` is the discount per step, in [0, 1], and `n_steps` the largest number of steps. Raises TypeError or
+    ValueError for others.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -231,32 +207,33 @@ class MultiStep:
         ValueError if it has no frames, no ``next.reward`` or no ``next.done``, frames out of order, or rewards that are
         sums already.
         """
-        check_batch(batch)
-        check_single_steps(batch)
-        check_order(batch)
+        split.check_order(batch)
+        split.check_single_steps(batch)
         batch = next_observations(batch)  # those of a compact batch are one step away
         if not batch.shape[-1]:
             raise ValueError(f"the batch {list(batch.shape)} has no frames, expected [*B, T] with T of at least 1")
         steps = self._steps(batch)
         time = batch.batch_dims - 1
         last = torch.arange(batch.shape[-1], device=steps.device) + steps - 1
-        following = batch.get("next").apply(lambda leaf: _gather(leaf, last, time))
-        reward = require(batch, ("next", "reward"), tail=None)
+        following = batch.get("next").apply(
+            lambda leaf: torch.take_along_dim(leaf, last.reshape(*last.shape, *[1] * (leaf.ndim - last.ndim)), time)
+        )
+        reward = split.require(batch, ("next", "reward"), tail=None)
         following.set("reward", self._sum(reward, steps, time))
         result = batch.clone(False).unlock_()
         result.set("next", following)
-        result.set(ORIGINAL_REWARD, reward.clone())
-        result.set(STEPS_AHEAD, steps[..., None])
+        result.set(split.ORIGINAL_REWARD, reward.clone())
+        result.set(split.STEPS_AHEAD, steps[..., None])
         result.set("gamma", self.gamma ** steps[..., None].float())
         return result
 
     def _steps(self, batch: TensorDictBase) -> Tensor:
         """The number of steps whose rewards each frame sums: ``[*B, T]`` int64, from 1 to `n_steps`."""
-        ends = require(batch, ("next", "done"), tail=(1,))[..., 0].clone()
-        for key in (TRAJECTORY_IDS, ("episode",), MASK):
-            if (leaf := optional(batch, key, tail=())) is not None:
+        ends = split.require(batch, ("next", "done"), tail=(1,))[..., 0].clone()
+        for key in (split.TRAJECTORY_IDS, ("episode",), split.MASK):
+            if (leaf := split.optional(batch, key, tail=())) is not None:
                 ends[..., :-1] |= leaf[..., 1:] != leaf[..., :-1]
-        ends[..., :-1] |= steps_back(batch)
+        ends[..., :-1] |= split.steps_back(batch)
         ends[..., -1] = True
         length = ends.shape[-1]
         time = torch.arange(length, device=ends.device)
@@ -277,21 +254,13 @@ class MultiStep:
         return f"MultiStep(gamma={self.gamma}, n_steps={self.n_steps})"
 
 
-def _gather(leaf: Tensor, index: Tensor, time: int) -> Tensor:
-    """Select frames along time: at each time ``t``, the frame ``index[..., t]`` of `leaf` ``[*B, T, ...]``."""
-    shape = (*index.shape, *[1] * (leaf.ndim - index.ndim))
-    return torch.take_along_dim(leaf, index.reshape(shape), dim=time)
-
-
 class RewardScaling(NamedTuple):
-    """What is carried from one batch to the next; a pytree in optree and in JAX.
+    """What is carried from one batch to the next; a pytree in optree and in JAX."""
 
-    `returns` are the discounted returns of the unfinished trajectories: in Torch by trajectory id the pair of its lane
-    and a tensor [players] float64, in JAX [P] or [P, players]. `statistics` are of the returns at all frames so far.
-    """
-
+    # The discounted returns of the unfinished trajectories: in Torch by trajectory id the pair of its lane and a tensor
+    # [players] float64, in JAX [P] or [P, players].
     returns: Any
-    statistics: RunningStatistics
+    statistics: RunningStatistics  # of the returns at all frames so far
 
 
 def scale_rewards(
@@ -309,16 +278,13 @@ def scale_rewards(
 
     Args:
         batch: a batch [*B, T] as `episode_stats` takes it; or a nested dict of JAX arrays with ``next.reward`` [T, P]
-            (or [T, P, players]) and ``next.done`` [T, P], also inside `jit`. It is unchanged.
+            (or [T, P, players]) and ``next.done`` [T, P], also inside `jit`.
         scaling: the second result for the batch before; None for the first one.
         gamma: the discount per step, in [0, 1].
         clip: the largest absolute value of a scaled reward.
 
-    Returns:
-        The scaled rewards, with the shape and dtype of ``next.reward``, and what the next call takes.
-
-    Raises:
-        TypeError, ValueError: as `gae` does.
+    Returns the scaled rewards, with the shape and dtype of ``next.reward``, and what the next call takes. Raises the
+    errors of `gae`.
 
     >>> import funcollect as fc
     >>> scaling = None
@@ -338,13 +304,13 @@ def scale_rewards(
     if in_jax:
         return _scaled_arrays(batch, before, gamma, clip)
     frames, _ = counted_frames(batch)
-    check_followed(batch)
+    split.check_followed(batch)
     shape = () if frames.rewards.shape[1] == 1 else (frames.rewards.shape[1],)
     if before is None:
         before = RewardScaling({}, start({_RETURN: shape}, "torch"))
     returns = _returns(frames, before.returns, gamma)
     statistics = update(before.statistics, {_RETURN: returns.reshape(-1, *shape)})
-    reward = require(batch, ("next", "reward"), tail=None)
+    reward = split.require(batch, ("next", "reward"), tail=None)
     deviation = (statistics.variance[_RETURN] + EPSILON).sqrt().to(reward)
     return (reward / deviation).clamp(-clip, clip), RewardScaling(_open(frames, returns, before.returns), statistics)
 

@@ -44,9 +44,8 @@ def split_trajectories(
     A trajectory consists of successive frames of a row with equal ids. It also ends after a frame with ``next.done``,
     unless the following frame has ``done`` at its root. Then the lane was not reset, and its repeated frames stay with
     the trajectory. The last trajectory of a row is kept even if it has not ended. Each slice of a buffer's sample is a
-    trajectory of its own, and padding, whose mask is False, is left out.
-
-    TorchRL's function merges equal ids of adjacent rows, and accepts at most two batch dimensions.
+    trajectory of its own, and padding, whose mask is False, is left out. TorchRL's function merges equal ids of
+    adjacent rows, and accepts at most two batch dimensions.
 
     Args:
         batch: ``[*B, T]``, time last, with leaves ``[*B, T, ...]`` on any device. Slices of a buffer may be flat, [N].
@@ -58,10 +57,8 @@ def split_trajectories(
         as_nested: return leaves as nested tensors of N trajectories, without padding and mask: True for the strided
             layout, or a layout such as ``torch.jagged``.
 
-    Returns:
-        ``[N, Tmax]``: the N trajectories, ordered by row, then by time. Leaves are ``[N, Tmax, ...]`` and keep their
-        dtypes. ``("collector", "mask")`` ``[N, Tmax]`` bool is False for padding. The result is unlocked, and shares no
-        memory with the batch.
+    Returns ``[N, Tmax]``: the N trajectories, ordered by row, then by time, in memory of their own. Leaves are
+    ``[N, Tmax, ...]`` and keep their dtypes. ``("collector", "mask")`` ``[N, Tmax]`` bool is False for padding.
 
     Raises:
         TypeError: if the batch is not a TensorDict, leaves are not tensors, or ids are not integers.
@@ -71,15 +68,10 @@ def split_trajectories(
     >>> from tensordict import TensorDict
     >>> ids = torch.tensor([[0, 0, 2], [1, 1, 1]])
     >>> batch = TensorDict({"action": torch.tensor([[1, 2, 3], [4, 5, 6]]), "collector": {"traj_ids": ids}}, [2, 3])
-    >>> trajectories = split_trajectories(batch)
-    >>> trajectories["action"]
-    tensor([[1, 2, 0],
-            [3, 0, 0],
-            [4, 5, 6]])
-    >>> trajectories["collector", "mask"].sum(-1)
-    tensor([2, 1, 3])
+    >>> split_trajectories(batch)["action"].tolist()
+    [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
     """
-    check_batch(batch)
+    check_order(batch)
     check_key("prefix", prefix)
     check_key("trajectory_key", trajectory_key)
     check_key("done_key", done_key, required=True)
@@ -90,7 +82,6 @@ def split_trajectories(
         raise TypeError(f"as_nested is {as_nested!r}, expected a bool or a torch.layout: pass True for nested tensors")
     batch = batch.clone(recurse=False).unlock_()
     final = detach(batch)
-    check_order(batch)
     by_ends = not trajectory_key and batch.get(ids_key, None) is None and batch.get(done_path, None) is not None
     begins, held = _begins(batch, None if by_ends else ids_key, done_path), None
     for key in (mask_key, MASK):
@@ -116,10 +107,7 @@ def split_trajectories(
 
 
 class _PaddedLayout:
-    """Moves frames to a table with one row per trajectory. Trajectories begin where `begins` [*B, T] is True.
-
-    Frames where `held` [*B, T] is False are left out.
-    """
+    """Moves the frames that are `held` [*B, T] to a table with a row per trajectory, which `begins` marks [*B, T]."""
 
     def __init__(self, begins: Tensor, held: Tensor | None) -> None:
         self.dims, self.held = begins.ndim, held
@@ -185,10 +173,9 @@ def ends_of(batch: TensorDictBase, done_path: Path = ("next", "done")) -> Tensor
 def check_single_steps(batch: Mapping[str, object] | TensorDictBase) -> None:
     """Raise ValueError if `MultiStep` has summed rewards of a batch, a TensorDict or a dict."""
     if batch.get(STEPS_AHEAD[0], None) is not None:
-        raise ValueError(
-            "the batch has sums of several rewards, and their number as steps_to_next_obs, expected single rewards: "
-            "take the batch before MultiStep changes it, and use either MultiStep or MultiStepSampler"
-        )
+        what = "the batch has sums of several rewards, and their number as steps_to_next_obs, expected single rewards"
+        mend = "take the batch before MultiStep changes it, and use either MultiStep or MultiStepSampler"
+        raise ValueError(f"{what}: {mend}")
 
 
 def _counters(batch: TensorDictBase, *keys: Path) -> list[Tensor | None]:
@@ -208,10 +195,11 @@ def steps_back(batch: TensorDictBase) -> Tensor:
 
 
 def check_order(batch: TensorDictBase) -> None:
-    """Raise ValueError unless the frames of each row follow each other, as far as their keys show.
+    """Raise unless this is a batch, and the frames of each row follow each other, as far as their keys show.
 
     In a row, a trajectory goes on with its next step. Another lane follows only after an end, except in a single row.
     """
+    check_batch(batch)
     ids, step, lane = _counters(batch, TRAJECTORY_IDS, STEP, LANE)
     if ids is None or step is None:
         return
@@ -225,19 +213,15 @@ def check_order(batch: TensorDictBase) -> None:
     if wrong.any():
         *row, time = wrong.nonzero()[0].tolist()
         before, after = (f"step {step[(*row, at)]} of trajectory {ids[(*row, at)]}" for at in (time, time + 1))
-        raise ValueError(
-            f"in row {row} of the batch {list(batch.shape)}, {before} is followed by {after}, expected its next step: "
-            f"{_MEND}; the lanes of several workers, with cat_results='stack' or 0"
-        )
+        what = f"in row {row} of the batch {list(batch.shape)}, {before} is followed by {after}, expected its next step"
+        raise ValueError(f"{what}: {_MEND}; the lanes of several workers, with cat_results='stack' or 0")
     check_followed(batch)
 
 
 def check_followed(batch: TensorDictBase) -> None:
-    """Raise ValueError if the next steps of most frames are in the batch, but not after them.
-
-    Rows of a single frame may be samples of a buffer, of which nothing follows another.
-    """
+    """Raise ValueError if the next steps of most frames are in the batch, but not after them."""
     ids, step = _counters(batch, TRAJECTORY_IDS, STEP)
+    # Rows of a single frame may be samples of a buffer, of which nothing follows another.
     if batch.shape[-1] < 2 or ids is None or step is None:
         return
     goes_on = torch.ones_like(ids, dtype=torch.bool)
@@ -253,10 +237,8 @@ def check_followed(batch: TensorDictBase) -> None:
     number = torch.unique(ids, return_inverse=True)[1] * (int(step.max()) + 2) + step
     elsewhere = int(torch.isin(number[goes_on] + 1, number).sum()) - in_place
     if 2 * elsewhere >= count and elsewhere > in_place:
-        raise ValueError(
-            f"in the batch {list(batch.shape)}, {elsewhere} of {count} frames are followed by another one than their "
-            f"next step, which is elsewhere in the batch: {_MEND}"
-        )
+        what = f"{elsewhere} of {count} frames are followed by another one than their next step"
+        raise ValueError(f"in the batch {list(batch.shape)}, {what}, which is elsewhere in the batch: {_MEND}")
 
 
 def check_time_first(lane: Any) -> None:
@@ -265,10 +247,8 @@ def check_time_first(lane: Any) -> None:
         return
     lanes = np.asarray(lane)
     if (np.diff(lanes, axis=max(lanes.ndim - 2, 0)) != 0).any():
-        raise ValueError(
-            f"the lane changes along the time dimension of the arrays {list(lanes.shape)}, expected time first: pass "
-            "[T, P], as funcollect.traced.rollout returns them"
-        )
+        what = f"the lane changes along the time dimension of the arrays {list(lanes.shape)}, expected time first"
+        raise ValueError(f"{what}: pass [T, P], as funcollect.traced.rollout returns them")
 
 
 def _map_leaves(function: Callable[[Tensor], Tensor], node: TensorDictBase, path: Path) -> _Nested:
@@ -277,10 +257,8 @@ def _map_leaves(function: Callable[[Tensor], Tensor], node: TensorDictBase, path
     for name in node.keys():  # noqa: SIM118
         value, here = node.get(name), (*path, name)
         if is_non_tensor(value) or not (is_tensor_collection(value) or isinstance(value, Tensor)):
-            raise TypeError(
-                f"{readable(here)} is {type(value).__name__}, expected a tensor: only tensors have a padding; "
-                f"leave it out with batch.exclude({here!r})"
-            )
+            what = f"{readable(here)} is {type(value).__name__}, expected a tensor"
+            raise TypeError(f"{what}: only tensors have a padding; leave it out with batch.exclude({here!r})")
         mapped[name] = _map_leaves(function, value, here) if is_tensor_collection(value) else function(value)
     return mapped
 
@@ -302,10 +280,8 @@ def require(batch: TensorDictBase, key: str | Path, *, tail: tuple[int, ...] | N
     expected = [*batch.batch_size, *(leaf.shape[-1:] if tail is None else tail)]
     if list(leaf.shape) != expected:
         wanted = [*batch.batch_size, "n"] if tail is None else expected
-        raise ValueError(
-            f"{readable(key)} has shape {list(leaf.shape)}, the batch wants [{', '.join(map(str, wanted))}]: "
-            "time is the last batch dimension"
-        )
+        what = f"{readable(key)} has shape {list(leaf.shape)}, the batch wants [{', '.join(map(str, wanted))}]"
+        raise ValueError(f"{what}: time is the last batch dimension")
     return leaf
 
 

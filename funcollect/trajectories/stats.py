@@ -13,18 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_kind
-from funcollect.trajectories.split import (
-    CUT,
-    LANE,
-    MASK,
-    ORIGINAL_REWARD,
-    STEP,
-    STEPS_AHEAD,
-    TRAJECTORY_IDS,
-    check_batch,
-    ends_of,
-    require,
-)
+from funcollect.trajectories import split
 from funcollect.tree import Path
 
 _PER_EPISODE = ("returns", "lengths", "traj_ids", "lanes", "terminated")
@@ -97,29 +86,25 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     Rewards are summed in order, in float64, beginning with the sums in `previous`. So the results do not depend on how
     a run is cut into batches, to the bit. Episodes with missing frames are omitted, with a warning if `previous` is
     None: the others are the short ones. So are trajectories truncated by `set_truncated`. Repeated frames of finished
-    lanes and padding of split trajectories do not count. Several runs, such as those of a `vmap` over seeds, have the
-    same ids; pass them one at a time.
+    lanes and padding do not count. Several runs, such as those of a `vmap` over seeds, have to be passed one at a time.
 
     Args:
-        batch: a batch ``[*B, T]``, also split, with ``next.reward`` ``[*B, T, 1]`` (or players), ``next.done`` and
+        batch: ``[*B, T]``, also split, with ``next.reward`` ``[*B, T, 1]`` (or players), ``next.done`` and
             ``next.terminated`` ``[*B, T, 1]``, and ``collector.traj_ids``, ``.step`` and ``.lane`` ``[*B, T]``.
         previous: the result for the batch before.
 
-    Returns:
-        The episodes, ordered by the time of their end in the batch, then by row; on the CPU. `open_returns` has the
-        trajectories that continue after this batch, including those of lanes that are not in it.
-
-    Raises:
-        TypeError, ValueError: for another kind of batch, missing keys, wrong shapes, another number of players than
-            before, and several runs.
+    Returns the episodes, ordered by the time of their end in the batch, then by row; on the CPU. `open_returns` has the
+    trajectories that continue after this batch, including those of lanes that are not in it. Raises TypeError or
+    ValueError for another kind of batch, missing keys, wrong shapes, another number of players than before, and several
+    runs.
 
     >>> import torch
     >>> from tensordict import TensorDict
     >>> ids, step, lane = torch.tensor([[0, 0, 1], [0, 1, 0], [0, 0, 0]])
-    >>> collector = {"traj_ids": ids, "step": step, "lane": lane}
     >>> done = torch.tensor([[False], [True], [False]])
     >>> next_ = {"reward": torch.ones(3, 1), "done": done, "terminated": done}
-    >>> stats = episode_stats(TensorDict({"next": next_, "collector": collector}, [3]))
+    >>> batch = TensorDict({"next": next_, "collector": {"traj_ids": ids, "step": step, "lane": lane}}, [3])
+    >>> stats = episode_stats(batch)
     >>> stats.returns, stats.open_returns[1].value
     (tensor([2.], dtype=torch.float64), tensor(1., dtype=torch.float64))
     """
@@ -181,20 +166,20 @@ class _Trajectories(NamedTuple):
 
 def counted_frames(batch: TensorDictBase) -> tuple[CountedFrames, Tensor]:
     """The frames that count, and the lanes in the batch, each once, in increasing order: int64."""
-    check_batch(batch)
+    split.check_batch(batch)
     time, rows = batch.batch_size[-1], batch.batch_size[:-1].numel()
-    several = batch.get(STEPS_AHEAD, None) is not None
-    rewards = require(batch, ORIGINAL_REWARD if several else ("next", "reward"), tail=None).detach().cpu()
+    several = batch.get(split.STEPS_AHEAD, None) is not None
+    rewards = split.require(batch, split.ORIGINAL_REWARD if several else ("next", "reward"), tail=None).detach().cpu()
     columns = CountedFrames(
         rewards=rewards.reshape(rows * time, rewards.shape[-1]).double(),
-        done=ends_of(batch).detach().cpu().reshape(-1) & ~_column(batch, CUT, (), default=False).bool(),
+        done=split.ends_of(batch).detach().cpu().reshape(-1) & ~_column(batch, split.CUT, (), default=False).bool(),
         terminated=_column(batch, ("next", "terminated"), (1,)).bool(),
-        traj_ids=_column(batch, TRAJECTORY_IDS, ()).long(),
-        steps=_column(batch, STEP, ()).long(),
-        lanes=_column(batch, LANE, ()).long(),
+        traj_ids=_column(batch, split.TRAJECTORY_IDS, ()).long(),
+        steps=_column(batch, split.STEP, ()).long(),
+        lanes=_column(batch, split.LANE, ()).long(),
         order=torch.arange(rows * time).reshape(time, rows).T.reshape(-1),
     )
-    real = _column(batch, MASK, (), default=True).bool()
+    real = _column(batch, split.MASK, (), default=True).bool()
     counted = real & ~_column(batch, ("done",), (1,), default=False).bool()
     frames = columns if counted.all() else CountedFrames(*(column[counted] for column in columns))
     return frames, torch.unique(columns.lanes[real])
@@ -207,18 +192,17 @@ def _check_one_run(batch: TensorDictBase, frames: CountedFrames) -> None:
     back = (ids[1:] < ids[:-1]) | ((ids[1:] == ids[:-1]) & (steps[1:] <= steps[:-1]))
     back &= lanes[1:] == lanes[:-1]
     if back.any():
-        raise ValueError(
-            f"the batch {list(batch.batch_size)} holds several runs, since frames of lane {int(lanes[1:][back][0])} "
-            "are in it twice or out of order, expected one run: take the runs one at a time, "
-            "[episode_stats(run) for run in batch.unbind(0)]"
-        )
+        lane, what = int(lanes[1:][back][0]), f"the batch {list(batch.batch_size)} holds several runs"
+        why = f"since frames of lane {lane} are in it twice or out of order, expected one run"
+        mend = "take the runs one at a time, [episode_stats(run) for run in batch.unbind(0)]"
+        raise ValueError(f"{what}, {why}: {mend}")
 
 
 def _column(batch: TensorDictBase, key: Path, tail: tuple[int, ...], *, default: bool | None = None) -> Tensor:
     """The leaf under a key, or the default if there is none: one number per frame, ordered by row, [rows * T]."""
     if default is not None and batch.get(key, None) is None:
         return torch.full((batch.batch_size.numel(),), default)
-    return require(batch, key, tail=tail).detach().cpu().reshape(-1)
+    return split.require(batch, key, tail=tail).detach().cpu().reshape(-1)
 
 
 def _trajectories(frames: CountedFrames, opened: Mapping[int, OpenReturn]) -> tuple[_Trajectories, Tensor]:

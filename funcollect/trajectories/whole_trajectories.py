@@ -47,8 +47,7 @@ class _Runs:
 class PendingTrajectories:
     """Frames of trajectories that have not been delivered: a value, which `rollout_trajectories` takes and returns.
 
-    Trajectories with missing frames are left out: those that had begun before the first batch, and those that
-    `reset` interrupted.
+    Trajectories that had begun before the first batch are left out, and those that `reset` interrupted.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)

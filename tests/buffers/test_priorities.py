@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.buffers.samplers.prioritized import SumTree
+from funcollect.buffers.priorities import SumTree
 from tests.support.frames.streams_of_frames import batch_of, frames_of
 from tests.support.running import scaled
 from tests.support.statistics import implausible

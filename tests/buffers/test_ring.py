@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.buffers import trajectory_index
-from funcollect.buffers.samplers import indices
+from funcollect.buffers import indices, trajectory_index
 from funcollect.keys import key_from_seed
 from tests.support.compare import assert_same
 from tests.support.frames.streams_of_frames import Oracle, batch_of, frames_of, streams
@@ -129,10 +128,10 @@ def test_the_index_does_not_leak(batches, capacity):
     live = index.stop > index.first
     assert len(index._free) == (~live).sum()
     assert len(set(index._free.tolist())) == len(index._free)
-    in_use = {(begin, bits) for begin, bits in zip(index._begin[live], index._bits[live], strict=True)}
-    idle = [(begin, bits) for bits, begins in index._idle.items() for begin in begins]
-    assert len(in_use) == live.sum()
-    assert sum(1 << int(bits) for _, bits in [*in_use, *idle]) == index._used  # every entry has one place
+    blocks = sorted(zip(index._begin[live], index._bits[live], strict=True))
+    ends = [begin + (1 << bits) for begin, bits in blocks]
+    assert all(end <= begin for end, (begin, _) in zip(ends, [*blocks[1:], (index._used, 0)], strict=True))
+    assert index._used <= len(index._entries) <= 4 * max(ends[-1], 16 * capacity)
 
 
 def small(count, start=0):

@@ -20,20 +20,15 @@ from torch import Tensor
 
 from funcollect.buffers import Ints
 from funcollect.specs import RESERVED
+from funcollect.trajectories.split import readable
 from funcollect.tree import Path, nest
 
 _WORD = 8  # bytes
 _LEAST_SHARED = 64  # bytes: to find an equal one among smaller observations would take as much memory as it saves
 
 # Integers of the same width carry dtypes that NumPy lacks.
-_CARRIERS = {
-    torch.bfloat16: torch.int16,
-    torch.float8_e4m3fn: torch.uint8,
-    torch.float8_e4m3fnuz: torch.uint8,
-    torch.float8_e5m2: torch.uint8,
-    torch.float8_e5m2fnuz: torch.uint8,
-}
-
+_FLOATS8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+_CARRIERS = {torch.bfloat16: torch.int16, **dict.fromkeys(_FLOATS8, torch.uint8)}
 
 _Form = tuple[tuple[int, ...], torch.dtype]  # the shape and the dtype of a leaf in one frame
 
@@ -78,22 +73,36 @@ def _checked(path: Path, leaf: Any) -> Tensor:
         mend = "give its to_tensordict()" if is_tensorclass(leaf) else "store it in a ListStorage"
     elif isinstance(leaf, TensorDictBase) and not is_non_tensor(leaf):
         mend = "make one TensorDict of several, torch.stack(data)"
-    raise TypeError(f"{_name(path)} is {type(leaf).__name__}, expected {wanted}: {mend}")
+    raise TypeError(f"{readable(path) or 'the data'} is {type(leaf).__name__}, expected {wanted}: {mend}")
 
 
-def _name(path: Path) -> str:
-    return ".".join(path) or "the data"
+def lead_of(data: Any, leaves: Mapping[Path, Tensor], ndim: int) -> tuple[int, ...]:
+    """The sizes of the first `ndim` dimensions; ValueError unless all leaves share as many."""
+    if not leaves:
+        raise ValueError("the batch has no leaves, expected at least one tensor: nothing would be stored")
+    if isinstance(data, TensorDictBase):
+        shape = tuple(data.batch_size)
+    else:
+        shapes = {tuple(leaf.shape[:ndim]) for leaf in leaves.values()}
+        shape = shapes.pop() if len(shapes) == 1 else ()
+    if len(shape) < ndim:
+        what = f"the batch has batch dimensions {list(shape)}, the storage takes {ndim} (ndim={ndim}), time last"
+        mend = f"build it with ndim={len(shape)}, make the environments with num_envs, or reshape the batch"
+        raise ValueError(f"{what}: {mend if shape else 'stack single frames, or give them to add'}")
+    ids = leaves.get(("collector", "traj_ids"))
+    if ndim > 1 and ids is not None and ids.ndim > ndim:
+        what = f"the batch has a frame for each of {list(ids.shape)}, the storage takes {ndim} dimensions (ndim={ndim})"
+        mend = f"build it with ndim={ids.ndim}, or flatten the first ones, as cat_results=0 of a collector does"
+        raise ValueError(f"{what}: {mend}")
+    return shape[:ndim]
 
 
 class RowLayout:
-    """The arrangement of a frame's leaves in a row of `words` 64-bit words; the `columns` are in the batch's order.
-
-    `item_dims` are the batch dimensions of a single frame, which may be a sequence. `structure` is that of a frame that
-    is a tree; None for TensorDicts.
-    """
+    """The arrangement of a frame's leaves in a row of `words` 64-bit words; the `columns` are in the batch's order."""
 
     def __init__(self, leaves: Mapping[Path, _Form], item_dims: tuple[int, ...] = (), structure: Any = None) -> None:
-        self.item_dims, self.structure = item_dims, structure
+        self.item_dims = item_dims  # the batch dimensions of a single frame, which may be a sequence
+        self.structure = structure  # that of a frame that is a tree; None for TensorDicts
         offset, columns = 0, dict[Path, PackedLeaf]()
         for path, (shape, dtype) in sorted(leaves.items(), key=lambda leaf: (-leaf[1][1].itemsize, str(leaf[1][1]))):
             count = math.prod(shape)
@@ -109,9 +118,8 @@ class RowLayout:
         self.nbytes = max(-(-offset // widest), 1) * widest
         self.words, self.row = self.nbytes // _WORD, np.dtype(f"V{self.nbytes}")
         self._names, self._bytes = [*map(str, leaves)], [np.dtype(f"V{column.nbytes}") for column in self.columns]
-        arrays = [torch.empty(0, dtype=_CARRIERS.get(dtype, dtype)).numpy() for _, dtype in leaves.values()]
-        shapes = [shape for shape, _ in leaves.values()]
-        typed = [(each.dtype, shape) for each, shape in zip(arrays, shapes, strict=True)]
+        carriers = [torch.empty(0, dtype=_CARRIERS.get(column.dtype, column.dtype)).numpy() for column in self.columns]
+        typed = [(array.dtype, column.shape) for array, column in zip(carriers, self.columns, strict=True)]
         # A row as a struct with a field per column; as one, NumPy sees its values, or nothing but their bytes.
         names, offsets = self._names, [column.offset for column in self.columns]
         self._typed, self._opaque = (
@@ -127,36 +135,19 @@ class RowLayout:
             return cls(forms, tuple(data.batch_size[ndim:]))
         return cls(forms, structure=optree.tree_structure(data))
 
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> RowLayout:
-        """The layout described by `to_json`."""
-        forms = {tuple(path): (tuple(shape), getattr(torch, dtype)) for path, shape, dtype in saved["leaves"]}
-        return cls(forms, tuple(saved["item_dims"]))
-
-    def to_json(self) -> dict[str, Any]:
-        """A description in numbers and strings; TypeError for the structure of a tree, which has none."""
-        if self.structure is not None:
-            raise TypeError(f"the frames are trees {self.structure}, which have no file format: store TensorDicts")
-        leaves = [(leaf.path, leaf.shape, str(leaf.dtype).removeprefix("torch.")) for leaf in self.columns]
-        return {"leaves": leaves, "item_dims": self.item_dims}
-
     def check(self, leaves: Mapping[Path, Tensor], ndim: int) -> None:
         """Raise ValueError if the keys, shapes or dtypes of a batch differ from this layout."""
         if leaves.keys() != self._paths:
             differences = {"lacks": self._paths - leaves.keys(), "adds": leaves.keys() - self._paths}
             parts = [f"{verb} {sorted(map('.'.join, paths))}" for verb, paths in differences.items() if paths]
-            raise ValueError(
-                f"the batch {' and '.join(parts)}, expected the keys of the storage's first batch: select the same "
-                "keys for every batch, or make another buffer"
-            )
+            what = f"the batch {' and '.join(parts)}, expected the keys of the storage's first batch"
+            raise ValueError(f"{what}: select the same keys for every batch, or make another buffer")
         for column in self.columns:
             leaf = leaves[column.path]
             if leaf.shape[ndim:] != column.shape or leaf.dtype != column.dtype:
-                raise ValueError(
-                    f"{_name(column.path)} is {list(leaf.shape[ndim:])} {leaf.dtype} in each frame, the storage holds "
-                    f"{list(column.shape)} {column.dtype}, as the first batch had it: convert it before extending, or "
-                    "store it in another buffer"
-                )
+                what = f"{readable(column.path) or 'the data'} is {list(leaf.shape[ndim:])} {leaf.dtype} in each frame"
+                own = f"the storage holds {list(column.shape)} {column.dtype}, as the first batch had it"
+                raise ValueError(f"{what}, {own}: convert it before extending, or store it in another buffer")
 
     def pack(self, rows: Tensor, leaves: Mapping[Path, Tensor], ndim: int, first: int = 0) -> None:
         """Write N frames of leaves ``[*B, T, ...]`` from `first` on, by time, then by lane, to `rows` [N, words]."""
@@ -272,11 +263,18 @@ class FrameLayout:
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> FrameLayout:
         """The layout described by `to_json`."""
-        return cls(RowLayout.from_json(saved["batch"]), {tuple(path): count for path, count in saved["planes"]})
+        batch = saved["batch"]
+        forms = {tuple(path): (tuple(shape), getattr(torch, dtype)) for path, shape, dtype in batch["leaves"]}
+        planes = {tuple(path): count for path, count in saved["planes"]}
+        return cls(RowLayout(forms, tuple(batch["item_dims"])), planes)
 
     def to_json(self) -> dict[str, Any]:
-        """A description in numbers and strings; TypeError for trees."""
-        return {"batch": self.batch.to_json(), "planes": [*self.planes.items()]}
+        """A description in numbers and strings; TypeError for the structure of a tree, which has none."""
+        batch, planes = self.batch, [*self.planes.items()]
+        if batch.structure is not None:
+            raise TypeError(f"the frames are trees {batch.structure}, which have no file format: store TensorDicts")
+        leaves = [(leaf.path, leaf.shape, str(leaf.dtype).removeprefix("torch.")) for leaf in batch.columns]
+        return {"batch": {"leaves": leaves, "item_dims": batch.item_dims}, "planes": planes}
 
     def kinds(self) -> dict[tuple[int, int, torch.dtype], list[PackedLeaf]]:
         """The shared leaves by the number of their planes, and the planes' number of values and dtype."""
@@ -295,26 +293,23 @@ def _observations(leaves: Mapping[Path, Tensor], ndim: int) -> dict[Path, int]:
         if root is not None and root.shape == leaf.shape and root.dtype == leaf.dtype:
             found += path, path[1:]
     if not found:
-        raise ValueError(
-            "the batch has no next observation of the same shape and dtype as an observation at its root, so "
-            f"compact_obs would save nothing; it has {sorted('.'.join(path) for path in leaves)}: leave compact_obs out"
-        )
+        what = "the batch has no next observation of the same shape and dtype as an observation at its root"
+        held = sorted(map(readable, leaves))
+        raise ValueError(f"{what}, so compact_obs would save nothing; it has {held}: leave compact_obs out")
     sizes = {path: leaves[path].shape[ndim:].numel() * leaves[path].dtype.itemsize for path in found}
     return {path: 1 for path, size in sizes.items() if size >= _LEAST_SHARED}
 
 
 def _stacks(leaves: Mapping[Path, Tensor], ndim: int, frame_stack: int) -> dict[Path, int]:
     """The number of planes, `frame_stack`, of observations that are stacks, also below ``next``; ValueError if none."""
-    found = {}
-    for path, leaf in leaves.items():
-        root, shape = path[1:] if path[:1] == ("next",) else path, leaf.shape[ndim:]
+    found, shapes = {}, {path: leaf.shape[ndim:] for path, leaf in leaves.items()}
+    for path, shape in shapes.items():
+        root = path[1:] if path[:1] == ("next",) else path
         if root and root[0] not in RESERVED and shape[:1] == (frame_stack,) and len(shape) > 1 and 0 not in shape:
             found[path] = frame_stack
     if not found:
-        shapes = {".".join(path): list(leaf.shape[ndim:]) for path, leaf in leaves.items()}
-        raise ValueError(
-            f"frame_stack is {frame_stack}, and no observation of the batch has a shape [{frame_stack}, ...] of at "
-            f"least two dimensions in each frame; it has {shapes}: pass the number of stacked frames, which must be "
-            "the first dimension, or leave frame_stack out"
-        )
+        held = {readable(path): list(shape) for path, shape in shapes.items()}
+        what = f"frame_stack is {frame_stack}, and no observation of the batch has a shape [{frame_stack}, ...]"
+        mend = "pass the number of stacked frames, which must be the first dimension, or leave frame_stack out"
+        raise ValueError(f"{what} of at least two dimensions in each frame; it has {held}: {mend}")
     return found

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +24,14 @@ from typing_extensions import override
 
 from funcollect.buffers import Ints
 from funcollect.buffers.storages.packed_rows import FrameLayout, RowLayout, time_major
+from funcollect.buffers.storages.storage import Dumped
 from funcollect.files import allocate
 from funcollect.tree import Path as KeyPath
 
-PLANES = "planes-{}.bin"  # the names of the files
+PLANES = "planes-{}.bin"  # the names of the files of a storage
+_ROWS = "rows-{}.bin"  # the names of those of a dump, by the numbers of their first frames
+_PARTS = 16  # one has at most this part of the capacity: it can be deleted only once all its frames are gone
+_BYTES = 1 << 26  # and at most so many bytes of rows: a file is read and written as a whole
 _WORD = 8  # bytes
 _AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 17  # frames, or bytes of a leaf if these are more frames, that are added together
 _SPARE = 64  # room for one plane more per this number of frames: each episode has one more plane than frames
@@ -45,7 +51,7 @@ def room_for(message: str) -> Iterator[None]:
         raise OSError(error.errno, f"{message} {reason}") from error
 
 
-class GrowingRows:
+class HeldRows:
     """Rows in memory."""
 
     def __init__(self, words: int) -> None:
@@ -64,7 +70,7 @@ class GrowingRows:
             self._rows = np.empty((count, self._rows.shape[1]), np.int64)  # memory is taken as it is written
 
 
-class RowsInFile(GrowingRows):
+class RowsInFile(HeldRows):
     """Rows in a new file, or for reading in one that another process fills. A copy is in memory."""
 
     def __init__(self, path: Path, words: int, *, reading: bool = False) -> None:
@@ -90,8 +96,8 @@ class RowsInFile(GrowingRows):
         with room_for(f"{self.path} has no room for {count} distinct frames of {size} bytes"):
             allocate(self._file, count * size)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> GrowingRows:
-        twin = GrowingRows(self._rows.shape[1])
+    def __deepcopy__(self, memo: dict[int, object]) -> HeldRows:
+        twin = HeldRows(self._rows.shape[1])
         twin._rows = self.rows.copy()
         return twin
 
@@ -99,10 +105,10 @@ class RowsInFile(GrowingRows):
 class PlanePool:
     """Planes by number. Equal ones are stored once, for as long as rows refer to them; plane 0 has zeros, and stays.
 
-    A plane is found by a hash of its bytes, and then compared. `count` planes have room at first.
+    A plane is found by a hash of its bytes, and then compared. `count` planes have room at first; 0 is for reading.
     """
 
-    def __init__(self, layout: RowLayout, memory: GrowingRows, count: int) -> None:
+    def __init__(self, layout: RowLayout, memory: HeldRows, count: int) -> None:
         self.layout, self.memory = layout, memory
         self._factors: _Hashes = np.random.default_rng(0).integers(2**63, size=layout.words, dtype=np.uint64) * 2 + 1
         self._hashes: _Hashes = np.zeros(0, np.uint64)  # by number
@@ -110,9 +116,10 @@ class PlanePool:
         self._recent = np.zeros(0, np.int64)  # by the first bits of a hash: the newest plane with them
         self._free = np.zeros(0, np.int64)  # the numbers of planes that are not in use any more
         self._end = 1  # numbers from here on were never used
-        self._grow(count)
-        self.rows[0] = 0
-        self._uses[0] = 1
+        if count:
+            self._grow(count)
+            self.rows[0] = 0
+            self._uses[0] = 1
 
     @property
     def rows(self) -> Ints:
@@ -134,12 +141,8 @@ class PlanePool:
         self.rows[taken], self._hashes[taken] = planes[fresh], hashes[fresh]
         self._recent[self._place(hashes[fresh])] = found[~known] = taken
         numbers = found[group]
-        self.use(numbers)
-        return numbers
-
-    def use(self, numbers: _Numbers) -> None:
-        """Count further uses."""
         np.add.at(self._uses, numbers, 1)
+        return numbers
 
     def release(self, numbers: _Numbers) -> None:
         """Count uses that have ended, and free planes without any."""
@@ -179,28 +182,21 @@ class PlanePool:
 
 
 class SharedLeaves:
-    """The planes of shared leaves, if there are any, for reading, or to store those of up to `max_size` frames.
+    """The planes of shared leaves: methods take `rows` [N, words] of this layout of frames.
 
-    The methods take `rows` [N, words] of this layout of frames. For each kind of shared leaf, there is a function that
-    returns the rows for planes of so many words. `max_size` is 0 for reading.
+    For each kind of leaf, a function returns the rows for planes of so many words: of `max_size` frames at first, or 0.
     """
 
-    def __init__(self, layout: FrameLayout, rows: Iterable[Callable[[int], GrowingRows]], max_size: int = 0) -> None:
-        self.pools: list[PlanePool] = []
-        self._layout = layout.rows
-        self._planes: list[tuple[RowLayout, GrowingRows]] = []
-        kinds: dict[KeyPath, tuple[int, tuple[int, ...]]] = {}
+    def __init__(self, layout: FrameLayout, rows: Iterable[Callable[[int], HeldRows]], max_size: int = 0) -> None:
+        self._layout, columns = layout.rows, {column.path: n for n, column in enumerate(layout.rows.columns)}
+        self._leaves: dict[PlanePool, dict[KeyPath, tuple[int, tuple[int, ...]]]] = {}  # the columns, and own shapes
         for ((_, size, dtype), leaves), rows_of in zip(layout.kinds().items(), rows, strict=False):
             plane = RowLayout({_PLANE: ((size,), dtype)})
-            kinds |= {leaf.path: (len(self._planes), leaf.shape) for leaf in leaves}
-            self._planes.append((plane, rows_of(plane.words)))
-            if max_size:
-                following = sum(leaf.path[0] == "next" for leaf in leaves)
-                count = max(following, len(leaves) - following) * max_size
-                self.pools.append(PlanePool(*self._planes[-1], count + count // _SPARE + _SPARE // 4))
-        # The index of a shared leaf's column, the index of its planes and of their pool, and the leaf's own shape.
-        columns = enumerate(column.path for column in layout.rows.columns)
-        self._shared = [(index, path, *kinds[path]) for index, path in columns if path in kinds]
+            following = sum(leaf.path[0] == "next" for leaf in leaves)
+            count = max(following, len(leaves) - following) * max_size
+            pool = PlanePool(plane, rows_of(plane.words), count and count + count // _SPARE + _SPARE // 4)
+            self._leaves[pool] = {leaf.path: (columns[leaf.path], leaf.shape) for leaf in leaves}
+        self.pools = [*self._leaves]
 
     @property
     def nbytes(self) -> int:
@@ -211,44 +207,43 @@ class SharedLeaves:
     def unpack(self, rows: Tensor) -> Any:
         """The batch in the rows, with copies of the shared leaves; the other leaves are views."""
         leaves = self._layout.leaves(rows)
-        for index, _, kind, shape in self._shared:
-            plane, memory = self._planes[kind]
-            (planes,) = plane.leaves(plane.gather(memory.rows, leaves[index].numpy().reshape(-1).astype(np.int64)))
-            leaves[index] = planes.view(len(rows), *shape)
+        for pool, shared in self._leaves.items():
+            for column, shape in shared.values():
+                numbers = leaves[column].numpy().reshape(-1).astype(np.int64)
+                (planes,) = pool.layout.leaves(pool.layout.gather(pool.rows, numbers))
+                leaves[column] = planes.view(len(rows), *shape)
         return self._layout.unpack(rows, leaves)
 
     def add(self, leaves: Mapping[KeyPath, Tensor], ndim: int, first: int) -> Mapping[KeyPath, Tensor]:
-        """Store the planes of shared leaves ``[*B, T, ...]``; return all leaves with the numbers of planes instead.
+        """Store the planes of leaves ``[*B, T, ...]`` from frame `first` on; return the leaves with numbers instead.
 
-        Frames before `first`, by time, then by lane, are not stored, and have the numbers 0. OSError or MemoryError if
-        there is no room; nothing has changed then.
+        OSError or MemoryError if there is no room; nothing has changed then.
         """
-        if not self._shared:
-            return leaves
-        found: dict[KeyPath, _Numbers] = {}
-        for index, path, *_ in self._shared:
-            lead = time_major(leaves[path], ndim).shape[:ndim]
-            found[path] = np.zeros((*lead, self._layout.columns[index].count), np.int32)
+        found: dict[PlanePool, _Numbers] = {}
         try:
-            for number, pool in enumerate(self.pools):
-                paths = [path for _, path, kind, _ in self._shared if kind == number]
-                flat = [found[path].reshape(-1, found[path].shape[-1]) for path in paths]
-                some = [time_major(leaves[path], ndim) for path in paths]
+            for pool, shared in self._leaves.items():
+                some = [time_major(leaves[path], ndim) for path in shared]
+                count = self._layout.columns[next(iter(shared.values()))[0]].count
+                found[pool] = np.zeros((len(some), *some[0].shape[:ndim], count), np.int32)
+                flat = found[pool].reshape(len(some), -1, count)
                 for frames, planes in _parts(some, ndim, first, pool.layout):
-                    numbers = pool.add(planes).reshape(len(paths), *flat[0][frames].shape)
-                    for numbered, each in zip(flat, numbers, strict=True):
-                        numbered[frames] = each
+                    flat[:, frames] = pool.add(planes).reshape(flat[:, frames].shape)
         except BaseException:
-            for _, path, kind, _ in self._shared:
-                self.pools[kind].release(found[path].reshape(-1))
+            for pool, numbers in found.items():
+                pool.release(numbers.reshape(-1))
             raise
-        return {**leaves, **{p: torch.from_numpy(each).movedim(0, ndim - 1) for p, each in found.items()}}
+        numbered = {
+            path: torch.from_numpy(numbers).movedim(0, ndim - 1)
+            for pool, each in found.items()
+            for path, numbers in zip(self._leaves[pool], each, strict=True)
+        }
+        return {**leaves, **numbered}
 
     def numbers(self, rows: Tensor) -> Iterator[tuple[PlanePool, _Numbers]]:
         """Each shared leaf's pool, and a view [N, k] of the numbers of its planes."""
-        leaves = self._layout.leaves(rows) if self._shared else []
-        for index, _, kind, _ in self._shared:
-            yield self.pools[kind], leaves[index].numpy()
+        leaves = self._layout.leaves(rows)
+        for pool, shared in self._leaves.items():
+            yield from ((pool, leaves[column].numpy()) for column, _ in shared.values())
 
     def release(self, rows: Tensor, index: Ints | slice = slice(None)) -> None:
         """Free the planes whose last uses were in the rows at `index`."""
@@ -276,7 +271,7 @@ class SharedLeaves:
         for pool, numbers in self.numbers(rows):
             old, new = tables[pool]
             numbers[index] = new.take(np.searchsorted(old, numbers[index]), mode="clip")
-            pool.use(numbers[index].reshape(-1))
+            np.add.at(pool._uses, numbers[index].reshape(-1), 1)
         for pool, (_, new) in tables.items():
             pool.release(new)
 
@@ -294,3 +289,73 @@ def _parts(leaves: Sequence[Tensor], ndim: int, first: int, plane: RowLayout) ->
             plane.pack(torch.from_numpy(part), {_PLANE: each}, 1)
         begin = start * lanes + skipped
         yield slice(begin, begin + len(some[0])), rows.reshape(-1, plane.words)
+
+
+class Segment(NamedTuple):
+    """A file with the frames ``start … stop - 1``, and the planes of their shared leaves; as a list in JSON."""
+
+    start: int
+    stop: int
+    crc: int  # zlib's CRC-32 of its bytes
+    planes: Sequence[int] = ()  # the number of planes after the rows, by pool
+
+
+class SegmentFiles(NamedTuple):
+    """The files in a directory for a ring, in which frame n is in row ``n % capacity``."""
+
+    directory: Path
+    rows: Tensor  # [capacity, words] int64
+    shared: SharedLeaves
+
+    def dump(self, frames: range, earlier: Dumped | None) -> list[Segment]:
+        """Write `frames`, but link the files of an earlier dump that hold some of them."""
+        linked, first, (capacity, words) = list[Segment](), frames.start, self.rows.shape
+        if earlier is not None and earlier.frames:
+            found = [Segment(*each) for each in earlier.frames["segments"]]
+            linked = [segment for segment in found if segment.stop > first]
+            for segment in linked:
+                source, target = (each / _ROWS.format(segment.start) for each in (earlier.directory, self.directory))
+                target.unlink(missing_ok=True)  # left behind by an interrupted dump
+                try:
+                    os.link(source, target)
+                except OSError:  # another file system, or one without links
+                    shutil.copyfile(source, target)
+                first = segment.stop
+        size = max(min(capacity // _PARTS, _BYTES // (words * 8)), 1)
+        starts = range(first, frames.stop, size)
+        return [*linked, *(self._write(start, min(start + size, frames.stop)) for start in starts)]
+
+    def _write(self, start: int, stop: int) -> Segment:
+        slots = np.arange(start, stop) % len(self.rows)
+        first, crc = start % len(self.rows), 0
+        last = first + stop - start  # beyond the end, rows go on from row 0
+        rows = self.rows[first:last], self.rows[: max(last - len(self.rows), 0)]
+        planes = self.shared.used(self.rows, slots)
+        with open(self.directory / _ROWS.format(start), "wb") as file:
+            for array in (*(each.numpy(force=True) for each in rows), *planes):
+                file.write(array.data)  # `tofile` would not report a full disk
+                crc = zlib.crc32(array.data, crc)
+        return Segment(start, stop, crc, [len(each) for each in planes])
+
+    def load(self, segments: Sequence[Any]) -> None:
+        """Read the frames of these files, oldest first: later ones overwrite those that the ring had lost already."""
+        for segment in (Segment(*each) for each in segments):
+            rows, *planes = self._read(segment)
+            slots = np.arange(segment.start, segment.stop) % len(self.rows)
+            self.shared.release(self.rows, slots)
+            self.rows[torch.from_numpy(slots)] = torch.from_numpy(rows).to(self.rows.device)
+            self.shared.renumber(self.rows, slots, planes)
+
+    def _read(self, segment: Segment) -> list[Ints]:
+        """The rows of a segment, then its planes with their numbers, by pool."""
+        path = self.directory / _ROWS.format(segment.start)
+        words = [self.rows.shape[1], *(pool.layout.words + 1 for pool in self.shared.pools)]
+        try:
+            data = np.fromfile(path, np.uint8)
+            sizes = np.array([segment.stop - segment.start, *segment.planes]) * words
+            *parts, rest = np.split(data.view(np.int64), sizes.cumsum())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read ({error!r}): the dump is damaged") from error
+        if zlib.crc32(data.data) != segment.crc or len(rest):
+            raise ValueError(f"{path} has other bytes than were written: the dump is damaged")
+        return [part.reshape(-1, width) for part, width in zip(parts, words, strict=True)]

@@ -1,7 +1,4 @@
-"""The interface of storages, and a storage of any objects.
-
-A storage has the slots ``0 … max_size - 1``. Frame ``n`` of a ring is in slot ``n % max_size``.
-"""
+"""The interface of storages, and a storage of any objects."""
 
 from __future__ import annotations
 
@@ -27,10 +24,8 @@ from funcollect.tree import flatten, to_tensordict
 
 _ITEMS = "items.pt"
 _TENSORDICT = "TensorDict of a dump"
-_PLAIN = (
-    Tensor, nn.Parameter, NoneType, bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype,
-    torch.device,
-)  # fmt: skip
+_PLAIN = {Tensor, nn.Parameter, torch.Size, torch.dtype, torch.device}
+_PLAIN |= {NoneType, bool, int, float, complex, str, bytes, bytearray}
 
 
 class Incoming(NamedTuple):
@@ -49,7 +44,7 @@ class Dumped(NamedTuple):
 
 
 class Storage(Protocol):
-    """The interface of storages for a `ReplayBuffer`. `empty` has a default that does nothing."""
+    """The interface of storages for a `ReplayBuffer`, whose frame ``n`` is in slot ``n % max_size``."""
 
     max_size: int  # the capacity in frames
     ndim: int  # the number of batch dimensions, time last: 1 for [T], 2 for [P, T], 3 for [W, P, T]
@@ -61,10 +56,9 @@ class Storage(Protocol):
         """Check a batch and prepare it for `write`; TypeError or ValueError if it does not match the storage."""
 
     def write(self, batch: Incoming, start: int) -> None:
-        """Store the frames of a batch, ordered by time, then by lane; they have the numbers from `start` on.
+        """Store the frames of a batch, or the last `max_size`, numbered from `start` on by time, then by lane.
 
-        Of more frames than `max_size`, the last ones are stored. MemoryError or OSError if there is no room; the stored
-        frames are unchanged then.
+        MemoryError or OSError if there is no room; the stored frames are unchanged then.
         """
 
     def read(self, slots: Ints, mask: Bools | None = None) -> Any:
@@ -74,10 +68,7 @@ class Storage(Protocol):
         """A storage in memory with the same frames."""
 
     def dump(self, directory: Path, frames: range, earlier: Dumped | None = None) -> Any:
-        """Write the frames with these numbers, which are all there are, to files; return a description for JSON.
-
-        Files of an `earlier` dump that hold some of these frames may be linked.
-        """
+        """Write all frames to files, or link files of an `earlier` dump; return a description for JSON."""
 
     def load(self, frames: range, dumped: Dumped, allow_pickle: bool) -> None:
         """Read the frames with these numbers; ValueError for damaged files, or without a needed `allow_pickle`."""
@@ -99,11 +90,10 @@ class ListStorage(Storage):
 
     Raises TypeError or ValueError unless `max_size`, the capacity in items, is a positive int.
 
-    >>> from funcollect import ListStorage, ReplayBuffer
+    >>> from funcollect import ReplayBuffer
     >>> buffer = ReplayBuffer(storage=ListStorage(10))
-    >>> indices = buffer.extend(["a", "b"])
-    >>> buffer[1]
-    'b'
+    >>> buffer.extend(["a", "b"]), buffer[1]
+    (tensor([0, 1]), 'b')
     """
 
     compact_obs = False
@@ -132,10 +122,8 @@ class ListStorage(Storage):
     @override
     def read(self, slots: Ints, mask: Bools | None = None) -> Any:
         if mask is not None and not mask.all():
-            raise ValueError(
-                "a ListStorage cannot pad slices, as pad_output=True and a MultiStepSampler do: leave pad_output out, "
-                "or use a LazyTensorStorage"
-            )
+            what = "a ListStorage cannot pad slices, as pad_output=True and a MultiStepSampler do"
+            raise ValueError(f"{what}: leave pad_output out, or use a LazyTensorStorage")
         if not len(slots):
             raise ValueError("no items are selected, expected at least one to collate: extend the buffer first")
         return self.collate([self._items[slot] for slot in slots])
@@ -171,13 +159,14 @@ class ListStorage(Storage):
         try:
             items = torch.load(path, weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"{path} holds objects that are read by running code from the file: if you trust it, load it with "
-                "buffer.loads(…, allow_pickle=True)"
-            ) from error
+            what = f"{path} holds objects that are read by running code from the file"
+            raise ValueError(f"{what}: if you trust it, load it with buffer.loads(…, allow_pickle=True)") from error
         if not isinstance(items, list) or len(items) != count:
             raise ValueError(f"{path} does not hold a list of {count} items: it was changed")
-        self._items = [*map(_from_dict, items), *[None] * (self.max_size - count)]
+        for slot, item in enumerate(items):
+            if isinstance(item, dict) and _TENSORDICT in item:
+                items[slot] = to_tensordict(item[_TENSORDICT], item["shape"])
+        self._items = items + [None] * (self.max_size - count)
 
     @override
     def empty(self) -> None:
@@ -203,20 +192,12 @@ def _not_plain(item: Any) -> Iterator[Any]:
         yield item
 
 
-def _from_dict(item: Any) -> Any:
-    if isinstance(item, dict) and _TENSORDICT in item:
-        return to_tensordict(item[_TENSORDICT], item["shape"])
-    return item
-
-
 def _collate(items: list[Any]) -> Any:
     """Stack tensors, numbers and trees of them into a batch; items of other types stay a list."""
     try:
         return torch.stack(items) if isinstance(items[0], TensorDictBase) else default_collate(items)
     except (RuntimeError, KeyError) as error:
-        raise ValueError(
-            f"the items cannot be stacked ({clipped(str(error))}), expected ones with the same keys and shapes: build "
-            "the buffer with a collate_fn=, such as list"
-        ) from error
+        what = f"the items cannot be stacked ({clipped(str(error))}), expected ones with the same keys and shapes"
+        raise ValueError(f"{what}: build the buffer with a collate_fn=, such as list") from error
     except TypeError:
         return items

@@ -1,11 +1,10 @@
-"""Specifications of samples: single frames, or slices of trajectories."""
+"""The frames of a sample: what specifies them, how they are drawn, and how slices are marked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -13,14 +12,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.arguments import check_choice, check_flags, check_key, check_positive
-from funcollect.buffers import Bools, Floats, Ints
-from funcollect.buffers.trajectory_index import TrajectoryIndex
+from funcollect.arguments import check_choice, check_flags, check_key, check_kind, check_positive
+from funcollect.buffers import Arrays, Bools, Floats, Ints
+from funcollect.buffers.trajectory_index import Trajectories, TrajectoryIndex
 from funcollect.keys import Key, Purpose, seed_of
 from funcollect.trajectories.split import IS_FIRST, MASK
 from funcollect.tree import Path
-
-__all__ = ["Flat", "SampleIndices", "SampleSpec", "Slices"]
 
 _CUT: tuple[Path, ...] = (("next", "truncated"), ("next", "done"))
 _INIT = "is_init"  # where TorchRL's recurrent modules begin with the recorded hidden state
@@ -34,7 +31,8 @@ class BufferView(Protocol):
     written: int  # frames written; frame n is in slot n % capacity
 
     @property
-    def index(self) -> TrajectoryIndex | None: ...
+    def index(self) -> TrajectoryIndex | None:
+        """The trajectory index, up to date; None if the ring has none."""
 
     def __len__(self) -> int: ...
 
@@ -56,6 +54,7 @@ def from_key(key: Key) -> RandomSource:
 
 def from_generator(generator: torch.Generator | None) -> RandomSource:
     """Random numbers from a Torch generator, which advances; None means Torch's global generator."""
+    check_kind("generator", generator, (torch.Generator, type(None)), "pass torch.Generator().manual_seed(0), say")
     source: dict[str, Any] = {"generator": generator, "device": generator.device if generator else "cpu"}
     return RandomSource(
         lambda limit, count: torch.randint(limit, (count,), **source).numpy(force=True),
@@ -84,11 +83,9 @@ class SampleIndices:
         """The same slices without their padding."""
         if self.mask is None:
             return self
-        row = self.mask.cumsum() - 1
+        slots, row = self.slots[self.mask], self.mask.cumsum() - 1
         info = {name: leaf[torch.from_numpy(self.mask)] for name, leaf in self.info.items()}
-        return replace(
-            self, slots=self.slots[self.mask], mask=None, first=row[self.first], last=row[self.last], info=info
-        )
+        return replace(self, slots=slots, mask=None, first=row[self.first], last=row[self.last], info=info)
 
     def finish(self, batch: Any) -> Any:
         """Mark the beginnings and ends of slices and the padding in a batch that was read."""
@@ -143,6 +140,52 @@ def _set(flags: Tensor, rows: Ints | slice) -> None:
         flags[rows if isinstance(rows, slice) else torch.from_numpy(rows)] = True
 
 
+class Sampler(Protocol):
+    """The interface of samplers for a `ReplayBuffer`. All methods but `draw` have defaults, for those without state."""
+
+    trajectories: Trajectories | None = None  # the keys that link frames; None for a sampler of single frames
+
+    def fit(self, capacity: int) -> None:
+        """Raise ValueError if the sampler cannot be used with a storage of `capacity` frames."""
+        return
+
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
+        """Choose the frames of one sample."""
+
+    def ran_out(self, batch_size: int) -> bool:
+        """Whether every frame was returned once, so that the next sample begins a new round."""
+        return False
+
+    def give_back(self, drawn: SampleIndices) -> None:
+        """Undo the last `draw`: its frames were not returned to the caller."""
+        return
+
+    def extended(self, memory: BufferView, slots: Ints) -> None:
+        """Update after frames were written to `slots` ``[*B, T]``; -1 marks frames that were not stored."""
+        return
+
+    def empty(self) -> None:
+        """Reset after the buffer was emptied."""
+        self.load({})
+
+    def state(self) -> Arrays:
+        """The sampler's state, as arrays by name."""
+        return {}
+
+    def load(self, state: Arrays) -> None:
+        """Continue from what `state` returned, here or in another buffer; {} is the state at first."""
+        return
+
+
+def wanted_size(given: int | None, usual: int | None) -> int:
+    """The number of frames in a sample, checked: `given` by the call, else the `usual` one."""
+    wanted = usual if given is None else given
+    if wanted is None:
+        raise ValueError("no batch_size is given, neither here nor to the buffer: pass for example batch_size=256")
+    check_positive("batch_size", wanted)
+    return wanted
+
+
 def check_filled(memory: BufferView) -> None:
     """Raise ValueError if the ring is empty."""
     if not len(memory):
@@ -181,8 +224,7 @@ class Slices:
     Attributes:
         num_slices: the number of slices.
         slice_len: the number of frames in a slice.
-        strict_length: whether to draw only from trajectories that are long enough. If False, shorter ones are returned
-            whole, and the sample has fewer frames then.
+        strict_length: if False, trajectories that are shorter are drawn as well, and the sample has fewer frames then.
         pad_output: pad them with zeros instead; ``("collector", "mask")`` ``[N]`` bool is False for padding. Only with
             ``strict_length=False``.
         init_key: names the flags like ``is_init``: a string those of this name, in nested dicts too; a tuple one path.
@@ -190,15 +232,12 @@ class Slices:
         over: ``"trajectories"`` draws the trajectory uniformly, then the slice's first frame in it; ``"windows"`` draws
             uniformly from all possible slices.
 
-    >>> import funcollect as fc, numpy as np
-    >>> env = fc.make_env("CartPole-v1")
-    >>> policy = fc.random_policy(env)
-    >>> _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 50)
-    >>> state, _ = fc.ring.extend(fc.ring.init(100, trajectories=fc.ring.Trajectories()), batch)
-    >>> slices = fc.ring.sample(state, np.array([0, 7], np.uint32), fc.ring.Slices(num_slices=2, slice_len=4))
-    >>> slices["collector", "step"].view(2, 4).diff()
-    tensor([[1, 1, 1],
-            [1, 1, 1]])
+    >>> import funcollect as fc, numpy as np, torch
+    >>> frames = TensorDict({"episode": torch.arange(8) // 4, "x": torch.arange(8)}, [8])
+    >>> state, _ = fc.ring.extend(fc.ring.init(100, trajectories=fc.ring.Trajectories()), frames)
+    >>> slices = fc.ring.sample(state, np.array([0, 7], np.uint32), fc.ring.Slices(num_slices=2, slice_len=3))
+    >>> slices["x"].view(2, 3).diff().tolist()
+    [[1, 1], [1, 1]]
     """
 
     num_slices: int
@@ -230,16 +269,13 @@ class Slices:
         begin += (random_source.uniform(len(trajectory)) * places).astype(np.int64)
         return self.sample(index, trajectory, begin)
 
-    def sample(
-        self, index: TrajectoryIndex, trajectory: Ints, begin: Ints, info: Mapping[str, Tensor] = MappingProxyType({})
-    ) -> SampleIndices:
+    def sample(self, index: TrajectoryIndex, trajectory: Ints, begin: Ints, **info: Tensor) -> SampleIndices:
         """The sample of slices that begin at position `begin` of `trajectory`; ValueError if there are none."""
         if not len(trajectory):
             longest = int((index.stop - index.first).max(initial=0))
-            raise ValueError(
-                f"slices are {self.slice_len} frames long, the longest trajectory held has {longest}: ask for shorter "
-                "ones, collect more, or pass strict_length=False for shorter ones, too"
-            )
+            what = f"slices are {self.slice_len} frames long, the longest trajectory held has {longest}"
+            mend = "ask for shorter ones, collect more, or pass strict_length=False for shorter ones, too"
+            raise ValueError(f"{what}: {mend}")
         drawn = self.along(index, trajectory, begin)
         drawn.info = info
         return drawn if self.pad_output else drawn.shortened()
@@ -252,17 +288,15 @@ class Slices:
 
     def along(self, index: TrajectoryIndex, trajectory: Ints, begin: Ints) -> SampleIndices:
         """The slices that begin at position `begin` of `trajectory`, [num_slices] both; short ones are padded."""
-        steps = np.arange(self.slice_len)
-        position, first = begin[:, None] + steps, slice(0, None, self.slice_len)
+        position, first = begin[:, None] + np.arange(self.slice_len), slice(0, None, self.slice_len)
         if self.strict_length:
-            slots = index.get(trajectory[:, None], position).reshape(-1)
-            last = slice(self.slice_len - 1, None, self.slice_len)
-            return SampleIndices(slots=slots, first=first, last=last, init_key=self.init_key)
+            slots, last = index.get(trajectory[:, None], position), slice(self.slice_len - 1, None, self.slice_len)
+            return SampleIndices(slots=slots.reshape(-1), first=first, last=last, init_key=self.init_key)
         stop = index.stop.take(trajectory)[:, None]
         mask = (position < stop).reshape(-1)
         slots = index.get(trajectory[:, None], np.minimum(position, stop - 1)).reshape(-1)
-        last = np.arange(-1, len(slots) - 1, self.slice_len) + np.minimum(stop[:, 0] - begin, self.slice_len)
-        return SampleIndices(slots=slots, mask=mask, first=first, last=last, init_key=self.init_key)
+        last_rows = np.arange(-1, len(slots) - 1, self.slice_len) + np.minimum(stop[:, 0] - begin, self.slice_len)
+        return SampleIndices(slots=slots, mask=mask, first=first, last=last_rows, init_key=self.init_key)
 
 
 SampleSpec = Flat | Slices  # a description of a sample
@@ -279,8 +313,7 @@ def completed(
 ) -> Ints:
     """The first `count` of the random numbers `tried` for which `valid` is True.
 
-    If they are too few, all numbers below `size` are examined, and ``draw(some, n)`` draws the other n among the valid
-    ones; none are returned if there are no valid ones.
+    If they are too few, ``draw(some, n)`` draws the other n among all valid ones below `size`; none if there are none.
     """
     drawn = tried[valid(tried)][:count]
     if len(drawn) == count:
@@ -293,7 +326,6 @@ def trajectory_index_of(memory: BufferView) -> TrajectoryIndex:
     """The trajectory index of a ring; ValueError if it has none, or the ring is empty."""
     check_filled(memory)
     if (index := memory.index) is None:
-        raise ValueError(
-            "this ring does not know which frames follow each other: make it with trajectories=ring.Trajectories()"
-        )
+        mend = "make it with trajectories=ring.Trajectories()"
+        raise ValueError(f"this ring does not know which frames follow each other: {mend}")
     return index

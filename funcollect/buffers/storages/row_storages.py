@@ -1,0 +1,312 @@
+"""Storages of frames as packed rows, in memory or in a memory-mapped file that other processes can read.
+
+The file begins with a header, which describes the rows in JSON. Two of its words give the range of complete frames:
+they are withdrawn before their rows are overwritten, and published once they are complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import os
+import secrets
+import tempfile
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
+from funcollect.buffers import Bools, Ints
+from funcollect.buffers.storages.packed_rows import FrameLayout, lead_of, leaves_of
+from funcollect.buffers.storages.shared_leaves import PLANES, HeldRows, RowsInFile, SegmentFiles, SharedLeaves, room_for
+from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size
+from funcollect.interop.memory import memory_for
+
+_NAME, _FRESH = "rows.bin", "rows.new"  # of the file, and until it is complete
+_MAGIC = int.from_bytes(b"funcoll2", "little")
+_WORD, _PAGE = 8, 4096  # bytes
+_OLDEST, _WRITTEN = 8, 9  # the words of the header that change
+_JSON = 16  # the word at which the JSON begins
+
+
+class LazyTensorStorage(Storage):
+    """Frames as packed rows in memory. The first batch fixes keys, shapes and dtypes, and memory is allocated then.
+
+    Samples are the same with and without `compact_obs` and `frame_stack`. What they store once is in memory that has
+    room for one such part per frame at first, and grows if frames share less.
+
+    Args:
+        max_size: the capacity in frames.
+        ndim: the number of batch dimensions, time last.
+        device: the device of rows and samples; by default the CPU, the only one for the next two.
+        compact_obs: store equal observations and next observations of at least 64 bytes once.
+        frame_stack: the number of stacked frames in an observation, its first dimension. Each distinct frame is then
+            stored once, for observations and next observations.
+
+    Raises TypeError or ValueError for an argument out of range; at the first batch MemoryError, if there is no memory
+    for `max_size` frames like its own.
+
+    >>> import torch
+    >>> from funcollect import LazyTensorStorage, ReplayBuffer
+    >>> stacks = torch.rand(101, 84, 84).unfold(0, 2, 1).movedim(-1, 1)  # [100, 2, 84, 84]
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100, frame_stack=2))
+    >>> indices = buffer.extend({"pixels": stacks})
+    >>> torch.equal(buffer[:]["pixels"], stacks)
+    True
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        ndim: int = 1,
+        device: torch.device | str | None = None,
+        compact_obs: bool = False,
+        frame_stack: int | None = None,
+    ) -> None:
+        check_size(max_size)
+        check_flags(compact_obs=compact_obs)
+        if frame_stack is not None:
+            check_positive("frame_stack", frame_stack, example=4)
+        for name, given in {"compact_obs": compact_obs, "frame_stack": frame_stack}.items():
+            if given and torch.device(device or "cpu").type != "cpu":
+                raise ValueError(f"{name} is for storages on the host, device is {device}: leave one of them out")
+        check_positive("ndim", ndim)
+        self.max_size, self.ndim = int(max_size), int(ndim)
+        self.device = checked_device(device) or torch.device("cpu")
+        self.compact_obs, self.frame_stack = compact_obs, frame_stack
+        self.layout: FrameLayout | None = None
+        self._rows: Tensor | None = None
+        self._shared: SharedLeaves | None = None
+
+    @override
+    def admit(self, data: Any) -> Incoming:
+        leaves = leaves_of(data)
+        lead = lead_of(data, leaves, self.ndim)
+        layout = self.layout or FrameLayout.of(data, leaves, self.ndim, self.compact_obs, self.frame_stack)
+        layout.batch.check(leaves, self.ndim)
+        return Incoming(lead, leaves, layout)
+
+    @override
+    def write(self, batch: Incoming, start: int) -> None:
+        if self.layout is None:
+            self.layout, (self._rows, self._shared) = batch.content, self._allocate(batch.content)
+        layout, rows, shared = self._open()
+        count = math.prod(batch.lead)
+        first = max(count - self.max_size, 0)  # earlier frames would be overwritten by later ones of the same batch
+        leaves = shared.add(batch.leaves, self.ndim, first) if layout.planes else batch.leaves
+        oldest = max(start + count - self.max_size, 0)
+        self._announce(oldest, start)
+        while first < count:
+            slot = (start + first) % self.max_size
+            fitting = min(count - first, self.max_size - slot)
+            target = rows[slot : slot + fitting]
+            if layout.planes:
+                shared.release(target)
+            layout.rows.pack(target, leaves, self.ndim, first)
+            first += fitting
+        self._announce(oldest, start + count)
+
+    def _announce(self, oldest: int, written: int) -> None:
+        """Publish that exactly the frames ``oldest … written - 1`` are complete; before and after they are written."""
+
+    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[Tensor, SharedLeaves]:
+        """Memory for the rows [max_size, words] int64, and for planes; `existsok` allows to replace existing files."""
+        with memory_for(lambda: f"a storage of {self.max_size:,} frames of {layout.rows.nbytes:,} bytes"):
+            if layout.planes:  # no numbers of planes yet; NumPy's zeros take memory as they are written, unlike Torch's
+                rows = torch.from_numpy(np.zeros((self.max_size, layout.rows.words), np.int64))
+            else:
+                rows = torch.empty(self.max_size, layout.rows.words, dtype=torch.int64, device=self.device)
+        return rows, SharedLeaves(layout, repeat(HeldRows), self.max_size)
+
+    def _open(self) -> tuple[FrameLayout, Tensor, SharedLeaves]:
+        if self.layout is None or self._rows is None or self._shared is None:
+            raise ValueError("the storage has no frames yet: extend it first")
+        return self.layout, self._rows, self._shared
+
+    @override
+    def read(self, slots: Ints, mask: Bools | None = None) -> Any:
+        layout, rows, shared = self._open()
+        if rows.is_cpu:
+            gathered = layout.rows.gather(rows.numpy(), slots)
+        else:
+            gathered = rows.index_select(0, torch.from_numpy(slots).to(self.device))
+        if mask is not None:
+            gathered[torch.from_numpy(~mask).to(gathered.device)] = 0
+        if gathered.device != self.device:
+            gathered = gathered.pin_memory().to(self.device, non_blocking=True)
+        return shared.unpack(gathered) if layout.planes else layout.rows.unpack(gathered)
+
+    @override
+    def copy(self) -> LazyTensorStorage:
+        options: dict[str, Any] = {"compact_obs": self.compact_obs, "frame_stack": self.frame_stack}
+        twin = LazyTensorStorage(self.max_size, ndim=self.ndim, device=self.device, **options)
+        twin.layout, (twin._rows, twin._shared) = self.layout, copy.deepcopy((self._rows, self._shared))
+        return twin
+
+    @override
+    def dump(self, directory: Path, frames: range, earlier: Dumped | None = None) -> Any:
+        if self.layout is None:
+            return None
+        layout, rows, shared = self._open()
+        return {**layout.to_json(), "segments": SegmentFiles(directory, rows, shared).dump(frames, earlier)}
+
+    @override
+    def load(self, frames: range, dumped: Dumped, allow_pickle: bool) -> None:
+        directory, header = dumped
+        if header is not None:
+            layout = FrameLayout.from_json(header)
+            rows, shared = self._allocate(layout, existsok=True)
+            SegmentFiles(directory, rows, shared).load(header["segments"])
+            self.layout, self._rows, self._shared = layout, rows, shared
+        self._announce(frames.start, frames.stop)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes allocated for frames."""
+        return sum(part.nbytes for part in (self._rows, self._shared) if part is not None)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(max_size={self.max_size}, ndim={self.ndim}, device={self.device})"
+
+
+class LazyMemmapStorage(LazyTensorStorage):
+    """A `LazyTensorStorage` in a file: it can be larger than memory, and other processes can read it (`ReplayReader`).
+
+    Args:
+        max_size, ndim, compact_obs, frame_stack: see `LazyTensorStorage`. Parts stored once are in further files.
+        scratch_dir: the directory of the file, which is kept. By default a temporary file without a name, which ends
+            with the storage or with the process, even if that is killed.
+        device: the device of samples; by default the CPU.
+        existsok: overwrite the file of an earlier storage.
+
+    Raises:
+        OSError: at the first batch, if the disk has no room for `max_size` frames. Later only with `compact_obs` or
+            `frame_stack`, if frames share so little that a file has to grow; no frame is lost then.
+        FileExistsError: at the first batch, if the directory already has a storage.
+
+    >>> import funcollect as fc, torch
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(100), batch_size=4)
+    >>> indices = buffer.extend({"x": torch.arange(10)})
+    >>> buffer.sample()["x"].shape
+    torch.Size([4])
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        scratch_dir: str | os.PathLike[str] | None = None,
+        ndim: int = 1,
+        device: torch.device | str | None = None,
+        compact_obs: bool = False,
+        frame_stack: int | None = None,
+        existsok: bool = False,
+    ) -> None:
+        super().__init__(max_size, ndim=ndim, device=device, compact_obs=compact_obs, frame_stack=frame_stack)
+        check_flags(existsok=existsok)
+        check_kind("scratch_dir", scratch_dir, (str, os.PathLike, type(None)), "pass a directory, or None")
+        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
+        self._existsok = existsok
+        self._file: RowsFile | None = None
+        self._base = 0  # the number of the first frame after `empty`: for readers, numbers only increase
+
+    @override
+    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[Tensor, SharedLeaves]:
+        with contextlib.ExitStack() as stack:
+            directory = self.scratch_dir
+            if directory is None:  # open files live on without their names
+                directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="funcollect-")))
+            path, fresh, former = directory / _NAME, directory / _FRESH, {*directory.glob(PLANES.format("*"))}
+            if path.exists() and not (existsok or self._existsok):
+                raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
+            directory.mkdir(parents=True, exist_ok=True)
+            fresh.unlink(missing_ok=True)
+            nbytes = layout.rows.nbytes + sum(size * dtype.itemsize for _, size, dtype in layout.kinds())
+            wanted = f"{self.max_size} frames of {nbytes} bytes, {self.max_size * nbytes} in all"
+            try:
+                with room_for(f"{directory} has no room for {wanted}"):
+                    file, shared = self._create(fresh, layout)
+                # An old file is replaced, not truncated: a process that has mapped it would be killed.
+                fresh.replace(path)
+            except BaseException:
+                former = {*directory.glob(PLANES.format("*")), fresh} - former
+                raise
+            finally:
+                for each in former:  # files of planes that no header names
+                    each.unlink(missing_ok=True)
+        self._file, self._base = file, 0
+        return torch.from_numpy(file.rows), shared
+
+    def _create(self, path: Path, layout: FrameLayout) -> tuple[RowsFile, SharedLeaves]:
+        """Create the file, and those for planes."""
+        saved = layout.to_json() if layout.rows.structure is None else {}
+        names = [PLANES.format(secrets.token_hex(8)) for _ in layout.kinds()]
+        shared = SharedLeaves(layout, [partial(RowsInFile, path.with_name(name)) for name in names], self.max_size)
+        header = np.frombuffer(json.dumps({**saved, "max_size": self.max_size, "files": names}).encode(), np.uint8)
+        offset = -(-(_JSON * _WORD + len(header)) // _PAGE) * _PAGE // _WORD  # words before the first row
+        file = RowsInFile(path, 1)
+        file.grow(offset + self.max_size * layout.rows.words)
+        words = file.rows[:, 0]
+        words[:3] = _MAGIC, offset, len(header)
+        words[_JSON:].view(np.uint8)[: len(header)] = header
+        return RowsFile(words), shared
+
+    @override
+    def _announce(self, oldest: int, written: int) -> None:
+        if self._file is not None:
+            self._file.words[_OLDEST] = self._base + oldest  # first, since frames are withdrawn before they change
+            self._file.words[_WRITTEN] = self._base + written
+
+    @override
+    def empty(self) -> None:
+        if self._file is not None:
+            self._base = -(-self._file.span[1] // self.max_size) * self.max_size
+            self._announce(0, 0)
+
+
+class RowsFile:
+    """The memory-mapped file of a `LazyMemmapStorage`: its header and its rows."""
+
+    def __init__(self, words: Ints) -> None:
+        self.header: dict[str, Any] = json.loads(words[_JSON:].view(np.uint8)[: words[2]].tobytes())
+        self.rows = words[words[1] :].reshape(self.header["max_size"], -1)  # [capacity, words] int64
+        self.words = words
+
+    @property
+    def oldest(self) -> int:
+        """The number of the oldest complete frame."""
+        return int(self.words[_OLDEST])
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The number of the oldest complete frame, and one past the number of the newest."""
+        while True:
+            written, oldest = int(self.words[_WRITTEN]), self.oldest
+            if written == self.words[_WRITTEN]:  # else all frames of the range may have been withdrawn since
+                return oldest, written
+
+
+def attach(directory: Path) -> tuple[RowsFile, FrameLayout, SharedLeaves]:
+    """The file that another process writes in its `scratch_dir`, the layout of its frames, and their shared leaves."""
+    path = directory / _NAME
+    if not path.exists():
+        what = f"{directory} has no frames of a LazyMemmapStorage"
+        raise FileNotFoundError(f"{what}: give its scratch_dir, after the first extend")
+    words = RowsInFile(path, 1, reading=True).rows[:, 0]
+    if words[0] != _MAGIC:
+        raise ValueError(f"{path} was not written by a LazyMemmapStorage: give the scratch_dir of one")
+    file = RowsFile(words)
+    if "batch" not in file.header:
+        raise TypeError("the storage holds trees, whose structure is not in its file: store TensorDicts for readers")
+    layout = FrameLayout.from_json(file.header)
+    planes = [partial(RowsInFile, directory / name, reading=True) for name in file.header["files"]]
+    return file, layout, SharedLeaves(layout, planes)
