@@ -49,10 +49,8 @@ def check_not_given(where: str, kwargs: Mapping[str, Any], reasons: Mapping[str,
 def check_num_envs(num_envs: Any) -> None:
     """Raise ValueError unless `num_envs` is a positive int, or None."""
     if num_envs is not None and (not _is_int(num_envs) or num_envs < 1):
-        raise ValueError(
-            f"num_envs is {shown(num_envs)}, expected a positive int, or None for no batch dimension: pass for example "
-            "num_envs=8"
-        )
+        what = f"num_envs is {shown(num_envs)}, expected a positive int, or None for no batch dimension"
+        raise ValueError(f"{what}: pass for example num_envs=8")
 
 
 def check_flags(**values: Any) -> None:
@@ -119,9 +117,8 @@ def check_call(name: str, function: Any, what: str, arguments: int, *keywords: s
             return
         except TypeError:
             pass
-    raise TypeError(
-        f"{name} takes {signature}, expected {what}: change its parameters, or bind the others with functools.partial"
-    )
+    mend = "change its parameters, or bind the others with functools.partial"
+    raise TypeError(f"{name} takes {signature}, expected {what}: {mend}")
 
 
 def check_kind(name: str, value: Any, kind: type | tuple[type, ...], mend: str) -> None:
@@ -146,7 +143,5 @@ def checked_device(device: torch.device | str | None, name: str = "device") -> t
         return torch.empty(0, device=torch.device(device)).device
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:  # depends on the device
         reason = clipped(str(error).splitlines()[0], 200)
-        raise ValueError(
-            f"{name} is {str(device)!r}, expected a device that Torch has here ({reason}): choose another, such as "
-            "'cpu' or 'cuda:0'"
-        ) from error
+        what = f"{name} is {str(device)!r}, expected a device that Torch has here ({reason})"
+        raise ValueError(f"{what}: choose another, such as 'cpu' or 'cuda:0'") from error

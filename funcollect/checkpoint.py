@@ -32,10 +32,7 @@ class Checkpoint:
 
     Each checkpoint is a directory, ``step-…``, that is written beside the others and renamed last, so a crash leaves
     the previous one whole. A buffer writes only the frames that are new since the checkpoint before. Restoring executes
-    no code from the files.
-
-    Raises:
-        TypeError, ValueError: if `directory` is no path, or `keep` is below 1.
+    no code from the files. Raises TypeError or ValueError if `directory` is no path, or `keep` is below 1.
 
     >>> import funcollect as fc, tempfile, torch
     >>> directory, module = tempfile.mkdtemp(), torch.nn.Linear(4, 2)
@@ -81,32 +78,30 @@ class Checkpoint:
         episodes: Episodes = "continue",
         **values: Any,
     ) -> None:
-        """Write a checkpoint, then delete the oldest ones.
+        """Write a checkpoint, then delete the oldest ones; after an error the others are as they were.
 
         Args:
             step: a count that increases from one checkpoint to the next.
             collector: a collector; see its `save`.
+            episodes: as `save` of the collector takes it.
             buffer: a `ReplayBuffer`; see its `dumps`.
             policy: a module, or any object with `state_dict`; a pytree of parameters; or a dict of such.
             optimizer: an optimizer, likewise, or a pytree such as the state of optax; or a dict of such.
-            episodes: as `save` of the collector takes it.
             values: numbers, strings, arrays, tensors, generators of NumPy and Torch, `EpisodeStats`, and lists, tuples
                 and dicts of them. A named tuple comes back as a plain one.
 
-        Raises:
-            ValueError: for a step that is not after the latest one.
-            ReplayError: as `save` of the collector does.
-            TypeError: for a value that is no plain data, and for items of a `ListStorage` that are neither tensors,
-                numbers, strings, lists, tuples and dicts of these, nor TensorDicts of tensors.
-            OSError: if the files cannot be written. The other checkpoints are as they were after any error.
+        Raises ValueError for a step that is not after the latest one, ReplayError as `save` of the collector does,
+        OSError if the files cannot be written, and TypeError for a value that is no plain data, and for items of a
+        `ListStorage` that are neither tensors, numbers, strings, lists, tuples and dicts of these, nor TensorDicts of
+        tensors.
         """
         check_count("step", step)
         check_episodes(episodes)
         for name, value in values.items():
             if _stateful(value):
-                mend = f"{'optimizer' if hasattr(value, 'param_groups') else 'policy'}={{'{name}': …}}"
-                what = f"{name} is {shown(value)}, expected plain data"
-                raise TypeError(f"{what}: pass it within {mend}, a dict of all such objects")
+                within = f"{'optimizer' if hasattr(value, 'param_groups') else 'policy'}={{'{name}': …}}"
+                mend = f"pass it within {within}, a dict of all such objects"
+                raise TypeError(f"{name} is {shown(value)}, expected plain data: {mend}")
         memory = None if buffer is None else buffer.state.memory
         if memory is not None and isinstance(memory.storage, ListStorage):
             memory.storage.check_plain()
@@ -152,16 +147,12 @@ class Checkpoint:
         Collectors, buffers, modules and optimizers are restored in place, and so are the tensors of a pytree that
         require gradients: an optimizer over them continues with them. `step` names the checkpoint, by default the
         latest. A run that continues from an earlier one saves into another directory: in this one its steps would not
-        come after the latest. `episodes` is that of the collector's `restore`. After an exception some objects may be
+        come after the latest. `episodes` is that of the collector's `restore`. Returns the plain values, ``"step"``,
+        and ``"policy"`` and ``"optimizer"`` if they were given: the same objects, or pytrees with the saved leaves.
+
+        Raises FileNotFoundError if there is no such checkpoint, or it lacks one of these, and ValueError for a damaged
+        file, another version, or an object that was built in another way. After an exception some objects may be
         restored already: restore them all from another checkpoint.
-
-        Returns:
-            The plain values, ``"step"``, and ``"policy"`` and ``"optimizer"`` if they were given: the same objects, or
-            pytrees with the saved leaves.
-
-        Raises:
-            FileNotFoundError: if there is no such checkpoint, or it lacks one of these.
-            ValueError: for a damaged file, another version, or an object that was built in another way.
         """
         check_episodes(episodes)
         found = self.latest() if step is None else step
@@ -170,11 +161,11 @@ class Checkpoint:
             raise FileNotFoundError(f"{what}: pass the directory and the step of one that was saved")
         path = self._path(found)
         data = read_data(path / "values", _KIND)
-        parts = {name: part for name, part in (("policy", policy), ("optimizer", optimizer)) if part is not None}
-        apart = {name: each for name, each in (("collector", collector), ("buffer", buffer)) if each is not None}
-        absent = [name for name in parts if data["parts"][name] is None]
-        if absent := [*absent, *(name for name in apart if not (path / name).exists())]:
-            raise FileNotFoundError(f"{path} has no {absent[0]}: leave it out, or save it")
+        given = {"policy": policy, "optimizer": optimizer, "collector": collector, "buffer": buffer}
+        for name in (name for name, part in given.items() if part is not None):
+            if data["parts"].get(name) is None and not (path / name).exists():
+                raise FileNotFoundError(f"{path} has no {name}: leave it out, or save it")
+        parts = {name: given[name] for name in ("policy", "optimizer") if given[name] is not None}
         for name, part in parts.items():
             own, saved = layouts = [_layout(each) for each in (_saved(part), data["parts"][name])]
             if differing := [key for key in {*own, *saved} if key not in own or own[key] != saved.get(key, ...)]:
@@ -209,8 +200,7 @@ def _saved(part: Any) -> Any:
         if isinstance(treedef, optree.PyTreeSpec):
             names = [".".join(map(str, path)) or "leaf" for path in treedef.paths()]
         else:
-            tree_util = import_jax().tree_util
-            names = [tree_util.keystr(path) for path, _ in tree_util.tree_flatten_with_path(part)[0]]
+            names = [import_jax().tree_util.keystr(path) for path, _ in import_jax().tree.leaves_with_path(part)]
         return {"leaves": leaves, "names": names}
     state = dict(part.state_dict())
     if "param_groups" not in state:

@@ -39,12 +39,10 @@ def to_data(value: Any, known: Sequence[Any] = ()) -> tuple[Any, Arrays]:
     """Turn a value into a structure for JSON, and arrays by name; TypeError names the place of what is no plain data.
 
     The value may nest numbers, strings, bytes, None, lists, tuples, dicts, sets, deques, generators of NumPy and Torch,
-    NumPy arrays, Torch tensors, JAX arrays and instances of allowed classes. Any other named tuple becomes a plain one.
-    An object that it holds twice is one object again after `from_data`. The objects `known` are replaced by their
-    positions.
+    arrays of all three libraries and instances of allowed classes. Any other named tuple becomes a plain one. An object
+    that it holds twice is one object again after `from_data`. The objects `known` are replaced by their positions.
     """
-    places: dict[int, list[Any]] = {id(each): ["known", position] for position, each in enumerate(known)}
-    written = _Written({}, places, [])
+    written = _Written({}, {id(each): ["known", position] for position, each in enumerate(known)}, [])
     return written.encode(value, "the value"), written.arrays
 
 
@@ -138,8 +136,10 @@ def from_data(data: Any, arrays: Mapping[str, npt.NDArray[Any]], known: Sequence
         if kind == "dict":
             empty.update({decode(key): decode(value) for key, value in rest[0]})
             return empty
-        if kind in _MAKERS:
-            return _MAKERS[kind](*map(decode, rest))
+        if kind == "record":
+            return _RECORDS[rest[0]](**decode(rest[1]))
+        if kind == "generator":
+            return _generator(decode(rest[0]))
         if kind not in _ARRAYS:
             raise ValueError(f"the data has a value of the unknown kind {kind!r}")
         return _ARRAYS[kind](arrays[rest[0]], *rest[1:])
@@ -166,10 +166,6 @@ def _tensor(array: npt.NDArray[Any], name: str, shape: list[int]) -> Tensor:
     return torch.from_numpy(array.copy()).view(dtype).reshape(shape) if array.size else torch.empty(shape, dtype=dtype)
 
 
-_MAKERS: dict[str, Callable[..., Any]] = {
-    "record": lambda name, members: _RECORDS[name](**members),
-    "generator": _generator,
-}
 _ARRAYS: dict[str, Callable[..., Any]] = {
     "array": _numpy,
     "bytes": lambda array: array.tobytes(),
@@ -253,8 +249,6 @@ def read_data(path: Path, kind: str) -> Any:
     if found[0] != kind:
         raise ValueError(f"{path} holds {found[0]}, expected {kind}: pass the file that was saved as such")
     if found[1] != _FORMAT:
-        raise ValueError(
-            f"{path} has format {found[1]}, this version of funcollect reads format {_FORMAT}: load it with the "
-            "version that saved it"
-        )
+        mend = "load it with the version that saved it"
+        raise ValueError(f"{path} has format {found[1]}, this version of funcollect reads format {_FORMAT}: {mend}")
     return value

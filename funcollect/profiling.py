@@ -28,7 +28,7 @@ PARTS += ("hand-over", "reader", "waiting")  # in the order of a frame's way
 class Timeline(NamedTuple):
     """What one process, or the mean of several, does while frames are collected."""
 
-    where: str  # the process
+    where: str
     parts: Mapping[str, float]  # microseconds per frame of the whole run; together they are the time of a frame
 
 
@@ -108,39 +108,17 @@ def profile(
     length: int | None = None,
     reader: Callable[[Any], Any] | None = None,
 ) -> Profile:
-    """Measure where the time of a frame goes.
+    """Measure where the time of a frame goes; the guide to debugging says what its parts are, and how they are timed.
 
-    Collects one batch, or one of each asynchronous worker, which is not counted since it may compile programs. Then
-    collects at least `frames` frames with an environment and a policy whose calls are timed, which costs some tenths
-    of a microsecond for each call. On an accelerator each call waits for its end. The parts of a frame's time:
+    `target` is a collector, which continues from where it is with the same weights; or an environment, which a new
+    collector runs with `policy` (as a collector takes it, None for random actions) and `length` steps in each rollout
+    (None for 128). `reader` is a function that is called with each batch, such as a step of training.
 
-    - environment: steps and resets. Where its lanes live in workers, those of the slowest worker.
-    - policy: its calls, and the log-probabilities and checks of their outputs.
-    - recording: the rest of each step: copies into the batch, flags, the loop itself. Over a JAX environment whose
-      policy is called at each step, the environment's compiled step does it.
-    - preparation: at the start of a rollout, memory, parameters and random numbers.
-    - delivery: at its end, ids, counters and the batch; and the rest of the collector's work between rollouts.
-    - hand-over: between processes, copies into and out of shared memory, and messages.
-    - reader: your function.
-    - waiting: workers for the reader or for each other, the reader for workers.
+    One batch, or one of each asynchronous worker, is collected and not counted, since it may compile programs. Then at
+    least `frames` frames are timed, in whole batches, three at least with workers.
 
-    In a loop that is one compiled program nothing can be timed. Over a JAX environment the environment is then measured
-    with random actions in a loop of the same kind, with its recording and delivery, and the policy is the rest. With
-    workers, or as CUDA graphs, environment and policy are one part. Where lanes live in workers, one lane is measured
-    here with random actions, and what this process waits beyond the steps of the slowest worker's lanes is hand-over.
-
-    A collector continues from where it is: its batches are its next ones, and its weights do not change. Frames are
-    those that the workers have collected, in the same time in each process. If more processes run than there are
-    processors, parts hold the time of others.
-
-    `target` is a collector; or an environment, which a new collector runs with `policy` (as a collector takes it, None
-    for random actions) and `length` steps in each rollout (None for 128). At least `frames` frames are timed, in whole
-    batches, three at least with workers. `reader` is a function that is called with each batch, such as a step of
-    training. The result's `str` is a table, and `funcollect.plots.profile` draws it.
-
-    Raises:
-        TypeError: for another target.
-        ValueError: for a policy or a length beside a collector, and if the collector has no batches left.
+    Raises TypeError for another target, and ValueError for a policy or a length beside a collector, and if the
+    collector has no batches left.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=8)
@@ -161,8 +139,8 @@ def profile(
                 raise ValueError(f"{what}, but target is a collector, which {where}: leave it out")
         return _profiled(target, frames, reader, repr(target))
     if not is_env(target):
-        what = f"target is {type(target).__name__}, expected a collector or an Env"
-        raise TypeError(f"{what}: make one with funcollect.make_env")
+        kind = type(target).__name__
+        raise TypeError(f"target is {kind}, expected a collector or an Env: make one with funcollect.make_env")
     size = (target.num_envs or 1) * (128 if length is None else length)
     with SyncDataCollector(target, policy, frames_per_batch=size, seed=0) as own:
         return _profiled(own, frames, reader, f"{target!r} with {type(own.policy).__name__}")
@@ -175,57 +153,48 @@ def _profiled(collector: CollectorBase, frames: int, reader: Callable[[Any], Any
     first = _read(collector, reader, batches=max(apart, 1))
     waited = collector.stats().get("reader_waited", 0.0)
     with _timed(collector) as times:  # of a worker apart two batches may have been ready before
-        done = _read(collector, reader, frames=frames, batches=4 * apart or (1 if run is None else 3))
+        least = 4 * apart or (1 if run is None else 3)
+        collecting, reading = _read(collector, reader, frames=frames, batches=least)
     waited = collector.stats().get("reader_waited", 0.0) - waited
-    if not done.batches:
+    if not collecting:
         what = f"{collector!r} has no batches left to time, total_frames is {collector.total_frames}"
         raise ValueError(f"{what}: build one with more, since the first batch is not counted")
     if not times:
         raise ValueError(f"{collector!r} has lost every worker meanwhile, expected one to stay: see its stats")
-    count, seconds, workers = sum(each.frames for each in times), sum(each.seconds for each in times), len(times)
+    count, workers = sum(each.frames for each in times), len(times)
+    whole = sum(each.seconds for each in times) / workers
     sums: dict[str, float] = defaultdict(float)
     for part, spent in (item for each in times for item in each.parts.items()):
         sums["environment and policy" if part == "rollout" else part] += spent
-    whole = seconds / workers
 
-    def timeline(where: str, parts: Mapping[str, float], reading: float, rest: str) -> Timeline:
+    def timeline(where: str, parts: Mapping[str, float], read: float, rest: str) -> Timeline:
         """The time that is neither in `parts` nor the reader's is that of the part `rest`."""
         left = max(whole - sum(parts.values()), 0.0)
-        reading = min(reading, left)
-        spent = {**parts, rest: parts.get(rest, 0.0) + left - reading, **({"reader": reading} if reading else {})}
+        read = min(read, left)
+        spent = {**parts, rest: parts.get(rest, 0.0) + left - read, **({"reader": read} if read else {})}
         return Timeline(where, {part: 1e6 * spent[part] / count for part in PARTS if part in spent})
 
     if isinstance(collector, SyncDataCollector):
         _divide(collector, sums, count)
-        timelines = [timeline("in this process", sums, done.reader, "delivery")]
+        timelines = [timeline("in this process", sums, reading, "delivery")]
     elif isinstance(collector, ProcessCollector) and collector.in_process:
-        timelines = [timeline(f"in this process, with {workers} workers", sums, done.reader, "hand-over")]
+        timelines = [timeline(f"in this process, with {workers} workers", sums, reading, "hand-over")]
     else:
         handed = sum(min(each.busy, each.between) for each in times)
         parts = {part: spent / workers for part, spent in {**sums, "hand-over": handed}.items()}
-        taken = {"hand-over": min(max(done.collector - waited, 0.0), max(whole - done.reader, 0.0))}
+        taken = {"hand-over": min(max(collecting - waited, 0.0), max(whole - reading, 0.0))}
         timelines = [
             timeline(f"in each of {workers} workers", parts, 0.0, "waiting"),
-            timeline("in this process", taken, done.reader, "waiting"),
+            timeline("in this process", taken, reading, "waiting"),
         ]
-    loop, before = times[0].loop, first.collector + first.reader
-    return Profile(
-        subject=subject, loop=loop, frames=count, seconds=whole, first_seconds=before, timelines=tuple(timelines)
-    )
-
-
-class _Reading(NamedTuple):
-    """What the process that reads batches has done."""
-
-    batches: int
-    collector: float  # seconds in the collector
-    reader: float  # seconds in the user's function
+    facts: dict[str, Any] = {"subject": subject, "loop": times[0].loop, "frames": count, "seconds": whole}
+    return Profile(**facts, first_seconds=sum(first), timelines=tuple(timelines))
 
 
 def _read(
     collector: CollectorBase, reader: Callable[[Any], Any] | None, *, frames: int = 0, batches: int = 1
-) -> _Reading:
-    """Read at least so many frames and batches, or all that are left, as a training loop does."""
+) -> tuple[float, float]:
+    """Read at least so many frames and batches, or all that are left; the seconds in the collector and in `reader`."""
     count, collecting, reading, before = 0, 0.0, 0.0, collector.frames
     while collector.frames - before < frames or count < batches:
         began = time.perf_counter()
@@ -240,24 +209,26 @@ def _read(
                 torch.cuda.synchronize()  # or its work would count as that of the next batch
             reading += time.perf_counter() - given
         count += 1
-    return _Reading(count, collecting, reading)
+    return collecting, reading
 
 
 @contextmanager
 def _timed(collector: CollectorBase) -> Iterator[list[RolloutTimes]]:
     """Time the rollouts in the block; after it, the list has the times of this process, or of each worker."""
     times: list[RolloutTimes] = []
-    run = collector.run if isinstance(collector, WorkerCollector) else None
-    timer = RunnerTimer(collector) if isinstance(collector, SyncDataCollector) else None
-    if run is not None:
-        run.timers(True)
-    try:
-        yield times
-    finally:
-        if timer is not None:
+    if isinstance(collector, SyncDataCollector):
+        timer = RunnerTimer(collector)
+        try:
+            yield times
+        finally:
             times.append(timer.stop())
-        elif run is not None and not run.closed:
-            times += [each for each in run.timers(False) if each.frames]
+    elif isinstance(collector, WorkerCollector):
+        collector.run.timers(True)
+        try:
+            yield times
+        finally:
+            if not collector.run.closed:
+                times += [each for each in collector.run.timers(False) if each.frames]
 
 
 def _divide(collector: SyncDataCollector, parts: dict[str, float], frames: int) -> None:

@@ -26,9 +26,7 @@ with warnings.catch_warnings():  # without ipywidgets a notebook shows a plain b
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-# Called with the frames so far, and numbers by name. If it has methods `begin(frames)` and `close()`, they are called
-# when a loop over the batches begins and when it ends.
-Logger = Callable[[int, Mapping[str, float]], Any]
+Logger = Callable[[int, Mapping[str, float]], Any]  # called as `track` says
 
 
 def track(
@@ -43,12 +41,11 @@ def track(
 ) -> Tracked:
     """Iterate over batches, a collector's or those of a loop of your own, with a progress bar.
 
-    The bar shows frames, frames per second, episodes, and their mean return and length. The rate includes the time
-    between batches. If batches lack the keys for episodes, only frames are shown. Frames count from the start of the
-    run, as a collector's `frames` does: with `trajs_per_batch` they include frames that wait for the next batch. For a
-    collector with workers, the bar also shows how much of the time the reader waited for workers and workers for the
-    reader, how many versions of the weights a batch is behind, and the numbers of replaced workers and copied batches.
-    Zeros are omitted.
+    The bar shows frames, frames per second (which includes the time between batches), episodes, and their mean return
+    and length; only frames if batches lack the keys for episodes. Frames count from the start of the run, as a
+    collector's `frames` does: with `trajs_per_batch` they include frames that wait for the next batch. With workers,
+    the bar also shows how much of the time the reader waited for workers and workers for the reader, how many versions
+    of the weights a batch is behind, and the numbers of replaced workers and copied batches. Zeros are omitted.
 
     A logger gets ``speed/frames_per_second`` of each batch for which frames were collected, and ``episode/return``
     (``episode/return/0``, … for several players) and ``episode/length``, the means of the episodes that ended in the
@@ -64,11 +61,8 @@ def track(
         logger: called as ``logger(frames, values)`` with the frames so far and floats by name. Its methods
             ``begin(frames)`` and ``close()``, if it has them, are called when a loop begins and when it ends.
 
-    Raises:
-        ImportError: if `log_dir` is given and TensorBoard is not installed.
-        TypeError: if an argument, or a batch, has another type.
-        OSError: if `log_dir` cannot be created.
-        ValueError: if the window is below 1.
+    Raises ImportError if TensorBoard is not installed for `log_dir`, OSError if that cannot be created, TypeError for
+    an argument or a batch of another type, and ValueError for a window below 1.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -105,10 +99,9 @@ def track(
 
 @dataclass(eq=False, repr=False)
 class Tracked:
-    """The result of `track`: iterate over it to get the batches.
+    """The result of `track`: iterate over it to get the batches, and after a `break` again to continue the run.
 
-    After a `break`, another loop over the same object continues the run. The bar and the loggers are closed whenever a
-    loop ends, breaks or raises.
+    The bar and the loggers are closed whenever a loop ends, breaks or raises.
     """
 
     _batches: Iterable[TensorDict]
@@ -133,7 +126,8 @@ class Tracked:
                 values, now = _means(self._episodes.last), time.perf_counter()
                 if frames:
                     values, then = {"speed/frames_per_second": frames / (now - then), **values}, now
-                self._write(values, self._frames)
+                for logger in self._loggers:
+                    logger(self._frames, values)
                 yield batch
 
     @contextmanager
@@ -147,19 +141,14 @@ class Tracked:
             open_now.callback(setattr, self, "_looping", False)
             yield
 
-    def _write(self, values: Mapping[str, float], frames: int) -> None:
-        for logger in self._loggers:
-            logger(frames, values)
-
     def log(self, values: Mapping[str, Any], frames: int | None = None) -> None:
         """Give numbers to the loggers; without any, do nothing.
 
-        `values` are numbers by name, such as ``{"loss/value": loss}``: floats, or tensors or arrays of one element.
-        They belong to `frames`, such as the `step` of an evaluation; by default to the current frame, in the loop.
+        `values` are floats, or tensors or arrays of one element, by name, such as ``{"loss/value": loss}``. They belong
+        to `frames`, such as the `step` of an evaluation; by default to the current frame, in the loop.
 
-        Raises:
-            RuntimeError: if it is called outside of a loop over the batches without `frames`.
-            TypeError, ValueError: if a value is not a single number, or `frames` no int of at least 0.
+        Raises RuntimeError outside of a loop over the batches without `frames`, and TypeError or ValueError unless each
+        value is a single number, and `frames` an int of at least 0.
 
         >>> import funcollect as fc
         >>> collector = fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, total_frames=200, seed=0)
@@ -176,17 +165,18 @@ class Tracked:
         elif self._loggers and not self._looping:
             mend = "call it inside the loop, or say where the values belong, frames=…"
             raise RuntimeError(f"log was called outside of the loop, expected a batch in hand: {mend}")
-        if self._loggers:
-            check_kind("values", values, Mapping, 'pass numbers by name, such as {"loss": 0.1}')
-            found = {}
-            for name, value in values.items():
-                try:
-                    found[name] = float(value.detach() if isinstance(value, Tensor) else value)
-                except (TypeError, ValueError, RuntimeError) as error:
-                    mend = "give its mean, say"
-                    raise ValueError(f"{name} is {shown(value)}, expected one number: {mend}") from error
-            with nullcontext() if self._looping else self._opened():
-                self._write(found, self._frames if frames is None else frames)
+        if not self._loggers:
+            return
+        check_kind("values", values, Mapping, 'pass numbers by name, such as {"loss": 0.1}')
+        found = {}
+        for name, value in values.items():
+            try:
+                found[name] = float(value.detach() if isinstance(value, Tensor) else value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(f"{name} is {shown(value)}, expected one number: give its mean, say") from error
+        with nullcontext() if self._looping else self._opened():
+            for logger in self._loggers:
+                logger(self._frames if frames is None else frames, found)
 
 
 def _means(episodes: EpisodeStats | None) -> dict[str, float]:
@@ -220,10 +210,7 @@ def shown_workers(collector: Any) -> Callable[[], dict[str, str]]:
 class TensorBoard:
     """A logger that writes TensorBoard's event files into the folder `log_dir`, which is created at once.
 
-    Raises:
-        ImportError: if TensorBoard is not installed.
-        TypeError: if `log_dir` is no path.
-        OSError: if the folder cannot be created.
+    Raises ImportError, TypeError and OSError as `track` does.
     """
 
     def __init__(self, log_dir: str | PathLike[str]) -> None:
@@ -233,19 +220,17 @@ class TensorBoard:
             mend = "pip install 'funcollect[viz]'"
             raise ImportError(f"log_dir needs TensorBoard, which is not installed: {mend}") from error
         check_kind("log_dir", log_dir, (str, PathLike), "pass for example log_dir='runs/first'")
-        self._make: Any = SummaryWriter
-        self._writer: Any = None
-        self._folder = fspath(log_dir)
+        folder = fspath(log_dir)
+        self._open: Any = partial(SummaryWriter, folder)
         try:
-            if "://" not in self._folder:  # for example a bucket, which TensorBoard writes to itself
-                makedirs(log_dir, exist_ok=True)
+            if "://" not in folder:  # for example a bucket, which TensorBoard writes to itself
+                makedirs(folder, exist_ok=True)
         except OSError as error:
-            what = f"log_dir is {self._folder!r}, which cannot be made ({error})"
-            raise OSError(f"{what}: name another folder") from error
+            raise OSError(f"log_dir is {folder!r}, which cannot be made ({error}): name another folder") from error
 
     def begin(self, frames: int) -> None:
         """Open another file, after so many frames of the run; TensorBoard hides what was written for later ones."""
-        self._writer = self._make(self._folder, purge_step=frames + 1 if frames else None)
+        self._writer = self._open(purge_step=frames + 1 if frames else None)
 
     def __call__(self, frames: int, values: Mapping[str, float]) -> None:
         """Write numbers by name."""
@@ -259,15 +244,12 @@ class TensorBoard:
 
 
 class EpisodeWindow:
-    """The means of the last `size` episodes of a stream of batches, and counts since its start.
+    """The means of the last `size` episodes of a stream of batches, at least 1, and counts since its start.
 
     Attributes:
         frames: the number of frames so far, without the padding of split trajectories.
         episodes: the number of finished episodes so far.
         last: the statistics of the last batch; None if it lacks the keys for them, for example after a `postproc`.
-
-    Raises:
-        ValueError: if `size` is below 1.
     """
 
     def __init__(self, size: int = 100) -> None:

@@ -78,10 +78,8 @@ def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tupl
         raise ValueError(f"the observation space {space} has no arrays, expected at least one: add one, a constant say")
     for leaf in leaves:
         if leaf.path[0] in RESERVED:
-            raise ValueError(
-                f"the observation key {leaf.path[0]!r} collides with a key of the batch: "
-                f"rename it with a Gymnasium wrapper; taken are {sorted(RESERVED)}"
-            )
+            mend = f"rename it with a Gymnasium wrapper; taken are {sorted(RESERVED)}"
+            raise ValueError(f"the observation key {leaf.path[0]!r} collides with a key of the batch: {mend}")
         if any("." in part or not part for part in leaf.path):
             raise ValueError(f"the observation key {leaf.path} holds a dot or is empty: rename it")
     return leaves
@@ -91,10 +89,9 @@ def _leaves(space: Space, path: Path, floating: np.dtype[Any]) -> list[Leaf]:
     if (parts := _parts(space)) is not None:
         return [leaf for name, child in parts for leaf in _leaves(child, (*path, str(name)), floating)]
     if not isinstance(space, _ARRAYS):
-        raise TypeError(
-            f"the observation space at {'.'.join(path) or 'the root'} is {type(space).__name__}, expected Box, "
-            "Discrete, MultiDiscrete, MultiBinary, Dict or Tuple: flatten it with a Gymnasium wrapper"
-        )
+        what = f"the observation space at {'.'.join(path) or 'the root'} is {type(space).__name__}"
+        known = "Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple"
+        raise TypeError(f"{what}, expected {known}: flatten it with a Gymnasium wrapper")
     own = np.dtype(space.dtype)
     return [Leaf(path=path, shape=tuple(space.shape or ()), dtype=floating if own.kind == "f" else own)]
 
@@ -155,17 +152,14 @@ class ActionSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.space, _ARRAYS):
-            raise TypeError(
-                f"the action space is {type(self.space).__name__}, expected Box, Discrete, MultiDiscrete or "
-                "MultiBinary: flatten it with a Gymnasium wrapper"
-            )
+            known = "Box, Discrete, MultiDiscrete or MultiBinary: flatten it with a Gymnasium wrapper"
+            raise TypeError(f"the action space is {type(self.space).__name__}, expected {known}")
         if isinstance(self.space, spaces.MultiDiscrete) and not self.space.nvec.size:
             raise ValueError(f"the action space {self.space} has no components, expected at least one: add one")
         check_flags(one_hot=self.one_hot)
         if self.one_hot and not self.categories:
-            raise ValueError(
-                f"one_hot=True needs a Discrete or MultiDiscrete action space, got {self.space}: leave it out"
-            )
+            mend = "leave it out"
+            raise ValueError(f"one_hot=True needs a Discrete or MultiDiscrete action space, got {self.space}: {mend}")
 
     @cached_property
     def categories(self) -> tuple[int, ...]:

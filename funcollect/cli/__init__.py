@@ -19,13 +19,10 @@ from funcollect.errors import CheckError, FuncollectError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, with the arguments of the process by default.
+    """Run one command, with the arguments of the process by default, and return its exit code.
 
-    Returns:
-        The exit code: 0; 1 if a check failed; 2 for an error that the user can correct; 130 after Ctrl-C.
-
-    Raises:
-        SystemExit: with 2 if the arguments cannot be parsed, with 0 for ``--help`` and ``--version``.
+    That is 0; 1 if a check failed; 2 for an error that the user can correct; 130 after Ctrl-C. Raises SystemExit, with
+    2 if the arguments cannot be parsed, with 0 for ``--help`` and ``--version``.
     """
     arguments = _parse(argv)
     try:

@@ -23,6 +23,7 @@ from typing_extensions import override
 from funcollect import protocols
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import statistics_of
+from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.errors import ClosedError, EnvError, NotCalledError, ReplayError, StaleStateError
 from funcollect.keys import Key, Purpose, lane_keys
 from funcollect.processes.failures import UnsentResultError
@@ -108,7 +109,7 @@ class LiveSimulators:
         self._finalizer = weakref.finalize(self, simulators.close)  # first of all: Ctrl-C may come at any moment
         self.env, self.simulators = env, simulators
         self.version, self.busy, self.closed = 0, False, False
-        self.renewed = simulators if isinstance(simulators, protocols.RenewedSimulators) else None
+        self.renewed = simulators if isinstance(simulators, WorkerLanes) else None
 
     def __reduce__(self) -> Any:
         raise TypeError(  # copies of MuJoCo and ALE would silently take another course
@@ -267,7 +268,7 @@ To continue after an exception, begin new episodes: state = funcollect.recover(e
 
 def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
     """Describe simulators for `rebuild`; ReplayError if they cannot be rebuilt, for an `aim` such as "forked"."""
-    env, log = source.env, source.action_log
+    env = source.env
     if kept := statistics_of(env):
         raise ReplayError(
             f"{env} cannot be {aim}: {kept}, which a replay does not restore: normalise in the policy instead "
@@ -285,6 +286,7 @@ def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
             f"{env} cannot be {aim}: a function was applied and raised in one lane, so that others may have been "
             "changed alone: make a new state with funcollect.init"
         )
+    log = source.action_log
     actions = log.since_reset() if env.forking == "replay" else None
     if env.forking == "replay" and actions is None:
         lane = int(log.ages.argmax())

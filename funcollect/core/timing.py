@@ -20,18 +20,13 @@ COMPILED = ("fused", "captured")  # loops in which nothing can be timed, since o
 
 
 class TimedLoops(dict[str, RunLoop]):
-    """The loops by name, for `funcollect.core.api.run`; they add up the time of their rollouts.
-
-    Attributes:
-        loop: the name of the loop that ran last.
-        seconds: of all rollouts, by part: ``"rollout"`` alone in a loop that is one program.
-        cpu: seconds of this process's CPU time in rollouts.
-    """
+    """The loops by name, for `funcollect.core.api.run`; they add up the time of their rollouts."""
 
     def __init__(self) -> None:
         super().__init__({name: partial(self._run, name, loop) for name, loop in LOOPS.items()})
-        self.loop, self.cpu = "", 0.0
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.loop = ""  # the name of the loop that ran last
+        self.cpu = 0.0  # seconds of this process's CPU time in rollouts
+        self.seconds: dict[str, float] = defaultdict(float)  # by part: "rollout" alone in a loop that is one program
 
     def _run(
         self, name: str, run_loop: RunLoop, env: Env, policy: Policy, state: CollectorState, request: Request

@@ -3,9 +3,8 @@
 from funcollect.envs.envpool_env import from_envpool
 from funcollect.envs.gymnasium_envs.adapter import from_ale, from_gymnasium
 from funcollect.envs.host.host_env import HostEnvBase, SimulatorsBase, observation_rows
+from funcollect.envs.jax_envs.instances import from_brax, from_jumanji, from_playground
 from funcollect.envs.jax_envs.jax_env import JaxEnvBase, from_functions
-from funcollect.envs.jax_envs.jumanji_env import from_jumanji
-from funcollect.envs.jax_envs.physics import from_brax, from_playground
 from funcollect.envs.jax_envs.suites import from_functional, from_gymnax, from_navix, from_pgx
 from funcollect.envs.torch_env import CartPole, Pendulum, TorchEnvBase
 from funcollect.envs.torch_vector_env import from_torch_vector_env

@@ -26,7 +26,7 @@ from funcollect.arguments import check_function, check_num_envs, check_positive
 from funcollect.errors import EnvError
 from funcollect.messages import form
 from funcollect.protocols import Backend, DeviceEnv, JaxEnv, TorchEnv, Transition
-from funcollect.specs import ActionSpec, Leaf, Space, observation_leaves
+from funcollect.specs import ActionSpec, Leaf, Space, disassemble, observation_leaves
 
 if TYPE_CHECKING:  # a cached property does not fit a protocol's property for pyright
     cached_property = property
@@ -35,13 +35,12 @@ else:
 
 
 def autoreset_mode(env: Any) -> Any:
-    """How a vector environment resets its lanes, an `AutoresetMode`; None if it does not say."""
+    """The name of the `AutoresetMode` by which a vector environment resets its lanes; None if it does not say."""
     raw = getattr(env, "unwrapped", env)
-    own = getattr(raw, "autoreset_mode", None)
-    metadata = getattr(raw, "metadata", None)
-    if own is not None or not metadata or metadata is gymnasium.Env.metadata:
-        return own
-    return metadata.get("autoreset_mode")
+    mode, metadata = getattr(raw, "autoreset_mode", None), getattr(raw, "metadata", None)
+    if mode is None and metadata and metadata is not gymnasium.Env.metadata:
+        mode = metadata.get("autoreset_mode")
+    return getattr(mode, "name", mode)
 
 
 def first_then_new(made: list[Any], build: Callable[[], Any]) -> Any:
@@ -71,10 +70,8 @@ def _limited(factory: Callable[..., Any], steps: int, **kwargs: Any) -> Any:
     if isinstance(made, gymnasium.Env):
         return TimeLimit(made, steps)
     if not hasattr(made, "max_episode_steps"):
-        raise TypeError(
-            f"max_episode_steps was given with a factory that does not take it, and that made {type(made).__name__}, "
-            "expected a gymnasium.Env: leave it out"
-        )
+        what = f"max_episode_steps was given with a factory that does not take it, and that made {type(made).__name__}"
+        raise TypeError(f"{what}, expected a gymnasium.Env: leave it out")
     if is_dataclass(made):
         return replace(made, max_episode_steps=steps)  # type: ignore[type-var]
     made.max_episode_steps = steps
@@ -96,10 +93,8 @@ def built(factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
 def check_spaces(env: Any) -> None:
     """Raise TypeError unless an environment has both spaces."""
     if missing := [name for name in ("observation_space", "action_space") if not hasattr(env, name)]:
-        raise TypeError(
-            f"{type(env).__name__} lacks {missing}, expected as attributes of the class: set them there, or in its "
-            "constructor, before super().__init__()"
-        )
+        mend = "set them there, or in its constructor, before super().__init__()"
+        raise TypeError(f"{type(env).__name__} lacks {missing}, expected as attributes of the class: {mend}")
 
 
 def ends_episodes(env: object) -> bool:
@@ -116,19 +111,16 @@ def check_pure_functions(owner: str, reset: Any, step: Any) -> None:
 def checked_start(env: object, answer: Any) -> tuple[Any, Any]:
     """Return what `reset` of a JAX or Torch environment returned; EnvError unless it is a state and an observation."""
     if not isinstance(answer, tuple) or len(answer) != 2:
-        raise EnvError(
-            f"reset of {env!r} returned {returned(answer)}, expected the pair (env_state, observation): return both"
-        )
+        what = f"reset of {env!r} returned {returned(answer)}, expected the pair (env_state, observation)"
+        raise EnvError(f"{what}: return both")
     return answer
 
 
 def checked_transition(env: JaxEnv | TorchEnv | DeviceEnv, answer: Any) -> Transition:
     """Return what `step` of an environment returned; EnvError unless it is a Transition."""
     if not isinstance(answer, Transition):
-        raise EnvError(
-            f"step of {env!r} returned {returned(answer)}, expected a Transition: return "
-            "funcollect.envs.Transition(env_state, observation, reward, terminated, truncated)"
-        )
+        mend = "return funcollect.envs.Transition(env_state, observation, reward, terminated, truncated)"
+        raise EnvError(f"step of {env!r} returned {returned(answer)}, expected a Transition: {mend}")
     if not isinstance(answer.info, Mapping):
         raise EnvError(
             f"the infos that step of {env!r} returned are {form(answer.info)}, expected a dict of arrays: name them"
@@ -137,11 +129,19 @@ def checked_transition(env: JaxEnv | TorchEnv | DeviceEnv, answer: Any) -> Trans
     wanted = "a tensor [P, ...]" if in_torch else "an array or a number"
     for name, value in answer.info.items():
         if not (isinstance(value, Tensor) if in_torch else hasattr(value, "dtype") or isinstance(value, (int, float))):
-            raise EnvError(
-                f"the info {name!r} that step of {env!r} returned is {form(value)}, expected {wanted}: give each array "
-                "a name of its own"
-            )
+            what = f"the info {name!r} that step of {env!r} returned is {form(value)}, expected {wanted}"
+            raise EnvError(f"{what}: give each array a name of its own")
     return answer
+
+
+def leaves_of(env: JaxEnv | DeviceEnv | AdaptedEnv, observation: Any, name: str) -> list[tuple[Leaf, Any]]:
+    """The leaves of an observation, each after its description; EnvError, which names it, for another structure."""
+    space = env.observation_space
+    try:
+        return [*zip(env.observation_leaves, disassemble(space, observation), strict=True)]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        what = f"{name} is {type(observation).__name__} and lacks the structure of its space {space} ({error!r})"
+        raise EnvError(f"{what}: correct the environment or the space") from error
 
 
 def returned(answer: Any) -> str:
@@ -222,9 +222,8 @@ def import_extra(module: str, package: str, extra: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != module.partition(".")[0]:
             raise
-        raise ImportError(
-            f"{package} is not installed: pip install 'funcollect[{extra}]', or only it: pip install {package}"
-        ) from error
+        mend = f"pip install 'funcollect[{extra}]', or only it: pip install {package}"
+        raise ImportError(f"{package} is not installed: {mend}") from error
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
@@ -244,10 +243,8 @@ def is_of(library: str, env: Any) -> bool:
 def refuse_foreign(env: Any) -> None:
     """Raise TypeError for an environment of TorchRL's or a Stable-Baselines3 `VecEnv`: neither is a gymnasium.Env."""
     if is_torchrl(env):
-        raise TypeError(
-            f"a lane is TorchRL's {type(env).__name__}, expected a gymnasium.Env: for several of TorchRL's "
-            "environments, pass torchrl.envs.SerialEnv(num_envs, factory)"
-        )
+        mend = "for several of TorchRL's environments, pass torchrl.envs.SerialEnv(num_envs, factory)"
+        raise TypeError(f"a lane is TorchRL's {type(env).__name__}, expected a gymnasium.Env: {mend}")
     if is_of("stable_baselines3", env) and any(base.__name__ == "VecEnv" for base in type(env).__mro__):
         raise TypeError(
             f"env is Stable-Baselines3's {type(env).__name__}, which resets its lanes itself: pass the functions that "
@@ -299,12 +296,8 @@ def _parts(env: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _attributes(part: Any) -> list[Any]:
-    """The values of an instance's attributes, and those in dicts among them.
-
-    `vars` would slow the instance down: after its ``__dict__`` has been read, CPython keeps the attributes in a dict,
-    from which a simulator reads them more slowly at every step.
-    """
-    found = gc.get_referents(part)
+    """The values of an instance's attributes, and those in dicts among them."""
+    found = gc.get_referents(part)  # `vars` would make CPython keep them in a dict, which slows down each later read
     for _ in range(2):
         found += [value for each in found if type(each) is dict for value in each.values()]
     return found

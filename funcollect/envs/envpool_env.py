@@ -45,17 +45,13 @@ def from_envpool(
     reports an episode that terminates at its time limit as truncated, not as terminated. With ``episodic_life=True``,
     an Atari game goes on after a lost life; a limit on frames and a reset within a life begin another game.
 
-    Args:
-        task_id: one of `envpool.list_all_envs`, such as ``"Pong-v5"``.
-        num_threads: threads that step the lanes; the data do not depend on it.
-        **kwargs: for `envpool.make_gymnasium`: `max_episode_steps`, and the task's own options.
-        num_envs, info_keys, dtype, one_hot: see `from_gymnasium`.
+    `task_id` is one of `envpool.list_all_envs`, such as ``"Pong-v5"``, and `num_threads` step the lanes; the data do
+    not depend on their number. `kwargs` are for `envpool.make_gymnasium`: `max_episode_steps`, and the task's own
+    options. See `from_gymnasium` for the other arguments.
 
-    Raises:
-        ImportError: if EnvPool is not installed.
-        ValueError: for an unknown task, one for several players, a number out of range, an info key that the task does
-            not have, or a keyword argument that is set here.
-        TypeError: for a pool that is built already, and a keyword argument that the task does not take.
+    Raises ImportError if EnvPool is not installed; ValueError for an unknown task, one for several players, a number
+    out of range, an info key that the task does not have, or a keyword argument that is set here; TypeError for a pool
+    that is built already, and a keyword argument that the task does not take.
 
     >>> from_envpool("CartPole-v1", num_envs=8)
     HostEnv('envpool/CartPole-v1', num_envs=8)
@@ -106,17 +102,15 @@ def _spec_of(envpool: Any, task_id: str, config: dict[str, Any], info_keys: Sequ
         spec = envpool.make_spec(task_id, **config)
     except TypeError as error:
         reason = str(error).partition("\n")[0]
-        raise TypeError(
-            f"EnvPool cannot make {task_id!r} with {config}: {reason}; leave out the options that the task "
-            f"lacks, it takes {sorted(set(envpool.make_spec(task_id).config._fields) - _OURS.keys())}"
-        ) from error
+        what, known = f"EnvPool cannot make {task_id!r} with {config}", envpool.make_spec(task_id).config._fields
+        mend = f"leave out the options that the task lacks, it takes {sorted(set(known) - _OURS.keys())}"
+        raise TypeError(f"{what}: {reason}; {mend}") from error
     if spec.config.max_num_players > 1:
         raise ValueError(f"{task_id} is for {spec.config.max_num_players} players, expected one: take another task")
     infos = {key.removeprefix("info:") for key in spec.state_array_spec if key.startswith("info:")} | {"elapsed_step"}
     if unknown := [key for key in info_keys if key not in infos]:
-        raise ValueError(
-            f"EnvPool's {task_id} has no info key {unknown[0]!r}, expected one of {sorted(infos)}: name one of these"
-        )
+        mend = "name one of these"
+        raise ValueError(f"EnvPool's {task_id} has no info key {unknown[0]!r}, expected one of {sorted(infos)}: {mend}")
     return spec
 
 
@@ -135,9 +129,8 @@ def _widened(space: Space) -> Space:
 class EnvPoolLanes(SimulatorsBase):
     """The lanes of a pool in synchronous mode, which returns results in the order of the indices that it is sent.
 
-    EnvPool resets a lane at the step after its episode's end, and goes on with the game if only a life was lost. With
-    `lives`, lanes that are done are therefore reset by such a step, whose action is ignored. A reset by index, which
-    takes half as long, would begin another game.
+    A reset by index begins another game. The step after an episode's end, whose action is ignored, takes twice as long
+    and goes on with the game if only a life was lost: with `lives`, it resets lanes that are done.
     """
 
     def __init__(self, build: Callable[[Sequence[int]], Any], lives: bool, env: SimulatedEnv) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,19 +21,15 @@ from funcollect.protocols import Env, is_env, is_policy
 def make_env(env: Any, **kwargs: Any) -> Env:
     """Make an environment from an id, an instance, a factory or a list of these.
 
-    Args:
-        env: an `Env`, which is returned unchanged; anything that `funcollect.envs.from_gymnasium` or `from_torchrl`
-            takes; a class of your own (`funcollect.envs.JaxEnvBase` and its like), which is called with the keywords; a
-            callable that returns one of these; or an id in a namespace: ``"torch/CartPole-v1"``,
-            ``"envpool/CartPole-v1"``, ``"ale/Pong"``, ``"gymnax/CartPole-v1"``, ``"brax/ant"``, ``"jumanji/Snake-v1"``,
-            ``"navix/Navix-Empty-8x8-v0"``, ``"pgx/go_9x9"``, ``"playground/CartpoleBalance"``.
-        **kwargs: for the adapter: `num_envs` and, for Gymnasium, `num_workers` (lanes over processes) and the other
-            keywords of `funcollect.envs.from_gymnasium`, and the arguments of `gymnasium.make`.
+    `env` is an `Env`, which is returned unchanged; anything that `funcollect.envs.from_gymnasium` or `from_torchrl`
+    takes; a class of your own (`funcollect.envs.JaxEnvBase` and its like), which is called with the keywords; a
+    callable that returns one of these; or an id in a namespace: ``"torch/CartPole-v1"``, ``"envpool/CartPole-v1"``,
+    ``"ale/Pong"``, ``"gymnax/CartPole-v1"``, ``"brax/ant"``, ``"jumanji/Snake-v1"``, ``"navix/Navix-Empty-8x8-v0"``,
+    ``"pgx/go_9x9"``, ``"playground/CartpoleBalance"``. The keywords are for the adapter: `num_envs` and, for Gymnasium,
+    `num_workers` (lanes over processes), the others of `funcollect.envs.from_gymnasium`, and those of `gymnasium.make`.
 
-    Raises:
-        ValueError: for an unknown id.
-        ImportError: for an id of a suite that is not installed.
-        TypeError: for anything that describes no environment.
+    Raises ValueError for an unknown id, ImportError for an id of a suite that is not installed, and TypeError for
+    anything that describes no environment.
 
     >>> make_env("torch/Pendulum-v1", num_envs=4)
     Pendulum(num_envs=4)
@@ -53,45 +49,37 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     if namespace in _NAMESPACES:
         few = "it takes num_envs, device and max_episode_steps"
         which = few if namespace == "torch" else f"see funcollect.envs.from_{namespace}"
-        with _unexpected(f"'{env}'", f"leave it out; {which}"):
-            made = partial(_NAMESPACES[namespace], name)
-            return made(**kwargs) if namespace == "envpool" else limited(made, kwargs)
+        made = partial(_NAMESPACES[namespace], name)
+        return made(**kwargs) if namespace == "envpool" else limited(made, kwargs, f"'{env}'", f"leave it out; {which}")
     if callable(env) and not isinstance(env, gymnasium.Env):
         return _from_callable(env, kwargs)
     return envs.from_gymnasium(env, **kwargs)
 
 
-@contextlib.contextmanager
-def _unexpected(name: str, mend: str) -> Iterator[None]:
-    """Say what to do about a keyword argument that is not taken."""
+def limited(make: Callable[..., Any], kwargs: dict[str, Any], name: str, mend: str) -> Any:
+    """What `make` returns; if it takes no `max_episode_steps`, an environment in JAX or Torch with that limit.
+
+    TypeError, which has the `name` of the environment and the fix `mend`, for a keyword argument that it does not take.
+    """
+    factory, kwargs = with_time_limit(make, kwargs, by_name=True)
     try:
-        yield
+        return factory(**kwargs)
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise
         raise TypeError(f"{name}: {error}: {mend}") from error
 
 
-def limited(make: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """What `make` returns; if it takes no `max_episode_steps`, an environment in JAX or Torch with that limit."""
-    factory, kwargs = with_time_limit(make, kwargs, by_name=True)
-    return factory(**kwargs)
-
-
 def _torch_env(name: str, **kwargs: Any) -> Env:
     if name not in TORCH_ENVS:
-        raise ValueError(
-            f"there is no Torch environment {name!r}, expected one of {sorted(TORCH_ENVS)}: leave 'torch/' out for "
-            "Gymnasium's, or pass an instance of your own TorchEnvBase"
-        )
+        mend = "leave 'torch/' out for Gymnasium's, or pass an instance of your own TorchEnvBase"
+        raise ValueError(f"there is no Torch environment {name!r}, expected one of {sorted(TORCH_ENVS)}: {mend}")
     return TORCH_ENVS[name](**kwargs)
 
 
 _SUITES = ("ale", "brax", "envpool", "gymnax", "jumanji", "navix", "pgx", "playground")
-_NAMESPACES: dict[str, Callable[..., Env]] = {
-    "torch": _torch_env,
-    **{name: getattr(envs, f"from_{name}") for name in _SUITES},
-}
+_NAMESPACES: dict[str, Callable[..., Env]] = {name: getattr(envs, f"from_{name}") for name in _SUITES}
+_NAMESPACES["torch"] = _torch_env
 WORKER_ARGUMENTS = ("num_workers", "parallel", "timeout", *REMOVED)
 _ADAPTER_ARGUMENTS = ("num_envs", *WORKER_ARGUMENTS, "info_keys", "dtype", "one_hot", "replayable")
 
@@ -99,8 +87,7 @@ _ADAPTER_ARGUMENTS = ("num_envs", *WORKER_ARGUMENTS, "info_keys", "dtype", "one_
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
     """Adapt what a factory returns, which the first `init` uses; keywords that the adapter lacks are the factory's."""
     if isinstance(factory, type) and issubclass(factory, EnvBase):
-        with _unexpected(factory.__name__, "leave it out, or take it in its __init__"):
-            return make_env(limited(factory, kwargs))
+        return make_env(limited(factory, kwargs, factory.__name__, "leave it out, or take it in its __init__"))
     factory, kwargs = with_time_limit(factory, kwargs)
     given = {name: kwargs[name] for name in _ADAPTER_ARGUMENTS if name in kwargs}
     own = {name: value for name, value in kwargs.items() if name not in given}
@@ -114,8 +101,6 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
         return adapter(partial(first_then_new, [made], partial(factory, **own)), **given)
     refuse_foreign(made)
     if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)):
-        raise TypeError(
-            f"the environment's factory returned {type(made).__name__}, expected an Env, a gymnasium.Env or anything "
-            "else that make_env takes: return the environment"
-        )
+        known = "an Env, a gymnasium.Env or anything else that make_env takes: return the environment"
+        raise TypeError(f"the environment's factory returned {type(made).__name__}, expected {known}")
     return make_env(made, **given)

@@ -25,18 +25,13 @@ from funcollect.protocols import Transition
 class TorchEnvBase(EnvBase, ABC):
     """Subclass this with `reset` and `step`, both pure functions over all P lanes.
 
-    Attributes:
-        observation_space, action_space: Gymnasium spaces of one environment.
-        max_episode_steps: the loop truncates an episode after this many steps; None for no limit.
-        params: the last argument of `reset` and `step`: a pytree of tensors, or None.
+    A subclass has an `observation_space` and an `action_space`, Gymnasium's of one environment. It may have `params`,
+    the last argument of both functions, a pytree of tensors; and `max_episode_steps`, after which the loop truncates
+    an episode. `num_envs` is P, or None for a single environment without a batch dimension; `device` is that of the
+    state, the CPU by default.
 
-    Args:
-        num_envs: P, or None for a single environment without a batch dimension.
-        device: the device of the state; the CPU by default.
-
-    Raises:
-        ValueError: for a `num_envs` below 1, or an unknown device.
-        TypeError: for a subclass without spaces, or with other parameters of `reset` or `step`.
+    Raises ValueError for a `num_envs` below 1 or an unknown device, TypeError for a subclass without spaces, or with
+    other parameters of `reset` or `step`.
 
     >>> import gymnasium
     >>> import funcollect as fc

@@ -10,15 +10,14 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from funcollect.arguments import check_keys, checked_device
-from funcollect.envs.base import AdaptedEnv, autoreset_mode, first_then_new
+from funcollect.envs.base import AdaptedEnv, autoreset_mode, first_then_new, leaves_of
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.protocols import Transition
-from funcollect.specs import ActionSpec, assemble, disassemble, observation_leaves, torch_dtype
+from funcollect.specs import ActionSpec, assemble, observation_leaves, torch_dtype
 from funcollect.tree import Path
 
 _FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, and its older one
@@ -36,16 +35,11 @@ def from_torch_vector_env(
     lanes that ended are read. Tensors stay on their device, and nothing waits for it. The simulators get one seed, at
     the beginning. States can be used once, and neither forked nor saved in mid-episode. Limits are the simulators' own.
 
-    Args:
-        env: the environment, or a function that builds one. What is built already can serve one state: evaluations,
-            and collectors that are restored from a file, want a function.
-        info_keys: the keys of the infos to record under ``next.info``, tensors [P, ...]. The rows of lanes that ended
-            come from ``"final_info"`` if there is one.
-        one_hot: whether discrete actions are one-hot rows in a batch.
-        device: the device of the tensors; by default the environment's own `device`.
+    `env` is the environment, or a function that builds one. What is built already can serve one state: evaluations, and
+    collectors that are restored from a file, want a function. `info_keys` name infos to record, tensors [P, ...]; the
+    rows of lanes that ended come from ``"final_info"`` if there is one. `device` is by default the environment's own.
 
-    Raises:
-        TypeError, ValueError: for an environment without these members, or one that does not reset its lanes so.
+    Raises TypeError or ValueError for an environment without these members, or one that does not reset its lanes so.
 
     >>> import torch, funcollect as fc
     >>> from gymnasium import spaces
@@ -77,12 +71,10 @@ def from_torch_vector_env(
             on_failure.callback(_close_unused, unused)
         lanes, space, action_space = facts = [_member(made, name) for name in _NEEDED]
         if missing := [name for name, fact in zip(_NEEDED, facts, strict=True) if fact is None]:
-            says = "expected Gymnasium's vector interface: wrap it so that it has them"
-            raise TypeError(f"{label} lacks {missing}, {says}")
-        mode = autoreset_mode(made)
-        if mode not in (None, AutoresetMode.SAME_STEP):
-            name = getattr(mode, "name", mode)
-            raise ValueError(f"{label} has autoreset_mode={name}, expected SAME_STEP: build it so")
+            mend = "wrap it so that it has them"
+            raise TypeError(f"{label} lacks {missing}, expected Gymnasium's vector interface: {mend}")
+        if (mode := autoreset_mode(made)) not in (None, "SAME_STEP"):
+            raise ValueError(f"{label} has autoreset_mode={mode}, expected SAME_STEP: build it so")
         place = checked_device(device if device is not None else _member(made, "device"))
         if place is None:
             raise TypeError(f"{label} has no device, expected where its tensors are: pass device=")
@@ -187,19 +179,11 @@ class VectorSimulators:
 
     def _observed(self, name: str, observation: Any) -> dict[Path, Tensor]:
         """The leaves of an observation, checked, floating ones as float32."""
-        try:
-            values = disassemble(self._env.observation_space, observation)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EnvError(
-                f"the {name} of {self._env} is {shown(observation)}, expected the structure of its space "
-                f"{self._env.observation_space}: correct the simulators or the space"
-            ) from error
         leaves = {}
-        for leaf, value in zip(self._env.observation_leaves, values, strict=True):
-            if isinstance(value, Tensor) and value.is_floating_point():
-                value = value.float()
-            self._check(f"{name} {leaf.name!r}", value, (self._lanes, *leaf.shape), torch_dtype(leaf.dtype))
-            leaves[leaf.path] = value
+        for leaf, value in leaves_of(self._env, observation, f"the {name} of {self._env}"):
+            tensor = value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+            self._check(f"{name} {leaf.name!r}", tensor, (self._lanes, *leaf.shape), torch_dtype(leaf.dtype))
+            leaves[leaf.path] = tensor
         return leaves
 
     def _infos(self, done: Tensor, info: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -208,9 +192,8 @@ class VectorSimulators:
             return {}
         final = self._mapping("final_info", info.get("final_info"))
         if missing := [name for name in self._env.info_keys if name not in info and name not in final]:
-            raise EnvError(
-                f"the infos of {self._env} are {sorted(info)}, expected {missing} among them: correct info_keys"
-            )
+            mend = "correct info_keys"
+            raise EnvError(f"the infos of {self._env} are {sorted(info)}, expected {missing} among them: {mend}")
         infos = {}
         for name in self._env.info_keys:
             parts = [each[name] for each in (final, info) if name in each]

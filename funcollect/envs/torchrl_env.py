@@ -48,19 +48,13 @@ def from_torchrl(
     `set_seed`, draws from Torch's global generator in its own state, and cannot be forked. With `num_envs`, each
     lane is a separate environment with its own seed (``seeding="lane"``).
 
-    Args:
-        env: an `EnvBase`, which backs one state, or a factory of one, called for each state. The state owns the
-            instance: after a step or reset from outside (``env.rollout(…)``) the next frame is no transition, so
-            evaluate on another.
-        num_envs: P lanes from one factory of single environments, which may then live in workers; None for the batch
-            that `env` is itself.
-        num_workers, parallel, timeout, dtype: see `from_gymnasium`.
-        **kwargs: for the factory.
+    `env` is an `EnvBase`, which backs one state, or a factory of one, called with `kwargs` for each state. The state
+    owns the instance: after a step or reset from outside (``env.rollout(…)``) the next frame is no transition, so
+    evaluate on another. With `num_envs`, the factory makes single environments, which may live in workers; None stands
+    for the batch that `env` is itself. See `from_gymnasium` for the other arguments.
 
-    Raises:
-        TypeError: for something else as `env`, and for specs without a Gymnasium space.
-        ValueError: for several actions, rewards, batch dimensions or groups of done flags; for keys that collide with a
-            batch's own.
+    Raises TypeError for something else as `env`, and for specs without a Gymnasium space; ValueError for several
+    actions, rewards, batch dimensions or groups of done flags, and for keys that collide with a batch's own.
 
     >>> from torchrl.envs import GymEnv, SerialEnv
     >>> from_torchrl(lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")))
@@ -68,9 +62,8 @@ def from_torchrl(
     """
     refuse_removed(kwargs)
     if given := sorted(kwargs.keys() & {"info_keys", "one_hot", "replayable"}):
-        raise TypeError(
-            f"{', '.join(given)} cannot be given for an environment of TorchRL's, which has its own: build it that way"
-        )
+        what = f"{', '.join(given)} cannot be given for an environment of TorchRL's, which has its own"
+        raise TypeError(f"{what}: build it that way")
     check_num_envs(num_envs)
     apart = num_envs is not None or parallel or bool(num_workers)  # separate lanes
     if is_torchrl(env) and (apart or kwargs):
@@ -80,10 +73,8 @@ def from_torchrl(
     made = partial(_make, env, kwargs)
     first = env if is_torchrl(env) else made()
     if apart and first.batch_size:
-        raise ValueError(
-            f"num_envs, or workers, were given with {type(first).__name__}, which is a batch of {first.batch_size[0]} "
-            "already: pass a factory of a single environment"
-        )
+        what = f"{type(first).__name__}, which is a batch of {first.batch_size[0]} already"
+        raise ValueError(f"num_envs, or workers, were given with {what}: pass a factory of a single environment")
     layout = layout_of(first)
     with torch_generator(generator_state(0)):  # this builds a lane if they live in other processes
         statistics, limited = running_statistics(first), truncates(first)
@@ -114,18 +105,15 @@ def from_torchrl(
 def _make(env: Any, kwargs: dict[str, Any]) -> Any:
     """A new environment from the factory `env`; InUseError for an instance."""
     if is_torchrl(env):
-        raise InUseError(
-            f"this {type(env).__name__} backs a state, or did until that was closed, and cannot be rebuilt: pass a "
-            "factory instead of an instance"
-        )
+        what = f"this {type(env).__name__} backs a state, or did until that was closed, and cannot be rebuilt"
+        raise InUseError(f"{what}: pass a factory instead of an instance")
     if not callable(env):
         raise TypeError(f"env is {type(env).__name__}, expected a torchrl.envs.EnvBase or a factory: pass one")
     with torch_generator(generator_state(0)):  # some environments draw a seed as they are built
         built = env(**kwargs)
     if not is_torchrl(built):
-        raise TypeError(
-            f"the factory returned {type(built).__name__}, expected a torchrl.envs.EnvBase: return the environment"
-        )
+        mend = "return the environment"
+        raise TypeError(f"the factory returned {type(built).__name__}, expected a torchrl.envs.EnvBase: {mend}")
     return built
 
 

@@ -43,25 +43,19 @@ def layout_of(env: Any) -> TorchRLLayout:
     from torchrl.envs import GymLikeEnv
 
     if len(env.batch_size) > 1:
-        raise ValueError(
-            f"the environment has the batch size {list(env.batch_size)}, expected [] or [P]: build it with one batch "
-            "dimension"
-        )
+        mend = "build it with one batch dimension"
+        raise ValueError(f"the environment has the batch size {list(env.batch_size)}, expected [] or [P]: {mend}")
     action_key = _only("actions", env.action_keys, "join them in one, or write a transform that splits one")
     reward_key = _only("rewards", env.reward_keys, "add them up in a transform")
     done_keys = list(env.done_keys)
     if not {"done", "terminated"} <= set(done_keys) <= _GROUP:
-        raise ValueError(
-            f"the environment has the done keys {done_keys}, expected {sorted(_GROUP)} at the root: flags of agents "
-            "have to be aggregated in a transform"
-        )
+        what = f"the environment has the done keys {done_keys}, expected {sorted(_GROUP)} at the root"
+        raise ValueError(f"{what}: flags of agents have to be aggregated in a transform")
     action = env.full_action_spec_unbatched[action_key]
     reward = env.full_reward_spec_unbatched[reward_key]
     if reward.shape.numel() != 1:
-        raise ValueError(
-            f"the reward {reward_key!r} has shape {list(reward.shape)}, expected one number per environment: add the "
-            "parts up in a transform"
-        )
+        what = f"the reward {reward_key!r} has shape {list(reward.shape)}, expected one number per environment"
+        raise ValueError(f"{what}: add the parts up in a transform")
     space, primers = _observation_space(env)
     bare = not env.batch_size and not hasattr(type(env), "transform") and not list(env.state_spec.keys(True, True))
     return TorchRLLayout(
@@ -182,10 +176,8 @@ def _box(spec: Any, dtype: np.dtype[Any], what: str, mend: str) -> Space:
         return box(tuple(spec.shape), dtype)
     if isinstance(spec, Bounded):
         return box(tuple(spec.shape), dtype, spec.space.low.cpu().numpy(), spec.space.high.cpu().numpy())
-    raise TypeError(
-        f"{what} is {type(spec).__name__}, expected Bounded, Unbounded, Categorical, MultiCategorical, OneHot, "
-        f"MultiOneHot, Binary or, for observations, Composite: {mend}"
-    )
+    known = "Bounded, Unbounded, Categorical, MultiCategorical, OneHot, MultiOneHot, Binary"
+    raise TypeError(f"{what} is {type(spec).__name__}, expected {known} or, for observations, Composite: {mend}")
 
 
 def _numpy_dtype(spec: Any, name: str) -> np.dtype[Any]:
@@ -195,8 +187,6 @@ def _numpy_dtype(spec: Any, name: str) -> np.dtype[Any]:
             raise TypeError("its shape varies")
         return torch.empty(0, dtype=spec.dtype).numpy().dtype
     except (TypeError, AttributeError) as error:
-        raise TypeError(
-            f"the spec of {name!r} is {type(spec).__name__} of {getattr(spec, 'dtype', None)} "
-            f"{list(spec.shape)} ({error}), expected a fixed shape and a dtype that NumPy has: cast it or leave it out "
-            "with a transform"
-        ) from error
+        found = f"{type(spec).__name__} of {getattr(spec, 'dtype', None)} {list(spec.shape)} ({error})"
+        wanted = "a fixed shape and a dtype that NumPy has: cast it or leave it out with a transform"
+        raise TypeError(f"the spec of {name!r} is {found}, expected {wanted}") from error

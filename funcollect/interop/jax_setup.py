@@ -42,8 +42,8 @@ def notice_jax() -> None:
 def import_jax() -> Any:
     """Import JAX, set up for sharing a machine with Torch.
 
-    Before JAX makes its client, it can still be kept from preallocating the whole GPU and, unless the user has imported
-    it, made to dispatch synchronously on the CPU, where calls of small networks are then cheaper.
+    Until JAX makes its client, it can be kept from preallocating the whole GPU and, unless the user has imported it,
+    made to dispatch synchronously on the CPU, where calls of small networks are then cheaper.
     """
     first = "jax" not in sys.modules
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -74,10 +74,8 @@ def tracing(function: str) -> Iterator[None]:
         with own_generator():
             yield
     except (errors.ConcretizationTypeError, errors.TracerArrayConversionError) as error:
-        error.add_note(
-            f"{function} is traced by JAX, so values are not known in it: write jax.numpy.where, or jax.lax.cond, for "
-            "a branch, and jax.numpy instead of NumPy"
-        )
+        mend = "write jax.numpy.where, or jax.lax.cond, for a branch, and jax.numpy instead of NumPy"
+        error.add_note(f"{function} is traced by JAX, so values are not known in it: {mend}")
         raise
 
 

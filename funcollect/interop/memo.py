@@ -33,10 +33,9 @@ def memo_of(owner: Any) -> dict[Hashable, Any]:
         if memo is not None and memo.owner is reference:
             return memo
     except TypeError as error:
-        raise TypeError(
-            f"{type(owner).__name__} has no __dict__ or no __weakref__ (__slots__, or a NamedTuple), expected both, "
-            "since compiled programs are kept there: remove __slots__ from all its classes, or make it a dataclass"
-        ) from error
+        what = f"{type(owner).__name__} has no __dict__ or no __weakref__ (__slots__, or a NamedTuple), expected both"
+        mend = "remove __slots__ from all its classes, or make it a dataclass"
+        raise TypeError(f"{what}, since compiled programs are kept there: {mend}") from error
     with _LOCK:
         memo = attributes.get("_memo")
         if memo is None or memo.owner is not reference:

@@ -54,14 +54,18 @@ class memory_for:  # noqa: N801  (used as a function; a generator function costs
 
 def memory_error(error: RuntimeError, what: str) -> MemoryError | None:
     """A MemoryError that names `what` and the framework that lacks memory, if that is what the error is about."""
+    mend = ""
     if isinstance(error, torch.OutOfMemoryError):
-        lacking, mend = "Torch", _free_jax()
+        lacking, mend = "Torch", ", or keep JAX from reserving most of the GPU: set XLA_PYTHON_CLIENT_PREALLOCATE=false"
+        if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
+            mend = ", or let JAX give back what it frees: set XLA_PYTHON_CLIENT_ALLOCATOR=platform"
+        mend += " before JAX starts"
     elif "DefaultCPUAllocator" in str(error):  # for which Torch has no class of its own
-        lacking, mend = "this machine", ""
+        lacking = "this machine"
     elif "RESOURCE_EXHAUSTED" in str(error):
-        with_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        back = ", or give back what Torch keeps and does not use: torch.cuda.empty_cache()"
-        lacking, mend = "JAX", back if with_gpu else ""
+        lacking = "JAX"
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            mend = ", or give back what Torch keeps and does not use: torch.cuda.empty_cache()"
     else:
         return None
     return MemoryError(f"{lacking} has no memory for {what}{_holders()}: use fewer frames or environments{mend}")
@@ -77,13 +81,6 @@ def _holders() -> str:
         held["JAX"] = stats.get("pool_bytes", stats["bytes_in_use"])
     parts = [f"{name} {size / 2**30:.1f} GiB" for name, size in held.items()]
     return f" (of the GPU, {' and '.join(parts)} are held)" if parts else ""
-
-
-def _free_jax() -> str:
-    """The end of a message if Torch lacks memory: the setting that makes JAX reserve less."""
-    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
-        return ", or set XLA_PYTHON_CLIENT_ALLOCATOR=platform before JAX starts: it then gives back what it frees"
-    return ", or keep JAX from reserving most of the GPU: set XLA_PYTHON_CLIENT_PREALLOCATE=false before JAX starts"
 
 
 def complain_if(number: Tensor, is_wrong: Callable[[Any], bool], complain: Callable[[], None]) -> None:

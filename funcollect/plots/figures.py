@@ -44,12 +44,10 @@ def _axes(ax: Any, title: Any, label: Any, width: float, height: float) -> Axes:
     """Check the arguments of a plot, and return the axes that the user gives, or those of a new figure for None."""
     check_kind("title", title, str, "pass for example 'CartPole-v1'")
     check_kind("label", label, str, "pass for example 'seed 0'")
-    if ax is None:
-        return new_figure(width, height).add_subplot()
+    axes: Axes = new_figure(width, height).add_subplot() if ax is None else ax
     from matplotlib.axes import Axes
 
-    check_kind("ax", ax, Axes, "pass for example matplotlib.pyplot.subplots()[1]")
-    axes: Axes = ax
+    check_kind("ax", axes, Axes, "pass for example matplotlib.pyplot.subplots()[1]")
     return axes
 
 
@@ -73,19 +71,16 @@ def check_figure(path: FilePath) -> None:
 def returns(
     stats: Stats, *, window: int = 100, title: str = "", label: str = "", ax: Axes | None = None, path: File = None
 ) -> Figure:
-    """Plot episode returns over the frames of a run, with a rolling mean.
+    """Plot episode returns over the frames of a run, with the rolling mean of the last `window` episodes.
 
-    An episode is drawn where it ended: at the number of frames of its lane at that time, times the number of lanes.
+    `stats` are a run's episodes, or a list of those of its batches in order; with several players each has a curve. An
+    episode is drawn where it ended: at the number of frames of its lane at that time, times the number of lanes. The
+    number of episodes follows the `title`, such as the environment's id, unless the run has a `label`, its name in the
+    legend, or `ax` has other runs: Matplotlib's axes to draw several runs in one figure, None for a new one. `path` is
+    the file to save it in; its suffix names the format.
 
-    `stats` are a run's episodes, or a list of those of its batches in order; with several players each has a curve. The
-    rolling mean covers the last `window` episodes. The number of episodes follows the `title`, such as the
-    environment's id, unless the run has a `label`, its name in the legend, or `ax` has other runs: Matplotlib's axes to
-    draw several runs in one figure, None for a new one. `path` is the file to save it in; its suffix names the format.
-
-    Raises:
-        ImportError: if Matplotlib is not installed.
-        TypeError: if `stats` is something else, such as a batch, or another argument has another type.
-        ValueError: if `window` is below 1, or `stats` is an empty list.
+    Raises ImportError if Matplotlib is not installed, TypeError for `stats` of another type, such as a batch, and
+    ValueError for a `window` below 1 or an empty list.
 
     >>> import torch
     >>> from funcollect import EpisodeStats
@@ -157,8 +152,7 @@ def _frames(stats: EpisodeStats) -> npt.NDArray[Any]:
     for lane, length in zip(stats.lanes.tolist(), stats.lengths.tolist(), strict=True):
         of_lane[lane] += length
         frames.append(of_lane[lane])
-    lanes = {*of_lane, *(one.lane for one in stats.open_returns.values())}
-    return np.array(frames) * len(lanes)
+    return np.array(frames) * len({*of_lane, *(one.lane for one in stats.open_returns.values())})
 
 
 _COLORS = dict(zip(PARTS, ("C0", "C1", "C0", "C2", "C4", "C5", "C3", "C8", "0.85"), strict=True))
@@ -168,12 +162,8 @@ _BAR: dict[str, Any] = {"height": 0.6, "edgecolor": "white", "linewidth": 0.5}
 def profile(profile: Profile, *, title: str = "", ax: Axes | None = None, path: File = None) -> Figure:
     """Draw the parts of a frame's time as a bar, one for each timeline.
 
-    A dashed line shows the time with the bare environment and the bare policy and nothing else. `title` is followed by
-    the speed; `ax` and `path` are those of `returns`.
-
-    Raises:
-        ImportError: if Matplotlib is not installed.
-        TypeError: if `profile` is not the result of `funcollect.profile`, or another argument has another type.
+    A dashed line shows the time with the bare environment and the bare policy and nothing else. `profile` is the result
+    of `funcollect.profile`, `title` is followed by the speed; `ax`, `path` and the errors are those of `returns`.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=8)
@@ -213,14 +203,10 @@ def episode(batch: TensorDictBase, traj_id: int | None = None, *, path: File = N
     map. Actions, rewards and integers are drawn as steps. Pixel observations (at least two axes per frame) are omitted:
     use `frames`.
 
-    `batch` is ``[*B, T]`` with ``collector.traj_ids``, or the result of `split_trajectories`. `traj_id` names the
-    trajectory; None stands for the longest whole one, or the longest of all if none is whole. `path` is that of
-    `returns`.
-
-    Raises:
-        ImportError: if Matplotlib is not installed.
-        TypeError: if `batch` is not a TensorDict.
-        ValueError: if the batch lacks the id, a key, or any frames.
+    `batch` is a TensorDict ``[*B, T]`` with ``collector.traj_ids``, or the result of `split_trajectories`. `traj_id`
+    names the trajectory; None stands for the longest whole one, or the longest of all if none is whole. `path` is that
+    of `returns`. Raises ImportError if Matplotlib is not installed, TypeError for another type of batch, and ValueError
+    if it lacks the id, a key, or any frames.
 
     >>> import funcollect as fc
     >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, seed=0) as collector:
@@ -228,12 +214,11 @@ def episode(batch: TensorDictBase, traj_id: int | None = None, *, path: File = N
     >>> [axes.get_ylabel() for axes in figure.axes]
     ['observation', 'action', 'reward']
     """
-    trajectory = pick(batch, traj_id)
-    frames, first = trajectory.frames, trajectory.first_step
+    name, frames, observations, first = pick(batch, traj_id)
     for key in ("action", ("next", "reward")):
         if frames.get(key, None) is None:
             raise ValueError(f"the batch has no {key}, expected actions and rewards by the data contract")
-    leaves = {".".join(path): leaf for path, leaf in trajectory.observations.items() if leaf.ndim <= 2}  # [T + 1, ...]
+    leaves = {".".join(path): leaf for path, leaf in observations.items() if leaf.ndim <= 2}  # [T + 1, ...]
     leaves |= {"action": frames["action"], "reward": frames["next", "reward"]}  # [T, ...]
     figure = new_figure(8, 1.2 + 1.7 * len(leaves))
     every = figure.subplots(len(leaves), sharex=True, squeeze=False)[:, 0]
@@ -242,11 +227,10 @@ def episode(batch: TensorDictBase, traj_id: int | None = None, *, path: File = N
         steps = label in ("action", "reward") or not leaf.is_floating_point()
         axes.set_ylabel(label)
         _draw(figure, axes, values, first, steps=steps)
-    flags = {name: frames.get(("next", name), None) for name in ("terminated", "truncated")}
-    ended = " and ".join(name for name, flag in flags.items() if flag is not None and bool(flag[-1].any()))
-    total = "/".join(f"{value:.4g}" for value in frames["next", "reward"].double().sum(0).tolist())
-    what = f"{len(frames)} frames, return {total}, {ended or 'goes on'}"
-    every[0].set_title(f"trajectory {trajectory.traj_id}: {what}")
+    after = frames["next"]
+    ended = " and ".join(flag for flag in ("terminated", "truncated") if flag in after and after[flag][-1].any())
+    total = "/".join(f"{value:.4g}" for value in after["reward"].double().sum(0).tolist())
+    every[0].set_title(f"trajectory {name}: {len(frames)} frames, return {total}, {ended or 'goes on'}")
     every[-1].set(xlabel="step", xlim=(first, first + len(frames)))
     every[-1].locator_params(axis="x", integer=True)
     figure.align_ylabels(every)
@@ -294,18 +278,17 @@ def pick(batch: TensorDictBase, traj_id: int | None) -> Trajectory:
     batch = next_observations(batch)
     ids, step = require(batch, TRAJECTORY_IDS, tail=()), batch.get(STEP, None)
     mask, stays = batch.get(MASK, None), batch.get("done", None)
-    real = torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device) if mask is None else mask
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     real = real if stays is None else real & ~stays[..., 0]  # neither padding nor a lane that stays finished
     if not real.any():
         raise ValueError(f"the batch {list(batch.batch_size)} has no frames, expected one trajectory or more")
     present, place, counts = torch.unique(ids[real], return_inverse=True, return_counts=True)
     if traj_id is None:
-        begins, ends = torch.zeros_like(present), torch.zeros_like(present)
-        if step is not None:
-            begins.index_add_(0, place, (step[real] == 0).to(present.dtype))
-        if batch.get(("next", "done"), None) is not None:
-            ends.index_add_(0, place, ends_of(batch)[real].to(present.dtype))
-        whole = (begins > 0) & (ends > 0)
+        whole = torch.zeros_like(counts)
+        if step is not None and batch.get(("next", "done"), None) is not None:
+            marks = (step == 0)[real], ends_of(batch)[real]
+            begins, ends = (place[mark].bincount(minlength=len(present)).bool() for mark in marks)
+            whole = begins & ends
         traj_id = int(present[(counts + whole * ids.numel()).argmax()])
     chosen = (ids == traj_id) & real
     if not chosen.any():

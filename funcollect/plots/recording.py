@@ -26,7 +26,7 @@ from funcollect.envs.host.host_env import Camera
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.plots.figures import File, Trajectory, new_figure, pick, saved
-from funcollect.protocols import Env, Policy, RenderedEnv
+from funcollect.protocols import Env, Policy, RenderedEnv, Renderer
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
 from funcollect.tree import Path, as_path
@@ -48,13 +48,8 @@ def frames(
 
     A frame is ``[H, W]``, ``[H, W, C]`` with 1, 3 or 4 colors, or ``[3, H, W]``. Of a stack of frames,
     ``[stack, H, W]`` or ``[stack, H, W, C]``, the last one is shown. The dtype is uint8, or floating with values in
-    [0, 1]. `key` names the observation; None if only one consists of pictures. The other arguments are those of
-    `episode`.
-
-    Raises:
-        ImportError: if Matplotlib is not installed.
-        TypeError: if `batch` is not a TensorDict, or the pictures have another dtype.
-        ValueError: if the id or the key is not in the batch, or an observation does not consist of pictures.
+    [0, 1]. `key` names the observation; None if only one consists of pictures. The other arguments and the errors are
+    those of `episode`; TypeError also for pictures of another dtype, ValueError for a wrong key or observation.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -68,8 +63,7 @@ def frames(
     leaf = _pictorial(trajectory, key)
     shown = np.unique(np.linspace(0, len(leaf) - 1, min(count, len(leaf))).round().astype(int))
     pictures = _rgb(leaf[torch.from_numpy(shown)])
-    height, width = pictures.shape[1:3]
-    inches = min(2.0, 12 / len(shown))
+    inches, (height, width) = min(2.0, 12 / len(shown)), pictures.shape[1:3]
     figure = new_figure(inches * len(shown), inches * height / width + 0.3)
     every = figure.subplots(1, len(shown), squeeze=False)[0]
     for axes, picture, index in zip(every, pictures, shown, strict=True):
@@ -124,14 +118,11 @@ def _rgb(leaf: Tensor) -> npt.NDArray[np.uint8]:
 def video(
     batch: TensorDictBase, path: str | PathLike[str], traj_id: int | None = None, *, fps: float = 30, key: Key = None
 ) -> int:
-    """Save an episode's pixel observations, those of `frames`, as a film, and return the number of frames.
+    """Save an episode's pixel observations as a film, and return the number of frames: one more than it has steps.
 
-    That is the number of steps, plus one for the terminal observation. `path` names a GIF or an MP4 by its suffix; the
-    file is written only if all goes well. `fps` are frames per second. The other arguments are those of `frames`.
-
-    Raises:
-        ImportError: if imageio is not installed.
-        TypeError, ValueError: as for `frames`. ValueError also if the suffix is unknown, or `fps` is not positive.
+    `path` names a GIF or an MP4 by its suffix; the file is written only if all goes well. `fps` are frames per second.
+    The other arguments and the errors are those of `frames`, with imageio for Matplotlib; ValueError also for an
+    unknown suffix, or unless `fps` is positive.
 
     >>> import tempfile, torch
     >>> from tensordict import TensorDict
@@ -152,14 +143,11 @@ def video(
 def film(path: str | PathLike[str], fps: float) -> Iterator[Add]:
     """Open a film, and yield the function that adds a picture. An error in the block leaves no file."""
     target = check_film(path, fps)
-    import imageio.v2
-    import imageio.v3
-
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
     writer = _gif if target.suffix.lower() == ".gif" else _mp4
     try:
-        with writer(imageio, partial, fps) as add:
+        with writer(partial, fps) as add:
             yield add
         partial.replace(target)
     finally:
@@ -180,16 +168,20 @@ def check_film(path: str | PathLike[str], fps: float | None) -> FilePath:
 
 
 @contextmanager
-def _gif(imageio: Any, path: FilePath, fps: float) -> Iterator[Add]:
+def _gif(path: FilePath, fps: float) -> Iterator[Add]:
     """Open a GIF, whose frames last a multiple of 10 ms."""
+    from imageio.v3 import imopen
+
     duration = max(2, round(100 / fps)) * 10  # in milliseconds; viewers show shorter frames more slowly
-    with imageio.v3.imopen(path, "w", plugin="pillow") as file:
+    opened: Any = imopen(path, "w", plugin="pillow")
+    with opened as file:
         yield lambda picture: file.write(picture, duration=duration, loop=0)
 
 
 @contextmanager
-def _mp4(imageio: Any, path: FilePath, fps: float) -> Iterator[Add]:
+def _mp4(path: FilePath, fps: float) -> Iterator[Add]:
     """Open an MP4; an odd height or width gets one more row or column, as the pixel format requires."""
+    from imageio.v2 import get_writer
 
     def add(picture: Picture) -> None:
         height, width = picture.shape[:2]
@@ -201,7 +193,7 @@ def _mp4(imageio: Any, path: FilePath, fps: float) -> Iterator[Add]:
         finally:
             os.environ.pop(_NO_FORK) if before is None else os.environ.update({_NO_FORK: before})
 
-    file = imageio.v2.get_writer(path, format="FFMPEG", mode="I", fps=fps, macro_block_size=1)
+    file = get_writer(path, format="FFMPEG", mode="I", fps=fps, macro_block_size=1)
     try:
         yield add
     except BaseException:
@@ -223,16 +215,14 @@ def record(
     max_frames: int = 5_000,
     exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
 ) -> EpisodeStats:
-    """Film whole episodes of a policy as a GIF or an MP4.
+    """Film whole episodes of a policy as a GIF or an MP4; return statistics of those that ended.
 
     With the same seed, `evaluate` runs the same episodes. The film shows each episode from its reset on, so an
     episode has one picture more than it has steps. The file is written only if all goes well.
 
     Args:
         env: the environment; of several, the first is filmed, and all take steps. Gymnasium's have to render arrays:
-            ``make_env(id, render_mode="rgb_array")``. Those of gymnax, brax, MuJoCo Playground, jumanji and navix are
-            drawn by the renderers of these suites; a JAX environment of your own has a method ``renderer()``, a context
-            manager that yields an `envs.Renderer`.
+            ``make_env(id, render_mode="rgb_array")``; the guide to evaluation says what draws those in JAX.
         policy: the policy; of a population, the first member is filmed.
         path: the file; its suffix names the format. Save long films as MP4: a GIF is held in memory until its end.
         episodes: the number of episodes.
@@ -240,17 +230,11 @@ def record(
         params: parameters to act with; None for the policy's own.
         fps: frames per second; None for the value in the environment's metadata, or else 30. A GIF has at most 50.
         max_frames: the number of steps after which the film ends, even within an episode.
-        exploration_type: by default deterministic.
+        exploration_type: whether the policy samples.
 
-    Returns:
-        Statistics of the filmed episodes that ended.
-
-    Raises:
-        ImportError: if imageio, or a package that the suite draws with, is not installed.
-        TypeError: if the environment cannot be filmed.
-        ValueError: if the render mode is another, the suffix is unknown, or `fps` is not positive.
-        EnvError: if the environment or its renderer raises, for example because MuJoCo cannot render without OpenGL, or
-            if its suite has no renderer for it.
+    Raises ImportError if imageio, or a package that the suite draws with, is not installed; TypeError if `env` cannot
+    be filmed; ValueError if the render mode is another, the suffix is unknown, or `fps` is not positive; EnvError
+    if the environment or its renderer raises, for example because MuJoCo lacks OpenGL, or its suite cannot draw it.
 
     >>> import funcollect as fc, tempfile
     >>> env = fc.make_env("CartPole-v1", render_mode="rgb_array")
@@ -295,10 +279,9 @@ def _steps(
 def _filmed(
     env: Env, policy: Policy, seed: int | None
 ) -> Iterator[tuple[CollectorState, float | None, Callable[[CollectorState], Picture]]]:
-    """Open a run and what films it, of several environments the first; raises as `record` does.
+    """Open a run; yield its first state, the environment's own frames per second, and what draws a state's first lane.
 
-    Yields the first state, the frames per second that the environment recommends, and a function from a state to its
-    picture, [H, W, 3] uint8.
+    Raises as `record` does.
     """
     with ExitStack() as stack:
         state = init(env, policy, seed=seed)
@@ -307,8 +290,7 @@ def _filmed(
             with _rendering():
                 fps, draw = stack.enter_context(env.renderer())
         else:
-            camera = _camera(env, state)
-            fps, draw = camera.fps, lambda *_: camera.shoot()
+            fps, draw = _camera(env, state)
 
         def shoot(state: CollectorState) -> Picture:
             shown: Any = state.env_state
@@ -324,8 +306,8 @@ def _filmed(
         yield state, fps, shoot
 
 
-def _camera(env: Env, state: CollectorState) -> Camera:
-    """The camera of simulators that render arrays; TypeError or ValueError for any others."""
+def _camera(env: Env, state: CollectorState) -> Renderer:
+    """What draws simulators that render arrays; TypeError or ValueError for any others."""
     simulators = state.env_state.simulation.simulators if isinstance(state.env_state, SimulatorHandle) else None
     opened: Callable[[int], Camera] | None = getattr(simulators, "camera", None)
     if opened is None:
@@ -336,12 +318,11 @@ def _camera(env: Env, state: CollectorState) -> Camera:
         raise TypeError(f"{env} cannot be filmed, expected {known}: {mend}; plots.video saves pixel observations")
     camera = opened(0)
     if camera.mode != "rgb_array":
-        raise ValueError(
-            f"{env} has the render mode {camera.mode!r}, expected 'rgb_array': make it with "
-            "funcollect.make_env(…, render_mode='rgb_array'); on the command line, give your factory a parameter "
-            "render_mode, and pass it on"
-        )
-    return camera
+        what = f"{env} has the render mode {camera.mode!r}, expected 'rgb_array'"
+        mend = "make it with funcollect.make_env(…, render_mode='rgb_array')"
+        also = "on the command line, give your factory a parameter render_mode, and pass it on"
+        raise ValueError(f"{what}: {mend}; {also}")
+    return Renderer(camera.fps, lambda *_: camera.shoot())
 
 
 @contextmanager
@@ -352,7 +333,5 @@ def _rendering() -> Iterator[None]:
     except (EnvError, ImportError):
         raise
     except Exception as error:
-        raise EnvError(
-            f"render() raised {error!r}: without a display, MuJoCo needs OpenGL by EGL or OSMesa (install it, and set "
-            "MUJOCO_GL=egl or osmesa before Python starts)"
-        ) from error
+        what = f"render() raised {error!r}: without a display, MuJoCo needs OpenGL by EGL or OSMesa (install it"
+        raise EnvError(f"{what}, and set MUJOCO_GL=egl or osmesa before Python starts)") from error

@@ -97,10 +97,7 @@ class HostEnv(EnvDescription[Literal["host"]], Protocol):
 
     @property
     def running_statistics(self) -> tuple[str, ...]:
-        """The names of wrappers that normalise by statistics of their own, updated over episodes.
-
-        New simulators lack these statistics, so `evaluate` and `fork` raise an error for such an environment.
-        """
+        """The wrappers that normalise by statistics of their own; if there are any, `evaluate` and `fork` raise."""
 
     @property
     def primers(self) -> Mapping[Path, Tensor]:
@@ -115,10 +112,7 @@ class Simulators(Protocol):
 
     @property
     def observation(self) -> Mapping[Path, npt.NDArray[Any]]:
-        """The current observations by key, each [P, ...]: always the same arrays, into which all methods write.
-
-        `funcollect.envs.observation_rows` makes such arrays, aligned in memory, since Torch's results depend on that.
-        """
+        """The current observations [P, ...] by key, always the same arrays (`funcollect.envs.observation_rows`)."""
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
         """Start an episode in each of these k lanes, from its seed if it is not None."""
@@ -131,23 +125,6 @@ class Simulators(Protocol):
 
     def close(self) -> None:
         """Free the simulators."""
-
-
-@runtime_checkable
-class RenewedSimulators(Simulators, Protocol):
-    """Simulators that live in other processes, which may be lost: then `receive` and `reset` raise `EnvError`."""
-
-    def announce(self, lanes: Sequence[int], seeds: Sequence[int | None] | None, /) -> None:
-        """Take the seeds that `reset` will be given for these k lanes at the end of their episodes; None: no reset.
-
-        A next episode begins as soon as one ends, but until `reset`, `observation` has the last ones of the ended one.
-        """
-
-    def check_owner(self) -> None:
-        """Raise ClosedError in a process that was forked from the one that may use them."""
-
-    def renew(self) -> bool:
-        """Get ready for a reset of all lanes, also after a call that did not end; whether all lanes then need seeds."""
 
 
 @runtime_checkable
@@ -171,10 +148,7 @@ class SnapshotSimulators(Simulators, Protocol):
 
 @runtime_checkable
 class SavableSnapshots(SnapshotSimulators, Protocol):
-    """Simulators whose snapshots hold other objects than plain data, which `save` needs instead.
-
-    Plain data are nested lists, tuples, dicts and sets of numbers, strings, arrays and tensors.
-    """
+    """Simulators whose snapshots hold more than the plain data (numbers, strings, arrays, nested) that `save` needs."""
 
     def snapshot_data(self, snapshot: Any, /) -> Any:
         """Return a snapshot as plain data; TypeError, with the reason, if that is impossible."""

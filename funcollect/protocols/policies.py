@@ -111,10 +111,7 @@ class Policy(Protocol):
         """The noise to draw in advance for each lane and step, or None."""
 
     def init(self, key: Key, num_envs: int, /) -> Any:
-        """The policy's state at the start of a run: its recurrent state, or that of its random generator.
-
-        The loop brings tensors in it to the device of the observation.
-        """
+        """The state at the start of a run, recurrent or a generator's; loops bring it to the observation's device."""
 
     def prepare(self, params: Any, /) -> Any:
         """Check parameters (like `params`, a `state_dict`, or None for its own); return what the call takes."""

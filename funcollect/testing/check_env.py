@@ -44,9 +44,9 @@ _RESETS = 16  # the number of episodes per lane whose first observations are com
 def describes(trial: Trial) -> None:
     """The description is complete: backend, seeding, number of lanes, spaces and their leaves."""
     env = trial.env
-    for name, known in (("backend", Backend), ("seeding", Seeding), ("forking", Forking), ("starts", Starts)):
-        if (value := getattr(env, name, None)) not in (None, *get_args(known)):  # the backend decides which there are
-            raise FailedError(name, f"one of {get_args(known)}", repr(value), "set it to one of these")
+    for name, kind in (("backend", Backend), ("seeding", Seeding), ("forking", Forking), ("starts", Starts)):
+        if (value := getattr(env, name, None)) not in (None, *get_args(kind)):  # the backend decides which there are
+            raise FailedError(name, f"one of {get_args(kind)}", repr(value), "set it to one of these")
     check_num_envs(env.num_envs)
     leaves = env.observation_leaves, observation_leaves(env.observation_space)
     got, wanted = ([(leaf.path, leaf.shape) for leaf in each] for each in leaves)
@@ -198,16 +198,13 @@ def _watch_resets(env: Any) -> bool:
     """Notice calls of `reset` that come from `step`, its own or that of a wrapper; False unless it is Gymnasium's."""
     if not isinstance(env, gymnasium.Env):
         return False
-    raw, layers = env.unwrapped, [env]
-    while isinstance(layers[-1], gymnasium.Wrapper):
-        layers.append(layers[-1].env)
-    inner = raw.reset
+    raw, inner = env.unwrapped, env.unwrapped.reset
 
     def reset(*args: Any, **kwargs: Any) -> Any:
         for frame, _ in traceback.walk_stack(inspect.currentframe()):
             code = frame.f_code
             caller = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "step" and code.co_argcount else None
-            if any(caller is each for each in layers):
+            if isinstance(caller, gymnasium.Env) and caller.unwrapped is raw:
                 vars(raw)[_NOTICED] = True
         return inner(*args, **kwargs)
 
@@ -292,12 +289,12 @@ def lanes_alone(trial: Trial) -> None:
         raise NotApplicableError("pass an id, or single=: the same environment with num_envs=1")
     host, single = trial.env.backend == "host", replace(trial, env=trial.single)
     length = trial.steps if host else min(trial.steps, 20)  # after more, rounding errors may have grown
+    differs = bits_differ if host else trials.numbers_differ
     for lane in range(trial.lanes):
         first = api.init_lanes(single.env, trial.policy, seed=trial.seed, first_lane=lane, total_lanes=trial.lanes)
         with trials.freed(first) as state:
             _, alone = single.rollout(state, length)
-        got, differs = trial.batch[lane : lane + 1, :length], bits_differ if host else trials.numbers_differ
-        what = f"lane {lane} of the batch (here called lane 0)"
+        got, what = trial.batch[lane : lane + 1, :length], f"lane {lane} of the batch (here called lane 0)"
         expect_equal(got, alone, what, "the same lane by itself", differs=differs)
 
 
@@ -372,12 +369,11 @@ def check_env(env: Any, *, steps: int = 100, seed: int = 0, single: Env | None =
     `env` is an `Env`, or anything that `make_env` accepts, with its arguments, such as ``num_envs=3``: some checks need
     two lanes. An instance needs a spec, from which copies are made. Runs begin with `seed` and have `steps` steps; ends
     of episodes are checked only if some episodes end within them. `single` is the same environment with
-    ``num_envs=1``, which the lanes of a batch are compared with. By default it is made, if `env` is an id, a factory or
+    ``num_envs=1``, which the lanes of a batch are compared with; by default it is made, if `env` is an id, a factory or
     an instance of one of the base classes.
 
-    Raises:
-        CheckError: at the first check that fails, with the place, the expectation, the value and the fix.
-        TypeError, ValueError: if no environment can be made of the arguments.
+    Raises CheckError at the first check that fails, with the place, the expectation, the value and the fix; TypeError
+    or ValueError if no environment can be made of the arguments.
 
     >>> report = check_env("CartPole-v1", num_envs=3, steps=40)
     >>> "same_seed" in report.passed

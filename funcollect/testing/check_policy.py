@@ -22,7 +22,7 @@ from funcollect.core.evaluate_actions import evaluate_actions
 from funcollect.envs.registry import make_env
 from funcollect.interop.bridge import to_jax
 from funcollect.interop.memory import fixed
-from funcollect.keys import Key, draw_ahead, key_from_seed
+from funcollect.keys import draw_ahead, key_from_seed
 from funcollect.policies.as_policy import as_policy
 from funcollect.policies.checks import check_action
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
@@ -68,11 +68,6 @@ class PolicyTrial(trials.Trial):
         flat = {leaf.path: batch[leaf.path].flatten(0, 1) for leaf in self.env.observation_leaves}
         return [{path: rows[chosen] for path, rows in flat.items()} for chosen in picked]
 
-    @property
-    def key(self) -> Key:
-        """The key of the first run."""
-        return key_from_seed(self.seed)
-
     def query(
         self,
         rows: ObservationRows | None = None,
@@ -82,16 +77,16 @@ class PolicyTrial(trials.Trial):
         restart: Sequence[int] = (),  # the lanes that begin an episode before the last step
         lanes: Any = None,  # those of the noise, [N] int64
         policy_state: Any = None,  # by default that of a new run
-        key: Key | None = None,  # for the policy's state, and for the keys of a function that takes them
-        noise_key: Key | None = None,  # for the noise of a head; by default `key`
+        seed: int | None = None,  # of the policy's state, and of the keys of a function that takes them
+        noise_seed: int | None = None,  # of the noise of a head; by default `seed`
     ) -> PolicyOutput:
         """Call the policy on the same rows (by default the first set in `seen`), with the same noise at each step."""
-        key, spec = self.key if key is None else key, self.env.action_spec
+        key, spec = key_from_seed(self.seed if seed is None else seed), self.env.action_spec
         memory = {path: fixed(leaf.cpu()) for path, leaf in (self.seen[0] if rows is None else rows).items()}
         leaves = memory if self.policy.backend == "torch" else {path: leaf.numpy() for path, leaf in memory.items()}
         initial, noise = self.policy.init(key, self.count), self.policy.noise(spec)
         if noise is not None:
-            words = key if noise_key is None or noise.kind == "key" else noise_key
+            words = key if noise_seed is None or noise.kind == "key" else key_from_seed(noise_seed)
             drawn = draw_ahead(noise, words, np.arange(self.count) if lanes is None else lanes, 0, 1)
         inputs = ActorInputs(
             observation=assemble(self.env.observation_space, leaves),
@@ -152,7 +147,7 @@ def pure(trial: PolicyTrial) -> None:
     """It modifies neither its observation nor its own parameters and buffers, and remembers nothing by itself."""
     before, weights = trial.seen[0], own_weights(trial.policy)
     with torch.no_grad():
-        start = trial.policy.init(trial.key, trial.count)
+        start = trial.policy.init(key_from_seed(trial.seed), trial.count)
     first = trial.query(exploration_type=RANDOM, policy_state=copy.deepcopy(start))
     what = "the observation {} after the policy was called"
     _expect_unchanged(first.rows, before, what, "copy it before writing")
@@ -192,9 +187,8 @@ def deterministic(trial: PolicyTrial) -> None:
 def _seed_changes(trial: PolicyTrial, *, noise: bool) -> str:
     """The first row and key that change with the seed of the policy (and of its head, with `noise`); empty if none."""
     one = flatten(trial.query().columns)
-    for shift in range(1, 9):  # with few choices and rows, two seeds may draw the same
-        other = key_from_seed(trial.seed + shift)
-        two = flatten(trial.query(key=other, noise_key=other if noise else trial.key).columns)
+    for other in range(trial.seed + 1, trial.seed + 9):  # with few choices and rows, two seeds may draw the same
+        two = flatten(trial.query(seed=other, noise_seed=other if noise else trial.seed).columns)
         for path, column in one.items():
             if place := trials.first_row(numbers_differ(column, two[path])):
                 return f"row {place[1]}, {'.'.join(path)}"
@@ -280,7 +274,7 @@ def _scores(trial: PolicyTrial, batch: TensorDict) -> Tensor:
     given = to_jax(batch) if isinstance(policy, FunctionPolicy) else batch
     try:
         with torch.no_grad():
-            start = policy.init(trial.key, trial.lanes)
+            start = policy.init(key_from_seed(trial.seed), trial.lanes)
             now = evaluate_actions(policy, None, given, env=trial.env, policy_state=start)
     except TypeError as error:
         raise NotApplicableError(str(error)) from error
@@ -358,12 +352,7 @@ def check_policy(policy: Any, env: Any, *, steps: int = 40, seed: int = 0, **kwa
     """Check that a policy keeps the contract, in an environment that passes `check_env`; returns a report likewise.
 
     `policy` is a `Policy`, or anything that a collector accepts as one. Its weights are changed, and then restored.
-    `env` is an `Env`, or anything that `make_env` accepts, with its arguments, such as ``num_envs=3``. Runs begin with
-    `seed` and have `steps` steps; some episodes should end within them.
-
-    Raises:
-        CheckError: at the first check that fails, with the place, the expectation, the value and the fix.
-        TypeError, ValueError: if no policy or environment can be made of the arguments.
+    `env`, its arguments, `seed`, `steps` and the errors are those of `check_env`.
 
     >>> import torch, funcollect as fc
     >>> policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)

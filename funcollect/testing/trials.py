@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import pickle
 import random
@@ -27,8 +26,7 @@ from funcollect.protocols import Env, Policy
 from funcollect.tree import flatten
 
 Subject = TypeVar("Subject")
-# The report shows a check's name, the first line of its docstring, and the remark that it may return.
-Check = Callable[[Subject], str | None]
+Check = Callable[[Subject], str | None]  # a report shows its name, its docstring, and the remark that it may return
 _MENDS: dict[Any, str] = {}
 Differs = Callable[[Tensor, Tensor], Tensor]  # whether the rows of two tensors [P, T, ...] differ: [P, T] bool
 Shown = Tensor | str  # [P, T, ...], or a text that stands for each of them
@@ -100,7 +98,7 @@ def run_checks(label: str, checks: Sequence[Check[Subject]], subject: Subject) -
     """Call each check with the subject; CheckError at the first one that fails, or that raises any other error."""
     results: list[Result] = []
     for check in checks:
-        name, claim = check.__name__, (inspect.getdoc(check) or "").partition("\n")[0].rstrip(".")
+        name, claim = check.__name__, (check.__doc__ or "").partition("\n")[0].rstrip(".")
         try:
             note, applies = check(subject) or "", True
         except NotApplicableError as reason:
@@ -125,11 +123,8 @@ def to_tensor(leaf: Any) -> Tensor:
 
 def bits_differ(one: Tensor, two: Tensor) -> Tensor:
     """Whether the rows of two tensors [P, T, ...] have different bits: [P, T] bool."""
-    ours, theirs = (
-        leaf.detach().cpu().contiguous().unsqueeze(-1).view(torch.uint8).reshape(*leaf.shape[:2], -1)
-        for leaf in (one, two)
-    )
-    return (ours != theirs).any(-1)
+    ours, theirs = (leaf.detach().cpu().contiguous().unsqueeze(-1).view(torch.uint8) for leaf in (one, two))
+    return (ours != theirs).reshape(*one.shape[:2], -1).any(-1)
 
 
 def numbers_differ(one: Tensor, two: Tensor) -> Tensor:
@@ -205,7 +200,7 @@ class Trial:
 
     @property
     def third(self) -> int:
-        """A third of a run's steps. The checks use few lengths, since a traced loop is compiled for each."""
+        """A third of a run's steps: checks use few lengths, since a traced loop is compiled for each."""
         return self.steps // 3
 
     @cached_property
@@ -301,8 +296,8 @@ def batch_memory(trial: Trial) -> None:
         what, source = "the first batch after the second was collected", "the same batch when it was returned"
         expect_equal(first, kept, what, source, "copy what goes into a batch")
         batches = [kept, second.clone()]
-        for leaf in (*flatten(first).values(), *flatten(second).values()):
-            leaf.zero_()
+        first.zero_()
+        second.zero_()
         batches.append(trial.go_on(state, trial.third)[1])
     got, source = torch.cat(batches, 1), "the run whose batches were left alone"
     expect_equal(got, trial.batch[:, : got.shape[1]], "the run whose batches were zeroed", source)

@@ -19,7 +19,7 @@ from jumanji.environments.routing.snake.viewer import SnakeViewer
 from matplotlib import pyplot
 
 import funcollect as fc
-from funcollect.envs.jax_envs.physics import mujoco_renderer
+from funcollect.envs.jax_envs.instances import mujoco_renderer
 from funcollect.envs.jax_envs.suites import pixels_of
 from tests.support.envs.jax_counting import counting
 from tests.support.running import ROOT, in_soak

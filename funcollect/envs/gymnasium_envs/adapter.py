@@ -16,25 +16,8 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, OrderEnforcing, TimeLimit
 
-from funcollect.arguments import (
-    check_count,
-    check_flags,
-    check_keys,
-    check_not_given,
-    check_num_envs,
-    check_number,
-    check_positive,
-)
-from funcollect.envs.base import (
-    EnvBase,
-    built,
-    check_spaces,
-    has_time_limit,
-    import_extra,
-    refuse_foreign,
-    running_statistics,
-    with_time_limit,
-)
+from funcollect import arguments
+from funcollect.envs import base
 from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, check_lives, is_atari
 from funcollect.envs.gymnasium_envs.lanes import TAKEN, GymEnv, GymVectorEnv, Lanes, Made, over_vector, rebuild
 from funcollect.envs.host.host_env import Opener, OpenerOf, SimulatedEnv
@@ -69,63 +52,55 @@ def from_gymnasium(
     the episode after a lost life goes on with the next life (see `from_ale`), except in an `AsyncVectorEnv`.
 
     Args:
-        env: a registered id, an `EnvSpec`, a factory, an instance, a list of these (one per lane), or a `VectorEnv`
-            built with ``autoreset_mode=AutoresetMode.DISABLED``. An instance backs one state; another state over it is
-            rebuilt from its spec.
+        env: a registered id, an `EnvSpec`, a factory, an instance (which backs one state; others are rebuilt from its
+            spec), a list of these (one per lane), or a `VectorEnv` with ``autoreset_mode=AutoresetMode.DISABLED``.
         num_envs: P, made from one id, spec or factory; None for a single environment without a batch dimension.
         num_workers: the number of worker processes, each with a contiguous group of lanes; 0 for none. The data are the
-            same. Workers pay where a simulator's step takes long (`funcollect.explain` shows whether they do).
-            Factories and lambdas are sent by cloudpickle; instances cannot be sent.
+            same. The guide to many simulators says when they pay, what can be sent to them, and what a lost one means.
         parallel: True means one worker for each lane.
-        timeout: seconds after which a worker that has neither answered nor stepped a lane counts as hung; it may take
-            300 to make an environment. A worker that dies, hangs or raises ends the rollout; `recover`, or a
-            collector's next batch, starts another in its place.
+        timeout: seconds after which a worker that has neither answered nor stepped a lane counts as hung.
         info_keys: keys of `info` that a batch records under ``next.info``. Every step has to return them
             (`RecordEpisodeStatistics` returns ``episode`` at ends only: use `funcollect.episode_stats`).
         dtype: the dtype of floating observations in a batch; float32 by default.
         one_hot: discrete actions as one-hot int64 rows, TorchRL's encoding, instead of integers.
-        replayable: False keeps no actions of the current episodes (at most 128 MiB for each state), from which `fork`
-            and `save` replay them. Both then raise `ReplayError`, except ``save(…, episodes="restart")``.
+        replayable: False keeps no actions of the current episodes, from which `fork` and `save` replay them. Both then
+            raise `ReplayError`, except ``save(…, episodes="restart")``.
         **kwargs: for `gymnasium.make`, or for the factory.
 
-    Raises:
-        ValueError: for an unknown id, a count that does not fit, an instance given twice, spaces that differ between
-            lanes, a vector environment that resets itself, keys that collide with a batch's own, or
-            ``replayable=False`` for an Atari game.
-        TypeError: for anything else as `env`, and for spaces without arrays of fixed size.
+    Raises ValueError for an unknown id, a count that does not fit, an instance given twice, spaces that differ between
+    lanes, a vector environment that resets itself, keys that collide with a batch's own, or ``replayable=False`` for an
+    Atari game; TypeError for anything else as `env`, and for spaces without arrays of fixed size.
 
     >>> from_gymnasium("CartPole-v1", num_envs=8)
     HostEnv('CartPole-v1', num_envs=8)
     """
     refuse_removed(kwargs)
-    check_keys("info_keys", info_keys, "x_position")
-    check_flags(one_hot=one_hot, replayable=replayable)
+    arguments.check_keys("info_keys", info_keys, "x_position")
+    arguments.check_flags(one_hot=one_hot, replayable=replayable)
     first: Any = env
     workers, open_group = None, None
     opener: Opener
     if isinstance(env, VectorEnv):
         own = {"num_envs": num_envs, "parallel": parallel or None, "num_workers": num_workers or None}
         _refuse("a VectorEnv", **own, timeout=None if timeout == LaneWorkers.timeout else timeout, **kwargs)
-        num_envs, opener, limited = env.num_envs, over_vector(env), has_time_limit(env)
+        num_envs, opener, limited = env.num_envs, over_vector(env), base.has_time_limit(env)
         check_lives(env)
         label = f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__
         space, action_space = env.single_observation_space, env.single_action_space
     else:
-        sources = _sources_of(env, num_envs)
-        if num_envs is not None or (isinstance(env, Sequence) and not isinstance(env, str)):
-            num_envs = len(sources)
+        sources, num_envs = _sources_of(env, num_envs)
         workers = LaneWorkers.checked(len(sources), parallel=parallel, num_workers=num_workers, timeout=timeout)
         made, open_group = _made(sources, kwargs, in_workers=workers is not None)
         first, opener = made[0], WorkerLanes if workers else open_group(0, len(sources))
         # In workers, lanes with sources of their own are made there only.
         known = not workers or "max_episode_steps" in kwargs or all(source is sources[0] for source in sources)
-        limited = known and all(map(has_time_limit, made))
+        limited = known and all(map(base.has_time_limit, made))
         label = first.spec.id if first.spec is not None else type(first.unwrapped).__name__
         space, action_space = first.observation_space, first.action_space
     leaves = observation_leaves(space, dtype)
     if info_keys and any(leaf.path[0] == "info" for leaf in leaves):
         raise ValueError("the observation key 'info' collides with info_keys: rename it, or leave info_keys out")
-    statistics, atari = running_statistics(first), is_atari(first)
+    statistics, atari = base.running_statistics(first), is_atari(first)
     if atari and not replayable:
         raise ValueError("replayable=False was given for Atari games, which are copied by snapshots: leave it out")
     copying: Forking = "snapshot" if atari else "replay" if replayable else "none"
@@ -176,20 +151,17 @@ def from_ale(
     """A host environment over an Atari game, seeded by lane: a seeded reset reloads the game, which takes 90 ms.
 
     Observations are ``[stack, screen_size, screen_size]`` uint8, in colour with a last dimension of 3. Rewards are the
-    game's own. A frame repeats the last action with probability 0.25, as in Machado et al., 2018; pass 0.0 for the
-    games of Mnih et al., 2015.
+    game's own.
 
     Args:
         game: its name in ``ALE/<game>-v5``, such as ``"Pong"``.
         frame_skip: frames of the game per step; the action is held.
         noop_max: the largest number of frames without an action at the start of an episode; 0 for none.
-        screen_size: pixels in each direction.
-        stack: the number of screens in an observation.
         grayscale: whether colours are left out.
-        terminal_on_life_loss: whether an episode terminates when a life is lost, and not only when the game is over.
-            The next episode goes on with the next life, after a step without an action. A limit on frames and a reset
-            within a life begin another game.
-        repeat_action_probability: the probability that a frame repeats the last action, in [0, 1].
+        terminal_on_life_loss: whether an episode also terminates when a life is lost. The next one goes on with the
+            next life, after a step without an action; a limit on frames and a reset within a life begin another game.
+        repeat_action_probability: that a frame repeats the last action: 0.25 as in Machado et al., 2018, or for example
+            0.0 as in Mnih et al., 2015.
         max_episode_steps: steps after which an episode is truncated; the game itself truncates after 108,000 frames.
         **kwargs: for the game: `mode`, `difficulty`, `full_action_space`, `max_num_frames_per_episode`, and
             `render_mode`, ``"rgb_array"`` for `funcollect.record`.
@@ -201,23 +173,21 @@ def from_ale(
     >>> env, env.observation_space.shape, env.seeding
     (HostEnv('ALE/Pong-v5', num_envs=4), (4, 84, 84), 'lane')
     """
-    check_not_given("an Atari game", kwargs, _NOT_OURS)
-    import_extra("cv2", "opencv-python-headless", "envs")
+    arguments.check_not_given("an Atari game", kwargs, _NOT_OURS)
+    base.import_extra("cv2", "opencv-python-headless", "envs")
     screens = {"frame_skip": frame_skip, "screen_size": screen_size}
     for name, value in {**screens, "stack": stack}.items():
-        check_positive(name, value)
-    check_count("noop_max", noop_max)
-    check_number("repeat_action_probability", repeat_action_probability, most=1, example=0.25)
-    check_flags(grayscale=grayscale, terminal_on_life_loss=terminal_on_life_loss)
+        arguments.check_positive(name, value)
+    arguments.check_count("noop_max", noop_max)
+    arguments.check_number("repeat_action_probability", repeat_action_probability, most=1, example=0.25)
+    arguments.check_flags(grayscale=grayscale, terminal_on_life_loss=terminal_on_life_loss)
     lives = {"noop_max": noop_max, "terminal_on_life_loss": terminal_on_life_loss, "grayscale_obs": grayscale}
-    wrappers = [
-        AtariPreprocessing.wrapper_spec(**screens, **lives),
-        FrameStackObservation.wrapper_spec(stack_size=stack),
-    ]
+    wrappers = [AtariPreprocessing.wrapper_spec(**screens, **lives)]
+    wrappers.append(FrameStackObservation.wrapper_spec(stack_size=stack))
     if max_episode_steps is not None:
-        check_positive("max_episode_steps", max_episode_steps)
+        arguments.check_positive("max_episode_steps", max_episode_steps)
         wrappers.append(TimeLimit.wrapper_spec(max_episode_steps=max_episode_steps))
-    gymnasium.register_envs(import_extra("ale_py", "ale-py", "envs"))
+    gymnasium.register_envs(base.import_extra("ale_py", "ale-py", "envs"))
     try:
         spec = deepcopy(gymnasium.spec(f"ALE/{game}-v5"))
     except gymnasium.error.Error as error:
@@ -230,8 +200,8 @@ def from_ale(
     return from_gymnasium(spec, num_envs=num_envs, info_keys=info_keys, one_hot=one_hot, **workers, **kwargs)
 
 
-def _sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> list[EnvSource]:
-    """The source of each lane; ValueError for an empty list, a wrong count, or an instance given for two lanes."""
+def _sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> tuple[list[EnvSource], int | None]:
+    """The source of each lane, and P; ValueError for an empty list, a wrong count, or an instance for two lanes."""
     if isinstance(env, Sequence) and not isinstance(env, str):
         if not env:
             raise ValueError("the list of environments is empty: pass at least one")
@@ -240,13 +210,12 @@ def _sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> l
         instances = [id(one) for one in env if isinstance(one, gymnasium.Env)]
         if len(set(instances)) < len(instances):
             raise ValueError("the same environment instance is in the list twice: pass one instance per lane")
-        return list(env)
-    check_num_envs(num_envs)
+        return list(env), len(env)
+    arguments.check_num_envs(num_envs)
     if isinstance(env, gymnasium.Env) and (num_envs or 1) > 1:
-        raise ValueError(
-            f"num_envs is {num_envs}, but one environment instance was given: pass its id or a factory, or a list"
-        )
-    return [env] * (num_envs or 1)
+        mend = "pass its id or a factory, or a list"
+        raise ValueError(f"num_envs is {num_envs}, but one environment instance was given: {mend}")
+    return [env] * (num_envs or 1), num_envs and int(num_envs)
 
 
 def _made(sources: list[EnvSource], kwargs: dict[str, Any], *, in_workers: bool) -> tuple[list[GymEnv], OpenerOf]:
@@ -278,10 +247,8 @@ def _open_lanes(factories: Sequence[Callable[[], Any]], atari: bool, env: Simula
             made = factory()
             _check_lane(lane, made, env, atari)
             if id(made) in TAKEN or any(made.unwrapped is other.unwrapped for other in lanes):
-                raise ValueError(
-                    f"lane {lane}: the factory returned an environment that backs a lane already: build a new one at "
-                    "each call"
-                )
+                mend = "build a new one at each call"
+                raise ValueError(f"lane {lane}: the factory returned an environment that backs a lane already: {mend}")
             TAKEN[id(made)] = made
             lanes.append(made)
             SIGNS.count[0] += 1
@@ -298,19 +265,17 @@ def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = 
     """A function that makes the environment of one lane; a worker's needs no import of what registers an id."""
     if isinstance(source, gymnasium.Env):
         if in_worker:
-            raise ValueError(
-                f"num_workers, or parallel=True, was given with the instance {source}, which cannot move to another "
-                "process: pass its id or a factory"
-            )
+            what = f"num_workers, or parallel=True, was given with the instance {source}"
+            raise ValueError(f"{what}, which cannot move to another process: pass its id or a factory")
         _refuse("an environment instance", **kwargs)
         return Made(source, partial(rebuild, source))
     if isinstance(source, (str, EnvSpec)):
         return partial(_make, _spec_of(source) if in_worker and isinstance(source, str) else source, kwargs)
-    refuse_foreign(source)
+    base.refuse_foreign(source)
     if is_env(source):
         raise TypeError(f"the list of environments holds {source}, which has lanes of its own: pass it alone")
     name = type(source).__name__
-    if isinstance(source, EnvBase):
+    if isinstance(source, base.EnvBase):
         raise TypeError(
             f"{name} lacks what the constructor of its base class sets: call super().__init__(**kwargs) in its own, "
             "after it has set the spaces"
@@ -320,7 +285,7 @@ def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = 
             f"env is {name}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env or a list: pass one of "
             "these (an environment of a JAX suite goes to its adapter, such as funcollect.envs.from_gymnax)"
         )
-    return partial(built, *with_time_limit(source, kwargs))
+    return partial(base.built, *base.with_time_limit(source, kwargs))
 
 
 @contextlib.contextmanager
@@ -359,10 +324,9 @@ def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
     except TypeError as error:
         if not kwargs:
             raise
-        raise TypeError(
-            f"Gymnasium cannot make {name!r}: {error}; leave out the arguments that its constructor lacks, or "
-            "check the spelling of those that funcollect.envs.from_gymnasium documents, such as num_envs"
-        ) from error
+        what = f"Gymnasium cannot make {name!r}: {error}; leave out the arguments that its constructor lacks"
+        mend = "check the spelling of those that funcollect.envs.from_gymnasium documents, such as num_envs"
+        raise TypeError(f"{what}, or {mend}") from error
     if isinstance(env, TimeLimit) and isinstance(env.env, OrderEnforcing):
         env.env = env.env.env
     return env.env if isinstance(env, OrderEnforcing) else env
@@ -370,24 +334,21 @@ def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
 
 def _check_lane(lane: int, env: Any, first: GymEnv | SimulatedEnv, atari: bool) -> None:
     """Raise unless `env` is a Gymnasium environment with the spaces of the first lane's, and Atari if that is."""
-    refuse_foreign(env)
+    base.refuse_foreign(env)
     if not isinstance(env, gymnasium.Env):
-        raise TypeError(
-            f"lane {lane}: the factory returned {type(env).__name__}, expected a gymnasium.Env: return the environment"
-        )
-    check_spaces(env)
+        mend = "return the environment"
+        raise TypeError(f"lane {lane}: the factory returned {type(env).__name__}, expected a gymnasium.Env: {mend}")
+    base.check_spaces(env)
     for name in ("observation_space", "action_space"):
         own, wanted = getattr(env, name), getattr(first, name)
         if own != wanted:
             raise ValueError(f"lane {lane} has the {name} {own}, lane 0 has {wanted}: use equal spaces in one batch")
     if is_atari(env) != atari:
-        raise ValueError(
-            f"lane {lane} is {env}, lane 0 is {first}: put Atari games, which are seeded differently, in a "
-            "separate batch"
-        )
+        mend = "put Atari games, which are seeded differently, in a separate batch"
+        raise ValueError(f"lane {lane} is {env}, lane 0 is {first}: {mend}")
 
 
-def _refuse(what: str, **arguments: Any) -> None:
+def _refuse(what: str, **given: Any) -> None:
     """Raise ValueError for arguments other than None, which cannot be given with `what`, since it is built already."""
-    if given := [name for name, value in arguments.items() if value is not None]:
-        raise ValueError(f"{', '.join(given)} cannot be given with {what}, which is built already: leave it out")
+    if names := [name for name, value in given.items() if value is not None]:
+        raise ValueError(f"{', '.join(names)} cannot be given with {what}, which is built already: leave it out")

@@ -96,10 +96,9 @@ def check_lives(vector: Any) -> None:
     """Raise ValueError for a vector of Atari games that end episodes with lives: it begins other games then."""
     lanes = vector.unwrapped.envs if isinstance(vector.unwrapped, SyncVectorEnv) else ()
     if any(map(_ends_with_lives, itertools.chain.from_iterable(map(_layers, lanes)))):
-        raise ValueError(
-            f"{type(vector).__name__} holds Atari games with terminal_on_life_loss=True and restarts them at each lost "
-            "life, expected games that go on: pass the list of its functions"
-        )
+        what = f"{type(vector).__name__} holds Atari games with terminal_on_life_loss=True"
+        mend = "expected games that go on: pass the list of its functions"
+        raise ValueError(f"{what} and restarts them at each lost life, {mend}")
 
 
 def _ends_with_lives(env: GymEnv) -> bool:
@@ -232,10 +231,9 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
     def history(self) -> _History:
         """The history up to now, for `follow`."""
         if self._unfit is not None:
-            raise ReplayError(
-                f"the wrappers of {self.env} hold an object that cannot be copied ({self._unfit!r}): leave out the "
-                "wrapper, or continue without a fork: the state has not changed"
-            ) from self._unfit
+            what = f"the wrappers of {self.env} hold an object that cannot be copied ({self._unfit!r})"
+            mend = "leave out the wrapper, or continue without a fork: the state has not changed"
+            raise ReplayError(f"{what}: {mend}") from self._unfit
         machine = self.env.unwrapped.ale.cloneState(include_rng=True)  # type: ignore[attr-defined]
         return replace(self._history, since=[*self._calls], machine=machine)
 

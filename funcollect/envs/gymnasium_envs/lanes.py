@@ -18,17 +18,8 @@ from gymnasium.vector.async_vector_env import AsyncState
 from typing_extensions import override
 
 from funcollect.envs.base import autoreset_mode
-from funcollect.envs.host.host_env import (
-    ONWARD,
-    Camera,
-    Opener,
-    Rows,
-    SimulatedEnv,
-    SimulatorsBase,
-    batch_decoder,
-    call_of,
-    of_everyone,
-)
+from funcollect.envs.host import host_env
+from funcollect.envs.host.host_env import ONWARD, Camera, Opener, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.processes.system import SIGNS
@@ -70,10 +61,8 @@ def rebuild(env: Any) -> Any:
         reason = "it has no spec"
     except Exception as error:
         reason = repr(error)
-    raise InUseError(
-        f"{env} backs a state already and cannot be rebuilt ({reason}): pass an id or a factory, or a list of "
-        "factories, instead of an instance"
-    )
+    mend = "pass an id or a factory, or a list of factories, instead of an instance"
+    raise InUseError(f"{env} backs a state already and cannot be rebuilt ({reason}): {mend}")
 
 
 class _Numbers(dict[int, Any]):
@@ -202,7 +191,7 @@ class Lanes(SimulatorsBase):
 
     def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
         """Call a function with the environments of these lanes."""
-        return [call_of(self._first_lane + lane, function, self._envs[lane], args) for lane in lanes]
+        return [host_env.call_of(self._first_lane + lane, function, self._envs[lane], args) for lane in lanes]
 
     def camera(self, lane: int) -> Camera:
         """The camera of one lane, for `funcollect.record`."""
@@ -212,14 +201,14 @@ class Lanes(SimulatorsBase):
     @override
     def close(self) -> None:
         """Close every environment, then raise EnvError for the first one that could not be."""
-        failed: list[tuple[int, Exception]] = []
+        failed: dict[int, Exception] = {}
         for lane, env in enumerate(self._envs, self._first_lane):
             try:
                 env.close()
             except Exception as error:
-                failed.append((lane, error))
+                failed[lane] = error
             SIGNS.count[0] += 1
-        for lane, reason in failed:
+        for lane, reason in failed.items():
             raise EnvError(f"lane {lane}: close raised {reason!r}: correct that; the others are closed") from reason
 
 
@@ -241,15 +230,13 @@ def _bad_reset(where: str, answer: Any) -> EnvError:
 def _no_info_key(lane: int, key: str, info: Any) -> EnvError:
     if not isinstance(info, Mapping):
         return EnvError(f"lane {lane}: step returned the info {shown(info)}, expected a dict: return one")
-    return EnvError(
-        f"lane {lane}: step returned no info key {key!r}, which info_keys names: there are {sorted(map(str, info))}; "
-        "name one that every step returns"
-    )
+    mend = f"there are {sorted(map(str, info))}; name one that every step returns"
+    return EnvError(f"lane {lane}: step returned no info key {key!r}, which info_keys names: {mend}")
 
 
 def over_vector(vector: GymVectorEnv) -> Opener:
     """The opener over a vector environment; ValueError if that resets its lanes itself."""
-    if (mode := autoreset_mode(vector)) != AutoresetMode.DISABLED:
+    if (mode := autoreset_mode(vector)) != "DISABLED":
         mend = f"build {type(vector).__name__} with that argument, or pass the list of its functions"
         if vector.spec is not None:
             name, kind = vector.spec.id, "async" if isinstance(vector.unwrapped, AsyncVectorEnv) else "sync"
@@ -258,10 +245,8 @@ def over_vector(vector: GymVectorEnv) -> Opener:
                 f"num_envs={vector.num_envs}, vectorization_mode={kind!r}, "
                 'vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED})'
             )
-        raise ValueError(
-            f"the vector environment resets its lanes itself (autoreset_mode={getattr(mode, 'name', mode)}), expected "
-            f"autoreset_mode=AutoresetMode.DISABLED: {mend}"
-        )
+        what = f"the vector environment resets its lanes itself (autoreset_mode={mode})"
+        raise ValueError(f"{what}, expected autoreset_mode=AutoresetMode.DISABLED: {mend}")
     return partial(VectorLanes, Made(vector, partial(rebuild, vector)))
 
 
@@ -305,7 +290,7 @@ class VectorLanes(SimulatorsBase):
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
         actions, everyone = self._decode(action), len(lanes) == self._env.num_envs
-        actions = actions if everyone else of_everyone(actions, lanes, self._env.num_envs)
+        actions = actions if everyone else host_env.of_everyone(actions, lanes, self._env.num_envs)
         self._broken_off = True
         try:
             if not everyone and (over := self._ended & np.isin(np.arange(len(self._ended)), lanes, invert=True)).any():
@@ -331,10 +316,9 @@ class VectorLanes(SimulatorsBase):
         except (TypeError, ValueError):
             outcome = np.empty(0)
         if outcome.shape != (3, self._env.num_envs):
-            raise EnvError(
-                f"the vector environment: step returned {shown(answer, 120)} between observation and info, expected "
-                f"reward, terminated and truncated with {self._env.num_envs} values each: {_API}"
-            )
+            what = f"the vector environment: step returned {shown(answer, 120)} between observation and info"
+            wanted = f"reward, terminated and truncated with {self._env.num_envs} values each"
+            raise EnvError(f"{what}, expected {wanted}: {_API}")
         return outcome
 
     def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:

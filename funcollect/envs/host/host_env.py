@@ -51,8 +51,7 @@ NOT_RECORDED = (TypeError, ValueError, OverflowError, RuntimeError)  # of values
 def check_outcome(outcome: Outcome, lanes: Sequence[int]) -> None:
     """Raise EnvError for the first lane whose reward is no number, or whose flags are neither bools nor ints."""
     reward, terminated, truncated, _ = outcome
-    flags = {*map(type, terminated), *map(type, truncated)}
-    plain = flags <= _FLAGS and set(map(type, reward)) <= _NUMBERS
+    plain = {*map(type, terminated), *map(type, truncated)} <= _FLAGS and set(map(type, reward)) <= _NUMBERS
     if not plain and (error := _fault(outcome, lanes)):
         raise error
 
@@ -79,10 +78,8 @@ def _fault(outcome: Outcome, lanes: Sequence[int]) -> EnvError | None:
 
 def bad_info(key: str, values: Column, error: Exception) -> EnvError:
     """The EnvError for an info key whose values, one for each lane, are no arrays of one shape."""
-    return EnvError(
-        f"the info key {key!r} holds {type(values[0]).__name__} of varying shape or no number ({error}): "
-        "name keys that hold numbers or arrays of one shape"
-    )
+    what = f"the info key {key!r} holds {type(values[0]).__name__} of varying shape or no number ({error})"
+    return EnvError(f"{what}: name keys that hold numbers or arrays of one shape")
 
 
 def check_rewards(rewards: npt.NDArray[np.float32]) -> None:
@@ -90,20 +87,15 @@ def check_rewards(rewards: npt.NDArray[np.float32]) -> None:
     wrong = np.isnan(rewards)
     if wrong.any():
         step, lane = np.argwhere(wrong)[0].tolist()
-        raise EnvError(
-            f"lane {lane}, step {step} of this batch: the reward is NaN or None, expected a number: assert that in the "
-            f"environment's step, to see what it was computed from; {ONWARD}"
-        )
+        mend = f"assert that in the environment's step, to see what it was computed from; {ONWARD}"
+        raise EnvError(f"lane {lane}, step {step} of this batch: the reward is NaN or None, expected a number: {mend}")
 
 
 class HostEnvBase(EnvBase, ABC):
     """Subclass this with `open`, which makes the simulators (`funcollect.protocols.Simulators`).
 
-    The spaces, `num_envs` and the errors are the same as in `TorchEnvBase`.
-
-    Attributes:
-        seeding, forking, running_statistics, primers: see `HostEnv`.
-        info_keys: the keys of the infos that `receive` returns, in their order.
+    The spaces, `num_envs` and the errors are the same as in `TorchEnvBase`, the other attributes as in `HostEnv`;
+    `info_keys` are the keys of the infos that `receive` returns, in their order.
 
     >>> import gymnasium
     >>> import funcollect as fc
@@ -141,8 +133,7 @@ class HostEnvBase(EnvBase, ABC):
 def observation_rows(env: Env) -> dict[Path, npt.NDArray[Any]]:
     """New arrays of zeros for the current observations of all lanes: by key, [P, ...], aligned to 64 bytes.
 
-    Raises:
-        TypeError: for something that is no environment.
+    Raises TypeError for something that is no environment.
 
     >>> import funcollect as fc
     >>> {path: rows.shape for path, rows in observation_rows(fc.make_env("CartPole-v1", num_envs=3)).items()}
@@ -165,8 +156,7 @@ def call_of(lane: int, function: Callable[..., Any], env: Any, args: tuple[Any, 
 class SimulatorsBase(ABC):
     """Subclass this with `reset` and `step` for simulators that work in this process; `HostEnvBase` shows one.
 
-    Attributes:
-        observation: the current observations by key, each [P, ...], zeros at first: both methods write into it.
+    Both methods write into `observation`: the current observations by key, each [P, ...], zeros at first.
     """
 
     observation: Mapping[Path, npt.NDArray[Any]]
@@ -245,10 +235,9 @@ def of_everyone(action: Any, lanes: Sequence[int], num_envs: int) -> Any:
 
 
 class LeafRows:
-    """The current rows of one leaf, in `array` [P, *shape]; all methods raise EnvError for other shapes and dtypes.
+    """The current rows of one leaf, in `array` [P, *shape], which is aligned, since Torch's bits depend on that.
 
-    Torch's bits depend on the alignment of an input row, and NumPy's assignment broadcasts and truncates silently. So
-    the policy always reads the same 64-byte-aligned arrays, and the shape and dtype of every row are checked.
+    All methods raise EnvError for other shapes and dtypes: NumPy's assignment broadcasts and truncates silently.
     """
 
     def __init__(self, leaf: Leaf, array: Array, first_lane: int) -> None:
@@ -279,10 +268,9 @@ class LeafRows:
         dtype = self.leaf.dtype
         integers = {given.dtype.kind, dtype.kind} <= set("iub")
         if given.dtype not in self.dtypes and not (integers and (given.astype(dtype) == given).all()):
-            raise EnvError(
-                f"lane {self._first_lane + lane}: observation {self.leaf.name!r} has dtype {given.dtype}, "
-                f"its space wants {dtype}: correct the space's dtype or cast the observation"
-            )
+            what = f"lane {self._first_lane + lane}: observation {self.leaf.name!r} has dtype {given.dtype}"
+            mend = "correct the space's dtype or cast the observation"
+            raise EnvError(f"{what}, its space wants {dtype}: {mend}")
         self.array[lane] = given
 
     def _as_array(self, where: str, value: Any, shape: tuple[int, ...]) -> Array:
@@ -290,15 +278,12 @@ class LeafRows:
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise EnvError(
-                f"{where}: observation {self.leaf.name!r} is {type(value).__name__} and no array ({error}), "
-                f"its space wants {self.leaf.dtype} {self.leaf.shape}: correct the space or the observation"
-            ) from error
+            what = f"{where}: observation {self.leaf.name!r} is {type(value).__name__} and no array ({error})"
+            wanted = f"{self.leaf.dtype} {self.leaf.shape}"
+            raise EnvError(f"{what}, its space wants {wanted}: correct the space or the observation") from error
         if array.shape != shape:
-            raise EnvError(
-                f"{where}: observation {self.leaf.name!r} has shape {array.shape}, its space wants {shape}: correct "
-                "the space or the observation"
-            )
+            what = f"{where}: observation {self.leaf.name!r} has shape {array.shape}, its space wants {shape}"
+            raise EnvError(f"{what}: correct the space or the observation")
         return array
 
 
@@ -336,10 +321,9 @@ class Rows:
             return disassemble(self.space, observation)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             where = "the vector environment" if lane is None else f"lane {self._first_lane + lane}"
-            raise EnvError(
-                f"{where}: the observation is {_structure(observation)} and lacks the structure of its space, "
-                f"{_structure(getattr(self.space, 'spaces', None))} ({error!r}): return every one of these"
-            ) from error
+            found, wanted = map(_structure, (observation, getattr(self.space, "spaces", None)))
+            what = f"{where}: the observation is {found} and lacks the structure of its space, {wanted} ({error!r})"
+            raise EnvError(f"{what}: return every one of these") from error
 
 
 def _structure(observation: Any) -> str:

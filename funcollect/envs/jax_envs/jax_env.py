@@ -15,21 +15,14 @@ import numpy as np
 from gymnasium import spaces
 
 from funcollect.arguments import check_choice, check_keys, check_kind, check_num_envs, check_optional_positive
-from funcollect.envs.base import (
-    AdaptedEnv,
-    EnvBase,
-    box,
-    check_pure_functions,
-    checked_start,
-    checked_transition,
-    returned,
-)
+from funcollect.envs import base
+from funcollect.envs.base import AdaptedEnv, EnvBase, returned
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, tracing
 from funcollect.interop.memo import Variable, memo_of, set_since_use, variables_of
 from funcollect.messages import shown
 from funcollect.protocols import JaxEnv, Renderer, Starts, Transition
-from funcollect.specs import ActionSpec, Space, disassemble, observation_leaves
+from funcollect.specs import ActionSpec, Space, observation_leaves
 
 Reset = Callable[[Any, Any], tuple[Any, Any]]  # (uint32[2] key, params) -> (env_state, observation)
 Step = Callable[[Any, Any, Any, Any], Transition]  # (uint32[2] key, env_state, action, params) -> Transition
@@ -39,10 +32,8 @@ Open = Callable[[], AbstractContextManager[Renderer]]
 class JaxEnvBase(EnvBase, ABC):
     """Subclass this with `reset` and `step`, both pure functions of one lane that JAX can trace.
 
-    The attributes, `num_envs` and the errors are the same as in `TorchEnvBase`; `params` is a pytree of JAX arrays.
-
-    Attributes:
-        starts: ``"cached"`` starts every episode of a lane as its first one.
+    The attributes, `num_envs` and the errors are the same as in `TorchEnvBase`; `params` is a pytree of JAX arrays, and
+    ``starts="cached"`` starts every episode of a lane as its first one.
 
     >>> import gymnasium, jax, jax.numpy as jnp
     >>> import funcollect as fc
@@ -68,7 +59,7 @@ class JaxEnvBase(EnvBase, ABC):
 
     def __init__(self, num_envs: int | None = None) -> None:
         super().__init__(num_envs)
-        check_pure_functions(f"{type(self).__name__}.", self.reset, self.step)
+        base.check_pure_functions(f"{type(self).__name__}.", self.reset, self.step)
 
     @abstractmethod
     def reset(self, key: Any, params: Any, /) -> tuple[Any, Any]:
@@ -139,15 +130,12 @@ def from_functions(
         one_hot: in a batch, discrete actions are one-hot rows, TorchRL's encoding; `step` gets them as in the space.
         info_keys: the keys of `info` that a batch records under ``next.info``.
         starts: ``"cached"`` starts every episode of a lane as its first one: less work, and less variety.
-        params: the last argument of both functions, a pytree of arrays, or None. `set_env_params` changes them during
-            a run.
+        params: the last argument of both functions, a pytree of arrays, or None; `set_env_params` changes them.
         param_keys: the names of parameters that a batch records under ``env_params``, with dots between those of nodes.
         name: its name in messages.
 
-    Raises:
-        TypeError: for a `step` that returns something else.
-        EnvError: for results that do not fit each other or the spaces.
-        ValueError: for an option out of range.
+    Raises TypeError for a `step` that returns something else, EnvError for results that do not fit each other or the
+    spaces, and ValueError for an option out of range.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -162,7 +150,7 @@ def from_functions(
     JaxEnv('walk', num_envs=64)
     """
     check_kind("name", name, str, "pass for example 'walk'")
-    check_pure_functions("", reset, step)
+    base.check_pure_functions("", reset, step)
     common = (observation_space, action_space, num_envs, one_hot, info_keys, starts)
     facts = {"max_episode_steps": max_episode_steps, "params": params, "param_keys": param_keys}
     env = jax_env(name, reset, step, *common, **facts)
@@ -223,7 +211,7 @@ def _as_delivered(space: Space) -> Space:
         case spaces.MultiDiscrete() if changes:
             return spaces.MultiDiscrete(space.nvec, dtype.type, start=space.start)
         case spaces.Box() if changes:
-            return box(space.shape, dtype, space.low, space.high)
+            return base.box(space.shape, dtype, space.low, space.high)
     return space
 
 
@@ -245,9 +233,8 @@ def param_of(params: Any, name: str) -> Any:
         try:
             node = node[part] if isinstance(node, Mapping) else getattr(node, part)
         except (KeyError, AttributeError) as error:
-            raise ValueError(
-                f"param_keys has {name!r}, which the parameters {shown(params, 200)} lack: correct the name"
-            ) from error
+            what = f"param_keys has {name!r}, which the parameters {shown(params, 200)} lack"
+            raise ValueError(f"{what}: correct the name") from error
     return node
 
 
@@ -257,15 +244,12 @@ def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]
     def recorded(key: Any, env_state: Any, action: Any, params: Any) -> Transition:
         answer = step(key, env_state, action, params)
         if not isinstance(answer, tuple) or len(answer) not in (5, 6):
-            raise TypeError(
-                f"{label}: step returned {returned(answer)}, expected (env_state, observation, reward, terminated, "
-                "truncated), and info if there is any: return these"
-            )
+            wanted = "(env_state, observation, reward, terminated, truncated), and info if there is any: return these"
+            raise TypeError(f"{label}: step returned {returned(answer)}, expected {wanted}")
         transition = Transition(*answer)
         if missing := [name for name in info_keys if name not in transition.info]:
-            raise ValueError(
-                f"{label} has no info {missing}, expected some of {sorted(transition.info)}: correct info_keys"
-            )
+            mend = "correct info_keys"
+            raise ValueError(f"{label} has no info {missing}, expected some of {sorted(transition.info)}: {mend}")
         return transition._replace(info={name: transition.info[name] for name in info_keys})
 
     recorded.__wrapped__ = step  # type: ignore[attr-defined]  # for `inspect.unwrap`
@@ -276,7 +260,7 @@ def reset_lane(env: JaxEnv, key: Any, params: Any) -> tuple[Any, Any]:
     """Call the environment's `reset` within a JAX trace; EnvError unless it returns a state and an observation."""
     with tracing(f"reset of {env!r}"):
         answer = env.reset(key, params)
-    return checked_start(env, answer)
+    return base.checked_start(env, answer)
 
 
 def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -> Transition:
@@ -286,16 +270,15 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
         action = env.action_spec.from_one_hot(action, jnp).astype(jnp.int32)
     with tracing(f"step of {env!r}"):
         answer = env.step(key, env_state, action, params)
-    transition, converted = checked_transition(env, answer), {}
+    transition, converted = base.checked_transition(env, answer), {}
     for name in ("reward", "terminated", "truncated"):
         dtype, kind = (np.float32, np.floating) if name == "reward" else (bool, np.bool_)
         value = getattr(transition, name)
         try:
             array = jnp.asarray(value)
         except (TypeError, ValueError) as error:
-            raise EnvError(
-                f"the {name} that step of {env!r} returned is {returned(value)}, expected an array: return a number"
-            ) from error
+            what = f"the {name} that step of {env!r} returned is {returned(value)}, expected an array"
+            raise EnvError(f"{what}: return a number") from error
         if not (jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, kind)):
             wanted = "bool: compare, as in x > 2" if dtype is bool else "a number: reward comes before the two flags"
             raise EnvError(f"the {name} that step of {env!r} returned is {array.dtype}, expected {wanted}")
@@ -312,22 +295,13 @@ def check_functions(env: JaxEnv, params: Any) -> tuple[int, ...]:
     action = jax.ShapeDtypeStruct(env.action_spec.shape, dtype)
     moved = jax.eval_shape(partial(step_lane, env), key, begun[0], action, params)
     if difference := differing(begun[0], moved.env_state):
-        raise EnvError(
-            f"the state of {env!r} changes between reset and step: {difference}; a compiled loop wants the same "
-            "structure, shapes and dtypes at every step: cast or pad it"
-        )
+        wanted = "a compiled loop wants the same structure, shapes and dtypes at every step: cast or pad it"
+        raise EnvError(f"the state of {env!r} changes between reset and step: {difference}; {wanted}")
     for function, observation in (("reset", begun[1]), ("step", moved.observation)):
-        try:
-            leaves = list(zip(env.observation_leaves, disassemble(env.observation_space, observation), strict=True))
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EnvError(
-                f"the observation that {function} of {env!r} returned is {type(observation).__name__} and lacks the "
-                f"structure of its space {env.observation_space} ({error!r}): correct {function} or the space"
-            ) from error
-        for leaf, value in leaves:
+        source = f"that {function} of {env!r} returned"
+        for leaf, value in base.leaves_of(env, observation, f"the observation {source}"):
             wanted = f"{leaf.dtype} {list(leaf.shape)}, as its space has it"
-            name = f"observation {leaf.name!r} that {function}"
-            _check_leaf(f"{name} of {env!r} returned", value, wanted, leaf.shape, leaf.dtype)
+            _check_leaf(f"observation {leaf.name!r} {source}", value, wanted, leaf.shape, leaf.dtype)
     reward: tuple[int, ...] = tuple(moved.reward.shape)
     flag, number = ("bool []", (), np.dtype(bool)), ("a number [] or [players]", reward[:1], np.dtype(np.float64))
     for name, expected in (("terminated", flag), ("truncated", flag), ("reward", number)):
@@ -342,10 +316,8 @@ def _check_leaf(what: str, value: Any, expected: str, shape: tuple[int, ...], dt
     if fits and not (dtype.kind == "f" and jnp.issubdtype(given, jnp.floating)):
         fits = jnp.promote_types(given, dtype) == dtype
     if not fits:
-        raise EnvError(
-            f"the {what} is {_words(value)}, expected {expected}: both functions are for one lane, without a batch "
-            "dimension; correct the function or the space"
-        )
+        mend = "both functions are for one lane, without a batch dimension; correct the function or the space"
+        raise EnvError(f"the {what} is {_words(value)}, expected {expected}: {mend}")
 
 
 def differing(one: Any, other: Any) -> str:
@@ -370,10 +342,8 @@ def check_unchanged(env: JaxEnv) -> None:
         functions = inspect.unwrap(env.reset), inspect.unwrap(env.step)
         memo["read"] = [*_attributes_of(env), *itertools.chain.from_iterable(map(variables_of, functions))]
     if names := set_since_use(env, memo["read"]):
-        raise EnvError(
-            f"{env!r} reads {', '.join(names)}, set since it was compiled, which has no effect: pass changing values "
-            "in params (funcollect.set_env_params), or make another environment"
-        )
+        mend = "pass changing values in params (funcollect.set_env_params), or make another environment"
+        raise EnvError(f"{env!r} reads {', '.join(names)}, set since it was compiled, which has no effect: {mend}")
 
 
 def _attributes_of(env: JaxEnv) -> list[Variable]:

@@ -7,7 +7,6 @@ What draws their states, for `funcollect.record`, is imported on first use.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -67,10 +66,8 @@ def of_suite(suite: str, env: Any, kwargs: Mapping[str, Any]) -> tuple[str, Any]
                 raise ValueError(f"{suite} has no environment {env!r}, expected one of {known}: {guess}")
             return f"{suite}/{env}", make(env, **kwargs)
     if kwargs:
-        raise TypeError(
-            f"from_{suite} has no argument {', '.join(kwargs)} for an environment that is made already: pass its id, "
-            f"for which from_{suite} has more arguments, or check the spelling"
-        )
+        what = f"from_{suite} has no argument {', '.join(kwargs)} for an environment that is made already"
+        raise TypeError(f"{what}: pass its id, for which from_{suite} has more arguments, or check the spelling")
     _check_instance(suite, env, *members)
     return f"{suite}/{type(env).__name__}", env
 
@@ -96,16 +93,6 @@ def space_like(array: Any) -> Space:
     return box(array.shape, array.dtype)
 
 
-def copy_with(env: Any, wrapped: str, change: Callable[[Any], None]) -> Any:
-    """A copy of a suite's environment, changed under its wrappers, which hold it as `wrapped`: for one trace."""
-    copied = copy.copy(env)
-    if wrapped in vars(env):
-        setattr(copied, wrapped, copy_with(getattr(env, wrapped), wrapped, change))
-    else:
-        change(copied)
-    return copied
-
-
 def pixels_of(figure: Any, dpi: float) -> npt.NDArray[np.uint8]:
     """Draw a figure of Matplotlib's at `dpi` dots per inch, whatever backend is set: [H, W, 3] uint8."""
     agg = import_extra("matplotlib.backends.backend_agg", "Matplotlib", "viz")
@@ -129,16 +116,9 @@ def from_functional(
 ) -> FunctionsEnv:
     """A JAX environment over a `FuncEnv`, whose `terminal` is a termination; it never truncates by itself.
 
-    As in Gymnasium's own wrapper, one key serves all functions of a step.
-
-    Args:
-        env: a `FuncEnv` instance, whose functions JAX can trace.
-        params: the last argument of its functions; by default their own.
-        info_keys: the keys of `transition_info` that a batch records under ``next.info``.
-        num_envs, max_episode_steps, one_hot, starts: see `from_functions`.
-
-    Raises:
-        TypeError: for something that is no `FuncEnv`; `from_functions` has the errors of its functions.
+    As in Gymnasium's own wrapper, one key serves all functions of a step. `params` are the last argument of all
+    functions, by default their own; `info_keys` are keys of `transition_info`. See `from_functions` for the other
+    arguments and the errors of the functions; TypeError for something that is no `FuncEnv`.
 
     >>> from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
     >>> from_functional(CartPoleFunctional(), num_envs=64, max_episode_steps=500)
@@ -180,17 +160,12 @@ def from_gymnax(
     Most of gymnax's environments stop gradients at each step; those that can let them pass do, such as Pendulum of its
     releases 1.x.
 
-    Args:
-        env: an id such as ``"CartPole-v1"``, or an instance.
-        params: the environment's parameters instead of its defaults. `set_env_params` changes them during a run.
-        info_keys: the keys of gymnax's `info`, such as ``"discount"``, that a batch records under ``next.info``.
-        **kwargs: for `gymnax.make`.
-        num_envs, one_hot, starts, param_keys: see `from_functions`.
+    `env` is an id such as ``"CartPole-v1"``, with `kwargs` for `gymnax.make`, or an instance. `params` replace its
+    default parameters, `set_env_params` changes them during a run, and `info_keys` are keys of gymnax's `info`, such as
+    ``"discount"``. See `from_functions` for the other arguments.
 
-    Raises:
-        ImportError: if the suite's package is not installed.
-        ValueError: for an unknown id, or an option out of range.
-        TypeError: for something else as `env`, or an argument that the suite does not take.
+    Raises ImportError if the suite's package is not installed, ValueError for an unknown id or an option out of range,
+    and TypeError for something else as `env`, or an argument that the suite does not take.
 
     >>> from_gymnax("CartPole-v1", num_envs=64)
     JaxEnv('gymnax/CartPole-v1', num_envs=64)
@@ -235,9 +210,8 @@ def _space(given: Any, delivered: Any = None) -> Space:
             return spaces.Dict({name: _space(child, delivered and delivered[name]) for name, child in children})
         case "Tuple":
             return spaces.Tuple([_space(child, delivered and delivered[i]) for i, child in enumerate(given.spaces)])
-    raise TypeError(
-        f"the space {given!r} of gymnax has no counterpart in Gymnasium: expected Discrete, Box, Dict, Tuple"
-    )
+    known = "Discrete, Box, Dict, Tuple"
+    raise TypeError(f"the space {given!r} of gymnax has no counterpart in Gymnasium: expected {known}")
 
 
 @contextmanager
@@ -254,11 +228,10 @@ def _gymnax_renderer(raw: Any, own: Any) -> Iterator[Renderer]:
         visualizer.ax.clear()
         visualizer.init()  # at every picture, since goals differ between episodes and are drawn here only
         if not hasattr(visualizer, "im"):
-            raise EnvError(
-                f"gymnax has no renderer for {raw.name}, expected an environment that gymnax.visualize.Visualizer "
-                "draws, such as those of classic control and MinAtar: film one of these, or plot observations with "
-                "plots.episode"
-            )
+            known = "an environment that gymnax.visualize.Visualizer draws"
+            mend = "film one of these, or plot observations with plots.episode"
+            what = f"gymnax has no renderer for {raw.name}, expected {known}"
+            raise EnvError(f"{what}, such as those of classic control and MinAtar: {mend}")
         visualizer.update(step)  # also writes the step into the title
         return pixels_of(visualizer.fig, _GYMNAX_DPI)
 
@@ -279,13 +252,9 @@ def from_navix(
 ) -> FunctionsEnv:
     """A JAX environment over navix's, without its autoreset, which would spend a step on each reset.
 
-    Args:
-        env: an id such as ``"Navix-Empty-8x8-v0"``, or an instance.
-        info_keys: the keys of the time step's `info`, such as ``"return"``, that a batch records under ``next.info``.
-        **kwargs: for `navix.make`, such as `max_steps`, after which an episode is truncated (default: 100).
-        num_envs, one_hot, starts: see `from_functions`; with ``starts="cached"`` a lane keeps its grid.
-
-    Raises the errors of `from_gymnax`.
+    `info_keys` are keys of the time step's `info`, such as ``"return"``; `kwargs` are for `navix.make`, such as
+    `max_steps`, after which an episode is truncated (default: 100). See `from_gymnax` for the other arguments and the
+    errors; with ``starts="cached"`` a lane keeps its grid.
 
     >>> from_navix("Navix-Empty-8x8-v0", num_envs=64)
     JaxEnv('navix/Navix-Empty-8x8-v0', num_envs=64)
@@ -327,12 +296,8 @@ def from_pgx(
     The observation is what the player whose turn it is sees: a dict of ``observation``, ``action_mask`` (the legal
     actions) and, for several players, ``current_player``. Their rewards are ``next.reward`` [*B, T, players].
 
-    Args:
-        env: an id such as ``"go_9x9"``, or an instance.
-        max_episode_steps: steps after which a game is truncated; None for no limit, and some games never end.
-        num_envs, one_hot: see `from_functions`.
-
-    Raises the errors of `from_gymnax`.
+    `max_episode_steps` are the steps after which a game is truncated; None for no limit, and some games never end. See
+    `from_gymnax` for the other arguments and the errors.
 
     >>> from_pgx("tic_tac_toe", num_envs=64)
     JaxEnv('pgx/tic_tac_toe', num_envs=64)

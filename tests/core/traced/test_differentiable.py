@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from torch import nn
 
 import funcollect as fc
+from funcollect.envs.jax_envs.instances import from_brax
 from funcollect.envs.jax_envs.jax_env import from_functions
-from funcollect.envs.jax_envs.physics import from_brax
 from funcollect.interop.memo import memo_of
 from tests.support.cases import Recurrent
 from tests.support.running import SCALE
