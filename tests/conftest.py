@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.running import RAY, STORE
 from tests.support.selection import (  # noqa: F401
     pytest_collection_modifyitems,
-    pytest_ignore_collect,
+    pytest_make_collect_report,
     pytest_report_collectionfinish,
 )
 

@@ -7,7 +7,6 @@ import sys
 import time
 from collections import OrderedDict
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -54,30 +53,29 @@ def test_a_killed_run_continues_bit_for_bit(kind, tmp_path):
     assert dict(lines) == whole
 
 
-def parts():
-    torch.manual_seed(0)
+@pytest.fixture
+def own():
     module = nn.Linear(4, 2)
-    optimizer = torch.optim.Adam(module.parameters())
     policy = fc.torch_policy(module, head=fc.heads.categorical)
-    collector = fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=20, seed=0)
     buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100), batch_size=4)
-    return {"collector": collector, "buffer": buffer, "policy": module, "optimizer": optimizer}
+    with fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=20, seed=0) as collector:
+        optimizer = torch.optim.Adam(module.parameters())
+        yield {"collector": collector, "buffer": buffer, "policy": module, "optimizer": optimizer}
 
 
-def worked(parts):
+def work(parts):
     batch = next(parts["collector"])
     parts["buffer"].extend(batch)
     parts["policy"](batch["observation"]).square().mean().backward()
     parts["optimizer"].step()
-    return batch
 
 
-def test_the_latest_are_kept_and_any_of_them_can_be_restored(tmp_path):
-    own, checkpoint = parts(), fc.Checkpoint(tmp_path / "runs", keep=2)
+def test_the_latest_are_kept_and_any_of_them_can_be_restored(own, tmp_path):
+    checkpoint = fc.Checkpoint(tmp_path / "runs", keep=2)
     assert checkpoint.latest() is None
     weights = {}
     for step in (1, 20, 300):
-        worked(own)
+        work(own)
         weights[step] = own["policy"].weight.clone()
         checkpoint.save(step, **own, best=float(step), names=["a", None], rows=torch.arange(3), nested={"x": (1, 2)})
     assert checkpoint.steps() == [20, 300]
@@ -89,7 +87,6 @@ def test_the_latest_are_kept_and_any_of_them_can_be_restored(tmp_path):
         assert values["nested"] == {"x": (1, 2)}
         assert len(own["buffer"]) == own["collector"].frames
     assert checkpoint.restore()["best"] == 300
-    own["collector"].shutdown()
 
 
 def test_episodes_that_were_unfinished_are_counted_in_full(tmp_path):
@@ -126,7 +123,6 @@ def test_items_that_only_code_could_read_are_refused(tmp_path):
     assert_same(buffer[0], frame)
     assert buffer[1] == plain[1]
     for wrong, words in (
-        (np.ones(2), "array([1., 1.]) (ndarray)"),
         ({"deep": (1, frame)}, "(TensorDict)"),
         (TensorDict({"x": torch.zeros(2), "name": "x"}, [2]), "(NonTensorData)"),
         (frozenset(), "frozenset()"),
@@ -135,15 +131,7 @@ def test_items_that_only_code_could_read_are_refused(tmp_path):
         other.extend([1, wrong])
         with refused(TypeError, ("item 1 of the ListStorage holds", words, "without running code: store such items")):
             checkpoint.save(2, buffer=other)
-        other.dumps(tmp_path / "alone")
-        other.loads(tmp_path / "alone", allow_pickle=True)
         assert checkpoint.steps() == [1]
-
-
-def rows_written(directory):
-    """The number of files of rows in a checkpoint that are not links, and of those that are."""
-    links = [path.stat().st_nlink > 1 for path in directory.glob("buffer/v*/rows-*.bin")]
-    return links.count(False), links.count(True)
 
 
 def test_a_buffer_is_saved_by_links_to_the_latest_checkpoint_that_has_it_and_old_ones_are_deleted(
@@ -153,6 +141,11 @@ def test_a_buffer_is_saved_by_links_to_the_latest_checkpoint_that_has_it_and_old
 
     def extend():
         buffer.extend(TensorDict({"x": torch.arange(2)}, [2]))
+
+    def rows_written(step):
+        """The number of files of rows in a checkpoint that are not links, and of those that are."""
+        links = [path.stat().st_nlink > 1 for path in tmp_path.glob(f"step-{step}/buffer/v*/rows-*.bin")]
+        return links.count(False), links.count(True)
 
     def disk_full(path):
         raise OSError("full")
@@ -166,10 +159,10 @@ def test_a_buffer_is_saved_by_links_to_the_latest_checkpoint_that_has_it_and_old
         with pytest.raises(OSError, match="full"):
             checkpoint.save(3, buffer=buffer)
     checkpoint.save(3, buffer=buffer)
-    assert rows_written(tmp_path / "step-3") == (2, 2)
+    assert rows_written(3) == (2, 2)
     next((tmp_path / "step-3").glob("buffer/v0/rows-*.bin")).unlink()
     checkpoint.save(4, buffer=buffer)
-    assert rows_written(tmp_path / "step-4") == (4, 0)
+    assert rows_written(4) == (4, 0)
     checkpoint.restore(buffer=buffer)
     assert buffer[:]["x"].tolist() == [0, 1, 0, 1]
     checkpoint.keep = 1
@@ -195,17 +188,15 @@ def test_groups_and_trees_are_restored_as_they_were(tmp_path):
     checkpoint.restore(policy={"actor": actor, "critic": critic}, optimizer=optimizers)
     assert torch.equal(actor.weight, kept[0])
     assert torch.equal(critic.running_mean, kept[1])
-    tree = {"w": torch.ones(2), "deep": [torch.zeros(3), 4]}
+    tree, other = {"w": torch.ones(2), "deep": [torch.zeros(3), 4]}, {"deep": [torch.ones(3), 0]}
     checkpoint.save(1, policy=tree)
-    restored = checkpoint.restore(policy={"w": torch.zeros(2), "deep": [torch.ones(3), 0]})["policy"]
+    restored = checkpoint.restore(policy={"w": torch.zeros(2), **other})["policy"]
     assert torch.equal(restored["w"], tree["w"])
     assert restored["deep"][1] == 4
-    for other, words in (
-        ({"v": torch.zeros(2), "deep": [torch.ones(3), 0]}, ("policy differs", "v is", "was not there")),
-        ({"w": torch.zeros(2, dtype=torch.int64), "deep": [torch.ones(3), 0]}, ("policy differs", "int64")),
-    ):
-        with refused(ValueError, words):
-            checkpoint.restore(policy=other)
+    with refused(ValueError, "policy differs … v is … was not there"):
+        checkpoint.restore(policy={"v": torch.zeros(2), **other})
+    with refused(ValueError, "policy differs … int64"):
+        checkpoint.restore(policy={"w": torch.zeros(2, dtype=torch.int64), **other})
 
 
 def test_tensors_that_require_gradients_are_restored_in_place(tmp_path):
@@ -229,11 +220,11 @@ def test_tensors_that_require_gradients_are_restored_in_place(tmp_path):
     assert train(restored) == wanted
 
 
-def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
-    own, checkpoint = parts(), fc.Checkpoint(tmp_path)
-    worked(own)
+def test_what_does_not_fit_is_refused_before_anything_changes(own, tmp_path):
+    checkpoint = fc.Checkpoint(tmp_path)
+    work(own)
     checkpoint.save(5, policy=own["policy"], optimizer=own["optimizer"], collector=own["collector"])
-    worked(own)
+    work(own)
     before = own["policy"].weight.clone()
     large, twin = nn.Linear(4, 3), nn.Linear(4, 2, bias=False)
     both = {"policy": own["policy"], "optimizer": torch.optim.SGD(twin.parameters(), 1)}
@@ -242,7 +233,6 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
         (both, ValueError, ("optimizer", "class is")),
         ({"optimizer": torch.optim.Adam(twin.parameters())}, ValueError, ("parameters of group 0",)),
         ({"optimizer": torch.optim.AdamW(own["policy"].parameters())}, ValueError, ("class is 'AdamW'",)),
-        ({"policy": {"net": own["policy"]}}, ValueError, ("policy differs",)),
         ({"policy": own["policy"], "buffer": own["buffer"]}, FileNotFoundError, ("has no buffer",)),
         ({"policy": own["policy"], "step": 4}, FileNotFoundError, ("[5], expected 4",)),
         ({"collector": own["collector"], "episodes": "x"}, ValueError, ("episodes is 'x'",)),
@@ -265,4 +255,3 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
         fc.Checkpoint(tmp_path / "none").restore()
     with refused(ValueError, ("keep is 0",)):
         fc.Checkpoint(tmp_path, keep=0)
-    own["collector"].shutdown()

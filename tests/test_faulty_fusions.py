@@ -55,19 +55,12 @@ assert "jaxlib" not in str(fc.explain(env, fc.random_policy(env)))
 """
 
 
-def run_alone(program: str) -> None:
-    """Run a program in a new process, without XLA's flags and on the CPU."""
+@pytest.mark.parametrize("program", [PROGRAMS, WARNED], ids=["right numbers", "one warning"])
+def test_a_program_of_its_own(program):
+    """In a new process, without XLA's flags and on the CPU."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_installed_jaxlib_computes_right_numbers() -> None:
-    run_alone(PROGRAMS)
-
-
-def test_one_warning_and_explain_report_a_faulty_jaxlib() -> None:
-    run_alone(WARNED)
 
 
 FAULTY = ("0.10.2", "0.11.0", "0.11.0rc1", "0.10.2.dev20260101")
@@ -84,8 +77,8 @@ CASES += [
 
 @pytest.mark.parametrize(("version", "has_client", "flags", "said", "after"), CASES)
 def test_the_fusions_of_a_faulty_jaxlib_are_turned_off_and_nothing_else_is(
-    version: str | None, has_client: bool, flags: str, said: str | None, after: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    version, has_client, flags, said, after, monkeypatch
+):
     monkeypatch.setattr(faulty_fusions, "_jaxlib_version", lambda: version)
     monkeypatch.setattr(faulty_fusions, "_has_client", lambda: has_client)
     monkeypatch.setenv("XLA_FLAGS", flags)
@@ -94,7 +87,7 @@ def test_the_fusions_of_a_faulty_jaxlib_are_turned_off_and_nothing_else_is(
     assert os.environ["XLA_FLAGS"] == after
 
 
-def test_no_faulty_version_is_installed_with_the_library() -> None:
+def test_no_faulty_version_is_installed_with_the_library():
     project = tomllib.loads((Path(faulty_fusions.__file__).parents[1] / "pyproject.toml").read_text())["project"]
     needed = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}
     for version in ("0.10.2", "0.11.0"):

@@ -32,7 +32,7 @@ PINNED = {
 _CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 
 
-def _pinned(name: str) -> str:
+def _pinned(name):
     """The version of a package in constraints.txt, for Python 3.11."""
     lines = re.findall(rf"^{name}==(\S+?)(?:; (.*))?$", _CONSTRAINTS.read_text(), re.M)
     return next(number for number, marker in lines if ">=" not in marker)
@@ -45,8 +45,8 @@ if sys.version_info[:2] == (3, 11) and all(
 
     @pytest.mark.filterwarnings("ignore:Brax System:UserWarning")
     @pytest.mark.parametrize("name", [name for name in RUNS if name != "ray"])
-    def test_the_same_keys_integers_and_flags(name: str) -> None:
+    def test_the_same_keys_integers_and_flags(name):
         assert exact(RUNS[name]()) == PINNED[name]
 
-    def test_the_same_over_ray(ray_cluster: object) -> None:
+    def test_the_same_over_ray(ray_cluster):
         assert exact(RUNS["ray"]()) == PINNED["ray"]

@@ -1,24 +1,21 @@
 """Blocks that Ctrl-C does not interrupt."""
 
-from __future__ import annotations
-
 import signal
 import threading
-from typing import Any
 
 import pytest
 
 from funcollect.interrupts import Uninterrupted
 
 
-def press_ctrl_c_inside(reached: list[str]) -> None:
+def press_ctrl_c_inside(reached):
     with Uninterrupted():
         signal.raise_signal(signal.SIGINT)
         reached.append("the end of the block")
     reached.append("what follows")
 
 
-def press_ctrl_c_inside_two(reached: list[str]) -> None:
+def press_ctrl_c_inside_two(reached):
     with Uninterrupted():
         press_ctrl_c_inside(reached)
         reached.append("the end of the outer block")
@@ -31,19 +28,19 @@ def press_ctrl_c_inside_two(reached: list[str]) -> None:
         (press_ctrl_c_inside_two, ["the end of the block", "what follows", "the end of the outer block"]),
     ],
 )
-def test_the_interrupt_follows_at_the_end_of_the_outermost_block(press: Any, until: list[str]) -> None:
-    reached: list[str] = []
+def test_the_interrupt_follows_at_the_end_of_the_outermost_block(press, until):
+    reached = []
     with pytest.raises(KeyboardInterrupt):
         press(reached)
     assert reached == until
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_users_own_handler_is_called_an_ignored_signal_stays_ignored_and_other_threads_run_the_block() -> None:
-    calls: list[int] = []
+def test_a_users_own_handler_is_called_an_ignored_signal_stays_ignored_and_other_threads_run_the_block():
+    calls = []
     before = signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
     try:
-        reached: list[str] = []
+        reached = []
         press_ctrl_c_inside(reached)
         assert (len(reached), calls) == (2, [signal.SIGINT])
         signal.signal(signal.SIGINT, signal.SIG_IGN)

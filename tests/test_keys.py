@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +7,6 @@ import torch
 
 from funcollect import keys as keys_module
 from funcollect.keys import (
-    Key,
     LaneKeys,
     Noise,
     Purpose,
@@ -25,12 +20,13 @@ from funcollect.keys import (
     torch_generator,
 )
 from funcollect.policies.jax_functions.program import drawing
-from funcollect.threefry import Pair, Words, hashed, hashed_in_jax, hashed_in_numpy, is_on_gpu
+from funcollect.threefry import hashed, hashed_in_jax, hashed_in_numpy, is_on_gpu
+from tests.support.devices import each_device
 
 KEY = key_from_seed(12345)
 
 
-def ks_distance(sample: np.ndarray, cdf: Callable[[torch.Tensor], torch.Tensor]) -> float:
+def ks_distance(sample, cdf):
     """The Kolmogorov-Smirnov distance, times the root of the sample's size: beyond 2.2 in one case of 10,000."""
     ordered = cdf(torch.from_numpy(np.sort(sample.ravel())).double()).numpy()
     size = len(ordered)
@@ -38,14 +34,14 @@ def ks_distance(sample: np.ndarray, cdf: Callable[[torch.Tensor], torch.Tensor])
     return math.sqrt(size) * max((steps[1:] - ordered).max(), (ordered - steps[:-1]).max())
 
 
-DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+DISTRIBUTIONS = {
     "uniform": lambda x: x,
     "gumbel": lambda x: torch.exp(-torch.exp(-x)),
     "normal": torch.special.ndtr,
 }
 
 
-def test_a_key_holds_its_seed_in_the_layout_of_a_legacy_jax_key() -> None:
+def test_a_key_holds_its_seed_in_the_layout_of_a_legacy_jax_key():
     for seed in (0, 1, 7, 2**31, 2**32 - 1, 2**32, 2**53 + 1, 2**63, 2**64 - 1, np.int64(9)):
         key = key_from_seed(seed)
         assert (key.dtype, key.tolist()) == (np.uint32, [int(seed) >> 32, int(seed) % 2**32])
@@ -53,14 +49,14 @@ def test_a_key_holds_its_seed_in_the_layout_of_a_legacy_jax_key() -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.0, "1", True])
-def test_what_is_no_seed_is_refused(seed: Any) -> None:
+def test_what_is_no_seed_is_refused(seed):
     whole = type(seed) is int
     words = r"expected 0 <= seed < 2\*\*64" if whole else "expected an int or None"
     with pytest.raises(ValueError if whole else TypeError, match=words):
         key_from_seed(seed)
 
 
-def test_none_draws_fresh_entropy_that_no_global_generator_decides() -> None:
+def test_none_draws_fresh_entropy_that_no_global_generator_decides():
     drawn = set()
     for _ in range(20):
         np.random.seed(0)
@@ -69,7 +65,7 @@ def test_none_draws_fresh_entropy_that_no_global_generator_decides() -> None:
     assert len(drawn) > 15
 
 
-def test_fold_depends_on_the_key_and_on_every_word_and_their_order() -> None:
+def test_fold_depends_on_the_key_and_on_every_word_and_their_order():
     keys = {fold(key_from_seed(seed), *path) for seed in (0, 1, 2**32) for path in [(), (0,), (1,), (0, 1), (1, 0)]}
     assert len(keys) == 15
     assert fold(KEY, 3, 5) == fold(fold(KEY, 3), 5)
@@ -87,7 +83,7 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
-def test_every_form_of_the_hash_gives_the_known_answers(counter: Pair, key: Pair, words: Pair) -> None:
+def test_every_form_of_the_hash_gives_the_known_answers(counter, key, words):
     assert hashed(key, *counter) == words
     for count in (1, 100):
         pair = tuple(np.full(count, word, np.uint32) for word in key)
@@ -99,50 +95,37 @@ def test_every_form_of_the_hash_gives_the_known_answers(counter: Pair, key: Pair
         assert {*zip(*(each.tolist() for each in in_jax), strict=True)} == {words}
 
 
-def test_lane_uniforms_have_the_words_of_random_words() -> None:
-    lanes = torch.tensor([0, 1, 5, 2**31])
+@each_device
+def test_lane_uniforms_have_the_words_of_random_words(device):
+    lanes = torch.tensor([0, 1, 5, 2**31], device=device)
     for number in (0, 7, 2**32 + 5, 2**47):
         words = words_of(KEY, Purpose.RESET, lanes.tolist(), number, 1, 6)[0].astype(np.uint64)
         wanted = ((words[:, ::2] << np.uint64(20) | words[:, 1::2] >> np.uint64(12)) + 0.5) * 2.0**-52
-        for numbers in (number, torch.full((4,), number)):
+        for numbers in (number, *(torch.full((count,), number, device=device) for count in (4, 1))):
             drawn = LaneKeys.of(KEY, Purpose.RESET, lanes, numbers)
             assert drawn.uniform(3).tolist() == wanted.tolist()
-            on_device = LaneKeys(lanes, tuple(torch.from_numpy(each.astype(np.int64)) for each in drawn.keys), numbers)
-            assert on_device.uniform(3).tolist() == wanted.tolist()
+        if device == "cpu":
+            keys = tuple(torch.from_numpy(each.astype(np.int64)) for each in drawn.keys)
+            assert LaneKeys(lanes, keys, numbers).uniform(3).tolist() == wanted.tolist()
         assert not torch.equal(drawn.uniform(3), LaneKeys.of(KEY, Purpose.DYNAMICS, lanes, number).uniform(3))
 
 
+@each_device
 @pytest.mark.parametrize("kind", ["uniform", "gumbel", "normal", "keys", "key"])
-def test_noise_that_tensors_draw_is_that_of_numpy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_that_tensors_draw_is_that_of_numpy(kind, device, monkeypatch):
     monkeypatch.setattr("funcollect.keys._HASHES_ON_DEVICE", 20)  # so that rows come in several parts
     lanes = np.array([0, 3, 2**31])
+    assert is_on_gpu(torch.from_numpy(lanes).to(device)) == (device == "cuda")
     for shape in ((), (3,), (2, 2)):
         noise = Noise(kind=kind, shape=() if "key" in kind else shape)
         for start in (0, 2**32 - 2):
             drawn = draw_ahead(noise, KEY, lanes, start, 5)
-            on_device = draw_ahead(noise, KEY, torch.from_numpy(lanes), start, 5)
+            on_device = draw_ahead(noise, KEY, torch.from_numpy(lanes).to(device), start, 5).cpu()
             assert on_device.dtype == drawn.dtype
-            torch.testing.assert_close(on_device, drawn, rtol=2e-6, atol=1e-6 if kind == "gumbel" else 0)
+            torch.testing.assert_close(on_device, drawn, rtol=2e-6, atol=1e-6 * (kind == "gumbel" or device == "cuda"))
 
 
-@pytest.mark.gpu
-def test_numbers_drawn_on_a_gpu_have_the_words_of_the_cpu() -> None:
-    lanes = torch.tensor([0, 1, 5, 2**31])
-    assert is_on_gpu(lanes.cuda())
-    for number in (0, 7, 2**32 + 5, 2**47):
-        for numbers in (number, torch.full((4,), number), torch.full((1,), number)):
-            wanted = LaneKeys.of(KEY, Purpose.RESET, lanes, number).uniform(3)
-            place = numbers if isinstance(numbers, int) else numbers.cuda()
-            assert torch.equal(LaneKeys.of(KEY, Purpose.RESET, lanes.cuda(), place).uniform(3).cpu(), wanted)
-        keys = draw_ahead(Noise(kind="keys"), KEY, lanes.cuda(), number, 7).cpu()
-        assert torch.equal(keys, draw_ahead(Noise(kind="keys"), KEY, lanes.numpy(), number, 7))
-        for kind, tolerance in (("uniform", 0.0), ("gumbel", 1e-6), ("normal", 1e-6)):
-            noise = Noise(kind=kind, shape=(3,))  # type: ignore[arg-type]
-            drawn, wanted = (draw_ahead(noise, KEY, each, number, 7).cpu() for each in (lanes.cuda(), lanes.numpy()))
-            torch.testing.assert_close(drawn, wanted, rtol=2e-6, atol=tolerance)
-
-
-def test_lane_uniforms_are_uniform_over_lanes_and_over_episodes() -> None:
+def test_lane_uniforms_are_uniform_over_lanes_and_over_episodes():
     seeds = {fold(KEY, Purpose.RESET, lane, episode)[0] for lane in range(40) for episode in range(50)}
     assert len(seeds) >= 1998  # two equal ones: one case in 2,000
     many, none = torch.arange(20_000), torch.zeros(20_000, dtype=torch.int64)
@@ -152,12 +135,12 @@ def test_lane_uniforms_are_uniform_over_lanes_and_over_episodes() -> None:
         assert abs(np.corrcoef(drawn.T)[0, 1]) < 4 / math.sqrt(20_000)
 
 
-def words_of(key: Key, purpose: Purpose, lanes: Sequence[int], start: int, length: int, width: int) -> Words:
+def words_of(key, purpose, lanes, start, length, width):
     return random_words(lane_keys(key, purpose, np.array(lanes)), np.arange(start, start + length)[:, None], width)
 
 
 @pytest.mark.parametrize("width", [1, 8, 9, 40])
-def test_words_depend_neither_on_how_a_run_is_cut_nor_on_how_lanes_are_grouped(width: int) -> None:
+def test_words_depend_neither_on_how_a_run_is_cut_nor_on_how_lanes_are_grouped(width):
     whole = words_of(KEY, Purpose.NOISE, range(3, 8), 0, 2000, width)
     assert whole.shape == (2000, 5, width)
     for start, length in [(0, 1), (1, 7), (8, 30), (49, 1), (100, 1900)]:
@@ -168,7 +151,7 @@ def test_words_depend_neither_on_how_a_run_is_cut_nor_on_how_lanes_are_grouped(w
 
 
 @pytest.mark.parametrize("step", [3, 2**32 - 1, 2**32 + 5, 2**47 + 2**33])
-def test_compiled_code_draws_the_words_of_numpy_at_every_step(step: int) -> None:
+def test_compiled_code_draws_the_words_of_numpy_at_every_step(step):
     lanes = [0, 5, 70_000, 2**31 - 1]
     for width in (1, 7, 301):
         one, two = lane_keys(KEY, Purpose.NOISE, np.array(lanes))
@@ -177,11 +160,11 @@ def test_compiled_code_draws_the_words_of_numpy_at_every_step(step: int) -> None
         assert (words_of(KEY, Purpose.NOISE, lanes, step, 1, width)[0] == np.asarray(drawn).T).all()
 
 
-def test_no_number_is_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_number_is_zero_or_one(monkeypatch):
     words = np.array([[[0, 1, 511, 512, 2**31, 2**32 - 512, 2**32 - 1]]], np.uint32)
     extreme, *others = (
-        draw_ahead(Noise(kind=kind, shape=(7,)), KEY, np.arange(1), 0, 1, draw=lambda *_: words)  # type: ignore[arg-type]
-        for kind in ("uniform", "gumbel", "normal")
+        draw_ahead(Noise(kind=kind, shape=(7,)), KEY, np.arange(1), 0, 1, draw=lambda *_: words)
+        for kind in DISTRIBUTIONS
     )
     assert extreme.dtype == torch.float32
     assert bool(((extreme > 0) & (extreme < 1)).all() & (extreme.diff() >= 0).all())
@@ -191,7 +174,7 @@ def test_no_number_is_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < float(LaneKeys.of(KEY, Purpose.RESET, torch.tensor([0]), 0).uniform(1)) < 1
 
 
-def test_words_differ_between_keys_purposes_lanes_and_steps() -> None:
+def test_words_differ_between_keys_purposes_lanes_and_steps():
     streams = [
         words_of(key_from_seed(seed), purpose, [lane], start, 100, 8).ravel()
         for seed in (0, 1, 2**32)
@@ -203,8 +186,8 @@ def test_words_differ_between_keys_purposes_lanes_and_steps() -> None:
     assert distinct > 0.999 * sum(map(len, streams))
 
 
-@pytest.mark.parametrize("kind", ["uniform", "gumbel", "normal"])
-def test_noise_has_its_distribution(kind: str) -> None:
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_noise_has_its_distribution(kind):
     drawn = draw_ahead(Noise(kind=kind, shape=(4,)), KEY, np.arange(5), 0, 2000).numpy()
     mean, variance = {"uniform": (0.5, 1 / 12), "gumbel": (0.57722, math.pi**2 / 6), "normal": (0, 1)}[kind]
     assert drawn.mean() == pytest.approx(mean, abs=4 * math.sqrt(variance / drawn.size))
@@ -214,7 +197,7 @@ def test_noise_has_its_distribution(kind: str) -> None:
         assert min(ks_distance(drawn * 1.05, torch.special.ndtr), ks_distance(drawn + 0.05, torch.special.ndtr)) > 2.2
 
 
-def test_noise_is_independent_between_lanes_steps_and_components() -> None:
+def test_noise_is_independent_between_lanes_steps_and_components():
     drawn = draw_ahead(Noise(kind="normal", shape=(2,)), KEY, np.arange(3), 0, 20_000).numpy()
     columns = np.concatenate([drawn[:-1].reshape(19_999, 6), drawn[1:].reshape(19_999, 6)], 1)
     correlation = np.corrcoef(columns.T) - np.eye(12)
@@ -224,7 +207,7 @@ def test_noise_is_independent_between_lanes_steps_and_components() -> None:
 @pytest.mark.parametrize(
     ("kind", "shape"), [("uniform", (2, 3)), ("gumbel", ()), ("normal", (3,)), ("keys", ()), ("key", ())]
 )
-def test_noise_is_one_array_per_lane_and_step(kind: Any, shape: tuple[int, ...]) -> None:
+def test_noise_is_one_array_per_lane_and_step(kind, shape):
     noise = Noise(kind=kind, shape=shape)
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
     whole = draw_ahead(noise, KEY, np.arange(4, 9), 0, 100)
@@ -239,20 +222,18 @@ def test_noise_is_one_array_per_lane_and_step(kind: Any, shape: tuple[int, ...])
         assert torch.equal(whole[:, 0], draw_ahead(Noise(kind="key"), KEY, np.arange(4, 9), 0, 100))
 
 
-def test_the_generator_of_a_device_follows_from_the_state_and_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_device = torch.Generator()  # in the place of a GPU's
+def test_the_generator_of_a_device_follows_from_the_state_and_is_restored(monkeypatch):
+    on_device, cuda = torch.Generator(), torch.device("cuda", 0)  # in the place of a GPU's
     monkeypatch.setattr(keys_module, "_device_generator", lambda device: on_device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     state, before = generator_state(3), on_device.get_state()
 
-    def drawn(state: torch.Tensor) -> torch.Tensor:
-        with torch_generator(state, torch.device("cuda", 0)):
-            return torch.rand(4, generator=on_device)
-
-    def fail() -> None:
-        with torch_generator(state, torch.device("cuda", 0)):
-            torch.rand(4, generator=on_device)
-            raise RuntimeError("of the module")
+    def drawn(state, error=None):
+        with torch_generator(state, cuda):
+            numbers = torch.rand(4, generator=on_device)
+            if error:
+                raise error
+        return numbers
 
     copy = state.clone()
     one, two, again = drawn(state), drawn(state), drawn(copy)
@@ -260,9 +241,9 @@ def test_the_generator_of_a_device_follows_from_the_state_and_is_restored(monkey
     assert torch.equal(one, again)
     assert not torch.equal(one, two)
     with pytest.raises(RuntimeError, match="of the module"):
-        fail()
+        drawn(state, RuntimeError("of the module"))
     assert torch.equal(on_device.get_state(), before)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.delattr(keys_module, "_device_generator")  # which a capture leaves alone
-    with torch_generator(generator_state(3), torch.device("cuda", 0)):
+    with torch_generator(generator_state(3), cuda):
         pass

@@ -3,16 +3,14 @@
 import functools
 import time
 
-import gymnasium
-import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 
 import funcollect as fc
 from funcollect.core import api
 from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.support.compare import assert_same
+from tests.support.faulty.faulty_workers import Uneven, stumble
 from tests.support.misuse import Rigged
 from tests.support.running import FORKS_OF_RAY, in_soak
 from tests.support.workers import multi, ray_collector
@@ -29,35 +27,18 @@ SLEPT = 2_500  # microseconds per frame that two workers sleep; on a busy machin
 SYNC, ASYNC = fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
 
 
-class Sleeping(gymnasium.Env):
-    """Sleeps in each step; an episode has ten."""
-
-    observation_space, action_space = spaces.Box(-1, 1, (4,)), spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        self.steps = 0
-        return np.zeros(4, np.float32), {}
-
-    def step(self, action):
-        time.sleep(0.005)
-        self.steps += 1
-        return np.zeros(4, np.float32), 1.0, self.steps == 10, False, {}
+Sleeping = functools.partial(Uneven, 0.005)  # in each step
 
 
-class Slow(torch.nn.Linear):
-    """A network that sleeps."""
-
-    def forward(self, x):
-        time.sleep(0.005)
-        return super().forward(x)
-
-
-def network(module=torch.nn.Linear, **kwargs):
-    return fc.torch_policy(module(4, 2), head=fc.heads.categorical, **kwargs)
+def network(inputs=4, seconds=0, **kwargs):
+    """A network that sleeps for so long."""
+    sleeping = torch.nn.Linear(inputs, 2)
+    if seconds:
+        sleeping.register_forward_hook(lambda *_: time.sleep(seconds))
+    return fc.torch_policy(sleeping, head=fc.heads.categorical, **kwargs)
 
 
 def slow_reader(batch):
-    """Works on a batch for long."""
     time.sleep(0.2)
 
 
@@ -91,21 +72,21 @@ def test_each_loop(loop, num_envs):
 
 def test_the_slowest_part_is_the_largest():
     env = fc.make_env(Sleeping, num_envs=4, num_workers=2)
-    profile = check(fc.profile(env, network(), frames=64, length=8))
+    profile = check(fc.profile(env, network(2), frames=64, length=8))
     assert {*profile.parts} == HOST | {"hand-over"}
     assert profile.parts["environment"] >= SLEPT  # two of four lanes, one after the other
-    profile = fc.profile(fc.make_env(Sleeping), network(), frames=16, length=8)
+    profile = fc.profile(fc.make_env(Sleeping), network(2), frames=16, length=8)
     assert largest(profile.parts) == "environment"
     assert profile.parts["environment"] >= 5_000
     assert profile.limits[0].frames_per_second <= 200
-    profile = fc.profile(fc.make_env("CartPole-v1", num_envs=2), network(Slow), frames=32, length=8)
+    with pytest.raises(AttributeError, match="compare its parts and limits"):
+        _ = profile.advice
+    profile = fc.profile(fc.make_env("CartPole-v1", num_envs=2), network(seconds=0.005), frames=32, length=8)
     assert largest(profile.parts) == "policy"
     assert profile.parts["policy"] >= 2_500
     with fc.SyncDataCollector(Sleeping, None, frames_per_batch=20, seed=0) as collector:
         profile = check(fc.profile(collector, frames=40, reader=slow_reader))
     assert largest(profile.parts) == "reader"
-    with pytest.raises(AttributeError, match="compare its parts and limits"):
-        _ = profile.advice
 
 
 def test_the_data_are_the_same():
@@ -128,9 +109,6 @@ def test_the_data_are_the_same():
 
 
 def test_nothing_is_left_behind_after_an_exception_either():
-    def fail(batch):
-        raise ArithmeticError
-
     def rigged():
         made.append(Rigged())
         return made[-1]
@@ -145,7 +123,7 @@ def test_nothing_is_left_behind_after_an_exception_either():
     ):
         for collector in (one, two):
             with pytest.raises(ArithmeticError):
-                fc.profile(collector, reader=fail)
+                fc.profile(collector, reader=lambda _: stumble())
         assert one.loops is api.LOOPS
         assert two.run.timers(False) == []
         assert next(one).numel() == 20
@@ -157,16 +135,14 @@ def test_bad_arguments():
         for kwargs, error, words in (
             ({"policy": network()}, ValueError, "policy is .*has its own"),
             ({"length": 3}, ValueError, "length is 3, but target is a collector"),
-            ({"frames": 0}, ValueError, "frames is 0"),
-            ({"reader": 3}, TypeError, "reader"),
             ({}, ValueError, "no batches left"),
         ):
             with pytest.raises(error, match=words):
                 fc.profile(collector, **kwargs)
-    collector = fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=20)
-    collector.shutdown()
-    with pytest.raises(fc.ClosedError):
-        fc.profile(collector)
+    with fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=20) as collector:
+        collector.shutdown()
+        with pytest.raises(fc.ClosedError):
+            fc.profile(collector)
     with pytest.raises(TypeError, match="target is str, expected a collector or an Env"):
         fc.profile("CartPole-v1")
 
@@ -175,7 +151,7 @@ def test_bad_arguments():
 def test_workers_of_slow_environments_and_a_slow_reader(kind, kwargs):
     frames = 20 if kind is SYNC else 10
     pair = [functools.partial(fc.make_env, Sleeping)] * 2
-    with multi(kind, create_env_fn=pair, policy=network(), frames_per_batch=frames, **kwargs) as collector:
+    with multi(kind, create_env_fn=pair, policy=network(2), frames_per_batch=frames, **kwargs) as collector:
         profile = check(fc.profile(collector, frames=60))
         assert profile.parts["environment"] >= SLEPT
         assert [timeline.where for timeline in profile.timelines] == ["in each of 2 workers", "in this process"]
@@ -209,7 +185,7 @@ def test_workers_in_this_process():
 def test_over_ray(kind):
     nested = {} if kind is fc.SyncDataCollector else {"num_workers_per_collector": 2}
     kwargs = {"frames_per_batch": 40, "sync": True, "collector_class": kind, **nested}
-    with ray_collector([functools.partial(fc.make_env, Sleeping)] * 2, network(), **kwargs) as collector:
+    with ray_collector([functools.partial(fc.make_env, Sleeping)] * 2, network(2), **kwargs) as collector:
         profile = check(fc.profile(collector, frames=80))
     assert profile.parts["environment"] >= SLEPT / (2 if nested else 1)
     assert len(profile.timelines) == 2

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import dataclasses
 
@@ -15,19 +13,19 @@ from funcollect.core.state import CollectorState
 from funcollect.tree import NAMESPACE, flatten, nest, select, to_tensordict
 
 
-def nested_batch() -> TensorDict:
+def nested_batch():
     inner = TensorDict({"z": torch.arange(6).reshape(2, 3), "y": torch.ones(2, 3, 4)}, [2, 3])
     return TensorDict({"c": torch.zeros(2, 3, 1), "b": inner, "a": torch.arange(6.0).reshape(2, 3)}, [2, 3])
 
 
-def assert_same(one: TensorDict, two: TensorDict) -> None:
+def assert_same(one, two):
     assert one.batch_size == two.batch_size
     assert one.is_locked == two.is_locked
     assert sorted(map(str, one.keys(True))) == sorted(map(str, two.keys(True)))
     assert bool((one == two).all())
 
 
-def test_leaves_come_in_the_order_of_sorted_keys_and_other_namespaces_are_left_alone() -> None:
+def test_leaves_come_in_the_order_of_sorted_keys_and_other_namespaces_are_left_alone():
     paths, leaves, _ = optree.tree_flatten_with_path(nested_batch(), namespace=NAMESPACE)
     assert paths == [("a",), ("b", "y"), ("b", "z"), ("c",)]
     assert [leaf.shape[2:] for leaf in leaves] == [(), (4,), (), (1,)]
@@ -37,7 +35,7 @@ def test_leaves_come_in_the_order_of_sorted_keys_and_other_namespaces_are_left_a
     assert optree.tree_leaves(two) == [two]
 
 
-def test_flatten_and_unflatten_give_back_the_same_and_its_lock() -> None:
+def test_flatten_and_unflatten_give_back_the_same_and_its_lock():
     structures = []
     for batch in (nested_batch(), nested_batch().lock_()):
         leaves, structure = optree.tree_flatten(batch, namespace=NAMESPACE)
@@ -52,7 +50,7 @@ def test_flatten_and_unflatten_give_back_the_same_and_its_lock() -> None:
         mapped["new"] = torch.zeros(2, 3)
 
 
-def test_a_map_reaches_batches_in_other_containers_and_may_resize_their_dimensions() -> None:
+def test_a_map_reaches_batches_in_other_containers_and_may_resize_their_dimensions():
     tree = {"batch": nested_batch(), "rest": (torch.ones(1, 1), None)}
     last = optree.tree_map(lambda leaf: 2 * leaf[:, -1:], tree, namespace=NAMESPACE)
     assert (last["batch"].batch_size, last["batch"]["b"].batch_size) == ((2, 1), (2, 1))
@@ -62,7 +60,7 @@ def test_a_map_reaches_batches_in_other_containers_and_may_resize_their_dimensio
     assert swapped.batch_size == (3, 2)
 
 
-def test_nest_and_flatten_are_inverse_and_a_tensordict_nests_by_path_with_one_batch_size() -> None:
+def test_nest_and_flatten_are_inverse_and_a_tensordict_nests_by_path_with_one_batch_size():
     flat = {("observation",): 1, ("next", "observation"): 2, ("next", "info", "x"): 3}
     nested = {"observation": 1, "next": {"observation": 2, "info": {"x": 3}}}
     assert nest(flat) == nested
@@ -74,7 +72,7 @@ def test_nest_and_flatten_are_inverse_and_a_tensordict_nests_by_path_with_one_ba
     assert batch["next", "info", "x"] is leaves["next", "info", "x"]
 
 
-def test_select_takes_lanes_of_every_leaf() -> None:
+def test_select_takes_lanes_of_every_leaf():
     mask = torch.tensor([True, False, True])
     chosen = {"x": torch.ones(3, 2), "y": (torch.arange(3), torch.ones(3, 1, 2, dtype=torch.bool))}
     other = {"x": torch.zeros(3, 2), "y": (torch.arange(3) + 10, torch.zeros(3, 1, 2, dtype=torch.bool))}
@@ -89,7 +87,7 @@ def test_select_takes_lanes_of_every_leaf() -> None:
 POLICY = fc.torch_policy(lambda x, h: (x[:, :2] + h, h + 1), head=fc.heads.categorical, initial_state=torch.ones(2))
 
 
-def test_a_collector_state_is_a_frozen_node_and_comes_back_whole() -> None:
+def test_a_collector_state_is_a_frozen_node_and_comes_back_whole():
     env = fc.make_env("torch/CartPole-v1", num_envs=3)
     state, _ = fc.rollout(env, POLICY, fc.init(env, POLICY, seed=5), 30)
     leaves, structure = optree.tree_flatten(state, namespace=NAMESPACE)
@@ -110,7 +108,7 @@ def test_a_collector_state_is_a_frozen_node_and_comes_back_whole() -> None:
 
 
 @pytest.mark.parametrize("name", ["gymnax/CartPole-v1", "brax/fast", "jumanji/Snake-v1"])
-def test_the_arrays_of_a_state_over_a_jax_environment_are_leaves(name: str) -> None:
+def test_the_arrays_of_a_state_over_a_jax_environment_are_leaves(name):
     env = fc.make_env(name, num_envs=2)
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)

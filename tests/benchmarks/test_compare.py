@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 import os
 import shutil
 import signal
@@ -10,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from scipy import stats
 
 import benchmarks
 from benchmarks import compare
@@ -20,10 +18,9 @@ from benchmarks.compare.served import Block
 from benchmarks.compare.side import FailedError, Side
 from benchmarks.fused import _our_compile
 from benchmarks.harness import processes
-from benchmarks.harness.runner import AbsentError, module_of
+from benchmarks.harness.runner import module_of
 from tests.support.running import ROOT
 
-REPOSITORY = ROOT
 STUB = '''
 """Cells whose contestants keep time with a clock of their own: the package's COST, without noise."""
 import funcollect
@@ -67,7 +64,7 @@ def frameworks(tmp_path, monkeypatch):
     folder.mkdir()
     for name, text in FRAMEWORKS.items():
         (folder / f"{name}.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{REPOSITORY}")
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
 
 
 @pytest.fixture
@@ -81,14 +78,14 @@ def repository(tmp_path):
         git(folder, "add", "funcollect")
         git(folder, "commit", "--quiet", "--message", tag)
         git(folder, "tag", tag)
-    shutil.copytree(REPOSITORY / "benchmarks", folder / "benchmarks", ignore=shutil.ignore_patterns("results"))
+    shutil.copytree(ROOT / "benchmarks", folder / "benchmarks", ignore=shutil.ignore_patterns("results"))
     (folder / "benchmarks" / "stub.py").write_text(STUB)
     return folder
 
 
-def compared(repository, out, before, after, only="plain", rounds=9):
-    options = compare.CompareOptions(rounds=rounds, scale=0.01, only=only, before=before, after=after, names=("stub",))
-    found = compare.run(options, repository, out)
+def compared(repository, out, only):
+    options = {"rounds": 1, "scale": 0.01, "only": only, "before": "plain", "after": "newer", "names": ("stub",)}
+    found = compare.run(compare.CompareOptions(**options), repository, out)
     assert git(repository, "worktree", "list").count("\n") == 0  # its own one alone is left
     return {name.contestant: comparison for name, comparison in found.items()}
 
@@ -109,51 +106,32 @@ def test_the_limits_are_walsh_averages():
     assert (few.low, few.estimate, few.high) == (0, pytest.approx(2), float("inf"))
 
 
-def test_the_interval_agrees_with_the_signed_rank_test_of_scipy():
-    logs = [0.03, -0.05, 0.11, 0.02, 0.09, 0.17, -0.01, 0.06, 0.04]
-    ratio = speed_ratio([math.exp(each) for each in logs], [1.0] * 9)
-    for limit, inside in ((ratio.low, 1e-6), (ratio.high, -1e-6)):
-        level = [stats.wilcoxon([each - math.log(limit) - step for each in logs]).pvalue for step in (inside, -inside)]
-        assert level[0] > 0.05 >= level[1]
+VERDICTS = {"no slower": [(0.9, 1.0, 9), (1.0, 1.1, 9)], "slower": [(0.9, 0.99, 9)], "faster": [(1.01, 1.1, 9)]}
+VERDICTS["unclear"] = [(0.9, 0.99, 8)]  # there are too few rounds
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "rounds", "expected"),
-    [
-        (0.9, 1.0, 9, "no slower"),
-        (1.0, 1.1, 9, "no slower"),
-        (0.9, 0.99, 9, "slower"),
-        (1.01, 1.1, 9, "faster"),
-        (0.9, 0.99, 8, "unclear"),
-    ],
-)
-def test_verdicts(low, high, rounds, expected):
-    assert verdict(Ratio(estimate=(low + high) / 2, low=low, high=high), rounds) == expected
-
-
-@pytest.mark.parametrize(
-    ("errors", "expected"),
-    [
-        ({AFTER: FailedError("raises")}, "broken"),
-        ({BEFORE: FailedError("raises"), AFTER: FailedError("raises")}, "broken"),
-        ({BEFORE: AbsentError("lacks"), AFTER: AbsentError("lacks")}, "absent"),
-        ({BEFORE: FailedError("raises")}, "new"),
-    ],
-)
-def test_verdicts_on_what_does_not_run(errors, expected):
-    assert Comparison(errors=errors).verdict == expected
-
-
-def test_the_verdict_is_by_wall_time_per_frame():
+def test_verdicts_are_by_wall_time_per_frame():
+    for expected, cases in VERDICTS.items():
+        for low, high, rounds in cases:
+            assert verdict(Ratio(estimate=(low + high) / 2, low=low, high=high), rounds) == expected
     blocks = {BEFORE: [Block(frames=10, wall=10.0, cpu=40.0)] * 9, AFTER: [Block(frames=5, wall=10.0, cpu=5.0)] * 9}
     comparison = Comparison(blocks=blocks)
-    assert comparison.ratio("wall").estimate == pytest.approx(0.5)
-    assert comparison.ratio("cpu").estimate == pytest.approx(4)
+    assert (comparison.ratio("wall").estimate, comparison.ratio("cpu").estimate) == pytest.approx((0.5, 4))
     assert comparison.verdict == "slower"
+    assert Comparison(errors={AFTER: FailedError("raises")}).verdict == "broken"
 
 
-def test_a_slower_revision_is_shown_and_saved(repository, tmp_path, capsys):
-    assert compared(repository, tmp_path, "plain", "slow")["funcollect"].verdict == "slower"
+@pytest.fixture
+def status(repository, tmp_path, monkeypatch):
+    """The exit status of the command over `repository`; its JSON goes to `tmp_path`."""
+    monkeypatch.setattr(compare, "REPOSITORY", repository)
+    monkeypatch.setattr(compare, "COMPARED", ["stub"])
+    options = ["--before", "plain", "--scale", "0.01", "--only", "plain", "stub"]
+    return lambda *others: compare.main([*options, *others], tmp_path)
+
+
+def test_a_slower_revision_is_shown_and_saved_and_ends_with_one(repository, status, tmp_path, capsys):
+    assert status("--after", "slow") == 1
     printed = capsys.readouterr().out
     assert "1 compared: 1 slower" in printed
     assert "stub, plain, funcollect" in printed
@@ -165,54 +143,39 @@ def test_a_slower_revision_is_shown_and_saved(repository, tmp_path, capsys):
     assert contestant["seconds_per_frame"]["wall"]["after"] == pytest.approx([2e-6] * 9)
 
 
-def test_the_working_tree_is_measured_with_what_is_not_committed(repository, tmp_path):
+def test_the_working_tree_is_measured_with_what_is_not_committed(repository, status, tmp_path):
     write(repository, "COST = 0.25e-6")
-    comparison = compared(repository, tmp_path, "plain", None)["funcollect"]
-    assert comparison.verdict == "faster"
-    assert comparison.ratio("wall").estimate == pytest.approx(4)
+    assert status() == 0
     saved = json.loads((tmp_path / "compare-plain.json").read_text())
+    contestant = saved["results"]["stub"]["plain"]["contestants"]["funcollect"]
+    assert (contestant["verdict"], contestant["speed_ratio"]["wall"]["estimate"]) == ("faster", pytest.approx(4))
     assert saved["after"] == {"commit": git(repository, "rev-parse", "HEAD"), "uncommitted": True}
 
 
 def test_what_does_not_run_is_named_and_the_others_go_on(repository, tmp_path, capsys):
-    found = compared(repository, tmp_path, "plain", "newer", only="fails", rounds=1)
+    found = compared(repository, tmp_path, "fails")
     assert {name: each.verdict for name, each in found.items()} == {"new": "new", "absent": "absent", "exits": "broken"}
     printed = capsys.readouterr().out
     assert "new, before: AttributeError: module 'funcollect' has no attribute 'Newer'" in printed
     assert "absent, after: lacks a part" in printed
     assert "exits, after: its process has ended" in printed
-
-
-@pytest.mark.parametrize(("after", "status"), [("slow", 1), ("newer", 0)])
-def test_the_exit_status(repository, tmp_path, monkeypatch, after, status):
-    monkeypatch.setattr(compare, "REPOSITORY", repository)
-    monkeypatch.setattr(compare, "COMPARED", ["stub"])
-    options = ["--before", "plain", "--after", after, "--scale", "0.01", "--only", "plain", "stub"]
-    assert compare.main(options, tmp_path) == status
-
-
-def test_cells_that_do_not_exist_are_named(repository, tmp_path):
     with pytest.raises(SystemExit, match="no cell of stub holds 'peers' in its name"):
-        compared(repository, tmp_path, "plain", "slow", only="peers")
+        compared(repository, tmp_path, "peers")
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_worktrees_are_removed_after_an_error(repository, error):
+def test_worktrees_are_removed_after_an_interrupt_and_an_unknown_revision_is_named(repository):
     def fail():
         with trees(repository, "plain", "slow") as pair:
             paths.extend(tree.path for tree in pair)
             assert git(repository, "worktree", "list").count("\n") == 2
             assert all((path / "benchmarks" / "stub.py").exists() for path in paths)
-            raise error
+            raise KeyboardInterrupt
 
     paths = []
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         fail()
     assert git(repository, "worktree", "list").count("\n") == 0
     assert not any(path.exists() for path in paths)
-
-
-def test_an_unknown_revision_is_named(repository):
     with pytest.raises(ValueError, match="'nowhere' is no revision"), trees(repository, "nowhere", None):
         pass
 
@@ -250,12 +213,11 @@ def test_every_benchmark_names_contestants_that_it_has():
 
 
 def test_a_summary_counts_what_is_too_noisy():
-    noisy = {
-        BEFORE: [Block(frames=1, wall=2.0 ** (each % 3), cpu=1.0) for each in range(9)],
-        AFTER: [Block(frames=1, wall=1.0, cpu=1.0)] * 9,
-    }
-    steady = {side: [Block(frames=1, wall=1.0, cpu=1.0)] * 9 for side in (BEFORE, AFTER)}
-    text = compare.summary({"noisy": Comparison(blocks=noisy), "steady": Comparison(blocks=steady)})
+    def over(wall):
+        blocks = [Block(frames=1, wall=wall(each), cpu=1.0) for each in range(9)]
+        return Comparison(blocks={BEFORE: blocks, AFTER: [Block(frames=1, wall=1.0, cpu=1.0)] * 9})
+
+    text = compare.summary({"noisy": over(lambda each: 2.0 ** (each % 3)), "steady": over(lambda each: 1.0)})
     assert text.splitlines()[1].startswith("1 of them are too noisy")
 
 

@@ -72,6 +72,9 @@ def test_each_contestant_has_a_rate_before_the_next_one_is_built():
 
 
 def test_what_fails_is_an_error_and_what_is_missing_is_not():
+    def absent():
+        raise AbsentError("is not here")
+
     builder = Builder()
     builds = {
         "good": partial(builder.build, "good", Work),
@@ -85,10 +88,6 @@ def test_what_fails_is_an_error_and_what_is_missing_is_not():
     assert len(timings.rates["good"]) == 2
     timings = measured({"good": builds["good"]}, deadline=time.monotonic() - 1)
     assert (timings.notes.gaps, timings.notes.errors, timings.rates) == ({"good": NO_TIME}, {}, {})
-
-
-def absent():
-    raise AbsentError("is not here")
 
 
 def test_only_names_groups_and_parts():
@@ -111,28 +110,24 @@ def test_parts_run_after_a_failure_and_those_without_time_are_listed(monkeypatch
         yield Result(name="two", table="half", data={"x": 1})
         raise ValueError("broken")
 
-    parts = {"one": Part("goals", 1, grows), "two": Part("goals", 1, fails), "three": Part("rest", 1, grows)}
-    seen = []
-    with pytest.raises(SystemExit, match="failed, at least in part: two"):
-        seen.extend(run(monkeypatch, parts, 60))
-    tables = [(result.name, result.table.partition("\n")[0]) for result in seen if result.table]
-    assert tables == [
-        ("machine", "here"),
-        ("one", "whole"),
-        ("two", "half"),
-        ("one", "whole"),
-        ("gaps", "not measured:"),
-    ]
-    assert "ValueError: broken" in next(result.data["error"] for result in seen if "error" in result.data)
-    late = list(run(monkeypatch, {"one": parts["one"]}, -1))
-    assert late[-1].data == {"one": [NO_TIME]}
+    def run(parts, seconds):
+        monkeypatch.setattr(benchmarks.gpu, "PARTS", parts)
+        options = Options(rounds=1, scale=1.0, only="", platform="cpu", seconds=seconds)
+        try:
+            seen.extend(benchmarks.gpu.results(options))
+        except SystemExit as error:
+            return str(error)
+        return ""
 
-
-def run(monkeypatch, parts, seconds):
     monkeypatch.setattr(machine, "choose", lambda platform: None)
     monkeypatch.setattr(machine, "result", lambda platform: Result(name="machine", table="here", data={}))
-    monkeypatch.setattr(benchmarks.gpu, "PARTS", parts)
-    return benchmarks.gpu.results(Options(rounds=1, scale=1.0, only="", platform="cpu", seconds=seconds))
+    seen, parts = [], {"one": Part("goals", 1, grows), "two": Part("goals", 1, fails), "three": Part("rest", 1, grows)}
+    assert "failed, at least in part: two" in run(parts, 60)
+    tables = [result.table.partition("\n")[0] for result in seen if result.table]
+    assert tables == ["here", "whole", "half", "whole", "not measured:"]
+    assert "ValueError: broken" in next(result.data["error"] for result in seen if "error" in result.data)
+    assert run({"one": parts["one"]}, -1) == ""
+    assert seen[-1].data == {"one": [NO_TIME]}
 
 
 def test_the_script_finds_the_file_that_the_benchmark_writes(tmp_path):

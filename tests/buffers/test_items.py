@@ -6,21 +6,19 @@ import torch
 from tensordict import TensorDict, tensorclass
 
 import funcollect as fc
+from tests.buffers.conftest import filled
 from tests.support.compare import assert_same
 
 
 @pytest.mark.parametrize("storage", [fc.LazyTensorStorage, fc.ListStorage])
 def test_a_list_of_dicts_is_stacked(storage):
-    buffer = fc.ReplayBuffer(storage=storage(20), batch_size=4)
-    items = [{"x": torch.full((3,), float(n)), "y": {"z": n}} for n in range(10)]
-    assert buffer.extend(items).tolist() == list(range(10))
+    buffer = filled([{"x": torch.full((3,), float(n)), "y": {"z": n}} for n in range(10)], storage(20))
     assert buffer[:]["x"][:, 0].tolist() == list(range(10))
-    assert buffer.sample()["y"]["z"].shape == (4,)
+    assert buffer.sample(4)["y"]["z"].shape == (4,)
 
 
 def test_lists_in_items_are_trees():
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(20))
-    buffer.extend([{"pair": [torch.tensor(n), torch.tensor(-n)]} for n in range(4)])
+    buffer = filled([{"pair": [torch.tensor(n), torch.tensor(-n)]} for n in range(4)])
     assert buffer[:]["pair"][1].tolist() == [0, -1, -2, -3]
     buffer.extend({"pair": [torch.ones(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)]})
     assert len(buffer) == 6
@@ -58,21 +56,14 @@ def test_items_that_do_not_stack():
         assert len(str(raised.value)) < 300
     for items in ([torch.ones(2), torch.ones(3)], [{"a": 1}, {"b": 1}], [[1], [1, 2]], [np.ones(2), np.ones(3)],
                   [TensorDict({"a": torch.ones(n)}) for n in (1, 2)], [TensorDict({n: 1}) for n in "ab"]):  # fmt: skip
-        buffer = fc.ReplayBuffer(storage=fc.ListStorage(9), batch_size=40)
-        buffer.extend(items)
         with pytest.raises(ValueError, match=r"the items cannot be stacked .* build the buffer with a collate_fn="):
-            buffer.sample()
-        buffer = fc.ReplayBuffer(storage=fc.ListStorage(9), batch_size=40, collate_fn=list)
-        buffer.extend(items)
-        assert len(buffer.sample()) == 40
+            filled(items, fc.ListStorage(9)).sample(40)
+        assert len(filled(items, fc.ListStorage(9), collate_fn=list).sample(40)) == 40
 
 
 def test_a_list_of_lanes():
     batch = TensorDict({"x": torch.arange(10).view(2, 5)}, [2, 5])
-    buffers = [fc.ReplayBuffer(storage=fc.LazyTensorStorage(20, ndim=2)) for _ in range(2)]
-    for buffer, data in zip(buffers, (batch, list(batch.unbind(0))), strict=True):
-        buffer.extend(data)
-    assert_same(buffers[0][:], buffers[1][:])
+    assert_same(*(filled(data, ndim=2)[:] for data in (batch, list(batch.unbind(0)))))
     _, slots = fc.ring.extend(fc.ring.init(20), list(batch[0].unbind(0)))
     assert slots.tolist() == list(range(5))
 
@@ -101,8 +92,7 @@ CHANGES = {
 def test_a_transform_in_place_leaves_the_callers_batch(change, storage):
     batch = TensorDict({"x": torch.ones(3, 2), "next": {"x": torch.ones(3, 2)}}, [3])
     before, leaf = batch.clone(), batch["x"]
-    buffer = fc.ReplayBuffer(storage=storage(9), transform=CHANGES[change])
-    buffer.extend(batch)
+    buffer = filled(batch, storage(9), transform=CHANGES[change])
     buffer.extend(batch.lock_())
     if change not in ("key", "new key", "set_"):
         buffer.add(batch[0])
@@ -118,8 +108,7 @@ def test_a_transform_in_place_of_trees_and_arrays():
         return {"a": torch.as_tensor(tree["a"]), "b": tree["b"]}
 
     tree = {"a": np.ones(3), "b": (torch.ones(3, 2),)}
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), transform=emptied)
-    buffer.extend(tree)
+    buffer = filled(tree, transform=emptied)
     assert tree["a"].all()
     assert tree["b"][0].all()
     assert not buffer[:]["a"].any()

@@ -6,6 +6,7 @@ import torchrl.data
 from tensordict import TensorDict
 
 import funcollect as fc
+from tests.buffers.conftest import filled
 
 LIBRARIES = pytest.mark.parametrize("data", [fc, torchrl.data], ids=["ours", "TorchRL's"])
 
@@ -48,18 +49,6 @@ def test_slices(data, ndim, options):
     slices = buffer.sample().reshape(10, 5)
     assert (slices["observation"].diff(dim=1) == 1).all()
     assert (slices["episode"] == slices["episode"][:, :1]).all()
-
-
-@pytest.mark.parametrize(("data", "storage"), [
-    (torchrl.data, "LazyTensorStorage"), (fc, "LazyTensorStorage"), (fc, "ListStorage"),
-])  # fmt: skip
-def test_short_slices_shorten_the_sample(data, storage):
-    sampler = data.SliceSampler(slice_len=4, strict_length=False, traj_key="episode")
-    buffer = data.ReplayBuffer(storage=getattr(data, storage)(20), sampler=sampler, batch_size=40)
-    buffer.extend(TensorDict({"x": torch.ones(6), "episode": torch.arange(6) // 2}, [6]))
-    sample = buffer.sample()
-    assert (len(sample), float(sample["x"].mean())) == (20, 1.0)
-    assert ("collector", "mask") not in sample.keys(True)
 
 
 @LIBRARIES
@@ -123,9 +112,8 @@ def made(capacity, starts, **options):
 
 
 def test_names_of_views():
-    workers = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100, ndim=3))
     batch = TensorDict({"x": torch.arange(24).view(2, 3, 4)}, [2, 3, 4])
-    workers.extend(batch)
+    workers = filled(batch, 100, ndim=3)
     assert torch.equal(workers[:, 1:, 2]["x"], batch[:, 1:, 2]["x"])
     assert [workers[index].names[-1:] for index in (slice(None), ..., 0, (0, slice(1, 3)))] == [["time"]] * 4
     lanes, _ = made(100, [0])

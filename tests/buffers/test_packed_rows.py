@@ -8,6 +8,7 @@ from tensordict import NonTensorData, TensorDict
 
 import funcollect as fc
 from funcollect.buffers.storages.packed_rows import RowLayout, leaves_of
+from tests.buffers.conftest import filled
 from tests.support.compare import assert_same
 
 DTYPES = [
@@ -38,51 +39,42 @@ def test_any_dtypes_and_shapes(columns, ndim, time_major):
             leaf = leaf.movedim(ndim - 1, 0).clone(memory_format=torch.contiguous_format).movedim(0, ndim - 1)
         leaves[f"k{index}"] = leaf
     batch = TensorDict({"deep": leaves, "k": leaves["k0"]}, lead)
-    layout = RowLayout.of(batch, ndim)
+    layout, rows = packed(batch, ndim)
     layout.check(leaves_of(batch), ndim)
-    rows = torch.zeros(batch.numel(), layout.words, dtype=torch.int64)
-    layout.pack(rows, leaves_of(batch), ndim)
-    packed = layout.unpack(rows).reshape(lead[-1], *lead[:-1])
-    assert_same(packed.apply(lambda leaf: leaf.movedim(0, ndim - 1), batch_size=batch.batch_size), batch)
+    frames = layout.unpack(rows).reshape(lead[-1], *lead[:-1])
+    assert_same(frames.apply(lambda leaf: leaf.movedim(0, ndim - 1), batch_size=batch.batch_size), batch)
     assert layout.nbytes <= sum(column.nbytes for column in layout.columns) + 16
 
 
 def test_rows_on_a_device_are_laid_out_alike():
     """There, leaves are written and read by strided views; NumPy's way must agree with them."""
-    batch = TensorDict(
-        {"a": torch.randn(2, 3, 2), "b": torch.rand(2, 3, 1) < 0.5, "c": torch.randn(2, 3).double()}, [2, 3]
-    )
-    layout = RowLayout.of(batch, 2)
-    rows = torch.zeros(6, layout.words, dtype=torch.int64)
-    layout.pack(rows, leaves_of(batch), 2)
+    leaves = {"a": torch.randn(2, 3, 2), "b": torch.rand(2, 3, 1) < 0.5, "c": torch.randn(2, 3).double()}
+    batch = TensorDict(leaves, [2, 3])
+    layout, rows = packed(batch, 2)
     for view, leaf in zip(layout._views(rows), batch.values(), strict=True):
         assert (view == leaf.movedim(1, 0).reshape(view.shape)).all()
 
 
 @pytest.mark.gpu
-def test_a_storage_on_a_gpu():
-    batch = TensorDict(
-        {"x": torch.randn(30, 2), "episode": torch.arange(30) // 10, "done": torch.ones(30, 1).bool()}, [30]
-    )
+def test_storages_on_a_gpu():
+    batch = TensorDict({"x": torch.randn(30, 2), "episode": torch.arange(30) // 10}, [30])
     for source in ("cpu", "cuda"):
-        memory = fc.ReplayBuffer(
-            storage=fc.LazyTensorStorage(20, device="cuda"), sampler=fc.SliceSampler(slice_len=3), batch_size=30
-        )
-        memory.extend(batch.to(source))
+        memory = filled(batch.to(source), fc.LazyTensorStorage(20, device="cuda"), fc.SliceSampler(slice_len=3))
         assert (memory[:].cpu() == torch.cat([batch[20:], batch[10:20]])).all()
-        slices = memory.sample().reshape(10, 3)
+        slices = memory.sample(30).reshape(10, 3)
         assert slices["x"].is_cuda
         assert (slices["episode"] == slices["episode"][:, :1]).all()
-
-
-@pytest.mark.gpu
-def test_samples_of_a_file_come_out_on_a_gpu():
-    batch = TensorDict({"x": torch.randn(30, 2), "episode": torch.arange(30) // 10}, [30])
-    memory = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(30, device="cuda"), batch_size=12)
-    memory.extend(batch)
-    sample, info = memory.sample(return_info=True)
+    sample, info = filled(batch, fc.LazyMemmapStorage(30, device="cuda")).sample(12, return_info=True)
     assert sample["x"].is_cuda
     assert (sample.cpu() == batch[info["index"]]).all()
+
+
+def packed(batch, ndim):
+    """The layout of a batch, and its rows."""
+    layout = RowLayout.of(batch, ndim)
+    rows = torch.zeros(batch.numel(), layout.words, dtype=torch.int64)
+    layout.pack(rows, leaves_of(batch), ndim)
+    return layout, rows
 
 
 @pytest.mark.parametrize("leaf", [
@@ -90,19 +82,10 @@ def test_samples_of_a_file_come_out_on_a_gpu():
     torch.arange(6)[::2], torch.arange(12).reshape(4, 3).T[:, ::2],
 ])  # fmt: skip
 def test_leaves_that_are_not_plain_memory(leaf):
-    batch = TensorDict({"x": leaf}, [3])
-    layout = RowLayout.of(batch, 1)
-    rows = torch.zeros(3, layout.words, dtype=torch.int64)
-    layout.pack(rows, leaves_of(batch), 1)
+    layout, rows = packed(TensorDict({"x": leaf}, [3]), 1)
     assert (layout.unpack(rows)["x"] == leaf).all()
-
-
-def test_unpacked_leaves_are_views_of_the_rows():
-    batch = TensorDict({"x": torch.arange(3), "y": torch.ones(3, 2)}, [3])
-    layout = RowLayout.of(batch, 1)
-    rows = torch.zeros(3, layout.words, dtype=torch.int64)
-    layout.unpack(rows)["y"][1] = 7
-    assert rows[1].any()
+    layout.unpack(rows)["x"].zero_()  # a view of the rows
+    assert not rows.any()
 
 
 BATCH = TensorDict({"x": torch.zeros(4, 2), "next": {"reward": torch.zeros(4, 1)}}, [4])
@@ -115,8 +98,7 @@ BATCH = TensorDict({"x": torch.zeros(4, 2), "next": {"reward": torch.zeros(4, 1)
     (BATCH.clone().set(("next", "reward"), torch.zeros(4, 1).double()), r"next.reward is \[1\] torch.float64"),
 ])  # fmt: skip
 def test_batches_that_do_not_fit_name_key_and_shapes(other, message):
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), batch_size=2)
-    buffer.extend(BATCH + 1)
+    buffer = filled(BATCH + 1)
     with pytest.raises(ValueError, match=message):
         buffer.extend(other)
     assert len(buffer) == 4
@@ -126,4 +108,4 @@ def test_batches_that_do_not_fit_name_key_and_shapes(other, message):
 def test_leaves_that_are_not_tensors():
     batch = TensorDict({"x": torch.zeros(4), "note": NonTensorData("hello", batch_size=[4])}, [4])
     with pytest.raises(TypeError, match=r"note is NonTensorData, expected a tensor: leave it out \(batch.exclude"):
-        fc.ReplayBuffer(storage=fc.LazyTensorStorage(9)).extend(batch)
+        filled(batch)

@@ -11,26 +11,20 @@ import torch
 from tensordict import TensorDict
 
 import funcollect as fc
+from tests.buffers.conftest import filled, numbers
 from tests.support.compare import assert_same
-from tests.support.frames.streams_of_frames import batch_of, frames_of
+from tests.support.frames import batch_of, frames_of
 
 
 def test_single_transitions_from_flattened_batches():
-    memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(500), transform=lambda data: data.reshape(-1))
     batches = [batch_of([frames_of(lane, [5, 9, 7]) for lane in some]) for some in ((0, 1), (2, 3))]
-    for batch in batches:
-        memory.extend(batch)
+    memory = filled(batches[0], 500, transform=lambda data: data.reshape(-1))
+    memory.extend(batches[1])
     assert_same(memory[:].clone(), torch.cat([batch.reshape(-1) for batch in batches]).clone())
 
 
-def numbers(count, start=0):
-    return TensorDict({"x": torch.arange(start, start + count)}, [count])
-
-
-def filled(sampler=None, **options):
-    memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), sampler=sampler, batch_size=4, **options)
-    memory.extend(numbers(10))
-    return memory
+def ten(sampler=None, **options):
+    return filled(numbers(10), 10, sampler, batch_size=4, **options)
 
 
 def test_add_and_indexing():
@@ -48,23 +42,20 @@ def test_add_and_indexing():
 
 
 def test_a_generator_repeats_exactly_also_with_samples_made_ahead():
-    made = [
-        filled(generator=torch.Generator().manual_seed(seed), prefetch=ahead)
-        for seed, ahead in ((1, 0), (1, 2), (2, 0))
-    ]
+    made = [ten(generator=torch.Generator().manual_seed(n), prefetch=ahead) for n, ahead in ((1, 0), (1, 2), (2, 0))]
     samples = [[memory.sample(50)["x"].tolist() for _ in range(4)] for memory in made]
     assert samples[0] == samples[1] != samples[2]
     seeded = []
     for _ in range(2):
         torch.manual_seed(0)
-        seeded.append(filled().sample(50)["x"].tolist())
+        seeded.append(ten().sample(50)["x"].tolist())
     assert seeded[0] == seeded[1]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 4, 2]), (True, [4, 4])])
 def test_without_replacement_every_frame_comes_once(drop_last, sizes, prefetch):
-    memory = filled(fc.SamplerWithoutReplacement(drop_last=drop_last), prefetch=prefetch)
+    memory = ten(fc.SamplerWithoutReplacement(drop_last=drop_last), prefetch=prefetch)
     rounds = [[batch["x"] for batch in memory] for _ in range(2)]
     for batches in rounds:
         assert [len(batch) for batch in batches] == sizes
@@ -73,12 +64,12 @@ def test_without_replacement_every_frame_comes_once(drop_last, sizes, prefetch):
     memory.sample()
     memory.extend(numbers(10, 10))
     assert set(torch.cat([memory.sample()["x"], memory.sample()["x"]]).tolist()) <= set(range(10, 20))
-    in_order = filled(fc.SamplerWithoutReplacement(shuffle=False))
+    in_order = ten(fc.SamplerWithoutReplacement(shuffle=False))
     assert torch.cat([batch["x"] for batch in in_order]).tolist() == list(range(10))
 
 
 def test_samples_made_ahead_are_never_of_frames_that_are_gone():
-    memory, still = filled(prefetch=3, generator=torch.Generator().manual_seed(0)), 0
+    memory, still = ten(prefetch=3, generator=torch.Generator().manual_seed(0)), 0
     for start in range(10, 400, 10):
         for _ in range(4):
             batch, info = memory.sample(return_info=True)
@@ -98,11 +89,8 @@ def test_lists_hold_anything():
     memory = fc.ReplayBuffer(batch_size=5)
     assert memory.extend(range(10)).tolist() == list(range(10))
     assert memory.sample().dtype == torch.int64
-    words = fc.ReplayBuffer(storage=fc.ListStorage(2), collate_fn=lambda items: items)
-    words.extend(["a", 1, None])
-    assert words[:] == [None, 1]
-    tensordicts = fc.ReplayBuffer(storage=fc.ListStorage(20), batch_size=3)
-    tensordicts.extend(numbers(4))
+    assert filled(["a", 1, None], fc.ListStorage(2), collate_fn=list)[:] == [None, 1]
+    tensordicts = filled(numbers(4), fc.ListStorage(20))
     tensordicts.add(numbers(1, 9)[0])
     assert tensordicts[:]["x"].tolist() == [0, 1, 2, 3, 9]
 
@@ -114,20 +102,17 @@ def test_trees_of_tensors():
     sample = memory.sample(6)
     assert sample["b"]["c"][0].shape == (6, 2)
     assert memory[:]["a"][:, 0].tolist() == [1, 0, 0]
-    bare = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10))
-    bare.extend(torch.arange(4))
-    assert bare[:].tolist() == [0, 1, 2, 3]
-    sequences = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10))  # dimensions after the first belong to the item
-    sequences.extend(TensorDict({"x": torch.arange(12).reshape(3, 4)}, [3, 4]))
-    assert sequences.sample(5).batch_size == torch.Size([5, 4])
+    assert filled(torch.arange(4))[:].tolist() == [0, 1, 2, 3]
+    sequences = filled(TensorDict({"x": torch.arange(12).reshape(3, 4)}, [3, 4]))
+    assert sequences.sample(5).batch_size == torch.Size([5, 4])  # dimensions after the first belong to the item
 
 
 def test_memmap_lies_where_it_is_told(tmp_path):
     for options in ({}, {"existsok": True}):
-        fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path, **options)).extend(numbers(10))
+        filled(numbers(10), fc.LazyMemmapStorage(10, scratch_dir=tmp_path, **options))
         assert (tmp_path / "rows.bin").stat().st_size == 4096 + 10 * 8  # a header, then the rows
     with pytest.raises(FileExistsError, match="existsok=True"):
-        fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path)).extend(numbers(10))
+        filled(numbers(10), fc.LazyMemmapStorage(10, scratch_dir=tmp_path))
 
 
 def test_two_buffers_with_one_storage_or_sampler():
@@ -164,81 +149,51 @@ def test_a_storage_larger_than_memory():
 
 def test_a_temporary_file_has_no_name_that_a_killed_process_would_leave(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    memory = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10), batch_size=4)
+    memory = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10))
     for _ in range(3):
         memory.extend(numbers(10))
         assert not list(tmp_path.iterdir())
-    assert memory[:].get("x").shape[0] == 10
-
-
-def test_padding_has_a_mask_in_a_buffer_too():
-    options = {"strict_length": False, "pad_output": True}
-    frames = TensorDict({"x": torch.ones(7), "episode": torch.tensor([0.0, 0, 0, 1, 1, 1, 1])}, [7])
-    memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), sampler=fc.SliceSampler(slice_len=6, **options))
-    memory.extend(frames)
-    sample, info = memory.sample(60, return_info=True)
-    assert ((info["index"] == -1) == ~sample["collector", "mask"]).all()
-    sample = sample.reshape(10, 6)
-    lengths = sample["collector", "mask"].sum(-1)
-    assert set(lengths.tolist()) == {3, 4}
-    assert (sample["x"].sum(-1) == lengths).all()
-    assert (sample["next", "done"].nonzero()[:, 1] == lengths - 1).all()
-    memory = fc.ReplayBuffer(storage=fc.ListStorage(9), sampler=fc.SliceSampler(slice_len=6, **options))
-    memory.extend(frames)
-    with pytest.raises(ValueError, match="a ListStorage cannot pad slices"):
-        memory.sample(60)
+    assert len(memory[:]["x"]) == 10
 
 
 ENDED = TensorDict({"x": torch.zeros(4), "next": {"done": torch.tensor([[False], [True]] * 2)}}, [4])
 
 RUNS = TensorDict({"collector": {"traj_ids": torch.arange(2)[:, None].expand(3, 2, 4)}}, [3, 2, 4])
-
-
-def tensors():
-    return fc.ReplayBuffer(storage=fc.LazyTensorStorage(9))
-
+PADDING = {"slice_len": 3, "strict_length": False, "pad_output": True}
 
 BAD = {
     "both": (lambda: fc.SliceSampler(num_slices=2, slice_len=3), ValueError, "both of num_slices and slice_len"),
     "neither": (lambda: fc.SliceSampler(), ValueError, "neither of num_slices and slice_len"),
-    "padded and strict": (
-        lambda: fc.SliceSampler(slice_len=2, pad_output=True), ValueError, "no slice is short: pass strict_"),
-    "drop last": (
-        lambda: filled(fc.SamplerWithoutReplacement(drop_last=True)).sample(11), ValueError, "buffer holds 10 frames"),
-    "two names": (
-        lambda: fc.SliceSampler(slice_len=2, traj_key="a", trajectory_key="b"), ValueError, "two names of one key"),
-    "class": (lambda: fc.ReplayBuffer(sampler=fc.SliceSampler), TypeError, "sampler is the class SliceSampler"),
+    "padded": (lambda: fc.SliceSampler(slice_len=2, pad_output=True), ValueError, "no slice is short: pass strict_"),
+    "dropped": (lambda: ten(fc.SamplerWithoutReplacement(drop_last=True)).sample(11), ValueError, "holds 10 frames"),
+    "names": (lambda: fc.SliceSampler(slice_len=2, traj_key="a", trajectory_key="b"), ValueError, "two names of one"),
     "writer": (lambda: fc.ReplayBuffer(writer="max"), ValueError, "writer is 'max', expected"),
-    "collate": (
-        lambda: fc.ReplayBuffer(storage=fc.LazyTensorStorage(3), collate_fn=list), ValueError, "is for a ListStorage"),
+    "collate": (lambda: filled([1], 3, collate_fn=list), ValueError, "is for a ListStorage"),
+    "padding": (
+        lambda: filled(ENDED, fc.ListStorage(9), fc.SliceSampler(**PADDING)).sample(6), ValueError, "cannot pad slice"),
     "no size": (lambda: fc.ReplayBuffer().sample(), ValueError, "no batch_size is given"),
     "empty": (lambda: fc.ReplayBuffer(batch_size=3).sample(), ValueError, "the buffer is empty: extend it before"),
     "multiple": (
         lambda: fc.ReplayBuffer(sampler=fc.SliceSampler(slice_len=4)).sample(10), ValueError,
         "batch_size is 10, slice_len 4, expected a positive multiple: sample for example 8 frames"),
-    "too few dimensions": (
-        lambda: fc.ReplayBuffer(storage=fc.LazyTensorStorage(9, ndim=2)).extend(numbers(3)), ValueError,
-        r"batch dimensions \[3\], the storage takes 2 \(ndim=2\).* build it with ndim=1"),
-    "nothing": (
-        lambda: fc.ReplayBuffer(storage=fc.LazyTensorStorage(9)).extend(TensorDict({}, [3])), ValueError, "no leaves"),
-    "single frame": (lambda: tensors().extend(numbers(1)[0]), ValueError, "stack single frames, or give them to add"),
-    "list of none": (lambda: tensors().extend([]), ValueError, "the list has no items"),
-    "tuple of TensorDicts": (
-        lambda: tensors().extend((numbers(1),)), TypeError, r"0 is TensorDict, expected a tensor: .* torch\.stack"),
-    "arrays": (lambda: tensors().extend(np.ones(3)), TypeError, "the data is ndarray, expected a TensorDict, a tensor"),
+    "too few": (lambda: filled(numbers(3), ndim=2), ValueError, r"dimensions \[3\], .* takes 2 \(ndim=2\).* ndim=1"),
+    "nothing": (lambda: filled(TensorDict({}, [3])), ValueError, "no leaves"),
+    "single frame": (lambda: filled(numbers(1)[0]), ValueError, "stack single frames, or give them to add"),
+    "list of none": (lambda: filled([]), ValueError, "the list has no items"),
+    "tuple": (lambda: filled((numbers(1),)), TypeError, r"0 is TensorDict, expected a tensor: .* torch\.stack"),
+    "arrays": (lambda: filled(np.ones(3)), TypeError, "the data is ndarray, expected a TensorDict, a tensor"),
     "no items": (lambda: fc.ReplayBuffer().extend(5), TypeError, "expected a sequence of items"),
 }  # fmt: skip
 
 BAD_SLICES = {
-    "too long": ({}, ENDED, "slices are 3 frames long, the longest trajectory held has 2: ask for shorter"),
-    "missing key": ({"traj_key": "run"}, ENDED, r"no tensor run, .* it has \['next.done', 'x'\]: name one of these"),
-    "missing end": ({"end_key": "end"}, ENDED, "no tensor end"),
-    "no keys": ({}, ENDED.select("x"), r"neither collector.traj_ids, episode nor next.done.* it has \['x'\]"),
-    "lanes": (
-        {}, ENDED.reshape(2, 2), r"next.done has shape \[2, 2, 1\], expected one number per frame, \[2\].*ndim=2"),
-    "lanes of workers": (  # samples would be rows [T], which losses broadcast without an error
-        {"ndim": 2}, RUNS, r"a frame for each of \[3, 2, 4\], .* 2 dimensions .* build it with ndim=3"),
-    "runs of a vmap": ({"ndim": 3}, RUNS, r"\[3, 2, 4\] have the same trajectory id.*a separate buffer"),
+    "too long": ({}, 1, ENDED, "slices are 3 frames long, the longest trajectory held has 2: ask for shorter"),
+    "missing key": ({"traj_key": "run"}, 1, ENDED, r"no tensor run, .* it has \['next.done', 'x'\]: name one of these"),
+    "missing end": ({"end_key": "end"}, 1, ENDED, "no tensor end"),
+    "no keys": ({}, 1, ENDED.select("x"), r"neither collector.traj_ids, episode nor next.done.* it has \['x'\]"),
+    "lanes": ({}, 1, ENDED.reshape(2, 2), r"next.done has shape \[2, 2, 1\], .* one number per frame, \[2\].*ndim=2"),
+    # Samples would be rows [T], which losses broadcast without an error.
+    "lanes of workers": ({}, 2, RUNS, r"a frame for each of \[3, 2, 4\], .* 2 dimensions .* build it with ndim=3"),
+    "runs of a vmap": ({}, 3, RUNS, r"\[3, 2, 4\] have the same trajectory id.*a separate buffer"),
 }  # fmt: skip
 
 
@@ -251,12 +206,9 @@ def test_bad_input(case):
 
 @pytest.mark.parametrize("case", BAD_SLICES)
 def test_bad_slices(case):
-    options, batch, message = BAD_SLICES[case]
-    storage = fc.LazyTensorStorage(9, ndim=options.get("ndim", 1))
-    sampler = fc.SliceSampler(slice_len=3, **{key: value for key, value in options.items() if key != "ndim"})
-    memory = fc.ReplayBuffer(storage=storage, sampler=sampler)
+    options, ndim, batch, message = BAD_SLICES[case]
     with pytest.raises(ValueError, match=message):
-        memory.extend(batch), memory.sample(6)
+        filled(batch, 9, fc.SliceSampler(slice_len=3, **options), ndim=ndim).sample(6)
 
 
 def test_a_first_batch_that_is_refused_leaves_nothing_behind():
@@ -292,9 +244,7 @@ def test_no_thread_comes_between_the_slots_of_an_index_and_their_frames():
             thread.join()
             return torch.tensor([1]).numpy()
 
-    free = []
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(5))
-    buffer.extend(torch.arange(5))
+    free, buffer = [], filled(torch.arange(5))
     assert buffer[Index([1])].tolist() == [1]
     assert not any(free)
     assert free

@@ -16,7 +16,8 @@ from tensordict import TensorDict
 import funcollect as fc
 from funcollect import files
 from funcollect.buffers import dumping
-from tests.support.frames.stacked_frames import SAMPLERS, STACK, batches, check_alike, check_uses, extend, made
+from tests.buffers.conftest import filled, numbers
+from tests.support.frames import SAMPLERS, STACK, batches, check_alike, check_uses, extend, made
 from tests.support.running import in_soak
 
 PAIRS = [  # sampler, frame_stack, compact_obs, prefetch, storage
@@ -60,15 +61,10 @@ def test_the_next_sample_is_the_one_that_would_have_come(sampler, stack, compact
 
 
 def test_a_file_is_opened_again_where_it_lay(tmp_path):
-    first, again = (fc.ReplayBuffer(storage=fc.LazyMemmapStorage(50, scratch_dir=tmp_path / "rows")) for _ in range(2))
-    first.extend(numbers(18))
-    first.dumps(tmp_path / "dump")
+    filled(numbers(18), fc.LazyMemmapStorage(50, scratch_dir=tmp_path / "rows")).dumps(tmp_path / "dump")
+    again = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(50, scratch_dir=tmp_path / "rows"))
     again.loads(tmp_path / "dump")
     assert again[:]["x"].tolist() == [*range(18)]
-
-
-def numbers(count, start=0):
-    return TensorDict({"x": torch.arange(start, start + count)}, [count])
 
 
 def plain(size=20):
@@ -81,8 +77,7 @@ class Cut(BaseException):
 
 def test_a_dump_cut_off_leaves_the_former_one_whole(tmp_path, monkeypatch):
     (tmp_path / "v7" / "deep").mkdir(parents=True)  # of a process killed before it could clean up
-    buffer, sync = plain(), dumping.sync
-    buffer.extend(numbers(4))
+    buffer, sync = filled(numbers(4), 20), dumping.sync
     buffer.dumps(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "v0"]  # only the current dump stays
     buffer.extend(numbers(4, 4))
@@ -135,8 +130,7 @@ def test_no_room_for_a_file_or_a_dump(tmp_path):
         buffer.extend(numbers(4))
     assert len(buffer) == 0
     assert not list((tmp_path / "rows").iterdir())
-    buffer, other = plain(20_000), plain(20_000)
-    buffer.extend(numbers(10))
+    buffer, other = filled(numbers(10), 20_000), plain(20_000)
     buffer.dumps(tmp_path)
     buffer.extend(numbers(15_000))
     with full_disk("File too large"):
@@ -152,8 +146,8 @@ class Harmful:
 
 
 def test_no_code_from_a_file_runs_unasked(tmp_path):
-    buffer, other = (fc.ReplayBuffer(storage=fc.ListStorage(5), collate_fn=list) for _ in range(2))
-    buffer.extend([1, "two", {"three": torch.arange(3)}])
+    buffer = filled([1, "two", {"three": torch.arange(3)}], fc.ListStorage(5), collate_fn=list)
+    other = fc.ReplayBuffer(storage=fc.ListStorage(5), collate_fn=list)
     buffer.dumps(tmp_path)
     other.loads(tmp_path)  # plain items need no code
     assert other[:2] == [1, "two"]
@@ -168,9 +162,8 @@ def test_no_code_from_a_file_runs_unasked(tmp_path):
 
 
 def test_a_larger_sampler_goes_on_with_the_priorities_of_a_smaller_one(tmp_path):
-    buffers = [
-        fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), sampler=fc.PrioritizedSampler(n, 1, 1)) for n in (9, 20, 9)
-    ]
+    samplers = [fc.PrioritizedSampler(n, 1, 1) for n in (9, 20, 9)]
+    buffers = [fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), sampler=sampler) for sampler in samplers]
     buffers[0].extend(numbers(9))
     buffers[0].update_priority(torch.arange(9), torch.eye(9)[4])
     for one, other in itertools.pairwise(buffers):
@@ -180,10 +173,7 @@ def test_a_larger_sampler_goes_on_with_the_priorities_of_a_smaller_one(tmp_path)
 
 
 def test_a_round_goes_on_after_a_dump(tmp_path):
-    """Though samples were made ahead."""
-    sampler = fc.SamplerWithoutReplacement()
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), sampler=sampler, batch_size=2, prefetch=2)
-    buffer.extend(numbers(10))
+    buffer = filled(numbers(10), 10, fc.SamplerWithoutReplacement(), batch_size=2, prefetch=2)
     some = [buffer.sample()["x"]]
     buffer.dumps(tmp_path)
     some += [buffer.sample()["x"] for _ in range(2)]
@@ -192,9 +182,7 @@ def test_a_round_goes_on_after_a_dump(tmp_path):
 
 
 def test_files_that_were_changed(tmp_path):
-    buffer = plain()
-    buffer.extend(numbers(4))
-    buffer.dumps(tmp_path)
+    filled(numbers(4), 20).dumps(tmp_path)
     whole = (tmp_path / "v0" / "rows-0.bin").read_bytes()
     for changed in (b"short", whole + b"more", whole[:8] + b"otherone" + whole[16:]):
         for file in (tmp_path / "v0").glob("rows-*.bin"):
@@ -212,18 +200,14 @@ def test_files_that_were_changed(tmp_path):
         (tmp_path / "v0" / "meta.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             plain().loads(tmp_path)
-    items = fc.ReplayBuffer(storage=fc.ListStorage(5))
-    items.extend([1, 2])
-    items.dumps(tmp_path / "items")
+    filled([1, 2], fc.ListStorage(5)).dumps(tmp_path / "items")
     torch.save([1], tmp_path / "items" / "v0" / "items.pt")
     with pytest.raises(ValueError, match="does not hold a list of 2 items: it was changed"):
         fc.ReplayBuffer(storage=fc.ListStorage(5)).loads(tmp_path / "items")
 
 
 def test_buffers_of_another_kind(tmp_path):
-    buffer = plain()
-    buffer.extend(numbers(4))
-    buffer.dumps(tmp_path)
+    filled(numbers(4), 20).dumps(tmp_path)
     for storage, sampler, message in (
         (fc.LazyTensorStorage(30), None, "max_size of the dump is 20, of this buffer 30: build the buffer like"),
         (fc.ListStorage(20), None, "storage of the dump is rows, of this buffer list"),
@@ -279,9 +263,7 @@ def test_a_dump_writes_only_new_frames(storage, tmp_path):
 
 def test_a_dump_links_no_frames_of_another_run(tmp_path):
     """Neither of another buffer with as many frames, nor of one that was loaded and then went another way."""
-    one, two = plain(), plain()
-    one.extend(numbers(8))
-    two.extend(numbers(9, 50))
+    one, two = filled(numbers(8), 20), filled(numbers(9, 50), 20)
     one.dumps(tmp_path / "one")
     two.dumps(tmp_path / "one", base=tmp_path / "one")
     three = plain()

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 import funcollect as fc
+from tests.buffers.conftest import filled
 from tests.support.programs.shared_writer import BEHIND, CAPACITY, LANES, STEPS, WIDTH, batch_of
 from tests.support.running import ROOT, scaled
 
@@ -112,9 +113,13 @@ def test_it_would_be_seen_if_frames_were_torn(start, tmp_path):
 def buffer_and_reader(path, sampler=None, stacked=False, **kwargs):
     frame_stack = 4 if stacked else None
     storage = fc.LazyMemmapStorage(CAPACITY, scratch_dir=path, ndim=2, frame_stack=frame_stack, **kwargs)
-    buffer = fc.ReplayBuffer(storage=storage)
-    buffer.extend(batch_of(0, stacked))
-    return buffer, fc.ReplayReader(path, sampler=sampler, batch_size=60)
+    return filled(batch_of(0, stacked), storage), fc.ReplayReader(path, sampler=sampler, batch_size=60)
+
+
+def extend(buffer, steps, stacked=False):
+    """Extend a buffer by batches that begin at these steps, of which some may be taken already."""
+    for first in steps:
+        buffer.extend(batch_of(first, stacked))
 
 
 def test_a_reader_keeps_up_however_far_it_falls_behind(tmp_path):
@@ -134,44 +139,36 @@ def test_a_reader_keeps_up_however_far_it_falls_behind(tmp_path):
         assert len(reader) == len(buffer)
 
 
+SHORT = {"slice_len": 30, "strict_length": False}
+
+
 @pytest.mark.parametrize("stacked", [False, True])
-def test_frames_retired_while_they_are_gathered_are_drawn_again(tmp_path, monkeypatch, stacked):
-    for sampler in (
-        None,
-        fc.SliceSampler(slice_len=SLICE),
-        fc.SliceSampler(slice_len=30, strict_length=False),
-        fc.SliceSampler(slice_len=30, strict_length=False, pad_output=True),
-    ):
-        buffer, reader = buffer_and_reader(tmp_path, sampler, stacked, existsok=True)
-        for first in range(STEPS, 20 * STEPS, STEPS):
-            buffer.extend(batch_of(first, stacked))
-        batches = iter([batch_of(first, stacked) for first in range(20 * STEPS, 40 * STEPS, STEPS)])
-        gather, passes = type(reader._layout).gather, []
+@pytest.mark.parametrize("options", [None, {"slice_len": SLICE}, SHORT, SHORT | {"pad_output": True}])
+def test_frames_retired_while_they_are_gathered_are_drawn_again(tmp_path, monkeypatch, stacked, options):
+    buffer, reader = buffer_and_reader(tmp_path, fc.SliceSampler(**options) if options else None, stacked)
+    extend(buffer, range(STEPS, 20 * STEPS, STEPS), stacked)
+    later, gather, passes = iter(range(20 * STEPS, 40 * STEPS, STEPS)), type(reader._layout).gather, []
 
-        def late(layout, rows, slots, *, buffer=buffer, batches=batches, gather=gather, passes=passes):
-            passes.append(len(slots))
-            for batch in batches:
-                buffer.extend(batch)
-            return gather(layout, rows, slots)
+    def late(layout, rows, slots):
+        passes.append(len(slots))
+        extend(buffer, later, stacked)
+        return gather(layout, rows, slots)
 
-        monkeypatch.setattr(type(reader._layout), "gather", late)
-        frames = reader.sample()
-        monkeypatch.undo()
-        assert len(passes) > 1
-        held = frames[frames.get(("collector", "mask"), torch.ones(len(frames), dtype=torch.bool))]
-        assert not torn(held).any()
-        assert early(held).min() >= LANES * 40 * STEPS - CAPACITY
+    monkeypatch.setattr(type(reader._layout), "gather", late)
+    frames = reader.sample()
+    assert len(passes) > 1
+    held = frames[frames.get(("collector", "mask"), torch.ones(len(frames), dtype=torch.bool))]
+    assert not torn(held).any()
+    assert early(held).min() >= LANES * 40 * STEPS - CAPACITY
 
 
 @pytest.mark.parametrize("sampler", [None, fc.SliceSampler(slice_len=SLICE)])
 def test_no_buffer_looks_empty_to_a_reader_that_is_overtaken(tmp_path, monkeypatch, sampler):
     buffer, reader = buffer_and_reader(tmp_path, sampler)
-    oldest = type(reader._file).oldest
-    batches = iter([batch_of(first) for first in range(STEPS, 20 * STEPS, STEPS)])
+    oldest, later = type(reader._file).oldest, iter(range(STEPS, 20 * STEPS, STEPS))
 
     def late(file):
-        for batch in batches:
-            buffer.extend(batch)
+        extend(buffer, later)
         return oldest.fget(file)
 
     monkeypatch.setattr(type(reader._file), "oldest", property(late))
@@ -223,15 +220,14 @@ def test_bad_readers(tmp_path):
     for sampler in (fc.SamplerWithoutReplacement(), fc.SliceSampler(slice_len=3, over="windows")):
         with pytest.raises(TypeError, match="expected a RandomSampler, or a SliceSampler over trajectories"):
             fc.ReplayReader(tmp_path, sampler=sampler)
-    buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path, existsok=True))
-    buffer.extend({"x": torch.zeros(3)})
+    filled({"x": torch.zeros(3)}, fc.LazyMemmapStorage(10, scratch_dir=tmp_path, existsok=True))
     with pytest.raises(TypeError, match="store TensorDicts for readers"):
         fc.ReplayReader(tmp_path)
 
 
 def test_frames_without_ids_and_observations_that_are_stored_once(tmp_path):
-    plain = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "plain"))
-    plain.extend(TensorDict({"x": torch.zeros(3), "next": {"done": torch.zeros(3, 1, dtype=torch.bool)}}, [3]))
+    frames = TensorDict({"x": torch.zeros(3), "next": {"done": torch.zeros(3, 1, dtype=torch.bool)}}, [3])
+    filled(frames, fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "plain"))
     reader = fc.ReplayReader(tmp_path / "plain", sampler=fc.SliceSampler(slice_len=2))
     with pytest.raises(ValueError, match="no batch_size"):
         reader.sample()
@@ -239,7 +235,7 @@ def test_frames_without_ids_and_observations_that_are_stored_once(tmp_path):
         reader.sample(4)
     storage = fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "compact", compact_obs=True)
     seen = torch.arange(4)[:, None].expand(4, 9)
-    fc.ReplayBuffer(storage=storage).extend(TensorDict({"x": seen[:-1], "next": {"x": seen[1:]}}, [3]))
+    filled(TensorDict({"x": seen[:-1], "next": {"x": seen[1:]}}, [3]), storage)
     sample = fc.ReplayReader(tmp_path / "compact").sample(20)
     assert torch.equal(sample["x"] + 1, sample["next", "x"])
     assert set(sample["x"][:, 0].tolist()) == {0, 1, 2}

@@ -5,29 +5,29 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.buffers import indices, trajectory_index
+from funcollect.buffers import trajectory_index
 from funcollect.keys import key_from_seed
-from tests.support.compare import assert_same
-from tests.support.frames.streams_of_frames import Oracle, batch_of, frames_of, streams
+from tests.buffers.conftest import filled, numbers
+from tests.support.compare import assert_same, implausible
+from tests.support.frames import Oracle, batch_of, frames_of, streams
 from tests.support.running import scaled
-from tests.support.statistics import implausible
 
 TRAJECTORIES = fc.ring.Trajectories()
 ROW_ORDER = fc.ring.Trajectories(end_key=("next", "done"))
 
 
-def ring_of(batches, capacity, flat=False, looks=()):
+def ring_of(batches, capacity, ndim=2, looks=()):
     """The ring and the oracle after these batches; its trajectory index is looked at after some of the extends."""
-    storage = fc.LazyTensorStorage(capacity, ndim=1 if flat else 2)
+    storage = fc.LazyTensorStorage(capacity, ndim=ndim)
     state, oracle = fc.ring.init(storage, trajectories=TRAJECTORIES), Oracle(capacity)
     for number, lanes in enumerate(batches):
-        if flat:  # as users of TorchRL flatten: lane after lane
+        if ndim == 1:  # as users of TorchRL flatten: lane after lane
             lanes = [[frame for lane in lanes for frame in lane]]
         oracle.extend(lanes)
-        state, _ = fc.ring.extend(state, batch_of(lanes)[0] if flat else batch_of(lanes))
+        batch = batch_of(lanes)
+        state, _ = fc.ring.extend(state, {1: batch[0], 2: batch, 3: batch[None]}[ndim])
         if number in looks:
             assert state.memory.index is not None
     return state, oracle
@@ -40,17 +40,23 @@ def held(state):
     return memory.storage.read(numbers % memory.capacity)
 
 
+def lengths_in(state):
+    """How many frames are held of each trajectory, in order of length."""
+    index = state.memory.index
+    return sorted((index.stop - index.first)[index.stop > index.first].tolist())
+
+
 def observed(frames):
     return [[lane, trajectory, step] for lane, trajectory, step, _ in frames]
 
 
 @settings(max_examples=scaled(150), deadline=None)
-@given(streams(), st.integers(1, 80), st.booleans(), st.sets(st.integers(0, 20)), st.sampled_from([1, 7, 1000]))
-def test_the_newest_frames_are_held_and_linked(batches, capacity, flat, looks, most):
+@given(streams(), st.integers(1, 80), st.integers(1, 3), st.sets(st.integers(0, 20)), st.sampled_from([1, 7, 1000]))
+def test_the_newest_frames_are_held_and_linked(batches, capacity, ndim, looks, most):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trajectory_index, "_MOST_SEGMENTS", 3 * most)
         patched.setattr(trajectory_index, "_FRAMES_AT_ONCE", most)
-        state, oracle = ring_of(batches, capacity, flat, looks)
+        state, oracle = ring_of(batches, capacity, ndim, looks)
         assert state.memory.index is not None
     assert held(state)["observation"].int().tolist() == observed(oracle.frames)
     index = state.memory.index
@@ -65,11 +71,12 @@ def test_the_newest_frames_are_held_and_linked(batches, capacity, flat, looks, m
 
 @settings(max_examples=scaled(100), deadline=None)
 @given(
-    streams(), st.integers(1, 80), st.integers(1, 6), st.sampled_from(["strict", "shortened", "padded"]),
-    st.sampled_from(["trajectories", "windows"]), st.integers(0, 99),
+    streams(), st.integers(1, 80), st.integers(2, 3), st.integers(1, 6),
+    st.sampled_from(["strict", "shortened", "padded"]), st.sampled_from(["trajectories", "windows"]),
+    st.integers(0, 99),
 )  # fmt: skip
-def test_slices_are_contiguous(batches, capacity, slice_len, lengths, over, seed):
-    state, oracle = ring_of(batches, capacity)
+def test_slices_are_contiguous(batches, capacity, ndim, slice_len, lengths, over, seed):
+    state, oracle = ring_of(batches, capacity, ndim)
     strict, padded = lengths == "strict", lengths == "padded"
     spec = fc.ring.Slices(num_slices=5, slice_len=slice_len, strict_length=strict, pad_output=padded, over=over)
     trajectories = oracle.trajectories()
@@ -97,6 +104,7 @@ def test_slices_are_contiguous(batches, capacity, slice_len, lengths, over, seed
         assert (slice_["observation"][1:] == slice_["next", "observation"][:-1]).all()
         assert (slice_["observation"][:, :2] == slice_["observation"][0, :2]).all()
         assert slice_["next", "truncated"][:, 0].tolist() == [False] * (length - 1) + [True]
+        assert slice_["next", "done"][:, 0].tolist() == [False] * (length - 1) + [True]
     assert not held(state)["next", "truncated"].any()
 
 
@@ -115,15 +123,13 @@ def test_lanes_without_ids_go_on_by_row(lengths, capacity, data):
         oracle.extend([lane[:size] for lane in lanes])
         state, _ = fc.ring.extend(state, batch_of([lane[:size] for lane in lanes]).exclude("collector"))
         lanes = [lane[size:] for lane in lanes]
-    index = state.memory.index
-    lengths_held = sorted((index.stop - index.first)[index.stop > index.first].tolist())
-    assert lengths_held == sorted(map(len, oracle.trajectories().values()))
+    assert lengths_in(state) == sorted(map(len, oracle.trajectories().values()))
 
 
 @settings(max_examples=scaled(50), deadline=None)
 @given(streams(), st.integers(1, 40))
 def test_the_index_does_not_leak(batches, capacity):
-    state, _ = ring_of(batches * 1, capacity)
+    state, _ = ring_of(batches, capacity)
     index = state.memory.index
     live = index.stop > index.first
     assert len(index._free) == (~live).sum()
@@ -134,19 +140,14 @@ def test_the_index_does_not_leak(batches, capacity):
     assert index._used <= len(index._entries) <= 4 * max(ends[-1], 16 * capacity)
 
 
-def small(count, start=0):
-    return TensorDict({"x": torch.arange(start, start + count)}, [count])
-
-
 def test_indices_say_where_frames_lie():
-    state, indices = fc.ring.extend(fc.ring.init(5), small(3))
-    assert indices.tolist() == [0, 1, 2]
-    state, indices = fc.ring.extend(state, small(4, 3))
-    assert indices.tolist() == [3, 4, 0, 1]
-    state, indices = fc.ring.extend(state, small(7, 7))
-    assert indices.tolist() == [-1, -1, 4, 0, 1, 2, 3]
+    state, first = fc.ring.init(5), 0
+    for slots in ([0, 1, 2], [3, 4, 0, 1], [-1, -1, 4, 0, 1, 2, 3]):
+        state, indices = fc.ring.extend(state, numbers(len(slots), first))
+        assert indices.tolist() == slots
+        first += len(slots)
     assert held(state)["x"].tolist() == [9, 10, 11, 12, 13]
-    state, indices = fc.ring.extend(fc.ring.init(fc.LazyTensorStorage(9, ndim=2)), small(6).reshape(2, 3))
+    state, indices = fc.ring.extend(fc.ring.init(fc.LazyTensorStorage(9, ndim=2)), numbers(6).reshape(2, 3))
     assert indices.tolist() == [[0, 2, 4], [1, 3, 5]]
     assert held(state)["x"].tolist() == [0, 3, 1, 4, 2, 5]
 
@@ -155,7 +156,7 @@ def test_an_old_state_is_stale_and_a_snapshot_is_not():
     old, _ = fc.ring.extend(fc.ring.init(3, trajectories=ROW_ORDER), batch_of([frames_of(0, [3])])[0])
     copy = fc.ring.snapshot(old)
     new, _ = fc.ring.extend(old, batch_of([frames_of(1, [2])])[0])
-    for use in (lambda: len(old), lambda: fc.ring.extend(old, small(1)), lambda: fc.ring.snapshot(old)):
+    for use in (lambda: len(old), lambda: fc.ring.extend(old, numbers(1)), lambda: fc.ring.snapshot(old)):
         with pytest.raises(fc.StaleStateError, match="Use the state that extend returned"):
             use()
     assert held(copy)["observation"][:, 0].tolist() == [0, 0, 0]
@@ -182,20 +183,17 @@ def test_a_hole_in_a_trajectory_parts_it():
     state = fc.ring.init(20, trajectories=TRAJECTORIES)
     for part in (lane[:3], lane[4:6], lane[6:]):
         state, _ = fc.ring.extend(state, batch_of([part])[0])
-    index = state.memory.index
-    assert sorted((index.stop - index.first)[index.stop > index.first].tolist()) == [3, 5]
+    assert lengths_in(state) == [3, 5]
     with pytest.raises(ValueError, match="the longest trajectory held has 5"):
         fc.ring.sample(state, key_from_seed(0), fc.ring.Slices(num_slices=1, slice_len=6))
 
 
 def test_the_index_follows_each_batch_as_it_was_given():
-    """It is updated later, when the caller's memory may hold something else."""
     batch = batch_of([frames_of(0, [3, 4])])[0]
     state, _ = fc.ring.extend(fc.ring.init(20, trajectories=TRAJECTORIES), batch)
     batch["collector"].zero_()
     batch["next", "done"].zero_()
-    index = state.memory.index
-    assert sorted((index.stop - index.first)[index.stop > index.first].tolist()) == [3, 4]
+    assert lengths_in(state) == [3, 4]
 
 
 def test_batches_with_and_without_steps_in_a_list():
@@ -203,8 +201,7 @@ def test_batches_with_and_without_steps_in_a_list():
     batch = batch_of([frames_of(0, [9])])[0]
     for part in (batch[:3], batch[3:5].exclude(("collector", "step")), batch[5:]):
         state, _ = fc.ring.extend(state, part)
-    index = state.memory.index
-    assert (index.stop - index.first).max() >= 5
+    assert lengths_in(state)[-1] >= 5
 
 
 def test_a_batch_without_frames_changes_nothing():
@@ -272,29 +269,13 @@ def disagrees(state, over, strict, chances):
 @pytest.mark.parametrize("over", ["trajectories", "windows"])
 def test_slices_are_uniform(over, strict, short_ones):
     state = full_ring(short_ones if strict else 0)
-    assert not disagrees(state, over, strict, chances_of(state, over, strict))
-
-
-def test_a_biased_sampler_is_found_out(monkeypatch):
-    """One that looks at two candidates in 40 draws of 100, and prefers the later one."""
-
-    def biased(random_source, count, size, valid):
-        good = np.flatnonzero(valid(np.arange(size)))
-        one, two = random_source.below(len(good), count), random_source.below(len(good), count)
-        return good[np.where(random_source.below(100, count) < 40, np.maximum(one, two), one)]
-
-    monkeypatch.setattr(indices, "_draw", biased)
-    state = full_ring()
-    for over in ("trajectories", "windows"):
-        assert disagrees(state, over, True, chances_of(state, over, True))
+    for each in ("trajectories", "windows"):  # the chances of the other one would be found out
+        assert disagrees(state, over, strict, chances_of(state, each, strict)) == (each != over)
 
 
 @pytest.mark.parametrize("sampler", [fc.RandomSampler(), fc.SamplerWithoutReplacement()])
 def test_frames_are_uniform(sampler):
-    memory = fc.ReplayBuffer(
-        storage=fc.LazyTensorStorage(30), sampler=sampler, generator=torch.Generator().manual_seed(0)
-    )
-    memory.extend(torch.arange(70))
+    memory = filled(torch.arange(70), 30, sampler, generator=torch.Generator().manual_seed(0))
     firsts = [int(memory.sample(1)) for _ in range(scaled(30) * 50)]
     counts = np.bincount(firsts, minlength=70)[40:]
     assert sum(counts) == len(firsts)

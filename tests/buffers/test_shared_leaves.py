@@ -13,8 +13,9 @@ from tensordict import TensorDict
 import funcollect as fc
 from funcollect.buffers.storages.shared_leaves import PlanePool
 from funcollect.keys import key_from_seed
+from tests.buffers.conftest import filled
 from tests.support.compare import assert_same
-from tests.support.frames.stacked_frames import (
+from tests.support.frames import (
     CAPACITY,
     STACK,
     batches,
@@ -25,8 +26,8 @@ from tests.support.frames.stacked_frames import (
     made,
     noisy,
     stacked,
+    streams,
 )
-from tests.support.frames.streams_of_frames import streams
 from tests.support.running import scaled
 
 
@@ -34,20 +35,17 @@ def everything(state):
     return state.memory.storage.read(np.arange(len(state))).clone()
 
 
+KINDS = st.sampled_from([fc.LazyMemmapStorage, fc.LazyTensorStorage])
+OPTIONS = st.sampled_from([(True, None), (False, STACK), (True, STACK)])
+
+
 @settings(max_examples=scaled(40), deadline=None)
-@given(
-    streams(), st.integers(1, 60), st.integers(0, 9), st.booleans(),
-    st.sampled_from([(True, None), (False, STACK), (True, STACK)]),
-)  # fmt: skip
-def test_the_same_frames_come_out(batches, capacity, seed, in_file, options):
+@given(streams(), st.integers(1, 60), st.integers(0, 9), KINDS, OPTIONS)
+def test_the_same_frames_come_out(batches, capacity, seed, kind, options):
     generator, (compact_obs, stack) = torch.Generator().manual_seed(seed), options
-    storage = (fc.LazyMemmapStorage if in_file else fc.LazyTensorStorage)(
-        capacity, ndim=2, compact_obs=compact_obs, frame_stack=stack
-    )
-    plain, shared = (
-        fc.ring.init(each, trajectories=fc.ring.Trajectories())
-        for each in (fc.LazyTensorStorage(capacity, ndim=2), storage)
-    )
+    storage = kind(capacity, ndim=2, compact_obs=compact_obs, frame_stack=stack)
+    both = (fc.LazyTensorStorage(capacity, ndim=2), storage)
+    plain, shared = (fc.ring.init(each, trajectories=fc.ring.Trajectories()) for each in both)
     for lanes in batches:
         batch = stacked(lanes, generator)
         batch["camera", "empty"] = batch["next", "camera", "empty"] = torch.zeros(*batch.shape, 0)
@@ -94,7 +92,6 @@ def test_frames_that_share_nothing(kind, compact_obs):
 
 @pytest.mark.parametrize("distinct", [1, 4])
 def test_hashes_need_not_differ(distinct, monkeypatch):
-    """The bytes decide, though the hashes of all planes are among a few."""
     whole = PlanePool._hash
     monkeypatch.setattr(PlanePool, "_hash", lambda pool, planes: whole(pool, planes) % np.uint64(distinct))
     plain, shared = both()
@@ -106,10 +103,8 @@ def test_hashes_need_not_differ(distinct, monkeypatch):
 @pytest.mark.parametrize("ndim", [1, 3])
 def test_other_batches(ndim):
     """``[T]`` and ``[W, P, T]``; views with other strides; more frames than the buffer holds, and none."""
-    plain, shared = (
-        fc.ReplayBuffer(storage=fc.LazyTensorStorage(CAPACITY, ndim=ndim, frame_stack=stack), batch_size=9)
-        for stack in (None, STACK)
-    )
+    storages = [fc.LazyTensorStorage(CAPACITY, ndim=ndim, frame_stack=stack) for stack in (None, STACK)]
+    plain, shared = (fc.ReplayBuffer(storage=storage) for storage in storages)
     whole = torch.cat(batches(4, odd=0), 1)
     whole = whole[0] if ndim == 1 else torch.stack([whole, whole.flip(0)])
     for steps in (slice(0, 7), slice(1, 24, 3), slice(3, 3), slice(0, 24), slice(9, 10)):
@@ -119,10 +114,9 @@ def test_other_batches(ndim):
 
 
 def test_trees_of_tensors():
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9, frame_stack=2), batch_size=5)
     screens = torch.randn(6, 3, 3)
     stacks = torch.stack([screens[:-1], screens[1:]], 1)
-    buffer.extend({"pixels": stacks, "reward": torch.arange(5.0)})
+    buffer = filled({"pixels": stacks, "reward": torch.arange(5.0)}, fc.LazyTensorStorage(9, frame_stack=2))
     buffer.add({"pixels": stacks[0], "reward": torch.tensor(7.0)})
     assert torch.equal(buffer[:]["pixels"], stacks[[0, 1, 2, 3, 4, 0]])
     assert buffer[:]["reward"].tolist() == [0, 1, 2, 3, 4, 7]
@@ -130,28 +124,24 @@ def test_trees_of_tensors():
 
 
 BATCH = batches(1)[0]
-REFUSED = {  # an option, a change of the second batch, and the message; None for the first batch
-    "no next observation": (
-        {"compact_obs": True}, None, lambda batch: batch.exclude("observation", "camera", "far", "sensors"),
-        r"no next observation of the same shape .* leave compact_obs out"),
-    "no stack": ({"frame_stack": 7}, None, lambda batch: batch, r"is 7, and no .* \[7, ...\] .*'far': \[3, 5, 7\]"),
-    "lacks": (
-        {"compact_obs": True}, BATCH, lambda batch: batch.exclude(("next", "far")), r"lacks \['next\.far'\], expected"),
-    "shorter stack": (
-        {"frame_stack": STACK}, BATCH, lambda batch: batch.set("far", batch["far"][:, :, 1:]),
-        r"far is \[2, 5, 7\] torch.uint8 in each frame, the storage holds \[3, 5, 7\]"),
-}  # fmt: skip
+BARE = BATCH.exclude("observation", "camera", "far", "sensors")
+SHORTER = BATCH.clone().set("far", BATCH["far"][:, :, 1:])
+REFUSED = [  # an option, the batch, whether it is the second one, and the message
+    ({"compact_obs": True}, BARE, False, r"no next observation of the same shape .* leave compact_obs out"),
+    ({"frame_stack": 7}, BATCH, False, r"is 7, and no .* \[7, ...\] .*'far': \[3, 5, 7\]"),
+    ({"compact_obs": True}, BATCH.exclude(("next", "far")), True, r"lacks \['next\.far'\], expected"),
+    ({"frame_stack": STACK}, SHORTER, True, r"far is \[2, 5, 7\] torch.uint8 .*, the storage holds \[3, 5, 7\]"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_batches_that_do_not_fit(case):
-    options, first, change, message = REFUSED[case]
+@pytest.mark.parametrize(("options", "batch", "second", "message"), REFUSED)
+def test_batches_that_do_not_fit(options, batch, second, message):
     buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(99, ndim=2, **options))
-    if first is not None:
-        buffer.extend(first)
+    if second:
+        buffer.extend(BATCH)
     with pytest.raises(ValueError, match=message):
-        buffer.extend(change(BATCH.clone()))
-    assert len(buffer) == (0 if first is None else first.numel())
+        buffer.extend(batch)
+    assert len(buffer) == (BATCH.numel() if second else 0)
     check_uses(buffer.storage)
 
 
@@ -179,7 +169,6 @@ def full(room):
 
 
 def test_no_room_for_further_planes(monkeypatch):
-    """The buffer is as before, and goes on once there is room."""
     plain, shared = both(kind=fc.LazyMemmapStorage)
     for batch in batches(4):
         extend([plain, shared], batch)
@@ -195,7 +184,6 @@ def test_no_room_for_further_planes(monkeypatch):
 
 @pytest.mark.parametrize("room", [0, 1, 2])  # for the files of two kinds of planes, and that of rows
 def test_no_room_at_first(monkeypatch, tmp_path, room):
-    """No file stays behind."""
     monkeypatch.setattr(os, "posix_fallocate", full(room))
     buffer = made(STACK, kind=fc.LazyMemmapStorage, scratch_dir=tmp_path)
     with pytest.raises(OSError, match=r"50 frames of \d+ bytes, \d+ in all \(No space left on device\): give a small"):
@@ -229,7 +217,6 @@ def pong():
 
 @pytest.mark.parametrize(("options", "screens"), [({"frame_stack": 4}, 1), ({"compact_obs": True}, 4)])
 def test_pong_takes_one_screen_per_frame(pong, options, screens, tmp_path):
-    """Or one stack of screens."""
     shared = fc.ReplayBuffer(storage=fc.LazyTensorStorage(2_000, ndim=2, **options))
     for batch in pong:
         shared.extend(batch)

@@ -11,8 +11,8 @@ from tensordict import TensorDict
 
 import funcollect as fc
 from funcollect.keys import key_from_seed
-from tests.support.frames.stacked_frames import STACK, stacked
-from tests.support.frames.streams_of_frames import batch_of, frames_of, streams
+from tests.buffers.conftest import filled
+from tests.support.frames import STACK, batch_of, frames_of, stacked, streams
 from tests.support.running import scaled
 
 LENGTH, IS_FIRST = 5, ("collector", "is_first")
@@ -38,6 +38,11 @@ def episodes():
     return batch
 
 
+def buffer_of(storage, batch, sampler, batch_size):
+    """A list holds one lane."""
+    return filled(batch[0] if storage == "list" else batch, STORAGES[storage](), sampler, batch_size=batch_size)
+
+
 def check(sample, first):
     """The marks at the rows `first`, and every other row as it was stored."""
     wanted = torch.zeros(len(sample), dtype=torch.bool)
@@ -48,20 +53,16 @@ def check(sample, first):
     assert not sample["is_init"].all()
 
 
-@pytest.mark.parametrize("pad_output", [False, True])
-def test_short_slices(pad_output):
+@pytest.mark.parametrize(("storage", "pad_output"), [("tensors", False), ("tensors", True), ("list", False)])
+def test_short_slices(storage, pad_output):
     sampler = fc.SliceSampler(slice_len=10, strict_length=False, pad_output=pad_output)
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100, ndim=2), sampler=sampler, batch_size=80)
-    buffer.extend(episodes())
-    sample = buffer.sample()
+    sample = buffer_of(storage, episodes(), sampler, 80).sample()
     ends = sample["next", "truncated"][:, 0].nonzero()[:, 0]
+    assert (len(sample) < 80) != pad_output
     check(sample, slice(0, None, 10) if pad_output else torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1] + 1]))
 
 
-PAIRS = [*zip(STORAGES, [*SAMPLERS, *SAMPLERS], strict=False)]
-
-
-@pytest.mark.parametrize(("storage", "sampler"), PAIRS)
+@pytest.mark.parametrize(("storage", "sampler"), [*zip(STORAGES, [*SAMPLERS, *SAMPLERS], strict=False)])
 def test_samples_and_nested_flags(storage, sampler):
     """Every ``is_init`` is marked, except those of next frames; the stored ones stay as they were."""
     batch = episodes()
@@ -70,10 +71,7 @@ def test_samples_and_nested_flags(storage, sampler):
     for init_key, marked in (
         ("is_init", {"is_init", *NESTED[:2]}), (("agents", "is_init"), {("agents", "is_init")}), (None, set()),
     ):  # fmt: skip
-        buffer = fc.ReplayBuffer(
-            storage=STORAGES[storage](), sampler=SAMPLERS[sampler](init_key=init_key), batch_size=8 * LENGTH
-        )
-        buffer.extend(batch[0] if storage == "list" else batch)
+        buffer = buffer_of(storage, batch, SAMPLERS[sampler](init_key=init_key), 8 * LENGTH)
         sample = buffer.sample()
         assert sample[IS_FIRST].view(8, LENGTH).tolist() == [[True] + [False] * (LENGTH - 1)] * 8
         stored = (sample["collector", "step"] == 0)[:, None]
@@ -86,9 +84,7 @@ def test_samples_and_nested_flags(storage, sampler):
 
 @pytest.mark.parametrize("init_key", ["is_inti", ("agents", "is_init")])
 def test_flags_that_are_not_there(init_key):
-    sampler = fc.SliceSampler(slice_len=LENGTH, init_key=init_key)
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100, ndim=2), sampler=sampler, batch_size=LENGTH)
-    buffer.extend(episodes())
+    buffer = buffer_of("tensors", episodes(), fc.SliceSampler(slice_len=LENGTH, init_key=init_key), LENGTH)
     with pytest.raises(ValueError, match=r"init_key is .*, but frames have no such tensor"):
         buffer.sample()
     with pytest.raises(TypeError, match="init_key is 3, expected a key"):
@@ -99,22 +95,17 @@ def test_a_ring_and_a_reader(tmp_path):
     state = fc.ring.init(fc.LazyTensorStorage(100, ndim=2), trajectories=fc.ring.Trajectories())
     state, _ = fc.ring.extend(state, episodes())
     check(fc.ring.sample(state, key_from_seed(0), fc.ring.Slices(num_slices=8, slice_len=5)), slice(0, None, 5))
-    buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(100, ndim=2, scratch_dir=tmp_path))
-    buffer.extend(episodes())
+    filled(episodes(), fc.LazyMemmapStorage(100, ndim=2, scratch_dir=tmp_path))
     reader = fc.ReplayReader(tmp_path, sampler=fc.SliceSampler(slice_len=5), batch_size=40)
     check(reader.sample(), slice(0, None, 5))
 
 
 def test_frames_without_marks():
-    buffer = fc.ReplayBuffer(
-        storage=fc.LazyTensorStorage(9), sampler=fc.SliceSampler(slice_len=3, end_key="end"), batch_size=6
-    )
-    buffer.extend(TensorDict({"end": torch.zeros(9, dtype=torch.bool)}, [9]))
-    sample = buffer.sample()
+    frames = TensorDict({"end": torch.zeros(9, dtype=torch.bool)}, [9])
+    sample = filled(frames, 9, fc.SliceSampler(slice_len=3, end_key="end"), batch_size=6).sample()
     assert sample[IS_FIRST].tolist() == [True, False, False] * 2
     assert "is_init" not in sample
-    other = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), sampler=fc.SliceSampler(slice_len=2), batch_size=2)
-    other.extend(sample.exclude("collector"))
+    other = filled(sample.exclude("collector"), 9, fc.SliceSampler(slice_len=2), batch_size=2)
     other.extend(sample.exclude("collector"))
     assert other.sample()[IS_FIRST].tolist() == [True, False]
 
@@ -188,13 +179,10 @@ def test_a_batch(batches, n_steps, gamma, seed):
 @given(streams(most_lanes=3), st.integers(1, 5), st.integers(1, 60), st.integers(0, 9))
 def test_frames_of_a_buffer(batches, n_steps, capacity, seed):
     generator = torch.Generator().manual_seed(seed)
-    memory = fc.ReplayBuffer(
-        storage=fc.LazyTensorStorage(capacity, ndim=2),
-        sampler=fc.MultiStepSampler(gamma=0.9, n_steps=n_steps),
-        generator=generator,
-    )
-    for lanes in batches:
-        memory.extend(rewarded(batch_of(lanes), generator))
+    parts = [rewarded(batch_of(lanes), generator) for lanes in batches]
+    memory = filled(parts[0], capacity, fc.MultiStepSampler(gamma=0.9, n_steps=n_steps), ndim=2, generator=generator)
+    for part in parts[1:]:
+        memory.extend(part)
     everything = memory[torch.arange(len(memory))]
     batch, info = memory.sample(8, return_info=True)
     assert batch.shape == (8,)
@@ -208,8 +196,7 @@ def test_frames_of_a_buffer(batches, n_steps, capacity, seed):
 
 
 def test_frames_without_other_keys():
-    memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), sampler=fc.MultiStepSampler(gamma=0.5, n_steps=2))
     batch = batch_of([frames_of(0, [4])])[0].exclude("collector")
     batch["next", "reward"] = torch.ones(4, 1)
-    memory.extend(batch)
+    memory = filled(batch, 9, fc.MultiStepSampler(gamma=0.5, n_steps=2))
     assert set(memory.sample(20).keys()) == {*batch.keys(), "original_reward", "steps_to_next_obs", "gamma"}

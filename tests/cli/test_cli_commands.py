@@ -22,6 +22,10 @@ from tests.support.faulty.faulty_envs import LeavesItsSpace, Walk
 PROFILE = ["profile", "CartPole-v1", "--num-envs", "2", "--frames", "500"]
 
 
+def unmade():
+    raise RuntimeError("no licence:\n  ask at the desk")
+
+
 @pytest.fixture(autouse=True)
 def registered():
     kinds = {"Walk-v0": Walk, "LeavesItsSpace-v0": LeavesItsSpace, "Unmade-v0": unmade}
@@ -32,16 +36,14 @@ def registered():
         del gymnasium.registry[name]
 
 
-def unmade():
-    raise RuntimeError("no licence:\n  ask at the desk")
-
-
-def test_check_prints_the_report(capsys):
+def test_check_and_explain_print_what_the_functions_return(capsys):
     assert main(["check", "Walk-v0", "--steps", "40", "--seed", "3"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{fc.testing.check_env('Walk-v0', num_envs=3, steps=40, seed=3)}\n"
-    assert "passed  lanes_alone" in out
     assert not err
+    assert main(["explain", "CartPole-v1", "--policy", "mlp", "--num-envs", "4"]) == 0
+    env = fc.make_env("CartPole-v1", num_envs=4)
+    assert capsys.readouterr().out == f"{fc.explain(env, mlp(env, seed=0))}\n"
 
 
 @pytest.mark.parametrize(
@@ -68,13 +70,7 @@ def test_a_check_that_fails_is_said_in_words(capsys):
     assert "passed  observations" not in out
 
 
-def test_explain_prints_the_plan(capsys):
-    assert main(["explain", "CartPole-v1", "--policy", "mlp", "--num-envs", "4"]) == 0
-    env = fc.make_env("CartPole-v1", num_envs=4)
-    assert capsys.readouterr().out == f"{fc.explain(env, mlp(env, seed=0))}\n"
-
-
-def test_profile_prints_the_table_and_draws_the_parts(tmp_path, capsys):
+def test_profile_prints_the_table_and_draws_the_parts(tmp_path, monkeypatch, capsys):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -88,9 +84,6 @@ def test_profile_prints_the_table_and_draws_the_parts(tmp_path, capsys):
     assert re.search(r"^a frame +\d+\.\d\d +100%$", out, re.M)
     assert not err
     assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_the_table_is_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([*PROFILE, "--out", str(tmp_path / "profile.png")]) == 0
     out, err = capsys.readouterr()
@@ -98,8 +91,6 @@ def test_without_matplotlib_the_table_is_there(tmp_path, monkeypatch, capsys):
     assert "\nbare environment " in out
     assert "pip install 'funcollect[viz]'" in err
 
-
-# --- defaults, modules, weights ---------------------------------------------------------------------------------------
 
 MODULE = """
 import gymnasium
@@ -130,7 +121,6 @@ def unready():
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working directory with a module of a user's own."""
     (tmp_path / "mine.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -141,8 +131,6 @@ def here(tmp_path, monkeypatch):
 def test_every_argument_has_a_default(here, capsys):
     assert main(["collect", "CartPole-v1"]) == 0
     picture = re.search(r"^picture: (runs/CartPole-v1-[\d-]+/returns\.png)$", capsys.readouterr().out, re.M)
-    assert picture
-    assert (here / picture[1]).exists()
     assert json.loads((here / picture[1]).with_name("stats.json").read_text())["frames"] == 10_000
 
 
@@ -214,11 +202,9 @@ OUT = ["--out", "out"]
     ("arguments", "message"),
     [
         (["check", "Nowhere-v0"], "Gymnasium cannot make 'Nowhere-v0'"),
-        (["explain", "Nowhere-v0", "--policy", "mlp"], "Gymnasium cannot make 'Nowhere-v0'"),
         ([*PROFILE, "--out", "profile.txt"], "expected that of a picture, such as .png"),
         ([*PROFILE, "--out", "nowhere/profile.png"], "nowhere is no folder"),
         ([*PROFILE, "-o", "x=1"], "x"),
-        (["collect", "no_such_package:Env-v0", *OUT], "no_such_package"),
         (["collect", "torch/NoSuchEnv", *OUT], "expected one of"),
         (["collect", "Unmade-v0", *OUT], "no licence: ask at the desk"),
         (["collect", "CartPole-v1", "--policy", "dqn", *OUT], "no policy 'dqn', expected one of ['mlp', 'random'"),
@@ -230,7 +216,6 @@ OUT = ["--out", "out"]
         (["collect", "no_module:thing"], "'no_module', which cannot be imported"),
         (["collect", "mine:unready"], "cannot make 'mine:unready': no licence"),
         (["collect", "CartPole-v1", "--policy", "mine:nothing"], "cannot be imported"),
-        (["collect", "CartPole-v1", "--policy", "mine:cart"], "expected a function"),
     ],
     ids=str,
 )
@@ -242,9 +227,6 @@ def test_what_is_wrong_is_one_line(arguments, message, here, capsys):
     assert err.count("\n") == 1
     assert message in err
     assert not (here / "out").exists()
-
-
-# --- demo, help -------------------------------------------------------------------------------------------------------
 
 
 def test_demo(here, capsys):

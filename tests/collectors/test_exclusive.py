@@ -5,9 +5,6 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import gymnasium
 import numpy as np
@@ -17,22 +14,16 @@ from gymnasium import spaces
 
 import funcollect as fc
 from tests.support.compare import assert_same
-
-USES: dict[str, Callable[[Any, Path], object]] = {
-    "next": lambda collector, path: next(collector),
-    "rollout": lambda collector, path: collector.rollout(),
-    "reset": lambda collector, path: collector.reset(),
-    "set_seed": lambda collector, path: collector.set_seed(1),
-    "apply": lambda collector, path: collector.apply(str),
-    "state_dict": lambda collector, path: collector.state_dict(),
-    "save": lambda collector, path: collector.save(path / "run"),
-}
+from tests.support.workers import wait_until
 
 
-def refused(collector: Any, path: Path) -> None:
-    for use in USES.values():
+def refused(collector, path):
+    for use, *given in (
+        (collector.__next__,), (collector.rollout,), (collector.reset,), (collector.set_seed, 1),
+        (collector.apply, str), (collector.state_dict,), (collector.save, path / "run"),
+    ):  # fmt: skip
         with pytest.raises(RuntimeError, match=r"the collector is in use by a call .*: use it in one thread at a time"):
-            use(collector, path)
+            use(*given)
     assert not (path / "run").exists()
 
 
@@ -41,15 +32,15 @@ class Gate(gymnasium.Env):
 
     observation_space, action_space = spaces.Box(0, 99, (1,)), spaces.Discrete(2)
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.steps = 0
         return np.zeros(1, np.float32), {}
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         self.steps += 1
         (self.path / "begun").touch()
         while not (self.path / "open").exists():
@@ -58,8 +49,8 @@ class Gate(gymnasium.Env):
 
 
 @pytest.mark.parametrize("kind", ["sync", "lane workers", "serial", "processes", "asynchronous"])
-def test_another_thread(kind: str, tmp_path: Path) -> None:
-    def make() -> Any:
+def test_another_thread(kind, tmp_path):
+    def make():
         keywords = {"frames_per_batch": 24, "seed": 0}
         if kind in ("sync", "lane workers"):
             env = fc.make_env(lambda: Gate(tmp_path), num_envs=2, num_workers=2 if kind == "lane workers" else 0)
@@ -68,11 +59,10 @@ def test_another_thread(kind: str, tmp_path: Path) -> None:
         return build([lambda: Gate(tmp_path)] * 2, None, in_process=kind == "serial", **keywords)
 
     with make() as collector:
-        batches: list[Any] = []
+        batches = []
         thread = threading.Thread(target=lambda: batches.append(next(collector).clone()))
         thread.start()
-        while not (tmp_path / "begun").exists():
-            time.sleep(0.001)
+        wait_until((tmp_path / "begun").exists)
         refused(collector, tmp_path)
         (tmp_path / "open").touch()
         thread.join()
@@ -86,34 +76,32 @@ def test_another_thread(kind: str, tmp_path: Path) -> None:
 class Calls(torch.nn.Module):
     """Calls a function in each forward pass."""
 
-    def __init__(self, function: Callable[[], object]) -> None:
+    def __init__(self, function):
         super().__init__()
         self.function = function
         self.linear = torch.nn.Linear(4, 2)
 
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+    def forward(self, observation):
         self.function()
         return self.linear(observation)
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
-def test_a_callback_and_a_signal_handler(name: str, tmp_path: Path) -> None:
-    def batches(function: Callable[[], object]) -> list[Any]:
+def test_a_callback_and_a_signal_handler(name, tmp_path):
+    def batches(function):
         torch.manual_seed(0)
         policy = fc.torch_policy(Calls(lambda: function()), head=fc.heads.categorical, compile="eager")
         with fc.SyncDataCollector(fc.make_env(name, num_envs=2), policy, frames_per_batch=40, seed=0) as collector:
             current.append(collector)
             return [next(collector) for _ in range(3)]
 
-    current: list[Any] = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: refused(current[-1], tmp_path))
+    def in_callback(*_):
+        refused(current[-1], tmp_path)
+
+    current = []
+    before = signal.signal(signal.SIGUSR1, in_callback)
     try:
-        quiet, *others = (
-            batches(function)
-            for function in (
-                lambda: None, lambda: refused(current[-1], tmp_path), lambda: signal.raise_signal(signal.SIGUSR1)
-            )
-        )  # fmt: skip
+        quiet, *others = map(batches, (lambda: None, in_callback, lambda: signal.raise_signal(signal.SIGUSR1)))
     finally:
         signal.signal(signal.SIGUSR1, before)
     for disturbed in others:
@@ -121,7 +109,7 @@ def test_a_callback_and_a_signal_handler(name: str, tmp_path: Path) -> None:
             assert_same(one, two)
 
 
-def test_weights_that_are_given_meanwhile_are_those_of_the_next_batch() -> None:
+def test_weights_that_are_given_meanwhile_are_those_of_the_next_batch():
     policy = fc.torch_policy(Calls(lambda: collector.update_policy_weights_()), head=fc.heads.categorical)
     with fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=5, seed=0) as collector:
         versions = [next(collector)["collector", "policy_version"].unique().tolist() for _ in range(3)]
@@ -129,7 +117,7 @@ def test_weights_that_are_given_meanwhile_are_those_of_the_next_batch() -> None:
 
 
 @pytest.mark.parametrize("kind", [fc.SyncDataCollector, fc.MultiSyncDataCollector])
-def test_it_is_not_copied(kind: Any) -> None:
+def test_it_is_not_copied(kind):
     with kind(["CartPole-v1"] * 2, None, frames_per_batch=20) as collector:
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match=r"Collector.* cannot be copied or pickled: save\(path\)"):

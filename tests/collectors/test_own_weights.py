@@ -1,51 +1,59 @@
-"""Weights of policies that derive from `fc.PolicyBase`: sent to workers, saved and loaded, in every collector."""
-
-from __future__ import annotations
+"""Policies of a user's own in every collector: weights of a `fc.PolicyBase`, and random frames of one with a memory."""
 
 import io
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
 import torch
+from tensordict.nn import TensorDictModule, TensorDictSequential
 
 import funcollect as fc
-from tests.support.policies.own_policies import KINDS, InJax, Layer, Recording, seen_by, until
-from tests.support.running import in_soak
-from tests.support.workers import multi
+from tests.support.policies import KINDS, InJax, Layer, Recording, seen_by, until
+from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, in_soak
+from tests.support.workers import multi, ray_collector
 
 ENVS = {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 20}
 
 
-def sync(policy: Any, env: str = "CartPole-v1", **options: Any) -> Any:
+def sync(policy, env="CartPole-v1", **options):
     return fc.SyncDataCollector(fc.make_env(env, **options), policy, frames_per_batch=20, seed=0)
 
 
-COLLECTORS: dict[str, Callable[[Any], Any]] = {
+COLLECTORS = {
     "sync": sync,
     "sync, in a loop of JAX": partial(sync, env="gymnax/CartPole-v1", num_envs=2),
     "processes": lambda policy: multi(policy=policy, **ENVS),
     "asynchronous": lambda policy: multi(fc.MultiaSyncDataCollector, "serial", policy=policy, **ENVS),
 }
-if in_soak([True]):
-    COLLECTORS["serial"] = lambda policy: multi(transport="serial", policy=policy, **ENVS)
-    COLLECTORS["asynchronous processes"] = lambda policy: multi(fc.MultiaSyncDataCollector, policy=policy, **ENVS)
+MORE = {
+    "serial": lambda policy: multi(transport="serial", policy=policy, **ENVS),
+    "asynchronous processes": lambda policy: multi(fc.MultiaSyncDataCollector, policy=policy, **ENVS),
+}
+NESTED = {"collector_class": fc.MultiSyncDataCollector, "num_workers_per_collector": 2}
+OVER_RAY = {
+    "Ray": lambda policy: ray_collector(policy=policy, **ENVS),
+    "workers in actors": lambda policy: ray_collector(policy=policy, **ENVS, **NESTED),
+}
+HERE = [*COLLECTORS, *in_soak(MORE)]
+EVERYWHERE = [*HERE, *(pytest.param(name, marks=AN_EVENING_OVER_RAY) for name in OVER_RAY)]
+pytestmark = [pytest.mark.usefixtures("ray_cluster_if_marked"), FORKS_OF_RAY]
 
 
-def states_of(saved: Any) -> list[Any]:
-    """The state of each worker, or of the collector itself if it has none."""
-    return list(saved["workers"].values()) if "workers" in saved else [saved]
+def weights_in(saved):
+    """The weights in a state, those of its last worker if it has some."""
+    if isinstance(saved, list):
+        return weights_in(saved[-1])
+    return weights_in([*saved["workers"].values()]) if "workers" in saved else saved["policy_state_dict"]
 
 
-@pytest.fixture(params=COLLECTORS.values(), ids=COLLECTORS.keys())
-def make(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
-    return request.param
+@pytest.fixture(params=HERE)
+def make(request):
+    return (COLLECTORS | MORE | OVER_RAY)[request.param]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_new_params_act(kind: type[Recording], make: Callable[[Any], Any]) -> None:
+def test_new_params_act(kind, make):
     policy = kind()
     with make(policy) as collector:
         assert next(seen_by(collector)) == 0
@@ -55,9 +63,10 @@ def test_new_params_act(kind: type[Recording], make: Callable[[Any], Any]) -> No
             until(collector, wanted)
 
 
+@pytest.mark.parametrize("make", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("own", [True, False])
-def test_a_saved_run_goes_on_with_its_weights(own: bool, kind: type[Recording], make: Callable[[Any], Any]) -> None:
+def test_a_saved_run_goes_on_with_its_weights(own, kind, make):
     policy = kind()
     with make(policy) as collector:
         if own:
@@ -73,7 +82,7 @@ def test_a_saved_run_goes_on_with_its_weights(own: bool, kind: type[Recording], 
         next(collector)
         collector.load_state_dict(torch.load(file, weights_only=True))
         until(collector, 5)
-        again = [states_of(each)[-1]["policy_state_dict"] for each in (saved, collector.state_dict())]
+        again = [weights_in(each) for each in (saved, collector.state_dict())]
         assert again[0].keys() == again[1].keys() != set()
         assert float(other.params["layers"][0].weight.max()) == (5 if own else 0)
         assert isinstance(other.params["layers"][0], Layer)
@@ -83,7 +92,7 @@ def test_a_saved_run_goes_on_with_its_weights(own: bool, kind: type[Recording], 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_params_of_another_structure_are_refused(kind: type[Recording], make: Callable[[Any], Any]) -> None:
+def test_params_of_another_structure_are_refused(kind, make):
     policy = kind()
     with make(policy) as collector:
         good = kind.version(1)
@@ -104,7 +113,7 @@ def test_params_of_another_structure_are_refused(kind: type[Recording], make: Ca
 
 
 @pytest.mark.parametrize("transport", ["serial", "processes"])
-def test_own_params_of_another_structure(transport: str) -> None:
+def test_own_params_of_another_structure(transport):
     """Workers get a Torch policy anew; a JAX policy is compiled, so it has to keep its structure."""
     policy, fixed = Recording(), InJax()
     with multi(transport=transport, policy=policy, **ENVS) as collector:
@@ -118,7 +127,7 @@ def test_own_params_of_another_structure(transport: str) -> None:
         until(collector, 0)
 
 
-def test_gradients_are_required_as_before() -> None:
+def test_gradients_are_required_as_before():
     policy = Recording()
     policy.params["layers"][0].weight.requires_grad_(True)
     policy.load(policy.state_dict(Recording.version(1)))
@@ -129,7 +138,7 @@ def test_gradients_are_required_as_before() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_leaf_that_is_no_array_is_named(kind: type[Recording]) -> None:
+def test_a_leaf_that_is_no_array_is_named(kind):
     policy = kind()
     policy.params = {"name": "mine"}
     with pytest.raises(TypeError, match=r"the parameter\['name'\] is str, expected an array or a number"):
@@ -137,22 +146,22 @@ def test_a_leaf_that_is_no_array_is_named(kind: type[Recording]) -> None:
 
 
 class Computed(Recording):
-    def __init__(self) -> None:
+    def __init__(self):
         self.module = torch.nn.Linear(4, 2)
 
     @property
-    def params(self) -> Any:  # type: ignore[override]
+    def params(self):
         return dict(self.module.named_parameters())
 
 
-def test_params_that_cannot_be_set_are_named() -> None:
+def test_params_that_cannot_be_set_are_named():
     policy = Computed()
     with pytest.raises(TypeError, match=r"params of Computed cannot be set, .*: give it a setter, or override load"):
         policy.load(policy.state_dict())
 
 
 @pytest.mark.parametrize("policy", [None, lambda x: (x[:, 2] > 0).long()])
-def test_a_policy_without_weights(policy: Any, make: Callable[[Any], Any]) -> None:
+def test_a_policy_without_weights(policy, make):
     with make(policy) as collector:
         next(collector)
         collector.update_policy_weights_()
@@ -160,3 +169,72 @@ def test_a_policy_without_weights(policy: Any, make: Callable[[Any], Any]) -> No
         next(collector)
         with pytest.raises(ValueError, match="params were given to a"):
             collector.update_policy_weights_({"weight": torch.ones(2)})
+
+
+# Random first frames of a policy that may carry its own action: a warning, since that action was not executed.
+HIDDEN = {"hidden": torch.zeros(2)}
+
+
+def chooses(observation, hidden):
+    """Returns its action, which is also its next hidden state."""
+    action = (observation[..., 2] + hidden[..., 0] > 0).long()
+    return action, torch.stack([action.float(), hidden[..., 1]], -1)
+
+
+def scores(observation, hidden):
+    """Returns logits and a hidden state that follows from the observation."""
+    return observation[..., :2], 0.5 * hidden + observation[..., :2]
+
+
+def on_tensordict(module, *outputs):
+    return TensorDictModule(module, ["observation", "hidden"], [*outputs, ("next", "hidden")])
+
+
+def best():
+    return TensorDictModule(lambda logits: logits.argmax(-1), ["logits"], ["action"])
+
+
+def in_jax(params, x, hidden):
+    return jnp.int32(x[:, 2] + hidden > 0), x[:, 0]
+
+
+def in_parts(*modules):
+    return fc.tensordict_policy(TensorDictSequential(*modules), initial_state=HIDDEN)
+
+
+CARRIES = {
+    "torch": lambda: fc.torch_policy(chooses, initial_state=torch.zeros(2)),
+    "jax": lambda: fc.jax_policy(in_jax, None, initial_state=jnp.zeros(())),
+    "tensordict": lambda: fc.tensordict_policy(on_tensordict(chooses, "action"), initial_state=HIDDEN),
+    "through a part": lambda: in_parts(
+        TensorDictModule(lambda x, hidden: x[..., :2] + hidden, ["observation", "hidden"], ["logits"]),
+        best(),
+        TensorDictModule(lambda action: torch.stack([action.float()] * 2, -1), ["action"], ["embedded"]),
+        TensorDictModule(lambda embedded: 2 * embedded, ["embedded"], [("next", "hidden")]),
+    ),
+}
+DOES_NOT = {
+    "head": lambda: fc.torch_policy(scores, head=fc.heads.categorical, initial_state=torch.zeros(2)),
+    "no state": lambda: fc.torch_policy(lambda x: (x[..., 2] > 0).long()),
+    "parts": lambda: in_parts(on_tensordict(scores, "logits"), best()),
+}
+
+
+def collect(policy, frames, workers=False):
+    kind = partial(fc.MultiSyncDataCollector, in_process=True, num_workers=1) if workers else fc.SyncDataCollector
+    with kind("CartPole-v1", policy, frames_per_batch=8, init_random_frames=frames, seed=0) as run:
+        assert next(run).numel() == 8
+
+
+@pytest.mark.parametrize(("name", "workers"), [*((name, False) for name in CARRIES), ("torch", True)])
+def test_a_policy_that_may_carry_its_action_is_warned_of(name, workers):
+    says = "init_random_frames is 4 with a recurrent policy that chooses its act"
+    with pytest.warns(UserWarning, match=says) as seen:
+        collect(CARRIES[name](), 4, workers)
+    assert seen[0].filename == __file__
+    collect(CARRIES[name](), None, workers)
+
+
+@pytest.mark.parametrize("name", DOES_NOT)
+def test_other_policies_are_not(name):
+    collect(DOES_NOT[name](), 4)

@@ -9,20 +9,17 @@ import torch
 from torch import nn
 
 import funcollect as fc
+from tests.collectors.conftest import over
 from tests.support.cases import mlp
 from tests.support.compare import assert_same
 from tests.support.misuse import refused
-from tests.support.running import in_soak
+from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, in_soak
+from tests.support.workers import TRANSPORTS, by_lane, check_trajectories
 
 rs = fc.running_statistics
 LOCAL = {"in_process": True}
-KINDS = {
-    "one": (fc.SyncDataCollector, lambda: lanes(3), {}),
-    "workers": (fc.MultiSyncDataCollector, lambda: [lanes(2), lanes(2)], {}),
-    "prefetch": (fc.MultiSyncDataCollector, lambda: [lanes(2), lanes(2)], {"prefetch": True}),
-    "in process": (fc.MultiSyncDataCollector, lambda: [lanes(2), lanes(2)], LOCAL),
-    "columns": (fc.MultiSyncDataCollector, lambda: [lanes(2), lanes(2)], {**LOCAL, "cat_results": 0}),
-}
+KINDS = {"one": {}, "workers": {}, "prefetch": {"prefetch": True}, "in process": LOCAL}
+KINDS["columns"] = {**LOCAL, "cat_results": 0}
 HERE = pytest.mark.parametrize("kind", ["one", "in process"])
 
 
@@ -35,14 +32,15 @@ def actor(seed=0):
 
 
 def build(kind, policy, **others):
-    collector, make, keywords = KINDS[kind]
-    return collector(make(), policy, **{"frames_per_batch": 60, "seed": 3, **keywords, **others})
+    one = kind == "one"
+    collector, env = (fc.SyncDataCollector, lanes(3)) if one else (fc.MultiSyncDataCollector, [lanes(2), lanes(2)])
+    return collector(env, policy, **{"frames_per_batch": 60, "seed": 3, **KINDS[kind], **others})
 
 
 def loaded(kind, path, policy, **others):
-    collector, make, keywords = KINDS[kind]
-    local = {name: value for name, value in keywords.items() if name == "in_process"}
-    return collector.load(path, make(), policy, **local, **others)
+    if kind == "one":
+        return fc.SyncDataCollector.load(path, lanes(3), policy, **others)
+    return load(path, policy=policy, in_process="in_process" in KINDS[kind], **others)
 
 
 def trained(collector, policy, numbers):
@@ -187,37 +185,27 @@ def test_parameters_given_to_one_worker_leave_the_policy_its_own_weights(tmp_pat
         assert_all_same(wanted, trained(collector, again, range(3)))
 
 
-def by_lane(batches):
-    """The observations and ids of each worker's rollouts, in their order."""
-    found = {}
-    for batch in batches:
-        found.setdefault(int(batch["collector", "lane"].reshape(-1)[0]), []).append(batch)
-    return {lane: torch.cat(parts, -1) for lane, parts in found.items()}
-
-
-@pytest.mark.parametrize("local", [True, False])
-def test_an_asynchronous_run_loses_and_repeats_no_frame(local, tmp_path):
-    sources = [lanes(2), lanes(2)]
-    keywords = {"frames_per_batch": 20, "seed": 5, "in_process": local}
-    with fc.MultiaSyncDataCollector(sources, actor(), **keywords) as collector:
+@pytest.mark.parametrize("transport", [*TRANSPORTS, pytest.param("ray", marks=(*AN_EVENING_OVER_RAY, FORKS_OF_RAY))])
+@pytest.mark.usefixtures("ray_cluster_if_marked")
+def test_an_asynchronous_run_loses_and_repeats_no_frame(transport, tmp_path):
+    sources, local = [lanes(2), lanes(2)], {} if transport == "ray" else {"in_process": transport == "serial"}
+    keywords = {"create_env_fn": sources, "policy": actor(), "frames_per_batch": 20, "seed": 5}
+    with over(transport, fc.MultiaSyncDataCollector, **keywords) as collector:
         first = [next(collector).clone() for _ in range(4)]
         held = next(collector)
         first.append(held.clone())
         collector.save(tmp_path / "run")
         assert collector.stats()["copies"] == 0  # it holds ready batches, and the reader one
         rest = [next(collector).clone() for _ in range(12)]
-        with fc.MultiaSyncDataCollector.load(tmp_path / "run", sources, actor(), in_process=local) as other:
+        with type(collector).load(tmp_path / "run", sources, actor(), **local) as other:
             assert other.frames == 5 * 20
             again = [next(other).clone() for _ in range(12)]
     whole, resumed = by_lane(first + rest), by_lane(first + again)
     for lane in whole.keys() | resumed.keys():
-        length = min(whole[lane].shape[-1], resumed[lane].shape[-1])
+        length = min(len(whole[lane]), len(resumed[lane]))
         assert length > 20
-        assert_same(whole[lane][..., :length], resumed[lane][..., :length])
-        steps, ids = resumed[lane]["collector", "step"], resumed[lane]["collector", "traj_ids"]
-        onward = ids[:, 1:] == ids[:, :-1]
-        assert (steps[:, 1:][onward] == steps[:, :-1][onward] + 1).all()
-        assert (steps[:, 1:][~onward] == 0).all()
+        assert_same(whole[lane][:length], resumed[lane][:length])
+    check_trajectories(first + again)
 
 
 def test_new_episodes_begin_if_asked_for(tmp_path):
@@ -240,8 +228,8 @@ def test_a_run_that_was_interrupted_is_saved_as_it_would_go_on(tmp_path):
             assert_same(next(other), next(collector))
 
 
-def load(path, kind=fc.MultiSyncDataCollector, env=(2,), workers=2, policy=None, **keywords):
-    return kind.load(path, [lanes(*env)] * workers, policy or actor(), in_process=True, **keywords)
+def load(path, kind=fc.MultiSyncDataCollector, env=(2,), workers=2, policy=None, in_process=True, **keywords):
+    return kind.load(path, [lanes(*env)] * workers, policy or actor(), in_process=in_process, **keywords)
 
 
 @pytest.mark.parametrize(("other", "words"), [
@@ -335,23 +323,18 @@ def test_statistics_beside_parameters_that_are_passed_go_on(backend, kind, tmp_p
     weight = torch.linspace(-1, 1, 8).reshape(4, 2)
 
     def policy():
-        base = linear_in_jax(jnp.asarray(weight.numpy()))
-        if backend == "torch":
-            linear = nn.Linear(4, 2, bias=False)
-            linear.load_state_dict({"weight": weight.T})
-            base = fc.torch_policy(linear, head=fc.heads.categorical)
-        return normalized(base, backend)
-
-    def times(params, factor):
-        if backend == "torch":
-            return {"weight": params["weight"] * factor}
-        return {"layers": [params["layers"][0] * factor]}
+        if backend == "jax":
+            return normalized(linear_in_jax(jnp.asarray(weight.numpy())), backend)
+        linear = nn.Linear(4, 2, bias=False)
+        linear.load_state_dict({"weight": weight.T})
+        return normalized(fc.torch_policy(linear, head=fc.heads.categorical), backend)
 
     one, other = policy(), policy()
     with build(kind, one, update_statistics=True) as run:
         for factor in (2.0, 3.0):
             next(run)
-            run.update_policy_weights_((times(one.params[0], factor), one.statistics))
+            larger = optree.tree_map(lambda leaf, factor=factor: leaf * factor, one.params[0])
+            run.update_policy_weights_((larger, one.statistics))
         run.save(tmp_path / "run")
         wanted = next(run).clone()
     with loaded(kind, tmp_path / "run", other) as run:
@@ -378,15 +361,13 @@ def test_exploration_is_saved_and_compared_and_a_schedule_has_to_be_passed_again
         with run:
             return float(next(run)["collector", "exploration", "epsilon"][0, 0])
 
-    with build("one", policy, exploration={"epsilon": 0.9}) as run:
-        run.save(tmp_path / "constant")
+    build("one", policy, exploration={"epsilon": 0.9}).save(tmp_path / "constant")
     assert epsilon(loaded("one", tmp_path / "constant", policy)) == pytest.approx(0.9)
     says = r"exploration is \{'epsilon': 0.3\}, but \{'epsilon': 0.9\}"
     with build("one", policy, exploration={"epsilon": 0.3}) as run, pytest.raises(ValueError, match=says):
         run.restore(tmp_path / "constant")
     schedule = {"epsilon": lambda frames: 0.5}
-    with build("one", policy, exploration=schedule) as run:
-        run.save(tmp_path / "schedule")
+    build("one", policy, exploration=schedule).save(tmp_path / "schedule")
     with pytest.raises(ValueError, match="functions are not saved: pass exploration="):
         loaded("one", tmp_path / "schedule", policy)
     assert epsilon(loaded("one", tmp_path / "schedule", policy, exploration=schedule)) == 0.5

@@ -7,11 +7,10 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.tree import NAMESPACE
-from tests.support.cases import ENVS, POLICIES, pair
+from tests.support.cases import POLICIES
 from tests.support.compare import assert_same, leaves
 from tests.support.envs.counting import make_counting
-from tests.support.envs.torch_parts import InParts
+from tests.support.envs.own_envs import InParts
 from tests.support.running import once, pairwise
 
 
@@ -25,29 +24,6 @@ def third_batch(env, policy, value):
     _, batch = fc.rollout(env, policy, state, 20)
     fc.close(state)
     return batch
-
-
-def memories(tree):
-    tensors = optree.tree_leaves(tree, namespace=NAMESPACE)
-    return {leaf.untyped_storage().data_ptr() for leaf in tensors if isinstance(leaf, torch.Tensor)}
-
-
-@pytest.mark.parametrize(("name", "kind", "num_envs"), once(ENVS, POLICIES, (None, 3)))
-def test_no_leaf_shares_memory_with_a_state_or_another_batch(name, kind, num_envs):
-    env, policy = pair(name, kind, num_envs)
-    states, batches = [fc.init(env, policy, seed=0)], []
-    for length in (1, 5, None):
-        last = states[-1]
-        state, batch = fc.rollout(env, policy, last, length) if length else fc.step(env, policy, last)
-        states.append(state)
-        batches.append(batch)
-    simulation = getattr(states[-1].env_state, "simulation", None)
-    held = memories([vars(state) for state in states])
-    if simulation is not None:
-        held |= {array.ctypes.data for array in simulation.simulators.observation.values()}
-    for batch in batches:
-        assert not held & memories(batch)
-        held |= memories(batch)
 
 
 @pytest.mark.parametrize("num_envs", [None, 2])
@@ -147,7 +123,6 @@ def test_recurrent_state_in_memory_that_is_written_again(way, num_envs, name):
 
 @pytest.mark.parametrize("backend", ["host", "torch"])
 def test_state_written_in_place_is_recorded_after_an_end_at_the_first_row(backend):
-    """Memory that was new at the first two steps is written again at the later ones."""
     env = make_counting(backend, {"lengths": (4, 9)}, batched=False)
     policy = fc.torch_policy(Shared("in place"), initial_state=torch.zeros(4))
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)

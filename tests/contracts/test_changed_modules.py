@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from tests.support.policies.changing import CHANGES, TENSOR_CHANGES, Net, TensorNet, expected
+from tests.support.policies import CHANGES, TENSOR_CHANGES, Net, TensorNet, expected
 from tests.support.running import SCALE, in_soak
 
 LOOPS = {
@@ -37,9 +37,7 @@ def assert_acts(net, batch, what):
 )  # as a spectral norm does
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_change_acts_at_the_next_rollout(loop):
-    """Also a change of a tensor that is no parameter, where the network need not be lowered."""
     name, compiler = LOOPS[loop]
-    torch.manual_seed(0)
     net, env = (TensorNet if compiler in (None, "eager") else Net)(), fc.make_env(name, num_envs=4)
     changes = [*CHANGES][2 if loop in EVERY else 0 :: EVERY.get(loop, 1)]
     for number, what in enumerate([*(TENSOR_CHANGES if isinstance(net, TensorNet) else {}), *changes]):
@@ -56,43 +54,23 @@ def test_every_change_acts_at_the_next_rollout(loop):
     fc.close(state)
 
 
-def run_changes(net, collector, every=1):
-    batch = next(collector)
-    for what in [*TENSOR_CHANGES, *CHANGES][::every]:
-        change_it(net, batch, what)
-        collector.update_policy_weights_()
-        version = collector.stats()["policy_version"]
-        while (batch := next(collector))["collector", "policy_version"].flatten()[-1] != version:
-            pass
-        assert_acts(net, batch, what)
-
-
-def workers(kind, frames=8, **kwargs):
-    return lambda policy: kind(["CartPole-v1"] * 2, policy, frames_per_batch=frames, total_frames=-1, **kwargs)
-
-
 COLLECTORS = {
-    "sync": workers(fc.MultiSyncDataCollector),
-    "async": workers(fc.MultiaSyncDataCollector, frames=4),
-    "in this process": workers(fc.MultiSyncDataCollector, in_process=True),
+    "sync": (fc.MultiSyncDataCollector, {"frames_per_batch": 8}),
+    "async": (fc.MultiaSyncDataCollector, {"frames_per_batch": 4}),
+    "in this process": (fc.MultiSyncDataCollector, {"frames_per_batch": 8, "in_process": True}),
 }
 
 
-@pytest.mark.parametrize("kind", ["sync", *in_soak(["async", "in this process"])])
-def test_every_change_reaches_every_collector(kind):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("name", ["sync", *in_soak(["async", "in this process"])])
+def test_every_change_reaches_every_collector(name):
+    kind, keywords = COLLECTORS[name]
     net = TensorNet()
-    with COLLECTORS[kind](fc.torch_policy(net)) as collector:
-        run_changes(net, collector)
-
-
-@pytest.mark.evening
-@pytest.mark.parametrize("workers", [1, 2])
-def test_every_change_reaches_actors(ray_cluster, workers):
-    torch.manual_seed(0)
-    net = TensorNet()
-    kwargs = {"frames_per_batch": 8, "total_frames": -1, "sync": True}
-    if workers == 2:
-        kwargs |= {"collector_class": fc.MultiSyncDataCollector, "num_workers_per_collector": 2}
-    with fc.RayCollector(["CartPole-v1"] * 2, fc.torch_policy(net), **kwargs) as collector:
-        run_changes(net, collector)
+    with kind(["CartPole-v1"] * 2, fc.torch_policy(net), total_frames=-1, **keywords) as collector:
+        batch = next(collector)
+        for what in [*TENSOR_CHANGES, *CHANGES]:
+            change_it(net, batch, what)
+            collector.update_policy_weights_()
+            version = collector.stats()["policy_version"]
+            while (batch := next(collector))["collector", "policy_version"].flatten()[-1] != version:
+                pass
+            assert_acts(net, batch, what)

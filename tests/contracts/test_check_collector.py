@@ -32,14 +32,6 @@ def test_a_good_collector_passes_every_check(name):
     assert check_collector(fc.SyncDataCollector, batches=scaled(3), **kwargs).passed == tuple(NAMES)
 
 
-def test_a_function_without_arguments_is_checked_as_far_as_it_goes():
-    def make():
-        return fc.SyncDataCollector(Walk, policy(), frames_per_batch=40)
-
-    report = check_collector(make)
-    assert {*NAMES} - {*report.passed} == {"total_frames", "seeds", "batch_memory", "exception", "postproc"}
-
-
 class NumbersNoTrajectories(fc.SyncDataCollector):
     def __next__(self):
         batch = super().__next__()

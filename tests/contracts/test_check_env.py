@@ -15,7 +15,7 @@ from funcollect.core.simulators import SimulatorHandle
 from funcollect.testing import ENV_CHECKS, check_env
 from tests.support.check_collector import expect_counters, expect_flags, expect_layout
 from tests.support.envs.jax_suites import functions_suite
-from tests.support.envs.snapshots import ForgetsInAFile, HostWalk
+from tests.support.envs.own_envs import ForgetsInAFile, HostWalk
 from tests.support.faulty import faulty_envs as faulty
 from tests.support.faulty.faulty_envs import TorchWalk, Walk, over, through
 from tests.support.running import in_soak, scaled
@@ -60,7 +60,7 @@ GOOD = {
     "torch without ends": (lambda: "torch/Pendulum-v1", {"num_envs": 2}, NO_OBJECTS | {"terminal"}),
     "torch single": (lambda: TorchWalk(), {}, NO_OBJECTS | {"reset_mask", "lanes_alone"}),
     "envpool": (lambda: "envpool/CartPole-v1", {"num_envs": 3}, NO_OBJECTS | {"fork", "save", "lanes_alone"}),
-    "atari": (lambda: "ale/Breakout", {"num_envs": 2}, {"another_seed", "lanes_alone", "terminal"}),
+    "atari": (lambda: "ale/Breakout", {"num_envs": 2, "steps": 20}, {"another_seed", "lanes_alone", "terminal"}),
     "jax": (lambda: "gymnax/CartPole-v1", {"num_envs": 2}, TRACED),
     "jax single": (lambda: "gymnax/Catch-bsuite", {}, TRACED | {"reset_mask", "lanes_alone"}),
     "jax, cached resets": (lambda: "gymnax/Catch-bsuite", {"num_envs": 3, "starts": "cached"}, TRACED),
@@ -82,7 +82,6 @@ def test_a_good_environment_passes_every_check_that_applies(name, monkeypatch):
     good = api.rollout
 
     def rollout(*args, **kwargs):
-        """What the library itself writes is right, too."""
         state, batch = good(*args, **kwargs)
         rows = batch.unsqueeze(0) if batch.ndim == 1 else batch
         expect_layout(batch)
@@ -92,7 +91,7 @@ def test_a_good_environment_passes_every_check_that_applies(name, monkeypatch):
 
     monkeypatch.setattr(api, "rollout", rollout)
     make, kwargs, idle = GOOD[name]
-    report = check_env(make(), steps=scaled(60), **kwargs)
+    report = check_env(make(), **({"steps": scaled(60)} | kwargs))
     assert [result.name for result in report.results] == NAMES
     assert {*NAMES} - {*report.passed} <= idle, str(report)
 
@@ -166,32 +165,25 @@ def test_the_report_reads_as_a_table():
     assert "  n/a     reset_mask          there is one lane: pass num_envs=3" in lines
 
 
-def test_a_time_limit_that_is_called_a_termination_is_remarked_on():
-    def remark(kind, steps):
-        report = check_env(over(kind)(), steps=steps)
-        return next(result.note for result in report.results if result.name == "runs")
-
-    said = "terminations come after 6 steps, none later: if that is a limit, return truncated"
-    assert remark(faulty.TerminatesAtItsLimit, 20) == f"9 of 9 {said}"
-    assert not remark(Walk, 60)
+THRICE = "3 in each step, one for each player: if there is one player, sum them"
+SIX = "9 of 9 terminations come after 6 steps, none later: if that is a limit, return truncated"
 
 
-def test_a_reward_of_several_numbers_is_remarked_on():
-    report = check_env(faulty.PaysThrice(2), steps=20)
-    remark = "3 in each step, one for each player: if there is one player, sum them"
-    assert next(result.note for result in report.results if result.name == "rewards") == remark
+def test_a_time_limit_that_is_called_a_termination_and_a_reward_of_several_numbers_are_remarked_on():
+    for make, name, remark in (
+        (over(faulty.TerminatesAtItsLimit), "runs", SIX),
+        (over(Walk), "runs", ""),
+        (lambda: faulty.PaysThrice(2), "rewards", THRICE),
+    ):
+        report = check_env(make(), steps=20 if remark else 60)
+        assert next(result.note for result in report.results if result.name == name) == remark
 
 
-def test_bad_arguments():
-    words = r"cannot be copied: pass its class or a factory, check_env\(Walk, num_envs=3\)"
-    with pytest.raises(TypeError, match=words):
+def test_bad_arguments_and_the_fewest_steps_without_a_trace_in_the_global_generators():
+    with pytest.raises(TypeError, match=r"cannot be copied: pass its class .*, check_env\(Walk, num_envs=3\)"):
         check_env(Walk(), steps=10)
-    for steps, words in ((0, "steps is 0, expected at least 1"), (5, "steps is 5, expected at least 6")):
-        with pytest.raises(ValueError, match=words):
-            check_env("CartPole-v1", steps=steps)
-
-
-def test_the_fewest_steps_and_no_trace_in_the_global_generators():
+    with pytest.raises(ValueError, match="steps is 5, expected at least 6"):
+        check_env("CartPole-v1", steps=5)
     before = torch.get_rng_state()
     assert check_env("CartPole-v1", steps=6, num_envs=2).passed
     assert torch.equal(torch.get_rng_state(), before)

@@ -47,14 +47,14 @@ def test_a_batch_of_one_equals_a_single_environment(name, kind):
 def test_another_process_gives_the_same_bits():
     """One whose hashes differ, and whose JAX dispatches as it does unless told otherwise."""
     environment = os.environ | {"PYTHONHASHSEED": "17", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "true"}
-    kinds = KINDS if SCALE > 1 else ("torch_recurrent", "jax_mlp", "tensordict_actor")
+    kinds = KINDS if SCALE > 1 else ("torch_recurrent", "jax_mlp", "tensordict_actor", "random")
     command = [sys.executable, "-m", "tests.support.cases", "3", "40,1,9", *kinds]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     theirs = dict(line.split(": ") for line in done.stdout.splitlines())
     ours = digests(3, [50], kinds)
     assert theirs == ours
-    assert len(set(ours.values())) == len(ENVS) * len(kinds)
+    assert len(set(ours.values())) == len(ours) >= 4
 
 
 def generators():
@@ -98,17 +98,9 @@ def test_global_generators_are_left_alone(name, kind, num_envs, unchanged):
 
 @pytest.mark.parametrize("name", ["torch/CartPole-v1", "CartPole-v1"])
 def test_generators_are_put_back_after_an_exception(name, unchanged):
-    draws = []
-
     def failing(observation):
-        draws.append(torch.rand(len(observation)))
-        return (draws[-1] < 0.5).long() if len(draws) < 5 else {}["no more"]
+        raise KeyError(torch.rand(3))
 
     env, policy = make_env(name, 2), fc.torch_policy(failing)
     state = unchanged(fc.init, env, policy, seed=0)
-
-    def attempt():
-        with pytest.raises(KeyError, match="no more"):
-            fc.rollout(env, policy, state, 10)
-
-    unchanged(attempt)
+    unchanged(pytest.raises, KeyError, fc.rollout, env, policy, state, 10)

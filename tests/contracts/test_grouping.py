@@ -1,4 +1,7 @@
-"""The same lanes draw the same starts, noise and random actions, however they are divided among collectors."""
+"""The same lanes draw the same starts, noise and random actions, however they are divided among collectors.
+
+Processes and actors deliver what workers in this process do: `tests/collectors/workers/test_workers.py`, and `ray`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +14,7 @@ from torch import nn
 import funcollect as fc
 from funcollect.core.api import init_lanes
 from tests.support.compare import assert_same, leaves
-from tests.support.running import FORKS_OF_RAY, SCALE, in_soak
-from tests.support.workers import ray_collector
+from tests.support.running import SCALE, in_soak
 
 LANES = 8
 STEPS = 40
@@ -59,72 +61,45 @@ def by_lane(batches):
     return rows[rows["collector", "lane"][:, 0].argsort()]
 
 
-def over_workers(name, kind, workers, **kwargs):
+def over_workers(name, kind, workers):
     lanes = LANES // workers
     policy = POLICIES[kind](fc.make_env(name, num_envs=lanes))
-    made = {"create_env_fn": [name] * workers, "create_env_kwargs": {"num_envs": lanes}, "cat_results": 0}
-    with fc.MultiSyncDataCollector(policy=policy, **made, **RUN, **kwargs) as collector:
+    made = {"create_env_fn": [name] * workers, "create_env_kwargs": {"num_envs": lanes}, "policy": policy}
+    with fc.MultiSyncDataCollector(**made, **RUN, cat_results=0, in_process=True) as collector:
         return by_lane([next(collector)])
 
 
-def in_shards(name, kind, count):
-    lanes = LANES // count
-    policy = POLICIES[kind](fc.make_env(name, num_envs=lanes))
-    part = {"create_env_kwargs": {"num_envs": lanes}}
-    part |= {key: value if key in ("seed", "total_frames") else value // count for key, value in RUN.items()}
+def in_shards(build, name, kind, lanes, **kwargs):
+    env = fc.make_env(name, num_envs=lanes)
+    part = RUN | {key: RUN[key] // 2 for key in ("frames_per_batch", "init_random_frames")} | kwargs
     batches = []
-    for index in range(count):
-        with fc.SyncDataCollector(name, policy, shard=fc.Shard(index, count), **part) as collector:
+    for index in range(2):
+        with build(policy=POLICIES[kind](env), shard=fc.Shard(index, 2), **part) as collector:
             batches.append(next(collector))
     return by_lane(batches)
 
 
 @pytest.mark.parametrize(("name", "kind"), FEW if SCALE == 1 else EVERY)
 def test_lanes_draw_the_same_in_one_worker_and_in_eight(name, kind):
-    whole = over_workers(name, kind, 1, in_process=True)
+    whole = over_workers(name, kind, 1)
     for workers in (2, 8) if SCALE == 1 else (2, 4, 8):
-        assert_same(whole, over_workers(name, kind, workers, in_process=True))
-    assert_same(whole, in_shards(name, kind, 2))
+        assert_same(whole, over_workers(name, kind, workers))
+    sync = {"create_env_fn": name, "create_env_kwargs": {"num_envs": LANES // 2}}
+    assert_same(whole, in_shards(fc.SyncDataCollector, name, kind, LANES // 2, **sync))
 
 
 def test_collectors_with_workers_are_joined_like_others():
-    whole = over_workers("CartPole-v1", "torch", 4, in_process=True)
-    part = RUN | {name: RUN[name] // 2 for name in ("frames_per_batch", "init_random_frames")}
-    env = fc.make_env("CartPole-v1", num_envs=2)
-    batches = []
-    for index in range(2):
-        made = {"create_env_fn": [env] * 2, "policy": POLICIES["torch"](env), "shard": fc.Shard(index, 2)}
-        with fc.MultiSyncDataCollector(**made, **part, cat_results=0, in_process=True) as collector:
-            batches.append(next(collector))
-    assert_same(whole, by_lane(batches))
-
-
-@pytest.mark.parametrize(("name", "kind"), [("CartPole-v1", "torch"), *in_soak(EVERY)])
-def test_lanes_draw_the_same_over_processes(name, kind):
-    whole = over_workers(name, kind, 1, in_process=True)
-    for workers in (2,) if SCALE == 1 else (1, 2, 4, 8):
-        assert_same(whole, over_workers(name, kind, workers))
-
-
-@pytest.mark.evening
-@FORKS_OF_RAY
-@pytest.mark.parametrize(("name", "kind"), EVERY)
-def test_lanes_draw_the_same_over_ray(ray_cluster, name, kind):
-    """Also where each actor has two workers of its own."""
-    whole = over_workers(name, kind, 1, in_process=True)
-    nested = {"collector_class": fc.MultiSyncDataCollector, "num_workers_per_collector": 2}
-    for lanes, kwargs in ((4, {}), (2, nested)):
-        policy = POLICIES[kind](fc.make_env(name, num_envs=lanes))
-        made = {"create_env_kwargs": {"num_envs": lanes}, "num_collectors": 2, "sync": True}
-        with ray_collector(name, policy, **made, **RUN, **kwargs) as collector:
-            assert_same(whole, by_lane([next(collector)]))
+    workers = {"create_env_fn": ["CartPole-v1"] * 2, "create_env_kwargs": {"num_envs": 2}}
+    workers |= {"cat_results": 0, "in_process": True}
+    joined = in_shards(fc.MultiSyncDataCollector, "CartPole-v1", "torch", 2, **workers)
+    assert_same(over_workers("CartPole-v1", "torch", 4), joined)
 
 
 @pytest.mark.parametrize("name", ["Pendulum-v1", "torch/Pendulum-v1", *in_soak(["gymnax/Pendulum-v1"])])
 def test_networks_agree_to_rounding(name):
-    whole = leaves(over_workers(name, "network", 1, in_process=True))
+    whole = leaves(over_workers(name, "network", 1))
     for workers in (2, 8):
-        for path, leaf in leaves(over_workers(name, "network", workers, in_process=True)).items():
+        for path, leaf in leaves(over_workers(name, "network", workers)).items():
             torch.testing.assert_close(leaf, whole[path], rtol=1e-3, atol=1e-3, msg=f"{path}, {workers} workers")
 
 

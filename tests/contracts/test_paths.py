@@ -16,7 +16,8 @@ from funcollect.keys import Purpose, fold, key_from_seed
 from tests.support.running import SCALE, in_soak
 
 SEED, LANES, STEPS, HIDDEN = 3, 16, 125, 32
-DECISIONS = 500_000 if SCALE > 1 else 2 * LANES * STEPS
+ROLLOUTS = 250 if SCALE > 1 else 2
+DECISIONS = ROLLOUTS * LANES * STEPS
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor
 PATHS = [  # the environment's kind and the policy: its way of running, or "jax"
     *((kind, way) for kind in ("host", "torch") for way in ("eager", "xla", "inductor", "jax")),
@@ -24,13 +25,8 @@ PATHS = [  # the environment's kind and the policy: its way of running, or "jax"
 ]
 
 
-def row(steps, table):
-    """The row of the table after so many steps in all, of which each table holds as many as it has rows but one."""
-    return (steps - 1) % (table.shape[1] - 1) + 1
-
-
 class HostReplay(fc.envs.HostEnvBase):
-    """Shows ``table[:, 0]`` at first and ``table[:, t]`` after the step t of a rollout; `table` is [P, T + 1, ...]."""
+    """Shows ``table[:, t]`` after t steps; `table` is [P, T + 1, ...]."""
 
     def __init__(self, observation_space, action_space, table):
         self.observation_space, self.action_space = observation_space, action_space
@@ -40,23 +36,18 @@ class HostReplay(fc.envs.HostEnvBase):
     def open(self):
         return ReplayedSimulators(self)
 
-    def show(self, state, table):
-        """Go on with another table, which begins where the last one ended."""
-        self.table = table
-        return state
-
 
 class ReplayedSimulators(fc.envs.SimulatorsBase):
     def __init__(self, env):
         super().__init__(env)
-        self.env, self.steps = env, 0
+        self.table, self.steps = env.table, 0
 
     def reset(self, lanes, seeds, /):
-        self.observation["observation",][lanes] = self.env.table[lanes, 0]
+        self.observation["observation",][lanes] = self.table[lanes, 0]
 
     def step(self, lanes, action, /):
         self.steps += 1
-        self.observation["observation",][lanes] = self.env.table[lanes, row(self.steps, self.env.table)]
+        self.observation["observation",][lanes] = self.table[lanes, self.steps]
         over = np.zeros(len(lanes), bool)
         return np.zeros(len(lanes)), over, over, ()
 
@@ -74,10 +65,7 @@ class TorchReplay(fc.envs.TorchEnvBase):
 
     def step(self, key, steps, action, params, /):
         steps, over = steps + 1, torch.zeros(len(key), dtype=torch.bool)
-        return fc.envs.Transition(steps, params[torch.arange(len(key)), row(steps, params)], over.float(), over, over)
-
-    def show(self, state, table):
-        return state.replace(env_params=torch.from_numpy(table))
+        return fc.envs.Transition(steps, params[torch.arange(len(key)), steps], over.float(), over, over)
 
 
 class JaxReplay(fc.envs.JaxEnvBase):
@@ -86,8 +74,7 @@ class JaxReplay(fc.envs.JaxEnvBase):
     def __init__(self, observation_space, action_space, table):
         self.observation_space, self.action_space = observation_space, action_space
         keys = [fold(key_from_seed(SEED), Purpose.RESET, lane, 0) for lane in range(len(table))]
-        self.keys = jnp.array(keys, jnp.uint32)
-        self.params = self.keys, jnp.asarray(table)
+        self.params = jnp.array(keys, jnp.uint32), jnp.asarray(table)
         super().__init__(num_envs=len(table))
 
     def reset(self, key, params, /):
@@ -97,11 +84,7 @@ class JaxReplay(fc.envs.JaxEnvBase):
 
     def step(self, key, state, action, params, /):
         lane, steps = state
-        table = params[1]
-        return fc.envs.Transition((lane, steps + 1), table[lane, row(steps + 1, table)], 0.0, False, False)
-
-    def show(self, state, table):
-        return state.replace(env_params=(self.keys, jnp.asarray(table)))
+        return fc.envs.Transition((lane, steps + 1), params[1][lane, steps + 1], 0.0, False, False)
 
 
 REPLAYS = {"host": HostReplay, "torch": TorchReplay, "jax": JaxReplay}
@@ -150,51 +133,44 @@ def loop_of(kind, way):
     return "crossing" if way in ("eager", "inductor") else "fused"
 
 
-def taken(path, env, module, head, **options):
-    """A function from tables of observations [P, T + 1, ...], one after another, to the actions [P, T] of this path."""
+def taken(path, env, module, head, table, **options):
+    """The actions [P, T] of a path, given the observations [P, T + 1, ...]."""
     kind, way = path
-    policy, replay, state = policy_of(module, head, way), None, None
-
-    @jax.jit
-    def traced(params, state):
-        return fc.traced.rollout(replay, policy, params, state, STEPS, **options)
-
-    def act(table):
-        nonlocal replay, state
-        if replay is None:
-            space = spaces.Box(-np.inf, np.inf, table.shape[2:], table.dtype.type)
-            replay = REPLAYS[kind](space, env.action_space, table)
-            state = fc.init(replay, policy, seed=SEED)
-            assert fc.explain(replay, policy).loop == loop_of(kind, way)
-        state = replay.show(state, table)
+    policy, space = policy_of(module, head, way), spaces.Box(-np.inf, np.inf, table.shape[2:], table.dtype.type)
+    replay, actions = REPLAYS[kind](space, env.action_space, table), []
+    state = fc.init(replay, policy, seed=SEED)
+    assert fc.explain(replay, policy).loop == loop_of(kind, way)
+    traced = jax.jit(lambda params, state: fc.traced.rollout(replay, policy, params, state, STEPS, **options))
+    for _ in range(ROLLOUTS):
         if way == "traced":
             state, arrays = traced(policy.params, state)
-            return np.asarray(arrays["action"]).swapaxes(0, 1)
-        state, batch = fc.rollout(replay, policy, state, STEPS, **options)
-        return batch["action"].numpy()
-
-    return act
+            actions.append(np.asarray(arrays["action"]).swapaxes(0, 1))
+        else:
+            state, batch = fc.rollout(replay, policy, state, STEPS, **options)
+            actions.append(batch["action"].numpy())
+    return np.concatenate(actions, 1)
 
 
 def differences(name, head, recurrent=False, **options):
-    """Record a run, and compare the actions of every path: for each the differences |a - b| of all decisions.
+    """Record a run, and compare the actions of every path: for each the largest |a - b| of every decision.
 
     The hidden states of a recurrent network follow from the observations, and are carried from rollout to rollout.
     """
     env = fc.make_env(name, num_envs=LANES, **({"max_episode_steps": 10**9} if recurrent else {}))
-    module = Network(env, head, recurrent)
+    module, batches = Network(env, head, recurrent), []
     policy = policy_of(module, head)
-    acting = {path: taken(path, env, module, head, **options) for path in PATHS}
-    found = {path: [] for path in PATHS}
     state = fc.init(env, policy, seed=SEED)
-    for _ in range(DECISIONS // (LANES * STEPS)):
+    for _ in range(ROLLOUTS):
         state, batch = fc.rollout(env, policy, state, STEPS, **options)
-        last = np.asarray(state.observation["observation",])[:, None]
-        table = np.concatenate([batch["observation"].numpy(), last], 1)
-        for path, act in acting.items():
-            apart = np.abs(act(table).astype(np.float64) - batch["action"].numpy())
-            found[path].append(apart.reshape(LANES * STEPS, -1))
-    return {path: np.concatenate(each).max(1) for path, each in found.items()}
+        batches.append(batch)
+    last, run = np.asarray(state.observation["observation",])[:, None], torch.cat(batches, -1)
+    table, wanted = np.concatenate([run["observation"].numpy(), last], 1), run["action"].numpy()
+    return {
+        path: np.abs(taken(path, env, module, head, table, **options).astype(np.float64) - wanted)
+        .reshape(LANES, ROLLOUTS * STEPS, -1)
+        .max(-1)
+        for path in PATHS
+    }
 
 
 MORE = in_soak([("CartPole-v1", "RANDOM"), ("gymnax/CartPole-v1", "DETERMINISTIC"), ("CartPole-v1", "DETERMINISTIC")])

@@ -128,15 +128,6 @@ def test_processes_record_infos_as_they_were_at_each_step(over):
             assert (batch["next", "observation"] != batch["observation"]).any()
 
 
-@pytest.mark.parametrize(("name", "limit"), [("Humanoid-v5", 12), ("BipedalWalker-v3", 15), ("CarRacing-v3", 4)])
-def test_larger_simulators(name, limit):
-    env = fc.make_env(name, num_envs=2, max_episode_steps=limit)
-    batch = collect(env, fc.random_policy(env), 2 * limit + 3, seed=0)
-    check_lanes(batch, lambda: gymnasium.make(name, max_episode_steps=limit, disable_env_checker=True), 0)
-    assert batch["next", "done"].sum() >= 4
-    assert batch["observation"].dtype == (torch.uint8 if name == "CarRacing-v3" else torch.float32)
-
-
 CUTS = (12, 1, 12)
 
 

@@ -1,8 +1,6 @@
 """JAX's settings of random numbers change no data; settings that change numbers hold in workers, too."""
 
 import contextlib
-import subprocess
-import sys
 
 import gymnasium
 import jax
@@ -13,9 +11,8 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.interop.jax_setup import FrameworkSettings
 from tests.support.compare import assert_same
-from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, ROOT, in_soak
+from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, in_soak
 from tests.support.workers import multi, ray_collector
 
 GYMNAX = "gymnax/CartPole-v1"
@@ -83,8 +80,8 @@ def test_a_key_of_another_generator_is_refused():
         fc.traced.init(env, fc.random_policy(env), None, key=jax.random.key(0))
 
 
-class Default(gymnasium.Env):
-    """The reward is the size of a number in Torch's default dtype."""
+class Showing(gymnasium.Env):
+    """The reward is the size of a number in Torch's default dtype, if JAX multiplies matrices in high precision."""
 
     observation_space, action_space = spaces.Box(-1, 1, (1,)), spaces.Discrete(2)
 
@@ -92,29 +89,13 @@ class Default(gymnasium.Env):
         return np.zeros(1, np.float32), {}
 
     def step(self, action):
-        return np.zeros(1, np.float32), torch.zeros(()).itemsize, False, False, {}
+        high = jax.config.jax_default_matmul_precision == "high"
+        return np.zeros(1, np.float32), torch.zeros(()).itemsize * high, False, False, {}
 
 
 def first_batch(make, name, **keywords):
     with make(create_env_fn=[name] * 2, frames_per_batch=24, **keywords) as collector:
         return next(collector).clone().reshape(-1)
-
-
-IN_A_NEW_PROCESS = """
-import sys
-from funcollect.interop.jax_setup import FrameworkSettings
-settings = FrameworkSettings.current()._replace(jax={jax!r})
-settings.apply()
-assert "jax" not in sys.modules  # which takes a second to import
-import jax
-assert FrameworkSettings.current() == settings
-"""
-
-
-def test_jax_in_another_process_has_them_once_it_is_imported():
-    others = {"jax_numpy_dtype_promotion": "strict", "jax_default_matmul_precision": "high", "jax_enable_x64": True}
-    program = IN_A_NEW_PROCESS.format(jax=FrameworkSettings.current().jax | others)
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 @FORKS_OF_RAY
@@ -126,8 +107,8 @@ def test_workers_have_the_settings_of_the_collectors_process(over, request):
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), jax.default_matmul_precision("high"):
             assert_same(first_batch(make, GYMNAX, **keywords), first_batch(multi, GYMNAX, transport="serial"))
-            assert (first_batch(make, Default, **keywords)["next", "reward"] == 8).all()
+            assert (first_batch(make, Showing, **keywords)["next", "reward"] == 8).all()
     finally:
         torch.set_default_dtype(dtype)

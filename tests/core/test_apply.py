@@ -11,17 +11,13 @@ import torch
 
 import funcollect as fc
 from tests.support.compare import assert_same
-from tests.support.envs.lane_workers import pids_of, workers_of
+from tests.support.faulty.faulty_workers import pids_of, workers_of
 from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, in_soak
 from tests.support.workers import TRANSPORTS, multi, ray_collector
 
 
 class Weighted(gymnasium.Wrapper):
-    """CartPole whose pole has a length that a function may set, and that counts what is done to it."""
-
-    def __init__(self, env):
-        super().__init__(env)
-        self.done_to_it = 0
+    done_to_it = 0
 
 
 def make():
@@ -52,18 +48,19 @@ def stumble(lane):
     raise KeyError("no such thing")
 
 
-ENVS = {
-    "one": lambda: fc.make_env(make),
-    "several": lambda: fc.make_env(make, num_envs=3),
-    "workers": lambda: fc.make_env(make, num_envs=4, num_workers=2),
-}
+ENVS = {"one": {}, "several": {"num_envs": 3}, "workers": {"num_envs": 4, "num_workers": 2}}
+
+
+def begun(name):
+    """An environment, a policy, and the state of a run that begins."""
+    env = fc.make_env(make, **ENVS[name])
+    policy = fc.random_policy(env)
+    return env, policy, fc.init(env, policy, seed=0)
 
 
 @pytest.mark.parametrize("name", ENVS)
 def test_a_function_acts_from_the_next_step_on(name):
-    env = ENVS[name]()
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = begun(name)
     state, _ = fc.rollout(env, policy, state, 5)
     state, counts = fc.apply(env, state, set_force, 100.0)
     lanes = env.num_envs or 1
@@ -81,9 +78,7 @@ def test_a_function_acts_from_the_next_step_on(name):
 @pytest.mark.parametrize("name", ENVS)
 @pytest.mark.parametrize("moment", ["before the episode", "during it", "at its beginning", "several times"])
 def test_copies_repeat_it(name, moment):
-    env = ENVS[name]()
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = begun(name)
     if moment in ("before the episode", "several times"):
         state, _ = fc.apply(env, state, set_force, 15.0)
         state, _ = fc.rollout(env, policy, state, 70)  # episodes of some 20 steps
@@ -102,17 +97,14 @@ def test_copies_repeat_it(name, moment):
     fork = fc.fork(env, state)
     again = fc.fork(env, fork)
     made = [fc.rollout(env, policy, each, 40) for each in (state, fork, again)]
-    for _, batch in made[1:]:
-        assert_same(batch, made[0][1])
     forces = [fc.apply(env, after, force_of)[1] for after, _ in made]
     assert forces[0] == forces[1] == forces[2]
-    for after, _ in made:
+    for after, batch in made:
+        assert_same(batch, made[0][1])
         fc.close(after)
 
 
 class Bonus(gymnasium.Wrapper):
-    """Adds to each reward."""
-
     bonus = 0.0
 
     def step(self, action):
@@ -145,9 +137,7 @@ def test_a_game_is_changed_and_copied_as_it_was_changed(steps, options):
 
 
 def test_states_are_used_once_and_reseeding_forgets_no_call():
-    env = ENVS["several"]()
-    policy = fc.random_policy(env)
-    old = fc.init(env, policy, seed=0)
+    env, policy, old = begun("several")
     state, _ = fc.apply(env, old, set_force, 20.0)
     with pytest.raises(fc.StaleStateError):
         fc.apply(env, old, force_of)
@@ -156,16 +146,15 @@ def test_states_are_used_once_and_reseeding_forgets_no_call():
         assert collector.apply(set_force, 20.0) == [1] * 3
         collector.set_seed(5)
         next(collector)
-        fork = fc.fork(env, collector.state)
-        assert fc.apply(env, fork, force_of)[1] == [20.0] * 3
+        fork, forces = fc.apply(env, fc.fork(env, collector.state), force_of)
+        assert forces == [20.0] * 3
+        assert_same(fc.rollout(env, policy, fork, 10)[1], next(collector))
     fc.close(state)
 
 
 def test_a_function_that_raises_names_the_lane_and_a_recovery_goes_on():
     for name in ("several", "workers"):
-        env = ENVS[name]()
-        policy = fc.random_policy(env)
-        state = fc.init(env, policy, seed=0)
+        env, policy, state = begun(name)
         with pytest.raises(fc.EnvError, match=r"lane \d: stumble raised KeyError\('no such thing'\)"):
             fc.apply(env, state, stumble)
         with pytest.raises(fc.StaleStateError):
@@ -190,8 +179,7 @@ def test_environments_without_an_object_for_each_lane_are_refused(name):
 
 
 def test_what_cannot_be_called_or_sent():
-    env = ENVS["workers"]()
-    state = fc.init(env, fc.random_policy(env), seed=0)
+    env, _, state = begun("workers")
     with pytest.raises(TypeError, match="function is 3, expected"):
         fc.apply(env, state, 3)
     with pytest.raises(TypeError, match="cannot be sent to the worker processes"):
@@ -206,9 +194,8 @@ def test_what_cannot_be_called_or_sent():
 
 
 def test_files_refuse_it_unless_episodes_begin_anew(tmp_path):
-    env = ENVS["several"]()
-    policy = fc.random_policy(env)
-    state, _ = fc.apply(env, fc.init(env, policy, seed=0), set_force, 20.0)
+    env, policy, state = begun("several")
+    state, _ = fc.apply(env, state, set_force, 20.0)
     with pytest.raises(fc.ReplayError, match="functions were applied to its environments, which are not saved"):
         fc.save(tmp_path / "state", state)
     fc.save(tmp_path / "state", state, episodes="restart")
@@ -218,11 +205,9 @@ def test_files_refuse_it_unless_episodes_begin_anew(tmp_path):
 
 
 def test_lanes_of_a_lost_worker_are_called_again():
-    env = fc.make_env(make, num_envs=4, num_workers=2)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
-    state, _ = fc.apply(env, state, set_force, 20.0)
-    state, _ = fc.apply(env, state, set_force, 30.0)
+    env, policy, state = begun("workers")
+    for force in (20.0, 30.0):
+        state, _ = fc.apply(env, state, set_force, force)
     os.kill(pids_of(state)[1], signal.SIGKILL)
     with pytest.raises(fc.EnvError, match="was killed by SIGKILL"):
         fc.rollout(env, policy, state, 10)
@@ -235,9 +220,7 @@ def test_lanes_of_a_lost_worker_are_called_again():
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("kind", [fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector])
 def test_workers_of_collectors(kind, transport):
-    with multi(
-        kind, transport, create_env_fn=[make] * 2, policy=None, create_env_kwargs={}, frames_per_batch=20
-    ) as collector:
+    with multi(kind, transport, create_env_fn=[make] * 2, policy=None, frames_per_batch=20) as collector:
         next(collector)
         assert collector.apply(set_force, 50.0) == [1, 1]
         assert collector.apply(force_of) == [50.0, 50.0]
@@ -248,8 +231,7 @@ def test_workers_of_collectors(kind, transport):
 
 
 def test_a_collector_with_a_curriculum_is_the_run_of_the_functions():
-    env, policy = ENVS["several"](), fc.random_policy(ENVS["several"]())
-    state, wanted = fc.init(env, policy, seed=0), []
+    (env, policy, state), wanted = begun("several"), []
     for force in (10.0, 12.0, 14.0):
         state, _ = fc.apply(env, state, set_force, force)
         state, batch = fc.rollout(env, policy, state, 20)
@@ -297,8 +279,7 @@ def test_ray(workers):
 
 
 def test_nothing_is_called_where_a_process_has_ended():
-    env = fc.make_env(make, num_envs=4, num_workers=2)
-    with fc.SyncDataCollector(env, fc.random_policy(env), frames_per_batch=8, seed=0) as collector:
+    with fc.SyncDataCollector(fc.make_env(make, **ENVS["workers"]), frames_per_batch=8, seed=0) as collector:
         next(collector)
         worker = workers_of(collector.state)[1]
         os.kill(worker.pid, signal.SIGKILL)
@@ -308,13 +289,11 @@ def test_nothing_is_called_where_a_process_has_ended():
             collector.apply(set_force, 20.0)
         assert collector.apply(force_of) == [10.0] * 4
         assert collector.apply(set_force, 20.0) == [1] * 4
-        fc.close(fc.fork(env, collector.state))
+        fc.close(fc.fork(collector.env, collector.state))
 
 
 def test_a_function_that_raised_in_some_lanes_leaves_a_state_that_is_not_copied(tmp_path):
-    env = fc.make_env([make, make])
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = begun("several")
     with pytest.raises(fc.EnvError, match="lane 1"):
         fc.apply(env, state, once, str(tmp_path / "first"))
     state = fc.recover(env, state)
@@ -327,12 +306,3 @@ def test_a_function_that_raised_in_some_lanes_leaves_a_state_that_is_not_copied(
 def once(lane, file):
     with open(file, "x"):
         set_force(lane, 20.0)
-
-
-def test_a_process_that_hangs_in_a_call_is_reported():
-    env = fc.make_env(make, num_envs=2, num_workers=2, timeout=1.0)
-    state = fc.init(env, fc.random_policy(env), seed=0)
-    os.kill(pids_of(state)[1], signal.SIGSTOP)
-    with pytest.raises(fc.EnvError, match=r"lane 1 \(worker 1\): its process has not answered for 1 s"):
-        fc.apply(env, state, force_of)
-    fc.close(state)

@@ -1,80 +1,42 @@
-from __future__ import annotations
-
-from typing import Any
-
 import gymnasium
-import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 
 import funcollect as fc
+from tests.support.envs.counting import Counting, always, make_counting
+
+# An environment that counts its resets begins otherwise when it is reset again.
+pytestmark = pytest.mark.filterwarnings("ignore:.* begun again from its seed:UserWarning")
+COIN = fc.torch_policy(lambda x: torch.tensor([0.0, 0.4, -99.0]).expand(len(x), 3), head=fc.heads.categorical)
+LANES = [{"lengths": (1,)}, {"lengths": (2,)}, {"lengths": (3,), "truncated": (0,)}]
 
 
-class Fixed(gymnasium.Env):
-    """Lane `l` has episodes of l + 1 steps; the reward is the action plus ten times the episode's number."""
-
-    observation_space = spaces.Box(0, 9, (1,))
-    action_space = spaces.Discrete(2)
-    closed: list[int] = []  # noqa: RUF012
-
-    def __init__(self, lane: int, length: int | None = None) -> None:
-        self.lane, self.length, self.episode = lane, length or lane + 1, -1
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.t, self.episode = 0, self.episode + 1
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        return np.zeros(1, np.float32), action + 10.0 * self.episode, self.t == self.length, False, {}
-
-    def close(self) -> None:
-        Fixed.closed.append(self.lane)
-
-
-def lanes(count: int) -> Any:
-    return fc.make_env([lambda lane=lane: Fixed(lane) for lane in range(count)])
-
-
-ONE = fc.torch_policy(lambda x: torch.ones(len(x)).long())
-COIN = fc.torch_policy(lambda x: torch.tensor([0.0, 0.4]).expand(len(x), 2), head=fc.heads.categorical)
-
-
-@pytest.mark.parametrize(("episodes", "quota"), [(1, [1, 0, 0]), (3, [1, 1, 1]), (7, [3, 2, 2]), (300, [100] * 3)])
-def test_each_lane_gives_its_first_episodes_however_long_they_are(episodes: int, quota: list[int]) -> None:
-    stats = fc.evaluate(lanes(3), ONE, episodes=episodes, seed=0)
-    assert len(stats) == episodes
-    assert stats.lanes.tolist() == [lane for lane, count in enumerate(quota) for _ in range(count)]
-    assert stats.lengths.tolist() == [lane + 1 for lane in stats.lanes.tolist()]
-    numbers = [number for count in quota for number in range(count)]
-    assert stats.returns.tolist() == [
-        (lane + 1) * (1 + 10.0 * number) for lane, number in zip(stats.lanes.tolist(), numbers, strict=True)
-    ]
-    assert stats.terminated.all()
+@pytest.mark.parametrize("backend", ["host", "vector", "torch"])
+@pytest.mark.parametrize(("episodes", "quota"), [(1, [1, 0, 0]), (3, [1, 1, 1]), (7, [3, 2, 2]), (90, [30] * 3)])
+def test_each_lane_gives_its_first_episodes_however_long_they_are(episodes, quota, backend):
+    stats = fc.evaluate(make_counting(backend, *LANES), always(1), episodes=episodes, seed=0)
+    counted = [(lane, number) for lane, count in enumerate(quota) for number in range(count)]
+    assert stats.lanes.tolist() == [lane for lane, _ in counted]
+    assert stats.lengths.tolist() == [lane + 1 for lane, _ in counted]
+    assert stats.traj_ids.tolist() == [3 * number + lane for lane, number in counted]
+    rewards = [[10 * number + step + 1 / 4 for step in range(lane + 1)] for lane, number in counted]
+    assert stats.returns.tolist() == [*map(sum, rewards)]
+    assert stats.terminated.tolist() == [each != (2, 0) for each in counted]
     assert stats.open_returns == {}
 
 
-def test_it_is_deterministic_unless_told_otherwise() -> None:
-    env = fc.make_env([lambda: Fixed(0, 40)] * 2)
-    assert fc.evaluate(env, COIN, episodes=2, seed=0).returns.tolist() == [40, 40]
-    drawn = fc.evaluate(env, COIN, episodes=2, seed=0, exploration_type=fc.ExplorationType.RANDOM)
-    assert (drawn.returns < 40).all()
-    assert (drawn.returns > 5).all()
+def test_it_is_deterministic_unless_told_otherwise():
+    env = make_counting("host", {"lengths": (40,)}, {"lengths": (40,)})
+    modes, drawn = (
+        fc.evaluate(env, COIN, episodes=2, seed=0, **kwargs).returns - sum(range(40))
+        for kwargs in ({}, {"exploration_type": fc.ExplorationType.RANDOM})
+    )
+    assert modes.tolist() == [10, 10]
+    assert (drawn < 10).all()
+    assert (drawn > 1).all()
 
 
-def test_the_same_seed_gives_the_same_statistics_and_generators_stay() -> None:
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    policy = fc.random_policy(env)
-    before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    one, two, other = (fc.evaluate(env, policy, episodes=8, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(one.returns, two.returns)
-    assert not torch.equal(one.returns, other.returns)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert (np.random.get_state()[1] == before[1]).all()
-
-
-def test_it_agrees_with_episodes_found_by_hand_in_a_rollout() -> None:
+def test_it_agrees_with_episodes_found_by_hand_in_a_rollout():
     env = fc.make_env("CartPole-v1", num_envs=2)
     policy = fc.random_policy(env)
     batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), 400)[1]
@@ -83,16 +45,15 @@ def test_it_agrees_with_episodes_found_by_hand_in_a_rollout() -> None:
     assert fc.evaluate(env, policy, episodes=4, seed=3).lengths.tolist() == wanted
 
 
-def test_params_act_in_place_of_the_policys_own() -> None:
-    module = torch.nn.Linear(1, 2)
-    params = {"weight": torch.zeros(2, 1), "bias": torch.tensor([0.0, 1.0])}
-    policy = fc.torch_policy(module, head=fc.heads.categorical)
-    assert fc.evaluate(lanes(2), policy, episodes=2, seed=0, params=params).returns.tolist() == [1, 2]
-    params["bias"] = torch.tensor([1.0, 0.0])
-    assert fc.evaluate(lanes(2), policy, episodes=2, seed=0, params=params).returns.tolist() == [0, 0]
+def test_params_act_in_place_of_the_policys_own():
+    env, policy = make_counting("host", *LANES), fc.torch_policy(torch.nn.Linear(3, 3), head=fc.heads.categorical)
+    for action in (0, 2):
+        params = {"weight": torch.zeros(3, 3), "bias": torch.eye(3)[action]}
+        stats = fc.evaluate(env, policy, episodes=3, seed=0, params=params)
+        assert stats.returns.tolist() == [action / 4, 1 + action / 2, 3 + 3 * action / 4]
 
 
-def test_a_run_goes_on_undisturbed_during_an_evaluation() -> None:
+def test_a_run_goes_on_undisturbed_during_an_evaluation():
     """An instance backs the run; the evaluation is on one rebuilt from its spec."""
     env = fc.make_env(gymnasium.make("CartPole-v1"))
     policy = fc.random_policy(env)
@@ -105,12 +66,19 @@ def test_a_run_goes_on_undisturbed_during_an_evaluation() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_simulators_are_closed_whether_or_not_it_succeeds(count: int) -> None:
-    Fixed.closed.clear()
-    fc.evaluate(lanes(count), ONE, episodes=2, seed=0)
-    assert sorted(Fixed.closed) == list(range(count))
-    Fixed.closed.clear()
+def test_simulators_are_closed_whether_or_not_it_succeeds(count):
+    closed = []
+
+    class Closing(Counting):
+        def close(self):
+            closed.append(self.lengths)
+
+    def evaluate(length, **kwargs):
+        env = fc.make_env([lambda: Closing(lengths=(length,))] * count)
+        return fc.evaluate(env, always(1), episodes=2, seed=0, **kwargs)
+
+    evaluate(5)
     with pytest.raises(fc.EvaluationError, match=r"0 of 2 episodes ended within max_frames=200.*time limit") as caught:
-        fc.evaluate(fc.make_env([lambda: Fixed(5, 10**9)] * count), ONE, episodes=2, seed=0, max_frames=200)
+        evaluate(10**9, max_frames=200)
     assert caught.tb is not None  # which keeps the frames of the call, and what stands in them, alive
-    assert Fixed.closed == [5] * count
+    assert closed == [(5,)] * count + [(10**9,)] * count

@@ -1,9 +1,6 @@
 """`evaluate_actions`: recorded log-probabilities again, entropies, gradients, and recurrent states with resets."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.modules import LSTMModule, NormalParamExtractor, OneHotCategorical, ProbabilisticActor, TanhNormal
+from torchrl.modules import LSTMModule, ProbabilisticActor
 
 import funcollect as fc
 from tests.policies.test_distributions import Logistic
@@ -22,27 +19,26 @@ from tests.support.misuse import Acting
 from tests.support.running import SCALE, in_soak, scaled
 
 HEADS = {
-    "categorical": (fc.heads.categorical, "CartPole-v1", 2),
-    "epsilon_greedy": (fc.heads.epsilon_greedy(0.3), "CartPole-v1", 2),
-    "boltzmann": (fc.heads.boltzmann(0.7), "CartPole-v1", 2),
-    "normal": (fc.heads.normal, "Pendulum-v1", 2),
-    "tanh_normal": (fc.heads.tanh_normal, "Pendulum-v1", 2),
+    "categorical": (fc.heads.categorical, "CartPole-v1"),
+    "epsilon_greedy": (fc.heads.epsilon_greedy(0.3), "CartPole-v1"),
+    "boltzmann": (fc.heads.boltzmann(0.7), "CartPole-v1"),
+    "normal": (fc.heads.normal, "Pendulum-v1"),
+    "tanh_normal": (fc.heads.tanh_normal, "Pendulum-v1"),
 }
-heads = pytest.mark.parametrize("name", HEADS)
 
 
-def in_torch(name: str, outputs: int) -> Any:
+def in_torch(name):
     """A network whose scales are 0.1 and more."""
-    net = cases.mlp(3 if "Pendulum" in HEADS[name][1] else 4, outputs)
-    if "normal" not in name:
-        return net
-    return lambda x: (net(x)[..., :1] * 2, 0.1 + net(x)[..., 1:].exp())
+    net = cases.mlp(3 if "Pendulum" in HEADS[name][1] else 4, 2)
+    if "normal" in name:
+        return fc.torch_policy(lambda x: (net(x)[..., :1] * 2, 0.1 + net(x)[..., 1:].exp()), head=HEADS[name][0])
+    return fc.torch_policy(net, head=HEADS[name][0])
 
 
-def in_jax(name: str) -> Any:
+def in_jax(name):
     weights = jax.random.normal(jax.random.key(1), (3 if "Pendulum" in HEADS[name][1] else 4, 2))
 
-    def apply(params: Any, x: Any) -> Any:
+    def apply(params, x):
         y = jnp.tanh(x @ params)
         key = HEADS[name][0].names[0]
         return (y[..., :1] * 2, 0.1 + jnp.exp(y[..., 1:])) if "normal" in name else {key: y, "value": y[..., 0]}
@@ -50,13 +46,18 @@ def in_jax(name: str) -> Any:
     return fc.jax_policy(apply, weights, head=HEADS[name][0])
 
 
-def collected(policy: Any, env: Any, steps: int, start: int = 5) -> Any:
+def collected(policy, env, steps):
     """A batch that begins in the middle of episodes, and the policy's state before it."""
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=3), start, max_frames_per_traj=7)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=3), 5, max_frames_per_traj=7)
     return state.policy_state, fc.rollout(env, policy, state, steps, max_frames_per_traj=7)[1]
 
 
-def assert_recorded(now: Any, batch: Any) -> None:
+def again(policy, batch, **options):
+    given = fc.interop.to_jax(batch.contiguous()) if policy.backend == "jax" else batch
+    return fc.evaluate_actions(policy, None, given, **options)["action_log_prob"]
+
+
+def assert_recorded(now, batch):
     got = now.detach() if isinstance(now, torch.Tensor) else torch.from_numpy(np.array(now))
     wanted = batch["action_log_prob"]
     assert got.shape == wanted.shape
@@ -67,22 +68,17 @@ FUSED = HEADS if SCALE > 1 else ("tanh_normal",)
 
 
 @pytest.mark.parametrize(("name", "prefix"), [*((name, "") for name in HEADS), *((name, "gymnax/") for name in FUSED)])
-def test_recorded_log_probs_come_back(name: str, prefix: str) -> None:
-    head, env_name, outputs = HEADS[name]
-    env = fc.make_env(prefix + env_name, num_envs=4)
-    policy = fc.torch_policy(in_torch(name, outputs), head=head)
-    _, batch = collected(policy, env, scaled(40))
-    assert_recorded(fc.evaluate_actions(policy, None, batch)["action_log_prob"], batch)
-    if not prefix:  # eager: the same operations on as many rows
-        for t in range(batch.shape[1]):
-            now = fc.evaluate_actions(policy, None, batch[:, t])["action_log_prob"]
-            assert torch.equal(now, batch["action_log_prob"][:, t])
-    policy = in_jax(name)
-    _, batch = collected(policy, env, scaled(40))
-    assert_recorded(fc.evaluate_actions(policy, policy.params, fc.interop.to_jax(batch))["action_log_prob"], batch)
+def test_recorded_log_probs_come_back(name, prefix):
+    env = fc.make_env(prefix + HEADS[name][1], num_envs=4)
+    for policy in (in_torch(name), in_jax(name)):
+        _, batch = collected(policy, env, scaled(40))
+        assert_recorded(again(policy, batch), batch)
+        if policy.backend == "torch" and not prefix:  # eager: the same operations on as many rows
+            for t in range(batch.shape[1]):
+                assert torch.equal(again(policy, batch[:, t]), batch["action_log_prob"][:, t])
 
 
-def of_torch(loc: Any, scale: Any) -> Any:
+def of_torch(loc, scale):
     return torch.distributions.Normal(loc.float(), scale.float())
 
 
@@ -95,33 +91,33 @@ NARROW = {
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("name", NARROW)
-def test_log_probs_of_networks_of_another_precision_come_back(name: str, dtype: str) -> None:
+def test_log_probs_of_networks_of_another_precision_come_back(name, dtype):
     env, (head, jax_head) = fc.make_env("Pendulum-v1", num_envs=4), NARROW[name]
     net = cases.mlp(3, 2).to(getattr(torch, dtype))
 
-    def network(x: torch.Tensor) -> Any:
+    def network(x):
         loc, scale = net(x.to(net[0].weight.dtype)).chunk(2, -1)
         return loc, 0.1 + scale.exp()
 
     policy = fc.torch_policy(network, head=head)
     _, batch = collected(policy, env, 20)
-    now = fc.evaluate_actions(policy, None, batch)["action_log_prob"]
+    now = again(policy, batch)
     assert_recorded(now, batch)
     now.mean().backward()
     assert all(each.grad.isfinite().all() for each in net.parameters())
     if dtype == "float64":
         return  # which JAX lacks
 
-    def apply(params: Any, x: Any) -> Any:
+    def apply(params, x):
         y = jnp.tanh(x.astype(dtype) @ params)
         return y[..., :1], jnp.exp(y[..., 1:])
 
     policy = fc.jax_policy(apply, jax.random.normal(jax.random.key(1), (3, 2), dtype), head=jax_head)
     _, batch = collected(policy, env, 20)
-    assert_recorded(fc.evaluate_actions(policy, None, fc.interop.to_jax(batch))["action_log_prob"], batch)
+    assert_recorded(again(policy, batch), batch)
 
 
-def test_entropies_are_finite_under_autocast() -> None:
+def test_entropies_are_finite_under_autocast():
     policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
     _, batch = collected(policy, fc.make_env("CartPole-v1", num_envs=2), 8)
     wanted = fc.evaluate_actions(policy, None, batch)["entropy"]
@@ -130,33 +126,26 @@ def test_entropies_are_finite_under_autocast() -> None:
     torch.testing.assert_close(now, wanted, rtol=0.05, atol=0.05)
 
 
-def test_where_tanh_saturates_the_recorded_log_prob_comes_back() -> None:
+def test_where_tanh_saturates_the_recorded_log_prob_comes_back():
     policy = fc.torch_policy(lambda x: (20 + 0 * x[..., :1], 1 + 0 * x[..., :1]), head=fc.heads.tanh_normal)
     _, batch = collected(policy, fc.make_env("Pendulum-v1", num_envs=2), 20)
     assert (batch["action"] == 2).all()
-    assert torch.equal(fc.evaluate_actions(policy, None, batch)["action_log_prob"], batch["action_log_prob"])
+    assert torch.equal(again(policy, batch), batch["action_log_prob"])
 
 
-@heads
-def test_a_random_start_and_saturated_actions_have_finite_log_probs(name: str) -> None:
-    head, env_name, outputs = HEADS[name]
-    policy = fc.torch_policy(in_torch(name, outputs), head=head)
-    with fc.SyncDataCollector(
-        fc.make_env(env_name, num_envs=2), policy, frames_per_batch=60, init_random_frames=30, seed=0
-    ) as collector:
+@pytest.mark.parametrize("name", HEADS)
+def test_a_random_start_and_saturated_actions_have_finite_log_probs(name):
+    policy, env = in_torch(name), fc.make_env(HEADS[name][1], num_envs=2)
+    with fc.SyncDataCollector(env, policy, frames_per_batch=60, init_random_frames=30, seed=0) as collector:
         batch = next(collector)
-    now = fc.evaluate_actions(policy, None, batch)
-    assert now["action_log_prob"].isfinite().all()
+    assert again(policy, batch).isfinite().all()
     if name == "tanh_normal":
-        far = batch.clone()
-        far["action"] = far["action"].sign() * 2.0  # the bounds
-        alone = fc.evaluate_actions(policy, None, far.exclude("action_unsquashed"))["action_log_prob"]
-        assert alone.isfinite().all()
+        batch["action"] = batch["action"].sign() * 2.0  # the bounds
+        assert again(policy, batch.exclude("action_unsquashed")).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["torch", "jax"])
-def test_flat_samples_begin_with_their_own_recurrent_states(kind: str) -> None:
-    """Slices of one lane lie one after another in a sample, and shuffled rows follow each other by chance."""
+def test_flat_samples_begin_with_their_own_recurrent_states(kind):
     policy = recurrent(kind, record=True)
     _, batch = collected(policy, fc.make_env("CartPole-v1", num_envs=4), 60)
     buffer = fc.ReplayBuffer(
@@ -165,103 +154,86 @@ def test_flat_samples_begin_with_their_own_recurrent_states(kind: str) -> None:
     buffer.extend(batch.clone(False))
     rows = batch.reshape(-1)
     for sample in (buffer.sample(), rows[torch.randperm(240)], rows[torch.arange(240) // 2]):
-        given = fc.interop.to_jax(sample) if kind == "jax" else sample
-        assert_recorded(fc.evaluate_actions(policy, None, given)["action_log_prob"], sample)
+        assert_recorded(again(policy, sample), sample)
 
 
-def recurrent(kind: str, record: bool) -> Any:
-    env = fc.make_env("CartPole-v1", num_envs=4)
-    made = cases.torch_recurrent(env) if kind == "torch" else cases.jax_recurrent(env)
-    if kind == "torch":
-        return fc.torch_policy(made.module, head=made.head, initial_state=made.initial_state, record_state=record)
-    return fc.jax_policy(made.apply, made.params, head=made.head, initial_state=made.initial_state, record_state=record)
+def recurrent(kind, record):
+    made = cases.POLICIES[f"{kind}_recurrent"](fc.make_env("CartPole-v1"))
+    own = {"head": made.head, "initial_state": made.initial_state, "record_state": record}
+    return fc.torch_policy(made.module, **own) if kind == "torch" else fc.jax_policy(made.apply, made.params, **own)
 
 
 MORE = in_soak([("jax", "CartPole-v1"), ("torch", "gymnax/CartPole-v1")])
 
 
 @pytest.mark.parametrize(("kind", "name"), [("torch", "CartPole-v1"), ("jax", "gymnax/CartPole-v1"), *MORE])
-def test_recurrent_states_run_again_with_resets(kind: str, name: str) -> None:
+def test_recurrent_states_run_again_with_resets(kind, name):
     env = fc.make_env(name, num_envs=4)
     for record in (True, False):
         policy = recurrent(kind, record)
         before, batch = collected(policy, env, 30)
-        given = fc.interop.to_jax(batch) if kind == "jax" else batch
-        state = None if record else before
-        now = fc.evaluate_actions(policy, None, given, policy_state=state)["action_log_prob"]
+        now = again(policy, batch, policy_state=None if record else before)
         assert_recorded(now, batch)
         if kind == "torch" and name == "CartPole-v1":
             assert torch.equal(now, batch["action_log_prob"])
         if not record:
             assert "recurrent" not in batch
             with pytest.raises(ValueError, match=r"lacks \['recurrent'\].*record_state=True"):
-                fc.evaluate_actions(policy, None, given)
+                again(policy, batch)
     part = recurrent(kind, record=True)
     _, batch = collected(part, env, 30)
-    piece = batch[1:3, 11:25]  # some lanes, and a time in the middle of the batch
-    given = fc.interop.to_jax(piece.contiguous()) if kind == "jax" else piece
-    assert_recorded(fc.evaluate_actions(part, None, given)["action_log_prob"], piece)
     _, short = collected(part, env, 1)
-    for piece in (short, batch[:, 4:5], batch[2, 7:8]):  # single steps
-        given = fc.interop.to_jax(piece.contiguous()) if kind == "jax" else piece
-        assert_recorded(fc.evaluate_actions(part, None, given)["action_log_prob"], piece)
+    for piece in (batch[1:3, 11:25], short, batch[:, 4:5], batch[2, 7:8]):  # also single steps
+        assert_recorded(again(part, piece), piece)
 
 
 @pytest.mark.parametrize("kind", ["torch_policy", "tensordict_policy"])
-def test_the_recorded_state_is_that_before_the_step_if_a_module_updates_it_in_place(kind: str) -> None:
-    def score(observation: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def test_the_recorded_state_is_that_before_the_step_if_a_module_updates_it_in_place(kind):
+    def score(observation, memory):
         logits = observation[:, :2] + memory
         return logits, memory.add_(1)
 
     if kind == "torch_policy":
         policy = fc.torch_policy(score, head=fc.heads.categorical, initial_state=torch.zeros(1), record_state=True)
-        key: Any = "recurrent"
     else:
         module = TensorDictModule(score, ["observation", "memory"], ["logits", ("next", "memory")])
         choose = TensorDictModule(lambda logits: logits.argmax(-1), ["logits"], ["action"])
         policy = fc.tensordict_policy(TensorDictSequential(module, choose), initial_state={"memory": torch.zeros(1)})
-        key = "memory"
     batch = collected(policy, fc.make_env("CartPole-v1", num_envs=2), 30)[1]
-    assert torch.equal(batch[key][..., 0], batch["collector", "step"].float())
+    before = batch["recurrent" if kind == "torch_policy" else "memory"]
+    assert torch.equal(before[..., 0], batch["collector", "step"].float())
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "shape"),
-    [("torch", {}, (2, 2, 20)), ("jax", {}, (2, 2, 20)), ("torch", {"cat_results": -1}, (2, 40))],  # along time
-)
-def test_batches_of_workers(kind: str, options: Any, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("kind", "join"), [("torch", "stack"), ("jax", "stack"), ("torch", -1)])
+def test_batches_of_workers(kind, join):
     policy, makers = recurrent(kind, record=True), [lambda: fc.make_env("CartPole-v1", num_envs=2)] * 2
-    with fc.MultiSyncDataCollector(
-        makers, policy, frames_per_batch=80, seed=0, in_process=True, **options
-    ) as collector:
+    options = {"frames_per_batch": 80, "seed": 0, "in_process": True, "cat_results": join}
+    with fc.MultiSyncDataCollector(makers, policy, **options) as collector:
         next(collector)
         batch = next(collector)
-    assert batch.batch_size == shape
-    given = fc.interop.to_jax(batch) if kind == "jax" else batch
-    now = fc.evaluate_actions(policy, None, given, env=fc.make_env("CartPole-v1"))["action_log_prob"]
-    assert_recorded(now, batch)
+    assert batch.batch_size == ((2, 2, 20) if join == "stack" else (2, 40))
+    assert_recorded(again(policy, batch, env=fc.make_env("CartPole-v1")), batch)
 
 
-def test_a_single_environment_and_a_traced_batch() -> None:
+def test_a_single_environment_and_a_traced_batch():
     policy = recurrent("torch", record=True)
-    env = fc.make_env("CartPole-v1")
-    _, batch = collected(policy, env, 30)
+    _, batch = collected(policy, fc.make_env("CartPole-v1"), 30)
     assert batch.batch_size == (30,)
-    assert_recorded(fc.evaluate_actions(policy, None, batch)["action_log_prob"], batch)
+    assert_recorded(again(policy, batch), batch)
     policy, env = recurrent("jax", record=False), fc.make_env("gymnax/CartPole-v1", num_envs=4)
     state = fc.traced.init(env, policy, policy.params, key=jax.random.key(0))
     state, _ = fc.traced.rollout(env, policy, policy.params, state, 5)
     _, arrays = fc.traced.rollout(env, policy, policy.params, state, 30)
 
     @jax.jit
-    def again(params: Any, arrays: Any) -> Any:
+    def scored(params, arrays):
         return fc.evaluate_actions(policy, params, arrays, env=env, policy_state=state.policy_state)
 
-    now = again(policy.params, arrays)["action_log_prob"]
+    now = scored(policy.params, arrays)["action_log_prob"]
     np.testing.assert_allclose(now, arrays["action_log_prob"], rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_are_those_of_torch_and_of_jax() -> None:
+def test_gradients_are_those_of_torch_and_of_jax():
     weights = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
     net = nn.Linear(4, 2, bias=False)
     net.weight.data = weights.T.clone()
@@ -276,21 +248,19 @@ def test_gradients_are_those_of_torch_and_of_jax() -> None:
     params = {"weight": weights.detach().T.clone().requires_grad_()}
     fc.evaluate_actions(policy, params, batch)["action_log_prob"].mean().backward()
     assert params["weight"].grad.abs().sum() > 0
-    in_jax = fc.jax_policy(
-        lambda params, x: x @ params, jnp.asarray(weights.detach().numpy()), head=fc.heads.categorical
-    )
-    arrays = fc.interop.to_jax(batch)
+    arrays, own = fc.interop.to_jax(batch), jnp.asarray(weights.detach().numpy())
+    in_jax = fc.jax_policy(lambda params, x: x @ params, own, head=fc.heads.categorical)
 
     @jax.jit
     @jax.grad
-    def gradient(params: Any) -> Any:
+    def gradient(params):
         now = fc.evaluate_actions(in_jax, params, arrays, env=env)
         return now["action_log_prob"].mean() + 0.1 * now["entropy"].mean()
 
-    np.testing.assert_allclose(gradient(in_jax.params), weights.grad, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(gradient(own), weights.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_other_outputs_and_samples_of_a_buffer() -> None:
+def test_other_outputs_and_samples_of_a_buffer():
     net = cases.mlp(4, 3)
     policy = fc.torch_policy(lambda x: {"logits": net(x)[..., :2], "value": net(x)[..., 2]}, head=fc.heads.categorical)
     env = fc.make_env("CartPole-v1", num_envs=2)
@@ -304,41 +274,7 @@ def test_other_outputs_and_samples_of_a_buffer() -> None:
     assert set(now) == {"logits", "value", "action_log_prob", "entropy"}
 
 
-class Squash(nn.Module):
-    def forward(self, x: torch.Tensor) -> Any:
-        return x.chunk(2, -1)[0], x.chunk(2, -1)[1].exp() + 0.1
-
-
-ACTORS = {
-    "tanh_normal": lambda: ProbabilisticActor(
-        TensorDictModule(nn.Sequential(cases.mlp(3, 2), NormalParamExtractor()), ["observation"], ["loc", "scale"]),
-        in_keys=["loc", "scale"], distribution_class=TanhNormal, return_log_prob=True,
-        distribution_kwargs={"low": -2.0, "high": 2.0}, default_interaction_type=InteractionType.RANDOM,
-    ),
-    "categorical": lambda: ProbabilisticActor(
-        TensorDictModule(cases.mlp(4, 2), ["observation"], ["logits"]), in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical, return_log_prob=True,
-    ),
-    "one_hot": lambda: ProbabilisticActor(
-        TensorDictModule(cases.mlp(4, 2), ["observation"], ["logits"]), in_keys=["logits"],
-        distribution_class=OneHotCategorical, return_log_prob=True,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ACTORS)
-def test_actors_of_torchrl_score_with_their_own_distribution(name: str) -> None:
-    actor = ACTORS[name]()
-    env = fc.make_env("Pendulum-v1" if name == "tanh_normal" else "CartPole-v1", num_envs=3, one_hot=name == "one_hot")
-    policy = fc.tensordict_policy(actor)
-    _, batch = collected(policy, env, 20)
-    now = fc.evaluate_actions(policy, None, batch)
-    torch.testing.assert_close(now["action_log_prob"], batch["action_log_prob"], rtol=1e-3, atol=1e-3)
-    assert ("entropy" in now) is (name != "tanh_normal")
-    assert now["action_log_prob"].requires_grad
-
-
-def test_a_recurrent_actor_of_torchrl_runs_again_with_resets() -> None:
+def test_a_recurrent_actor_of_torchrl_runs_again_with_resets():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         lstm = LSTMModule(input_size=4, hidden_size=5, in_key="observation", out_key="features")
@@ -350,142 +286,115 @@ def test_a_recurrent_actor_of_torchrl_runs_again_with_resets() -> None:
     env = fc.make_env("CartPole-v1", num_envs=3)
     policy = fc.tensordict_policy(actor)
     _, batch = collected(policy, env, 30)
-    now = fc.evaluate_actions(policy, None, batch)
-    torch.testing.assert_close(now["action_log_prob"], batch["action_log_prob"], rtol=1e-5, atol=1e-5)
-    part = batch[1:, 8:20]
-    now = fc.evaluate_actions(policy, None, part)["action_log_prob"]
-    torch.testing.assert_close(now, part["action_log_prob"], rtol=1e-5, atol=1e-5)
-    pairs = batch[:2, None].expand(2, 3, 30).clone()  # lanes in two dimensions
-    now = fc.evaluate_actions(policy, None, pairs)["action_log_prob"]
-    torch.testing.assert_close(now, pairs["action_log_prob"], rtol=1e-5, atol=1e-5)
+    for each in (batch, batch[1:, 8:20], batch[:2, None].expand(2, 3, 30).clone()):  # lanes in two dimensions
+        assert_recorded(again(policy, each), each)
     with pytest.raises(TypeError, match=r"ProbabilisticActor without a head, .* pass funcollect.tensordict_policy"):
         fc.evaluate_actions(actor, None, batch)
 
 
-def test_a_normalised_policy_scores_with_its_statistics() -> None:
+def test_a_normalised_policy_scores_with_its_statistics():
     env = fc.make_env("CartPole-v1", num_envs=2)
     stats = fc.running_statistics.init(env.observation_space)
     policy = fc.normalized(fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical), stats)
     with fc.SyncDataCollector(env, policy, frames_per_batch=60, update_statistics=True, seed=0) as collector:
         for _ in range(3):
             batch = next(collector)
-            now = fc.evaluate_actions(policy, None, batch)["action_log_prob"]  # with the statistics that acted
+            now = again(policy, batch)  # with the statistics that acted
             assert_recorded(now, batch)
             now.mean().backward()
         next(collector)
-    now = fc.evaluate_actions(policy, None, batch)["action_log_prob"]
-    assert not torch.allclose(now, batch["action_log_prob"])
+    assert not torch.allclose(again(policy, batch), batch["action_log_prob"])
 
 
-class TestMisuse:
-    env = fc.make_env("CartPole-v1", num_envs=2)
+ENV = fc.make_env("CartPole-v1", num_envs=2)
+POLICY = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
+IN_JAX = fc.jax_policy(lambda params, x: x @ params, jnp.zeros((4, 2)), head=fc.heads.categorical)
+TO_JAX, GREEDY = fc.interop.to_jax, fc.torch_policy(cases.mlp(4, 2), head=fc.heads.epsilon_greedy(0.1))
+HEADLESS = "without a head, expected one whose head or distribution scores"
+
+
+@pytest.mark.parametrize(("policy", "change", "error", "words"), [
+    (fc.torch_policy(lambda x: (x[:, 0] > 0).long()), None, TypeError, HEADLESS),
+    (fc.random_policy(ENV), None, TypeError, HEADLESS),
+    (cases.jax_keyed(ENV), TO_JAX, TypeError, "draws random numbers from its parameter 'key'"),
+    (POLICY, lambda batch: batch.exclude("observation"), ValueError, r"the batch lacks \['observation'\]"),
+    (POLICY, TO_JAX, TypeError, "policy in Torch takes: pass the TensorDict itself"),
+    (IN_JAX, None, TypeError, r"policy in JAX takes: pass funcollect.interop.to_jax"),
+    (GREEDY, None, ValueError, r"the batch lacks \['collector.exploration.epsilon'\]"),
+])  # fmt: skip
+def test_policies_and_batches_that_do_not_fit(policy, change, error, words):
+    _, batch = collected(POLICY, ENV, 8)
+    with pytest.raises(error, match=words):
+        fc.evaluate_actions(policy, None, batch if change is None else change(batch), env=ENV)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (torch.Tensor.float, "action has dtype torch.float32|wants torch.int64: cast it"),
+    (lambda action: action[..., None], r"action has shape \[2, 8, 1\] beside 'observation' of \[2, 8\] frames"),
+    (lambda action: action.T, r"action has shape \[8, 2\] beside .* expected \[2, 8\]"),
+])  # fmt: skip
+def test_actions_that_do_not_fit_the_observations(change, words):
+    _, batch = collected(POLICY, ENV, 8)
+    with pytest.raises(ValueError, match=words):
+        fc.evaluate_actions(POLICY, None, {**batch.to_dict(), "action": change(batch["action"])})
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_choices_in_jax_that_the_space_does_not_have(one_hot):
+    env = fc.make_env("CartPole-v1", num_envs=2, one_hot=one_hot)
+    batch = TO_JAX(collected(IN_JAX, env, 8)[1])
+    batch["action"] = batch["action"].at[1, 3].add(-2)
+    with pytest.raises(ValueError, match=r"action at \[1, 3\] is .*-[12].*expected one of .*Discrete\(2\): pass"):
+        fc.evaluate_actions(IN_JAX, None, batch, env=env)
+
+
+def test_an_environment_that_is_not_known_or_known_from_traced_code():
     policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
-    in_jax = fc.jax_policy(lambda params, x: x @ params, jnp.zeros((4, 2)), head=fc.heads.categorical)
-
-    def batch(self, policy: Any = None) -> Any:
-        return collected(policy or self.policy, self.env, 8)[1]
-
-    @pytest.mark.parametrize(
-        ("policy", "change", "error", "words"),
-        [
-            (fc.torch_policy(lambda x: (x[:, 0] > 0).long()), None, TypeError, "without a head, expected one whose"),
-            (fc.random_policy(env), None, TypeError, "without a head, expected one whose head or distribution scores"),
-            (cases.jax_keyed(env), fc.interop.to_jax, TypeError, "draws random numbers from its parameter 'key'"),
-            (policy, lambda batch: batch.exclude("observation"), ValueError, r"the batch lacks \['observation'\]"),
-            (policy, fc.interop.to_jax, TypeError, "policy in Torch takes: pass the TensorDict itself"),
-            (in_jax, None, TypeError, r"policy in JAX takes: pass funcollect.interop.to_jax"),
-            (
-                fc.torch_policy(cases.mlp(4, 2), head=fc.heads.epsilon_greedy(0.1)),
-                None,
-                ValueError,
-                r"the batch lacks \['collector.exploration.epsilon'\]",
-            ),
-        ],
-    )
-    def test_policies_and_batches_that_do_not_fit(self, policy: Any, change: Any, error: Any, words: str) -> None:
-        batch = self.batch() if change is None else change(self.batch())
-        with pytest.raises(error, match=words):
-            fc.evaluate_actions(policy, None, batch, env=self.env)
-
-    @pytest.mark.parametrize(
-        ("change", "words"),
-        [
-            (torch.Tensor.float, "action has dtype torch.float32|wants torch.int64: cast it"),
-            (lambda action: action[..., None], r"action has shape \[2, 8, 1\] beside 'observation' of \[2, 8\] frames"),
-            (lambda action: action.T, r"action has shape \[8, 2\] beside .* expected \[2, 8\]"),
-        ],
-    )
-    def test_actions_that_do_not_fit_the_observations(self, change: Any, words: str) -> None:
-        batch = self.batch()
-        with pytest.raises(ValueError, match=words):
-            fc.evaluate_actions(self.policy, None, {**batch.to_dict(), "action": change(batch["action"])})
-
-    @pytest.mark.parametrize("one_hot", [False, True])
-    def test_choices_in_jax_that_the_space_does_not_have(self, one_hot: bool) -> None:
-        env = fc.make_env("CartPole-v1", num_envs=2, one_hot=one_hot)
-        batch = fc.interop.to_jax(collected(self.in_jax, env, 8)[1])
-        batch["action"] = batch["action"].at[1, 3].add(-2)
-        with pytest.raises(ValueError, match=r"action at \[1, 3\] is .*-[12].*expected one of .*Discrete\(2\): pass"):
-            fc.evaluate_actions(self.in_jax, None, batch, env=env)
-
-    def test_an_environment_that_is_not_known_or_known_from_traced_code(self) -> None:
-        policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
-        with pytest.raises(ValueError, match="acted in no environment in this process: pass env="):
-            fc.evaluate_actions(policy, None, self.batch())
-        fc.init(fc.make_env("CartPole-v1", num_envs=2), policy, seed=0)
-        fc.init(fc.make_env("CartPole-v1", num_envs=2, one_hot=True), policy, seed=0)
-        with pytest.raises(ValueError, match="2 environments with different actions"):
-            fc.evaluate_actions(policy, None, self.batch())
-        env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
-        policy = cases.jax_mlp(env)
-        state = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))
-        _, batch = fc.traced.rollout(env, policy, policy.params, state, 4)
-        score = fc.evaluate_actions(policy, policy.params, batch)["action_log_prob"]
-        np.testing.assert_allclose(score, batch["action_log_prob"], rtol=1e-5)
-
-    def test_a_policy_state_of_another_policy(self) -> None:
-        policy = recurrent("torch", record=True)
-        _, batch = collected(policy, self.env, 8)
-        other = fc.torch_policy(policy.module, head=policy.head, initial_state=torch.zeros(3))
-        with pytest.raises(ValueError, match=r"policy_state has leaves of the shapes .* pass state.policy_state"):
-            fc.evaluate_actions(policy, None, batch, policy_state=other.init(np.zeros(2, np.uint32), 2))
-
-    @pytest.mark.parametrize("kind", ["torch", "jax"])
-    def test_a_part_of_a_rollout_with_the_state_before_the_whole(self, kind: str) -> None:
-        policy = recurrent(kind, record=False)
-        before, batch = collected(policy, fc.make_env("CartPole-v1", num_envs=4), 8)
-        for part, message in (
-            (batch[2:], "the batch has 2 lanes, expected 4"),
-            (batch[2], "the batch has 1 lanes, expected 4"),
-            (
-                batch[[1, 0, 2, 3]],
-                r"the lanes \[1, 0, 2, 3\] at first, expected increasing ones with consecutive steps",
-            ),
-            (batch[:, ::2], r"consecutive steps, to continue from policy_state: pass the whole rollout"),
-        ):
-            given = fc.interop.to_jax(part.contiguous()) if kind == "jax" else part
-            with pytest.raises(ValueError, match=message):
-                fc.evaluate_actions(policy, None, given, policy_state=before)
-        start = fc.interop.to_jax(batch[:, :5].contiguous()) if kind == "jax" else batch[:, :5]
-        now = fc.evaluate_actions(policy, None, start, policy_state=before)["action_log_prob"]
-        assert_recorded(now, batch[:, :5])
+    _, batch = collected(POLICY, ENV, 8)
+    with pytest.raises(ValueError, match="acted in no environment in this process: pass env="):
+        again(policy, batch)
+    for one_hot in (False, True):
+        fc.init(fc.make_env("CartPole-v1", num_envs=2, one_hot=one_hot), policy, seed=0)
+    with pytest.raises(ValueError, match="2 environments with different actions"):
+        again(policy, batch)
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    policy = cases.jax_mlp(env)
+    state = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))
+    _, arrays = fc.traced.rollout(env, policy, policy.params, state, 4)
+    score = fc.evaluate_actions(policy, policy.params, arrays)["action_log_prob"]
+    np.testing.assert_allclose(score, arrays["action_log_prob"], rtol=1e-5)
 
 
-KINDS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-POLICIES = {
-    "torch": lambda choices: fc.torch_policy(cases.mlp(2, choices), head=fc.heads.categorical),
-    "jax": lambda choices: fc.jax_policy(
-        lambda params, x: x @ params, jnp.linspace(-1, 1, 2 * choices).reshape(2, choices), head=fc.heads.categorical
-    ),
-}
+def test_a_policy_state_of_another_policy():
+    policy = recurrent("torch", record=True)
+    _, batch = collected(policy, ENV, 8)
+    other = fc.torch_policy(policy.module, head=policy.head, initial_state=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"policy_state has leaves of the shapes .* pass state.policy_state"):
+        again(policy, batch, policy_state=other.init(np.zeros(2, np.uint32), 2))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", POLICIES)
-def test_discrete_actions_of_every_integer_dtype(backend: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+def test_a_part_of_a_rollout_with_the_state_before_the_whole(kind):
+    policy = recurrent(kind, record=False)
+    before, batch = collected(policy, fc.make_env("CartPole-v1", num_envs=4), 8)
+    for part, message in (
+        (batch[2:], "the batch has 2 lanes, expected 4"),
+        (batch[2], "the batch has 1 lanes, expected 4"),
+        (batch[[1, 0, 2, 3]], r"the lanes \[1, 0, 2, 3\] at first, expected increasing ones with consecutive steps"),
+        (batch[:, ::2], r"consecutive steps, to continue from policy_state: pass the whole rollout"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            again(policy, part, policy_state=before)
+    assert_recorded(again(policy, batch[:, :5], policy_state=before), batch[:, :5])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
+def test_discrete_actions_of_every_integer_dtype(kind):
     for space in (spaces.Discrete(3, start=1, dtype=kind), spaces.MultiDiscrete([3, 2], dtype=kind)):
         env = fc.make_env(partial(Acting, space), num_envs=2)
-        policy = POLICIES[backend](env.action_spec.choices)
-        _, batch = collected(policy, env, 4)
-        given = batch if backend == "torch" else fc.interop.to_jax(batch)
-        assert_recorded(fc.evaluate_actions(policy, None, given)["action_log_prob"], batch)
+        outputs = env.action_spec.choices
+        weights = jnp.linspace(-1, 1, 2 * outputs).reshape(2, outputs)
+        in_jax = fc.jax_policy(lambda params, x: x @ params, weights, head=fc.heads.categorical)
+        for policy in (in_jax, fc.torch_policy(cases.mlp(2, outputs), head=fc.heads.categorical)):
+            _, batch = collected(policy, env, 4)
+            assert_recorded(again(policy, batch), batch)

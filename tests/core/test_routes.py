@@ -1,7 +1,7 @@
 """As what a Torch policy runs: lowered to JAX, or called at each step."""
 
 import re
-from itertools import product
+from functools import partial
 
 import jax
 import numpy as np
@@ -18,9 +18,9 @@ from funcollect.interop.jax_setup import compiled
 from funcollect.policies import torch_in_jax
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from tests.support.cases import mlp, torch_mlp, torch_normal, torch_recurrent
-from tests.support.compare import assert_same, collect, compilations
+from tests.support.compare import assert_close, assert_same, collect, compilations
 from tests.support.envs.jax_counting import counting
-from tests.support.running import in_soak, scaled
+from tests.support.running import in_soak
 
 MODE = fc.ExplorationType.DETERMINISTIC
 
@@ -38,17 +38,6 @@ def demanded(make, env, compiler):
     policy = make(env)
     policy.compiler = compiler
     return policy
-
-
-class Branching(nn.Module):
-    """Its control flow depends on data."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mlp(4, 2)
-
-    def forward(self, x):
-        return self.net(x) if x.sum() > -100 else self.net(-x)
 
 
 class Scaled(nn.Module):
@@ -76,21 +65,18 @@ def test_both_ways_give_the_same_without_noise(cartpole, make):
         collect(cartpole, demanded(make, cartpole, each), 30, 30, exploration_type=MODE, max_frames_per_traj=7)
         for each in ("xla", "eager")
     )
-    for path, leaf in lowered.items(include_nested=True, leaves_only=True):
-        torch.testing.assert_close(leaf, eager[path], rtol=1e-4, atol=1e-5)
-    assert set(lowered.keys(True)) == set(eager.keys(True))
+    assert_close(lowered, eager)
 
 
 def test_a_deterministic_tensordict_module_is_lowered(cartpole):
     net = mlp(4, 2)
     policy = fc.tensordict_policy(TensorDictModule(lambda x: net(x).argmax(-1), ["observation"], ["action"]))
     assert way(cartpole, policy) == "eager"  # the function holds the network
-    policy = fc.tensordict_policy(
-        nn_sequential := TensorDictModule(nn.Sequential(net, ArgMax()), ["observation"], ["action", "value"])
-    )
+    module = nn.Sequential(net, ArgMax())
+    policy = fc.tensordict_policy(TensorDictModule(module, ["observation"], ["action", "value"]))
     assert way(cartpole, policy) == "xla"
     batch = collect(cartpole, policy, 20)
-    assert torch.equal(batch["action"], nn_sequential.module(batch["observation"])[0])
+    assert torch.equal(batch["action"], module(batch["observation"])[0])
     assert batch["action"].dtype == torch.int64
 
 
@@ -122,13 +108,8 @@ class ArgMax(nn.Module):
         return values.argmax(-1), values.max(-1, keepdim=True).values
 
 
-WAYS = [
-    ("gymnax/CartPole-v1", "xla"),
-    ("gymnax/CartPole-v1", "eager"),
-    ("CartPole-v1", "xla"),
-    ("CartPole-v1", "eager"),
-    ("torch/CartPole-v1", "xla"),
-]
+WAYS = [("gymnax/CartPole-v1", "xla"), ("CartPole-v1", "xla"), ("torch/CartPole-v1", "xla")]
+WAYS += [("gymnax/CartPole-v1", "eager"), ("CartPole-v1", "eager")]
 
 
 @pytest.mark.parametrize(("name", "wanted"), WAYS)
@@ -154,9 +135,9 @@ def test_weights_buffers_and_params_reach_the_next_rollout(name, wanted):
     assert (next_actions() == 1).all()
 
 
-@pytest.mark.parametrize(("name", "wanted"), [each for each in WAYS if "eager" not in each])
-def test_one_program_for_all_updates(name, wanted):
-    env, policy = fc.make_env(name, num_envs=3), scaled_policy(wanted)
+@pytest.mark.parametrize("name", [name for name, way in WAYS if way == "xla"])
+def test_one_program_for_all_updates(name):
+    env, policy = fc.make_env(name, num_envs=3), scaled_policy("xla")
     inner = routes.route_of(env, policy).policy
     traces, apply = [], inner.apply
     inner.apply = lambda *inputs: traces.append(1) or apply(*inputs)
@@ -199,10 +180,9 @@ def test_the_modes_are_the_users(cartpole):
         demanding = scaled_policy("xla")
         state = fc.init(env, demanding, seed=0)
         demanding.module.train()
-        with pytest.raises(fc.LoweringError, match=r"call module.eval\(\) first"):
-            fc.rollout(env, demanding, state, 3)
-        with pytest.raises(fc.LoweringError, match=r"call module.eval\(\) first"):
-            fc.init(env, demanding, seed=0)
+        for call in (partial(fc.rollout, env, demanding, state, 3), partial(fc.init, env, demanding, seed=0)):
+            with pytest.raises(fc.LoweringError, match=r"call module.eval\(\) first"):
+                call()
 
 
 def test_plain_attributes_are_noticed_and_soon_no_longer_lowered(cartpole):
@@ -231,22 +211,24 @@ class Holding(nn.Module):
         return self.net(x)
 
 
+class Branching(Holding):
+    def forward(self, x):
+        return self.net(x) if x.sum() > -100 else self.net(-x)
+
+
 class Counting(Holding):
     def forward(self, x):
         self.calls += 1
         return {"logits": self.net(x), "calls": torch.full((len(x),), self.calls)}
 
 
-@pytest.mark.parametrize(
-    ("module", "why"),
-    [
-        (Branching(), r"its control flow depends on data, at .*test_routes.py:\d+: return self.net\(x\) if x.sum\(\)"),
-        (mlp(4, 2).forward, "a plain function is not lowered"),
-        (Holding(mean=torch.zeros(4)), "'mean' of Holding holds a tensor or a module beside"),
-        (Holding(others=[nn.Linear(4, 2)]), "'others' of Holding holds a tensor or a module beside"),
-        (Counting(calls=0), "Counting changes its own attributes when called"),
-    ],
-)
+@pytest.mark.parametrize(("module", "why"), [
+    (Branching(), r"its control flow depends on data, at .*test_routes.py:\d+: return self.net\(x\) if x.sum\(\)"),
+    (mlp(4, 2).forward, "a plain function is not lowered"),
+    (Holding(mean=torch.zeros(4)), "'mean' of Holding holds a tensor or a module beside"),
+    (Holding(others=[nn.Linear(4, 2)]), "'others' of Holding holds a tensor or a module beside"),
+    (Counting(calls=0), "Counting changes its own attributes when called"),
+])  # fmt: skip
 def test_what_is_not_lowered_crosses_and_is_explained(cartpole, module, why):
     policy = fc.torch_policy(module, head=fc.heads.categorical)
     plan = fc.explain(cartpole, policy)
@@ -260,91 +242,29 @@ def test_what_is_not_lowered_crosses_and_is_explained(cartpole, module, why):
         assert batch["calls"].dtype == torch.int64
 
 
-class Late(Holding):
-    """Does something else at its fourth call in a rollout."""
-
-    def forward(self, x):
-        self.calls += 1
-        action = (x[:, 2] > 0).long()
-        return self.act(action) if self.calls > 4 else action
-
-
-@pytest.mark.parametrize(
-    ("act", "error", "message"),
-    [
-        (lambda action: 1 / 0, ZeroDivisionError, "division by zero"),
-        (lambda action: action[:2], fc.PolicyError, r"action has shape \(2,\)"),
-    ],
-)
-def test_faults_of_a_module_are_raised_as_they_are(cartpole, act, error, message):
-    policy = fc.torch_policy(Late(calls=0, act=act))
-    state = fc.init(cartpole, policy, seed=0)
-    with pytest.raises(error, match=message):
-        fc.rollout(cartpole, policy, state, 12)
-    policy.module.calls = -100
-    assert fc.rollout(cartpole, policy, state, 3)[1].batch_size == (3, 3)
-
-
-def frequencies_fit(counts, probabilities):
-    """Whether counts [n] are likely under probabilities [n]: six standard deviations."""
-    total = counts.sum()
-    return bool((abs(counts - total * probabilities) <= 6 * np.sqrt(total * probabilities * (1 - probabilities))).all())
-
-
-HEADS = {
-    fc.heads.categorical: lambda logits: logits.softmax(-1),
-    fc.heads.epsilon_greedy(0.4): lambda values: 0.2 + 0.6 * torch.eye(2)[values.argmax(-1)],
-    fc.heads.greedy: lambda values: torch.eye(2)[values.argmax(-1)],
-}
-
-
-SAMPLED = [*product(["gymnax/CartPole-v1"], HEADS), ("CartPole-v1", fc.heads.categorical)]
-SAMPLED += in_soak(("CartPole-v1", head) for head in HEADS if head is not fc.heads.categorical)
-
-
-@pytest.mark.parametrize(("name", "head"), SAMPLED, ids=[f"{name}-{head.name}" for name, head in SAMPLED])
-def test_the_lowered_policy_samples_as_the_eager_one_does(name, head):
-    env = fc.make_env(name, num_envs=8)
-    module = nn.Linear(4, 2)
-    with torch.no_grad():
-        module.weight.zero_()
-        module.bias.copy_(torch.tensor([0.0, 1.0]))
-    batch = collect(env, fc.torch_policy(module, head=head, compile="xla"), scaled(400))
-    wanted = {each.name: probabilities(module.bias.detach()) for each, probabilities in HEADS.items()}
-    counts = np.bincount(batch["action"].flatten().numpy(), minlength=2)
-    fitting = [name for name, each in wanted.items() if frequencies_fit(counts, each.numpy())]
-    assert fitting == [head.name]
-
-
 SCORED = [("gymnax/Pendulum-v1", fc.heads.tanh_normal), ("gymnax/Pendulum-v1", fc.heads.normal)]
-SCORED += [("Pendulum-v1", fc.heads.tanh_normal), *in_soak([("torch/Pendulum-v1", fc.heads.tanh_normal)])]
+SCORED += [("CartPole-v1", fc.heads.categorical), ("gymnax/CartPole-v1", fc.heads.epsilon_greedy(0.4))]
+SCORED += in_soak([("Pendulum-v1", fc.heads.tanh_normal), ("torch/Pendulum-v1", fc.heads.tanh_normal)])
 
 
 @pytest.mark.parametrize(("name", "head"), SCORED, ids=[f"{name}-{head.name}" for name, head in SCORED])
-def test_scores_of_continuous_actions_are_torchs(name, head):
-    module = mlp(3, 2)
-    batch = collect(fc.make_env(name, num_envs=4), fc.torch_policy(module, head=head, compile="xla"), 50)
-    loc, scale = module(batch["observation"]).detach().chunk(2, -1)
-    wanted, action = torch.distributions.Normal(loc, nn.functional.softplus(scale)), batch["action"]
-    if head is fc.heads.tanh_normal:
-        squash = [torch.distributions.TanhTransform(), torch.distributions.AffineTransform(0.0, 2.0)]
-        wanted = torch.distributions.TransformedDistribution(wanted, squash)
-        action = action.clamp(-1.9, 1.9)
-    inside = action == batch["action"]
-    assert inside.sum() > 50
-    scores = wanted.log_prob(action)[inside]
-    torch.testing.assert_close(batch["action_log_prob"][inside[..., 0]], scores, rtol=1e-4, atol=1e-4)
+def test_a_lowered_policy_scores_its_actions_as_torch_does(name, head):
+    env = fc.make_env(name, num_envs=4)
+    policy = fc.torch_policy(mlp(*env.observation_space.shape, 2), head=head, compile="xla")
+    batch = collect(env, policy, 50)
+    again = fc.evaluate_actions(fc.torch_policy(policy.module, head=head), None, batch, env=env)["action_log_prob"]
+    torch.testing.assert_close(batch["action_log_prob"], again.detach(), rtol=1e-4, atol=1e-4)
+    assert len(batch["action"].unique()) > 1
 
 
 def test_dicts_of_observations_and_extras():
-    env = counting(num_envs=2)
-
     class Reading(nn.Module):
         def forward(self, observation):
             count = observation["count"]
             hot = nn.functional.one_hot(count, 99)  # of int64 alone
             return {"action": count % 3, "twice": count * 2, "hot": hot}
 
+    env = counting(num_envs=2)
     batches = [collect(env, fc.torch_policy(Reading(), compile=each), 20) for each in ("xla", "eager")]
     assert_same(batches[0], batches[1])
     assert torch.equal(batches[0]["twice"], batches[0]["count"] * 2)
@@ -370,7 +290,6 @@ def test_a_lowered_policy_is_a_policy_of_jax(cartpole):
 
 
 def test_a_module_is_lowered_where_it_is(monkeypatch):
-    """A GPU's module takes inputs on the GPU; here on another device that has shapes only."""
     monkeypatch.setattr(torch_in_jax, "_check_answer", lambda *_: None)
     policy = torch_recurrent(fc.make_env("CartPole-v1"))
     policy.replace(policy.module.to("meta"))

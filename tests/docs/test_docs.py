@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import tomllib
-from collections import defaultdict
+from collections import Counter
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -135,8 +135,6 @@ def test_every_public_name_has_an_entry():
 
 # Tensordict's, a type alias, and a base class whose example is that of `envs.HostEnvBase`.
 SHOWN_ELSEWHERE = ("ExplorationType", "envs.Outcome", "envs.SimulatorsBase")
-
-
 # They raise nothing but TypeError for something else than their argument, or have no arguments.
 RAISE_NOTHING = ("PolicyBase", "RandomSampler", "close", "jax_ring.held", "ring.snapshot", "traced.partition")
 RAISE_NOTHING += ("samplers.RandomSampler",)
@@ -153,35 +151,33 @@ def test_every_public_function_and_class_has_an_example_and_says_what_it_raises(
             assert bool(says) != (name in RAISE_NOTHING), name
 
 
-def test_links_lead_somewhere():
+def test_links_lead_somewhere_and_documents_name_only_what_there_is():
     links = [
         (page, target) for page in DOCUMENTS for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
     ]
     assert [(page, target) for page, target in links if not (page.parent / target).exists()] == []
+    named = {name for page in DOCUMENTS for name in re.findall(r"\bfc\.([a-z_]+)", page.read_text(), re.IGNORECASE)}
+    assert len(named) > 50
+    assert [name for name in named if not hasattr(fc, name)] == []
 
 
-def test_version_and_address_are_the_same_everywhere():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    citation = (ROOT / "CITATION.cff").read_text()
-    assert fc.__version__ == project["version"]
-    assert f"\nversion: {fc.__version__}\n" in citation
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+REPOSITORY = PYPROJECT["project"]["urls"]["Repository"]
+
+
+def test_the_version_is_the_same_everywhere_and_links_are_whole_on_pypi():
+    assert fc.__version__ == PYPROJECT["project"]["version"]
+    assert f"\nversion: {fc.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert (ROOT / "CHANGELOG.md").read_text().startswith(f"# Changelog\n\n## {fc.__version__}")
-    repository = project["urls"]["Repository"]
-    assert all(address.startswith(repository) for address in project["urls"].values())
-    assert f"\nrepository-code: {repository}\n" in citation
-    readme = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]
-    substitutions = readme["fancy-pypi-readme"]["substitutions"]
-    assert all(each["replacement"].startswith(f"]({repository}/") for each in substitutions)
-    assert f"git clone {repository}\n" in (ROOT / "docs" / "start" / "install.md").read_text()
     text = (ROOT / "README.md").read_text()
-    for each in substitutions:
+    for each in PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        assert each["replacement"].startswith(f"]({REPOSITORY}/")
         text = re.sub(each["pattern"], each["replacement"], text)
-    assert not re.search(r"\]\((?!https:)", text)  # on PyPI, relative links lead nowhere
+    assert not re.search(r"\]\((?!https:)", text)  # there, relative links lead nowhere
 
 
-def test_the_address_is_set_by_one_command(tmp_path):
+def test_the_address_stands_in_three_files_and_is_set_by_one_command(tmp_path):
     files = ["Makefile", "pyproject.toml", "CITATION.cff", "docs/start/install.md"]
-    repository = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
     for each in files:
         (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / each, tmp_path / each)
@@ -190,11 +186,11 @@ def test_the_address_is_set_by_one_command(tmp_path):
     assert all((tmp_path / each).read_text() == (ROOT / each).read_text() for each in files)
     subprocess.run(["make", "--silent", "address", "URL=https://example.org/a/b"], cwd=tmp_path, check=True)
     for each in files[1:]:
-        assert (tmp_path / each).read_text() == (ROOT / each).read_text().replace(repository, "https://example.org/a/b")
+        assert (tmp_path / each).read_text() == (ROOT / each).read_text().replace(REPOSITORY, "https://example.org/a/b")
     places = ["*.md", "*.toml", "*.cff", "docs/*/*.md", "docs/*.*", "notebooks/*.ipynb"]
     places += ["funcollect/**/*.py", ".github/**/*.yml"]
     texts = {path for place in places for path in ROOT.glob(place) if path.is_file()}
-    assert {str(path.relative_to(ROOT)) for path in texts if repository in path.read_text()} == {*files[1:]}
+    assert {str(path.relative_to(ROOT)) for path in texts if REPOSITORY in path.read_text()} == {*files[1:]}
 
 
 CARTPOLES = [f"CartPole-v1 torch {lanes}" for lanes in (1, 8, 64)]
@@ -242,23 +238,16 @@ def test_every_top_level_name_is_stated_once_and_resolves():
     assert {*fc.__all__} <= {*scope}
 
 
-def test_documents_name_only_what_there_is():
-    """Every ``fc.name`` of the documents stands at the top level."""
-    named = {name for page in DOCUMENTS for name in re.findall(r"\bfc\.([a-z_]+)", page.read_text(), re.IGNORECASE)}
-    assert named
-    assert all(hasattr(fc, name) for name in named), sorted(name for name in named if not hasattr(fc, name))
-
-
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 A_PATH = re.compile(r"site-packages|(?<![\w.<])/(home|root|tmp|usr|work|Users|mnt|opt|var)\b")
 
 
-def test_they_are_all_there():
+def test_notebooks_are_all_there():
     assert [path.name[:2] for path in NOTEBOOKS] == [f"{number:02}" for number in range(1, 8)]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_is_kept_as_it_ran(path):
+def test_a_notebook_is_kept_as_it_ran(path):
     """From top to bottom, with pictures and without warnings; run again, one that does not learn fails at its end."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -277,18 +266,14 @@ def test_it_is_kept_as_it_ran(path):
 # The package is laid out as ARCHITECTURE.md says.
 
 PACKAGE = Path(fc.__file__).parent
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__"))
+TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+NODES = [(path, node) for path, tree in TREES.items() for node in ast.walk(tree)]
 
 
 def test_no_two_classes_share_a_name():
-    classes, aliases = defaultdict(list), set()
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                classes[node.name].append(path.relative_to(PACKAGE))
-        aliases |= {node.targets[0].id for node in tree.body if _is_alias(node)}
-    assert {name: where for name, where in classes.items() if len(where) > 1} == {}
+    classes = Counter(node.name for _, node in NODES if isinstance(node, ast.ClassDef))
+    assert [name for name, count in classes.items() if count > 1] == []
+    aliases = {node.targets[0].id for tree in TREES.values() for node in tree.body if _is_alias(node)}
     assert aliases.isdisjoint(classes)
 
 
@@ -297,7 +282,7 @@ def _is_alias(node):
 
 
 def test_docstrings_document_arguments_that_exist():
-    for node in (node for path in MODULES for node in ast.walk(ast.parse(path.read_text()))):
+    for _, node in NODES:
         functions = [node] if isinstance(node, ast.FunctionDef) else []
         if isinstance(node, ast.ClassDef):  # whose __init__ has them; others inherit their arguments
             functions = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
@@ -318,11 +303,7 @@ def _parameters(function):
 
 
 def test_no_module_bears_the_name_of_a_package_that_it_imports():
-    for path in MODULES:
-        imported = {
-            name.partition(".")[0]
-            for node in ast.walk(ast.parse(path.read_text()))
-            for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
-            + ([node.module or ""] if isinstance(node, ast.ImportFrom) else [])
-        }
-        assert path.stem not in imported, path
+    for path, node in NODES:
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not path.name.startswith("__"):
+            imported = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert path.stem not in [name.partition(".")[0] for name in imported], path

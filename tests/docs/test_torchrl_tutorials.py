@@ -24,7 +24,6 @@ def mean_length(batch):
 
 
 def pendulum():
-    """The double pendulum, its observations normalised by random steps."""
     transforms = Compose(ObservationNorm(in_keys=["observation"]), DoubleToFloat(), StepCounter())
     env = TransformedEnv(GymEnv("InvertedDoublePendulum-v5"), transforms)
     env.transform[0].init_stats(num_iter=500, reduce_dim=0, cat_dim=0)

@@ -1,10 +1,7 @@
 """EnvPool against a plain loop over it: the same seeds and actions, lanes that are done reset by their indices."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from typing import Any
 
 import envpool
 import numpy as np
@@ -13,41 +10,34 @@ import torch
 
 import funcollect as fc
 from funcollect.keys import Purpose, fold, key_from_seed
-from tests.support.compare import assert_same, collect, leaves
-from tests.support.misuse import Misuse, refused, runs, table
+from tests.envs.conftest import begun
+from tests.support.compare import assert_same, collect, joined, leaves
+from tests.support.misuse import refused, runs, table
 from tests.support.running import scaled
 
 CASES = {  # a limit on episodes, the length of a run
-    "CartPole-v1": (25, 120),
-    "Pong-v5": (20, 50),
-    "HalfCheetah-v4": (30, 70),
-    "CheetahRun-v1": (30, 70),
+    "CartPole-v1": (25, 120), "Pong-v5": (20, 50), "HalfCheetah-v4": (30, 70), "CheetahRun-v1": (30, 70),
     "FrozenLake-v1": (5, 60),
-}
+}  # fmt: skip
 
 
-def make(name: str, num_envs: int | None = 3, **kwargs: Any) -> Any:
+def make(name, num_envs=3, **kwargs):
     return fc.make_env(f"envpool/{name}", num_envs=num_envs, max_episode_steps=CASES[name][0], **kwargs)
 
 
-def seeds(seed: int, lanes: int) -> list[int]:
-    return [fold(key_from_seed(seed), Purpose.RESET, lane, 0)[0] % 2**31 for lane in range(lanes)]
-
-
-def flat(observation: Any) -> dict[str, Any]:
+def flat(observation):
     """The leaves by name, floating ones in float32."""
     named = observation if isinstance(observation, dict) else {"observation": observation}
     return {key: np.float32(leaf) if leaf.dtype == np.float64 else leaf.copy() for key, leaf in named.items()}
 
 
-def plain_loop(name: str, actions: torch.Tensor, *, seed: int, infos: Any = ()) -> dict[Any, Any]:
+def plain_loop(name, actions, *, seed, infos=()):
     """Rows [T, P, ...] from a pool that one thread steps, given actions [T, P, ...]."""
-    lanes = actions.shape[1]
-    pool = envpool.make_gymnasium(
-        name, num_envs=lanes, num_threads=1, seed=seeds(seed, lanes), max_episode_steps=CASES[name][0]
-    )
+    seeds = [fold(key_from_seed(seed), Purpose.RESET, lane, 0)[0] % 2**31 for lane in range(actions.shape[1])]
+    limits = {"num_threads": 1, "max_episode_steps": CASES[name][0]}
+    pool = envpool.make_gymnasium(name, num_envs=len(seeds), seed=seeds, **limits)
     observation, _ = pool.reset()
-    rows: list[dict[Any, Any]] = []
+    rows = []
     for action in actions.numpy():
         row = {(key,): leaf for key, leaf in flat(observation).items()}
         observation, reward, terminated, truncated, info = pool.step(action)
@@ -65,7 +55,7 @@ def plain_loop(name: str, actions: torch.Tensor, *, seed: int, infos: Any = ()) 
     return {path: np.stack([row[path] for row in rows]) for path in rows[0]}
 
 
-def check(batch: Any, wanted: dict[Any, Any]) -> None:
+def check(batch, wanted):
     got = leaves(batch)
     for path, leaf in wanted.items():
         own = got[path].transpose(0, 1).numpy()
@@ -77,7 +67,7 @@ def check(batch: Any, wanted: dict[Any, Any]) -> None:
 @pytest.mark.filterwarnings("ignore:.*Box.*precision:UserWarning")
 @pytest.mark.parametrize("seed", range(scaled(1)))
 @pytest.mark.parametrize("name", CASES)
-def test_every_leaf_equals_the_plain_loop(name: str, seed: int) -> None:
+def test_every_leaf_equals_the_plain_loop(name, seed):
     infos = ["elapsed_step", "lives"] if name == "Pong-v5" else ["elapsed_step"]
     env = make(name, info_keys=infos)
     batch = collect(env, fc.random_policy(env), CASES[name][1], seed=seed)
@@ -89,7 +79,7 @@ def test_every_leaf_equals_the_plain_loop(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "leaf"), [("LunarLander-v3", None), ("CheetahRun-v1", "velocity")])
-def test_what_has_no_bounds_is_unbounded(name: str, leaf: str | None) -> None:
+def test_what_has_no_bounds_is_unbounded(name, leaf):
     env = fc.make_env(f"envpool/{name}", num_envs=2)
     box = env.observation_space[leaf] if leaf else env.observation_space
     assert np.isneginf(box.low).all()
@@ -97,28 +87,26 @@ def test_what_has_no_bounds_is_unbounded(name: str, leaf: str | None) -> None:
     fc.testing.check_env(env, steps=30)
 
 
-def test_the_number_of_threads_does_not_show() -> None:
+def test_the_number_of_threads_does_not_show():
     one, two = (make("HalfCheetah-v4", num_threads=threads) for threads in (1, 2))
     assert_same(*(collect(env, fc.random_policy(env), 90, seed=4) for env in (one, two)))
 
 
-def test_a_lane_does_not_depend_on_how_many_there_are() -> None:
-    env = make("CartPole-v1", 3)
+def test_a_lane_does_not_depend_on_how_many_there_are():
     push = fc.torch_policy(lambda observation: (observation[:, 2] > 0).long())
-    three = collect(env, push, 60, seed=2)
-    alone = make("CartPole-v1", None)
-    one = collect(alone, push, 60, seed=2)
+    three, one = (collect(make("CartPole-v1", lanes), push, 60, seed=2) for lanes in (3, None))
     for path in ("observation", "action", ("next", "observation"), ("next", "done")):
         assert torch.equal(three[path][0], one[path]), path
 
 
-def test_observations_in_float64() -> None:
-    env = make("HalfCheetah-v4", dtype=np.float64)
-    batch = collect(env, fc.random_policy(env), 10, seed=0)
+def test_observations_in_float64():
+    envs = [make("HalfCheetah-v4", **dtype) for dtype in ({"dtype": np.float64}, {})]
+    batch, usual = (collect(env, fc.random_policy(env), 10, seed=0) for env in envs)
     assert batch["observation"].dtype == torch.float64
-    narrow = make("HalfCheetah-v4")
-    usual = collect(narrow, fc.random_policy(narrow), 10, seed=0)
     assert torch.equal(usual["observation"], batch["observation"].float())
+
+
+def test_one_hot_actions():
     batches = []
     for one_hot, act in ((False, lambda x: x % 4), (True, lambda x: torch.nn.functional.one_hot(x % 4, 4))):
         env = make("FrozenLake-v1", one_hot=one_hot)
@@ -128,13 +116,12 @@ def test_observations_in_float64() -> None:
 
 
 @pytest.mark.parametrize("frames", [60, 180])
-def test_finished_lanes_are_not_stepped(frames: int) -> None:
+def test_finished_lanes_are_not_stepped(frames):
     """Their rows repeat the terminal observation; the others go on as if these were not there."""
     env = make("CartPole-v1", info_keys=["elapsed_step"])
     push = fc.torch_policy(lambda observation: torch.zeros(len(observation), dtype=torch.int64))
     with fc.SyncDataCollector(env, push, frames_per_batch=frames, reset_when_done=False, seed=1) as collector:
-        batches = [next(collector), next(collector)]
-    batch = torch.cat([each.clone() for each in batches], -1)
+        batch = joined([next(collector), next(collector)])
     free = collect(env, push, 40, seed=1)
     first = free["next", "done"][..., 0].int().argmax(-1)
     assert len(first.unique()) > 1
@@ -147,22 +134,29 @@ def test_finished_lanes_are_not_stepped(frames: int) -> None:
         assert batch["next", "info", "elapsed_step"][lane, end:].eq(end + 1).all()
 
 
-def test_a_seed_set_again_begins_the_run_again() -> None:
-    env = make("CartPole-v1")
-    with fc.SyncDataCollector(env, frames_per_batch=90, seed=5) as collector:
+@pytest.mark.parametrize("name", ["envpool/CartPole-v1", "ale/Pong"])
+def test_each_key_seeds_the_lanes_again(name):
+    """Where they are not seeded with each episode. An old seed begins other episodes than before, under other ids."""
+    env = fc.make_env(name, num_envs=3, max_episode_steps=25)
+    with fc.SyncDataCollector(env, frames_per_batch=120, seed=5) as collector:
         collector.set_seed(6)
         first = next(collector)
-        next(collector)
+        saved, resumed = collector.state_dict(), []
+        for _ in range(2):
+            collector.load_state_dict(saved)
+            resumed.append(next(collector))
         collector.set_seed(6)
-        again = next(collector)
-    with fc.SyncDataCollector(env, frames_per_batch=90, seed=6) as collector:
+        resumed.append(next(collector))
+    assert_same(resumed[0], resumed[1])
+    with fc.SyncDataCollector(env, frames_per_batch=120, seed=6) as collector:
         assert_same(next(collector), first)
-    assert not torch.equal(again["observation"], first["observation"])  # other episodes, under other ids
-    ids, others = (set(each["collector", "traj_ids"].unique().tolist()) for each in (first, again))
-    assert not ids & others
+    ids = {*first["collector", "traj_ids"].flatten().tolist()}
+    for again in resumed:
+        assert not torch.equal(again["observation"], first["observation"])
+        assert not ids & {*again["collector", "traj_ids"].flatten().tolist()}
 
 
-def test_after_an_exception_the_run_is_seeded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_exception_the_run_is_seeded_again(monkeypatch):
     """The pool may hold an answer that nobody takes; so another one is built, from seeds that follow from the key."""
     env = make("CartPole-v1")
     policy = fc.random_policy(env)
@@ -180,32 +174,29 @@ def test_after_an_exception_the_run_is_seeded_again(monkeypatch: pytest.MonkeyPa
     assert not torch.equal(after[0]["observation"][:, 0], first["observation"][:, 0])
 
 
-def test_a_fork_is_refused_and_leaves_the_state_good() -> None:
-    env = make("CartPole-v1")
-    plan = fc.explain(env, fc.random_policy(env))
+def test_a_fork_is_refused_and_leaves_the_state_good():
+    env, policy, state = begun(make("CartPole-v1"))
+    plan = fc.explain(env, policy)
     assert plan.seeding.startswith("run: all lanes are seeded together")
     assert plan.forking.startswith("impossible")
-    state = runs(env)
     with refused(fc.ReplayError, ("seeded by run", "cannot be forked", "begin a second run with funcollect.init")):
         fc.fork(env, state)
     runs(env, state=state)
 
 
-def test_an_evaluation_has_a_pool_of_its_own() -> None:
-    env = make("CartPole-v1")
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
+def test_an_evaluation_has_a_pool_of_its_own():
+    env, policy, state = begun(make("CartPole-v1"), 20)
     stats = [fc.evaluate(env, policy, episodes=5, seed=1) for _ in range(2)]
     assert torch.equal(stats[0].returns, stats[1].returns)
     whole = collect(env, policy, 40, seed=0)
     assert torch.equal(fc.rollout(env, policy, state, 20)[1]["observation"], whole["observation"][:, 20:])
 
 
-def given(**kwargs: Any) -> Any:
-    return lambda: fc.make_env("envpool/CartPole-v1", **kwargs)
+def given(task="CartPole-v1", **kwargs):
+    return lambda: fc.make_env(f"envpool/{task}", **kwargs)
 
 
-def built(take: Any) -> Any:
+def built(take):
     return lambda: take(envpool.make_gymnasium("CartPole-v1", num_envs=2))
 
 
@@ -214,17 +205,16 @@ LIST = "expected one of envpool.list_all_envs() … 'CartPole-v1'"
 
 
 @table(
-    Misuse("an unknown task", lambda: fc.make_env("envpool/CartPole-v99"), ValueError, f"'CartPole-v99' … {LIST}"),
-    Misuse("no name", lambda: fc.make_env("envpool/"), ValueError, f"no task '' … {LIST}"),
-    Misuse("no time", given(max_episode_steps=0), ValueError, "max_episode_steps is 0 … expected at least 1"),
-    Misuse("a built pool", built(fc.make_env), TypeError, TAKEN),
-    Misuse("a built pool for the adapter", built(fc.envs.from_envpool), TypeError, TAKEN),
-    Misuse("processes", given(num_workers=2), ValueError, "num_workers cannot … parallel itself: num_threads= … leave"),
-    Misuse("a seed", given(seed=3), ValueError, "seed cannot be given … funcollect.init … leave it out"),
-    Misuse("another's", given(frame_skip=3), TypeError, "'CartPole-v1' … 'frame_skip' … takes … 'max_episode_steps'"),
-    Misuse("an info", given(info_keys=["lives"]), ValueError, "no info key 'lives' … of ['elapsed_step', … name one"),
+    ("an unknown task", given("CartPole-v99"), ValueError, f"'CartPole-v99' … {LIST}"),
+    ("no name", given(""), ValueError, f"no task '' … {LIST}"),
+    ("a built pool", built(fc.make_env), TypeError, TAKEN),
+    ("a built pool for the adapter", built(fc.envs.from_envpool), TypeError, TAKEN),
+    ("processes", given(num_workers=2), ValueError, "num_workers cannot … parallel itself: num_threads= … leave"),
+    ("a seed", given(seed=3), ValueError, "seed cannot be given … funcollect.init … leave it out"),
+    ("another's", given(frame_skip=3), TypeError, "'CartPole-v1' … 'frame_skip' … takes … 'max_episode_steps'"),
+    ("an info", given(info_keys=["lives"]), ValueError, "no info key 'lives' … of ['elapsed_step', … name one"),
 )
-def test_an_environment_given_wrongly(misuse: Misuse) -> None:
+def test_an_environment_given_wrongly(misuse):
     with refused(misuse.error, misuse.says):
         misuse.do()
 
@@ -232,9 +222,7 @@ def test_an_environment_given_wrongly(misuse: Misuse) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "package"), [("envpool", "envpool/CartPole-v1", "envpool"), ("ale_py", "ale/Pong", "ale-py")]
 )
-def test_a_package_that_is_missing_is_named_with_its_extra(
-    monkeypatch: pytest.MonkeyPatch, module: str, name: str, package: str
-) -> None:
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, module, name, package):
     monkeypatch.setitem(sys.modules, module, None)
     with refused(ImportError, (f"{package} is not installed", "pip install 'funcollect[envs]'")):
         fc.make_env(name)
@@ -254,6 +242,6 @@ assert got == wanted, (got, wanted)
 """
 
 
-def test_the_import_leaves_the_global_generators_alone() -> None:
+def test_the_import_leaves_the_global_generators_alone():
     done = subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr

@@ -1,11 +1,5 @@
 """Environments of a user's own: by the base classes, by members alone, and with parameters."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +8,8 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.envs import ActionSpec, Transition, from_functions, observation_leaves
-from tests.support.compare import assert_same
+from funcollect.envs import ActionSpec, Transition, observation_leaves
+from tests.support.compare import assert_same, collect
 from tests.support.envs.jax_counting import counting, counting_policy
 
 LINE, PUSH = spaces.Box(-99.0, 99.0, (1,)), spaces.Discrete(2)
@@ -26,11 +20,11 @@ class JaxWalk(fc.envs.JaxEnvBase):
     max_episode_steps = 6
     params = (2.0,)
 
-    def reset(self, key: Any, params: Any, /) -> Any:
+    def reset(self, key, params, /):
         place = jax.random.uniform(key, (1,)) + params[0]
         return place, place
 
-    def step(self, key: Any, place: Any, action: Any, params: Any, /) -> Transition:
+    def step(self, key, place, action, params, /):
         place = place + params[0] * (2 * action - 1)
         return Transition(place, place, place[0], place[0] > 50.0, False, {"length": params[0]})
 
@@ -40,11 +34,11 @@ class TorchWalk(fc.envs.TorchEnvBase):
     max_episode_steps = 6
     params = (torch.tensor(2.0),)
 
-    def reset(self, key: Any, params: Any, /) -> Any:
+    def reset(self, key, params, /):
         place = key.uniform(1).float() + params[0]
         return place, place
 
-    def step(self, key: Any, place: Any, action: Any, params: Any, /) -> Transition:
+    def step(self, key, place, action, params, /):
         place = place + params[0] * (2 * action[:, None] - 1)
         ended = place[:, 0] > 50
         info = {"length": torch.as_tensor(params[0]).expand(len(key)), "noise": key.uniform(1)[:, 0]}
@@ -55,7 +49,7 @@ BOTH = pytest.mark.parametrize("kind", [JaxWalk, TorchWalk])
 
 
 @BOTH
-def test_a_class_is_made_with_the_keywords(kind: Any) -> None:
+def test_a_class_is_made_with_the_keywords(kind):
     assert fc.make_env(kind, num_envs=3).num_envs == 3
     assert fc.make_env(kind).num_envs is None
     with pytest.raises(TypeError, match=rf"{kind.__name__}: .*'speed'.*: leave it out, or take it in its __init__"):
@@ -67,28 +61,28 @@ class Counting(JaxWalk):
 
     observation_space = spaces.Dict(count=spaces.Discrete(100), place=LINE)
 
-    def reset(self, key: Any, params: Any, /) -> Any:
+    def reset(self, key, params, /):
         count = jax.random.randint(key, (), 0, 50)
         return count, {"count": count, "place": jnp.zeros(1)}
 
-    def step(self, key: Any, count: Any, action: Any, params: Any, /) -> Transition:
+    def step(self, key, count, action, params, /):
         count = count + 1
         return Transition(count, {"count": count, "place": jnp.ones(1) * count}, 1.0, False, False)
 
 
 @pytest.mark.parametrize("num_envs", [4, None])
-def test_integer_observations_of_jax_pass_every_check(num_envs: int | None) -> None:
+def test_integer_observations_of_jax_pass_every_check(num_envs):
     fc.testing.check_env(Counting(num_envs=num_envs))
 
 
-def collected(env: Any, state: Any = None, length: int = 20, **changes: Any) -> Any:
+def collected(env, state=None, length=20, **changes):
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0) if state is None else state
     return fc.rollout(env, policy, state.replace(**changes), length)
 
 
 @BOTH
-def test_parameters_are_values_of_the_state(kind: Any) -> None:
+def test_parameters_are_values_of_the_state(kind):
     env = kind(3)
     state, batch = collected(env)
     (length,) = jax.tree.leaves(state.env_params)
@@ -101,41 +95,39 @@ def test_parameters_are_values_of_the_state(kind: Any) -> None:
 
 
 class Branching(JaxWalk):
-    def step(self, key: Any, place: Any, action: Any, params: Any, /) -> Any:
+    def step(self, key, place, action, params, /):
         return super().step(key, place, action, params) if place[0] > 5 else None
 
 
-def test_code_that_jax_cannot_trace_is_named_with_the_remedy() -> None:
-    env = Branching(2)
-    policy = fc.random_policy(env)
+def test_code_that_jax_cannot_trace_is_named_with_the_remedy():
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
-        fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+        collected(Branching(2))
     assert "step of Branching(num_envs=2) is traced by JAX" in "".join(caught.value.__notes__)
 
 
-def lengths(batch: Any) -> set[float]:
+def lengths(batch):
     """The parameter with which the steps of a batch were made."""
     return set(batch["next", "info", "length"].unique().tolist())
 
 
 @BOTH
-def test_parameters_set_after_a_first_init_hold_from_the_next_init_on(kind: Any) -> None:
+def test_parameters_set_after_a_first_init_hold_from_the_next_init_on(kind):
     env = kind(3)
     state, _ = collected(env)
     for value in (5.0, 7.0):
         env.params = (torch.tensor(value) if kind is TorchWalk else jnp.asarray(value),)
-        begun = fc.init(env, fc.random_policy(env), seed=0)
-        assert (begun.observation["observation",] >= value).all()
-        assert lengths(collected(env, begun)[1]) == {value}
+        fresh = fc.init(env, fc.random_policy(env), seed=0)
+        assert (fresh.observation["observation",] >= value).all()
+        assert lengths(collected(env, fresh)[1]) == {value}
     assert lengths(collected(env, state)[1]) == {2.0}  # a state keeps its own
 
 
 @pytest.mark.parametrize("params", [(2.0,), (jnp.float32(2.0),), (jnp.asarray(2.0),), (np.float32(2.0),)])
-def test_any_kind_of_number_as_a_parameter_compiles_once(params: Any) -> None:
+def test_any_kind_of_number_as_a_parameter_compiles_once(params):
     env, traces = JaxWalk(2), []
     env.params = params
 
-    def apply(params: Any, observation: Any, count: Any) -> Any:
+    def apply(params, observation, count):
         traces.append(1)
         return jnp.zeros(len(observation), int), count + 1.0
 
@@ -150,25 +142,11 @@ def test_any_kind_of_number_as_a_parameter_compiles_once(params: Any) -> None:
     assert not traces
 
 
-def test_traced_runs_take_the_parameters_of_the_environment_as_an_argument() -> None:
-    env = JaxWalk(2)
-    policy = fc.random_policy(env)
-
-    @jax.jit
-    @jax.vmap
-    def moves(length: Any) -> Any:
-        state = fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0), env_params=(length,))
-        batch = fc.traced.rollout(env, policy, None, state, 5)[1]
-        return jnp.abs(batch["next"]["observation"] - batch["observation"])
-
-    assert np.allclose(moves(jnp.arange(1.0, 4.0))[..., 0].max((1, 2)), [1.0, 2.0, 3.0], atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("kind", "number"), [(TorchWalk, float), (JaxWalk, np.float32), (TorchWalk, torch.tensor), (JaxWalk, jnp.asarray)]
 )
-def test_a_collector_saves_and_loads_the_parameters_of_its_environment(kind: Any, number: Any, tmp_path: Path) -> None:
-    def collector(length: float) -> Any:
+def test_a_collector_saves_and_loads_the_parameters_of_its_environment(kind, number, tmp_path):
+    def collector(length):
         env = kind(2)
         env.params = (number(length),)
         return fc.SyncDataCollector(env, None, frames_per_batch=8, seed=0)
@@ -183,10 +161,8 @@ def test_a_collector_saves_and_loads_the_parameters_of_its_environment(kind: Any
 
 
 @pytest.mark.parametrize("env", [JaxWalk, TorchWalk, "gymnax/CartPole-v1", "torch/CartPole-v1", "pgx/tic_tac_toe"])
-def test_make_env_sets_the_limit(env: Any) -> None:
-    made = fc.make_env(env, num_envs=2, max_episode_steps=3)
-    policy = fc.random_policy(made)
-    _, batch = fc.rollout(made, policy, fc.init(made, policy, seed=0), 9)
+def test_make_env_sets_the_limit(env):
+    _, batch = collected(fc.make_env(env, num_envs=2, max_episode_steps=3), length=9)
     assert batch["next", "truncated"].sum(1).tolist() == [[3], [3]]
     assert batch["collector", "step"][0].tolist() == [0, 1, 2] * 3
     with pytest.raises(ValueError, match="max_episode_steps is 0, expected at least 1"):
@@ -194,23 +170,18 @@ def test_make_env_sets_the_limit(env: Any) -> None:
 
 
 @BOTH
-def test_the_limit_truncates_in_the_loop(kind: Any) -> None:
+def test_the_limit_truncates_in_the_loop(kind):
     _, batch = collected(kind(3))
     assert (batch["next", "truncated"][..., 0] == (batch["collector", "step"] == 5)).all()
     assert not batch["next", "terminated"].any()
     env = kind(3)
     env.max_episode_steps = None
     assert not collected(env)[1]["next", "done"].any()
+    cut = collect(kind(2), fc.random_policy(env), 12, max_frames_per_traj=4)  # earlier than the environment does
+    assert (cut["next", "truncated"][..., 0] == (cut["collector", "step"] == 3)).all()
 
 
-def test_a_request_may_cut_earlier_than_the_environment() -> None:
-    env = TorchWalk(2)
-    policy = fc.random_policy(env)
-    batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 12, max_frames_per_traj=4)[1]
-    assert (batch["next", "truncated"][..., 0] == (batch["collector", "step"] == 3)).all()
-
-
-def test_steps_of_a_torch_environment_draw_by_lane_and_step() -> None:
+def test_steps_of_a_torch_environment_draw_by_lane_and_step():
     _, first = collected(TorchWalk(3), length=8)
     _, whole = collected(TorchWalk(3), length=16)
     noise = whole["next", "info", "noise"]
@@ -222,37 +193,34 @@ def test_steps_of_a_torch_environment_draw_by_lane_and_step() -> None:
 class OnlyMembers:
     """The counting environment, without any base class."""
 
-    backend: Literal["jax"] = "jax"
+    backend = "jax"
     num_envs = 3
     inner = counting(3)
     observation_space = inner.observation_space
     action_space = spaces.Discrete(3)
     observation_leaves = observation_leaves(observation_space)
     action_spec = ActionSpec(action_space)
-    starts: Literal["fresh"] = "fresh"
+    starts = "fresh"
     max_episode_steps = None
     params = None
 
-    def reset(self, key: Any, params: Any, /) -> Any:
+    def reset(self, key, params, /):
         return self.inner.reset(key, params)
 
-    def step(self, key: Any, env_state: Any, action: Any, params: Any, /) -> Transition:
+    def step(self, key, env_state, action, params, /):
         return self.inner.step(key, env_state, action, params)
 
 
-def test_an_environment_needs_no_base_class() -> None:
-    env, policy = OnlyMembers(), counting_policy()
-    assert isinstance(env, fc.envs.JaxEnv)
-    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), 30)
-    known = counting(3)
-    assert_same(fc.rollout(known, policy, fc.init(known, policy, seed=3), 30)[1], batch)
+def test_an_environment_needs_no_base_class():
+    assert isinstance(OnlyMembers(), fc.envs.JaxEnv)
+    assert_same(*(collect(env, counting_policy(), 30) for env in (OnlyMembers(), counting(3))))
 
 
-def informed(info: Any) -> dict[str, Any]:
+def informed(info):
     return {"step": lambda *given: moved(given)._replace(info=info)}
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
+WRONG = {
     "a start alone": ({"reset": lambda self, key, params: jnp.zeros(1)}, r"reset of .* expected the pair"),
     "a tuple": ({"step": lambda self, *given: (given[1], given[1], 0.0)}, "3 values, expected a Transition: return"),
     "a list of infos": (informed([1]), r"the infos that step of .* are a list of \['int'\], expected a dict of arrays"),
@@ -262,19 +230,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a word as info": (informed({"cost": "high"}), "the info 'cost' that step of .* returned is str, expected a"),
     "no reward": ({"step": lambda *given: moved(given)._replace(reward=None)}, "reward that step of .* is NoneType"),
-    "no params": (
-        {"reset": lambda self, key: (key, key)},
-        r"Walk.reset takes \(key\), expected a function of a key and",
-    ),
-    "no key": (
-        {"step": lambda self, x, action: x},
-        r"Walk.step takes \(x, action\), expected a function of a key, the",
-    ),
+    "no params": ({"reset": lambda self, key: (key, key)}, r"Walk.reset takes \(key\), expected a function of a key"),
+    "no key": ({"step": lambda self, x, action: x}, r"Walk.step takes \(x, action\), expected a function of a key"),
     "no space": ({"action_space": None}, "NoneType"),
 }
 
 
-def moved(given: Sequence[Any]) -> Transition:
+def moved(given):
     """The transition of a step that changes nothing."""
     _, _, place, _, _ = given
     return Transition(place, place, 0.0, False, False)
@@ -286,12 +248,7 @@ IN_BOTH = ["no params", "no key", "a list of infos", "an info in an info", "a wo
 @pytest.mark.parametrize(
     ("kind", "case"), [(JaxWalk, case) for case in WRONG] + [(TorchWalk, case) for case in IN_BOTH]
 )
-def test_mistakes_are_named(kind: Any, case: str) -> None:
+def test_mistakes_are_named(kind, case):
     members, message = WRONG[case]
     with pytest.raises((TypeError, fc.EnvError), match=message):
         collected(type("Walk", (kind,), members)(2))
-
-
-def test_functions_take_what_the_loops_pass() -> None:
-    with pytest.raises(TypeError, match=r"reset takes \(key\), expected a function of a key and the parameters"):
-        from_functions(lambda key: key, moved, observation_space=LINE, action_space=PUSH)

@@ -1,39 +1,34 @@
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from torch import Tensor
 
 import funcollect as fc
-from funcollect.envs import CartPole, Pendulum, TorchEnvBase
+from funcollect.envs import CartPole, Pendulum
 from funcollect.keys import LaneKeys, Purpose, key_from_seed
-from tests.support.envs.torch_parts import InParts
+from tests.support.compare import collect
+from tests.support.envs.own_envs import InParts
 
 LANES = 6
-BOTH = [("CartPole-v1", CartPole), ("Pendulum-v1", Pendulum)]
-both = pytest.mark.parametrize(("name", "make"), BOTH, ids=[name for name, _ in BOTH])
+both = pytest.mark.parametrize(("name", "make"), [("CartPole-v1", CartPole), ("Pendulum-v1", Pendulum)])
 
 
-def keys(lanes: list[int], episodes: list[int], seed: int = 0) -> LaneKeys:
+def keys(lanes, episodes, seed=0):
     return LaneKeys.of(key_from_seed(seed), Purpose.RESET, torch.tensor(lanes), torch.tensor(episodes))
 
 
-def start(env: TorchEnvBase, lanes: int = LANES, seed: int = 0, episode: int = 0) -> Tensor:
-    state: Tensor = env.reset(keys(list(range(lanes)), [episode] * lanes, seed), None)[0]
-    return state
+def start(env, lanes=LANES, seed=0, episode=0):
+    return env.reset(keys(list(range(lanes)), [episode] * lanes, seed), None)[0]
 
 
-def step(env: TorchEnvBase, state: Tensor, action: Tensor) -> Any:
+def step(env, state, action):
     return env.step(keys([0] * len(state), [0] * len(state)), state, action, None)
 
 
-def peer(name: str, state: Tensor) -> Any:
+def peer(name, state):
     """Gymnasium's environment at the same point."""
     env = gymnasium.make(name, disable_env_checker=True)
     env.reset(seed=0)
@@ -41,11 +36,11 @@ def peer(name: str, state: Tensor) -> Any:
     return env
 
 
-def to_gymnasium(action: Tensor) -> Any:
+def to_gymnasium(action):
     return int(action) if action.dtype == torch.int64 else action.numpy()
 
 
-def random_actions(env: TorchEnvBase, count: int) -> Tensor:
+def random_actions(env, count):
     generator = torch.Generator().manual_seed(3)
     if isinstance(env, CartPole):
         return torch.randint(2, (count, LANES), generator=generator)
@@ -53,7 +48,7 @@ def random_actions(env: TorchEnvBase, count: int) -> Tensor:
 
 
 @both
-def test_every_step_is_gymnasiums_step(name: str, make: Any) -> None:
+def test_every_step_is_gymnasiums_step(name, make):
     """From the same float64 state and action: the same state, observation, reward and termination."""
     env = make(LANES)
     state, fallen = start(env), 0
@@ -74,7 +69,7 @@ def test_every_step_is_gymnasiums_step(name: str, make: Any) -> None:
 
 @pytest.mark.parametrize("bound", ["position", "angle"])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_a_cart_pole_terminates_beyond_its_bounds_and_not_at_them(bound: str, sign: float) -> None:
+def test_a_cart_pole_terminates_beyond_its_bounds_and_not_at_them(bound, sign):
     column, limit = (0, CartPole.max_position) if bound == "position" else (2, CartPole.max_angle)
     state = torch.zeros(2, 4, dtype=torch.float64)
     state[0, column], state[1, column] = sign * limit, sign * math.nextafter(limit, 9)
@@ -82,7 +77,7 @@ def test_a_cart_pole_terminates_beyond_its_bounds_and_not_at_them(bound: str, si
 
 
 @both
-def test_resets_are_a_function_of_key_lane_and_episode(name: str, make: Any) -> None:
+def test_resets_are_a_function_of_key_lane_and_episode(name, make):
     env = make(4)
     many = env.reset(keys([5, 0, 9, 5], [2, 0, 1, 3], seed=7), None)[0]
     for row, lane, episode in zip(many, (5, 0, 9, 5), (2, 0, 1, 3), strict=True):
@@ -91,7 +86,7 @@ def test_resets_are_a_function_of_key_lane_and_episode(name: str, make: Any) -> 
     assert not torch.equal(env.reset(keys([5], [2], seed=8), None)[0][0], many[0])
 
 
-def test_starts_have_gymnasiums_distribution() -> None:
+def test_starts_have_gymnasiums_distribution():
     poles, pendulums = start(CartPole(), 4000), start(Pendulum(), 4000)
     for column, bound in [(poles[:, i], 0.05) for i in range(4)] + [(pendulums[:, 0], math.pi), (pendulums[:, 1], 1)]:
         assert column.abs().max() < bound
@@ -100,7 +95,7 @@ def test_starts_have_gymnasiums_distribution() -> None:
 
 
 @both
-def test_spaces_are_gymnasiums(name: str, make: Any) -> None:
+def test_spaces_are_gymnasiums(name, make):
     other, env = gymnasium.make(name), make()
     assert env.action_space == other.action_space
     assert env.observation_space.shape == other.observation_space.shape
@@ -116,23 +111,21 @@ class Grid(InParts):
     action_space = spaces.Discrete(2)
     max_episode_steps = 5
 
-    def start(self, uniforms: Tensor) -> Any:
+    def start(self, uniforms):
         return {"place": (uniforms * 10).round(), "left": torch.zeros(len(uniforms), dtype=torch.long)}
 
-    def observe(self, place: Any) -> Any:
+    def observe(self, place):
         return {"place": place["place"].float(), "counts": {"left": place["left"]}}
 
-    def move(self, place: Any, action: Tensor) -> tuple[Any, Tensor, Tensor]:
+    def move(self, place, action):
         moved = {"place": place["place"] + 2 * action[:, None] - 1, "left": place["left"] + (1 - action)}
         return moved, moved["place"][:, 0].float(), moved["left"] >= 4
 
 
 @pytest.mark.parametrize("num_envs", [None, 3])
-def test_a_subclass_with_a_dict_observation(num_envs: int | None) -> None:
+def test_a_subclass_with_a_dict_observation(num_envs):
     env = Grid(num_envs)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
-    _, batch = fc.rollout(env, policy, state, 40)
+    batch = collect(env, fc.random_policy(env), 40)
     left, step = batch["next", "counts", "left"], batch["collector", "step"]
     assert batch["counts", "left"][step == 0].eq(0).all()
     assert torch.equal(left, batch["counts", "left"] + 1 - batch["action"])

@@ -1,10 +1,8 @@
 """Simulators that hold all lanes as tensors and reset them themselves, behind interfaces such as ManiSkill's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import gymnasium
 import numpy as np
@@ -12,10 +10,10 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from torch import Tensor
 
 import funcollect as fc
 from funcollect.errors import EnvError, ReplayError
+from tests.envs.conftest import begun
 from tests.support.compare import assert_same, bits, collect, leaves
 from tests.support.devices import each_device
 
@@ -25,33 +23,33 @@ P = 4
 class Walks:
     """Random walks of P lanes: lost beyond 3, stopped after 9 steps. The generator goes on from episode to episode."""
 
-    device: Any = torch.device("cpu")
+    device = torch.device("cpu")
     single_action_space = spaces.Discrete(3)
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device=None):
         self.device = device or self.device
         self.generator = torch.Generator(self.device or "cpu")
         self.place = torch.zeros(P, 2, device=self.device)
         self.age = torch.zeros(P, dtype=torch.long, device=self.device)
         self.closed = False
 
-    def start(self, lanes: Tensor) -> None:
+    def start(self, lanes):
         fresh = torch.rand(P, 2, generator=self.generator, device=self.device) - 0.5
         self.place = torch.where(lanes[:, None], fresh, self.place)
         self.age = torch.where(lanes, 0, self.age)
 
-    def begin(self, seed: int | None) -> None:
+    def begin(self, seed):
         if seed is not None:
             self.generator.manual_seed(seed)
         self.start(torch.ones(P, dtype=torch.bool, device=self.device))
 
-    def move(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def move(self, action):
         noise = torch.randn(P, 2, generator=self.generator, device=self.device)
         self.place = self.place + (action - 1)[:, None] + noise
         self.age = self.age + 1
         return -self.place.abs().sum(-1), (self.place.abs() > 3).any(-1), self.age >= 9
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
 
@@ -61,13 +59,13 @@ class LikeManiSkill(Walks):
     num_envs = P
     single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         self.begin(seed)
         return self.place, {}
 
-    def step(self, action: Tensor) -> Any:
+    def step(self, action):
         reward, terminated, truncated = self.move(action)
-        infos: dict[str, Any] = {"elapsed_steps": self.age, "success": terminated}
+        infos = {"elapsed_steps": self.age, "success": terminated}
         done = terminated | truncated
         if done.any():  # those of the reset, which lack most keys
             infos = {"final_info": infos, "final_observation": self.place.clone(), "_final_observation": done}
@@ -75,45 +73,45 @@ class LikeManiSkill(Walks):
         return self.place, reward, terminated, truncated, infos
 
 
-class LikeIsaacLab(gymnasium.Env[Any, Any]):
+class LikeIsaacLab(gymnasium.Env):
     """`ManagerBasedRLEnv` in a wrapper that adds last observations: no vector environment, groups of observations."""
 
-    def __init__(self, *, reports: bool = True, device: str = "cpu") -> None:
+    def __init__(self, *, reports=True, device="cpu"):
         self.walks, self.num_envs, self.device, self.reports = Walks(device), P, device, reports
         self.single_observation_space = spaces.Dict({"policy": spaces.Box(-np.inf, np.inf, (2,), np.float32)})
         self.single_action_space = Walks.single_action_space
 
-    def reset(self, seed: int | None = None, env_ids: Any = None, options: Any = None) -> Any:
+    def reset(self, seed=None, env_ids=None, options=None):
         self.walks.begin(seed)
         return {"policy": self.walks.place}, {"log": {}}
 
-    def step(self, action: Tensor) -> Any:
+    def step(self, action):
         reward, terminated, truncated = self.walks.move(action)
-        extras: dict[str, Any] = {"success": terminated}
+        extras = {"success": terminated}
         if self.reports:
             extras["final_obs"] = {"policy": self.walks.place}
         self.walks.start(terminated | truncated)
         return {"policy": self.walks.place}, reward, terminated, truncated, extras
 
-    def close(self) -> None:
+    def close(self):
         self.walks.closed = True
 
 
 class ReportsSome(LikeManiSkill):
     """Reports the last observations of truncated episodes only."""
 
-    def step(self, action: Tensor) -> Any:
+    def step(self, action):
         *answer, truncated, infos = super().step(action)
         return *answer, truncated, {**infos, "_final_observation": truncated}
 
 
-KINDS: dict[str, Any] = {  # from the device
+KINDS = {  # from the device
     "ManiSkill": LikeManiSkill,
     "Isaac Lab": lambda device: gymnasium.Wrapper(LikeIsaacLab(device=device)),
 }
 
 
-def by_hand(batch: Any, seed: int) -> dict[str, Tensor]:
+def by_hand(batch, seed):
     """The batch of a plain loop over equal simulators with the batch's actions."""
     walks, rows = Walks(batch["action"].device), []
     walks.begin(seed)
@@ -128,8 +126,8 @@ def by_hand(batch: Any, seed: int) -> dict[str, Tensor]:
 
 @each_device
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_is_that_of_a_loop_by_hand(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds: list[int] = []
+def test_a_batch_is_that_of_a_loop_by_hand(kind, device, monkeypatch):
+    seeds = []
     begin = Walks.begin
     monkeypatch.setattr(Walks, "begin", lambda self, seed: (seeds.append(seed), begin(self, seed)))
     env = fc.envs.from_torch_vector_env(partial(KINDS[kind], device), info_keys=["success"])
@@ -137,12 +135,7 @@ def test_a_batch_is_that_of_a_loop_by_hand(kind: str, device: str, monkeypatch: 
     network = torch.nn.Linear(2, 3, device=device)
     act = lambda x: network(x["policy"] if isinstance(x, dict) else x)  # noqa: E731
     policy = fc.torch_policy(act, head=fc.heads.categorical, device=device)
-    state = fc.init(env, policy, seed=3)
-    parts = []
-    for length in (1, 20, 39):
-        state, batch = fc.rollout(env, policy, state, length)
-        parts.append(batch)
-    batch = torch.cat(parts, 1)
+    batch = collect(env, policy, 1, 20, 39, seed=3)
     monkeypatch.undo()
     assert {leaf.device.type for leaf in leaves(batch).values()} == {device}
     assert len(seeds) == 1
@@ -155,25 +148,22 @@ def test_a_batch_is_that_of_a_loop_by_hand(kind: str, device: str, monkeypatch: 
     assert torch.equal(batch["next", "info", "success"].T, wanted["terminated"])
     assert batch["next", "truncated"].any()
     assert batch["next", "terminated"].any()
-    begun = batch["next", "done"][:, :-1, 0].long().cumsum(1)
+    ended = batch["next", "done"][:, :-1, 0].long().cumsum(1)
     ids = batch["collector", "traj_ids"]
-    assert torch.equal(ids[:, 1:], ids[:, :1] + P * begun)
+    assert torch.equal(ids[:, 1:], ids[:, :1] + P * ended)
     now = fc.evaluate_actions(policy, None, batch)["action_log_prob"]
     torch.testing.assert_close(now, batch["action_log_prob"])
-    fc.close(state)
 
 
-def test_cuts_and_seeds_decide_nothing_else() -> None:
+def test_cuts_and_seeds_decide_nothing_else():
     env = fc.envs.from_torch_vector_env(LikeManiSkill)
-    one, two, other = (
-        collect(env, fc.random_policy(env), *lengths, seed=seed)
-        for lengths, seed in (((40,), 5), ((1, 7, 32), 5), ((40,), 6))
-    )
+    runs = (((40,), 5), ((1, 7, 32), 5), ((40,), 6))
+    one, two, other = (collect(env, fc.random_policy(env), *lengths, seed=seed) for lengths, seed in runs)
     assert_same(one, two)
     assert not torch.equal(other["observation"], one["observation"])
 
 
-def test_it_works_in_collectors_and_evaluations() -> None:
+def test_it_works_in_collectors_and_evaluations():
     env = fc.envs.from_torch_vector_env(LikeManiSkill)
     policy = fc.jax_policy(lambda params, x: x @ params, np.ones((2, 3), np.float32), head=fc.heads.categorical)
     with fc.SyncDataCollector(env, policy, frames_per_batch=80, total_frames=240, seed=0) as collector:
@@ -183,8 +173,9 @@ def test_it_works_in_collectors_and_evaluations() -> None:
         ids = batches[-1]["collector", "traj_ids"]
     stats = fc.evaluate(env, policy, episodes=6, seed=0)
     assert len(stats) == 6
-    with fc.SyncDataCollector(env, policy, frames_per_batch=80, total_frames=-1, seed=0) as collector:
+    with fc.SyncDataCollector(env, policy, frames_per_batch=80, seed=0) as collector:
         collector.load_state_dict(saved)
+
         assert (next(collector)["collector", "traj_ids"][:, 0] > ids[:, -1]).all()
     kept = fc.SyncDataCollector(env, policy, frames_per_batch=80, total_frames=80, seed=0, reset_when_done=False)
     (batch,) = kept
@@ -202,19 +193,15 @@ def test_it_works_in_collectors_and_evaluations() -> None:
     assert fc.explain(env, policy).seeding.startswith("run")
 
 
-def test_one_hot_actions() -> None:
-    env, hot = (fc.envs.from_torch_vector_env(LikeManiSkill, one_hot=one_hot) for one_hot in (False, True))
-    policy, other = fc.random_policy(env), fc.random_policy(hot)
-    _, wanted = fc.rollout(env, policy, fc.init(env, policy, seed=0), 12)
-    _, batch = fc.rollout(hot, other, fc.init(hot, other, seed=0), 12)
+def test_one_hot_actions():
+    envs = [fc.envs.from_torch_vector_env(LikeManiSkill, one_hot=one_hot) for one_hot in (False, True)]
+    wanted, batch = (collect(env, fc.random_policy(env), 12, seed=0) for env in envs)
     assert torch.equal(batch["action"].argmax(-1), wanted["action"])
     assert torch.equal(batch["next", "observation"], wanted["next", "observation"])
 
 
-def test_what_cannot_be_done_is_said(tmp_path: Any) -> None:
-    env = fc.envs.from_torch_vector_env(LikeManiSkill)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+def test_what_cannot_be_done_is_said(tmp_path):
+    env, policy, state = begun(fc.envs.from_torch_vector_env(LikeManiSkill))
     with pytest.raises(ReplayError, match="cannot be forked"):
         fc.fork(env, state)
     with pytest.raises(ReplayError, match="cannot be saved in mid-episode"):
@@ -227,29 +214,23 @@ def test_what_cannot_be_done_is_said(tmp_path: Any) -> None:
     fc.save(tmp_path / "state", state, episodes="restart")
     again = fc.load(tmp_path / "state", env, policy)
     assert (again.episode == state.episode + 1).all()
-    after, _ = fc.rollout(env, policy, state, 4)
+    fc.rollout(env, policy, state, 4)
     with pytest.raises(fc.StaleStateError):
         fc.rollout(env, policy, state, 4)
-    fc.close(after)
     one = LikeManiSkill()
-    env = fc.envs.from_torch_vector_env(one)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = begun(fc.envs.from_torch_vector_env(one))
     with pytest.raises(EnvError, match="in use by another state: pass a function"):
         fc.init(env, policy, seed=0)
     fc.close(state)
     assert one.closed
     for kind in (partial(LikeIsaacLab, reports=False), ReportsSome):
-        silent = fc.envs.from_torch_vector_env(kind)
-        policy = fc.random_policy(silent)
-        state = fc.init(silent, policy, seed=0)
+        silent, policy, state = begun(fc.envs.from_torch_vector_env(kind))
         with pytest.raises(EnvError, match=r"does not report the last observations of their episodes.*'final_obs'"):
             fc.rollout(silent, policy, state, 20)
-        state, _ = fc.rollout(silent, policy, fc.recover(silent, state), 1)
-        fc.close(state)
+        fc.rollout(silent, policy, fc.recover(silent, state), 1)
     with pytest.raises(ValueError, match="max_frames_per_traj is 5"):
         fc.SyncDataCollector(env, None, frames_per_batch=20, max_frames_per_traj=5)
-    fast = fc.envs.from_torch_vector_env(LikeManiSkill, info_keys=["speed"])
-    state = fc.init(fast, policy, seed=0)
+    fast, policy, state = begun(fc.envs.from_torch_vector_env(LikeManiSkill, info_keys=["speed"]))
     with pytest.raises(EnvError, match=r"expected \['speed'\] among them"):
         fc.rollout(fast, policy, state, 20)
 
@@ -257,82 +238,72 @@ def test_what_cannot_be_done_is_said(tmp_path: Any) -> None:
 class Wrong(LikeManiSkill):
     """Returns something else than a tensor, from the third step on."""
 
-    def __init__(self, change: Any) -> None:
+    def __init__(self, change):
         super().__init__()
         self.change, self.steps = change, 0
 
-    def step(self, action: Tensor) -> Any:
+    def step(self, action):
         self.steps += 1
         answer = super().step(action)
         return answer if self.steps < 3 else self.change(*answer)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda x, r, end, cut, info: (x, r, end.numpy(), cut, info), r"terminated .* is bool \[4\] of numpy"),
-        (lambda x, r, end, cut, info: (x, r, end, cut[:, None], info), r"truncated .* is torch.bool \[4, 1\]"),
-        (lambda x, *answer: (x, *answer[:-1], {"final_obs": x[:1]}), r"final observation .* is torch.float32 \[1, 2\]"),
-        (lambda x, *answer: (x[:, :1], *answer), r"observation 'observation' .* is torch.float32 \[4, 1\]"),
-        (lambda x, *answer: (x.int(), *answer), r"observation .* is torch.int32 .*, expected a tensor torch.float32"),
-        (lambda x, reward, *answer: (x, reward.tolist(), *answer), r"reward .* is list of builtins"),
-        (lambda *answer: (*answer[:-1], [0]), r"the info .* is list, expected a dict"),
-        (lambda *answer: (*answer[:-1], None), r"the infos .* are \[\], expected \['success'\]"),
-        (lambda *answer: (*answer[:-1], {"success": answer[1]}), r"info 'success' .* is torch.float32 \[4\], expected"),
-        (lambda *answer: (*answer[:-1], {"final_info": answer[0]}), r"the final_info .* is Tensor, expected a dict"),
-    ],
-)
-def test_wrong_answers_are_named(change: Any, says: str) -> None:
-    env = fc.envs.from_torch_vector_env(lambda: Wrong(change), info_keys=["success"])
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda x, r, end, cut, info: (x, r, end.numpy(), cut, info), r"terminated .* is bool \[4\] of numpy"),
+    (lambda x, r, end, cut, info: (x, r, end, cut[:, None], info), r"truncated .* is torch.bool \[4, 1\]"),
+    (lambda x, *answer: (x, *answer[:-1], {"final_obs": x[:1]}), r"final observation .* is torch.float32 \[1, 2\]"),
+    (lambda x, *answer: (x[:, :1], *answer), r"observation 'observation' .* is torch.float32 \[4, 1\]"),
+    (lambda x, *answer: (x.int(), *answer), r"observation .* is torch.int32 .*, expected a tensor torch.float32"),
+    (lambda x, reward, *answer: (x, reward.tolist(), *answer), r"reward .* is list of builtins"),
+    (lambda *answer: (*answer[:-1], [0]), r"the info .* is list, expected a dict"),
+    (lambda *answer: (*answer[:-1], None), r"the infos .* are \[\], expected \['success'\]"),
+    (lambda *answer: (*answer[:-1], {"success": answer[1]}), r"info 'success' .* is torch.float32 \[4\], expected"),
+    (lambda *answer: (*answer[:-1], {"final_info": answer[0]}), r"the final_info .* is Tensor, expected a dict"),
+])  # fmt: skip
+def test_wrong_answers_are_named(change, says):
+    env, policy, state = begun(fc.envs.from_torch_vector_env(lambda: Wrong(change), info_keys=["success"]))
     with pytest.raises(EnvError, match=says):
         fc.rollout(env, policy, state, 9)
-    fc.close(state)
 
 
 class Groups(LikeIsaacLab):
     """Observations of several groups and dtypes, one of them not in the space."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.single_observation_space = spaces.Dict(
-            {"policy": spaces.Box(-np.inf, np.inf, (2,), np.float32), "age": spaces.Box(0, 2**40, (), np.int64)}
-        )
+        policy = self.single_observation_space["policy"]
+        self.single_observation_space = spaces.Dict(policy=policy, age=spaces.Box(0, 2**40, (), np.int64))
 
-    def reset(self, seed: int | None = None, env_ids: Any = None, options: Any = None) -> Any:
+    def reset(self, seed=None, env_ids=None, options=None):
         return self.observed(super().reset(seed)[0]), {}
 
-    def step(self, action: Tensor) -> Any:
+    def step(self, action):
         observation, *rest, extras = super().step(action)
         return self.observed(observation), *rest, {"final_obs": self.observed(extras["final_obs"])}
 
-    def observed(self, observation: Any) -> Any:
+    def observed(self, observation):
         return {"policy": observation["policy"].half(), "age": self.walks.age, "more": torch.zeros(7)}
 
 
-def test_observations_of_other_dtypes_and_groups() -> None:
+def test_observations_of_other_dtypes_and_groups():
     env = fc.envs.from_torch_vector_env(Groups)
-    policy = fc.random_policy(env)
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 30)
-    fc.close(state)
+    batch = collect(env, fc.random_policy(env), 30)
     assert (batch["policy"].dtype, batch["age"].dtype) == (torch.float32, torch.int64)
     assert torch.equal(batch["policy"].half().float(), batch["policy"])
     assert "more" not in batch
 
 
-def test_simulators_that_are_refused_or_not_used_are_closed() -> None:
-    made: list[Walks] = []
+def test_simulators_that_are_refused_or_not_used_are_closed():
+    made = []
 
-    def build(kind: Any) -> Any:
+    def build(kind):
         made.append(kind())
         return made[-1]
 
     with pytest.raises(ValueError, match="autoreset_mode"):
         fc.envs.from_torch_vector_env(lambda: build(NextStep))
     assert made.pop().closed
-    env = fc.envs.from_torch_vector_env(lambda: build(LikeManiSkill))
-    state = fc.init(env, fc.random_policy(env), seed=0)
+    env, _, state = begun(fc.envs.from_torch_vector_env(lambda: build(LikeManiSkill)))
     del env
     assert not made[0].closed
     fc.close(state)
@@ -341,15 +312,12 @@ def test_simulators_that_are_refused_or_not_used_are_closed() -> None:
     other = replace(env)
     del env
     assert made.pop().closed
-    state = fc.init(other, fc.random_policy(other), seed=0)
+    _state = fc.init(other, fc.random_policy(other), seed=0)
     assert not made[0].closed
-    fc.close(state)
 
 
-def test_a_recovery_from_an_old_state_uses_no_id_again() -> None:
-    env = fc.envs.from_torch_vector_env(LikeManiSkill)
-    policy = fc.random_policy(env)
-    old = fc.init(env, policy, seed=0)
+def test_a_recovery_from_an_old_state_uses_no_id_again():
+    env, policy, old = begun(fc.envs.from_torch_vector_env(LikeManiSkill))
     _, before = fc.rollout(env, policy, old, 60)
     state = fc.recover(env, old)
     assert state.steps_made == 60
@@ -357,11 +325,10 @@ def test_a_recovery_from_an_old_state_uses_no_id_again() -> None:
     old_ids, ids = ({*each["collector", "traj_ids"].unique().tolist()} for each in (before, after))
     assert not old_ids & ids
     assert not torch.equal(before["action"], after["action"])
-    fc.close(state)
 
 
-def test_vector_environments_of_gymnasium_change_the_mode_of_no_other_one() -> None:
-    class Plain(gymnasium.Env[Any, Any]):  # its metadata are those of `gymnasium.Env`
+def test_vector_environments_of_gymnasium_change_the_mode_of_no_other_one():
+    class Plain(gymnasium.Env):  # its metadata are those of `gymnasium.Env`
         observation_space, action_space = spaces.Box(-1, 1, (1,)), spaces.Discrete(2)
 
     both = [SyncVectorEnv([Plain], autoreset_mode=mode) for mode in (AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP)]
@@ -377,23 +344,20 @@ def test_vector_environments_of_gymnasium_change_the_mode_of_no_other_one() -> N
 
 
 class NextStep(LikeManiSkill):
-    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+    metadata: ClassVar = {"autoreset_mode": AutoresetMode.NEXT_STEP}
 
 
 class Nowhere(LikeManiSkill):
     device = None
 
 
-@pytest.mark.parametrize(
-    ("env", "error", "says"),
-    [
-        (3, TypeError, "env is int, expected a vector environment, or a function"),
-        (lambda: gymnasium.make("CartPole-v1"), TypeError, r"lacks \['num_envs'.*Gymnasium's vector interface"),
-        (NextStep, ValueError, "has autoreset_mode=NEXT_STEP, expected SAME_STEP"),
-        (Nowhere, TypeError, "has no device, expected where its tensors are: pass device="),
-    ],
-)
-def test_an_environment_given_wrongly(env: Any, error: type[Exception], says: str) -> None:
+@pytest.mark.parametrize(("env", "error", "says"), [
+    (3, TypeError, "env is int, expected a vector environment, or a function"),
+    (lambda: gymnasium.make("CartPole-v1"), TypeError, r"lacks \['num_envs'.*Gymnasium's vector interface"),
+    (NextStep, ValueError, "has autoreset_mode=NEXT_STEP, expected SAME_STEP"),
+    (Nowhere, TypeError, "has no device, expected where its tensors are: pass device="),
+])  # fmt: skip
+def test_an_environment_given_wrongly(env, error, says):
     with pytest.raises(error, match=says):
         fc.envs.from_torch_vector_env(env)
     assert fc.envs.from_torch_vector_env(Nowhere, device="cpu").num_envs == P

@@ -13,34 +13,23 @@ from torch import nn
 import funcollect as fc
 from funcollect.processes.system import PORTABLE, run_as_batch_work
 from tests.support.cases import jax_mlp, make_env, torch_mlp
-from tests.support.worker_runs import gone, wait_until
+from tests.support.workers import gone, wait_until
 
 GIVEN = {"episodes": 5, "seed": 3}
 
 
 class Waiting(gymnasium.Wrapper):
-    """CartPole whose first episode begins only once a file is there."""
+    """CartPole whose first episode begins only once a file is there; one that says "odd" is an error."""
 
     def __init__(self, file):
         super().__init__(gymnasium.make("CartPole-v1"))
         self.file = file
 
     def reset(self, **kwargs):
-        while not os.path.exists(self.file):
-            time.sleep(0.01)
-        return self.env.reset(**kwargs)
-
-
-class Odd(Waiting):
-    """CartPole that cannot be stepped once a file is there."""
-
-    def reset(self, **kwargs):
-        return self.env.reset(**kwargs)
-
-    def step(self, action):
-        if os.path.exists(self.file):
+        wait_until(lambda: os.path.exists(self.file))
+        if self.file.read_text():
             raise RuntimeError("out of petrol")
-        return self.env.step(action)
+        return self.env.reset(**kwargs)
 
 
 class Scheduled(gymnasium.Wrapper):
@@ -64,9 +53,19 @@ def same(one, two):
     assert torch.equal(one.lengths, two.lengths)
 
 
-def linear(seed):
-    torch.manual_seed(seed)
+def evaluated(evaluator, *args, **kwargs):
+    evaluator.submit(*args, **kwargs)
+    (found,) = evaluator.wait()
+    return found
+
+
+def linear():
+    torch.manual_seed(0)
     return nn.Linear(4, 2)
+
+
+def policy_over(module):
+    return fc.torch_policy(module, head=fc.heads.categorical)
 
 
 @pytest.mark.parametrize("kind", [torch_mlp, jax_mlp])
@@ -75,42 +74,31 @@ def test_the_results_are_those_of_evaluate(kind, name):
     env = make_env(name, 2)
     policy = kind(env)
     with fc.Evaluator(name, policy, create_env_kwargs={"num_envs": 2}, **GIVEN) as evaluator:
-        evaluator.submit(step=10)
-        (found,) = evaluator.wait()
+        found = evaluated(evaluator, step=10)
         assert (found.step, found.film) == (10, None)
         same(found.stats, fc.evaluate(env, policy, **GIVEN))
         params = {name: torch.zeros_like(each) for name, each in policy.state_dict(None).items()}
-        evaluator.submit(params, step=11)
-        (found,) = evaluator.wait()
-        same(found.stats, fc.evaluate(env, policy, params=params, **GIVEN))
-        evaluator.submit(step=12)  # its own again
-        (found,) = evaluator.wait()
-        same(found.stats, fc.evaluate(env, policy, **GIVEN))
+        same(evaluated(evaluator, params, step=11).stats, fc.evaluate(env, policy, params=params, **GIVEN))
+        same(evaluated(evaluator, step=12).stats, fc.evaluate(env, policy, **GIVEN))  # its own again
         assert evaluator.wait() == evaluator.results() == []
 
 
 def test_modules_statistics_and_random_policies():
     env = fc.make_env("CartPole-v1", num_envs=2)
-    module = linear(0)
-    policy = fc.torch_policy(module, head=fc.heads.categorical)
+    module = linear()
+    policy = policy_over(module)
     normalised = fc.normalized(policy, fc.running_statistics.init(env.observation_space))
     normalised.statistics = fc.running_statistics.update(normalised.statistics, torch.randn(50, 4) * 3 + 1)
     for each in (policy, normalised, None):
         with fc.Evaluator(lambda: fc.make_env("CartPole-v1", num_envs=2), each, **GIVEN) as evaluator:
-            evaluator.submit()
-            (found,) = evaluator.wait()
+            found = evaluated(evaluator)
         same(found.stats, fc.evaluate(env, fc.random_policy(env) if each is None else each, **GIVEN))
-    with fc.Evaluator("CartPole-v1", module, **GIVEN, policy_factory=None) as evaluator:
-        with torch.no_grad():
-            module.weight.zero_()
-        evaluator.submit()
-        with pytest.raises(fc.EvaluationError):  # a module without a head answers with two numbers, not an action
-            evaluator.wait()
+    # A module without a head answers with two numbers, not an action.
+    with fc.Evaluator("CartPole-v1", module, **GIVEN) as evaluator, pytest.raises(fc.EvaluationError):
+        evaluated(evaluator)
 
 
 class Placed(nn.Linear):
-    """A layer that moves its input to a device of its own."""
-
     place = torch.device("cpu")
 
     def forward(self, x):
@@ -119,22 +107,19 @@ class Placed(nn.Linear):
 
 def test_what_lies_on_a_gpu_is_sent_to_the_cpu(monkeypatch):
     module = Placed(4, 2)
-    policy = fc.torch_policy(module, head=fc.heads.categorical)
+    policy = policy_over(module)
     wanted = fc.evaluate(fc.make_env("CartPole-v1"), policy, **GIVEN)
     module.place = torch.device("cuda", 0)
     there = {each.data_ptr() for each in module.parameters()}
     device = property(lambda memory: torch.device("cuda", 0) if memory.data_ptr() in there else torch.device("cpu"))
     monkeypatch.setattr(torch.UntypedStorage, "device", device)  # which Torch reads to pickle
     with fc.Evaluator("CartPole-v1", policy, **GIVEN) as evaluator:
-        evaluator.submit()
-        (found,) = evaluator.wait()
-    same(found.stats, wanted)
+        same(evaluated(evaluator).stats, wanted)
 
 
 def test_the_newest_weights_go_first_and_only_some_wait(tmp_path):
     file = tmp_path / "go"
-    policy = fc.torch_policy(linear(0), head=fc.heads.categorical)
-    with fc.Evaluator(lambda: Waiting(str(file)), policy, episodes=1, seed=0, waiting=3) as evaluator:
+    with fc.Evaluator(lambda: Waiting(file), policy_over(linear()), episodes=1, seed=0, waiting=3) as evaluator:
         for step in range(6):
             evaluator.submit(step=step)
             assert evaluator.results() == []
@@ -146,12 +131,12 @@ def test_the_newest_weights_go_first_and_only_some_wait(tmp_path):
 @pytest.mark.parametrize("given", [False, True])
 def test_weights_are_those_of_the_moment(given, tmp_path):
     """Also those that are given where there is no policy that could name them, with `policy_factory`."""
-    file, module = tmp_path / "go", linear(0)
-    policy = fc.torch_policy(module, head=fc.heads.categorical)
+    file, module = tmp_path / "go", linear()
+    policy = policy_over(module)
     wanted = fc.evaluate(fc.make_env("CartPole-v1"), policy, **GIVEN)
     weights = {name: each.detach().clone() for name, each in module.named_parameters()} if given else None
     source = {"policy_factory": lambda: policy} if given else {"policy": policy}
-    with fc.Evaluator(lambda: Waiting(str(file)), **source, **GIVEN) as evaluator:
+    with fc.Evaluator(lambda: Waiting(file), **source, **GIVEN) as evaluator:
         for step in range(2):
             evaluator.submit(weights, step=step)
         with torch.no_grad():
@@ -170,8 +155,6 @@ def is_idle_work(thread):
 
 
 def test_every_thread_of_it_is_idle_work():
-    """Those of XLA, too, which exist once the environment has been built."""
-
     def make():
         env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
         fc.init(env, fc.random_policy(env), seed=0)
@@ -193,24 +176,22 @@ def test_it_is_not_idle_work_while_it_is_waited_for():
         except PermissionError:
             wanted = os.SCHED_IDLE
         os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-        evaluator.submit()
-        (evaluation,) = evaluator.wait()
-        assert evaluation.stats.returns.tolist() == [wanted]
+        assert evaluated(evaluator).stats.returns.tolist() == [wanted]
         assert os.sched_getscheduler(pid) == os.SCHED_IDLE
 
 
 def test_an_exception_is_raised_once_and_the_next_weights_are_evaluated(tmp_path):
-    file = tmp_path / "odd"
-    policy = fc.torch_policy(linear(0), head=fc.heads.categorical)
-    with fc.Evaluator(lambda: Odd(str(file)), policy, **GIVEN) as evaluator:
+    file = tmp_path / "go"
+    file.touch()
+    with fc.Evaluator(lambda: Waiting(file), policy_over(linear()), **GIVEN) as evaluator:
         evaluator.submit(step=1)
         evaluator._pool.await_all(evaluator._calls)
-        file.touch()
+        file.write_text("odd")
         evaluator.submit(step=2)
         with pytest.raises(fc.EvaluationError, match=r"the evaluation of step 2 raised .*out of petrol") as caught:
             evaluator.wait()
         assert "The traceback in the evaluator's process" in caught.value.__notes__[0]
-        file.unlink()
+        file.write_text("")
         evaluator.submit(step=3)
         assert [each.step for each in evaluator.wait()] == [1, 3]
 
@@ -237,18 +218,14 @@ def test_a_process_that_dies_is_reported_and_one_that_is_closed_stays_closed():
 
 @pytest.mark.parametrize("members", [False, True])
 def test_a_film_of_the_first_of_several_environments(members, tmp_path):
-    given = {
-        "create_env_kwargs": {"render_mode": "rgb_array", "num_envs": 4},
-        "film": str(tmp_path / "after {step:05}.mp4"),
-    }
-    policy = fc.torch_policy(linear(0), head=fc.heads.categorical)
+    given = {"create_env_kwargs": {"render_mode": "rgb_array", "num_envs": 4}, "film": f"{tmp_path}/{{step:05}}.mp4"}
+    policy = policy_over(linear())
     if members:
         own = policy.state_dict()
         policy = fc.population(policy, {name: torch.stack([each, -each]) for name, each in own.items()})
     with fc.Evaluator("CartPole-v1", policy, **given, episodes=4, seed=0) as evaluator:
-        evaluator.submit(step=7)
-        (found,) = evaluator.wait()
-    assert found.film == tmp_path / "after 00007.mp4"
+        found = evaluated(evaluator, step=7)
+    assert found.film == tmp_path / "00007.mp4"
     frames, _ = imageio_ffmpeg.count_frames_and_secs(str(found.film))
     assert frames == int(found.stats.lengths[found.stats.lanes == 0]) + 1
 
@@ -257,13 +234,11 @@ def test_a_film_of_the_first_of_several_environments(members, tmp_path):
     ("arguments", "error", "message"),
     [
         ({"waiting": 0}, ValueError, "waiting is 0"),
-        ({"film": "run.gif"}, ValueError, r"expected \{step\} in it"),
         ({"film": "{run}/{step}.gif"}, ValueError, r"expected \{step\} in it and no other field"),
         ({"film": "{step}.png"}, ValueError, "expected a name that ends in"),
         ({"film": "{step}.gif"}, fc.EvaluationError, "could not be built or filmed: .*has the render mode None"),
         ({"create_env_fn": "NoSuchEnv-v0"}, fc.EvaluationError, "could not be built: .*NoSuchEnv"),
         ({"create_env_fn": (each for each in ())}, TypeError, "cannot be sent to another process"),
-        ({"policy_factory": 3}, TypeError, "policy_factory is 3"),
     ],
 )
 def test_bad_arguments(arguments, error, message):
@@ -272,8 +247,7 @@ def test_bad_arguments(arguments, error, message):
 
 
 def test_weights_that_do_not_fit_are_refused_where_they_are_given():
-    policy = fc.torch_policy(linear(0), head=fc.heads.categorical)
-    with fc.Evaluator("CartPole-v1", policy, **GIVEN) as evaluator:
+    with fc.Evaluator("CartPole-v1", policy_over(linear()), **GIVEN) as evaluator:
         with pytest.raises(ValueError, match="weight"):
             evaluator.submit({"weight": torch.zeros(3, 4), "bias": torch.zeros(2)})
         with pytest.raises(ValueError, match="step is -1"):

@@ -1,4 +1,9 @@
-"""Arrays between JAX and Torch: the same memory where that is safe, the same values always."""
+"""Arrays between JAX and Torch: the same memory where that is safe, the same values always.
+
+And numbers that decide whether to raise: read at once, or together and in order.
+"""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +16,8 @@ import funcollect as fc
 from funcollect.errors import BridgeError
 from funcollect.interop import to_jax, to_torch, words
 from funcollect.interop.bridge import argument
-from funcollect.interop.memory import aligned
+from funcollect.interop.memory import aligned, complain_if, reads_together
+from tests.support.devices import NoReads
 
 DTYPES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "bfloat16", "float32", "complex64")
 
@@ -129,23 +135,20 @@ def test_with_64_bits_everything_shares_memory():
 WRAPPED = "leaf 'b' is NonTensorData that holds "  # a TensorDict silently wraps what is no tensor
 
 
-@pytest.mark.parametrize(
-    ("cross", "given", "error", "words"),
-    [
-        (to_torch, lambda: jax.random.key(0), TypeError, r"typed PRNG key.*key_data"),
-        (to_torch, lambda: {"a": np.zeros(2)}, TypeError, r"leaf 'a' is ndarray, expected a jax\.Array"),
-        (jax.jit(to_torch), lambda: jnp.zeros(2), TypeError, "traced"),
-        (to_torch, lambda: jnp.zeros(4, jnp.int4), BridgeError, "the array is int4, which did not cross to Torch"),
-        (to_jax, lambda: {"a": 1.0}, TypeError, r"leaf 'a' is float, expected a torch\.Tensor"),
-        (to_jax, lambda: (torch.ones(2),), TypeError, r"the tensor is tuple, .* make a dict of a tuple or list"),
-        (to_jax, lambda: torch.eye(2).to_sparse(), TypeError, "no dense tensor"),
-        (to_jax, lambda: torch.zeros(2, device="meta"), TypeError, "no dense tensor"),
-        (to_jax, lambda: TensorDict({"b": jnp.zeros(2)}, []), TypeError, f"{WRAPPED}.*ArrayImpl, expected a torch.Ten"),
-        (to_jax, lambda: TensorDict({"b": NonTensorData("x")}, []), TypeError, f"{WRAPPED}str"),
-        (to_jax, lambda: torch.zeros(2, dtype=torch.float64), BridgeError, "would round it: cast it"),
-        (to_jax, lambda: torch.zeros(2, dtype=torch.complex128), BridgeError, "would round it: cast it"),
-    ],
-)
+@pytest.mark.parametrize(("cross", "given", "error", "words"), [
+    (to_torch, lambda: jax.random.key(0), TypeError, r"typed PRNG key.*key_data"),
+    (to_torch, lambda: {"a": np.zeros(2)}, TypeError, r"leaf 'a' is ndarray, expected a jax\.Array"),
+    (jax.jit(to_torch), lambda: jnp.zeros(2), TypeError, "traced"),
+    (to_torch, lambda: jnp.zeros(4, jnp.int4), BridgeError, "the array is int4, which did not cross to Torch"),
+    (to_jax, lambda: {"a": 1.0}, TypeError, r"leaf 'a' is float, expected a torch\.Tensor"),
+    (to_jax, lambda: (torch.ones(2),), TypeError, r"the tensor is tuple, .* make a dict of a tuple or list"),
+    (to_jax, lambda: torch.eye(2).to_sparse(), TypeError, "no dense tensor"),
+    (to_jax, lambda: torch.zeros(2, device="meta"), TypeError, "no dense tensor"),
+    (to_jax, lambda: TensorDict({"b": jnp.zeros(2)}, []), TypeError, f"{WRAPPED}.*ArrayImpl, expected a torch.Ten"),
+    (to_jax, lambda: TensorDict({"b": NonTensorData("x")}, []), TypeError, f"{WRAPPED}str"),
+    (to_jax, lambda: torch.zeros(2, dtype=torch.float64), BridgeError, "would round it: cast it"),
+    (to_jax, lambda: torch.zeros(2, dtype=torch.complex128), BridgeError, "would round it: cast it"),
+])  # fmt: skip
 def test_what_cannot_cross_is_refused(cross, given, error, words):
     with pytest.raises(error, match=words):
         cross(given())
@@ -179,16 +182,6 @@ def test_memory_that_torch_still_has_to_read_is_not_used_again():
         assert torch.equal(kept.cpu(), wanted)
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_both_ways_share_memory():
-    for dtype in DTYPES:
-        array = jnp.arange(6).astype(dtype)
-        tensor = to_torch(array)
-        assert tensor.is_cuda
-        assert tensor.data_ptr() == array.unsafe_buffer_pointer()
-        assert to_jax(tensor).unsafe_buffer_pointer() == tensor.data_ptr()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 def test_an_argument_from_the_cpu_is_not_committed_to_it(dtype):
     tensor = torch.arange(6).reshape(2, 3).to(dtype)
@@ -198,3 +191,40 @@ def test_an_argument_from_the_cpu_is_not_committed_to_it(dtype):
     assert torch.equal(to_torch(jnp.asarray(given)).to(dtype), tensor.T)
     with pytest.raises(BridgeError, match="holds 1099511627776"):
         argument(torch.tensor(2**40))
+
+
+NAN, ONE = torch.tensor(math.nan), torch.tensor(1.0)
+
+
+def doubt(number, test, text):
+    def complain():
+        raise ValueError(text)
+
+    complain_if(number, test, complain)
+
+
+def test_a_number_is_read_at_once():
+    doubt(ONE, math.isnan, "one")
+    with pytest.raises(ValueError, match="nan"):
+        doubt(NAN, math.isnan, "nan")
+
+
+def test_numbers_are_read_together_at_the_end_and_the_first_wrong_one_counts():
+    with reads_together(), NoReads():
+        doubt(ONE, math.isnan, "one")
+        doubt(torch.tensor(False), bool, "false")
+        doubt(torch.tensor(2**40), lambda number: number != 2**40, "integer")
+    with pytest.raises(ValueError, match="second"):
+        three_doubts()
+    test_a_number_is_read_at_once()  # again
+    with pytest.raises(KeyError):  # after an error nothing is read
+        three_doubts(KeyError)
+
+
+@reads_together()
+def three_doubts(error=None):
+    doubt(ONE, math.isnan, "first")
+    doubt(torch.tensor(True), bool, "second")
+    doubt(NAN, math.isnan, "third")
+    if error:
+        raise error

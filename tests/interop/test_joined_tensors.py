@@ -13,6 +13,7 @@ from funcollect.core.loops import over_jax
 from funcollect.interop import to_jax, to_torch
 from funcollect.interop.bridge import joining, opened, torch_followed
 from funcollect.policies import torch_in_jax
+from tests.support.cases import mlp
 from tests.support.compare import assert_same, collect
 from tests.support.devices import each_device
 
@@ -29,9 +30,7 @@ def as_on_a_gpu(device, monkeypatch):
 
 
 def network(device):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)).to(device)
+    return mlp(4, 2).to(device)
 
 
 def lowered(module):

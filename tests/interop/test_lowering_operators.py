@@ -1,7 +1,5 @@
 """Every rule against Torch: its values, its gradients, compositions of layers, and the overloads that need none."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 import torch
@@ -98,47 +96,6 @@ def test_no_rule_is_out_of_reach():
     assert set(REACHED) >= set(FAMILIES), "run the whole file"
     removed = {"aten.cholesky.default"} if TORCH >= (2, 15) else set()
     assert set(rules()) - set().union(*REACHED.values()) == removed
-
-
-class Norms(nn.Module):
-    """Norms and distances, without axes, with none, and with one."""
-
-    def forward(self, x, y):
-        norms = [torch.linalg.vector_norm(x, order, dim) for order in (2, 3) for dim in (None, [], -1)]
-        return *norms, torch.cdist(x, y), torch.cdist(x, y, p=3.0), torch.dist(x, y), x.std(0)
-
-
-def test_norms_of_nan_and_over_no_axes():
-    x = torch.tensor([[1.0, 2.0], [torch.nan, 3.0]])
-    given = (x, torch.zeros(2, 2))
-    assert_equal(Norms()(*given), lower_module(Norms(), given).apply({}, *jax_inputs(given)))
-
-
-def composition(kernel, stride):
-    """Layers on images, then on vectors, with activations between them."""
-    images = [
-        *(nn.Conv2d(2, 3, kernel, stride, kernel // 2), nn.ELU(), nn.ConvTranspose2d(3, 4, kernel, stride), nn.GELU()),
-        *(nn.MaxPool2d(kernel, stride, kernel // 2), nn.AvgPool2d(kernel, 1, kernel // 2), nn.GroupNorm(1, 4)),
-        *(nn.BatchNorm2d(4), nn.Mish(), nn.Upsample(scale_factor=stride), nn.AdaptiveAvgPool2d((3, 2)), nn.Flatten()),
-    ]
-    vectors = [
-        *(nn.Linear(24, 8), nn.LayerNorm(8), nn.Tanh(), nn.BatchNorm1d(8), nn.LeakyReLU(), nn.RMSNorm(8), nn.SiLU()),
-        *(nn.Unflatten(1, (1, 8)), nn.AdaptiveAvgPool1d(5), nn.Flatten(), nn.Dropout(0.3), nn.Hardswish()),
-        *(nn.Linear(5, 7), nn.Softplus(), nn.Softmax(-1), nn.Linear(7, 3), nn.ReLU()),
-    ]
-    return nn.Sequential(*images, *vectors)
-
-
-@pytest.mark.parametrize(("kernel", "stride", "shape"), [(2, 1, (5, 9)), (3, 2, (8, 6))])
-def test_compositions_of_layers(kernel, stride, shape):
-    module = composition(kernel, stride).eval()
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    lowered = lower_module(module, torch.zeros(3, 2, *shape))
-    for batch_size in (1, 4):
-        x = torch.randn(batch_size, 2, *shape)
-        assert_equal(module(x), lowered.apply(lowered.prepare(), x.numpy()), rtol=1e-4, atol=1e-4)
-        assert_gradients_equal(module, lowered, x, rtol=1e-2, atol=1e-3)
 
 
 def test_the_docs_list_what_is_covered():

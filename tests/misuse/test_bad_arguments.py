@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
 from torch import nn
 
 import funcollect as fc
@@ -112,7 +113,6 @@ def batch():
 
 @cache
 def traced_batch():
-    """What `traced.episode_stats` reads."""
     zero, no = jax.numpy.zeros((2, 2), jax.numpy.int32), jax.numpy.zeros((2, 2), bool)
     after = {"reward": jax.numpy.zeros((2, 2)), "done": no}
     return {"collector": {"episode": zero, "step": zero}, "next": after, "done": no}
@@ -149,20 +149,10 @@ def both(pair=host, **others):
     return dict(zip(("env", "policy"), pair(), strict=True)) | others
 
 
-def functional():
-    from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
-
-    return CartPoleFunctional()
-
-
 def torchrl_env():
     from torchrl.envs import GymEnv
 
     return GymEnv("CartPole-v1")
-
-
-def tensor_simulators():
-    return types.SimpleNamespace(num_envs=2, device="cpu", step=None, **spaces("single_"))
 
 
 def spaces(prefix=""):
@@ -235,13 +225,15 @@ GOOD = {
     "tensordict_policy": lambda: {"module": nn.Linear(4, 2)},
     "torch_policy": lambda: {"module": nn.Linear(4, 2), "head": CATEGORICAL},
     "track": lambda: {"batches": fc.SyncDataCollector(**COLLECTOR), "disable": True},
-    "envs.from_functional": lambda: {"env": functional()},
+    "envs.from_functional": lambda: {"env": CartPoleFunctional()},
     "envs.from_functions": lambda: FUNCTIONAL | spaces(),
     "Shard": lambda: {"index": 1, "count": 2},
     "envs.ActionSpec": lambda: {"space": host()[0].action_space},
     "envs.observation_leaves": lambda: {"space": host()[0].observation_space},
     "envs.observation_rows": lambda: {"env": host()[0]},
-    "envs.from_torch_vector_env": lambda: {"env": tensor_simulators()},
+    "envs.from_torch_vector_env": lambda: {
+        "env": types.SimpleNamespace(num_envs=2, device="cpu", step=None, **spaces("single_"))
+    },
     "envs.from_torchrl": lambda: {"env": torchrl_env},
     "heads.boltzmann": lambda: {"temperature": 0.1},
     "heads.epsilon_greedy": lambda: {"epsilon": 0.1},
@@ -310,7 +302,7 @@ def public():
                 yield prefix + name, value
 
 
-def parameters(function):
+def annotated(function):
     """The arguments of a callable with their annotations; those of a TypedDict of keywords too."""
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -332,7 +324,7 @@ CASES = [
     )
     for name, function in public()
     if name in GOOD
-    for argument, annotation in parameters(function)
+    for argument, annotation in annotated(function)
     if any(True for _ in bad_values(argument, annotation))
 ]
 
@@ -344,21 +336,15 @@ def test_every_public_callable_is_called():
 @pytest.mark.parametrize(("name", "function", "argument", "values"), CASES)
 def test_bad_values_of_an_argument(name, function, argument, values):
     """The error names the argument and the value, and what was expected or the fix; the other arguments stay good."""
-    others = {
-        key: value for key, value in GOOD[name]().items() if key not in (argument, NOT_BOTH.get((name, argument)))
-    }
-    positional = [
-        parameter.name
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind is parameter.POSITIONAL_ONLY
-    ]
+    others = {key: good for key, good in GOOD[name]().items() if key not in (argument, NOT_BOTH.get((name, argument)))}
+    parameters = inspect.signature(function).parameters.values()
+    positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]
     for value in values:
         given = others | {argument: value}
         with pytest.raises(OWN) as caught:
             function(*map(given.pop, positional), **given)
         message = str(caught.value)
         assert re.search(rf"\b{argument}\b", message), f"{value!r}: {type(caught.value).__name__}: {message}"
-        assert any(form in message for form in (shown(value), str(value), kind_of(value).removeprefix("the class "))), (
-            f"{value!r}: {message}"
-        )
+        forms = (shown(value), str(value), kind_of(value).removeprefix("the class "))
+        assert any(form in message for form in forms), f"{value!r}: {message}"
         assert "expected" in message or ": " in message, f"{value!r}: {message}"

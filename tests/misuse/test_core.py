@@ -1,12 +1,15 @@
-"""States, functions and collectors used wrongly: the state that was good before is good afterwards."""
+"""States, functions, collectors and methods used wrongly: what was good before is good afterwards."""
 
 import pickle
+import re
 import sys
 
+import jax
 import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
+from tensordict import TensorDict
 from torch import nn
 
 import funcollect as fc
@@ -28,16 +31,12 @@ def masked(mask):
 
 
 @table(
-    ("seed 2**64", lambda e, p, s: fc.init(e, p, seed=2**64), ValueError, f"seed is {2**64} … < 2**64 … take it modul"),
     ("2**31 steps", lambda e, p, s: fc.rollout(e, p, s, 2**31), ValueError, f"length is {2**31} … several rollouts"),
     ("a short mask", masked(torch.ones(2, dtype=torch.bool)), ValueError, f"torch.bool (2,) … {MASK}"),
     ("a mask of numbers", masked([0, 2, 1]), ValueError, f"torch.int64 (3,) … {MASK}"),
-    ("a ragged mask", masked([[True], [True, False]]), ValueError, f"mask is … {MASK}"),
     ("swapped", lambda e, p, s: fc.init(p, e, seed=0), TypeError, "env is … env comes first … make"),
     ("swapped later", lambda e, p, s: fc.rollout(p, e, s, 2), TypeError, "policy is the environment … env comes first"),
     ("a class", lambda e, p, s: fc.init(type(e), p, seed=0), TypeError, "env is the class … an Env … make_env"),
-    ("none", lambda e, p, s: fc.init(e, None, seed=0), TypeError, "policy is None … a Policy … torch_policy"),
-    ("a list", lambda e, p, s: fc.fork(e, [s]), TypeError, "state is [CollectorState( … expected … pass the state"),
     ("too few", lambda e, p, s: fc.evaluate(e, p, max_frames=3, **MANY), EvaluationError, "of 1000 … max_frames=3 … r"),
 )
 def test_arguments_that_do_not_do(misuse, env):
@@ -48,10 +47,14 @@ def test_arguments_that_do_not_do(misuse, env):
     fc.close(runs(env, policy, state))
 
 
-def test_a_stale_state():
-    env = fc.make_env("CartPole-v1", num_envs=3)
+def begun(source, **kwargs):
+    env = fc.make_env(source, **kwargs)
     policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    return env, policy, fc.init(env, policy, seed=0)
+
+
+def test_a_stale_state():
+    env, policy, state = begun("CartPole-v1", num_envs=3)
     after, _ = fc.rollout(env, policy, state, 4)
     says = (
         "simulators of HostEnv('CartPole-v1', num_envs=3) … a later state has taken its place … "
@@ -73,9 +76,7 @@ def test_a_stale_state():
 
 
 def test_a_state_whose_call_did_not_end_says_so():
-    env = fc.make_env(Rigged(lambda answer: None))
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = begun(Rigged(lambda answer: None))
     with pytest.raises(fc.EnvError):
         fc.rollout(env, policy, state, 8)
     with refused(StaleStateError, "the call that used it did not end (an exception, or Ctrl-C) … funcollect.recover"):
@@ -106,27 +107,26 @@ def test_a_state_of_another_environment(name, other):
         with refused(ValueError, "belongs to another environment"):
             fc.traced.rollout(wrong, fc.random_policy(wrong), None, state, 4)
         state = pickle.loads(pickle.dumps(state))  # whose origin is unknown
-    runs(env, state=state)
-
-
-def test_a_state_of_another_number_of_lanes(env):
-    state = fc.init(env, fc.random_policy(env), seed=0)
-    wrong = fc.make_env("torch/CartPole-v1", num_envs=2)
-    with refused(ValueError, ("the state has 3 lanes", "CartPole(num_envs=2) has 2", "pass its own env")):
-        fc.rollout(wrong, fc.random_policy(wrong), state, 4)
+    else:
+        wrong = fc.make_env("torch/CartPole-v1", num_envs=2)
+        with refused(ValueError, "the state has 3 lanes … CartPole(num_envs=2) has 2 … pass its own env"):
+            fc.rollout(wrong, fc.random_policy(wrong), state, 4)
     runs(env, state=state)
 
 
 def test_a_closed_state():
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
-    fc.close(state)
-    fc.close(state)
+    env, policy, state = begun("CartPole-v1", num_envs=3)
+    for _ in range(2):
+        fc.close(state)
     for use in (lambda: fc.rollout(env, policy, state, 4), lambda: fc.reset(env, state), lambda: fc.fork(env, state)):
         with refused(ClosedError, "HostEnv('CartPole-v1', num_envs=3) were closed … a new state with funcollect.init"):
             use()
     runs(env, policy)
+    collector = fc.SyncDataCollector("CartPole-v1", frames_per_batch=4)
+    fc.close(collector.state)  # behind its back
+    with refused(ClosedError, "HostEnv('CartPole-v1') were closed … make a new state"):
+        next(collector)
+    collector.shutdown()
 
 
 class Global(Rigged):
@@ -134,22 +134,19 @@ class Global(Rigged):
         return swaps(0, np.random.uniform(-1, 1, 2))(super().step(action))
 
 
-def test_a_fork_of_what_does_not_follow_from_its_seed():
-    env = fc.make_env([Rigged, Global])
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
-    says = "lane 1 … gave another observation … expected the same … self.np_random … the state can still be used"
-    with refused(ReplayError, says):
+REPLAYS = "lane 1 … gave another observation … expected the same … self.np_random … the state can still be used"
+REBUILDS = "cannot be rebuilt … it has no spec … pass an id or a factory, or a list of"
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"), [(lambda: [Rigged, Global], ReplayError, REPLAYS), (Rigged, InUseError, REBUILDS)]
+)
+def test_a_fork_of_what_does_not_follow_from_its_seed_or_cannot_be_built_again(make, error, says):
+    env, policy, state = begun(make())
+    state, _ = fc.rollout(env, policy, state, 4)
+    with refused(error, says):
         fc.fork(env, state)
     runs(env, policy, state)
-
-
-def test_a_fork_of_an_instance_that_cannot_be_built_again():
-    env = fc.make_env(Rigged())
-    state = fc.init(env, fc.random_policy(env), seed=0)
-    with refused(InUseError, "cannot be rebuilt … it has no spec … pass an id or a factory, or a list of"):
-        fc.fork(env, state)
-    runs(env, state=state)
 
 
 def network():
@@ -165,11 +162,9 @@ def given(what, error, *says, **how):
 
 @table(
     given("two limits", ValueError, "max_frames_per_traj cuts", "reset_when_done=False keeps it", **BOTH),
-    given("device", ValueError, "device is 'cuda:77'", "that Torch has here", "such as 'cpu'", device="cuda:77"),
     given("env_device meta", ValueError, "env_device is meta", "runs on cpu", "build the env", env_device="meta"),
     given("two policies", ValueError, "are both given", "expected one", policy=network(), policy_factory=network),
     given("nothing", TypeError, "policy_factory returned None", "expected a policy", policy_factory=lambda: None),
-    given("num_envs 0", ValueError, "num_envs is 0", "expected a positive int", create_env_kwargs={"num_envs": 0}),
 )
 def test_keywords_that_do_not_do(misuse):
     with refused(misuse.error, misuse.says):
@@ -178,15 +173,12 @@ def test_keywords_that_do_not_do(misuse):
         next(collector)
 
 
-def test_bad_keywords_are_refused_before_an_environment_is_made():
+def test_bad_keywords_open_nothing_and_a_policy_that_does_not_suit_leaves_the_instance_to_the_next_collector():
     made = []
     for how in ({"frames_per_batch": 0}, {"frames_per_batch": 4, "exploration_type": "mode"}):
         with pytest.raises((TypeError, ValueError)):
             fc.SyncDataCollector(lambda: made.append(Rigged()), **how)
     assert made == []
-
-
-def test_a_policy_that_does_not_suit_leaves_the_instance_to_the_next_collector():
     instance = Rigged()
     with pytest.raises(ValueError, match="the head normal needs"):
         fc.SyncDataCollector(instance, fc.torch_policy(nn.Linear(2, 2), head=fc.heads.normal), frames_per_batch=4)
@@ -225,14 +217,6 @@ def test_a_collector_that_was_shut_down():
     assert collector.stats()["frames"] == 4
 
 
-def test_a_state_closed_behind_the_collectors_back():
-    collector = fc.SyncDataCollector("CartPole-v1", frames_per_batch=4)
-    fc.close(collector.state)
-    with refused(ClosedError, ("HostEnv('CartPole-v1') were closed", "make a new state")):
-        next(collector)
-    collector.shutdown()
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -241,30 +225,15 @@ def test_a_state_closed_behind_the_collectors_back():
         ({"policy_state_dict": {"scale": 1}}, "params differ … bias is absent … scale is int, expected absent … pass"),
     ],
 )
-def test_a_state_dict_that_does_not_fit(change, says):
-    with fc.SyncDataCollector("CartPole-v1", network(), frames_per_batch=4) as collector:
+def test_a_state_dict_or_a_seed_that_does_not_do_leaves_the_run_as_it_is(change, says):
+    with fc.SyncDataCollector("CartPole-v1", network(), frames_per_batch=4, seed=3) as collector:
         next(collector)
         with refused(ValueError, says):
             collector.load_state_dict(collector.state_dict() | change if change else {})
-        assert next(collector)["collector", "step"].tolist() == [4, 5, 6, 7]
-
-
-@pytest.mark.parametrize("seed", ["7", 2**64])
-def test_a_seed_that_is_none_leaves_the_run_as_it_is(seed):
-    with fc.SyncDataCollector("CartPole-v1", frames_per_batch=4, seed=3) as collector:
-        next(collector)
-        with pytest.raises((TypeError, ValueError), match="seed is"):
-            collector.set_seed(seed)
+        with pytest.raises(ValueError, match="seed is"):
+            collector.set_seed(2**64)
         assert collector.seed == 3
         assert next(collector)["collector", "step"].tolist() == [4, 5, 6, 7]
-
-
-def test_what_has_no_length_or_name_says_so():
-    with fc.SyncDataCollector("CartPole-v1", frames_per_batch=4) as collector:
-        with refused(TypeError, ("an endless collector (total_frames=-1) has no length", "give total_frames")):
-            len(collector)
-        with refused(AttributeError, ("'SyncDataCollector' object has no attribute 'frames_per_bach'",)):
-            _ = collector.frames_per_bach
 
 
 TWO = {"create_env_fn": ["CartPole-v1"] * 2}
@@ -273,7 +242,6 @@ RAY = {
     "class": ({"collector_class": dict}, TypeError, r"collector_class is .*expected SyncDataCollector"),
     "workers without a class": ({"num_workers_per_collector": 2}, ValueError, "SyncDataCollector has no workers"),
     "lists that differ": (TWO | {"collector_kwargs": [{}]}, ValueError, r"'create_env_fn': 2, 'collector_kwargs': 1"),
-    "a number that differs": (TWO | {"num_collectors": 3}, ValueError, "differ"),
     "none": ({"create_env_fn": []}, ValueError, "or are 0"),
     "a keyword of the run": ({"collector_kwargs": {"frames_per_batch": 3}}, ValueError, "give it to RayCollector"),
     "a keyword of nobody": ({"collector_kwargs": {"policy_device": "cup"}}, ValueError, "policy_device is 'cup'"),
@@ -287,8 +255,6 @@ RAY = {
     "frames": ({"frames_per_batch": [10, 10], "sync": True}, TypeError, "expected a positive int"),
     "prefetch": ({"prefetch": True}, ValueError, "prefetch is for sync=True"),
     "storing devices": (TWO | {"sync": True, "storing_device": ["cpu", "meta"]}, ValueError, "one for sync=True"),
-    "one of TorchRL's": ({"trust_policy": True}, TypeError, r"no argument trust_policy \(policies need no trust\)"),
-    "in_process": ({"in_process": True}, TypeError, r"no argument in_process \(MultiSyncDataCollector has it\)"),
 }
 
 
@@ -298,3 +264,86 @@ def test_bad_keywords_are_refused_before_ray_starts(name):
     with pytest.raises(error, match=message):
         fc.RayCollector(**({"create_env_fn": "CartPole-v1", "frames_per_batch": 10} | kwargs))
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+
+
+OWN = (fc.FuncollectError, TypeError, ValueError)
+COLLECTOR = {"create_env_fn": "CartPole-v1", "policy": None, "frames_per_batch": 8}
+
+
+def batch():
+    state, batch = fc.rollout(*begun("CartPole-v1", num_envs=2), 6)
+    fc.close(state)
+    return batch
+
+
+def buffer():
+    sampler = fc.PrioritizedSampler(max_capacity=16, alpha=0.6, beta=0.4)
+    made = fc.ReplayBuffer(storage=fc.LazyTensorStorage(16), sampler=sampler, batch_size=4)
+    made.extend(batch().reshape(-1))
+    return made
+
+
+MAKE = {
+    "ReplayBuffer": buffer,
+    "SyncDataCollector": lambda: fc.SyncDataCollector(**COLLECTOR),
+    "MultiStep": lambda: fc.MultiStep(0.9, 3),
+}
+METHODS = [
+    ("ReplayBuffer.add", "data", [0, "x", {}]),
+    ("ReplayBuffer.extend", "data", [0, "x", None, {}]),
+    ("ReplayBuffer.sample", "batch_size", ["x", 2.5, True, 0, -1]),
+    ("ReplayBuffer.update_priority", "index", [None, 2.5, "x", True, [0.5], 99, -2, object()]),
+    ("ReplayBuffer.update_priority", "priority", [None, "x", -1.0, float("nan"), float("inf"), [1.0, 2.0], object()]),
+    ("ReplayBuffer.update_priority", "written", ["x", 2.5, -1, True]),
+    ("ReplayBuffer.dumps", "path", [0, None]),
+    ("ReplayBuffer.loads", "path", [0, None]),
+    ("SyncDataCollector.set_seed", "seed", ["x", 2.5, True, -1, 2**64]),
+    ("SyncDataCollector.reset", "mask", ["x", 0, [True, False]]),
+    ("SyncDataCollector.load_state_dict", "state_dict", [None, 0, {}, {"seed": 0}]),
+    ("MultiStep.__call__", "batch", [None, 0, {}, TensorDict({}, [0]), batch()[:, :0]]),
+]
+NAMES = {"data": "data|batch|frames", "priority": "priorit"}
+
+
+@pytest.mark.parametrize(("method", "argument", "values"), METHODS)
+def test_bad_values_of_an_argument_of_a_method(method, argument, values):
+    kind, _, name = method.partition(".")
+    function, good = getattr(MAKE[kind](), name), {"index": 0, "priority": 1.0} if name == "update_priority" else {}
+    for value in values:
+        with pytest.raises(OWN) as caught:
+            function(**(good | {argument: value}))
+        message = str(caught.value)
+        assert re.search(NAMES.get(argument, argument), message), f"{value!r}: {type(caught.value).__name__}: {message}"
+
+
+STATES = (
+    lambda: fc.torch_policy(lambda x, h: (x, h), initial_state="x"),
+    lambda: fc.torch_policy(lambda x, h: (x, h), initial_state={"a": torch.zeros(2), "b": "x"}),
+    lambda: fc.jax_policy(lambda p, x, h: (x, h), 0.0, initial_state="x"),
+    lambda: fc.tensordict_policy(nn.Linear(4, 2), initial_state={"hidden": "x"}),
+)
+
+
+def test_a_bad_initial_state_is_named():
+    for make in STATES:
+        with pytest.raises(TypeError, match="initial_state"):
+            make()
+
+
+def test_numbers_of_numpy_are_numbers():
+    fc.make_env("CartPole-v1", num_envs=np.int64(2), info_keys=(), one_hot=np.bool_(False))
+    numbers = {"max_frames_per_traj": np.int32(4), "init_random_frames": np.int64(4)}
+    fc.SyncDataCollector("CartPole-v1", frames_per_batch=np.int64(8), **numbers).shutdown()
+    fc.MultiStep(np.float32(0.5), np.int64(2))
+    fc.heads.epsilon_greedy(np.float64(0.5))
+    assert buffer()[np.int64(3)].batch_size == ()
+    buffer().update_priority(torch.tensor([1, 2]), np.array([0.5, 1.0], np.float32))
+
+
+def test_a_state_from_before_jax_had_64_bits():
+    env, policy, state = begun("gymnax/CartPole-v1", num_envs=2)
+    with (
+        jax.enable_x64(True),
+        pytest.raises(ValueError, match=r"jax_enable_x64 may have been set.*make another state with init"),
+    ):
+        fc.rollout(env, policy, state, 3)

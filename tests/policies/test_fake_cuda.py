@@ -3,8 +3,6 @@
 from functools import partial
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -21,7 +19,6 @@ import funcollect as fc
 from funcollect.core.loops.eager import open_actor
 from funcollect.core.request import Request, exploration_values
 from funcollect.keys import key_from_seed
-from funcollect.policies import base
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.specs import ActionSpec
 from tests.support.fake_cuda import CUDA, FakeCuda, Linear, devices_of
@@ -60,13 +57,9 @@ def shorten(size):
     return lambda x: x[:, :size]
 
 
-class Memory(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.layer = Linear(SIZE, size, device=CUDA)
-
+class Memory(Linear):
     def forward(self, x, hidden):
-        return self.layer(x), hidden + x[:, :2]
+        return super().forward(x), hidden + x[:, :2]
 
 
 def a_recurrent_function(size):
@@ -88,7 +81,7 @@ FORMS = {  # and the recurrent state
     "module without parameters": (lambda size: Calls(shorten(size)), None),
     "module": (lambda size: Linear(SIZE, size, device=CUDA), None),
     "recurrent function": (a_recurrent_function, torch.zeros(2)),
-    "recurrent module": (Memory, torch.zeros(2)),
+    "recurrent module": (lambda size: Memory(SIZE, size, device=CUDA), torch.zeros(2)),
 }
 
 
@@ -226,29 +219,6 @@ OTHERS = {
 def test_other_policies(name):
     make, spec, *options = OTHERS[name]
     run(make, spec, **dict(*options))
-
-
-class OwnInJax(Own):
-    backend = "jax"
-
-    def noise(self, spec, /):
-        return None
-
-    def init(self, key, num_envs, /):
-        return {"count": jnp.zeros(num_envs)}
-
-    def __call__(self, params, state, observation, noise, spec, exploration, /):
-        assert isinstance(observation, jax.Array)
-        count = state["count"] + 1
-        return {"count": count}, {"action": observation[:, :2].argmax(-1), "count": count}
-
-
-def test_a_policy_of_ones_own_in_jax_gets_arrays(monkeypatch):
-    monkeypatch.setattr(base, "array_over", lambda leaf: jnp.zeros(leaf.shape))
-    monkeypatch.setattr(base, "jax_view", lambda mask: jnp.zeros(mask.shape, bool))
-    dtypes = {"int32": torch.int32, "float32": torch.float32}
-    monkeypatch.setattr(base, "tensor_over", lambda x: torch.zeros(x.shape, dtype=dtypes[x.dtype.name], device=CUDA))
-    run(OwnInJax, DISCRETE)
 
 
 def test_what_waits_is_noticed():

@@ -1,8 +1,7 @@
 import inspect
 import math
 import pydoc
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -19,16 +18,9 @@ from funcollect.specs import ActionSpec
 
 SAMPLES = 20_000
 
-
-class Backend(NamedTuple):
-    xp: Any
-    array: Callable[[Tensor], Any]
-    compile: Callable[..., Any]
-
-
 BACKENDS = {
-    "torch": Backend(TORCH, lambda x: x, lambda function: function),
-    "jax": Backend(jax_numerics(), lambda x: jax.numpy.asarray(x.numpy()), jax.jit),
+    "torch": SimpleNamespace(xp=TORCH, array=torch.clone, compile=lambda function: function),
+    "jax": SimpleNamespace(xp=jax_numerics(), array=fc.interop.to_jax, compile=jax.jit),
 }
 
 
@@ -37,13 +29,12 @@ def backend(request):
     return BACKENDS[request.param]
 
 
-class SampleIndices(NamedTuple):
-    action: Tensor  # [N, ...]
-    log_prob: Tensor | None  # [N]
+def in_torch(result):
+    return result if result is None or isinstance(result, Tensor) else torch.from_numpy(np.array(result))
 
 
 def act(backend, head, answer, spec, *, rows=SAMPLES, mode=False):
-    """`rows` actions for one network's answer, or for `rows` answers, as a loop draws them."""
+    """`rows` actions and their log-probabilities, for one network's answer or for `rows` answers."""
 
     def widen(part):
         return backend.array(part if part.shape[:1] == (rows,) else part.expand(rows, *part.shape))
@@ -56,8 +47,16 @@ def act(backend, head, answer, spec, *, rows=SAMPLES, mode=False):
     described = None if mode else head.noise(spec)
     noise = None if described is None else draw_ahead(described, key_from_seed(3), np.arange(rows), 0, 1)[0]
     wide = tuple(map(widen, answer)) if isinstance(answer, tuple) else widen(answer)
-    drawn = backend.compile(step)(wide, None if noise is None else backend.array(noise))
-    return SampleIndices(*(None if part is None else torch.from_numpy(np.asarray(part).copy()) for part in drawn))
+    return tuple(map(in_torch, backend.compile(step)(wide, None if noise is None else backend.array(noise))))
+
+
+def entropy_of(backend, head, answer, spec):
+    """Of an answer, or of the parts of one."""
+
+    def compute(*answer):
+        return head.entropy(backend.xp, head.parse(backend.xp, answer if len(answer) > 1 else answer[0], spec), spec)
+
+    return in_torch(backend.compile(compute)(*map(backend.array, answer)))
 
 
 def assert_frequencies(chosen, wanted):
@@ -123,14 +122,10 @@ def test_choices_are_sampled_and_scored_each_by_itself(backend, space, one_hot, 
 def test_the_mode_is_the_best_choice(backend, space, one_hot, head):
     spec = ActionSpec(space, one_hot)
     answers = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
-    action = act(backend, head, answers, spec, rows=50, mode=True).action
+    action, log_prob = act(backend, head, answers, spec, rows=50, mode=True)
+    assert (log_prob is None) is (head is fc.heads.greedy)
     for chosen, values in zip(components(action, spec), answers.split(spec.categories, -1), strict=True):
         assert torch.equal(chosen, values.argmax(-1))
-
-
-def test_greedy_needs_no_noise_and_has_no_density(backend):
-    assert fc.heads.greedy.noise(ActionSpec(spaces.Discrete(6))) is None
-    assert act(backend, fc.heads.greedy, LOGITS, ActionSpec(spaces.Discrete(6)), rows=3).log_prob is None
 
 
 BOXES = [spaces.Box(-2, 3, (2,)), spaces.Box(-2, 3, (2, 2)), spaces.Box(-2, 3, ()), spaces.Box(-2, 3, (2,), np.float64)]
@@ -156,7 +151,7 @@ def test_normal_samples_its_distribution_and_scores_it(backend, space):
     assert_moments(action, loc, scale)
     reference = distributions.Independent(distributions.Normal(loc, scale), len(space.shape))
     torch.testing.assert_close(log_prob, reference.log_prob(action), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(act(backend, fc.heads.normal, (loc, scale), spec, mode=True).action[0], loc)
+    torch.testing.assert_close(act(backend, fc.heads.normal, (loc, scale), spec, mode=True)[0][0], loc)
 
 
 @boxes
@@ -171,7 +166,7 @@ def test_tanh_normal_samples_its_distribution_and_scores_it(backend, space):
     assert inside.float().mean() > 0.8
     wanted = reference.log_prob(action[inside].double())
     torch.testing.assert_close(log_prob[inside].double(), wanted, rtol=1e-3, atol=1e-3)
-    mode = act(backend, fc.heads.tanh_normal, (loc, scale), ActionSpec(space), mode=True).action
+    mode, _ = act(backend, fc.heads.tanh_normal, (loc, scale), ActionSpec(space), mode=True)
     torch.testing.assert_close(mode[0].float(), 0.5 + 2.5 * loc.tanh())
 
 
@@ -182,16 +177,12 @@ def test_tanh_normal_stays_finite_and_in_bounds_far_out(backend):
     assert torch.isfinite(log_prob).all()
 
 
-def test_one_array_is_a_pair_whose_scale_went_through_softplus(backend):
+def test_one_array_is_a_pair_whose_scale_went_through_softplus_and_one_scale_serves_all_lanes(backend):
     spec = ActionSpec(spaces.Box(-1, 1, (3, 2)))
     answer = torch.randn(7, 3, 4, generator=torch.Generator().manual_seed(0))
     both = (answer[..., :2], torch.nn.functional.softplus(answer[..., 2:]))
     for head in (fc.heads.normal, fc.heads.tanh_normal):
-        one, two = act(backend, head, answer, spec, rows=7), act(backend, head, both, spec, rows=7)
-        torch.testing.assert_close(tuple(one), tuple(two))
-
-
-def test_a_scale_without_batch_dimension_serves_all_lanes(backend):
+        torch.testing.assert_close(*(act(backend, head, each, spec, rows=7) for each in (answer, both)))
     answer = backend.array(torch.zeros(5, 2)), backend.array(torch.tensor([0.5, 2.0]))
     parameters = fc.heads.normal.parse(backend.xp, answer, ActionSpec(spaces.Box(-1, 1, (2,))))
     assert parameters[1].tolist() == [[0.5, 2.0]] * 5
@@ -200,30 +191,26 @@ def test_a_scale_without_batch_dimension_serves_all_lanes(backend):
 @pytest.mark.parametrize("space", [*(space for space, _ in DISCRETE), *BOXES[:3]], ids=str)
 def test_torch_and_jax_act_alike_on_equal_noise(space):
     box = isinstance(space, spaces.Box)
-    names = ["normal", "tanh_normal"] if box else ["categorical", "greedy"]
-    for head in [*(getattr(fc.heads, name) for name in names), *([] if box else [fc.heads.epsilon_greedy(0.4)])]:
+    choosing = (fc.heads.categorical, fc.heads.greedy, fc.heads.epsilon_greedy(0.4))
+    for head in (fc.heads.normal, fc.heads.tanh_normal) if box else choosing:
         answer = pair(space) if box else LOGITS
-        one = act(BACKENDS["torch"], head, answer, ActionSpec(space), rows=500)
-        two = act(BACKENDS["jax"], head, answer, ActionSpec(space), rows=500)
-        torch.testing.assert_close(one.action, two.action, check_dtype=False)
+        one, two = (act(each, head, answer, ActionSpec(space), rows=500) for each in BACKENDS.values())
+        torch.testing.assert_close(one[0], two[0], check_dtype=False)
         if head is not fc.heads.greedy:
-            torch.testing.assert_close(one.log_prob, two.log_prob, check_dtype=False, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(one[1], two[1], check_dtype=False, rtol=1e-4, atol=1e-5)
 
 
 BESIDE, PAIR = r"wants \[P, 2\].*; with other outputs beside it, return a dict such as", "the head normal wants a pair"
 
 
-@pytest.mark.parametrize(
-    ("head", "answer", "says"),
-    [
-        (fc.heads.categorical, (torch.zeros(3, 2), torch.zeros(3, 1)), BESIDE),
-        (fc.heads.normal, (torch.zeros(5, 2), torch.ones(3, 2)), r"\(3, 2\).* \(loc, scale\), each \['P', 2\]"),
-        (fc.heads.normal, (torch.zeros(4, 2), torch.zeros(4, 3)), PAIR),
-        (fc.heads.normal, torch.zeros(4, 3), PAIR),
-        (fc.heads.normal, torch.zeros(4, 2, 2), PAIR),
-        (fc.heads.normal, 1, PAIR),
-    ],
-)
+@pytest.mark.parametrize(("head", "answer", "says"), [
+    (fc.heads.categorical, (torch.zeros(3, 2), torch.zeros(3, 1)), BESIDE),
+    (fc.heads.normal, (torch.zeros(5, 2), torch.ones(3, 2)), r"\(3, 2\).* \(loc, scale\), each \['P', 2\]"),
+    (fc.heads.normal, (torch.zeros(4, 2), torch.zeros(4, 3)), PAIR),
+    (fc.heads.normal, torch.zeros(4, 3), PAIR),
+    (fc.heads.normal, torch.zeros(4, 2, 2), PAIR),
+    (fc.heads.normal, 1, PAIR),
+])  # fmt: skip
 def test_answers_that_do_not_fit_are_refused(head, answer, says):
     space = spaces.Box(-1, 1, (2,)) if head is fc.heads.normal else spaces.Discrete(2)
     with pytest.raises(PolicyError, match=says):
@@ -242,20 +229,15 @@ def test_help_says_what_the_network_returns(name):
 @discrete
 def test_entropies_of_discrete_heads(backend, space, one_hot):
     spec = ActionSpec(space, one_hot)
-    answer = backend.array(torch.randn(5, 6, generator=torch.Generator().manual_seed(0)))
-
-    def entropy(head, answer):
-        got = backend.compile(lambda x: head.entropy(backend.xp, head.parse(backend.xp, x, spec), spec))(answer)
-        return got if isinstance(got, Tensor) else torch.from_numpy(np.array(got))
-
-    parts = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).split(spec.categories, -1)
+    answer = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     for head, probabilities in CHOOSING:
-        wanted = sum(distributions.Categorical(probs=probabilities(part)).entropy() for part in parts)
-        torch.testing.assert_close(entropy(head, answer), wanted)
-    assert torch.equal(entropy(fc.heads.epsilon_greedy(0.0), answer), torch.zeros(5))
+        parts = map(probabilities, answer.split(spec.categories, -1))
+        wanted = sum(distributions.Categorical(probs=part).entropy() for part in parts)
+        torch.testing.assert_close(entropy_of(backend, head, [answer], spec), wanted)
+    assert torch.equal(entropy_of(backend, fc.heads.epsilon_greedy(0.0), [answer], spec), torch.zeros(5))
     ruled_out = torch.full((5, 6), -math.inf)
-    torch.testing.assert_close(entropy(fc.heads.epsilon_greedy(1.0), backend.array(ruled_out)), wanted)
-    assert fc.heads.greedy.entropy(backend.xp, (answer,), spec) is None
+    torch.testing.assert_close(entropy_of(backend, fc.heads.epsilon_greedy(1.0), [ruled_out], spec), wanted)
+    assert entropy_of(backend, fc.heads.greedy, [answer], spec) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -269,9 +251,8 @@ def test_a_choice_that_is_ruled_out_leaves_entropy_and_gradient_finite(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("framework", BACKENDS)
-def test_outputs_of_16_bits_are_scored_in_32(framework, dtype):
-    xp, array = BACKENDS[framework].xp, fc.interop.to_jax if framework == "jax" else torch.clone
+def test_outputs_of_16_bits_are_scored_in_32(backend, dtype):
+    xp, array = backend.xp, backend.array
     discrete = (ActionSpec(spaces.Discrete(6)), LOGITS[None].to(dtype))
     box = (ActionSpec(spaces.Box(-2, 3, (2,))), torch.tensor([[0.3, -0.2, 0.5, 1.5]]).to(dtype))
     heads = [fc.heads.categorical, fc.heads.boltzmann(0.5), fc.heads.epsilon_greedy(0.0), fc.heads.epsilon_greedy(0.3)]
@@ -286,17 +267,15 @@ def test_outputs_of_16_bits_are_scored_in_32(framework, dtype):
 @boxes
 @pytest.mark.parametrize("width", [0.1, 0.5, 1.0, 2.0])
 def test_entropies_of_normal_heads(backend, space, width):
-    (loc, _), spec = pair(space), ActionSpec(space)
-    answer = backend.array(loc[None]), backend.array(torch.full_like(loc, width)[None])
-
-    def entropy(head):
-        got = backend.compile(lambda *x: head.entropy(backend.xp, head.parse(backend.xp, x, spec), spec))(*answer)
-        return (got if isinstance(got, Tensor) else torch.from_numpy(np.array(got))).double()
-
+    loc, spec = pair(space)[0], ActionSpec(space)
+    answer = loc[None], torch.full_like(loc, width)[None]
+    by_normal, squashed = (
+        entropy_of(backend, head, answer, spec)[0].double() for head in (fc.heads.normal, fc.heads.tanh_normal)
+    )
     normal = distributions.Normal(loc.double(), width)
-    torch.testing.assert_close(entropy(fc.heads.normal)[0].float(), normal.entropy().sum().float())
+    torch.testing.assert_close(by_normal.float(), normal.entropy().sum().float())
     nodes = torch.linspace(-12, 12, 20_001, dtype=torch.float64)
     raw = loc.double()[..., None] + width * nodes
     slope = 2 * (math.log(2) - raw - torch.nn.functional.softplus(-2 * raw)) + math.log(2.5)
     mean = torch.trapezoid(slope * torch.exp(-0.5 * nodes**2) / math.sqrt(2 * math.pi), nodes)
-    assert abs(entropy(fc.heads.tanh_normal)[0] - (normal.entropy() + mean).sum()) <= 1e-3 * max(1, loc.numel())
+    assert abs(squashed - (normal.entropy() + mean).sum()) <= 1e-3 * max(1, loc.numel())

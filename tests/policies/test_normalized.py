@@ -11,22 +11,23 @@ from torch import nn
 
 import funcollect as fc
 from funcollect import running_statistics as rs
-from tests.support.compare import assert_close, assert_same, compilations
+from tests.support.compare import assert_close, assert_same, collect, compilations
 from tests.support.envs.light_envs import Sampling
 from tests.support.misuse import refused
 
 WEIGHT = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
 
 
-def torch_policy(compile=None, head=fc.heads.categorical):  # noqa: A002
+def policy_in(backend, compiler=None):
+    if backend == "jax":
+        return fc.jax_policy(lambda params, x: x @ params, jnp.asarray(WEIGHT), head=fc.heads.categorical)
     module = nn.Linear(4, 2, bias=False)
     with torch.no_grad():
         module.weight.copy_(torch.from_numpy(WEIGHT.T))
-    return fc.torch_policy(module, head=head, compile=compile)
+    return fc.torch_policy(module, head=fc.heads.categorical, compile=compiler)
 
 
-def jax_policy(head=fc.heads.categorical):
-    return fc.jax_policy(lambda params, x: x @ params, jnp.asarray(WEIGHT), head=head)
+in_both = pytest.mark.parametrize("backend", ["torch", "jax"])
 
 
 def some_stats(backend="torch"):
@@ -39,7 +40,7 @@ def some_stats(backend="torch"):
 def by_hand(stats, env, length=30):
     """The same network over a first layer of constants."""
     shift, scale = stats.mean["observation"].float(), (stats.variance["observation"] + 1e-8).sqrt().float()
-    module = torch_policy().module
+    module = policy_in("torch").module
     policy = fc.torch_policy(lambda x: module(((x - shift) / scale).clamp(-10, 10)), head=fc.heads.categorical)
     return fc.rollout(env, policy, fc.init(env, policy, seed=3), length)[1]
 
@@ -47,20 +48,19 @@ def by_hand(stats, env, length=30):
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
 @pytest.mark.parametrize("kind", ["torch", "xla", "eager", "jax"])
 def test_every_loop_acts_on_normalised_observations_and_records_raw_ones(name, kind):
-    env = fc.make_env(name, num_envs=3)
-    base = jax_policy() if kind == "jax" else torch_policy(None if kind == "torch" else kind)
-    policy = fc.normalized(base, some_stats("jax" if kind == "jax" else "torch"))
+    env, backend = fc.make_env(name, num_envs=3), "jax" if kind == "jax" else "torch"
+    base = policy_in(backend, kind if kind in ("xla", "eager") else None)
+    policy = fc.normalized(base, some_stats(backend))
     _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), 30)
     wanted = by_hand(some_stats(), env)
     assert torch.equal(batch["action"], wanted["action"])
     assert_close(batch, wanted)
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@in_both
 def test_new_statistics_act_at_the_next_rollout_and_compile_nothing(backend):
     env = fc.make_env("gymnax/CartPole-v1", num_envs=3)
-    base = torch_policy() if backend == "torch" else jax_policy()
-    policy = fc.normalized(base, rs.init(env.observation_space, backend=backend))
+    policy = fc.normalized(policy_in(backend), rs.init(env.observation_space, backend=backend))
     state, before = fc.rollout(env, policy, fc.init(env, policy, seed=3), 30)
     state, _ = fc.rollout(env, policy, state, 30)
     policy.statistics = rs.update(policy.statistics, before)
@@ -74,10 +74,9 @@ def test_new_statistics_act_at_the_next_rollout_and_compile_nothing(backend):
     assert_close(batch, by_hand(some_stats(), env))
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@in_both
 def test_parameters_are_a_pair(backend):
-    env = fc.make_env("CartPole-v1", num_envs=2)
-    base = torch_policy() if backend == "torch" else jax_policy()
+    env, base = fc.make_env("CartPole-v1", num_envs=2), policy_in(backend)
     plain = fc.normalized(base, rs.init(env.observation_space, backend=backend))
     trainable, stats = plain.params
     assert int(np.asarray(stats.count).reshape(-1)[0]) == 0
@@ -94,13 +93,13 @@ def test_parameters_are_a_pair(backend):
 
 
 def test_gradients_and_optimizers_see_the_trainable_part():
-    base = torch_policy()
+    base = policy_in("torch")
     policy = fc.normalized(base, some_stats())
     assert [name for name, _ in policy.module.named_parameters()] == ["policy.weight"]
     assert policy.module.policy is base.module
     trainable, _ = policy.params
     assert set(trainable.keys(True, True)) == {"weight"}
-    jaxed = fc.normalized(jax_policy(), some_stats("jax"))
+    jaxed = fc.normalized(policy_in("jax"), some_stats("jax"))
     assert [leaf.shape for leaf in jax.tree.leaves(jaxed.params[0])] == [(4, 2)]
 
 
@@ -116,17 +115,14 @@ def test_keys_of_a_function_and_hidden_states_are_passed_on():
     assert state.policy_state.shape == (2, 3)
     cell = nn.GRUCell(4, 2)
     recurrent = fc.torch_policy(lambda x, h: (cell(x, h),) * 2, head=fc.heads.categorical, initial_state=torch.zeros(2))
-    policy = fc.normalized(recurrent, some_stats())
-    env = fc.make_env("CartPole-v1", num_envs=2)
-    fc.rollout(env, policy, fc.init(env, policy, seed=0), 9)
+    collect(fc.make_env("CartPole-v1", num_envs=2), fc.normalized(recurrent, some_stats()), 9)
 
 
 @pytest.mark.parametrize("kind", ["sync", "multi", "async", "processes"])
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@in_both
 def test_collectors_update_statistics_with_every_batch(kind, backend):
     space = fc.make_env("CartPole-v1").observation_space
-    base = torch_policy() if backend == "torch" else jax_policy()
-    policy = fc.normalized(base, rs.init(space, backend=backend))
+    policy = fc.normalized(policy_in(backend), rs.init(space, backend=backend))
     workers = {} if kind == "sync" else {"num_workers": 2, "in_process": kind != "processes"}
     of_their_own = {"sync": fc.SyncDataCollector, "async": fc.MultiaSyncDataCollector}
     make = of_their_own.get(kind, fc.MultiSyncDataCollector)
@@ -178,7 +174,7 @@ def test_a_network_alone_is_given_beside_the_statistics(kind):
 PAIR = spaces.Tuple([spaces.Discrete(2), spaces.Box(2, 9, (3,))])
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@in_both
 @pytest.mark.parametrize(("space", "key"), [(PAIR, "observation"), (spaces.Dict(a=spaces.Discrete(3), b=PAIR), "b")])
 def test_floats_in_a_tuple_have_statistics(space, key, backend):
     env = fc.make_env(lambda: Sampling(space, spaces.Discrete(2)), num_envs=2)
@@ -206,7 +202,7 @@ def test_floats_in_a_tuple_have_statistics(space, key, backend):
 
 def test_the_last_batch_of_a_run_counts_and_statistics_that_wait_are_saved(tmp_path):
     def collector(total):
-        policy = fc.normalized(torch_policy(), rs.init(fc.make_env("CartPole-v1").observation_space))
+        policy = fc.normalized(policy_in("torch"), rs.init(fc.make_env("CartPole-v1").observation_space))
         keywords = {"frames_per_batch": 40, "total_frames": total, "seed": 0, "update_statistics": True}
         return policy, fc.SyncDataCollector("CartPole-v1", policy, **keywords)
 
@@ -227,17 +223,17 @@ def test_the_last_batch_of_a_run_counts_and_statistics_that_wait_are_saved(tmp_p
 
 def test_bad_arguments_are_refused():
     stats, env, one = rs.init(spaces.Box(-1, 1, (4,))), fc.make_env("gymnax/CartPole-v1", num_envs=2), "CartPole-v1"
-    policy, random = fc.normalized(torch_policy(), some_stats()), fc.random_policy(fc.make_env(one))
-    members = fc.population(torch_policy(), {"weight": torch.zeros(2, 2, 4)})
+    base, random = policy_in("torch"), fc.random_policy(fc.make_env(one))
+    policy, members = fc.normalized(base, some_stats()), fc.population(base, {"weight": torch.zeros(2, 2, 4)})
     two, multi = fc.make_env(one, num_envs=2), fc.MultiSyncDataCollector
     updating = {"frames_per_batch": 4, "update_statistics": True}
     for call, error, says in (
-        (lambda: fc.normalized(torch_policy(), None), TypeError, "stats is"),
-        (lambda: fc.normalized(jax_policy(), stats), TypeError, "JaxPolicy with statistics of Torch … backend='jax'"),
+        (lambda: fc.normalized(base, None), TypeError, "stats is"),
+        (lambda: fc.normalized(policy_in("jax"), stats), TypeError, "JaxPolicy with statistics of Torch … backend='j"),
         (lambda: fc.normalized(random, stats), TypeError, "RandomPolicy"),
         (lambda: fc.normalized(policy, stats), TypeError, "normalised already"),
-        (lambda: fc.normalized(torch_policy(), stats, clip=0), ValueError, "clip is 0"),
-        (lambda: fc.Collector(one, torch_policy(), **updating), TypeError, "is True, but the policy is TorchPolicy"),
+        (lambda: fc.normalized(base, stats, clip=0), ValueError, "clip is 0"),
+        (lambda: fc.Collector(one, base, **updating), TypeError, "is True, but the policy is TorchPolicy"),
         (lambda: fc.Collector(two, members, **updating), TypeError, "TorchPopulation … call funcollect.running_"),
         (lambda: fc.Collector(env, fc.lower_policy(policy, env), **updating), TypeError, "LoweredPolicy … without low"),
         (lambda: multi([one] * 2, policy_factory=lambda: policy, **updating), TypeError, "None … as policy … factory"),

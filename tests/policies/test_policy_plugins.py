@@ -24,7 +24,6 @@ def make(env, *, bias=0.0, seed=5):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Installs a package, that is, writes its module and its metadata where Python finds them."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def install(name, code, offers, version="1.0"):
@@ -36,12 +35,8 @@ def package(tmp_path, monkeypatch):
         (about / "entry_points.txt").write_text(f"[funcollect.policies]\n{offers}\n")
 
     yield install
-    for name in [name for name, module in sys.modules.items() if _file(module).startswith(str(tmp_path))]:
-        del sys.modules[name]
-
-
-def _file(module):
-    return str(getattr(module, "__file__", None) or "")
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 env = partial(fc.make_env, "CartPole-v1", num_envs=2)
@@ -84,16 +79,13 @@ def test_a_name_may_be_given_in_full_and_a_built_in_one_is_never_taken(package):
         fc.make_policy("runners:walker", env())
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "options", "error", "says"),
-    [
-        ("walkr", env, {}, ValueError, r"no policy 'walkr', expected one of \['mlp', 'random', 'walker', 'wanting'\]"),
-        ("wanting", env, {}, TypeError, r"options \[\]: missing a required (keyword-only )?argument: 'bias'"),
-        (None, env, {}, TypeError, "name is None, expected a str"),
-        ("walker", lambda: "CartPole-v1", {}, TypeError, "env is str, expected an Env: .*make_env"),
-        ("walker", env, {"bais": 1}, TypeError, r"\(walkers 1.0\).*'bais'.*it takes \['bias', 'seed'\]"),
-    ],
-)
+@pytest.mark.parametrize(("name", "given", "options", "error", "says"), [
+    ("walkr", env, {}, ValueError, r"no policy 'walkr', expected one of \['mlp', 'random', 'walker', 'wanting'\]"),
+    ("wanting", env, {}, TypeError, r"options \[\]: missing a required (keyword-only )?argument: 'bias'"),
+    (None, env, {}, TypeError, "name is None, expected a str"),
+    ("walker", lambda: "CartPole-v1", {}, TypeError, "env is str, expected an Env: .*make_env"),
+    ("walker", env, {"bais": 1}, TypeError, r"\(walkers 1.0\).*'bais'.*it takes \['bias', 'seed'\]"),
+])  # fmt: skip
 def test_wrong_arguments(name, given, options, error, says, package):
     package("walkers", GOOD, "walker = walkers:make")
     package("wanting", GOOD.replace("bias=0.0", "bias"), "wanting = wanting:make")
@@ -138,8 +130,8 @@ def test_references_and_metadata_that_cannot_be_read(package, capsys):
 
 def test_of_two_versions_the_first_on_the_path_counts(package, tmp_path, monkeypatch):
     package("walkers", GOOD, "walker = walkers:make")
+    (tmp_path / "old").mkdir()
     for old in ("walkers.py", "walkers-1.0.dist-info"):
-        (tmp_path / "old").mkdir(exist_ok=True)
         (tmp_path / old).rename(tmp_path / "old" / old)
     package("Walkers", GOOD.replace("seed=5", "seed=6"), "walker = walkers:make", version="2.0")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "old")])
@@ -176,7 +168,6 @@ OPTIONS = {"3": 3, "1e-3": 1e-3, "[64, 2]": [64, 2], "tanh": "tanh", "False": Fa
 def test_options_on_the_command_line(text, value, package, capsys):
     package("walkers", "def make(env, *, bias, seed=1):\n raise ValueError([bias, seed])", "walker = walkers:make")
     command = ["explain", "CartPole-v1", "--policy", "walker", "-o", f"bias={text}"]
-    assert main(command) == 2
-    assert f"ValueError: {[value, 0]}" in capsys.readouterr().err
-    assert main([*command, "--option", "seed=8"]) == 2
-    assert f"ValueError: {[value, 8]}" in capsys.readouterr().err
+    for more, seed in (([], 0), (["--option", "seed=8"], 8)):
+        assert main([*command, *more]) == 2
+        assert f"ValueError: {[value, seed]}" in capsys.readouterr().err

@@ -7,7 +7,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optree
 import pytest
 import torch
 from torch import nn
@@ -36,15 +35,25 @@ class Memory(nn.Module):
         return {"logits": self.last(state), "memory": state}, state
 
 
-class Branching(nn.Module):
+class Branching(nn.Linear):
     """Control flow that depends on data: neither `vmap` nor lowering takes it."""
 
     def __init__(self):
-        super().__init__()
-        self.last = nn.Linear(4, 2)
+        super().__init__(4, 2)
 
     def forward(self, x):
-        return self.last(x) if bool(x.abs().max() < 1e6) else self.last(0 * x)
+        return super().forward(x if bool(x.abs().max() < 1e6) else 0 * x)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        assert self.one.weight is self.two.weight
+        return self.two(self.one(x))[:, :2]
 
 
 def network():
@@ -65,63 +74,55 @@ def arrays(seed):
     return {"first": jax.random.normal(first, (4, 8)), "last": jax.random.normal(last, (8, 2))}
 
 
+def together(members):
+    """The population of these members, and the members."""
+    if members[0].backend == "jax":
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(member.params for member in members))
+    else:
+        saved = [member.state_dict() for member in members]
+        stacked = {name: torch.stack([each[name] for each in saved]) for name in saved[0]}
+    return fc.population(members[0], stacked), members
+
+
 def in_torch(make, **keywords):
     torch.manual_seed(0)
-    modules = [make() for _ in range(SIZE)]
-    members = [fc.torch_policy(module, head=HEAD, **keywords) for module in modules]
-    params, buffers = torch.func.stack_module_state(modules)
-    return fc.population(members[0], {**params, **buffers}), members
+    return together([fc.torch_policy(make(), head=HEAD, **keywords) for _ in range(SIZE)])
 
 
 def in_jax(function, **keywords):
-    members = [fc.jax_policy(function, arrays(seed), head=HEAD, **keywords) for seed in range(SIZE)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(member.params for member in members))
-    return fc.population(members[0], stacked), members
+    return together([fc.jax_policy(function, arrays(seed), head=HEAD, **keywords) for seed in range(SIZE)])
 
 
-def statistics(seed, backend):
-    rows = np.random.default_rng(seed).normal(size=(9, 4)).astype(np.float32) * (1 + seed)
-    rows = jnp.asarray(rows) if backend == "jax" else torch.tensor(rows)
-    stats = fc.running_statistics.init(fc.make_env(HOST).observation_space, backend=backend)
-    return fc.running_statistics.update(stats, {"observation": rows})
-
-
-def normalised():
-    _, members = in_jax(apply)
-    members = [fc.normalized(member, statistics(seed, "jax")) for seed, member in enumerate(members)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(member.params for member in members))
-    return fc.population(members[0], stacked), members
-
-
-def normalised_torch():
-    _, members = in_torch(network)
-    members = [fc.normalized(member, statistics(seed, "torch")) for seed, member in enumerate(members)]
-    saved = [member.state_dict() for member in members]
-    return fc.population(members[0], {name: torch.stack([each[name] for each in saved]) for name in saved[0]}), members
+def normalised(make):
+    _, members = make()
+    space, backend = fc.make_env(HOST).observation_space, members[0].backend
+    for seed, member in enumerate(members):
+        rows = torch.tensor(np.random.default_rng(seed).normal(size=(9, 4)).astype(np.float32) * (1 + seed))
+        stats = fc.running_statistics.init(space, backend=backend)
+        given = fc.interop.to_jax(rows) if backend == "jax" else rows
+        members[seed] = fc.normalized(member, fc.running_statistics.update(stats, {"observation": given}))
+    return together(members)
 
 
 POPULATIONS = {
     "torch": partial(in_torch, network, compile="eager"),
     "lowered": partial(in_torch, network, compile="xla"),
     "branching": partial(in_torch, Branching),
+    "tied": partial(in_torch, Tied),
     "recurrent": partial(in_torch, Memory, initial_state=torch.zeros(8)),
     "jax": partial(in_jax, apply),
     "recurrent jax": partial(in_jax, recurrent, initial_state=np.zeros(8, np.float32)),
-    "normalised": normalised,
-    "normalised torch": normalised_torch,
+    "normalised": partial(normalised, partial(in_jax, apply)),
+    "normalised torch": partial(normalised, partial(in_torch, network)),
 }
-PAIRS = [
-    *[(HOST, name) for name in ("torch", "branching", "recurrent", "jax", "normalised torch")],
-    *[(TORCH, name) for name in ("torch",)],
-    *[(JAX, name) for name in ("torch", "lowered", "recurrent", "normalised")],
-]
+PAIRS = [(HOST, name) for name in ("torch", "branching", "tied", "recurrent", "jax", "normalised torch")]
+PAIRS += [(TORCH, "torch"), *((JAX, name) for name in ("torch", "lowered", "recurrent", "normalised"))]
 PAIRS += in_soak([(env, name) for env in (HOST, TORCH, JAX) for name in POPULATIONS if (env, name) not in PAIRS])
 
 
-def swapped(policy):
+def blank(policy):
     other = copy.deepcopy(policy)
-    params = other.params if other.backend == "jax" else other.state_dict()
-    other.load(optree.tree_map(lambda leaf: leaf[::-1] if other.backend == "jax" else leaf.flip(0), params))
+    other.load({name: 0 * leaf for name, leaf in other.state_dict().items()})
     return other
 
 
@@ -143,11 +144,14 @@ def assert_members(batch, alone):
     assert not torch.equal(alone[0]["action"], alone[1]["action"])
 
 
+def assert_as_alone(policy, members, name=HOST, **keywords):
+    env = environment(name)
+    assert_members(collected(env, policy, **keywords), [collected(env, member) for member in members])
+
+
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_members_do_what_they_do_alone(name, kind):
-    policy, members = POPULATIONS[kind]()
-    env = environment(name)
-    assert_members(collected(env, policy), [collected(env, member) for member in members])
+    assert_as_alone(*POPULATIONS[kind](), name)
 
 
 @pytest.mark.parametrize("lanes", [1, 2, *in_soak([4])])
@@ -167,34 +171,27 @@ def test_workers_hold_parts_of_the_population(lanes):
 def test_parameters_that_are_given_act():
     policy, members = POPULATIONS["torch"]()
     swapped = {name: leaf.flip(0) for name, leaf in policy.state_dict().items()}
-    env = environment(HOST)
-    alone = [collected(env, member) for member in reversed(members)]
-    assert_members(collected(env, policy, params=swapped), alone)
+    assert_as_alone(policy, members[::-1], params=swapped)
     policy.load(swapped)
-    assert_members(collected(env, policy), alone)
+    assert_as_alone(policy, members[::-1])
 
 
-def test_changes_of_the_module_act():
-    """Its mode: batch statistics in place of running ones."""
+def test_copies_are_populations_and_changes_of_the_module_act():
     policy, _ = POPULATIONS["torch"]()
     env = environment(HOST)
     before = collected(env, policy)
+    for copied in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
+        assert_same(collected(env, copied), before)
     policy.module.train()
     assert not torch.equal(collected(env, policy)["action_log_prob"], before["action_log_prob"])
     policy.module.eval()
     assert torch.equal(collected(env, policy)["action_log_prob"], before["action_log_prob"])
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda policy: pickle.loads(pickle.dumps(policy))])
-def test_copies_are_populations(copied):
-    policy, _ = POPULATIONS["torch"]()
-    env = environment(HOST)
-    assert torch.equal(collected(env, copied(policy))["action"], collected(env, policy)["action"])
+SAVED = [(kind, HOST) for kind in ("torch", "recurrent", "normalised torch", "jax")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [("torch", HOST), ("recurrent", HOST), ("normalised torch", HOST), ("jax", HOST), ("jax", JAX)]
-)
+@pytest.mark.parametrize(("kind", "name"), [*SAVED, ("jax", JAX)])
 def test_a_saved_run_continues(kind, name, tmp_path):
     policy, _ = POPULATIONS[kind]()
     env = environment(name)
@@ -208,24 +205,8 @@ def test_a_saved_run_continues(kind, name, tmp_path):
         next(collector)
         collector.save(tmp_path / "run")
         wanted = next(collector).clone()
-    with fc.SyncDataCollector.load(tmp_path / "run", environment(name), swapped(policy)) as collector:
+    with fc.SyncDataCollector.load(tmp_path / "run", environment(name), blank(policy)) as collector:
         assert_same(next(collector), wanted)
-
-
-def test_tied_parameters_stay_tied():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.two.weight = self.one.weight
-
-        def forward(self, x):
-            return self.two(self.one(x))[:, :2]
-
-    policy, members = in_torch(Tied)
-    assert policy.module.one.weight is policy.module.two.weight
-    env = environment(HOST)
-    assert_members(collected(env, policy), [collected(env, member) for member in members])
 
 
 def test_gradients_reach_all_members():
@@ -238,10 +219,11 @@ def test_gradients_reach_all_members():
 def test_evaluation_gives_each_lane_of_each_member_as_many_episodes():
     policy, members = POPULATIONS["torch"]()
     env = environment(HOST)
-    found = fc.evaluate(env, policy, episodes=2 * LANES, seed=0).returns.reshape(SIZE, -1)
-    for index, member in enumerate(members):
-        alone = fc.evaluate(env, member, episodes=2 * LANES, seed=0).returns.reshape(SIZE, -1)
-        assert torch.equal(found[index], alone[index])
+    found, *alone = (
+        fc.evaluate(env, each, episodes=2 * LANES, seed=0).returns.reshape(SIZE, -1) for each in (policy, *members)
+    )
+    for index in range(SIZE):
+        assert torch.equal(found[index], alone[index][index])
 
 
 def test_traced():
@@ -252,28 +234,23 @@ def test_traced():
         state = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))
         return jax.jit(partial(fc.traced.rollout, env, policy, length=STEPS))(policy.params, state)[1]
 
-    together, alone = run(policy), [run(member) for member in members]
-    for index in range(SIZE):
+    whole = run(policy)
+    for index, member in enumerate(members):
         lanes = slice(index * LANES // SIZE, (index + 1) * LANES // SIZE)
-        assert jnp.array_equal(together["action"][:, lanes], alone[index]["action"][:, lanes])
+        assert jnp.array_equal(whole["action"][:, lanes], run(member)["action"][:, lanes])
 
 
-@pytest.mark.parametrize("name", ["key", "keys"])
-def test_members_that_draw_random_numbers(name):
-    def called(params, x, key):
-        drawn = jax.random.uniform(key, (len(x),))
+def test_members_that_draw_random_numbers():
+    def answer(params, drawn):
         return {"action": (drawn > params).astype(jnp.int32), "drawn": drawn}
 
-    def called_with_all(params, x, keys):
-        drawn = jax.vmap(jax.random.uniform)(keys)
-        return {"action": (drawn > params).astype(jnp.int32), "drawn": drawn}
-
-    member = fc.jax_policy(called if name == "key" else called_with_all, jnp.array(0.5))
+    one_key = fc.jax_policy(lambda p, x, key: answer(p, jax.random.uniform(key, (len(x),))), jnp.array(0.5))
+    all_keys = fc.jax_policy(lambda p, x, keys: answer(p, jax.vmap(jax.random.uniform)(keys)), jnp.array(0.5))
     env = environment(JAX)
-    drawn = collected(env, fc.population(member, jnp.array([0.2, 0.8])))["drawn"]
-    assert len(drawn.unique()) > 0.9 * drawn.numel()
-    if name == "keys":
-        assert torch.equal(drawn, collected(env, member)["drawn"])
+    for member in (one_key, all_keys):
+        drawn = collected(env, fc.population(member, jnp.array([0.2, 0.8])))["drawn"]
+        assert len(drawn.unique()) > 0.9 * drawn.numel()
+    assert torch.equal(drawn, collected(env, all_keys)["drawn"])
 
 
 def test_a_module_that_vmap_refuses_draws_and_writes_as_often_as_its_members_do():
@@ -296,14 +273,13 @@ def test_a_module_that_vmap_refuses_draws_and_writes_as_often_as_its_members_do(
 def test_what_vmap_takes_may_depend_on_the_mode_of_the_module():
     class Checked(Branching):
         def forward(self, x):
-            return super().forward(x) if self.training else self.last(x)
+            return super().forward(x) if self.training else nn.Linear.forward(self, x)
 
     policy, members = in_torch(Checked)
-    env = environment(HOST)
     for training in (False, True):
         for each in (policy, *members):
             each.module.train(training)
-        assert_members(collected(env, policy), [collected(env, member) for member in members])
+        assert_as_alone(policy, members)
 
 
 def test_parameters_have_the_dtypes_and_the_number_of_the_members():
@@ -318,22 +294,20 @@ def test_parameters_have_the_dtypes_and_the_number_of_the_members():
         fc.init(environment(HOST), policy, seed=0)
 
 
-def test_traced_parts_of_a_run_are_refused():
-    policy, _ = POPULATIONS["jax"]()
-    env = environment(JAX)
-    state = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0), total_lanes=2 * LANES)
-    with pytest.raises(PolicyError, match="acts in 4 of 8 lanes, expected all of them in traced code"):
-        fc.traced.rollout(env, policy, policy.params, state, 2)
-
-
-def test_lanes_that_do_not_divide():
-    policy, _ = POPULATIONS["torch"]()
-    with pytest.raises(PolicyError, match="not in lanes added later"):
-        MemberLanes.of_lanes(2, [4, 5], 4)
-    with pytest.raises(PolicyError, match=r"a population of 2 acts in 3 lanes, expected a multiple of 2"):
-        fc.init(fc.make_env(HOST, num_envs=3), policy, seed=0)
-    with pytest.raises(PolicyError, match=r"2 members of a population were given 3 rows"):
-        policy.module(torch.zeros(3, 4))
+def test_lanes_that_do_not_divide_or_are_not_all():
+    policy, in_jax, env = POPULATIONS["torch"]()[0], POPULATIONS["jax"]()[0], environment(JAX)
+    state = fc.traced.init(env, in_jax, in_jax.params, key=jax.random.PRNGKey(0), total_lanes=2 * LANES)
+    for call, says in (
+        (lambda: MemberLanes.of_lanes(2, [4, 5], 4), "not in lanes added later"),
+        (
+            lambda: fc.init(fc.make_env(HOST, num_envs=3), policy, seed=0),
+            "of 2 acts in 3 lanes, expected a multiple of",
+        ),
+        (lambda: policy.module(torch.zeros(3, 4)), "2 members of a population were given 3 rows"),
+        (lambda: fc.traced.step(env, in_jax, in_jax.params, state), "acts in 4 of 8 lanes, expected all of them in tr"),
+    ):
+        with pytest.raises(PolicyError, match=says):
+            call()
 
 
 def scripted():
@@ -360,8 +334,8 @@ def test_what_cannot_be_a_population():
     ):
         with pytest.raises(error, match=message):
             fc.population(given, params)
-    for together in (policy, fc.lower_policy(policy, environment(JAX))):
+    for whole_one in (policy, fc.lower_policy(policy, environment(JAX))):
         with pytest.raises(TypeError, match="expected one member"):
-            fc.evaluate_actions(together, None, collected(environment(HOST), policy))
+            fc.evaluate_actions(whole_one, None, collected(environment(HOST), policy))
     with pytest.raises(TypeError, match="a population"):
         fc.normalized(policy, fc.running_statistics.init(environment(HOST).observation_space))

@@ -7,8 +7,9 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
+from funcollect.keys import draw_ahead, key_from_seed
 from funcollect.policies.numerics import TORCH, jax_numerics
-from funcollect.policies.random_policy import draw_actions
+from funcollect.policies.random_policy import RandomPolicy, draw_actions
 from funcollect.specs import ActionSpec
 
 
@@ -16,11 +17,8 @@ class Endless(gymnasium.Env):
     """Checks that it is given actions of its space, and shows the mask of step mod 3."""
 
     def __init__(self, action_space, masks=None, strict=True):
-        self.strict = strict
-        self.action_space = action_space
-        self.masks = masks
-        box = spaces.Box(-1, 1, (1,))
-        self.observation_space = box
+        self.strict, self.action_space, self.masks = strict, action_space, masks
+        self.observation_space = box = spaces.Box(-1, 1, (1,))
         if masks is not None:
             self.observation_space = spaces.Dict(action_mask=spaces.MultiBinary(masks.shape[1]), x=box)
 
@@ -50,20 +48,16 @@ def assert_fair(chosen, count):
     assert ((found - 1 / count).abs() < 4.5 * math.sqrt(1 / count / len(chosen))).all()
 
 
-@pytest.mark.parametrize(
-    ("space", "low", "counts"),
-    [
-        (spaces.Discrete(5), 0, [5]),
-        (spaces.Discrete(5, start=-3), -3, [5]),
-        (spaces.Discrete(1), 0, [1]),
-        (spaces.MultiDiscrete([[2, 3], [4, 2]], start=[[0, 5], [-1, 0]]), [[0, 5], [-1, 0]], [2, 3, 4, 2]),
-        (spaces.MultiBinary(3), 0, [2, 2, 2]),
-        (spaces.Box(2, 8, (1,), np.uint8), 2, [7]),
-        (spaces.Box(2, 8, (1,), np.int64), 2, [7]),
-        (spaces.Box(0, 2, (), np.int64), 0, [3]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("space", "low", "counts"), [
+    (spaces.Discrete(5), 0, [5]),
+    (spaces.Discrete(5, start=-3), -3, [5]),
+    (spaces.Discrete(1), 0, [1]),
+    (spaces.MultiDiscrete([[2, 3], [4, 2]], start=[[0, 5], [-1, 0]]), [[0, 5], [-1, 0]], [2, 3, 4, 2]),
+    (spaces.MultiBinary(3), 0, [2, 2, 2]),
+    (spaces.Box(2, 8, (1,), np.uint8), 2, [7]),
+    (spaces.Box(2, 8, (1,), np.int64), 2, [7]),
+    (spaces.Box(0, 2, (), np.int64), 0, [3]),
+], ids=str)  # fmt: skip
 def test_choices_are_uniform_and_independent(space, low, counts):
     action = draw(space)["action"].numpy()
     assert action.dtype == space.dtype
@@ -109,6 +103,21 @@ def test_integers_of_32_bits_are_the_same_in_torch_and_jax(low, high):
     assert float(log_prob[0]) == pytest.approx(-math.log(width + 1), rel=1e-6)
 
 
+SPACES = [spaces.Discrete(3, start=4), spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(3), spaces.Box(-1, 2, (2,))]
+SPACES += [spaces.Box(np.float32([0, -np.inf]), np.float32([np.inf, 1])), spaces.Box(-np.inf, np.inf, (2,))]
+
+
+@pytest.mark.parametrize(("space", "one_hot"), [*((space, False) for space in SPACES), (SPACES[0], True)])
+def test_torch_and_jax_draw_the_same_actions(space, one_hot):
+    spec = ActionSpec(space, one_hot)
+    noise = draw_ahead(RandomPolicy(spec).noise(spec), key_from_seed(0), np.arange(500), 0, 1)[0]
+    actions, in_jax = (
+        draw_actions(TORCH, spec, noise, None)[0],
+        draw_actions(jax_numerics(), spec, noise.numpy(), None)[0],
+    )
+    np.testing.assert_allclose(actions, in_jax, rtol=1e-4, atol=1e-5)
+
+
 def test_integers_of_64_bits_have_both_signs():
     action = draw(spaces.Box(-(2**63), 2**63 - 1, (1,), np.int64))["action"]
     assert abs((action > 0).double().mean() - 0.5) < 0.03
@@ -133,44 +142,20 @@ def test_a_mask_of_another_size_is_an_observation_like_any_other():
     assert_fair(batch["action"], 3)
 
 
-class Recording:
-    """A deterministic module with a head: always prefers action 1, and counts its calls."""
-
-    calls = 0
-
-    def __call__(self, x):
-        self.calls += 1
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+def test_random_frames_replace_only_the_action_and_its_log_prob_and_limits_beyond_32_bits_are_none(name):
+    def prefers_one(x):
         return {"logits": torch.tensor([0.0, 50.0]).expand(len(x), 2), "value": x.sum(-1)}
 
-
-@pytest.mark.parametrize("frames", [1, 30, 31, 100, 1000])
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
-def test_init_random_frames_replaces_only_the_action_and_its_log_prob(name, frames):
-    module = Recording()
-    policy = fc.torch_policy(module, head=fc.heads.categorical)
-    keywords = {"frames_per_batch": 60, "init_random_frames": frames, "seed": 0}
-    with fc.SyncDataCollector(fc.make_env(name, num_envs=3), policy, **keywords) as collector:
-        batches = [next(collector) for _ in range(4)]
-    batch = torch.cat(batches, -1)
-    assert module.calls == 80
-    assert all(sorted(map(str, part.keys(True))) == sorted(map(str, batches[0].keys(True))) for part in batches)
-    steps = 20 * math.ceil(frames / 60)
-    assert torch.equal(batch["value"], batch["observation"].sum(-1))
-    assert torch.equal(batch["logits"], torch.tensor([0.0, 50.0]).expand(3, 80, 2))
-    assert (batch["action"][:, steps:] == 1).all()
-    assert (batch["action_log_prob"][:, steps:] == 0).all()
-    early = batch["action_log_prob"][:, :steps]
-    torch.testing.assert_close(early, torch.full_like(early, -math.log(2)))
-    assert frames < 30 or 0.2 < batch["action"][:, :steps].double().mean() < 0.8
-
-
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
-def test_limits_beyond_32_bits_are_none(name):
-    policy = fc.torch_policy(Recording(), head=fc.heads.categorical)
+    policy = fc.torch_policy(prefers_one, head=fc.heads.categorical)
     keywords = {"init_random_frames": 10**15, "max_frames_per_traj": 10**12, "frames_per_batch": 60, "seed": 0}
     with fc.SyncDataCollector(fc.make_env(name, num_envs=3), policy, **keywords) as collector:
-        scores = next(collector)["action_log_prob"]
+        batch = next(collector)
+    scores = batch["action_log_prob"]
     torch.testing.assert_close(scores, torch.full_like(scores, -math.log(2)))
+    assert torch.equal(batch["value"], batch["observation"].sum(-1))
+    assert torch.equal(batch["logits"], torch.tensor([0.0, 50.0]).expand(3, 20, 2))
+    assert 0.2 < batch["action"].double().mean() < 0.8
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
@@ -200,28 +185,20 @@ def test_random_frames_of_a_box_are_scored_by_their_density(low):
     torch.testing.assert_close(batch["action_log_prob"], first - math.log(4))
 
 
-COLLECTORS = {
-    "one environment": lambda **kwargs: fc.SyncDataCollector("CartPole-v1", **kwargs),
-    "workers": lambda **kwargs: fc.MultiSyncDataCollector(["CartPole-v1"] * 2, **kwargs),
-    "async": lambda **kwargs: fc.MultiaSyncDataCollector(["CartPole-v1"] * 2, **kwargs),
-}
-
-
 def ones(observation):
     return torch.ones(len(observation), dtype=torch.int64)
 
 
-@pytest.mark.parametrize("kind", COLLECTORS)
-def test_random_frames_are_rounded_up_to_whole_batches(kind):
+@pytest.mark.parametrize("kind", [fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector])
+def test_random_frames_of_workers_are_rounded_up_to_whole_batches(kind):
     """60 frames in batches of 50 are two batches, as in TorchRL's collectors."""
     kwargs = {"policy": fc.torch_policy(ones), "frames_per_batch": 50, "init_random_frames": 60}
-    lanes = (0,) if kind == "one environment" else (0, 1)
-    mixed = {lane: [] for lane in lanes}  # by lane: whether each batch has random actions
-    with COLLECTORS[kind](**kwargs) as collector:
+    mixed = {0: [], 1: []}  # by lane: whether each batch has random actions
+    with kind(["CartPole-v1"] * 2, **kwargs) as collector:
         while min(map(len, mixed.values())) < 3:  # the asynchronous collector's workers take turns as they like
             batch = next(collector)
-            random = bool((batch["action"] == 0).any())
             for lane in {*batch["collector", "lane"].flatten().tolist()}:
-                mixed[lane].append(random)
-    first = [True, False, False] if kind == "async" else [True, True, False]  # two workers have one of two batches each
+                mixed[lane].append(bool((batch["action"] == 0).any()))
+    # Asynchronous workers have one of two batches each.
+    first = [True, kind is fc.MultiSyncDataCollector, False]
     assert all(of_lane[:3] == first and not any(of_lane[3:]) for of_lane in mixed.values())

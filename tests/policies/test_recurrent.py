@@ -1,5 +1,6 @@
 """Recurrent policies under Torch and JAX alike: their state follows the lanes and is a value."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -35,17 +36,18 @@ def kind(request):
     return KINDS[request.param]
 
 
-@pytest.fixture(params=["CartPole-v1", "torch/CartPole-v1"])
+@pytest.fixture(params=["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
 def env(request):
     if request.param == "CartPole-v1":
         return fc.make_env("CartPole-v1", num_envs=3, max_episode_steps=7)
     env = fc.make_env(request.param, num_envs=3)
+    if request.param.startswith("gymnax"):
+        return replace(env, max_episode_steps=7)
     env.max_episode_steps = 7
     return env
 
 
 def cell(xp, x, state):
-    """A plain recurrent cell that also counts its calls."""
     weights = torch.from_numpy(WEIGHTS) if xp is torch else jnp.asarray(WEIGHTS)
     hidden = xp.tanh(x @ weights[:4] + state["hidden"] @ weights[4:])
     state = {"hidden": hidden, "count": state["count"] + 1}
@@ -75,19 +77,15 @@ def test_recurrent_state_is_reset_with_its_lane(env, kind):
     policy = kind.make(cell, kind.initial)
     state, first = fc.rollout(env, policy, fc.init(env, policy, seed=1), 17)
     state = fc.reset(env, state, torch.tensor([False, True, False]))
+    fork = fc.fork(env, state)
     _, second = fc.rollout(env, policy, state, 20)
-    batch = torch.cat([first, second], -1)
-    step = batch["collector", "step"]
-    assert step[:, 17].tolist() == [3, 0, 3]
-    assert (step == 0).sum(-1).tolist() == [6, 6, 6]
-    assert_follows(batch)
-
-
-def test_max_frames_per_traj_resets_it_too(env, kind):
-    policy = kind.make(cell, kind.initial)
-    batch = collect(env, policy, 12, max_frames_per_traj=4)
-    assert (batch["collector", "step"] == 0).sum(-1).tolist() == [3, 3, 3]
-    assert_follows(batch)
+    _, cut = fc.rollout(env, policy, fork, 20, max_frames_per_traj=4)
+    for later, begun in ((second, [6, 6, 6]), (cut, [8, 8, 8])):
+        batch = torch.cat([first, later], -1)
+        step = batch["collector", "step"]
+        assert step[:, 17].tolist() == [3, 0, 3]
+        assert (step == 0).sum(-1).tolist() == begun
+        assert_follows(batch)
 
 
 def test_a_finished_lane_that_stays_finished_is_not_restarted(env, kind):
@@ -102,19 +100,6 @@ def test_the_last_observation_may_be_the_state(env, kind):
     batch = collect(env, policy, 5, 1, 1, 20)
     last = torch.cat([torch.full((3, 1, 4), 9.0), batch["observation"][:, :-1]], 1)
     assert torch.equal(batch["last"], torch.where(batch["collector", "step"][..., None] == 0, 9.0, last))
-
-
-def counting_in_place(x, count):
-    count.add_(1)
-    return {"action": push(x), "count": count}, count
-
-
-def test_the_initial_state_of_the_user_is_copied():
-    initial = torch.zeros(())
-    env = fc.make_env("torch/CartPole-v1", num_envs=3)
-    policy = fc.torch_policy(counting_in_place, initial_state=initial)
-    fc.rollout(env, policy, fc.init(env, policy, seed=1), 5)
-    assert initial == 0
 
 
 def test_jax_keeps_one_program_for_first_and_later_states():

@@ -107,8 +107,6 @@ def jax_recurrent(env):
 
 
 class Drawing(nn.Module):
-    """Draws its action from Torch's global generator."""
-
     def __init__(self, net):
         super().__init__()
         self.net = net
@@ -176,17 +174,11 @@ def pair(name, kind, num_envs):
 
 
 def digests(num_envs, lengths, kinds):
-    return {
-        f"{name} {kind}": digest(collect(*pair(name, kind, num_envs), *lengths, seed=0))
-        for name in ENVS
-        for kind in kinds
-    }
-
-
-def main(num_envs, lengths, *kinds):
-    for case, value in digests(int(num_envs), [int(length) for length in lengths.split(",")], kinds).items():
-        print(case, value, sep=": ")
+    runs = {f"{name} {kind}": pair(name, kind, num_envs) for name, kind in once(ENVS, kinds)}
+    return {case: digest(collect(env, policy, *lengths, seed=0)) for case, (env, policy) in runs.items()}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    batch_size, cuts, *chosen = sys.argv[1:]
+    found = digests(int(batch_size), [*map(int, cuts.split(","))], chosen)
+    print(*(f"{case}: {value}" for case, value in found.items()), sep="\n")

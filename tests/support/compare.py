@@ -1,9 +1,12 @@
-"""Runs, and their batches compared: bit for bit, or within rounding."""
+"""Runs, copies of states, batches compared bit for bit or within rounding, and samples with distributions."""
 
 import contextlib
 import hashlib
+import tempfile
+from pathlib import Path
 
 import jax
+import numpy as np
 import torch
 
 import funcollect as fc
@@ -83,3 +86,27 @@ def compilations():
 def joined(batches):
     """Consecutive batches as one: time is the last batch dimension."""
     return torch.cat([batch.clone() for batch in batches], dim=batches[0].batch_dims - 1)
+
+
+def by_fork(env, policy, state):
+    return fc.fork(env, state)
+
+
+def by_file(env, policy, state, **options):
+    """Saved and loaded: what the next process would continue from."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "state"
+        fc.save(path, state)
+        return fc.load(path, env, policy, **options)
+
+
+COPIES = {"fork": by_fork, "file": by_file}
+
+
+def implausible(counts, expected):
+    """Whether these counts are further from the expected ones than in 1 of 10**6 samples (Wilson and Hilferty)."""
+    counts, expected = np.asarray(counts, float), np.asarray(expected, float)
+    free = len(counts) - 1
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    normal = ((statistic / free) ** (1 / 3) - (1 - 2 / (9 * free))) / (2 / (9 * free)) ** 0.5
+    return normal > 4.75

@@ -34,8 +34,6 @@ def network(inputs, outputs):
 
 
 class Memory(nn.Module):
-    """A recurrent network."""
-
     def __init__(self):
         super().__init__()
         self.cell, self.out = nn.GRUCell(4, 6), nn.Linear(6, 2)
@@ -47,8 +45,6 @@ class Memory(nn.Module):
 
 
 class Screens(nn.Module):
-    """Reads pixels."""
-
     def __init__(self):
         super().__init__()
         self.out = filled(nn.Linear(4, 4))
@@ -123,7 +119,6 @@ PAIRS = {
 
 
 def pair(name):
-    """The batch of one pair, over two rollouts."""
     made, keywords, choose = PAIRS[name]
     env = fc.make_env(made, **keywords)
     policy = choose(env)
@@ -141,17 +136,14 @@ def _collected(build, source, **options):
 
 
 def workers():
-    """Two worker processes."""
     return _collected(fc.MultiSyncDataCollector, [fc.make_env("CartPole-v1", num_envs=2)] * 2)
 
 
 def ray():
-    """Two actors of Ray."""
     return _collected(fc.RayCollector, [fc.make_env("CartPole-v1", num_envs=2)] * 2, sync=True)
 
 
 def resumed():
-    """A state that was saved and loaded in between."""
     env, policy = fc.make_env("CartPole-v1", num_envs=3), categorical(network(4, 2))
     state, first = fc.rollout(env, policy, fc.init(env, policy, seed=7), STEPS)
     with tempfile.TemporaryDirectory() as folder:

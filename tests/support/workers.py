@@ -1,7 +1,11 @@
-"""Collectors with workers, built over each transport, and what their batches are compared by."""
+"""Collectors with workers, built over each transport: their processes, and what their batches are compared by."""
 
 import functools
+import gc
+import os
+import threading
 import time
+from pathlib import Path
 
 import funcollect as fc
 from tests.support.cases import POLICIES, make_env
@@ -20,7 +24,6 @@ def multi(kind=fc.MultiSyncDataCollector, transport="processes", **kwargs):
 
 
 def ray_collector(create_env_fn, policy=None, **kwargs):
-    """A `RayCollector` that waits for its actors however slow the machine is."""
     return fc.RayCollector(create_env_fn, policy, **(_PATIENT | kwargs))
 
 
@@ -77,3 +80,52 @@ def policy_for(name, kind, num_envs):
 def by_lane(batches):
     """The rows of each lane over all batches, in the order of delivery: [N]."""
     return {lane: rows[0] for lane, rows in lanes_of(batches).items()}
+
+
+def processes_of(collector):
+    return [record.handle.pid for record in collector.run.records]
+
+
+def children_of(pid):
+    """The numbers of the processes that the threads of a process have started."""
+    listed = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [*map(int, " ".join(listed).split())]
+
+
+def descendants(pid):
+    return [each for child in children_of(pid) for each in (child, *descendants(child))]
+
+
+def held():
+    """File descriptors, threads and child processes of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(children_of(os.getpid()))
+
+
+def gone(pid):
+    return not os.path.exists(f"/proc/{pid}")
+
+
+def run_out(collector):
+    while True:
+        next(collector)
+
+
+def check_trajectories(batches):
+    """Within each lane, steps follow each other; a new trajectory begins at 0 under an id that was not used before."""
+    for rows in by_lane(batches).values():
+        ids, steps = rows["collector", "traj_ids"].tolist(), rows["collector", "step"].tolist()
+        used = set()
+        for i, (identity, step) in enumerate(zip(ids, steps, strict=True)):
+            if i and identity == ids[i - 1]:
+                assert step == steps[i - 1] + 1
+            else:
+                assert step == 0
+                assert identity not in used
+                used.add(identity)
+
+
+def wait_until(condition):
+    """Wait until the condition holds; pytest's own limit ends it, and shows the condition."""
+    while not condition():
+        time.sleep(0.001)  # nothing else: processes of idle priority have to proceed, too

@@ -1,4 +1,4 @@
-"""Advantages, against TorchRL's and against a loop in float64."""
+"""Advantages, against TorchRL's and a loop in float64; and rewards scaled as `VecNormalize` scales them."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
 import funcollect as fc
-from tests.support.cases import make_env
+from tests.support.misuse import refused
 from tests.support.running import scaled
 
 SHAPES = st.lists(st.integers(1, 3), max_size=2).flatmap(
@@ -58,52 +58,18 @@ def in_jax(batch, value, next_value):
     return {"next": next_, "collector": {"traj_ids": ids}}, time_first(value), time_first(next_value)
 
 
+FACTORS = st.sampled_from([0.0, 0.9, 1.0])
+
+
 @settings(max_examples=scaled(40), deadline=None)
-@given(
-    SHAPES, st.sampled_from([1, 2]), st.sampled_from([0.0, 0.9, 1.0]), st.sampled_from([0.0, 0.95, 1.0]), st.integers(0)
-)
+@given(SHAPES, st.sampled_from([1, 2]), FACTORS, FACTORS, st.integers(0, 2**32 - 1))
 def test_against_a_loop(shape, players, gamma, lmbda, seed):
-    batch, value, next_value = made(shape, players, seed % 2**32)
+    batch, value, next_value = made(shape, players, seed)
     advantage, target = fc.gae(batch, value, next_value, gamma=gamma, lmbda=lmbda)
     assert advantage.dtype == target.dtype == torch.float32
     expected = naive(batch, value, next_value, gamma, lmbda)
     assert_close(advantage.double(), expected, atol=1e-5, rtol=1e-5)
     assert_close(target, advantage + value)
-
-
-@pytest.mark.parametrize(("name", "num_envs"), [("CartPole-v1", 3), ("HalfCheetah-v5", None), ("torch/Pendulum-v1", 3)])
-def test_as_torchrls_on_collected_batches(name, num_envs):
-    env = make_env(name, num_envs)
-    policy = fc.random_policy(env)
-    limit = 20 if name == "CartPole-v1" else None  # of some episodes only
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 200, max_frames_per_traj=limit)
-    fc.close(state)
-    assert batch["next", "truncated"].any()
-    assert batch["next", "terminated"].any() == (name == "CartPole-v1")
-    value, next_value = (key[..., :1].sin() * 3 for key in (batch["observation"], batch["next", "observation"]))
-    flags = (batch["next", name] for name in ("reward", "done", "terminated"))
-    expected = generalized_advantage_estimate(0.99, 0.95, value, next_value, *flags)
-    assert_close(fc.gae(batch, value, next_value), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_trajectories_cut_from_outside_are_not_joined(split):
-    env = fc.make_env("torch/Pendulum-v1", num_envs=2)
-    policy = fc.random_policy(env)
-    state, first = fc.rollout(env, policy, fc.init(env, policy, seed=0), 7)
-    _, second = fc.rollout(env, policy, fc.reset(env, state), 7)
-    whole = torch.cat([first, second], 1)
-    if split:
-        whole = fc.split_trajectories(whole)
-        first, second = whole[::2], whole[1::2]
-    wanted = [fc.gae(part, *values(part))[0] for part in (first, second)]
-    got = fc.gae(whole, *values(whole))[0]
-    assert_close(got, torch.stack(wanted, 1).flatten(0, 1) if split else torch.cat(wanted, 1))
-    assert not whole["next", "done"].any()
-
-
-def values(batch):
-    return batch["observation"][..., :1] * 2, batch["next", "observation"][..., :1] * 2
 
 
 def test_split_trajectories_give_the_same_and_zero_for_padding():
@@ -158,19 +124,14 @@ def test_float64_values_are_taken_as_they_are():
     assert_close(got, naive(batch, value, next_value, 0.997, 0.93), atol=1e-13, rtol=1e-13)
 
 
-def test_gradients_are_those_of_torchrls():
-    batch, value, next_value = made((2, 9))
+def test_values_and_gradients_are_those_of_torchrls():
+    batch, *values = made((2, 50))
     del batch["collector"]
     flags = [batch["next", name] for name in ("reward", "done", "terminated")]
-    weight = torch.randn(2, 9, 1)
-    gradients = []
-    for estimate in (
-        lambda *both: fc.gae(batch, *both),
-        lambda *both: generalized_advantage_estimate(0.99, 0.95, *both, *flags),
-    ):
-        leaves = [one.clone().requires_grad_() for one in (value, next_value)]
-        gradients.append(torch.autograd.grad((estimate(*leaves)[0] * weight).sum(), leaves))
-    assert_close(*gradients)
+    leaves, weight = [each.requires_grad_() for each in values], torch.randn(2, 50, 1)
+    ours, theirs = fc.gae(batch, *leaves)[0], generalized_advantage_estimate(0.99, 0.95, *leaves, *flags)[0]
+    assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_close(*(torch.autograd.grad((each * weight).sum(), leaves) for each in (ours, theirs)))
 
 
 @pytest.mark.parametrize(("shape", "players"), [((30,), 1), ((4, 33), 1), ((3, 8), 2)])
@@ -220,3 +181,103 @@ def test_bad_arguments(change, error, message):
     batch, value, next_value = made((2, 5))
     with pytest.raises(error, match=message):
         fc.gae(**({"batch": batch, "value": value, "next_value": next_value} | change))
+
+
+def batches(count=5, frames=60, **keywords):
+    keywords |= {"create_env_kwargs": {"num_envs": 3}, "frames_per_batch": frames, "total_frames": count * frames}
+    with fc.SyncDataCollector("CartPole-v1", **keywords, seed=0) as collector:
+        return list(collector)
+
+
+def discounted(rewards, dones, gamma):
+    """The return of `VecNormalize` after each step of a lane [T]."""
+    total, found = 0.0, []
+    for reward, done in zip(rewards.tolist(), dones.tolist(), strict=True):
+        total = total * gamma + reward
+        found.append(total)
+        total = 0.0 if done else total
+    return found
+
+
+@pytest.mark.parametrize("keywords", [{}, {"max_frames_per_traj": 7}, {"set_truncated": True}])
+def test_the_deviation_is_that_of_all_discounted_returns(keywords):
+    parts = batches(**keywords)
+    scaling, scaled = None, []
+    for part in parts:
+        reward, scaling = fc.scale_rewards(part, scaling, gamma=0.9)
+        scaled.append(reward)
+    whole = torch.cat(parts, 1)
+    done = whole["next", "done"].clone()
+    if "set_truncated" in keywords:
+        done &= ~whole["collector", "cut"][..., None]
+    lanes = zip(whole["next", "reward"][..., 0], done[..., 0], strict=True)
+    returns = np.array([discounted(reward, ends, 0.9) for reward, ends in lanes])
+    np.testing.assert_allclose(float(scaling.statistics.mean["return"]), returns.mean(), rtol=1e-10)
+    np.testing.assert_allclose(float(scaling.statistics.variance["return"]), returns.var(), rtol=1e-10)
+    np.testing.assert_allclose(scaled[-1], parts[-1]["next", "reward"] / (returns.var() + 1e-8) ** 0.5, rtol=1e-6)
+    first, _ = fc.scale_rewards(whole, gamma=0.9)
+    assert torch.allclose(first[:, -1], scaled[-1][:, -1])
+
+
+def test_batches_of_workers_are_told_apart_by_their_lanes():
+    with fc.MultiaSyncDataCollector(["CartPole-v1"] * 2, None, frames_per_batch=15, seed=0, in_process=True) as run:
+        parts = [next(run).clone() for _ in range(8)]
+    scaling = None
+    for part in parts:
+        _, scaling = fc.scale_rewards(part, scaling)
+    lanes = {}
+    for part in parts:
+        lanes.setdefault(int(part["collector", "lane"][0]), []).append(part)
+    rows = [torch.cat(each, 0)["next"] for each in lanes.values()]
+    returns = np.concatenate([discounted(row["reward"][:, 0], row["done"][:, 0], 0.99) for row in rows])
+    np.testing.assert_allclose(float(scaling.statistics.variance["return"]), returns.var(), rtol=1e-10)
+
+
+def test_jax_scales_the_same_inside_jit():
+    parts, ours, theirs = batches(), None, None
+    scale = jax.jit(lambda batch, scaling: fc.scale_rewards(batch, scaling, gamma=0.95, clip=3.0))
+    for part in parts:
+        wanted, ours = fc.scale_rewards(part, ours, gamma=0.95, clip=3.0)
+        reward, done = (jnp.asarray(part["next", name][..., 0].T.numpy()) for name in ("reward", "done"))
+        got, theirs = scale({"next": {"reward": reward, "done": done}}, theirs)
+        np.testing.assert_allclose(got, wanted[..., 0].T, rtol=1e-4)
+    assert theirs.statistics.count.tolist() == [300, 0]
+    restored = (theirs.returns, tuple(theirs.statistics))  # as `Checkpoint.restore` returns it
+    assert scale({"next": {"reward": reward, "done": done}}, restored)[1].statistics.count.tolist() == [360, 0]
+
+
+def test_traced_batches_are_scaled_as_delivered_ones():
+    """Also after a reset between two batches, and where finished lanes repeat their last frame."""
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=3)
+    policy = fc.random_policy(env)
+    state = fc.traced.init(env, policy, None, key=jax.random.key(0))
+    ours = theirs = None
+    for finishes in (True, True, False):
+        state = fc.traced.reset(env, state)
+        state, arrays = fc.traced.rollout(env, policy, None, state, 40, reset_when_done=finishes)
+        wanted, ours = fc.scale_rewards(fc.deliver(arrays, env), ours, gamma=0.9)
+        got, theirs = fc.scale_rewards(arrays, theirs, gamma=0.9)
+        np.testing.assert_allclose(got, wanted[..., 0].T, rtol=1e-4)
+    assert int(theirs.statistics.count[0]) == int(ours.statistics.count) < 360
+
+
+def test_several_players_have_a_deviation_each():
+    env = fc.make_env("pgx/tic_tac_toe", num_envs=2)
+    with fc.SyncDataCollector(env, frames_per_batch=60, seed=0) as collector:
+        batch = next(collector)
+    scaled, scaling = fc.scale_rewards(batch)
+    assert scaled.shape == batch["next", "reward"].shape
+    assert scaling.statistics.variance["return"].shape == (2,)
+
+
+def test_bad_arguments_of_scale_rewards():
+    (batch,) = batches(1)
+    wide = {"done": jnp.zeros((2, 3, 1), bool), "reward": jnp.zeros((2, 3, 1))}
+    for arguments, options, error, says in (
+        ((batch,), {"gamma": 1.5}, ValueError, "gamma"),
+        (({"next": {"done": wide["done"][..., 0]}},), {}, ValueError, "lacks ['next.reward']"),
+        (({"next": wide},), {}, ValueError, "next.done [2, 3, 1] … expected [T, P]"),
+        ((batch, fc.scale_rewards(batch)), {}, TypeError, "expected its second part: unpack the result"),
+    ):
+        with refused(error, says):
+            fc.scale_rewards(*arguments, **options)

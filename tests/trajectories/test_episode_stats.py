@@ -14,6 +14,8 @@ from tensordict import TensorDict
 import funcollect as fc
 from funcollect.trajectories.split import split_trajectories
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
+from tests.support.cases import pair
+from tests.support.compare import collect
 
 GOES_ON, TERMINATED, TRUNCATED, BOTH, CUT = range(5)
 
@@ -79,7 +81,6 @@ def runs(draw, players=(1, 2), freeze=(False, True)):
 
 @st.composite
 def cuts(draw, run):
-    """The run's batches, cut anywhere."""
     times = run.batch.shape[-1]
     borders = sorted(draw(st.sets(st.integers(1, times - 1)))) if times > 1 else []
     return [run.batch[:, a:b] for a, b in zip([0, *borders], [*borders, times], strict=True)]
@@ -188,14 +189,6 @@ def test_layouts_of_the_same_frames(data):
     check(chain([split_trajectories(batch) for batch in data.draw(cuts(run))]), run, sorted)
 
 
-def test_episodes_come_by_time_and_then_by_row():
-    events = [[GOES_ON, TERMINATED, GOES_ON], [TRUNCATED, GOES_ON, TERMINATED], [GOES_ON, TERMINATED, TERMINATED]]
-    stats = episode_stats(simulate(events, torch.ones(3, 3, 1)).batch)
-    assert stats.lanes.tolist() == [1, 0, 2, 1, 2]
-    assert stats.lengths.tolist() == [1, 2, 2, 2, 1]
-    assert stats.terminated.tolist() == [False, True, True, True, True]
-
-
 def test_one_player_has_a_row_of_returns_and_several_a_table():
     for players, shape in ((1, (1,)), (3, (1, 3))):
         stats = episode_stats(simulate([[GOES_ON, TERMINATED, GOES_ON]], torch.ones(1, 3, players)).batch)
@@ -246,57 +239,30 @@ def test_on_a_gpu():
     check(episode_stats(run.batch.to("cuda")), run)
 
 
-BAD = {
-    "dict": (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
-    "no dimensions": (lambda batch: TensorDict({}), ValueError, "no batch dimensions"),
-    "no reward": (lambda batch: batch.exclude(("next", "reward")), ValueError, "no tensor next.reward"),
-    "no counters": (lambda batch: batch.exclude("collector"), ValueError, "no tensor collector.traj_ids"),
-    "reward": (
-        lambda batch: batch.set(("next", "reward"), torch.zeros(1, 3)), ValueError,
-        r"next.reward has shape \[1, 3\], the batch wants \[1, 3, n\]"),
-    "flags": (
-        lambda batch: batch.set(("next", "done"), torch.zeros(1, 3, 2, dtype=torch.bool)), ValueError,
-        r"next.done has shape \[1, 3, 2\], the batch wants \[1, 3, 1\]"),
-    "players": (
-        lambda batch: batch.set(("next", "reward"), torch.zeros(1, 3, 2)), ValueError,
-        "rewards of 2 players, `previous` of 1"),
-}  # fmt: skip
+REWARD, DONE = ("next", "reward"), ("next", "done")
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case):
-    change, error, message = BAD[case]
+@pytest.mark.parametrize(("change", "error", "message"), [
+    (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
+    (lambda batch: TensorDict({}), ValueError, "no batch dimensions"),
+    (lambda batch: batch.exclude(REWARD), ValueError, "no tensor next.reward"),
+    (lambda batch: batch.exclude("collector"), ValueError, "no tensor collector.traj_ids"),
+    (lambda batch: batch.set(REWARD, torch.zeros(1, 3)), ValueError, r"shape \[1, 3\], the batch wants \[1, 3, n\]"),
+    (lambda batch: batch.set(DONE, torch.zeros(1, 3, 2) > 0), ValueError, r"next.done .*, the batch wants \[1, 3, 1\]"),
+    (lambda batch: batch.set(REWARD, torch.zeros(1, 3, 2)), ValueError, "rewards of 2 players, `previous` of 1"),
+])  # fmt: skip
+def test_bad_input(change, error, message):
     batch = simulate([[GOES_ON] * 3], torch.ones(1, 3, 1)).batch
     previous = episode_stats(batch)
     with pytest.raises(error, match=message):
         episode_stats(change(batch), previous)
 
 
-def test_several_runs_are_taken_one_at_a_time():
-    """As it was found: the batch of a vmap over seeds was reported with 3 of its 210 episodes."""
-    import jax
-
-    env = fc.make_env("gymnax/CartPole-v1", num_envs=8)
-    policy = fc.random_policy(env)
-
-    def run(key):
-        state = fc.traced.init(env, policy, None, key=key)
-        return fc.traced.rollout(env, policy, None, state, 200)[1]
-
-    arrays = jax.jit(jax.vmap(run))(jax.random.split(jax.random.PRNGKey(0), 3))
-    runs = [fc.deliver(jax.tree.map(lambda leaf, seed=seed: leaf[seed], arrays), env) for seed in range(3)]
-    batch = torch.stack(runs)
-    assert batch.batch_size == (3, 8, 200)
-    with pytest.raises(ValueError, match=r"\[3, 8, 200\] holds several runs.*lane 0.*batch\.unbind\(0\)"):
+def test_several_runs_are_taken_one_at_a_time_and_batches_that_were_stacked_in_time_are_one_run():
+    env, policy = pair("CartPole-v1", "random", 3)
+    batch = torch.stack([collect(env, policy, 80, seed=seed) for seed in range(3)])
+    ends = batch["next", "done"].sum((1, 2, 3)).tolist()
+    with pytest.raises(ValueError, match=r"\[3, 3, 80\] holds several runs.*lane 0.*batch\.unbind\(0\)"):
         fc.episode_stats(batch)
-    stats = [fc.episode_stats(each) for each in batch.unbind(0)]
-    assert [len(each) for each in stats] == [int(each["next", "done"].sum()) for each in runs]
-
-
-def test_batches_that_were_stacked_in_time_are_one_run():
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    policy = fc.random_policy(env)
-    state, one = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40)
-    _, two = fc.rollout(env, policy, state, 40)
-    both = fc.episode_stats(torch.stack([one, two]))
-    assert len(both) == int(one["next", "done"].sum() + two["next", "done"].sum())
+    assert [len(fc.episode_stats(run)) for run in batch.unbind(0)] == ends
+    assert len(fc.episode_stats(torch.stack(batch[0].split(40, -1)))) == ends[0]

@@ -8,10 +8,12 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 import funcollect as fc
 from funcollect.trajectories.split import split_trajectories
+from tests.support import frames as streams
 from tests.support.compare import assert_same
-from tests.support.frames import streams_of_frames as streams
 
 SHAPES = st.lists(st.integers(1, 3), max_size=2).flatmap(lambda rows: st.integers(1, 9).map(lambda time: (*rows, time)))
+
+DTYPES = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.uint32, torch.uint64, torch.bfloat16)
 
 
 def strided(leaf):
@@ -24,15 +26,13 @@ def batch_of(ids, next_done=None, done=None):
     """Every frame holds its own number, in leaves of several dtypes and shapes."""
     ids = torch.as_tensor(ids)
     number = torch.arange(1, ids.numel() + 1).reshape(ids.shape)
-    batch = TensorDict(
-        {
-            "observation": strided(number[..., None].float() * torch.tensor([1.0, -1.0, 0.5])),
-            "action": number.to(torch.int32),
-            "next": {"info": {"wide": number.to(torch.uint16)}, "reward": number[..., None].double()},
-            "collector": {"traj_ids": ids},
-        },
-        batch_size=ids.shape,
-    )
+    leaves = {
+        "observation": strided(number[..., None].float() * torch.tensor([1.0, -1.0, 0.5])),
+        "action": number.to(torch.int32),
+        "next": {"info": {str(dtype): number.to(dtype) for dtype in DTYPES}, "reward": number[..., None].double()},
+        "collector": {"traj_ids": ids},
+    }
+    batch = TensorDict(leaves, batch_size=ids.shape)
     if next_done is not None:
         batch["next", "done"] = torch.as_tensor(next_done)[..., None]
     if done is not None:
@@ -82,22 +82,10 @@ def test_every_frame_stands_where_a_loop_puts_it(shape, data):
         drawn = data.draw(st.lists(values, min_size=torch.Size(shape).numel(), max_size=torch.Size(shape).numel()))
         return torch.tensor(drawn).reshape(shape)
 
-    ids = draw(st.integers(0, 2))
+    ids = draw(st.sampled_from([0, 1, 1 << 40]))
     next_done = draw(st.booleans()) if data.draw(st.booleans()) else None
     done = draw(st.booleans()) if data.draw(st.booleans()) else None
     check(batch_of(ids, next_done, done))
-
-
-@pytest.mark.parametrize(("arguments", "rows"), [
-    (([[4, 4, 4], [4, 4, 5]],), [[1, 2, 3], [4, 5, 0], [6, 0, 0]]),  # equal ids in adjacent rows stay apart
-    (([7, 8, 7],), [[1], [2], [3]]),  # so do equal ids of one row
-    (([0, 0, 0, 0], [False, True, False, True]), [[1, 2], [3, 4]]),  # a done frame ends one, whatever the ids say
-    (([0, 0, 0], [False, True, True], [False, False, True]), [[1, 2, 3]]),  # but not of a lane that stays finished
-    (([[[0, 0], [2, 4]], [[1, 1], [3, 3]]],), [[1, 2], [3, 0], [4, 0], [5, 6], [7, 8]]),
-    (([[1 << 40, (1 << 40) + 1], [1 << 41, 1 << 41]],), [[1, 0], [2, 0], [3, 4]]),
-])  # fmt: skip
-def test_rows_by_hand(arguments, rows):
-    assert split_trajectories(batch_of(*arguments))["action"].tolist() == rows
 
 
 def test_ids_under_another_key():
@@ -107,16 +95,6 @@ def test_ids_under_another_key():
         split = split_trajectories(each, trajectory_key="episode")
         assert split["action"].tolist() == [[1, 0], [2, 3]]
         assert split["collector", "mask"].tolist() == [[1, 0], [1, 1]]
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int8, torch.uint16, torch.uint32, torch.uint64, torch.bfloat16]
-)
-def test_leaves_keep_their_dtype(dtype):
-    batch = TensorDict({"x": torch.ones(3, 2).to(dtype), "collector": {"traj_ids": torch.tensor([0, 0, 1])}}, [3])
-    leaf = split_trajectories(batch)["x"]
-    assert leaf.dtype == dtype
-    assert leaf.double().tolist() == [[[1, 1], [1, 1]], [[1, 1], [0, 0]]]
 
 
 def test_the_result_is_unlocked_and_owns_its_memory():
@@ -207,42 +185,31 @@ def test_jagged_trajectories_share_their_offsets():
     assert rows == [[0, 1, 2, 3], [4, 5], [6, 7], [8, 9, 10, 11]]
 
 
+def with_leaf(path, leaf):
+    return {"batch": batch_of([[0, 0, 1], [2, 2, 2]]).set(path, leaf)}
+
+
+IDS, DONE, NAME = ("collector", "traj_ids"), ("next", "done"), ("next", "name")
+NO_IDS = batch_of([[0, 0, 1], [2, 2, 2]]).exclude("collector")
+NAMES = NonTensorStack.from_list([["a", "b", "c"]] * 2)
+
+
 @pytest.mark.parametrize(("kwargs", "error", "message"), [
     ({"trajectory_key": "episode"}, ValueError, "no tensor episode"),
     ({"done_key": "x"}, ValueError, "no tensor collector.traj_ids"),
     ({"as_nested": "jagged"}, TypeError, "as_nested is 'jagged', expected a bool or a torch.layout"),
     ({"batch": batch_of([0])[:0], "as_nested": True}, ValueError, "no frames"),
+    ({"batch": batch_of([0]).to_dict()}, TypeError, "the batch is dict, expected a TensorDict"),
+    ({"batch": TensorDict({})}, ValueError, r"no batch dimensions, expected \[\*B, T\]"),
+    ({"batch": NO_IDS}, ValueError, "no tensor collector.traj_ids.*it has .*next.reward"),
+    (with_leaf(IDS, torch.zeros(2, 3)), TypeError, "float32, expected integers"),
+    (with_leaf(DONE, torch.zeros(2, 3) > 0), ValueError, r"next.done has shape \[2, 3\], the batch wants \[2, 3, 1\]"),
+    (with_leaf(NAME, NonTensorData("x", batch_size=[2, 3])), TypeError, "next.name is NonTensorData, .*exclude"),
+    (with_leaf("names", NAMES), TypeError, "names is NonTensorStack, expected a tensor"),
 ])  # fmt: skip
 def test_bad_arguments(kwargs, error, message):
     with pytest.raises(error, match=message):
         split_trajectories(**({"batch": batch_by_ends()} | kwargs))
-
-
-BAD = {
-    "dict": (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
-    "no dimensions": (lambda batch: TensorDict({}), ValueError, r"no batch dimensions, expected \[\*B, T\]"),
-    "no ids": (
-        lambda batch: batch.exclude("collector", ("next", "done")), ValueError,
-        "no tensor collector.traj_ids.*it has .*next.reward"),
-    "floating ids": (
-        lambda batch: batch.set(("collector", "traj_ids"), torch.zeros(2, 3)), TypeError, "float32, expected integers"),
-    "no trailing 1": (
-        lambda batch: batch.set(("next", "done"), torch.zeros(2, 3, dtype=torch.bool)), ValueError,
-        r"next.done has shape \[2, 3\], the batch wants \[2, 3, 1\]"),
-    "no tensor": (
-        lambda batch: batch.set(("next", "name"), NonTensorData("x", batch_size=[2, 3])), TypeError,
-        "next.name is NonTensorData, expected a tensor.*exclude"),
-    "no tensors": (
-        lambda batch: batch.set("names", NonTensorStack.from_list([["a", "b", "c"]] * 2)), TypeError,
-        "names is NonTensorStack, expected a tensor"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case):
-    change, error, message = BAD[case]
-    with pytest.raises(error, match=message):
-        split_trajectories(change(batch_of([[0, 0, 1], [2, 2, 2]])))
 
 
 LENGTHS = [2, 7, 3, 9, 1]

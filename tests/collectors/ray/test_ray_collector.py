@@ -11,29 +11,27 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 import funcollect as fc
+from tests.collectors.test_saving import actor, assert_all_same, trained
+from tests.support.cases import mlp
 from tests.support.compare import assert_same
 from tests.support.faulty.faulty_workers import BadInit, Doubled, Plain, Wide
+from tests.support.policies import Count
 from tests.support.running import FORKS_OF_RAY, SCALE, STORE, in_soak, scaled
 from tests.support.workers import by_lane, multi, policy_for, ray_collector
 
 SYNC, MULTI, MULTIA = fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
+NESTED = {"collector_class": MULTI, "num_workers_per_collector": 2}
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
 
 # What of [N, K, P, T] with N = K = P = 2 a batch of 48 frames has, and whether its lanes are in it always.
 SHAPES = {
-    (SYNC, True, None): (2, 24),
-    (SYNC, True, 2): (2, 2, 12),
-    (SYNC, False, None): (48,),
-    (SYNC, False, 2): (2, 24),
-    (MULTI, True, None): (2, 2, 12),
-    (MULTI, True, 2): (2, 2, 2, 6),
-    (MULTI, False, None): (2, 24),
-    (MULTI, False, 2): (2, 2, 12),
-    (MULTIA, True, None): (2, 24),
-    (MULTIA, True, 2): (2, 2, 12),
-    (MULTIA, False, None): (48,),
-    (MULTIA, False, 2): (2, 24),
-}
+    (SYNC, True, None): (2, 24), (SYNC, True, 2): (2, 2, 12),
+    (SYNC, False, None): (48,), (SYNC, False, 2): (2, 24),
+    (MULTI, True, None): (2, 2, 12), (MULTI, True, 2): (2, 2, 2, 6),
+    (MULTI, False, None): (2, 24), (MULTI, False, 2): (2, 2, 12),
+    (MULTIA, True, None): (2, 24), (MULTIA, True, 2): (2, 2, 12),
+    (MULTIA, False, None): (48,), (MULTIA, False, 2): (2, 24),
+}  # fmt: skip
 FEW = [(SYNC, True, None)]
 
 
@@ -41,18 +39,14 @@ FEW = [(SYNC, True, None)]
 def test_shapes_and_the_data_of_the_serial_transport(kind, sync, num_envs):
     workers = 1 if kind is SYNC else 2
     policy = policy_for("CartPole-v1", "torch_mlp", num_envs or 1)
-    kwargs = {"policy": policy, "create_env_kwargs": {"num_envs": num_envs}}
-    of_actors = {"collector_class": kind, "num_workers_per_collector": workers}
-    with ray_collector(
-        "CartPole-v1", num_collectors=2, sync=sync, frames_per_batch=48, **of_actors, **kwargs
-    ) as collector:
+    kwargs = {"policy": policy, "create_env_kwargs": {"num_envs": num_envs}, "frames_per_batch": 48}
+    of_actors = {"collector_class": kind, "num_workers_per_collector": workers, "num_collectors": 2}
+    with ray_collector("CartPole-v1", sync=sync, **of_actors, **kwargs) as collector:
         batches = [batch.clone() for batch in itertools.islice(collector, 4)]
         assert collector.frames_of_batch == 48
     assert {batch.batch_size for batch in batches} == {SHAPES[kind, sync, num_envs]}
     assert not batches[0].is_locked
-    with multi(
-        MULTI, "serial", create_env_fn=["CartPole-v1"] * 2 * workers, frames_per_batch=48, **kwargs
-    ) as collector:
+    with multi(MULTI, "serial", create_env_fn=["CartPole-v1"] * 2 * workers, **kwargs) as collector:
         wanted = [batch.clone() for batch in itertools.islice(collector, 16)]
     if sync and kind is not MULTIA:
         for one, two in zip(batches, wanted, strict=False):
@@ -65,7 +59,6 @@ def test_shapes_and_the_data_of_the_serial_transport(kind, sync, num_envs):
 @pytest.mark.evening
 @pytest.mark.needs("torchrl")
 def test_torchrl_documented_call():
-    """As it stands in TorchRL's documentation of its class, with other imports."""
     from torchrl.envs.libs.gym import GymEnv
 
     from funcollect import RayCollector
@@ -74,17 +67,10 @@ def test_torchrl_documented_call():
     env_maker = lambda: GymEnv("Pendulum-v1", device="cpu")  # noqa: E731
     policy = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
     distributed_collector = RayCollector(
-        create_env_fn=[env_maker],
-        policy=policy,
-        collector_class=Collector,
-        max_frames_per_traj=50,
-        init_random_frames=-1,
-        reset_at_each_iter=-False,
+        create_env_fn=[env_maker], policy=policy, collector_class=Collector, max_frames_per_traj=50,
+        init_random_frames=-1, reset_at_each_iter=-False, num_collectors=1, total_frames=10000, frames_per_batch=200,
         collector_kwargs={"device": "cpu", "storing_device": "cpu"},
-        num_collectors=1,
-        total_frames=10000,
-        frames_per_batch=200,
-    )
+    )  # fmt: skip
     with distributed_collector:
         batches = [data["collector", "step"].clone() for data in distributed_collector]
     assert [batch.shape for batch in batches] == [(200,)] * 50
@@ -96,15 +82,12 @@ def versions(batch):
 
 
 def test_a_class_of_the_users_own_and_weights_before_each_batch():
-    """Acts with the bias of a policy: 0 before the update, 1 after it."""
     module = nn.Linear(2, 2)
     nn.init.zeros_(module.weight)
     module.bias.data = torch.tensor([1.0, 0.0])
     policy = fc.torch_policy(module, head=fc.heads.greedy)
-    of_actors = {"collector_class": Doubled, "collector_kwargs": [{"factor": 2.0}, {"factor": 3.0}]}
-    with ray_collector(
-        Plain, policy, frames_per_batch=20, sync=True, update_after_each_batch=True, **of_actors
-    ) as collector:
+    kwargs = {"collector_class": Doubled, "collector_kwargs": [{"factor": 2.0}, {"factor": 3.0}], "sync": True}
+    with ray_collector(Plain, policy, frames_per_batch=20, update_after_each_batch=True, **kwargs) as collector:
         batch = next(collector)
         assert batch["next", "reward"].amax((1, 2)).tolist() == [2.0, 3.0]
         assert (versions(batch), batch["action"].max()) == ({0}, 0)
@@ -276,40 +259,15 @@ def test_memory_stays_flat(ray_cluster):
 
 @pytest.mark.parametrize("nested", [True, *in_soak([False])])
 def test_a_saved_run_continues_bit_for_bit(nested, tmp_path):
-    """In actors, and in workers that actors have; weights change before and after."""
-    torch.manual_seed(0)
-    module = nn.Linear(4, 2)
-    policy = fc.torch_policy(module, head=fc.heads.categorical)
-    sources = [lambda: fc.make_env("CartPole-v1", num_envs=2)] * 2
-    own = {"collector_class": MULTI, "num_workers_per_collector": 2} if nested else {}
-    keywords = {
-        "frames_per_batch": 80,
-        "sync": True,
-        "prefetch": True,
-        "seed": 3,
-        "update_after_each_batch": True,
-        **own,
-    }
-
-    def trained(collector):
-        batches = []
-        for _ in range(3):
-            batches.append(next(collector).clone())
-            with torch.no_grad():
-                module.weight.add_(0.01)
-        return batches
-
-    with ray_collector(sources, policy, **keywords) as collector:
-        trained(collector)
+    policy, sources = actor(), [lambda: fc.make_env("CartPole-v1", num_envs=2)] * 2
+    own = NESTED if nested else {}
+    with ray_collector(sources, policy, frames_per_batch=80, sync=True, prefetch=True, **own) as collector:
+        trained(collector, policy, range(3))
         collector.save(tmp_path / "run")
-        kept = module.weight.clone()
-        wanted = trained(collector)
+        wanted = trained(collector, policy, range(7, 10))
         collector.restore(tmp_path / "run")  # with the weights that the workers had
-        with torch.no_grad():
-            module.weight.copy_(kept)
         assert collector.frames == 3 * 80
-        for one, two in zip(wanted, trained(collector), strict=True):
-            assert_same(one, two)
+        assert_all_same(wanted, trained(collector, policy, range(7, 10)))
         with pytest.raises(ValueError, match="this is a SyncDataCollector: use that class"):
             fc.SyncDataCollector.load(tmp_path / "run", sources[0], policy)
         collector._fill(collector_kwargs={"set_truncated": True})  # as that of another run
@@ -317,26 +275,30 @@ def test_a_saved_run_continues_bit_for_bit(nested, tmp_path):
             collector.restore(tmp_path / "run")
 
 
-@pytest.mark.evening
-def test_an_asynchronous_saved_run_loses_no_frame(tmp_path):
-    with ray_collector([Plain] * 2, frames_per_batch=10) as collector:
-        first = [next(collector).clone() for _ in range(3)]
-        collector.save(tmp_path / "run")
-        rest = [next(collector).clone() for _ in range(9)]
-        collector.restore(tmp_path / "run")
-        again = [next(collector).clone() for _ in range(9)]
-    one, two = by_lane(first + rest), by_lane(first + again)
-    for lane in one.keys() & two.keys():
-        length = min(len(one[lane]), len(two[lane]))
-        assert_same(one[lane][:length], two[lane][:length])
-        assert two[lane]["collector", "step"].tolist() == [i % 5 for i in range(len(two[lane]))]
+def test_a_policy_finds_what_it_wrote_at_the_step_before():
+    kwargs = {"frames_per_batch": 40, "total_frames": 80, "max_frames_per_traj": 12}
+    with ray_collector(["CartPole-v1"] * 2, Count(), **kwargs) as collector:
+        for batch in collector:
+            later = batch["collector", "traj_ids"] % 2**40 > 1
+            assert torch.equal(batch["count"], batch["collector", "step"] + later.long())
 
 
 @pytest.mark.evening
-def test_actors_have_lanes_in_workers_of_their_own():
-    batches = []
-    for spread in ({}, {"num_workers": 2}):
-        kwargs = {"create_env_kwargs": {"num_envs": 4, **spread}, "frames_per_batch": 40, "total_frames": 80}
-        with ray_collector("CartPole-v1", num_collectors=1, sync=True, seed=3, **kwargs) as collector:
-            batches.append(torch.cat([batch.clone() for batch in collector], -1))
-    assert_same(*batches)
+@pytest.mark.parametrize(("envs", "own"), [(["CartPole-v1"] * 2, {}), (["CartPole-v1"], NESTED)])
+def test_statistics_and_a_schedule(envs, own):
+
+    def policy():
+        stats = fc.running_statistics.init(fc.make_env("CartPole-v1").observation_space)
+        return fc.normalized(fc.torch_policy(mlp(4, 2), head=fc.heads.epsilon_greedy(0.1)), stats)
+
+    kwargs = {"frames_per_batch": 40, "total_frames": 120, "update_statistics": True}
+    kwargs["exploration"] = {"epsilon": lambda frames: 1 - frames / 100}
+    here, there = policy(), policy()
+    with (
+        multi(MULTI, "serial", create_env_fn=["CartPole-v1"] * 2, policy=here, **kwargs) as one,
+        ray_collector(envs, there, sync=True, **kwargs, **own) as two,
+    ):
+        for batch, other in zip(one, two, strict=True):
+            assert_same(batch.flatten(), other.flatten())
+    assert int(there.statistics.count) == 120
+    assert torch.equal(here.statistics.mean["observation"], there.statistics.mean["observation"])

@@ -1,30 +1,22 @@
-"""Actors that die, hang or raise, and drivers that are killed: what the reader is told, how soon, and what is left."""
+"""Actors that lack resources or fail, and drivers that are killed: what the reader is told, and what is left.
+
+What actors have in common with other workers is tested in `tests/collectors/workers/test_worker_faults.py`.
+"""
 
 import functools
 import os
-import signal
 import subprocess
 import sys
 
 import pytest
-import torch
 
 import funcollect as fc
-from funcollect.collectors.cluster import transport as ray_transport
-from funcollect.processes import pool
-from tests.support.faulty.faulty_workers import Failing, Plain, SlowToReturn, die, hold_the_gil, sleep_forever, stumble
-from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, ROOT, SCALE, in_soak, scaled
-from tests.support.worker_runs import check_trajectories, descendants, gone, run_out, wait_until
-from tests.support.workers import FOREVER, HangClock, ray_collector
+from tests.support.faulty.faulty_workers import Failing, Plain, die, stumble
+from tests.support.running import FORKS_OF_RAY, ROOT
+from tests.support.workers import descendants, gone, ray_collector, run_out, wait_until
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
-
-
-def pid_of(collector, worker):
-    """Of an actor, once it lives."""
-    handle = collector.run.records[worker].handle
-    wait_until(lambda: not handle.label.endswith("on no node yet"))
-    return int(handle.label.split()[-1])
+NESTED = {"collector_class": fc.MultiSyncDataCollector, "num_workers_per_collector": 2, "frames_per_batch": 16}
 
 
 def test_too_few_resources_are_told_at_once(ray_cluster):
@@ -43,98 +35,22 @@ def test_resources_that_others_hold_are_reported_after_the_start_timeout(ray_clu
             ray_collector(Plain, frames_per_batch=10, remote_configs={"num_cpus": 4}, start_timeout=0.5)
 
 
-def test_an_actor_that_is_killed_ends_the_run():
-    collector = ray_collector([Plain] * 2, frames_per_batch=16)
-    next(collector)
-    pids = [pid_of(collector, worker) for worker in range(2)]
-    os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(fc.WorkerError, match=r"worker 1 \(actor \w+ on node [\d.]+ .*was lost \(ActorDiedError"):
-        run_out(collector)
-    wait_until(lambda: all(map(gone, pids)))
-    with pytest.raises(fc.ClosedError):
-        next(collector)
-
-
-FAULTS = [(stumble, "in stumble")]
-FAULTS += in_soak([(hold_the_gil, "interpreter is held"), (sleep_forever, "in sleep_forever")])
-
-
-@pytest.mark.parametrize(("act", "shown"), FAULTS)
-def test_an_exception_and_a_hang_come_with_their_traceback(act, shown, tmp_path, monkeypatch):
-    begun = tmp_path / "begun"
-    clock = HangClock(begun, shown)
-    monkeypatch.setattr(pool, "time", clock)
-    if act is sleep_forever:
-        monkeypatch.setattr(ray_transport, "_TO_REPORT", FOREVER)
-    made = [Plain, functools.partial(Failing, act, at=20, once=str(begun))]
-    with ray_collector(made, frames_per_batch=16, timeout=1.0) as collector:
-        clock.collector = None if act is stumble else collector
-        with pytest.raises(fc.WorkerError, match="worker 1, lane 1" if act is stumble else "timeout=1") as raised:
-            run_out(collector)
-        assert shown in raised.value.traceback
-        assert (raised.value.worker, raised.value.lane) == (1, 1 if act is stumble else None)
-        assert isinstance(raised.value.__cause__, fc.EnvError if act is stumble else type(None))
-
-
 @pytest.mark.evening
 def test_a_failure_of_a_worker_in_an_actor():
-    made = [Plain, functools.partial(Failing, stumble, at=20)]
-    kwargs = {"collector_class": fc.MultiSyncDataCollector, "num_workers_per_collector": 2}
-    with (
-        ray_collector(made, frames_per_batch=16, **kwargs) as collector,
-        pytest.raises(fc.WorkerError, match=r"worker 1, lane [23].*ArithmeticError") as raised,
-    ):
-        run_out(collector)
-    assert "in stumble" in raised.value.traceback
+    with ray_collector([Plain, functools.partial(Failing, stumble, at=20)], **NESTED) as collector:
+        with pytest.raises(fc.WorkerError, match=r"worker 1, lane [23].*ArithmeticError") as raised:
+            run_out(collector)
+        assert "in stumble" in raised.value.traceback
 
 
 @pytest.mark.evening
 def test_workers_in_an_actor_that_are_replaced_are_counted(tmp_path):
     made = functools.partial(Failing, die, at=20, once=str(tmp_path / "died"))
-    kwargs = {"collector_class": fc.MultiSyncDataCollector, "num_workers_per_collector": 2, "on_failure": "restart"}
-    with ray_collector(made, frames_per_batch=16, **kwargs) as collector:
+    with ray_collector(made, on_failure="restart", **NESTED) as collector:
         while not collector.stats()["restarts"]:
             next(collector)
         stats = collector.stats()
     assert (stats["restarts"], stats["lost_frames"]) == (1, 8)
-
-
-@pytest.mark.evening
-@LOSES_WORKERS
-def test_an_actor_that_is_killed_as_it_returns_is_built_once_a_process(tmp_path):
-    log = tmp_path / "builds"
-    made = [functools.partial(SlowToReturn, log, times=2), Plain]
-    with ray_collector(made, frames_per_batch=16, on_failure="restart", sync=True) as collector:
-        check_trajectories([next(collector).clone() for _ in range(4)])
-        assert collector.stats()["restarts"] == 2
-    assert log.stat().st_size == 3
-
-
-@pytest.mark.parametrize("sync", [True, False] if SCALE > 1 else [False])
-@LOSES_WORKERS
-def test_actors_killed_at_random_moments(sync):
-    """Every batch is whole, with the latest weights; ids are used once; each lane goes on."""
-    generator = torch.Generator().manual_seed(0)
-    policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
-    kwargs = {"create_env_kwargs": {"num_envs": 2}, "frames_per_batch": 200, "on_failure": "restart", "sync": sync}
-    kills = scaled(1)
-    with ray_collector(["CartPole-v1"] * 2, policy, **kwargs) as collector:
-        batches = []
-        for kill in range(kills):
-            collector.update_policy_weights_()
-            batches += [next(collector).clone() for _ in range(int(torch.randint(1, 6, (), generator=generator)))]
-            os.kill(pid_of(collector, int(torch.randint(2, (), generator=generator))), signal.SIGKILL)
-            while collector.stats()["restarts"] == kill:
-                batches.append(next(collector).clone())
-        lanes: set[int] = set()  # that act with the latest weights; a rollout under way may have had others
-        while lanes != {0, 1, 2, 3}:
-            batches.append(next(collector).clone())
-            collected = batches[-1]["collector"]
-            lanes |= set(collected["lane"][collected["policy_version"] == kills].tolist())
-        stats = collector.stats()
-    assert stats["restarts"] == kills
-    assert stats["lost_frames"] > 0
-    check_trajectories(batches)
 
 
 DRIVER = """
@@ -155,8 +71,7 @@ while True:
 
 @pytest.mark.evening
 def test_no_actor_outlives_its_driver(ray_cluster):
-    address = ray_cluster.get_runtime_context().gcs_address
-    code = DRIVER.format(root=str(ROOT), address=address)
+    code = DRIVER.format(root=str(ROOT), address=ray_cluster.get_runtime_context().gcs_address)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
         (actor,) = map(int, driver.stdout.readline().split())
         processes = [actor, *descendants(actor)]
@@ -169,8 +84,7 @@ OWN = """
 import funcollect as fc, ray
 if __name__ == "__main__":
     CONFIG = dict(address="local", num_cpus=2, object_store_memory=100 << 20)
-    kwargs = dict(frames_per_batch=10, ray_init_config=CONFIG)
-    kwargs |= dict(timeout=1e6, start_timeout=1e6)
+    kwargs = dict(frames_per_batch=10, ray_init_config=CONFIG, timeout=1e6, start_timeout=1e6)
     one, two = (fc.RayCollector("CartPole-v1", **kwargs) for _ in range(2))
     one.shutdown()
     next(two)
@@ -185,9 +99,6 @@ if __name__ == "__main__":
 
 @pytest.mark.evening
 def test_a_cluster_that_collectors_start_ends_with_the_last_of_them():
-    run = subprocess.run([sys.executable, "-c", OWN], capture_output=True, text=True, env=_without_address())
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    run = subprocess.run([sys.executable, "-c", OWN], capture_output=True, text=True, env=env)
     assert run.stdout.splitlines() == ["ray_init_config is given", "False"], run.stderr
-
-
-def _without_address():
-    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

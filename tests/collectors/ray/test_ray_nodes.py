@@ -1,13 +1,18 @@
-"""A cluster of three nodes by Ray's own utility: nodes that are lost with what lies on them, and nodes that join."""
+"""A cluster of three nodes by Ray's own utility: nodes that are lost with what lies on them, and nodes that join.
+
+And whether a cluster has room, told from what its nodes have.
+"""
+
+import types
 
 import pytest
 import torch
 
 import funcollect as fc
+from funcollect.collectors.cluster import transport
 from tests.support.faulty.faulty_workers import Plain
 from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS
-from tests.support.worker_runs import check_trajectories, run_out
-from tests.support.workers import by_lane, ray_collector
+from tests.support.workers import by_lane, check_trajectories, ray_collector, run_out
 
 pytestmark = FORKS_OF_RAY
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
@@ -60,7 +65,6 @@ def test_nodes_are_lost_and_join(cluster):
 
 @pytest.mark.evening
 def test_rollouts_that_were_on_a_lost_node(cluster):
-    """They were ready, but not fetched."""
     cluster, _ = cluster
     import ray
 
@@ -73,3 +77,40 @@ def test_rollouts_that_were_on_a_lost_node(cluster):
     cluster.remove_node(node, allow_graceful=False)
     with pytest.raises(fc.WorkerError, match=r"worker 0 \(actor .*\): was lost \((Object|ActorDied|ActorUnavailable)"):
         run_out(collector)
+
+
+HALVES = [{"num_cpus": 3}, {"num_cpus": 2, "num_gpus": 1}]
+# Nodes, actors, and the first actor that fits nowhere.
+CASES = {
+    "a larger one first": ([{"CPU": 6}, {"CPU": 4}], [{"num_cpus": 4}, {"num_cpus": 3}, {"num_cpus": 3}], None),
+    "a node that another needs": ([{"CPU": 4, "GPU": 1}, {"CPU": 3}], HALVES, None),
+    "tenths": ([{"CPU": 0.3}], [{"num_cpus": 0.1}] * 3, None),
+    "nothing": ([{"CPU": 1}], [{"num_cpus": 0}] * 3, None),
+    "too many": ([{"CPU": 8}], [{"num_cpus": 4}] * 3, 2),
+    "none is split": ([{"CPU": 4}] * 2, [{"num_cpus": 3}] * 3, 2),
+    "beside smaller ones": ([{"CPU": 4}], [{"num_cpus": 1}, {"num_cpus": 1}, {"num_cpus": 3}], 2),
+    "of a kind that no node has": ([{"CPU": 4}], [{"num_cpus": 1}] * 2 + [{"resources": {"x": 1}}], 2),
+}
+
+
+def check_room(monkeypatch, nodes, configs, *others):
+    listed = [{"Alive": True, "NodeManagerAddress": "here", "Resources": node} for node in nodes]
+    stand_in = types.SimpleNamespace(nodes=lambda: listed, available_resources=dict)
+    monkeypatch.setattr(transport, "ray", stand_in)
+    transport.check_room(configs, *others)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_that_fits_nowhere_is_told(name, monkeypatch):
+    nodes, configs, worker = CASES[name]
+    if worker is None:
+        check_room(monkeypatch, nodes, configs, 0)
+        return
+    with pytest.raises(fc.WorkerError, match=f"no room for collector {worker} of 3") as raised:
+        check_room(monkeypatch, nodes, configs, 0)
+    assert raised.value.worker == worker
+
+
+def test_actors_that_are_there_count(monkeypatch):
+    with pytest.raises(fc.WorkerError, match=r"no room for collector 1 of 2: asked for .*here has 4 CPU"):
+        check_room(monkeypatch, [{"CPU": 4}], [{"num_cpus": 1}], 1, [{"num_cpus": 4}])

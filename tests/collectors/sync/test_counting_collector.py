@@ -9,7 +9,6 @@ import funcollect as fc
 from tests.support.compare import assert_same, joined, leaves
 from tests.support.envs.counting import always, check, make_counting
 
-ONE = {"lengths": (3, 2)}
 THREE = ({"lengths": (3, 2)}, {"lengths": (2,), "truncated": (1,)}, {"lengths": (4, 1)})
 SINGLE = ("host", "torch")
 MANY = ("host", "vector", "torch")
@@ -22,43 +21,25 @@ def collect(backend, *lanes, policy=None, batched=True, frames_per_batch, **kwar
 
 
 @pytest.mark.parametrize("backend", MANY)
-def test_batches_are_rounded_up_to_whole_steps_and_the_run_ends(backend):
-    collector = collect(backend, *THREE, frames_per_batch=7, total_frames=20, seed=0)
-    assert len(collector) == 3
-    batches = list(collector)
-    assert [batch.batch_size for batch in batches] == [(3, 3)] * 3
-    check(batches[0], "0.0 0.1 0.2t", "0.0 0.1t 1.0", "0.0 0.1 0.2")
-    check(batches[2], "2.1 2.2t 3.0", "3.0 3.1t 4.0", "2.1 2.2 2.3t")
-    assert list(collector) == []
-    assert (collector.frames, collector.stats()["frames"], collector.stats()["batches"]) == (27, 27, 3)
-    assert collector.rollout().batch_size == (3, 3)  # also after the end
-
-
-@pytest.mark.parametrize("backend", MANY)
 def test_batches_are_the_functions_own_and_the_callers(backend):
-    collector = collect(backend, *THREE, policy=None, frames_per_batch=9, seed=4)
+    collector = collect(backend, *THREE, policy=None, frames_per_batch=7, seed=4)  # rounded up to whole steps
     env = make_counting(backend, *THREE)
     state = fc.init(env, always(0), seed=4)
     for _ in range(3):
         batch = next(collector)
         state, wanted = fc.rollout(env, always(0), state, 3)
         assert_same(batch, wanted)
-        assert not batch.is_locked
-        assert not batch["next"].is_locked
         batch["mine"] = torch.zeros(3, 3)
         del batch["next", "reward"]
-        for leaf in batch.values(True, True):
-            leaf.zero_()
+        batch.zero_()
 
 
 @pytest.mark.parametrize("backend", MANY)
 @pytest.mark.parametrize("limit", [None, -1, 2])
 def test_max_frames_per_traj(backend, limit):
     collector = collect(backend, *THREE, frames_per_batch=12, max_frames_per_traj=limit, seed=0)
-    if limit == 2:
-        check(next(collector), "0.0 0.1c 1.0 1.1b", "0.0 0.1b 1.0 1.1c", "0.0 0.1c 1.0t 2.0")
-    else:
-        check(next(collector), "0.0 0.1 0.2t 1.0", "0.0 0.1t 1.0 1.1c", "0.0 0.1 0.2 0.3t")
+    cut = ("0.0 0.1c 1.0 1.1b", "0.0 0.1b 1.0 1.1c", "0.0 0.1c 1.0t 2.0")
+    check(next(collector), *(cut if limit == 2 else ("0.0 0.1 0.2t 1.0", "0.0 0.1t 1.0 1.1c", "0.0 0.1 0.2 0.3t")))
 
 
 @pytest.mark.parametrize("backend", MANY)
@@ -73,13 +54,9 @@ def test_a_finished_lane_stays_finished_until_reset(backend):
     check(next(collector), "1.0 1.1t 1.2=t 1.2=t", "0.2=c 0.2=c 0.2=c 0.2=c", "0.8t 0.9=t 0.9=t 0.9=t")
     collector.reset()
     check(next(collector), "2.0 2.1 2.2t 2.3=t", "1.0 1.1t 1.2=t 1.2=t", "1.0 1.1 1.2 1.3")
-
-
-@pytest.mark.parametrize("backend", SINGLE)
-def test_a_single_finished_environment_stays_finished(backend):
-    collector = collect(backend, ONE, batched=False, frames_per_batch=2, reset_when_done=False, seed=0)
+    single = collect(backend, THREE[0], batched=False, frames_per_batch=2, reset_when_done=False, seed=0)
     for words in ("0.0 0.1", "0.2t 0.3=t", "0.3=t 0.3=t"):
-        check(next(collector), words, batched=False)
+        check(next(single), words, batched=False)
 
 
 @pytest.mark.parametrize("backend", MANY)
@@ -87,7 +64,6 @@ def test_every_batch_begins_anew(backend):
     collector = collect(backend, *THREE, frames_per_batch=9, reset_at_each_iter=True, seed=0)
     check(next(collector), "0.0 0.1 0.2t", "0.0 0.1t 1.0", "0.0 0.1 0.2")
     check(next(collector), "2.0 2.1 2.2t", "2.0 2.1t 3.0", "1.0t 2.0 2.1")
-    check(next(collector), "4.0 4.1 4.2t", "4.0 4.1t 5.0", "3.0t 4.0 4.1")
 
 
 @pytest.mark.parametrize("backend", MANY)
@@ -121,7 +97,6 @@ def test_the_first_frames_are_random(backend):
 @pytest.mark.parametrize("parts", [(), (1,), (6,)])
 @pytest.mark.parametrize("backend", SINGLE)
 def test_log_probabilities_of_random_frames_have_the_policys_shape(backend, parts):
-    """A policy may give one for each component of an action: their sum is what counts."""
     env = fc.make_env("Pendulum-v1" if backend == "host" else "torch/Pendulum-v1", num_envs=2)
 
     def module(observation):
@@ -143,16 +118,6 @@ WORDS = (
 )
 
 
-@pytest.mark.parametrize("backend", MANY)
-def test_split_trajectories_are_padded_rows(backend):
-    collector = collect(backend, *THREE, frames_per_batch=12, split_trajs=True, seed=0)
-    batch = next(collector)
-    assert batch["collector", "traj_ids"].tolist() == [[0, 0, 0, 0], [3, 0, 0, 0], [1, 1, 0, 0], [4, 4, 0, 0], [2] * 4]
-    assert batch["collector", "mask"].sum(-1).tolist() == [3, 1, 2, 2, 4]
-    assert batch["collector", "step"].tolist() == [[0, 1, 2, 0], [0] * 4, [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 2, 3]]
-    assert batch["next", "observation"][0].tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3], [0, 0, 0]]
-
-
 def test_split_then_postproc_then_hidden_keys_dropped():
     seen = []
 
@@ -170,15 +135,16 @@ def test_split_then_postproc_then_hidden_keys_dropped():
     collector = collect("host", *THREE, policy=policy, frames_per_batch=12, split_trajs=True, postproc=postproc, seed=0)
     batch = next(collector)
     assert seen == [((5, 4), True, False)]
+    assert batch["collector", "mask"].sum(-1).tolist() == [3, 1, 2, 2, 4]
     assert not [path for path in leaves(batch) if any(part.startswith("_") for part in path)]
     assert batch["kept"][0].tolist() == [1, 3, 5, 1]
     assert "_hidden" in collector.rollout()  # what the core returned
 
 
-@pytest.mark.parametrize("kind", [fc.ExplorationType.DETERMINISTIC, fc.ExplorationType.MODE, fc.ExplorationType.MEAN])
-def test_exploration_types_other_than_random_take_the_mode(kind):
+@pytest.mark.parametrize("name", ["RANDOM", "DETERMINISTIC", "MODE", "MEAN"])
+def test_exploration_types_other_than_random_take_the_mode(name):
+    kind = fc.ExplorationType[name]
     policy = fc.torch_policy(lambda x: torch.tensor([0.0, 0.0, 0.01]).expand(len(x), 3), head=fc.heads.categorical)
     collector = collect("host", *THREE, policy=policy, frames_per_batch=90, exploration_type=kind, seed=0)
-    assert (next(collector)["action"] == 2).all()
-    collector = collect("host", *THREE, policy=policy, frames_per_batch=90, seed=0)
-    assert set(next(collector)["action"].flatten().tolist()) == {0, 1, 2}
+    wanted = {0, 1, 2} if name == "RANDOM" else {2}
+    assert set(next(collector)["action"].flatten().tolist()) == wanted

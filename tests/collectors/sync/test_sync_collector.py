@@ -1,9 +1,6 @@
 """Keywords, weights and saved states of a collector, and the methods, keywords and names of TorchRL's."""
 
-from __future__ import annotations
-
 import io
-from typing import Any
 
 import gymnasium
 import jax.numpy as jnp
@@ -13,17 +10,19 @@ from tensordict import TensorDict
 from torch import nn
 
 import funcollect as fc
-from funcollect import SyncDataCollector
 from funcollect.policies.random_policy import RandomPolicy
 from tests.support.compare import assert_same
 
 
-def make(policy: Any = None, *, frames_per_batch: int = 20, num_envs: int | None = 2, **options: Any) -> Any:
-    env = fc.make_env("CartPole-v1", num_envs=num_envs)
-    return SyncDataCollector(env, policy, frames_per_batch=frames_per_batch, **{"seed": 0, **options})
+def make(policy=None, *, name="CartPole-v1", frames_per_batch=20, num_envs=2, **options):
+    env = fc.make_env(name, num_envs=num_envs)
+    return fc.SyncDataCollector(env, policy, frames_per_batch=frames_per_batch, **{"seed": 0, **options})
 
 
-def linear(bias: float) -> nn.Linear:
+HOST, IN_JAX = "CartPole-v1", "gymnax/CartPole-v1"
+
+
+def linear(bias):
     """Chooses action 1 where the bias is positive."""
     module = nn.Linear(4, 2)
     with torch.no_grad():
@@ -32,24 +31,24 @@ def linear(bias: float) -> nn.Linear:
     return module
 
 
-def greedy(bias: float) -> Any:
+def greedy(bias):
     return fc.torch_policy(linear(bias), head=fc.heads.greedy)
 
 
-def jax_greedy(bias: float) -> Any:
+def jax_greedy(bias):
     params = {"w": jnp.zeros((4, 2)), "b": jnp.array([0.0, bias])}
     return fc.jax_policy(lambda p, x: x @ p["w"] + p["b"], params, head=fc.heads.greedy)
 
 
-def actions(batch: TensorDict) -> list[int]:
+def actions(batch):
     return batch["action"].unique().tolist()
 
 
-def versions(batch: TensorDict) -> list[int]:
+def versions(batch):
     return batch["collector", "policy_version"].unique().tolist()
 
 
-SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
+SOURCES = {
     "id": ("CartPole-v1", {}),
     "namespaced id": ("torch/CartPole-v1", {}),
     "id and keywords": ("CartPole-v1", {"num_envs": 2, "max_episode_steps": 5}),
@@ -63,9 +62,9 @@ SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_create_env_fn_and_create_env_kwargs(source: str) -> None:
+def test_create_env_fn_and_create_env_kwargs(source):
     env, kwargs = SOURCES[source]
-    collector = SyncDataCollector(env, frames_per_batch=20, create_env_kwargs=kwargs, seed=0)
+    collector = fc.SyncDataCollector(env, frames_per_batch=20, create_env_kwargs=kwargs, seed=0)
     lanes = 2 if "keywords" in source or source in ("env", "factory of an env", "list") else None
     assert collector.env.num_envs == lanes
     batch = next(collector)
@@ -74,17 +73,15 @@ def test_create_env_fn_and_create_env_kwargs(source: str) -> None:
     collector.shutdown()
 
 
-def test_keywords_can_be_read_back_as_given() -> None:
-    given = {
-        "frames_per_batch": 7, "total_frames": 50, "max_frames_per_traj": 9, "init_random_frames": 3,
-        "reset_at_each_iter": True, "split_trajs": True, "postproc": torch.clone, "update_at_each_batch": True,
-        "exploration_type": fc.ExplorationType.MODE, "reset_when_done": True, "seed": 5,
-    }  # fmt: skip
+def test_keywords_can_be_read_back_as_given():
+    given = {"frames_per_batch": 7, "total_frames": 50, "max_frames_per_traj": 9, "init_random_frames": 3, "seed": 5}
+    given |= dict.fromkeys(("reset_at_each_iter", "split_trajs", "update_at_each_batch", "reset_when_done"), True)
+    given |= {"postproc": torch.clone, "exploration_type": fc.ExplorationType.MODE}
     collector = make(**given)
     assert {name: getattr(collector, name) for name in given} == given
 
 
-def test_device_fills_those_that_are_unset() -> None:
+def test_device_fills_those_that_are_unset():
     collector = make(device="cpu", storing_device="meta")
     cpu, meta = torch.device("cpu"), torch.device("meta")
     assert (collector.env_device, collector.policy_device, collector.storing_device) == (cpu, cpu, meta)
@@ -94,7 +91,7 @@ def test_device_fills_those_that_are_unset() -> None:
     assert next(make(storing_device="cpu"))["action"].device == cpu
 
 
-def test_policy_and_policy_factory_are_copied_only_if_they_are_elsewhere() -> None:
+def test_policy_and_policy_factory_are_copied_only_if_they_are_elsewhere():
     policy = greedy(1.0)
     assert make(policy, policy_device="cpu").policy is policy
     assert make(policy).policy is policy
@@ -104,9 +101,9 @@ def test_policy_and_policy_factory_are_copied_only_if_they_are_elsewhere() -> No
     assert isinstance(make().policy, RandomPolicy)
 
 
-@pytest.mark.parametrize("kind", [greedy, jax_greedy], ids=["torch", "jax"])
-def test_update_policy_weights(kind: Any) -> None:
-    collector = make(kind(-1.0))
+@pytest.mark.parametrize(("kind", "name"), [(greedy, HOST), (jax_greedy, HOST), (jax_greedy, IN_JAX)])
+def test_update_policy_weights(kind, name):
+    collector = make(kind(-1.0), name=name)
     seen = [next(collector)]
     for params in (kind(1.0).params, None, kind(2.0).params):
         collector.update_policy_weights_(params)
@@ -119,7 +116,7 @@ def test_update_policy_weights(kind: Any) -> None:
     assert versions(next(collector)) == [3]
 
 
-def test_update_at_each_batch_counts_and_keeps_what_acts() -> None:
+def test_update_at_each_batch_counts_and_keeps_what_acts():
     collector = make(greedy(-1.0), update_at_each_batch=True)
     seen = [next(collector), next(collector)]
     collector.update_policy_weights_(greedy(1.0).params)
@@ -128,19 +125,24 @@ def test_update_at_each_batch_counts_and_keeps_what_acts() -> None:
     assert [actions(batch) for batch in seen] == [[0], [0], [1], [1]]
 
 
-def jax_recurrent(bias: float) -> Any:
+def jax_recurrent(bias):
     params = jnp.array([0.0, bias])
     return fc.jax_policy(lambda p, x, h: (x[:, :2] * 0 + p, h + 1), params, head=fc.heads.greedy, initial_state=0.0)
 
 
-def drawing(_: float) -> Any:
+def drawing(_):
     return fc.torch_policy(lambda x: torch.randint(2, (len(x),)))  # by Torch's global generator
 
 
-@pytest.mark.parametrize("kind", [greedy, jax_greedy, jax_recurrent, drawing, lambda _: None])
-def test_a_state_dict_through_a_file_brings_back_the_same_run(kind: Any) -> None:
-    source = make(kind(1.0), total_frames=100)
-    first = [next(source), next(source)]
+ON_HOST = [greedy, jax_greedy, jax_recurrent, drawing, lambda _: None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((kind, HOST) for kind in ON_HOST), (jax_greedy, IN_JAX), (jax_recurrent, IN_JAX)]
+)
+def test_a_state_dict_through_a_file_brings_back_the_same_run(kind, name):
+    source = make(kind(1.0), name=name, total_frames=100)
+    next(source), next(source)
     source.update_policy_weights_()
     file = io.BytesIO()
     torch.save(source.state_dict(), file)
@@ -149,7 +151,7 @@ def test_a_state_dict_through_a_file_brings_back_the_same_run(kind: Any) -> None
     for seed in (77, 78):
         file.seek(0)
         saved = torch.load(file, weights_only=True)
-        target = make(kind(-1.0), total_frames=100, seed=seed)
+        target = make(kind(-1.0), name=name, total_frames=100, seed=seed)
         next(target)
         target.load_state_dict(saved)
         assert (target.frames, target.seed, target.params) == (40, 0, None)
@@ -158,15 +160,11 @@ def test_a_state_dict_through_a_file_brings_back_the_same_run(kind: Any) -> None
     assert_same(*runs)
     assert actions(runs[0]) == ([1] if kind in (greedy, jax_greedy, jax_recurrent) else [0, 1])
     assert versions(runs[0]) == [1]
-    used = {i for part in first for i in part["collector", "traj_ids"].flatten().tolist()}
-    assert not used & set(runs[0]["collector", "traj_ids"].flatten().tolist())
     assert (runs[0]["collector", "step"][:, 0] == 0).all()
-    with pytest.raises(ValueError, match="2 lanes, this one 3"):
-        make(kind(-1.0), num_envs=3).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("form", ["own", "tensordict", "dict"])
-def test_a_state_dict_is_a_snapshot(form: str) -> None:
+def test_a_state_dict_is_a_snapshot(form):
     policy, live = greedy(1.0), linear(1.0)
     collector = make(policy)
     if form != "own":
@@ -179,7 +177,7 @@ def test_a_state_dict_is_a_snapshot(form: str) -> None:
 
 
 @pytest.mark.needs("torchrl")
-def test_set_seed_returns_the_next_seed_as_torchrl_does() -> None:
+def test_set_seed_returns_the_next_seed_as_torchrl_does():
     from torchrl._utils import seed_generator
 
     collector = make(num_envs=3)
@@ -192,17 +190,16 @@ def test_set_seed_returns_the_next_seed_as_torchrl_does() -> None:
     assert_same(next(collector), next(make(num_envs=3, seed=11)))
 
 
-def test_a_seed_that_was_drawn_can_be_read_and_used_again() -> None:
+def test_a_seed_that_was_drawn_can_be_read_and_used_again():
     drawn = make(seed=None)
     assert_same(next(drawn), next(make(seed=drawn.seed)))
     assert drawn.seed != make(seed=None).seed
 
 
-def test_stats_count_frames_batches_and_time() -> None:
+def test_stats_count_frames_batches_and_time():
     collector = make()
-    assert collector.stats() == {
-        "frames": 0, "batches": 0, "seconds": 0.0, "frames_per_second": 0.0, "policy_version": 0
-    }  # fmt: skip
+    names = ("frames", "batches", "seconds", "frames_per_second", "policy_version")
+    assert collector.stats() == dict.fromkeys(names, 0)
     next(collector)
     collector.rollout()
     stats = collector.stats()
@@ -211,13 +208,12 @@ def test_stats_count_frames_batches_and_time() -> None:
     assert "frames_per_batch=20, frames=40" in repr(collector)
 
 
-def test_their_names_since_0_14() -> None:
-    assert fc.Collector is fc.SyncDataCollector
-    assert fc.MultiSyncCollector is fc.MultiSyncDataCollector
-    assert fc.MultiAsyncCollector is fc.MultiaSyncDataCollector
+def test_their_names_since_0_14():
+    names = (fc.Collector, fc.MultiSyncCollector, fc.MultiAsyncCollector)
+    assert names == (fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector)
 
 
-def of(kind: str, policy: Any = None, workers: int = 2, **kwargs: Any) -> Any:
+def of(kind, policy=None, workers=2, **kwargs):
     kwargs = {"frames_per_batch": 20, "total_frames": 60} | kwargs
     if kind == "one process":
         return fc.SyncDataCollector("CartPole-v1", policy, **kwargs)
@@ -230,16 +226,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @each_kind
-@pytest.mark.parametrize("name", ["backend", "num_collectors", "sync"])
-def test_arguments_that_choose_another_class_are_refused_by_name(kind: str, name: str) -> None:
-    with pytest.raises(TypeError, match=rf"no argument {name} \(.*MultiSyncDataCollector"):
-        of(kind, **{name: 2})
-    with pytest.raises(TypeError, match=r"\['frame_skip'\] are unknown, expected some of "):
-        of(kind, frame_skip=2)
-
-
-@each_kind
-def test_a_run_by_their_methods(kind: str) -> None:
+def test_a_run_by_their_methods(kind):
     collector = of(kind)
     assert collector.is_running()
     assert collector.get_policy_version() == 0
@@ -248,6 +235,7 @@ def test_a_run_by_their_methods(kind: str) -> None:
     assert collector.get_policy_version() == 1
     assert [batch.numel() for batch in collector.iterator()] == [20, 20]
     assert collector.next() is None
+    assert collector.rollout().numel() == 20  # also after the end
     assert not collector.is_running()
     collector.shutdown(timeout=10.0)
     other = of(kind)
@@ -256,17 +244,16 @@ def test_a_run_by_their_methods(kind: str) -> None:
 
 
 @each_kind
-def test_the_last_frame_of_each_lane_is_truncated_and_the_episodes_go_on(kind: str) -> None:
-    lanes: dict[str, Any] = {"create_env_kwargs": {"num_envs": 2}, "workers": 1 if kind == "async" else 2}
-    runs, lengths = [], []
+def test_the_last_frame_of_each_lane_is_truncated_and_the_episodes_go_on(kind):
+    lanes = {"create_env_kwargs": {"num_envs": 2}, "workers": 1 if kind == "async" else 2}
+    runs, lengths = [], [[], []]
     for set_truncated in (False, True):
         with of(kind, set_truncated=set_truncated, total_frames=400, seed=0, **lanes) as collector:
             runs.append([batch.clone() for batch in collector])
-        stats, found = None, []
+        stats = None
         for batch in runs[-1]:
             stats = fc.episode_stats(batch, stats)
-            found += stats.lengths.tolist()
-        lengths.append(found)
+            lengths[set_truncated] += stats.lengths.tolist()
     assert lengths[0] == lengths[1]
     assert max(lengths[0]) > 10
     for plain, cut in zip(*runs, strict=True):
@@ -278,7 +265,7 @@ def test_the_last_frame_of_each_lane_is_truncated_and_the_episodes_go_on(kind: s
 
 @each_kind
 @pytest.mark.parametrize("named", [False, True])
-def test_weights_of_a_module(kind: str, named: bool) -> None:
+def test_weights_of_a_module(kind, named):
     module, other = linear(-1.0), linear(1.0)
     policy = fc.torch_policy(module, head=fc.heads.greedy)
     with of(kind, policy, total_frames=-1) as collector:
@@ -290,7 +277,7 @@ def test_weights_of_a_module(kind: str, named: bool) -> None:
             assert (batch["action"] == action).all()
 
 
-def test_devices_in_a_list_fill_storing_device() -> None:
+def test_devices_in_a_list_fill_storing_device():
     cpu = torch.device("cpu")
     for device in ("cpu", ["cpu", "cpu"]):
         with of("sync", device=device) as collector:

@@ -1,7 +1,10 @@
-"""A step is a sign of life: `timeout` is about silence, not about the length of a rollout; every kind of process."""
+"""Every kind of process: a step is a sign of life (`timeout` is about silence), and the user's own processes."""
 
 import functools
+import multiprocessing
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,15 +14,14 @@ import funcollect as fc
 from funcollect.envs.host.lane_workers import simulators
 from funcollect.processes import pool
 from funcollect.processes.system import SIGNS
+from tests.envs.conftest import begun
 from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.support.envs.counting import make_counting
-from tests.support.envs.lane_workers import workers_of
-from tests.support.faulty.faulty_workers import Plain
-from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY
-from tests.support.worker_runs import wait_until
-from tests.support.workers import FOREVER, multi, ray_collector
+from tests.support.faulty.faulty_workers import Plain, workers_of
+from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, ROOT
+from tests.support.workers import FOREVER, multi, ray_collector, wait_until
 
-pytestmark = FORKS_OF_RAY
+pytestmark = [pytest.mark.usefixtures("ray_cluster_if_marked"), FORKS_OF_RAY]
 
 
 class Paced(Plain):
@@ -80,45 +82,33 @@ def lanes_of(folder, count, **kwargs):
 
 
 LIMITS = {"timeout": 2, "start_timeout": 2}
-WORKERS = {
-    "steps": (multi, 1, {}),
-    "lanes of one step": (multi, 12, {}),
-    "lanes over processes in a worker": (multi, 6, {"num_workers": 1}),
-    "Ray": (ray_collector, 1, {}),
-    "workers in an actor": (ray_collector, 1, {}),
-}
 NESTED = {"collector_class": fc.MultiSyncDataCollector, "collector_kwargs": dict.fromkeys(LIMITS, FOREVER)}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(each, marks=AN_EVENING_OVER_RAY if WORKERS[each][0] is ray_collector else ()) for each in WORKERS],
-)
-def test_a_rollout_may_last_longer_than_the_timeout_of_its_worker(kind, tmp_path, monkeypatch, request):
-    """A second passes in each step, and two are the limit of silence."""
-    make, lanes, spread = WORKERS[kind]
-    if make is ray_collector:
-        request.getfixturevalue("ray_cluster")
-    kwargs = LIMITS | (NESTED if kind == "workers in an actor" else {})
+@pytest.mark.parametrize(("make", "lanes", "spread", "steps", "kwargs"), [
+    pytest.param(multi, 1, {}, 12, {}, id="steps"),
+    pytest.param(multi, 12, {}, 12, {}, id="lanes of one step"),
+    pytest.param(multi, 6, {"num_workers": 1}, 4, {}, id="lanes over processes in a worker"),
+    pytest.param(ray_collector, 1, {}, 12, {}, id="Ray", marks=AN_EVENING_OVER_RAY),
+    pytest.param(ray_collector, 1, {}, 4, NESTED, id="workers in an actor", marks=AN_EVENING_OVER_RAY),
+])  # fmt: skip
+def test_a_rollout_may_outlast_the_timeout_of_its_worker(make, lanes, spread, steps, kwargs, tmp_path, monkeypatch):
     made = [functools.partial(lanes_of, tmp_path, lanes, **spread)]
-    clock = StepClock(tmp_path, 1.0, 12 if kind in ("steps", "lanes of one step", "Ray") else 4)
+    clock = StepClock(tmp_path, 1.0, steps)
     monkeypatch.setattr(pool, "time", clock)
-    with make(create_env_fn=made, policy=None, frames_per_batch=12, **kwargs) as collector:
+    with make(create_env_fn=made, policy=None, frames_per_batch=12, **LIMITS, **kwargs) as collector:
         clock.signs = collector.run.records[0].handle.signs
         assert next(collector).numel() == 12
 
 
 def test_an_order_may_last_longer_than_the_timeout_of_worker_lanes(tmp_path, monkeypatch):
     monkeypatch.setattr(simulators, "SLICE", 0.01)
-    env = lanes_of(tmp_path, 6, num_workers=1, timeout=2)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = begun(lanes_of(tmp_path, 6, num_workers=1, timeout=2))
     clock = StepClock(tmp_path, 1.0, 12)
     clock.signs = workers_of(state)[0].signs
     for module in (simulators, pool):
         monkeypatch.setattr(module, "time", clock)
-    state, batch = fc.rollout(env, policy, state, 2)
-    assert batch.numel() == 12
+    assert fc.rollout(env, policy, state, 2)[1].numel() == 12
     monkeypatch.undo()
     fc.close(state)
 
@@ -140,3 +130,74 @@ def test_a_step_is_a_sign_on_every_loop_that_makes_single_ones(env):
     before = SIGNS.count[0]
     fc.rollout(env, policy, state, 7)
     assert SIGNS.count[0] - before == 7
+
+
+# Other processes of the user: a manager's proxies, and a script that spawns them.
+class Counted(Plain):
+    """Writes its steps into a list of the manager's."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.log = steps
+
+    def step(self, action):
+        self.log.append(self.steps)
+        return super().step(action)
+
+
+@pytest.fixture(scope="module")
+def manager():
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        yield manager
+
+
+@pytest.mark.parametrize("make", [multi, pytest.param(ray_collector, marks=AN_EVENING_OVER_RAY)])
+def test_an_environment_uses_a_proxy(make, manager):
+    steps = manager.list()
+    with make(create_env_fn=[functools.partial(Counted, steps)], policy=None, frames_per_batch=2) as collector:
+        next(collector)
+    assert steps[0] == 0
+
+
+SCRIPT = """
+import gymnasium
+import torch.multiprocessing as mp
+from torch import nn
+import funcollect as fc
+
+class Net(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).argmax(-1)
+
+class Wrapped(gymnasium.Wrapper):
+    pass
+
+def make_env():
+    return Wrapped(gymnasium.make("CartPole-v1"))
+
+def work(rank):
+    for kind in (fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector):
+        net = Net(4, 2)
+        with kind([make_env] * 2, fc.torch_policy(net), frames_per_batch=20, total_frames=40) as collector:
+            for batch in collector:
+                net.register_forward_hook(lambda *_: None)
+                collector.update_policy_weights_()
+                print(batch.numel(), flush=True)
+    env, policy = fc.make_env(make_env, num_envs=2, parallel=True), fc.torch_policy(Net(4, 2))
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+    print(batch.numel(), flush=True)
+    fc.close(state)
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=1)
+"""
+
+
+@pytest.mark.evening
+def test_what_a_script_defines_reaches_workers_of_a_process_that_it_spawned(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["20", "20", "20", "20", "10"]

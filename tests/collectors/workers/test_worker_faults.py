@@ -15,38 +15,32 @@ import torch
 import funcollect as fc
 from funcollect.processes import child, pool
 from funcollect.processes.serving import InProcessTransport
-from tests.support.faulty.faulty_workers import (
-    BadInit,
-    BadReset,
-    Failing,
-    Plain,
-    SlowToReturn,
-    bad_policy,
-    die,
-    hold_the_gil,
-    leave,
-    sleep_forever,
-    stop,
-    stumble,
-)
+from tests.collectors.conftest import over, pid_of
+from tests.support.faulty import faulty_workers as faulty
+from tests.support.faulty.faulty_workers import Failing, Plain, die, hold_the_gil, leave, sleep_forever, stop, stumble
 from tests.support.misuse import Rigged, raises, swaps
-from tests.support.running import LOSES_WORKERS, ROOT, scaled
-from tests.support.worker_runs import (
+from tests.support.running import AN_EVENING_OVER_RAY, FORKS_OF_RAY, LOSES_WORKERS, ROOT, in_soak, scaled
+from tests.support.workers import (
+    COLLECTORS,
+    FOREVER,
+    TRANSPORTS,
+    HangClock,
+    by_lane,
     check_trajectories,
-    children_of,
     descendants,
     gone,
+    multi,
     processes_of,
     run_out,
     wait_until,
 )
-from tests.support.workers import COLLECTORS, FOREVER, TRANSPORTS, HangClock, by_lane, multi
 
 SYNC, ASYNC = COLLECTORS
+pytestmark = [pytest.mark.usefixtures("ray_cluster_if_marked"), FORKS_OF_RAY]
 
 
 def failing(act, **kwargs):
-    """The second of two workers fails at the seventh step of its second lane."""
+    """The second of two workers fails at some step of its second lane."""
     lanes = [Plain, functools.partial(Failing, act, **kwargs)]
     return [lambda: fc.make_env([Plain, Plain]), lambda: fc.make_env(lanes)]
 
@@ -59,40 +53,44 @@ def hang_clock(monkeypatch, begun, shown):
     return clock
 
 
-def expect_failure(kind, act, *patterns, once=None, clock=None, **kwargs):
-    """The run ends with an error that matches; every process is gone."""
-    collector = multi(kind, create_env_fn=failing(act, at=20, once=once), policy=None, frames_per_batch=16, **kwargs)
-    if clock is not None:
-        clock.collector = collector
-    pids = processes_of(collector)
+# What the second worker does, and what the error shows, in its words or in its traceback.
+SHOWN = {
+    die: "killed by SIGKILL", leave: "exit code 3", stumble: "in stumble", sleep_forever: "in sleep_forever",
+    hold_the_gil: "in hold_the_gil", stop: "it is stopped",
+}  # fmt: skip
+LOST = r"worker 1 \(actor \w+ on node [\d.]+ .*was lost \(ActorDiedError"
+SHOWN_OF_ACTORS = SHOWN | {die: LOST, hold_the_gil: "interpreter is held"}
+HANGS = (sleep_forever, hold_the_gil, stop)
+FAULTS = [("processes", kind, act) for kind in COLLECTORS for act in SHOWN]
+OF_ACTORS = [("ray", ASYNC, act) for act in (die, stumble, *in_soak([sleep_forever, hold_the_gil]))]
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind", "act"), [*FAULTS, *(pytest.param(*each, marks=pytest.mark.ray) for each in OF_ACTORS)]
+)
+def test_a_failure_ends_the_run_at_once_and_every_process(transport, kind, act, tmp_path, monkeypatch):
+    shown = (SHOWN_OF_ACTORS if transport == "ray" else SHOWN)[act]
+    made, timeout = failing(act, at=20, once=str(tmp_path / "begun")), {"timeout": 1.0} if act in HANGS else {}
+    clock = hang_clock(monkeypatch, tmp_path / "begun", shown)
+    if transport == "ray" and act is not hold_the_gil:
+        monkeypatch.setattr("funcollect.collectors.cluster.transport._TO_REPORT", FOREVER)
+    collector = over(transport, kind, create_env_fn=made, policy=None, frames_per_batch=16, **timeout)
+    pids = [pid_of(collector, worker) for worker in range(2)]
     assert not any(map(gone, pids))
-    with pytest.raises(fc.errors.WorkerError) as raised:
+    clock.collector = collector if timeout else None
+    says = "timeout=1" if timeout else "worker 1, lane 3 of the run.*: raised EnvError" if act is stumble else shown
+    with pytest.raises(fc.errors.WorkerError, match=says) as raised:
         run_out(collector)
+    if transport == "ray":
+        wait_until(lambda: all(map(gone, pids)))
     assert all(map(gone, pids))
-    assert raised.value.worker == 1
-    for pattern in patterns:
-        raised.match(pattern)
+    error = raised.value
+    assert (error.worker, error.lane) == (1, 3 if act is stumble else None)
+    assert isinstance(error.__cause__, fc.errors.EnvError if act is stumble else type(None))
+    assert act in (die, leave) or shown in error.traceback
     with pytest.raises(fc.errors.ClosedError):
         next(collector)
     collector.shutdown()
-    return raised.value
-
-
-@pytest.mark.parametrize("kind", COLLECTORS)
-@pytest.mark.parametrize(("act", "how"), [(die, "killed by SIGKILL"), (leave, "exit code 3")])
-def test_a_death_is_told_at_once(kind, act, how):
-    expect_failure(kind, act, how)
-
-
-@pytest.mark.parametrize("kind", COLLECTORS)
-@pytest.mark.parametrize(
-    ("act", "shown"), [(sleep_forever, "in sleep_forever"), (hold_the_gil, "in hold_the_gil"), (stop, "it is stopped")]
-)
-def test_a_hang_is_told_within_its_timeout_with_its_python_stack(kind, act, shown, tmp_path, monkeypatch):
-    begun = tmp_path / "begun"
-    clock = hang_clock(monkeypatch, begun, shown)
-    error = expect_failure(kind, act, "timeout=0.5", shown, timeout=0.5, once=str(begun), clock=clock)
-    assert shown in error.traceback
 
 
 def test_a_stack_is_that_of_now(monkeypatch):
@@ -103,27 +101,19 @@ def test_a_stack_is_that_of_now(monkeypatch):
     assert [stack.count("Current thread") for stack in stacks] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("kind", COLLECTORS)
-def test_an_exception_comes_with_worker_lane_and_traceback(kind):
-    raised = "worker 1, lane 3 of the run: raised EnvError"
-    error = expect_failure(kind, stumble, raised, "ArithmeticError", "in stumble")
-    assert (error.worker, error.lane) == (1, 3)
-    assert isinstance(error.__cause__, fc.errors.EnvError)
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_exceptions_in_reset_and_policy(transport):
-    for env, policy in ((BadReset, None), (Plain, bad_policy)):
-        collector = multi(SYNC, transport, create_env_fn=[env] * 2, policy=policy, frames_per_batch=16)
-        with pytest.raises(fc.errors.WorkerError, match="stumbled"):
-            next(collector)
+@pytest.mark.parametrize(("env", "policy"), [(faulty.BadReset, None), (Plain, faulty.bad_policy)])
+def test_exceptions_in_reset_and_policy(env, policy, transport):
+    collector = multi(SYNC, transport, create_env_fn=[env] * 2, policy=policy, frames_per_batch=16)
+    with pytest.raises(fc.errors.WorkerError, match="stumbled"):
+        next(collector)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_a_worker_that_cannot_be_built_ends_the_construction(transport, on_failure):
     with pytest.raises(fc.errors.WorkerError, match=r"worker 1: raised .*stumbled"):
-        multi(SYNC, transport, create_env_fn=[Plain, BadInit], frames_per_batch=16, on_failure=on_failure)
+        multi(SYNC, transport, create_env_fn=[Plain, faulty.BadInit], frames_per_batch=16, on_failure=on_failure)
 
 
 def test_no_memory_for_the_slots():
@@ -140,20 +130,18 @@ def test_no_memory_for_the_slots():
 
 
 @pytest.mark.parametrize("kind", COLLECTORS)
-@pytest.mark.parametrize(
-    ("act", "why"), [(die, "killed by SIGKILL"), (stumble, "in stumble"), (sleep_forever, "in sleep_forever")]
-)
-def test_a_worker_is_replaced_and_the_run_goes_on(kind, act, why, tmp_path, monkeypatch):
+@pytest.mark.parametrize("act", [die, stumble, sleep_forever])
+def test_a_worker_is_replaced_and_the_run_goes_on(kind, act, tmp_path, monkeypatch):
     begun = tmp_path / "begun"
     clock = hang_clock(monkeypatch, begun, "in sleep_forever")
-    made = failing(act, at=23, once=str(begun))
     timeouts = {"timeout": 0.5} if act is sleep_forever else {}
-    kwargs = {"frames_per_batch": 16 if kind is SYNC else 8, "on_failure": "restart"}
-    with multi(kind, create_env_fn=made, policy=None, **timeouts, **kwargs) as collector:
+    kwargs = {"create_env_fn": failing(act, at=23, once=str(begun)), "policy": None, **timeouts}
+    kwargs |= {"frames_per_batch": 16 if kind is SYNC else 8, "on_failure": "restart"}
+    with multi(kind, **kwargs) as collector:
         clock.collector = collector if timeouts else None
         with pytest.warns(RuntimeWarning, match="another takes its place") as warned:
             batches = until_a_restart(collector)
-        assert why in str(warned[0].message)
+        assert SHOWN[act] in str(warned[0].message)
         after = len(batches)
         while len(batches) < after + 10 or {*by_lane(batches[-5:])} != {0, 1, 2, 3}:
             batches.append(next(collector).clone())
@@ -185,45 +173,46 @@ def test_processes_of_an_environment_go_with_their_worker(act):
     wait_until(lambda: all(map(gone, others)))
 
 
-@pytest.mark.parametrize("kind", COLLECTORS)
+@pytest.mark.parametrize(("transport", "kind"), [
+    *(("processes", kind) for kind in COLLECTORS),
+    pytest.param("ray", ASYNC, marks=pytest.mark.ray),
+    pytest.param("ray", SYNC, marks=AN_EVENING_OVER_RAY),
+])  # fmt: skip
 @LOSES_WORKERS
-def test_random_kills_of_one_run(kind):
-    """Processes are killed at moments that the seed chooses; every batch is whole, with the latest weights."""
+def test_workers_that_are_killed_at_random_moments(transport, kind):
+    """Every batch is whole, with the latest weights; ids are used once; each lane goes on."""
     generator = torch.Generator().manual_seed(0)
     kwargs = {"create_env_fn": ["CartPole-v1"] * 2, "create_env_kwargs": {"num_envs": 2}, "frames_per_batch": 200}
-    module = torch.nn.Linear(4, 2)
-    policy = fc.torch_policy(module, head=fc.heads.categorical)
-    kills = scaled(2)
-    with multi(kind, policy=policy, on_failure="restart", **kwargs) as collector:
+    policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
+    kills = scaled(1 if transport == "ray" else 2)
+    with over(transport, kind, policy=policy, on_failure="restart", **kwargs) as collector:
         batches = []
         for kill in range(kills):
             collector.update_policy_weights_()
-            count = int(torch.randint(1, 6, (), generator=generator))
-            batches += [next(collector).clone() for _ in range(count)]
-            victim = collector.run.records[int(torch.randint(2, (), generator=generator))].handle
-            os.kill(victim.pid, signal.SIGKILL)
+            batches += [next(collector).clone() for _ in range(int(torch.randint(1, 6, (), generator=generator)))]
+            os.kill(pid_of(collector, int(torch.randint(2, (), generator=generator))), signal.SIGKILL)
             while collector.stats()["restarts"] == kill:
                 batches.append(next(collector).clone())
-        collector.update_policy_weights_()
-        batches_of_lane = dict.fromkeys(range(4), 0)
-        while min(batches_of_lane.values()) < 3:  # two of each worker may have been ready or begun
+        lanes = set()  # that act with the latest weights; a rollout under way may have had others
+        while lanes != {0, 1, 2, 3}:
             batches.append(next(collector).clone())
-            for lane in batches[-1]["collector", "lane"].unique().tolist():
-                batches_of_lane[lane] += 1
-        assert collector.stats()["restarts"] == kills
-    assert set(batches[-1]["collector", "policy_version"].flatten().tolist()) == {kills + 1}
+            collected = batches[-1]["collector"]
+            lanes |= set(collected["lane"][collected["policy_version"] == kills].tolist())
+        stats = collector.stats()
+    assert stats["restarts"] == kills
+    assert transport == "processes" or stats["lost_frames"] > 0
     check_trajectories(batches)
 
 
+@pytest.mark.parametrize(("transport", "times"), [("processes", 3), pytest.param("ray", 2, marks=AN_EVENING_OVER_RAY)])
 @LOSES_WORKERS
-def test_a_worker_that_is_killed_as_it_returns_is_built_once_a_process(tmp_path):
+def test_a_worker_that_is_killed_as_it_returns_is_built_once_a_process(transport, times, tmp_path):
     log = tmp_path / "builds"
-    made = [functools.partial(SlowToReturn, log), Plain]
-    with multi(SYNC, create_env_fn=made, frames_per_batch=16, on_failure="restart") as collector:
-        batches = [next(collector).clone() for _ in range(4)]
-        assert collector.stats()["restarts"] == 3
-    assert log.stat().st_size == 4
-    check_trajectories(batches)
+    made = [functools.partial(faulty.SlowToReturn, log, times), Plain]
+    with over(transport, create_env_fn=made, frames_per_batch=16, on_failure="restart") as collector:
+        check_trajectories([next(collector).clone() for _ in range(4)])
+        assert collector.stats()["restarts"] == times
+    assert log.stat().st_size == times + 1
 
 
 @LOSES_WORKERS
@@ -269,7 +258,7 @@ def test_a_reader_that_waits_for_workers_that_hang_is_interrupted_and_then_kille
         assert process.stdout.readline() == "ended\n"
         assert all(map(gone, pids))
         pids = hanging()
-        servers = children_of(process.pid)
+        servers = descendants(process.pid)
         assert servers
         process.kill()
     wait_until(lambda: all(map(gone, [*pids, *servers])))
@@ -306,11 +295,8 @@ def test_jobs_that_cannot_be_sent_release_the_transport_and_leave_no_newcomer(mo
 
 @pytest.mark.parametrize("spoil", [raises(RuntimeError("out of petrol")), swaps(1, float("nan"))])
 def test_a_failure_in_a_worker_gives_no_advice_for_a_loop(spoil):
-    envs = [lambda: fc.make_env([Rigged(spoil)])]
-    with (
-        pytest.raises(fc.errors.WorkerError) as raised,
-        multi(SYNC, create_env_fn=envs, policy=None, frames_per_batch=16) as collector,
-    ):
+    collector = multi(SYNC, create_env_fn=[lambda: fc.make_env([Rigged(spoil)])], frames_per_batch=16)
+    with pytest.raises(fc.errors.WorkerError) as raised:
         run_out(collector)
     message, _, _ = str(raised.value).partition("\n")
     assert message.endswith("all workers were ended, so build another collector, or pass on_failure='restart'")

@@ -1,4 +1,4 @@
-"""Readers that raise in their loop, are interrupted in a notebook, or fill a buffer from a thread."""
+"""Readers that are interrupted in a notebook, or fill a buffer from a thread."""
 
 import contextlib
 import os
@@ -9,45 +9,8 @@ import jupyter_client
 import pytest
 
 import funcollect as fc
-from tests.support.faulty.faulty_workers import Plain, stumble
-from tests.support.worker_runs import gone, processes_of, wait_until
-from tests.support.workers import COLLECTORS, FOREVER, TRANSPORTS, by_lane, multi
-
-
-def stumble_over(collector, batches):
-    for batch in collector:
-        batches.append(batch.clone())
-        stumble()
-
-
-@pytest.mark.parametrize("kind", COLLECTORS)
-def test_a_reader_that_raises_in_its_loop_can_go_on(kind):
-    with multi(kind, create_env_fn=[Plain] * 2, frames_per_batch=20) as collector:
-        batches = []
-        for _ in range(3):
-            with pytest.raises(ArithmeticError):
-                stumble_over(collector, batches)
-        pids = processes_of(collector)
-    assert len(batches) == 3
-    for rows in by_lane(batches).values():
-        assert rows["collector", "step"].tolist() == [i % 5 for i in range(len(rows))]
-    assert all(map(gone, pids))
-
-
-@pytest.mark.parametrize("kind", COLLECTORS)
-def test_a_reader_that_raises_without_shutdown_leaves_no_process(kind):
-    pids = []
-
-    def run():
-        collector = multi(kind, create_env_fn=[Plain] * 2, frames_per_batch=20)
-        pids.extend(processes_of(collector))
-        for _ in collector:
-            stumble()
-
-    with contextlib.suppress(ArithmeticError):
-        run()
-    wait_until(lambda: all(map(gone, pids)))
-
+from tests.support.faulty.faulty_workers import Plain
+from tests.support.workers import COLLECTORS, FOREVER, TRANSPORTS, gone, multi
 
 BUILT = """
 import time
@@ -73,45 +36,27 @@ collector.shutdown()
 """
 
 
-@contextlib.contextmanager
-def kernel():
-    """A Jupyter kernel: runs code, and interrupts what runs."""
-    manager, client = jupyter_client.manager.start_new_kernel(kernel_name="python3", startup_timeout=FOREVER)
-    try:
-        yield manager, client
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
+def said(client, code, at=lambda: None):
+    """What a cell prints and the name of its exception; `at` is called as it prints."""
+    printed = []
 
+    def seen(message):
+        if message["msg_type"] == "stream":
+            printed.append(message["content"]["text"])
+            at()
 
-def said(client, code, at=None):
-    """What a cell prints and the name of its exception; `at` is called at its first print."""
-    printed, raised = "", None
-    request = client.execute(code)
-    while True:
-        message = client.get_iopub_msg(timeout=None)
-        if message["parent_header"].get("msg_id") != request:
-            continue
-        content = message["content"]
-        match message["msg_type"]:
-            case "stream":
-                printed += content["text"]
-                if at is not None:
-                    at, _ = None, at()
-            case "error":
-                raised = content["ename"]
-            case "status" if content["execution_state"] == "idle":
-                return printed, raised
+    reply = client.execute_interactive(code, output_hook=seen)
+    return "".join(printed), reply["content"].get("ename")
 
 
 def test_an_interrupted_cell_stops_at_once_and_leaves_the_collector_usable_or_closed():
-    """The kernel signals its whole process group, its workers too."""
-    with kernel() as (manager, client):
+    # A kernel signals its whole process group, its workers too.
+    with jupyter_client.run_kernel(kernel_name="python3", startup_timeout=FOREVER) as client:
         for kind in COLLECTORS:
             printed, raised = said(client, BUILT.format(kind=kind.__name__, frames=20))
             assert raised is None, printed
             pids = list(map(int, printed.split()))
-            assert said(client, LOOP, at=manager.interrupt_kernel) == ("begun\n", "KeyboardInterrupt")
+            assert said(client, LOOP, at=client.parent.interrupt_kernel) == ("begun\n", "KeyboardInterrupt")
             printed, raised = said(client, AFTER)
             assert (raised, printed.split()[0] in ("usable", "closed")) == (None, True)
             assert all(map(gone, pids))
@@ -209,33 +154,15 @@ def fill_until_it_fails(collector, buffer, kill=None):
     collector._filler.thread.join()
 
 
-@pytest.mark.parametrize("kind", COLLECTORS)
-def test_an_exception_in_the_buffer_surfaces_in_the_caller(kind):
-    with made(kind, "processes") as collector:
-        with pytest.warns(RuntimeWarning, match="no longer filled, ArithmeticError: full"):
-            fill_until_it_fails(collector, Buffer(fail_at=2))
-        with pytest.raises(ArithmeticError, match="full"):
-            collector.join()
-        next(collector)
-
-
-NEXT_CALLS = {
-    "stats": lambda collector: collector.stats(),
-    "shutdown": lambda collector: collector.shutdown(),
-    "exit": lambda collector: collector.__exit__(None, None, None),
-    "update": lambda collector: collector.update_policy_weights_(),
-    "pause": lambda collector: collector.pause(),
-    "next": next,
-}
-
-
-@pytest.mark.parametrize("call", NEXT_CALLS)
+@pytest.mark.parametrize("call", ["join", "stats", "update_policy_weights_", "pause", "__next__", "shutdown", "exit"])
 def test_an_exception_in_the_buffer_is_raised_by_the_next_call(call):
     collector = made(fc.MultiaSyncDataCollector, "serial")
-    with pytest.warns(RuntimeWarning, match="no longer filled"):
+    with pytest.warns(RuntimeWarning, match="no longer filled, ArithmeticError: full"):
         fill_until_it_fails(collector, Buffer(fail_at=1))
     with pytest.raises(ArithmeticError, match="full"):
-        NEXT_CALLS[call](collector)
+        collector.__exit__(None, None, None) if call == "exit" else getattr(collector, call)()
+    if call not in ("shutdown", "exit"):
+        next(collector)
     collector.shutdown()
     with pytest.raises(fc.errors.ClosedError):
         next(collector)

@@ -1,13 +1,11 @@
-"""Weights on their way to workers: the latest ones, whole, in order, for Torch and for JAX."""
+"""Weights on their way to workers: the latest ones, whole, in order; of JAX's in `test_own_weights.py`."""
 
 import functools
 import itertools
 
-import jax.numpy as jnp
 import pytest
 import torch
 
-import funcollect as fc
 from tests.support.faulty.faulty_workers import Failing, Plain, stumble
 from tests.support.running import LOSES_WORKERS, scaled
 from tests.support.workers import COLLECTORS, TRANSPORTS, multi
@@ -34,15 +32,6 @@ class Checksum(torch.nn.Module):
             self.count.fill_(version)
 
 
-def jax_checksum():
-    def apply(params, observation):
-        extremes = jnp.stack([params["w"].min(), params["w"].max(), params["count"]])
-        action = jnp.zeros(observation.shape[0], jnp.int32)
-        return {"action": action, "extremes": jnp.broadcast_to(extremes, (observation.shape[0], 3))}
-
-    return fc.jax_policy(apply, {"w": jnp.zeros(SIZE), "count": jnp.zeros(())})
-
-
 def versions_of(batch):
     """The versions in a batch, each shown to be whole."""
     version = batch["collector", "policy_version"]
@@ -56,7 +45,6 @@ def versions_of(batch):
     [({}, [0, 1, 2, 3, 4]), ({"prefetch": True}, [0, 0, 1, 2, 3]), ({"update_at_each_batch": True}, [0, 1, 2, 3, 4])],
 )
 def test_every_row_of_a_synchronous_batch_has_the_weights_set_before(how, seen, transport):
-    """With prefetch those that were set one batch earlier."""
     module, kwargs = Checksum(), {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 20}
     with multi(SYNC, transport, policy=module, **kwargs, **how) as collector:
         for version, wanted in enumerate(seen, 1):
@@ -67,28 +55,8 @@ def test_every_row_of_a_synchronous_batch_has_the_weights_set_before(how, seen, 
                 collector.update_policy_weights_()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kind", COLLECTORS)
-def test_weights_of_a_jax_policy_and_of_some_workers(kind, transport):
-    with multi(kind, transport, create_env_fn=["CartPole-v1"] * 2, policy=jax_checksum(), frames_per_batch=20) as c:
-        c.update_policy_weights_({"w": jnp.full(SIZE, 1.0), "count": jnp.ones(())})
-        c.update_policy_weights_({"w": jnp.full(SIZE, 2.0), "count": jnp.full((), 2.0)}, worker_ids=[1])
-        seen = {}
-        while seen != {0: 1, 1: 2}:  # an asynchronous worker may still act with the weights before, or compile
-            batch = next(c)
-            for version in versions_of(batch):
-                rows = batch["collector", "policy_version"] == version
-                seen |= dict.fromkeys(batch["collector", "lane"][rows].tolist(), version)
-        for params, match in (({"w": jnp.zeros(3)}, "params differ"), ({}, "params differ")):
-            with pytest.raises(ValueError, match=match):
-                c.update_policy_weights_(params)
-        with pytest.raises(ValueError, match="worker_ids"):
-            c.update_policy_weights_(worker_ids=[2])
-
-
 @pytest.mark.parametrize("kind", COLLECTORS)
 def test_a_tight_loop_of_updates_is_never_read_half_way(kind):
-    """Versions never go back, and no worker starves."""
     module = Checksum()
     seen = {0: [0], 1: [0]}
     with multi(kind, create_env_fn=["CartPole-v1"] * 2, policy=module, frames_per_batch=40) as collector:
@@ -119,27 +87,6 @@ def test_workers_that_make_their_own_policy(transport):
         with pytest.raises(ValueError, match="params differ from the policy's own:"):
             collector.update_policy_weights_({"count": torch.zeros(())})
         assert versions_of(next(collector)) == [1]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_saved_run_goes_on_with_its_weights_in_another_collector(transport):
-    module, kwargs = Checksum(), {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 40}
-    with multi(SYNC, transport, policy=module, **kwargs) as collector:
-        module.become(1)
-        collector.update_policy_weights_()
-        before = [batch.clone() for batch in itertools.islice(collector, 2)]
-        saved = collector.state_dict()
-        assert versions_of(next(collector)) == [1]  # it goes on as if nothing had been asked
-    other = Checksum()
-    with multi(SYNC, transport, policy=other, seed=9, **kwargs) as collector:
-        next(collector)
-        collector.load_state_dict(saved)
-        assert (collector.frames, collector.seed) == (80, 0)
-        after = next(collector)
-        assert versions_of(after) == [1]
-        assert float(other.weight.detach()[0]) == 1
-    ids = {identity for batch in before for identity in batch["collector", "traj_ids"].flatten().tolist()}
-    assert not ids & set(after["collector", "traj_ids"].flatten().tolist())
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -178,10 +125,13 @@ def test_a_state_is_saved_with_the_latest_weights_and_those_of_each_worker(kind,
         for version in range(1, 8):
             module.become(version)
             collector.update_policy_weights_(worker_ids=None if version < 7 else [1])
+        with pytest.raises(ValueError, match="worker_ids"):
+            collector.update_policy_weights_(worker_ids=[2])
         saved = collector.state_dict()
     other = Checksum()
-    with multi(kind, transport, policy=other, **kwargs) as collector:
+    with multi(kind, transport, policy=other, seed=9, **kwargs) as collector:
         collector.load_state_dict(saved)
+        assert (collector.frames, collector.seed) == (saved["frames"], 0)
         assert seen_by(collector) == {0: 6, 1: 7}
         assert float(other.weight.detach()[0]) == 7
         other.become(8)
@@ -198,17 +148,19 @@ def test_a_worker_that_is_replaced_after_loading_has_the_weights_that_were_loade
         policy = {"policy": Checksum()} if given == "policy" else {"policy_factory": Checksum}
         return multi(SYNC, transport, create_env_fn=list(envs), frames_per_batch=40, on_failure="restart", **policy)
 
-    new = [Checksum() for _ in range(3)]
-    for version, module in enumerate(new):
-        module.become(version)
+    def update(collector, version):
+        new = Checksum()
+        new.become(version)
+        collector.update_policy_weights_(dict(new.state_dict()))
+
     with collector_of(Plain, Plain) as collector:
-        collector.update_policy_weights_(dict(new[1].state_dict()))
+        update(collector, 1)
         next(collector)
         saved = collector.state_dict()
     once = str(tmp_path / "once")
     with collector_of(Plain, functools.partial(Failing, stumble, at=50, once=once)) as collector:
-        collector.update_policy_weights_(dict(new[1].state_dict()))
-        collector.update_policy_weights_(dict(new[2].state_dict()))
+        update(collector, 1)
+        update(collector, 2)
         next(collector)
         collector.load_state_dict(saved)
         assert seen_by(collector) == {0: 1, 1: 1}

@@ -2,13 +2,13 @@
 
 import functools
 import re
-from itertools import cycle, product
+from itertools import product
 
-import gymnasium
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from gymnasium import spaces
 
 import funcollect as fc
 from funcollect.core.loops import over_jax
@@ -20,8 +20,9 @@ from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.interop import to_jax
 from funcollect.policies.mlp import mlp
 from funcollect.protocols import traced_values
+from tests.support.cases import jax_mlp, torch_mlp
 from tests.support.compare import assert_same, collect
-from tests.support.envs.jax_counting import counting, counting_policy
+from tests.support.envs.jax_counting import counting, counting_policy, reset
 from tests.support.envs.jax_suites import SUITES, suite_and_policy
 from tests.support.running import in_soak
 
@@ -30,16 +31,22 @@ QUICK = ["gymnax", "functions"]  # the others compile for many seconds
 NAMES = [*QUICK, *in_soak([name for name in SUITES if name not in QUICK])]
 
 
-@pytest.fixture
-def blocks(monkeypatch):
+def in_blocks(monkeypatch, **options):
     """Every fused loop runs in blocks, as it does on a GPU."""
     monkeypatch.setattr(over_jax, "waits_for_host", lambda place: True)
+    if options:
+        monkeypatch.setattr(over_jax.block_loop, "__defaults__", (BlockOptions(**options),))
 
 
-def lowered(env, policy, request, options):
+@pytest.fixture
+def blocks(monkeypatch):
+    in_blocks(monkeypatch)
+
+
+def lowered(env, policy, made_each_step):
     """The programs of K steps for CUDA as text, alone and among others, each with how many leaves are donated to it."""
-    state = fc.init(env, policy, seed=0)
-    loop = over_jax.block_loop(env, policy, state, request, options)
+    state, request = fc.init(env, policy, seed=0), Request(length=100, random_steps=7)
+    loop = over_jax.block_loop(env, policy, state, request, BlockOptions(made_each_step=made_each_step))
     bound = policy.prepare(None), traced_values(request.exploration)
     moved, rows, *others = loop.arguments(bound, state, K)
     large = len(jax.tree.leaves(moved))
@@ -76,19 +83,13 @@ def own_waits(name, starts):
 
     keys = jnp.stack([key, key])
     state = fc.init(env, fc.random_policy(env), seed=0).env_state.current
-    counts = [waits(for_cuda(start, keys)), waits(for_cuda(step, keys, state, actions(env)))]
+    actions = to_jax(torch.zeros(env.num_envs, *env.action_spec.shape, dtype=env.action_spec.dtype))
+    counts = [waits(for_cuda(start, keys)), waits(for_cuda(step, keys, state, actions))]
     return {name: sum(each.get(name, 0) for each in counts) for name in counts[0].keys() | counts[1]}
 
 
-def actions(env):
-    spec = env.action_spec
-    return to_jax(torch.zeros(env.num_envs, *spec.shape, dtype=spec.dtype))
-
-
-def check_waits(name, env, policy, *, made_each_step, random_steps=7):
-    options = BlockOptions(made_each_step=made_each_step)
-    request = Request(length=100, random_steps=random_steps)
-    loop, programs = lowered(env, policy, request, options)
+def check_waits(name, env, policy, *, made_each_step):
+    loop, programs = lowered(env, policy, made_each_step)
     own = own_waits(name, 1 if made_each_step else SPARES)
     unroll = 4 if made_each_step else 1
     for text, donated in programs:
@@ -108,36 +109,28 @@ def test_no_suite_waits_for_the_host(name, made_each_step):
     assert loop.has_spares is not made_each_step
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_suite_with_a_lowered_policy_waits_for_the_host(name):
-    env = suite_and_policy(name)[0].env
-    check_waits(name, env, lower_policy(mlp(env), env), made_each_step=True)
-
-
-def test_no_policy_waits_for_the_host():
-    env = suite_and_policy("gymnax")[0].env
-    network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    torch_policy = lower_policy(fc.torch_policy(network, head=fc.heads.categorical), env)
-    jax_policy = fc.jax_policy(lambda params, x: jnp.tanh(x) @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
-    for policy in (torch_policy, jax_policy):
-        check_waits("gymnax", env, policy, made_each_step=True)
-
-
 @pytest.mark.parametrize(
-    ("name", "made_each_step"),
-    [*zip(QUICK, cycle([True, False]), strict=False), *in_soak(product(NAMES, [True, False]))],
+    ("name", "make"), [*((name, mlp) for name in NAMES), ("gymnax", torch_mlp), ("gymnax", jax_mlp)]
 )
-def test_data_are_those_of_the_loop_with_branches(name, made_each_step, monkeypatch):
+def test_no_policy_waits_for_the_host(name, make):
+    env = suite_and_policy(name)[0].env
+    policy = make(env)
+    check_waits(name, env, policy if policy.backend == "jax" else lower_policy(policy, env), made_each_step=True)
+
+
+BRANCHED = [("gymnax", "random", False), ("gymnax", "network", True), ("functions", "random", True)]
+BRANCHED += in_soak(product(NAMES, ["random"], [True, False]))
+
+
+@pytest.mark.parametrize(("name", "kind", "made_each_step"), BRANCHED)
+def test_data_are_those_of_the_loop_with_branches(name, kind, made_each_step, monkeypatch):
     suite, policy = suite_and_policy(name)
-    cuts = (61, 64)
-    wanted = collect(suite.env, policy, *cuts, seed=3)
+    policy = torch_mlp(suite.env) if kind == "network" else policy
+    monkeypatch.setattr(over_jax, "waits_for_host", lambda place: False)
+    wanted = collect(suite.env, policy, 61, 64, seed=3)
+    assert wanted["next", "done"].any()
     in_blocks(monkeypatch, made_each_step=made_each_step)
-    assert_same(wanted, collect(suite.env, policy, *cuts, seed=3))
-
-
-def in_blocks(monkeypatch, **options):
-    monkeypatch.setattr(over_jax, "waits_for_host", lambda place: True)
-    monkeypatch.setattr(over_jax.block_loop, "__defaults__", (BlockOptions(**options),))
+    assert_same(wanted, collect(suite.env, policy, 61, 64, seed=3))
 
 
 @pytest.mark.parametrize("starts", ["fresh", "cached"])
@@ -160,22 +153,16 @@ def test_lanes_that_lack_spare_starts_run_again(starts, monkeypatch):
 
 
 def test_a_start_made_at_each_step_has_few_operations_and_no_loop():
-    def env_of(reset):
-        return counting(2, reset=reset)
-
-    plain = counting(2)
-
     def looping(key, params):
-        turned = jax.lax.fori_loop(0, 3, lambda _, x: x + 1, key)
-        return plain.reset(turned, params)
+        return reset(jax.lax.fori_loop(0, 3, lambda _, x: x + 1, key), params)
 
     def long(key, params):
         for _ in range(400):
             key = key + 1
-        return plain.reset(key, params)
+        return reset(key, params)
 
-    found = {reset: starts_are_cheap(env_of(reset), None) for reset in (plain.reset, looping, long)}
-    assert list(found.values()) == [True, False, False]
+    found = [starts_are_cheap(counting(2, reset=each), None) for each in (reset, looping, long)]
+    assert found == [True, False, False]
 
 
 @pytest.mark.usefixtures("blocks")
@@ -221,22 +208,6 @@ def test_a_rollout_reads_its_steps_only_if_a_value_depends_on_them(monkeypatch):
     assert seen == [10]
 
 
-@pytest.mark.usefixtures("blocks")
-def test_an_interrupted_collector_goes_on_though_its_state_was_used_up(monkeypatch):
-    with fc.SyncDataCollector("gymnax/CartPole-v1", frames_per_batch=400, create_env_kwargs={"num_envs": 4}) as one:
-        ids = next(one)["collector", "traj_ids"]
-
-        with monkeypatch.context() as patch:
-            patch.setattr(over_jax, "batch_of", ctrl_c)
-            with pytest.raises(KeyboardInterrupt):
-                next(one)
-        one.set_env_params(one.env.default_params)
-        one.reset(torch.tensor([True, False, False, True]))
-        after = next(one)
-        assert (after["collector", "step"][:, 0] == 0).all()
-        assert (after["collector", "traj_ids"][:, 0] > ids[:, -1]).all()
-
-
 @pytest.mark.parametrize("starts", ["fresh", "cached"])
 def test_a_step_that_crosses_has_no_branch_and_gives_the_same_data(starts, monkeypatch):
     env = counting(3, starts=starts)
@@ -244,7 +215,7 @@ def test_a_step_that_crosses_has_no_branch_and_gives_the_same_data(starts, monke
         lambda x: x["count"].float().view(-1, 1) * torch.arange(3.0), head=fc.heads.categorical, compile="eager"
     )
     wanted = collect(env, policy, 20, 7, 3)
-    monkeypatch.setattr(over_jax, "waits_for_host", lambda place: True)
+    in_blocks(monkeypatch)
     texts, compile_ = [], over_jax.compiled
 
     def noting(owner, which, function, **options):
@@ -264,29 +235,33 @@ def test_a_step_that_crosses_has_no_branch_and_gives_the_same_data(starts, monke
     assert waits(texts[0]) == {}
 
 
-@pytest.mark.usefixtures("blocks")
-def test_an_environment_without_a_state_is_recovered_too(monkeypatch):
-    spaces = gymnasium.spaces
+class Stateless(fc.envs.JaxEnvBase):
+    observation_space, action_space = spaces.Box(0, 1, (2,)), spaces.Discrete(3)
 
-    def reset(key, params):
+    def reset(self, key, params, /):
         return (), jax.random.uniform(key, (2,))
 
-    def step(key, state, action, params):
-        return (), jax.random.uniform(key, (2,)), action * 1.0, action == 2, False
+    def step(self, key, state, action, params, /):
+        return fc.envs.Transition((), jax.random.uniform(key, (2,)), action * 1.0, action == 2, False)
 
-    env = fc.envs.from_functions(
-        reset, step, observation_space=spaces.Box(0, 1, (2,)), action_space=spaces.Discrete(3), num_envs=3
-    )
-    with fc.SyncDataCollector(env, None, frames_per_batch=120, seed=0) as one:
-        old = one.state
-        next(one)
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("make", [lambda: fc.make_env("gymnax/CartPole-v1", num_envs=4), lambda: Stateless(4)])
+def test_an_interrupted_collector_goes_on_though_its_state_was_used_up(make, monkeypatch):
+    with fc.SyncDataCollector(make(), None, frames_per_batch=400, seed=0) as one:
+        old, ids = one.state, next(one)["collector", "traj_ids"]
         with pytest.raises(ValueError, match="was donated or deleted"):
-            fc.rollout(env, one.policy, old, 5)
+            fc.rollout(one.env, one.policy, old, 5)
         with monkeypatch.context() as patch:
             patch.setattr(over_jax, "batch_of", ctrl_c)
             with pytest.raises(KeyboardInterrupt):
                 next(one)
-        assert (next(one)["collector", "step"][:, 0] == 0).all()
+        if not isinstance(one.env, Stateless):
+            one.set_env_params(one.env.default_params)
+            one.reset(torch.tensor([True, False, False, True]))
+        after = next(one)
+        assert (after["collector", "step"][:, 0] == 0).all()
+        assert (after["collector", "traj_ids"][:, 0] > ids[:, -1]).all()
 
 
 def ctrl_c(*_):

@@ -1,24 +1,28 @@
-"""`compile="cudagraph"`, with operations that are recorded and repeated in the place of CUDA graphs."""
+"""The loop over Torch environments as on an accelerator, run on the CPU, and the same loop captured.
 
-from __future__ import annotations
+With `compile="cudagraph"`, operations are recorded and repeated in the place of CUDA graphs.
+"""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from gymnasium import spaces
-from torch import Tensor, nn
+from torch import nn
 
 import funcollect as fc
+from funcollect.core.loops import tensor
+from funcollect.core.loops.eager import Clock, step_all
+from funcollect.core.request import Request, step_limit
 from funcollect.envs import Transition
 from funcollect.errors import LoweringError
 from funcollect.interop import cuda_graph
-from funcollect.keys import LaneKeys
-from tests.support.captured_calls import capture_on_the_cpu
+from funcollect.interop.memory import reads_together
+from tests.support.cases import HIDDEN, Recurrent, mlp, torch_mlp
 from tests.support.compare import assert_same
+from tests.support.devices import NoReads, capture_on_the_cpu
+from tests.support.running import pairwise
 
 CARTPOLE, PENDULUM = "torch/CartPole-v1", "torch/Pendulum-v1"
 
@@ -26,84 +30,60 @@ CARTPOLE, PENDULUM = "torch/CartPole-v1", "torch/Pendulum-v1"
 class Counting(nn.Module):
     """Keeps what it has seen in buffers, one written in place and one replaced, and acts by them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.score = nn.Linear(4, 2)
+        self.score = mlp(4, 2)
         self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.mean.mul_(0.9).add_(0.1 * x.mean(0))
         self.calls = self.calls + 1
-        out: Tensor = self.score(x - self.mean) + self.calls.sin()
-        return out
+        return self.score(x - self.mean) + self.calls.sin()
 
 
 class Extras(nn.Module):
-    """A Gaussian policy with a value beside its parameters."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.mean = nn.Linear(3, 1)
+        self.mean = mlp(3, 1)
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         mean = self.mean(x)
         return {"loc": mean, "scale": torch.ones_like(mean), "value": x.sum(-1)}
 
 
-class Recurrent(nn.Module):
-    """A GRU cell between the observation and the scores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.out = nn.GRUCell(4, 5), nn.Linear(5, 2)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        state = self.cell(x, state)
-        return self.out(state), state
-
-
-def seeded(make: Callable[[], Any]) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return make()
-
-
-def upright(x: Tensor) -> Tensor:
+def upright(x):
     return (x[..., 2] > 0).long()
 
 
-MODULES: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
-    "network": (CARTPOLE, lambda: nn.Linear(4, 2), {"head": fc.heads.categorical}),
-    "epsilon": (CARTPOLE, lambda: nn.Linear(4, 2), {"head": fc.heads.epsilon_greedy(0.3)}),
+CATEGORICAL = {"head": fc.heads.categorical}
+MODULES = {
+    "network": (CARTPOLE, lambda: mlp(4, 2), CATEGORICAL),
+    "epsilon": (CARTPOLE, lambda: mlp(4, 2), {"head": fc.heads.epsilon_greedy(0.3)}),
     "gaussian": (PENDULUM, Extras, {"head": fc.heads.normal}),
     "within bounds": (PENDULUM, Extras, {"head": fc.heads.tanh_normal}),
     "recurrent": (
-        CARTPOLE,
-        Recurrent,
-        {"head": fc.heads.categorical, "initial_state": torch.ones(5), "record_state": True},
+        CARTPOLE, lambda: Recurrent(4, 2), CATEGORICAL | {"initial_state": torch.ones(HIDDEN), "record_state": True},
     ),
-    "buffers": (CARTPOLE, Counting, {"head": fc.heads.categorical}),
+    "buffers": (CARTPOLE, Counting, CATEGORICAL),
     "function": (CARTPOLE, lambda: upright, {}),
-}
+}  # fmt: skip
 
 
-def pair(name: str, compiler: str | None, num_envs: int | None = 4) -> tuple[Any, Any]:
+def pair(name, compiler, num_envs=4):
     env_name, make, kwargs = MODULES[name]
-    return fc.make_env(env_name, num_envs=num_envs), fc.torch_policy(seeded(make), compile=compiler, **kwargs)
+    return fc.make_env(env_name, num_envs=num_envs), fc.torch_policy(make(), compile=compiler, **kwargs)
 
 
-def run(env: Any, policy: Any, lengths: tuple[int, ...], seed: int = 1, **kwargs: Any) -> tuple[list[Any], Any]:
-    state, batches = fc.init(env, policy, seed=seed), []
+def run(env, policy, lengths, **kwargs):
+    state, batches = fc.init(env, policy, seed=1), []
     for length in lengths:
         state, batch = fc.rollout(env, policy, state, length, **kwargs)
         batches.append(batch)
     return batches, state
 
 
-def check(
-    name: str, patch: pytest.MonkeyPatch, lengths: tuple[int, ...], num_envs: int | None = 4, **kwargs: Any
-) -> None:
+def check(name, patch, lengths, num_envs, **kwargs):
     wanted, before = run(*pair(name, "eager", num_envs), lengths, **kwargs)
     captures = capture_on_the_cpu(patch)
     got, after = run(*pair(name, "cudagraph", num_envs), lengths, **kwargs)
@@ -117,20 +97,13 @@ def check(
         assert torch.equal(root, after.observation[path]), path
 
 
+CHECKED = [{}, {"max_frames_per_traj": 2}, {"exploration_type": fc.ExplorationType.DETERMINISTIC}]
+
+
 @pytest.mark.filterwarnings("ignore:Counting writes its buffers")
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize(
-    "kwargs",
-    [{}, {"max_frames_per_traj": 2}, {"exploration_type": fc.ExplorationType.DETERMINISTIC}],
-    ids=["plain", "limit", "deterministic"],
-)
-def test_data_are_those_of_the_eager_loop(name, kwargs, monkeypatch):
-    check(name, monkeypatch, (70, 5, 32), **kwargs)
-
-
-@pytest.mark.parametrize("name", ["network", "recurrent"])
-def test_one_environment(name, monkeypatch):
-    check(name, monkeypatch, (33, 1), num_envs=None)
+@pytest.mark.parametrize(("name", "num_envs", "kwargs"), pairwise(MODULES, [None, 4], CHECKED))
+def test_data_are_those_of_the_eager_loop(name, num_envs, kwargs, monkeypatch):
+    check(name, monkeypatch, (70, 5, 32), num_envs, **kwargs)
 
 
 class Windy(fc.envs.TorchEnvBase):
@@ -141,11 +114,11 @@ class Windy(fc.envs.TorchEnvBase):
     params = {"wind": torch.tensor(0.1)}  # noqa: RUF012
     reads = False
 
-    def reset(self, key: LaneKeys, params: Any, /) -> tuple[Tensor, Tensor]:
+    def reset(self, key, params, /):
         place = key.uniform(2).float()
         return place, place
 
-    def step(self, key: LaneKeys, env_state: Tensor, action: Tensor, params: Any, /) -> Transition:
+    def step(self, key, env_state, action, params, /):
         place = env_state + params["wind"] * key.uniform(2).float() * (1 + action[:, None])
         if self.reads and bool((place > 1).any()):
             place = place / 2
@@ -153,12 +126,11 @@ class Windy(fc.envs.TorchEnvBase):
         return Transition(place, place, place[:, 1], ended, torch.zeros_like(ended), {"far": place[:, 1] > 1})
 
 
-def windy(compiler: str | None) -> tuple[Any, Any]:
-    env = Windy(3)
-    return env, fc.torch_policy(seeded(lambda: nn.Linear(2, 2)), head=fc.heads.categorical, compile=compiler)
+def windy(compiler):
+    return Windy(3), fc.torch_policy(mlp(2, 2), head=fc.heads.categorical, compile=compiler)
 
 
-def test_values_that_lie_in_the_memory_to_write() -> None:
+def test_values_that_lie_in_the_memory_to_write():
     one, two, other = torch.zeros(3), torch.ones(3), torch.full((3,), 2.0)
     swapped, kept, wide = cuda_graph.written((one, two, other), (two, one, other.double()))
     assert swapped is one
@@ -209,7 +181,7 @@ def test_what_changes_between_rollouts(monkeypatch):
     eager = fc.torch_policy(policy.module, head=policy.head)
     state = fc.init(env, policy, seed=0)
 
-    def compare(added: int, **kwargs: Any) -> None:
+    def compare(added, **kwargs):
         before = len(captures)
         with torch.no_grad():
             one, two = (fc.rollout(env, each, state, 32, **kwargs)[1] for each in (policy, eager))
@@ -219,9 +191,9 @@ def test_what_changes_between_rollouts(monkeypatch):
     compare(1)
     compare(0)
     with torch.no_grad():
-        policy.module.bias += torch.tensor([0.0, 1.0])
+        policy.module[2].bias += torch.tensor([0.0, 1.0])
     compare(0)
-    compare(0, params={"weight": -policy.module.weight, "bias": policy.module.bias})
+    compare(0, params={name: -leaf for name, leaf in policy.module.state_dict().items()})
     compare(0, exploration={"epsilon": 0.9})
     compare(1, max_frames_per_traj=9)
     policy.module.register_forward_hook(lambda module, inputs, out: -out)
@@ -243,7 +215,7 @@ def test_what_cannot_be_captured(monkeypatch):
         fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
 
 
-def test_a_graph_made_in_inference_mode_serves_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_made_in_inference_mode_serves_outside_of_it(monkeypatch):
     env, policy = pair("network", "cudagraph")
     captures = capture_on_the_cpu(monkeypatch)
     with torch.inference_mode():
@@ -253,7 +225,7 @@ def test_a_graph_made_in_inference_mode_serves_outside_of_it(monkeypatch: pytest
     assert len(captures) == 1
 
 
-def test_random_numbers_of_a_module_follow_from_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_numbers_of_a_module_follow_from_the_state(monkeypatch):
     env = fc.make_env(CARTPOLE, num_envs=4)
     module = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 2))
     policy = fc.torch_policy(module, head=fc.heads.categorical, compile="cudagraph")
@@ -266,36 +238,81 @@ def test_random_numbers_of_a_module_follow_from_the_state(monkeypatch: pytest.Mo
     assert not torch.equal(state.policy_state.generator, after.policy_state.generator)
 
 
-def test_after_a_failed_capture_the_stream_is_the_one_from_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_capture_the_stream_is_the_one_from_before(monkeypatch):
     current = ["own"]
 
-    class Stream:
-        def wait_stream(self, other: Any) -> None:
-            """Nothing runs."""
+    def stream(name=None):
+        return SimpleNamespace(name=name, wait_stream=lambda other: None)
 
-    class Graph:
+    @contextmanager
+    def graph(*_, **__):
         """What Torch does: if the end of a capture raises, the stream of the capture stays."""
-
-        def __init__(self, graph: Any, **_: Any) -> None:
-            """There is nothing to keep."""
-
-        def __enter__(self) -> None:
-            current[0] = "capture"
-
-        def __exit__(self, *error: object) -> None:
-            raise RuntimeError("operation failed due to a previous error during capture")
+        current[0] = "capture"
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
 
     stand_ins = {
-        "device": lambda device: nullcontext(),
-        "Stream": Stream,
-        "stream": lambda stream: nullcontext(),
-        "current_stream": lambda: SimpleNamespace(name=current[0], wait_stream=lambda other: None),
+        "device": nullcontext,
+        "Stream": stream,
+        "stream": nullcontext,
+        "current_stream": lambda: stream(current[0]),
         "set_stream": lambda stream: current.__setitem__(0, stream.name),
         "CUDAGraph": SimpleNamespace,
-        "graph": Graph,
+        "graph": graph,
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     with pytest.raises(cuda_graph.CaptureError, match="during capture"):
         cuda_graph.capture(lambda: None, torch.device("cuda"))
     assert current == ["own"]
+
+
+PAIRS = [(CARTPOLE, fc.random_policy), (PENDULUM, fc.random_policy), (CARTPOLE, torch_mlp)]
+KWARGS = [{}, {"max_frames_per_traj": 7}, {"reset_when_done": False}, {"init_random_frames": 90}]
+
+
+def batches(name, make, num_envs, **kwargs):
+    env = fc.make_env(name, num_envs=num_envs)
+    with fc.SyncDataCollector(env, make(env), frames_per_batch=60 * (num_envs or 1), seed=1, **kwargs) as one:
+        return [next(one) for _ in range(3)], one.state
+
+
+@pytest.mark.parametrize(("pair", "kwargs", "num_envs"), pairwise(PAIRS, KWARGS, [None, 3]))
+def test_data_and_states_are_those_of_the_cpu(pair, kwargs, num_envs, monkeypatch):
+    wanted, before = batches(*pair, num_envs, **kwargs)
+    monkeypatch.setattr(tensor, "reads_wait", lambda device: True)
+    got, after = batches(*pair, num_envs, **kwargs)
+    for one, two in zip(wanted, got, strict=True):
+        assert_same(one, two)
+    for field in ("episode", "step", "returns", "terminated", "truncated"):
+        one, two = getattr(before, field), getattr(after, field)
+        assert (one.dtype, one.tolist()) == (two.dtype, two.tolist()), field
+
+
+@pytest.mark.parametrize("kwargs", KWARGS[:3], ids=str)
+@pytest.mark.parametrize("name", [CARTPOLE, PENDULUM])
+def test_nothing_is_read_before_the_batch_is_delivered(name, kwargs, monkeypatch):
+    monkeypatch.setattr(tensor, "reads_wait", lambda device: True)
+    env = fc.make_env(name, num_envs=4)
+    policy, request = fc.random_policy(env), Request(length=30, **kwargs)
+    state = fc.init(env, policy, seed=0)
+    lanes, limit = tensor.TensorLanes.of(state), step_limit(env, request)
+    stepper = tensor.TensorStepper(env, policy, state, request, lanes, limit)
+    stepper.begin()
+    action = torch.zeros(4, *env.action_spec.shape, dtype=env.action_spec.dtype)
+    still = SimpleNamespace(act=lambda t: action, restart=lambda lanes: None)
+    actions = {("action",): action.expand(30, *action.shape)}
+    with reads_together(), NoReads():
+        step_all(stepper, still, request.length)
+        stepper.deliver(actions)
+
+
+def test_an_accelerator_is_waited_for_before_and_after_each_call_that_is_timed():
+    events = []
+    clock = Clock(lambda: events.append("wait"))
+    assert clock.timed("part", lambda x: events.append("call") or 2 * x)(3) == 6
+    first = clock.seconds["part"]
+    with pytest.raises(ZeroDivisionError):
+        clock.timed("part", lambda: 1 / 0)()
+    assert events == ["wait", "call", "wait", "wait", "wait"]
+    assert clock.seconds["part"] > first > 0

@@ -1,7 +1,6 @@
 """Rollouts of JAX environments, against a plain Python loop over the same functions."""
 
 import functools
-from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,16 @@ import torch
 from gymnasium.spaces import Box, Discrete
 
 import funcollect as fc
+from funcollect.core import api
 from funcollect.core.request import Request
+from funcollect.core.traced_step import columns
+from funcollect.core.traced_step.columns import PackedRows, write_row
 from funcollect.envs.jax_envs.suites import from_gymnax
-from funcollect.interop import to_jax
+from funcollect.interop import to_jax, words
+from funcollect.interop.bridge import torch_view
 from tests.support.compare import assert_same, bits, collect, compilations, leaves
 from tests.support.envs.jax_counting import counting, counting_policy, plain_loop, reset
-from tests.support.running import SCALE
+from tests.support.running import SCALE, once
 
 CUTS = [1, 2, 7, 64, 200]
 NUM_ENVS = (None, 1, 3, 8) if SCALE > 1 else (None, 3)
@@ -56,62 +59,12 @@ def test_every_leaf_equals_the_plain_loop(num_envs):
         assert torch.equal(rows["action"], (rows["start"][:, 0] % 3 + 2 * rows["count"] + 1) % 3)
 
 
-@pytest.mark.parametrize("num_envs", [None, 8])
-def test_cartpole_equals_the_plain_loop_within_an_episode(num_envs):
-    """Rounding differs by how XLA fuses, so floats are compared to 1e-4 and all else exactly."""
-    env, policy = cartpole(num_envs)
-    batch = collect(env, policy, 64, seed=2)
-    for lane, rows in enumerate(lanes_of(batch)):
-        wanted = plain_loop(env, rows["action"].numpy(), seed=2, lane=lane, lanes=num_envs or 1)
-        assert rows["next", "done"].sum() >= 1
-        for path, leaf in wanted.items():
-            torch.testing.assert_close(rows[path], leaf, rtol=0, atol=1e-4 if leaf.is_floating_point() else 0)
-
-
-@pytest.mark.parametrize(
-    ("make", "num_envs"),
-    list(product((cartpole, foretold), NUM_ENVS)) if SCALE > 1 else [(cartpole, None), (foretold, 3)],
-)
+@pytest.mark.parametrize(("make", "num_envs"), once((cartpole, foretold), NUM_ENVS))
 def test_a_cut_of_the_run_does_not_show(make, num_envs):
     env, policy = make(num_envs)
     rising = collect(env, policy, *CUTS)
     assert_same(rising, collect(env, policy, *reversed(CUTS)))
     assert_same(rising, collect(env, policy, *[64, 7] * 3, *[7] * 8, 2, 2, 1))
-
-
-def test_an_old_state_gives_the_same_answer_and_a_fork_goes_the_same_way():
-    env, policy = cartpole(8)
-    state = fc.init(env, policy, seed=0)
-    state, _ = fc.rollout(env, policy, state, 13)
-    later, first = fc.rollout(env, policy, state, 40)
-    fc.rollout(env, policy, later, 5)
-    for source in (state, fc.fork(env, state)):
-        assert_same(first, fc.rollout(env, policy, source, 40)[1])
-    fc.close(state)  # nothing to free
-    assert_same(first, fc.rollout(env, policy, state, 40)[1])
-
-
-def test_a_mask_resets_its_lanes_alone():
-    env, policy = foretold(3)
-    state = fc.init(env, policy, seed=0)
-    state, _ = fc.rollout(env, policy, state, 1)
-    after = fc.reset(env, state, torch.tensor([True, False, True]))
-    assert after.episode.tolist() == [state.episode[0] + 1, state.episode[1], state.episode[2] + 1]
-    assert after.step.tolist() == [0, state.step[1], 0]
-    _, batch = fc.rollout(env, policy, after, 1)
-    assert batch["collector", "traj_ids"][:, 0].tolist() == [3, 1, 5]
-    assert batch["count"][:, 0].tolist() == [0, 1, 0]
-    with pytest.raises(ValueError, match="one flag per lane"):
-        fc.reset(env, state, torch.tensor([True]))
-
-
-def test_a_cached_reset_begins_every_episode_of_a_lane_alike():
-    _, policy = foretold(3)
-    batch = collect(counting(3, starts="cached"), policy, 64)
-    assert (batch["start"] == batch["start"][:, :1]).all()
-    fresh = collect(*foretold(3), 64)
-    assert torch.equal(batch["start"][:, 0], fresh["start"][:, 0])
-    assert len(fresh["start"].flatten(0, 1).unique(dim=0)) > 10
 
 
 @pytest.mark.parametrize("starts", ["fresh", "cached"])
@@ -146,11 +99,9 @@ def test_a_limit_truncates():
 
 
 def run(env, policy, *lengths, **options):
-    from funcollect.core.api import run
-
     state, batches = fc.init(env, policy, seed=1), []
     for length in lengths:
-        state, batch = run(env, policy, state, Request(length=length, **options))
+        state, batch = api.run(env, policy, state, Request(length=length, **options))
         batches.append(batch)
     return torch.cat(batches, -1)
 
@@ -183,15 +134,14 @@ def test_random_steps_end_where_they_should():
 
 @pytest.mark.parametrize("reset_when_done", [True, False])
 def test_no_leaf_shares_memory_and_every_leaf_can_be_written(reset_when_done):
-    env, policy = counting(3), linear_counting()
-    state = fc.init(env, policy, seed=0)
-    state, _ = fc.rollout(env, policy, state, 3)
-    from funcollect.core.api import run
+    def apply(params, observation):
+        return params * jnp.stack([observation["count"], observation["start"][:, 0] % 5, observation["count"] % 2], -1)
 
-    request = Request(length=10, reset_when_done=reset_when_done)
-    after, batch = run(env, policy, state, request)
-    expected = run(env, policy, state, request)[1].clone()
-    follow = run(env, policy, after, request)[1].clone()
+    env, policy = counting(3), fc.jax_policy(apply, jnp.float32(0.3), head=fc.heads.categorical)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    run = functools.partial(api.run, env, policy, request=Request(length=10, reset_when_done=reset_when_done))
+    after, batch = run(state)
+    expected, follow = run(state)[1].clone(), run(after)[1].clone()
     for path, leaf in leaves(batch).items():
         before = {other: value.clone() for other, value in leaves(batch).items() if other != path}
         kept = leaf.clone()
@@ -199,65 +149,48 @@ def test_no_leaf_shares_memory_and_every_leaf_can_be_written(reset_when_done):
         changed = (leaf != kept).flatten(2).any(-1) if leaf.ndim > 2 else leaf != kept
         assert changed.sum() <= 1, f"{path}: one row was written, others changed with it"
         assert all(torch.equal(leaves(batch)[other], value) for other, value in before.items()), path
-    assert_same(run(env, policy, state, request)[1], expected)
-    assert_same(run(env, policy, after, request)[1], follow)
+    assert_same(run(state)[1], expected)
+    assert_same(run(after)[1], follow)
 
 
-def linear_counting():
-    def apply(params, observation):
-        return params * jnp.stack([observation["count"], observation["start"][:, 0] % 5, observation["count"] % 2], -1)
+def traced_policy():
+    """A policy with the list to which each trace of its function adds."""
+    traces = []
+    policy = fc.jax_policy(
+        lambda params, x: traces.append(1) or x @ params, jnp.ones((4, 2)), head=fc.heads.categorical
+    )
+    return policy, traces
 
-    return fc.jax_policy(apply, jnp.float32(0.3), head=fc.heads.categorical)
+
+def committed(weights):
+    return jax.device_put(weights, jax.devices()[0])
 
 
-class Traces:
-    """A policy's function that counts how often it is traced."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, params, x):
-        self.count += 1
-        return x @ params
+FORMS = (jnp.asarray, np.asarray, committed, lambda weights: to_jax(torch.from_numpy(weights), copy=True))
 
 
 def test_it_compiles_once():
-    traces = Traces()
-    env, _ = cartpole(8)
-    policy = fc.jax_policy(traces.__call__, jnp.ones((4, 2)), head=fc.heads.categorical)
+    """For parameters of JAX and NumPy, and for arrays that are committed to a device."""
+    env, (policy, traces) = cartpole(8)[0], traced_policy()
     fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
-    once = traces.count
+    first = len(traces)
     with fc.SyncDataCollector(env, policy, frames_per_batch=160, seed=1) as collector:
 
-        def collect_anew(i):
+        def collect_anew(i, form):
             collector.set_seed(i)
-            collector.update_policy_weights_(jnp.full((4, 2), i / 100))
+            collector.update_policy_weights_(form(np.full((4, 2), i / 100, np.float32)))
             next(collector)
-            policy.params = np.full((4, 2), i / 50, np.float32)
+            collector.reset()
+            policy.params = form(np.full((4, 2), i / 50, np.float32))
             collector.update_policy_weights_()
             next(collector)
 
-        collect_anew(0)
+        collect_anew(0, jnp.asarray)
         with compilations() as compiled:
-            for i in range(50):
-                collect_anew(i)
-    assert traces.count == once
-    assert not compiled
-
-
-def test_arrays_that_are_committed_to_a_device_compile_nothing_anew():
-    env, _ = cartpole(8)
-    weights = jnp.ones((4, 2))
-    policy = fc.jax_policy(lambda params, x: x @ params, weights, head=fc.heads.categorical)
-    fresh = fc.init(env, policy, seed=0)
-    fc.reset(env, fc.rollout(env, policy, fresh, 20)[0])
-    committed = [jax.device_put(weights, jax.devices()[0]), to_jax(torch.ones(4, 2), copy=True)]
-    assert [each.committed for each in (weights, *committed)] == [False, True, True]
-    with compilations() as compiled:
-        for params in (*committed, weights):
-            state, _ = fc.rollout(env, policy, fresh, 20, params=params)
-            state, _ = fc.rollout(env, policy, fc.reset(env, state), 20, params=params)
-        fc.reset(env, fresh)
+            for i in range(48):
+                collect_anew(i, FORMS[i % 4])
+    assert [form(np.ones(2, np.float32)).committed for form in FORMS if form is not np.asarray] == [False, True, True]
+    assert len(traces) == first
     assert not compiled
 
 
@@ -274,8 +207,7 @@ def test_weak_types_compile_nothing_anew():
     assert jax.eval_shape(env.reset, jax.random.PRNGKey(0), None)[0].weak_type
     assert policy.params.weak_type
     traced = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))
-    for leaf in jax.tree.leaves(traced):
-        assert not leaf.weak_type
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(traced))
     fresh = fc.init(env, policy, seed=0)
     fc.rollout(env, policy, fresh, 20)
     with compilations() as compiled:
@@ -286,17 +218,15 @@ def test_weak_types_compile_nothing_anew():
 
 
 def test_lengths_of_one_bucket_share_a_program():
-    traces = Traces()
-    env, _ = cartpole(8)
-    policy = fc.jax_policy(traces.__call__, jnp.ones((4, 2)), head=fc.heads.categorical)
+    env, (policy, traces) = cartpole(8)[0], traced_policy()
     state = fc.init(env, policy, seed=0)
     fc.rollout(env, policy, state, 97)
-    once = traces.count
+    first = len(traces)
     for length in (98, 101, 104):
         assert fc.rollout(env, policy, state, length)[1].batch_size == (8, length)
-    assert traces.count == once
+    assert len(traces) == first
     fc.rollout(env, policy, state, 105)
-    assert traces.count > once
+    assert len(traces) > first
 
 
 def test_frames_beyond_32_bits():
@@ -316,10 +246,8 @@ def test_frames_beyond_32_bits():
 def test_ids_and_steps_beyond_32_bits():
     env, policy = foretold(3)
     state = fc.init(env, policy, seed=0)
-    far = state.replace(
-        episode=np.full(3, 2**31 - 1, np.int32), step=np.full(3, 2**31 - 2, np.int32), lane=state.lane + 70_000
-    )
-    far = far.replace(total_lanes=69_999)
+    late = {"episode": np.full(3, 2**31 - 1, np.int32), "step": np.full(3, 2**31 - 2, np.int32)}
+    far = state.replace(**late, lane=state.lane + 70_000, total_lanes=69_999)
     _, batch = fc.rollout(env, policy, far, 6)
     lane = batch["collector", "lane"]
     new = batch["next", "done"][..., 0].cumsum(-1).roll(1, -1)
@@ -327,3 +255,44 @@ def test_ids_and_steps_beyond_32_bits():
     expected = ((lane // 69_999) << 40) + (2**31 - 1 + new) * 69_999 + lane % 69_999
     assert torch.equal(batch["collector", "traj_ids"], expected)
     assert batch["collector", "step"].min() >= 0
+
+
+DTYPES = ["bool", "uint8", "int8", "float16", "bfloat16", "int16", "uint16", "int32", "uint32", "float32", "complex64"]
+SHAPES = [(3,), (3, 2), (3, 1, 5), (0,), (3, 0), ()]
+
+
+def rows_to_pack(length):
+    random, kinds = np.random.default_rng(0), [(name, shape) for name in DTYPES for shape in SHAPES]
+    return [
+        {(name, str(shape)): jnp.asarray(random.integers(0, 2, shape)).astype(name) for name, shape in kinds}
+        for _ in range(length)
+    ]
+
+
+@pytest.mark.parametrize("large", [1 << 22, 12, 0])
+@pytest.mark.parametrize("length", [1, 4])
+def test_every_leaf_comes_back(length, large, monkeypatch):
+    monkeypatch.setattr(columns, "_LARGE", large)
+    rows = rows_to_pack(length)
+    layout = PackedRows(rows[0])
+    packed = layout.zeros(length)
+    for t, row in enumerate(rows):
+        packed = jax.jit(lambda packed, row, t: write_row(packed, layout.pack(row), t))(packed, row, t)
+    shared = {"int8", "int16", "int32", "complex64"} if large else set()
+    assert shared == {name for name in packed if not name.startswith("large")}
+    assert len(packed) - len(shared) == sum(leaf.nbytes >= large for leaf in rows[0].values())
+    leaves = layout.unpack({name: torch_view(array) for name, array in packed.items()})
+    assert leaves.keys() == rows[0].keys()
+    for path, leaf in leaves.items():
+        wanted = torch.stack([torch_view(row[path]) for row in rows])
+        assert leaf.dtype == wanted.dtype
+        assert torch.equal(leaf, wanted)
+
+
+def test_words_of_an_odd_number_of_lanes_become_int64_without_a_copy():
+    row = {("a",): jnp.ones(3, jnp.int32), ("b",): jnp.array([[7, 1], [8, 0], [-1, -1]], jnp.int32)}
+    layout = PackedRows(row)
+    column = torch_view(layout.pack(row)["int32"][None])
+    leaf = words.as_int64(layout.unpack({"int32": column})["b",])
+    assert leaf.tolist() == [[2**32 + 7, 8, -1]]
+    assert leaf.untyped_storage().data_ptr() == column.data_ptr()

@@ -1,7 +1,8 @@
 """Simulators on the host whose policy is on a GPU: they read its actions, and batches are on the host."""
 
+from functools import partial
+
 import gymnasium
-import numpy as np
 import pytest
 import torch
 from tensordict.nn import (
@@ -15,41 +16,28 @@ from torch.distributions import Categorical
 
 import funcollect as fc
 from funcollect import running_statistics
+from tests.support.cases import HIDDEN, Recurrent, mlp
 from tests.support.devices import each_device
+from tests.support.envs.light_envs import BOX, Sampling
 
 LANES, LENGTH = 4, 12
 DISABLED = gymnasium.vector.AutoresetMode.DISABLED
 SPREADS = {"one process": {}, "workers": {"num_workers": 2}}
 
 
-class Many(gymnasium.Env):
-    """An environment with several numbers per action."""
-
-    observation_space = gymnasium.spaces.Box(0, 255, (4,), np.float32)
-    action_space = gymnasium.spaces.MultiDiscrete([3, 2])
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.zeros(4, np.float32), {}
-
-    def step(self, action):
-        assert isinstance(action, np.ndarray)
-        return np.full(4, action[0], np.float32), float(action[1]), False, False, {}
-
-
 def vector():
-    return gymnasium.make_vec(
-        "Pendulum-v1", LANES, vectorization_mode="sync", vector_kwargs={"autoreset_mode": DISABLED}
-    )
+    kwargs = {"vectorization_mode": "sync", "vector_kwargs": {"autoreset_mode": DISABLED}}
+    return gymnasium.make_vec("Pendulum-v1", LANES, **kwargs)
 
 
 ENVS = {
     "discrete": ("CartPole-v1", {"num_envs": LANES}),
     "one-hot": ("CartPole-v1", {"num_envs": LANES, "one_hot": True}),
     "box": ("Pendulum-v1", {"num_envs": LANES}),
-    "several discrete": (Many, {"num_envs": LANES}),
+    "several discrete": (partial(Sampling, BOX, gymnasium.spaces.MultiDiscrete([3, 2])), {"num_envs": LANES}),
     "lanes of Gymnasium": (vector, {}),
 }
+PLACES = [(name, spread) for name in ENVS for spread in SPREADS if name != "lanes of Gymnasium" or not SPREADS[spread]]
 
 
 def make(name, spread="one process"):
@@ -72,10 +60,7 @@ class OutOfReach(Tensor):
 
 
 class Away(fc.PolicyBase):
-    """A policy whose actions are out of reach."""
-
-    backend = "torch"
-    params = None
+    backend, params = "torch", None
 
     def __call__(self, params, policy_state, observation, noise, spec, exploration, /):
         action = torch.zeros(len(observation), *spec.shape, dtype=spec.dtype)
@@ -84,10 +69,7 @@ class Away(fc.PolicyBase):
         return policy_state, {"action": action.as_subclass(OutOfReach)}
 
 
-@pytest.mark.parametrize(
-    ("name", "spread"),
-    [(name, spread) for name in ENVS for spread in SPREADS if name != "lanes of Gymnasium" or spread == "one process"],
-)
+@pytest.mark.parametrize(("name", "spread"), PLACES)
 def test_simulators_read_actions_that_are_not_on_the_host(name, spread):
     env = make(name, spread)
     state, batch = fc.rollout(env, Away(), fc.init(env, Away(), seed=0), LENGTH)
@@ -96,58 +78,30 @@ def test_simulators_read_actions_that_are_not_on_the_host(name, spread):
     assert batch["next", "reward"].isfinite().all()
 
 
-class Memory(nn.Module):
-    """A network with a recurrent state."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell, self.out = nn.GRUCell(4, 8), nn.Linear(8, 2)
-
-    def forward(self, observation, recurrent):
-        recurrent = self.cell(observation, recurrent)
-        return self.out(recurrent), recurrent
-
-
-def seeded(make_module, device):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return make_module().to(device)
-
-
 def discrete(device):
-    return fc.torch_policy(seeded(lambda: nn.Linear(4, 2), device), head=fc.heads.categorical)
+    return fc.torch_policy(mlp(4, 2).to(device), head=fc.heads.categorical)
 
 
 def recurrent(device):
-    module = seeded(Memory, device)
-    return fc.torch_policy(module, head=fc.heads.categorical, initial_state=torch.zeros(8), record_state=True)
+    module = Recurrent(4, 2).to(device)
+    return fc.torch_policy(module, head=fc.heads.categorical, initial_state=torch.zeros(HIDDEN), record_state=True)
 
 
 def box(device):
-    module = seeded(lambda: nn.Sequential(nn.Linear(3, 2), NormalParamExtractor()), device)
-    return fc.torch_policy(module, head=fc.heads.normal)
+    return fc.torch_policy(nn.Sequential(mlp(3, 2), NormalParamExtractor()).to(device), head=fc.heads.normal)
 
 
 def in_tensordicts(device):
     head = {"in_keys": ["logits"], "out_keys": ["action"], "distribution_class": Categorical, "return_log_prob": True}
-    inner = seeded(lambda: nn.Linear(4, 2), device)
-    inner = TensorDictModule(inner, in_keys=["observation"], out_keys=["logits"])
+    inner = TensorDictModule(mlp(4, 2).to(device), in_keys=["observation"], out_keys=["logits"])
     return ProbabilisticTensorDictSequential(inner, ProbabilisticTensorDictModule(**head))
 
 
-POLICIES = {
-    discrete: "discrete",
-    recurrent: "discrete",
-    in_tensordicts: "discrete",
-    box: "box",
-}
-
-
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [discrete, recurrent, in_tensordicts, box])
 @each_device
 def test_batches_are_on_the_host_and_go_on(device, policy, spread):
-    env = make(POLICIES[policy], spread)
+    env = make("box" if policy is box else "discrete", spread)
     collector_of = {"frames_per_batch": LANES * LENGTH, "seed": 0}
     with fc.SyncDataCollector(env, policy(device), **collector_of) as collector:
         batches = [next(collector), next(collector)]
@@ -169,13 +123,13 @@ def test_batches_are_on_the_host_and_go_on(device, policy, spread):
 @pytest.mark.parametrize("kind", [fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector])
 @each_device
 def test_workers_act_on_the_device(device, kind):
-    made = [make_cartpole] * 2
+    made = [partial(fc.make_env, "CartPole-v1", num_envs=2)] * 2
     options = {"policy_device": device, "frames_per_batch": 2 * LENGTH, "total_frames": -1, "seed": 0}
     policy = discrete("cpu")
     with kind(made, policy, **options) as collector:
         next(collector)
         with torch.no_grad():
-            policy.module.weight.zero_(), policy.module.bias.copy_(torch.tensor([0.0, 30.0]))
+            policy.module[2].weight.zero_(), policy.module[2].bias.copy_(torch.tensor([0.0, 30.0]))
         collector.update_policy_weights_()
         batch = next(each for each in collector if (each["collector", "policy_version"] == 1).all())
     assert batch.device is None or batch.device.type == "cpu"
@@ -208,19 +162,16 @@ def test_a_copy_of_the_run_goes_on_by_itself(device):
     assert fc.evaluate(env, policy, episodes=2, seed=0).returns.device.type == "cpu"
 
 
-def make_cartpole():
-    return fc.make_env("CartPole-v1", num_envs=2)
-
-
 @each_device
 def test_statistics_follow_the_policy(device):
     env = make("box")
-    policy = fc.normalized(box(device), running_statistics.init(env.observation_space))
+    fresh = running_statistics.init(env.observation_space)
+    policy = fc.normalized(box(device), fresh)
     options = {"frames_per_batch": LANES * LENGTH, "seed": 0, "update_statistics": True}
     with fc.SyncDataCollector(env, policy, **options) as collector:
         one, _ = next(collector), next(collector)
-        wanted = running_statistics.update(running_statistics.init(env.observation_space), one)
-        merged = running_statistics.merge(running_statistics.init(env.observation_space), policy.statistics)
+        wanted = running_statistics.update(fresh, one)
+        merged = running_statistics.merge(fresh, policy.statistics)
     assert policy.statistics.count.device.type == device
     assert merged.count.device.type == "cpu"
     torch.testing.assert_close(policy.statistics.mean["observation"].cpu(), wanted.mean["observation"])

@@ -2,25 +2,16 @@
 
 import gymnasium
 import pytest
-import torch
-from torch import nn
 
 import funcollect as fc
 from funcollect.core.loops import device as device_loop
 from funcollect.core.loops import eager, over_jax, tensor
-from funcollect.core.loops.blocks import BlockOptions
 from funcollect.interop.cuda_graph import CudaGraph
 from tests.envs.test_torch_vector_env import LikeIsaacLab
-from tests.support.captured_calls import capture_on_the_cpu
+from tests.support.cases import mlp
 from tests.support.compare import assert_same, collect
-from tests.support.devices import each_device, forbid_waits
+from tests.support.devices import capture_on_the_cpu, each_device, forbid_waits
 from tests.support.running import in_soak
-
-
-def on_gpu(cases):
-    """Further cases where there is a GPU, or in `make soak`."""
-    return list(cases) if torch.cuda.is_available() else in_soak(cases)
-
 
 LENGTH = 70  # more than two blocks, or graphs
 CARTPOLE, PENDULUM = "torch/CartPole-v1", "torch/Pendulum-v1"
@@ -35,10 +26,7 @@ def as_on_a_gpu(device, monkeypatch):
 
 
 def network(inputs, outputs, place, head, **kwargs):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(inputs, 16), nn.Tanh(), nn.Linear(16, outputs))
-    return fc.torch_policy(module.to(place), head=head, **kwargs)
+    return fc.torch_policy(mlp(inputs, outputs).to(place), head=head, **kwargs)
 
 
 def twice(env, policy, before_the_second=lambda: None):
@@ -55,10 +43,8 @@ def twice(env, policy, before_the_second=lambda: None):
 @pytest.mark.parametrize("env_id", [CARTPOLE, PENDULUM])
 def test_steps_of_torch_do_not_wait(device, env_id, monkeypatch):
     env = fc.make_env(env_id, num_envs=8, device=device)
-    policy = (
-        network(4, 2, device, fc.heads.categorical) if env_id == CARTPOLE else network(3, 2, device, fc.heads.normal)
-    )
-    calls = []
+    (inputs,), head = env.observation_space.shape, fc.heads.categorical if env_id == CARTPOLE else fc.heads.normal
+    policy, calls = network(inputs, 2, device, head), []
     batch = twice(env, policy, lambda: calls.append(forbid_waits(monkeypatch, eager, "step_all", device)))
     assert calls == [["step_all"]]
     assert {leaf.device.type for leaf in batch.values(True, True)} == {device}
@@ -80,27 +66,10 @@ def test_steps_of_simulators_on_the_device_do_not_wait(device, monkeypatch):
     env = fc.envs.from_torch_vector_env(lambda: gymnasium.Wrapper(LikeIsaacLab(device=device)))
     inner = network(2, 3, device, None).module
     policy = fc.torch_policy(lambda x: inner(x["policy"]), head=fc.heads.categorical, device=device)
-    calls = []
-    owner = device_loop._DeviceStepper
+    calls, owner = [], device_loop._DeviceStepper
     batch = twice(env, policy, lambda: calls.append(forbid_waits(monkeypatch, owner, "step", device)))
     assert len(calls[0]) == LENGTH
     assert batch["next", "done"].any()
-
-
-@each_device
-@pytest.mark.parametrize(
-    ("kind", "made_each_step"), [("network", True), ("random", False), *on_gpu([("network", False), ("random", True)])]
-)
-def test_blocks_give_what_branches_give(device, kind, made_each_step, monkeypatch):
-    env = fc.make_env("gymnax/CartPole-v1", num_envs=64)
-    made = network(4, 2, device, fc.heads.categorical, compile="xla")
-    policy = made if kind == "network" else fc.random_policy(env)
-    monkeypatch.setattr(over_jax, "waits_for_host", lambda place: False)
-    wanted = collect(env, policy, 61, 64)
-    monkeypatch.setattr(over_jax, "waits_for_host", lambda place: True)
-    monkeypatch.setattr(over_jax.block_loop, "__defaults__", (BlockOptions(made_each_step=made_each_step),))
-    assert wanted["next", "done"].any()
-    assert_same(wanted, collect(env, policy, 61, 64))
 
 
 @each_device
@@ -113,7 +82,7 @@ def test_cuts_of_the_fused_loop_change_nothing(device):
 
 @each_device
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("policy", [fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical), *on_gpu([None])])
+@pytest.mark.parametrize("policy", [fc.torch_policy(mlp(4, 2), head=fc.heads.categorical), *in_soak([None])])
 def test_a_state_gives_the_same_answer_again_and_a_collector_uses_its_own_up(policy, device):
     kwargs = {"frames_per_batch": 400, "create_env_kwargs": {"num_envs": 4}}
     with fc.SyncDataCollector("gymnax/CartPole-v1", policy, **kwargs) as one:

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from brax.envs.base import PipelineEnv, State
-from brax.io import mjcf
 from tensordict import TensorDict
 from torch import nn
 
@@ -19,8 +17,7 @@ from funcollect.interop.memo import memo_of
 from tests.support.cases import Recurrent
 from tests.support.running import SCALE
 
-LENGTH = 12
-"""Long enough for episodes of seven steps to end."""
+LENGTH = 12  # long enough for episodes of seven steps to end
 
 
 def spring(num_envs=3):
@@ -100,43 +97,15 @@ def test_gymnax_lets_gradients_pass_where_it_can():
         assert gradient.any()
 
 
-def gradients_of(env, policy, module, **options):
+def gradients_of(env, policy, module):
     module.zero_grad(set_to_none=True)
-    state = fc.init(env, policy, seed=0)
-    _, batch = fc.differentiable_rollout(env, policy, state, LENGTH, **options)
+    _, batch = fc.differentiable_rollout(env, policy, fc.init(env, policy, seed=0), LENGTH)
     loss_of(batch).backward()
     return batch, {name: param.grad for name, param in module.named_parameters()}
 
 
-PUCK = """
-<mujoco>
-  <option timestep="0.05"/>
-  <worldbody><body>
-    <joint name="slide" type="slide" axis="1 0 0"/>
-    <geom type="sphere" size="0.1" mass="1" contype="0" conaffinity="0"/>
-  </body></worldbody>
-  <actuator><motor joint="slide"/></actuator>
-</mujoco>
-"""
-
-
-class Puck(PipelineEnv):
-    """A body on a rail, pushed by the action: brax's physics at its smallest, since compiling it takes its time."""
-
-    def __init__(self):
-        super().__init__(mjcf.loads(PUCK), backend="generalized")
-        self.start = jax.jit(self.pipeline_init)(jnp.ones(1), jnp.zeros(1))
-
-    def reset(self, rng):
-        return State(self.start, jnp.concatenate([self.start.q, self.start.qd]), jnp.float32(0), jnp.float32(0))
-
-    def step(self, state, action):
-        physics = self.pipeline_step(state.pipeline_state, action)
-        return state.replace(pipeline_state=physics, obs=jnp.concatenate([physics.q, physics.qd]))
-
-
 def railway():
-    return from_brax("inverted_pendulum" if SCALE > 1 else Puck(), num_envs=3, episode_length=7)
+    return from_brax("inverted_pendulum", num_envs=3, episode_length=7)
 
 
 def finite_difference(env, policy, module, direction, size=1e-2):
@@ -248,14 +217,12 @@ def test_one_program_serves_all_updates():
 
 
 def test_what_cannot_be_differentiated_is_said():
-    module = nn.Linear(4, 2)
-    policy = fc.torch_policy(module, head=fc.heads.categorical)
-    env = fc.make_env("CartPole-v1")
-    with pytest.raises(TypeError, match="expected JaxEnv"):
-        fc.differentiable_rollout(env, policy, fc.init(env, policy, seed=0), 4)
-    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
-    with pytest.raises(TypeError, match="expected one over a Torch module"):
-        fc.differentiable_rollout(env, fc.random_policy(env), fc.init(env, policy, seed=0), 4)
-    function = fc.torch_policy(lambda x: module(x), head=fc.heads.categorical)
-    with pytest.raises(fc.LoweringError, match="a plain function is not lowered"):
-        fc.differentiable_rollout(env, function, fc.init(env, function, seed=0), 4)
+    module, host, env = nn.Linear(4, 2), fc.make_env("CartPole-v1"), fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    policy, function = (fc.torch_policy(each, head=fc.heads.categorical) for each in (module, lambda x: module(x)))
+    for where, acting, error, message in (
+        (host, policy, TypeError, "expected JaxEnv"),
+        (env, fc.random_policy(env), TypeError, "expected one over a Torch module"),
+        (env, function, fc.LoweringError, "a plain function is not lowered"),
+    ):
+        with pytest.raises(error, match=message):
+            fc.differentiable_rollout(where, acting, fc.init(where, acting, seed=0), 4)

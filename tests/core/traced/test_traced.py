@@ -1,22 +1,22 @@
 """The traced functions inside the user's own transformations, and `deliver`."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.envs import Transition
-from funcollect.envs.jax_envs.jax_env import FunctionsEnv
 from funcollect.envs.jax_envs.suites import from_gymnax
 from funcollect.errors import EnvError, PolicyError
 from funcollect.interop import words
-from funcollect.specs import ActionSpec, observation_leaves
 from tests.support.compare import assert_same, leaves
 from tests.support.envs.jax_counting import counting, counting_policy, reset, step
-from tests.support.running import in_soak
+from tests.support.running import ROOT, in_soak
 
 KEY = jnp.array([0, 7], jnp.uint32)  # what seed=7 gives
 PLAIN, POLICY = counting(3), counting_policy()
@@ -67,9 +67,8 @@ def test_deliver_without_an_environment():
     exact = fc.deliver(arrays, PLAIN)
     assert batch.batch_size == (3, 9)
     assert (batch["action"].dtype, batch["count"].dtype) == (torch.int64, torch.int32)
-    assert all(
-        torch.equal(leaf.to(leaves(batch)[path].dtype), leaves(batch)[path]) for path, leaf in leaves(exact).items()
-    )
+    for path, leaf in leaves(batch).items():
+        assert torch.equal(leaves(exact)[path].to(leaf.dtype), leaf)
     ids = fc.deliver(arrays, total_lanes=2)["collector", "traj_ids"]
     lane, episode = batch["collector", "lane"], (batch["collector", "traj_ids"] - batch["collector", "lane"]) // 3
     assert torch.equal(ids, ((lane // 2) << 40) + episode * 2 + lane % 2)
@@ -93,18 +92,6 @@ def test_delivered_memory_is_the_batchs_own():
     jax.tree.map(np.testing.assert_array_equal, arrays, before)
 
 
-@pytest.mark.parametrize(
-    ("arrays", "error", "says"),
-    [
-        ([1], TypeError, r"arrays is \[1\], expected Mapping: pass the dict"),
-        ({"action": jnp.zeros(3)}, ValueError, r"lack \['next.reward'.*pass the whole result"),
-    ],
-)
-def test_deliver_says_what_it_wants(arrays, error, says):
-    with pytest.raises(error, match=says):
-        fc.deliver(arrays)
-
-
 def test_options_mean_what_they_mean_to_collectors():
     host = fc.SyncDataCollector(PLAIN, POLICY, frames_per_batch=30, init_random_frames=12, seed=7)
     arrays = run(PLAIN, POLICY, POLICY.params, KEY, 10, random_steps=10)
@@ -124,10 +111,9 @@ def test_a_state_that_was_not_compiled_can_be_donated():
     after, _ = donating(POLICY.params, state)
     assert not KEY.is_deleted()
     assert int(after.steps[0]) == 10
-    with pytest.raises(ValueError, match="the state was donated or deleted"):
-        fc.rollout(PLAIN, POLICY, state, 5)
-    with pytest.raises(ValueError, match="the state was donated or deleted"):
-        fc.reset(PLAIN, state)
+    for call in (lambda: fc.rollout(PLAIN, POLICY, state, 5), lambda: fc.reset(PLAIN, state)):
+        with pytest.raises(ValueError, match="the state was donated or deleted"):
+            call()
 
 
 def test_reset_inside_jit():
@@ -189,52 +175,10 @@ def test_a_scan_over_updates_of_the_parameters():
         params = params + 0.1
 
 
-def sliding(num_envs):
-    """A point on a line: differentiable from the action to all that follows."""
-    box = spaces.Box(-np.inf, np.inf, (1,), np.float32)
-
-    def first(key, params):
-        place = jax.random.normal(key, (1,))
-        return (place, jnp.int32(0)), place
-
-    def move(key, before, action, params):
-        place, count = before[0] + 0.1 * action, before[1] + 1
-        return Transition((place, count), place, -(place**2).sum(), jnp.bool_(False), count >= 5, {})
-
-    return FunctionsEnv(
-        label="sliding",
-        num_envs=num_envs,
-        observation_space=box,
-        action_spec=ActionSpec(box),
-        observation_leaves=observation_leaves(box),
-        reset=first,
-        step=move,
-    )
-
-
-def test_grad_through_environment_policy_and_episode_ends():
-    env = sliding(4)
-    policy = fc.jax_policy(lambda params, x: (params * x, jnp.exp(x * 0 - 2)), jnp.float32(-0.5), head=fc.heads.normal)
-
-    def loss(params):
-        batch = run(env, policy, params, KEY, 12)
-        return -batch["next"]["reward"].sum()
-
-    value, slope = jax.jit(jax.value_and_grad(loss))(policy.params)
-    eps = 1e-2
-    numeric = (jax.jit(loss)(policy.params + eps) - jax.jit(loss)(policy.params - eps)) / (2 * eps)
-    assert value > 0
-    assert float(slope) == pytest.approx(float(numeric), rel=2e-2)
-    assert abs(slope) > 0.1
-
-
 def test_parts_of_a_run_continue_where_lanes_say():
-    """Two halves one after another: the lanes of one run, with its ids."""
     whole = run(PLAIN, POLICY, POLICY.params, KEY, 12)
-    halves = []
-    for first in (0, 3):
-        state = start(first_lane=first, total_lanes=6)
-        halves.append(fc.traced.rollout(PLAIN, POLICY, POLICY.params, state, 12)[1])
+    states = [start(first_lane=first, total_lanes=6) for first in (0, 3)]
+    halves = [fc.traced.rollout(PLAIN, POLICY, POLICY.params, state, 12)[1] for state in states]
     np.testing.assert_array_equal(halves[0]["start"], whole["start"])
     assert not (halves[1]["start"][0] == whole["start"][0]).all(-1).any()
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *halves)
@@ -252,99 +196,83 @@ def test_words_hold_what_32_bits_do_not():
     assert words.number(words.from_number(2**40 + 7)) == 2**40 + 7
 
 
-def changed(**how):
-    """The counting environment with some of what `step` returns changed."""
+def changed(name, change):
+    """The counting environment with one part of what `step` returns changed."""
 
     def move(*arguments):
         moved = step(*arguments)
-        return moved._replace(**{name: change(getattr(moved, name)) for name, change in how.items()})
+        return moved._replace(**{name: change(getattr(moved, name))})
 
-    return counting(3, step=move)
-
-
-WRONG = {
-    "a state of another dtype": (
-        lambda: changed(env_state=lambda place: (place[0], place[1] * 1.0)),
-        r"\[1\] is int32 \[\] first, then float32 \[\].*cast or pad",
-    ),
-    "a state of another structure": (
-        lambda: changed(env_state=lambda place: (*place, jnp.zeros(2))),
-        r"\[2\] is not there first, then float32 \[2\]",
-    ),
-    "an observation of another shape": (
-        lambda: changed(observation=lambda seen: seen | {"start": seen["start"][:1]}),
-        r"observation 'start' that step of .* is int32 \[1\], expected int32 \[2\]",
-    ),
-    "an observation of another kind": (
-        lambda: changed(observation=lambda seen: seen | {"count": seen["count"] / 2}),
-        r"observation 'count' .* is float32 \[\], expected int64 \[\]",
-    ),
-    "an observation without a key": (
-        lambda: changed(observation=lambda seen: {"start": seen["start"]}),
-        r"lacks the structure of its space .*'count'",
-    ),
-    "a flag with a dimension": (
-        lambda: changed(terminated=lambda flag: flag[None]),
-        r"terminated that step of .* is bool \[1\], expected bool \[\]",
-    ),
-    "a reward with a dimension too many": (
-        lambda: changed(reward=lambda reward: jnp.ones((2, 2))),
-        r"reward .* is float32 \[2, 2\], expected a number \[\] or \[players\]",
-    ),
-    "no transition": (
-        lambda: counting(3, step=lambda key, place, action, params: (place, 0.0)),
-        "returned 2 values, expected a Transition",
-    ),
-    "a start of another shape": (
-        lambda: counting(3, reset=lambda key, params: (reset(key, params)[0], jnp.zeros(3))),
-        "reset of .* lacks the structure",
-    ),
-    "a start alone": (
-        lambda: counting(3, reset=lambda key, params: jnp.zeros(3)),
-        r"reset of .* returned an array of shape \(3,\), expected the pair \(env_state, observation\)",
-    ),
-}
+    return {"step": move}
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_an_environment_that_disagrees_with_itself_is_named_at_init(what):
-    make, says = WRONG[what]
-    with pytest.raises(EnvError, match=says):
-        jax.jit(lambda key: start(make(), POLICY, key))(KEY)
-    with pytest.raises(EnvError, match=says):
-        fc.init(make(), POLICY, seed=0)
+FLAT = {"step": lambda key, place, action, params: (place, 0.0)}
+SHORT = {"reset": lambda key, params: (reset(key, params)[0], jnp.zeros(3))}
+ALONE = {"reset": lambda key, params: jnp.zeros(3)}
+WRONG = [
+    (changed("env_state", lambda x: (x[0], x[1] * 1.0)), r"\[1\] is int32 \[\] first, then float32 \[\].*cast or pad"),
+    (changed("env_state", lambda x: (*x, jnp.zeros(2))), r"\[2\] is not there first, then float32 \[2\]"),
+    (changed("observation", lambda x: x | {"start": x["start"][:1]}), r"'start' .* is int32 \[1\], expected int32 \[2"),
+    (changed("observation", lambda x: x | {"count": x["count"] / 2}), r"'count' .* is float32 \[\], expected int64 \["),
+    (changed("observation", lambda x: {"start": x["start"]}), r"lacks the structure of its space .*'count'"),
+    (
+        changed("terminated", lambda _: 0.7),
+        "the terminated that step of .* returned is float32, expected bool: compare",
+    ),
+    (changed("reward", lambda _: jnp.array(True)), "the reward that step of .* returned is bool, expected a number"),
+    (changed("reward", lambda _: 1j), "the reward that step of .* returned is complex64, expected a number"),
+    (changed("terminated", lambda flag: flag[None]), r"terminated that step of .* is bool \[1\], expected bool \[\]"),
+    (
+        changed("reward", lambda _: jnp.ones((2, 2))),
+        r"reward .* is float32 \[2, 2\], expected a number \[\] or \[playe",
+    ),
+    (FLAT, "returned 2 values, expected a Transition"),
+    (SHORT, "reset of .* lacks the structure"),
+    (ALONE, r"reset of .* returned an array of shape \(3,\), expected the pair \(env_state, observation\)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), WRONG, ids=[says for _, says in WRONG])
+def test_an_environment_that_disagrees_with_itself_is_named_at_init(changes, says):
+    env = counting(3, **changes)
+    for begin in (lambda: jax.jit(lambda key: start(env, POLICY, key))(KEY), lambda: fc.init(env, POLICY, seed=0)):
+        with pytest.raises(EnvError, match=says):
+            begin()
 
 
 TORCH = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
+ROWS = fc.jax_policy(lambda params, x: x["start"], 1)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "says"),
-    [
-        (lambda: start(fc.make_env("CartPole-v1")), TypeError, "expected JaxEnv"),
-        (lambda: start(key=3), TypeError, "key is 3, expected uint32"),
-        (lambda: start(key=jnp.zeros(4, jnp.uint32)), TypeError, r"uint32 \[4\], expected"),
-        (lambda: fc.traced.rollout(PLAIN, POLICY, start(), 0, 5), TypeError, "state is 0, expected CollectorState"),
-        (lambda: fc.traced.rollout(PLAIN, POLICY, None, start(), 5), TypeError, "params is None"),
-        (lambda: fc.traced.rollout(PLAIN, POLICY, 1, start(), 0), ValueError, "length is 0"),
-        (lambda: fc.traced.step(PLAIN, POLICY, 1, start(), exploration_type="x"), TypeError, "exploration_type"),
-        (lambda: fc.traced.step(PLAIN, TORCH, None, start()), TypeError, "a torch policy, expected one that JAX can"),
-        (lambda: fc.traced.step(PLAIN, None, None, start()), TypeError, "NoneType is no policy"),
-        (lambda: fc.traced.step(PLAIN, POLICY, 1, several()), ValueError, r"the state is of \[2\] runs, expected one"),
-        (
-            lambda: fc.traced.reset(PLAIN, start(), [True, False]),
-            ValueError,
-            r"mask is bool \[2\], expected bool \[3\]",
-        ),
-        (lambda: fc.traced.reset(PLAIN, start(), jnp.ones(3, jnp.int32)), ValueError, r"mask is int32 \[3\], expected"),
-        (lambda: fc.rollout(PLAIN, POLICY, several(), 5), ValueError, r"the state is of \[2\] runs, expected one"),
-        (
-            lambda: fc.traced.step(PLAIN, fc.jax_policy(lambda p, x: x["start"], 1), 1, start()),
-            PolicyError,
-            r"shape \(3, 2\)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "says"), [
+    (lambda: start(fc.make_env("CartPole-v1")), TypeError, "expected JaxEnv"),
+    (lambda: start(key=3), TypeError, "key is 3, expected uint32"),
+    (lambda: start(key=jnp.zeros(4, jnp.uint32)), TypeError, r"uint32 \[4\], expected"),
+    (lambda: fc.traced.rollout(PLAIN, POLICY, start(), 0, 5), TypeError, "state is 0, expected CollectorState"),
+    (lambda: fc.traced.rollout(PLAIN, POLICY, None, start(), 5), TypeError, "params is None"),
+    (lambda: fc.traced.rollout(PLAIN, POLICY, 1, start(), 0), ValueError, "length is 0"),
+    (lambda: fc.traced.step(PLAIN, POLICY, 1, start(), exploration_type="x"), TypeError, "exploration_type"),
+    (lambda: fc.traced.step(PLAIN, TORCH, None, start()), TypeError, "a torch policy, expected one that JAX can"),
+    (lambda: fc.traced.step(PLAIN, None, None, start()), TypeError, "NoneType is no policy"),
+    (lambda: fc.traced.step(PLAIN, POLICY, 1, several()), ValueError, r"the state is of \[2\] runs, expected one"),
+    (lambda: fc.traced.step(PLAIN, ROWS, 1, start()), PolicyError, r"shape \(3, 2\)"),
+    (lambda: fc.traced.reset(PLAIN, start(), [True, False]), ValueError, r"mask is bool \[2\], expected bool \[3\]"),
+    (lambda: fc.traced.reset(PLAIN, start(), jnp.ones(3, jnp.int32)), ValueError, r"mask is int32 \[3\], expected"),
+    (lambda: fc.rollout(PLAIN, POLICY, several(), 5), ValueError, r"the state is of \[2\] runs, expected one"),
+    (lambda: fc.deliver([1]), TypeError, r"arrays is \[1\], expected Mapping: pass the dict"),
+    (lambda: fc.deliver({"action": jnp.zeros(3)}), ValueError, r"lack \['next.reward'.*pass the whole result"),
+])  # fmt: skip
 def test_misuse_is_named(call, error, says):
     with pytest.raises(error, match=says):
         call()
+
+
+@pytest.mark.evening
+def test_lanes_over_a_mesh_equal_the_same_lanes_on_one_device():
+    """In a process of its own: the number of devices is fixed before JAX starts."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "error", "-m", "tests.support.programs.mesh_run"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["equal"]

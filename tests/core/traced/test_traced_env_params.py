@@ -1,9 +1,13 @@
-"""`traced.set_env_params`: parameters that change inside the user's own `jit`, `scan` and `vmap`."""
+"""Parameters of environments in the user's own `jit`, `scan` and `vmap`: given by lane at first, or changed later."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 import funcollect as fc
 from tests.core.test_env_params import PARAMS, make
@@ -39,7 +43,6 @@ def train(env, policy, params, levels, *, length=3, at_once=False, key=KEY):
 
 
 def eager(env, policy, params, levels, *, length=3, at_once=False, seed=7):
-    """The batch of the same run by the functions outside `jit`."""
     state, batches = fc.init(env, policy, seed=seed), []
     state = fc.set_env_params(env, state, params(env, levels[0]), at_once=at_once)
     for level in levels:
@@ -114,30 +117,96 @@ def test_states_of_the_eager_function_go_on_inside():
     assert rewards[:, 0].tolist() == [2, 2, 2, 2, 6, 6]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda env, state: (env, state, {"gain": 1.0}), ValueError, "params is .*, expected .*: change leaves of env"),
-        (
-            lambda env, state: (env, state, gain(env, jnp.ones(2))),
-            ValueError,
-            r"params\['gain'\] has the shape \[2\]",
-        ),
-        (lambda env, state: (env, None, PARAMS), TypeError, "state is None, expected CollectorState"),
-        (lambda env, state: (fc.make_env("CartPole-v1"), state, PARAMS), TypeError, "env is .*, expected JaxEnv"),
-        (lambda env, state: (make(4), state, PARAMS), ValueError, "the state belongs to another environment"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda env, state: (env, state, {"gain": 1.0}), ValueError, "params is .*, expected .*: change leaves of env"),
+    (lambda env, state: (env, state, gain(env, jnp.ones(2))), ValueError, r"params\['gain'\] has the shape \[2\]"),
+    (lambda env, state: (env, None, PARAMS), TypeError, "state is None, expected CollectorState"),
+    (lambda env, state: (fc.make_env("CartPole-v1"), state, PARAMS), TypeError, "env is .*, expected JaxEnv"),
+    (lambda env, state: (make(4), state, PARAMS), ValueError, "the state belongs to another environment"),
+])  # fmt: skip
 def test_what_does_not_fit_is_named_as_it_is_traced(call, error, message):
     env = make()
-    policy = fc.random_policy(env)
     with pytest.raises(error, match=message):
-        jax.jit(lambda key: fc.traced.set_env_params(*call(env, begun(env, policy, key))))(KEY)
+        jax.jit(lambda key: fc.traced.set_env_params(*call(env, begun(env, fc.random_policy(env), key))))(KEY)
 
 
-def test_environments_without_parameters_and_the_eager_function_inside():
-    env, ball = make(), fc.make_env("pgx/tic_tac_toe", num_envs=2)
-    with pytest.raises(TypeError, match="has no parameters that can be set here"):
-        fc.traced.set_env_params(ball, begun(ball, fc.random_policy(ball)), None)
+@pytest.mark.parametrize("change", [{"gainn": 2.0}, {"gain": jnp.zeros((3, 1))}])
+def test_first_params_that_do_not_fit(change):
+    env = make()
+    with pytest.raises(
+        ValueError, match=r"gainn|params\['gain'\] has the shape .*, expected \[\], or \[3\] for one in"
+    ):
+        fc.traced.init(env, fc.random_policy(env), None, key=KEY, env_params=PARAMS | change)
+
+
+def test_the_eager_function_inside_of_jit_is_refused():
+    env = make()
     with pytest.raises(TypeError, match=r"call funcollect.traced.set_env_params over a JAX environment"):
         jax.jit(lambda key: fc.set_env_params(env, begun(env, fc.random_policy(env), key), PARAMS))(KEY)
+
+
+class Ramp(fc.envs.JaxEnvBase):
+    """Rises from `slope` by `slope` at each step."""
+
+    observation_space, action_space = spaces.Box(-99.0, 99.0, (1,)), spaces.Discrete(2)
+    max_episode_steps = 5
+    params = {"slope": jnp.float32(1.0), "other": jnp.zeros(2)}  # noqa: RUF012
+
+    def reset(self, key, params, /):
+        place = jnp.ones(1) * params["slope"]
+        return place, place
+
+    def step(self, key, place, action, params, /):
+        place = place + params["slope"]
+        return fc.envs.Transition(place, place, jnp.int32(place[0]), jnp.int32(0), False)  # or floats, or a flag
+
+
+ENV = Ramp(num_envs=3)
+POLICY = fc.random_policy(ENV)
+
+
+def with_slopes(slopes):
+    return {"slope": slopes, "other": jnp.zeros(2)}
+
+
+def test_starts_and_all_episodes_have_them():
+    @jax.jit
+    def run(slopes):
+        state = fc.traced.init(ENV, POLICY, None, key=KEY, env_params=with_slopes(slopes))
+        state, batch = fc.traced.rollout(ENV, POLICY, None, state, 7)
+        stats = fc.traced.evaluate(ENV, POLICY, None, KEY, 6, env_params=with_slopes(slopes))
+        return batch["observation"][..., 0], stats.returns
+
+    slopes = jnp.array([1.0, 2.0, 3.0])
+    places, returns = run(slopes)
+    np.testing.assert_array_equal(places, jnp.outer(jnp.array([1, 2, 3, 4, 5, 1, 2]), slopes))
+    np.testing.assert_array_equal(returns, [20.0, 20.0, 40.0, 40.0, 60.0, 60.0])
+
+
+def test_the_first_lane_is_a_whole_number():
+    begin = partial(fc.traced.init, ENV, POLICY, None, key=KEY)
+    for lane in (1.5, jnp.arange(4), jnp.float32(1)):
+        with pytest.raises(TypeError, match=r"first_lane is .*, expected an int or an integer array \[\]"):
+            begin(first_lane=lane)
+    with pytest.raises(ValueError, match="first_lane is -1, expected at least 0"):
+        begin(first_lane=-1)
+    assert jax.jit(lambda lane: begin(first_lane=lane).lane)(3).tolist() == [3, 4, 5]
+    assert begin(first_lane=np.int64(3)).lane.tolist() == [3, 4, 5]
+
+
+def test_schedules_are_refused():
+    policy = fc.jax_policy(lambda _, x: jnp.zeros((len(x), 2)), {}, head=fc.heads.epsilon_greedy(0.1))
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    state = fc.traced.init(env, policy, {}, key=KEY)
+    with pytest.raises(TypeError, match=r"functions for \['epsilon'\], expected numbers in traced code"):
+        fc.traced.rollout(env, policy, {}, state, 3, exploration={"epsilon": lambda frames: 0.1})
+
+
+@pytest.mark.parametrize("limit", [-1, 0, 2.5, "40", True])
+def test_limits_of_a_class_are_checked(limit):
+    class Limited(Ramp):
+        max_episode_steps = limit
+
+    for begin in (partial(fc.init, seed=0), partial(fc.traced.init, params=None, key=KEY)):
+        with pytest.raises((TypeError, ValueError), match=r"max_episode_steps of Limited\(num_envs=2\) is"):
+            begin(Limited(num_envs=2), POLICY)

@@ -1,9 +1,5 @@
 """Episodes in traced code against `episode_stats` and `evaluate` on the host."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +15,7 @@ ENV, POLICY = counting(3), counting_policy()
 SEED, KEY = 7, jnp.array([0, 7], jnp.uint32)
 
 
-def run(lengths: list[int], key: Any = KEY, env: Any = ENV, policy: Any = POLICY, **options: Any) -> tuple[Any, ...]:
+def run(lengths, key=KEY, env=ENV, policy=POLICY, **options):
     """The batches of these lengths, and the statistics of each."""
     state, stats, parts = fc.traced.init(env, policy, policy.params, key=key), None, []
     for length in lengths:
@@ -29,13 +25,13 @@ def run(lengths: list[int], key: Any = KEY, env: Any = ENV, policy: Any = POLICY
     return tuple(zip(*parts, strict=True))
 
 
-def ended(stats: Any) -> list[tuple[Any, ...]]:
+def ended(stats):
     """Returns and lengths of the episodes that ended, by time and lane."""
     mask = np.asarray(stats.ended)
     return [*zip(np.asarray(stats.returns)[mask].tolist(), np.asarray(stats.lengths)[mask].tolist(), strict=True)]
 
 
-def on_the_host(batches: Any, env: Any = ENV) -> list[tuple[Any, ...]]:
+def on_the_host(batches, env=ENV):
     found, stats = [], None
     for batch in batches:
         stats = fc.episode_stats(fc.deliver(batch, env), stats)
@@ -44,7 +40,7 @@ def on_the_host(batches: Any, env: Any = ENV) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"reset_when_done": False}, *in_soak([{"max_frames_per_traj": 4}])])
-def test_they_are_those_of_the_host_however_a_run_is_cut(options: dict[str, Any]) -> None:
+def test_they_are_those_of_the_host_however_a_run_is_cut(options):
     batches, parts = jax.jit(lambda: run([40, 1, 1, 18], **options))()
     cut = [episode for stats in parts for episode in ended(stats)]
     assert cut == on_the_host(batches)
@@ -52,7 +48,7 @@ def test_they_are_those_of_the_host_however_a_run_is_cut(options: dict[str, Any]
     assert sum(int(each.count) for each in parts) == len(cut) >= 3
 
 
-def test_episodes_with_missing_frames_are_omitted() -> None:
+def test_episodes_with_missing_frames_are_omitted():
     (first, second, third), (stats, *_) = jax.jit(lambda: run([5, 3, 40]))()
     with pytest.warns(UserWarning, match="episodes of the batch began before it"):
         on_host = on_the_host([second])
@@ -60,9 +56,9 @@ def test_episodes_with_missing_frames_are_omitted() -> None:
     assert ended(fc.traced.episode_stats(third, stats)) == on_the_host([first, third])[int(stats.count) :]
 
 
-def test_a_reset_begins_other_episodes() -> None:
+def test_a_reset_begins_other_episodes():
     @jax.jit
-    def batches() -> Any:
+    def batches():
         state, batch = fc.traced.rollout(ENV, POLICY, POLICY.params, fc.traced.init(ENV, POLICY, None, key=KEY), 3)
         state = fc.traced.reset(ENV, state, jnp.array([True, False, True]))
         return batch, fc.traced.rollout(ENV, POLICY, POLICY.params, state, 30)[1]
@@ -72,19 +68,17 @@ def test_a_reset_begins_other_episodes() -> None:
     assert ended(stats) + ended(fc.traced.episode_stats(later, stats)) == on_the_host([batch, later])
 
 
-def test_seeds_under_vmap_agree_with_each_alone() -> None:
+def test_seeds_under_vmap_agree_with_each_alone():
     keys = jax.random.split(KEY, 3)
     of_seed = jax.jit(lambda key: run([30, 30], key)[1][1])
     together = jax.jit(jax.vmap(of_seed))(keys)
     for index, key in enumerate(keys):
-        alone = of_seed(key)
-        assert all(
-            jax.tree.leaves(jax.tree.map(lambda all_, one, i=index: bool((all_[i] == one).all()), together, alone))
-        )
+        own = jax.tree.map(lambda leaf, index=index: leaf[index], together)
+        jax.tree.map(np.testing.assert_array_equal, own, of_seed(key))
     assert together.count == together.ended.sum()
 
 
-def test_several_players_have_returns_of_their_own() -> None:
+def test_several_players_have_returns_of_their_own():
     env = fc.make_env("pgx/tic_tac_toe", num_envs=4)
     policy = fc.random_policy(env)
     state = fc.traced.init(env, policy, None, key=KEY)
@@ -95,7 +89,7 @@ def test_several_players_have_returns_of_their_own() -> None:
     assert stats.mean_return.shape == (2,)
 
 
-def test_means_are_nan_where_nothing_ended() -> None:
+def test_means_are_nan_where_nothing_ended():
     stats = run([1])[1][0]
     assert stats.count == 0
     assert jnp.isnan(stats.mean_return)
@@ -103,8 +97,8 @@ def test_means_are_nan_where_nothing_ended() -> None:
 
 
 @pytest.mark.parametrize("episodes", [10, *in_soak([1, 3])])
-def test_an_evaluation_is_that_of_the_host(episodes: int) -> None:
-    def evaluated(key: Any) -> Any:
+def test_an_evaluation_is_that_of_the_host(episodes):
+    def evaluated(key):
         return fc.traced.evaluate(ENV, POLICY, POLICY.params, key, episodes)
 
     stats, wanted = jax.jit(evaluated)(KEY), fc.evaluate(ENV, POLICY, episodes=episodes, seed=SEED)
@@ -117,7 +111,7 @@ def test_an_evaluation_is_that_of_the_host(episodes: int) -> None:
     assert both.returns[1].tolist() == jax.jit(evaluated)(keys[1]).returns.tolist()
 
 
-def test_an_evaluation_that_gives_up_says_which_episodes_it_lacks() -> None:
+def test_an_evaluation_that_gives_up_says_which_episodes_it_lacks():
     stats = fc.traced.evaluate(ENV, POLICY, POLICY.params, KEY, 300, max_frames=90)
     _, all_of_it = run([30], exploration_type=fc.ExplorationType.DETERMINISTIC)
     assert stats.count == all_of_it[0].count < 300
@@ -125,19 +119,16 @@ def test_an_evaluation_that_gives_up_says_which_episodes_it_lacks() -> None:
         fc.evaluate(ENV, POLICY, episodes=300, seed=SEED, max_frames=90)
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments_are_named():
     (batch,), (stats,) = run([4])
-    with pytest.raises(TypeError, match="batch is 3, expected Mapping"):
-        fc.traced.episode_stats(3)
-    with pytest.raises(ValueError, match="the batch lacks 'collector'"):
-        fc.traced.episode_stats({"next": {}})
-    with pytest.raises(ValueError, match=r"next.done has shape \[3\], expected \[T, P\]"):
-        fc.traced.episode_stats(jax.tree.map(lambda leaf: leaf[0], batch))
-    with pytest.raises(TypeError, match=r"previous is .*expected TracedEpisodeStats"):
-        fc.traced.episode_stats(batch, torch.zeros(()))
-    with pytest.raises(TypeError, match=r"previous\.open is None"):
-        fc.traced.episode_stats(batch, stats._replace(open=None))
-    with pytest.raises(ValueError, match=r"had rewards \[3\], this one has \[2\]"):
-        fc.traced.episode_stats(jax.tree.map(lambda leaf: leaf[:, :2], batch), stats)
-    with pytest.raises(ValueError, match="episodes is 0"):
-        fc.traced.evaluate(ENV, POLICY, POLICY.params, KEY, 0)
+    first, narrow = (jax.tree.map(lambda leaf, at=at: leaf[at], batch) for at in (0, np.s_[:, :2]))
+    for given, error, message in (
+        ((3,), TypeError, "batch is 3, expected Mapping"),
+        (({"next": {}},), ValueError, "the batch lacks 'collector'"),
+        ((first,), ValueError, r"next.done has shape \[3\], expected \[T, P\]"),
+        ((batch, torch.zeros(())), TypeError, r"previous is .*expected TracedEpisodeStats"),
+        ((batch, stats._replace(open=None)), TypeError, r"previous\.open is None"),
+        ((narrow, stats), ValueError, r"had rewards \[3\], this one has \[2\]"),
+    ):
+        with pytest.raises(error, match=message):
+            fc.traced.episode_stats(*given)

@@ -1,10 +1,5 @@
 """Atari games against a plain loop over Gymnasium's wrappers, and forks of them that go on to the bit."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import ale_py
 import gymnasium
 import pytest
@@ -15,45 +10,43 @@ from PIL import Image
 
 import funcollect as fc
 from funcollect.envs.gymnasium_envs import atari_lanes
-from tests.support.compare import assert_same, collect
-from tests.support.copies import COPIES
+from tests.envs.conftest import begun
+from tests.support.compare import COPIES, assert_same, collect
 from tests.support.misuse import Misuse, refused, runs, table
-from tests.support.plain import check_lane, plain_loop
+from tests.support.plain import check_lanes
 from tests.support.running import in_soak, scaled
 
 gymnasium.register_envs(ale_py)
 LIMIT = 25
 
 
-def build() -> Any:
+def build():
     """What `from_ale` makes, put together by hand."""
     game = gymnasium.make("ALE/Pong-v5", frameskip=1, disable_env_checker=True)
     return TimeLimit(FrameStackObservation(AtariPreprocessing(game), 4), LIMIT)
 
 
-def ale(game: str = "Pong", num_envs: int | None = 2, **kwargs: Any) -> Any:
+def ale(game="Pong", num_envs=2, **kwargs):
     return fc.make_env(f"ale/{game}", num_envs=num_envs, **{"max_episode_steps": LIMIT, **kwargs})
 
 
 @pytest.mark.parametrize("seed", range(scaled(1)))
 @pytest.mark.parametrize("num_envs", [None, 2])
-def test_pong_equals_the_plain_loop(num_envs: int | None, seed: int) -> None:
+def test_pong_equals_the_plain_loop(num_envs, seed):
     keys = ["lives", "episode_frame_number"]
     env = ale(num_envs=num_envs, info_keys=keys)
     batch = collect(env, fc.random_policy(env), 40, 20, seed=seed)
     assert batch["next", "truncated"].any()
-    for lane, rows in enumerate([batch] if num_envs is None else batch):
-        where: Any = {"lane": lane, "lanes": num_envs or 1, "info_keys": keys, "reseed": False}
-        check_lane(rows, plain_loop(build(), seed=seed, actions=rows["action"].tolist(), **where), set())
+    check_lanes(batch, build, seed, info_keys=keys, reseed=False)
 
 
-def test_screens_of_another_kind() -> None:
+def test_screens_of_another_kind():
     env = ale(num_envs=None, noop_max=0, frame_skip=2, stack=1, grayscale=False, screen_size=42)
     assert collect(env, fc.random_policy(env), 3, seed=0)["observation"].shape == (3, 1, 42, 42, 3)
 
 
 @pytest.mark.parametrize("grayscale", [True, False])
-def test_a_game_is_filmed_in_colour(grayscale: bool, tmp_path: Path) -> None:
+def test_a_game_is_filmed_in_colour(grayscale, tmp_path):
     env = ale(num_envs=None, max_episode_steps=4, grayscale=grayscale, render_mode="rgb_array")
     stats = fc.record(env, fc.random_policy(env), tmp_path / "film.gif", seed=4)
     assert stats.lengths.tolist() == [4]
@@ -62,7 +55,7 @@ def test_a_game_is_filmed_in_colour(grayscale: bool, tmp_path: Path) -> None:
         assert any(len(set(colour)) > 1 for _, colour in film.convert("RGB").getcolors())
 
 
-def walk(env: Any, lengths: list[int], copied: str = "fork") -> Any:
+def walk(env, lengths, copied="fork"):
     """A run with a copy after every part, the parts, and the copies."""
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=3)
@@ -77,7 +70,7 @@ def walk(env: Any, lengths: list[int], copied: str = "fork") -> Any:
 @pytest.mark.parametrize(
     ("sticky", "copied"), [(0.0, "file"), (0.25, "fork"), *in_soak([(0.25, "file"), (0.75, "fork")])]
 )
-def test_a_copy_goes_on_as_its_source_does(monkeypatch: pytest.MonkeyPatch, sticky: float, copied: str) -> None:
+def test_a_copy_goes_on_as_its_source_does(monkeypatch, sticky, copied):
     """For 500 steps and through the ends of episodes, whether it starts from a copy of the game or from the seed."""
     monkeypatch.setattr(atari_lanes, "_APART", 60)
     env = ale(num_envs=1, max_episode_steps=90, repeat_action_probability=sticky)
@@ -90,7 +83,7 @@ def test_a_copy_goes_on_as_its_source_does(monkeypatch: pytest.MonkeyPatch, stic
 
 
 @pytest.mark.parametrize("copied", COPIES)
-def test_a_copy_knows_the_action_that_is_repeated(monkeypatch: pytest.MonkeyPatch, copied: str) -> None:
+def test_a_copy_knows_the_action_that_is_repeated(monkeypatch, copied):
     """Nine frames of ten repeat it, and no copy of a game holds it: a fork from the last copy would go another way."""
     monkeypatch.setattr(atari_lanes, "_APART", 12)
     env = ale(num_envs=4, max_episode_steps=200, repeat_action_probability=0.9)
@@ -100,7 +93,7 @@ def test_a_copy_knows_the_action_that_is_repeated(monkeypatch: pytest.MonkeyPatc
         assert_same(fc.rollout(env, policy, fork, 4)[1], torch.cat(parts[taken:], -1)[:, :4])
 
 
-def test_a_fork_of_a_fork_and_of_lanes_that_were_reset() -> None:
+def test_a_fork_of_a_fork_and_of_lanes_that_were_reset():
     env = ale("Breakout", max_episode_steps=30)
     policy, state, _, _ = walk(env, [12])
     state = fc.reset(env, state, torch.tensor([False, True]))
@@ -109,7 +102,7 @@ def test_a_fork_of_a_fork_and_of_lanes_that_were_reset() -> None:
 
 
 @pytest.mark.parametrize("copied", COPIES)
-def test_a_copy_of_lanes_that_stay_finished(copied: str) -> None:
+def test_a_copy_of_lanes_that_stay_finished(copied):
     env = ale(max_episode_steps=10)
     with fc.SyncDataCollector(env, frames_per_batch=30, reset_when_done=False, seed=1) as collector:
         next(collector)
@@ -121,44 +114,27 @@ def test_a_copy_of_lanes_that_stay_finished(copied: str) -> None:
         assert_same(next(collector), one)
 
 
-class Holding(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Holds something that cannot be copied."""
-
-    def __init__(self, env: Any) -> None:
+class Remembering(gymnasium.Wrapper):
+    def __init__(self, env, memory):
         super().__init__(env)
-        self.steps = (step for step in range(9))
+        self.memory = memory
 
 
-def test_a_wrapper_that_cannot_be_copied_is_named_by_copies_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_wrapper_that_cannot_be_copied_is_named_by_copies_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(atari_lanes, "_APART", 10)
-    env = fc.make_env(lambda: Holding(build()))
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 30)
-    with refused(fc.ReplayError, ("Holding", "cannot pickle 'generator'", "leave out the wrapper", "has not changed")):
+    env, policy, state = begun(lambda: Remembering(build(), (step for step in range(9))), 30)
+    says = ("Remembering", "cannot pickle 'generator'", "leave out the wrapper", "has not changed")
+    with refused(fc.ReplayError, says):
         fc.fork(env, state)
-    with refused(fc.ReplayError, ("Holding", "cannot pickle 'generator'")):
+    with refused(fc.ReplayError, says[:2]):
         fc.save(tmp_path / "state", state)
     assert not (tmp_path / "state").exists()
     fc.rollout(env, policy, state, 3)
 
 
-class Remembering(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Holds an object that can be copied, and is no plain data."""
-
-    def __init__(self, env: Any) -> None:
-        super().__init__(env)
-        self.memory = Image.new("L", (2, 2))
-
-
-def test_a_wrapper_that_is_no_plain_data_is_named_by_save_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_wrapper_that_is_no_plain_data_is_named_by_save_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(atari_lanes, "_APART", 10)
-    env = fc.make_env(lambda: Remembering(build()))
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 30)
+    env, policy, state = begun(lambda: Remembering(build(), Image.new("L", (2, 2))), 30)
     with refused(fc.ReplayError, ("memory", "cannot be saved as data", "episodes='restart'")):
         fc.save(tmp_path / "state", state)
     fc.save(tmp_path / "state", state, episodes="restart")
@@ -169,13 +145,9 @@ def test_a_wrapper_that_is_no_plain_data_is_named_by_save_alone(
 
 
 @pytest.mark.parametrize("source", ["id", "factory", "instance", "list"])
-def test_a_game_is_known_under_any_wrappers(source: str) -> None:
-    given: dict[str, Any] = {
-        "id": "ALE/Pong-v5",
-        "factory": build,
-        "instance": build(),
-        "list": [build, lambda: gymnasium.wrappers.TransformReward(build(), lambda reward: reward)],
-    }
+def test_a_game_is_known_under_any_wrappers(source):
+    transformed = [build, lambda: gymnasium.wrappers.TransformReward(build(), lambda reward: reward)]
+    given = {"id": "ALE/Pong-v5", "factory": build, "instance": build(), "list": transformed}
     env = fc.make_env(given[source])
     assert (env.seeding, env.forking) == ("lane", "snapshot")
     plan = fc.explain(env, fc.random_policy(env))
@@ -183,42 +155,23 @@ def test_a_game_is_known_under_any_wrappers(source: str) -> None:
     assert "repeats the steps since" in plan.forking
 
 
-def test_each_key_seeds_the_lanes_again() -> None:
-    env = ale()
-    with fc.SyncDataCollector(env, frames_per_batch=80, seed=5) as collector:
-        collector.set_seed(6)
-        first = next(collector)
-        saved, resumed = collector.state_dict(), []
-        for _ in range(2):
-            collector.load_state_dict(saved)
-            resumed.append(next(collector))
-        assert_same(resumed[0], resumed[1])
-        assert not torch.equal(resumed[0]["observation"], first["observation"])
-    with fc.SyncDataCollector(env, frames_per_batch=80, seed=6) as collector:
-        assert_same(next(collector), first)
-
-
-class NoGame(gymnasium.Env[Any, Any]):
+class NoGame(gymnasium.Env):
     observation_space = spaces.Box(0, 255, (4, 84, 84), dtype="uint8")
     action_space = spaces.Discrete(6)
 
 
-def given(name: str, value: Any, why: str) -> Misuse:
+def given(name, value, why):
     return Misuse(name, lambda: ale(**{name: value}), ValueError, f"{name} cannot be given … {why}")
 
 
 @table(
-    Misuse("an unknown game", lambda: fc.make_env("ale/Pung"), ValueError, "no Atari game 'Pung' … write"),
-    Misuse(
-        "1.5", lambda: ale(repeat_action_probability=1.5), ValueError, "repeat_action_probability is 1.5 … expected"
-    ),
+    ("an unknown game", lambda: fc.make_env("ale/Pung"), ValueError, "no Atari game 'Pung' … write"),
+    ("1.5", lambda: ale(repeat_action_probability=1.5), ValueError, "action_probability is 1.5 … expected"),
     given("frameskip", 2, "its name here is frame_skip"),
     given("obs_type", "ram", "grayscale=False"),
-    Misuse("gravity", lambda: ale(gravity=3), TypeError, "cannot make 'ALE/Pong-v5' … 'gravity' … leave out"),
-    Misuse(
-        "others", lambda: runs(fc.make_env([build, NoGame])), ValueError, "lane 1 is … lane 0 is … a separate batch"
-    ),
+    ("gravity", lambda: ale(gravity=3), TypeError, "cannot make 'ALE/Pong-v5' … 'gravity' … leave out"),
+    ("others", lambda: runs(fc.make_env([build, NoGame])), ValueError, "lane 1 is … lane 0 is … a separate batch"),
 )
-def test_a_game_given_wrongly(misuse: Misuse) -> None:
+def test_a_game_given_wrongly(misuse):
     with refused(misuse.error, misuse.says):
         misuse.do()

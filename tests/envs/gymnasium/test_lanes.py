@@ -1,12 +1,4 @@
-"""What lanes get and what they return.
-
-Environments may return objects that all lanes write, from the first step or a later one. Discrete actions reach them as
-the space's `sample` returns them, and as Gymnasium's vectors pass them.
-"""
-
-from __future__ import annotations
-
-from typing import Any
+"""What lanes return, in objects that all of them may write, and get: actions as the space's `sample` returns them."""
 
 import gymnasium
 import numpy as np
@@ -18,13 +10,8 @@ import funcollect as fc
 from tests.support.compare import assert_same, collect
 
 NUMBERS = [0.0, 0.0]
-CONTAINERS = {
-    "array": lambda memory: memory,
-    "view": lambda memory: memory[:],
-    "tensor": torch.from_numpy,
-    "list": lambda memory: memory.tolist(),
-    "memoryview": memoryview,
-}
+CONTAINERS = {"tensor": torch.from_numpy, "list": np.ndarray.tolist, "memoryview": memoryview}
+CONTAINERS |= {"array": lambda memory: memory, "view": lambda memory: memory[:]}
 
 
 class Shared(gymnasium.Env):
@@ -34,12 +21,12 @@ class Shared(gymnasium.Env):
     memory, rewarded, told = np.zeros(2, np.float32), np.zeros((), np.float32), np.zeros((), np.float32)
     flag = np.zeros((), bool)
 
-    def __init__(self, *, kind: str, since: float, nested: bool) -> None:
+    def __init__(self, *, kind, since, nested):
         box = spaces.Box(0, 99, (2,))
         self.observation_space = spaces.Dict({"part": box}) if nested else box
         self.kind, self.since, self.nested = kind, since, nested
 
-    def seen(self) -> Any:
+    def seen(self):
         shared = self.steps >= self.since
         memory = self.memory if shared else np.zeros(2, np.float32)
         memory[:] = self.steps, self.number
@@ -47,12 +34,12 @@ class Shared(gymnasium.Env):
         seen = NUMBERS if shared and self.kind == "list" else CONTAINERS[self.kind](memory)
         return {"part": seen} if self.nested else seen
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.steps, self.number = 0, self.np_random.random()
         return self.seen(), {}
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         self.steps += 1
         over = self.steps == 7 + action + 2 * (self.number > 0.5)
         if self.steps < self.since:
@@ -62,7 +49,7 @@ class Shared(gymnasium.Env):
         return self.seen(), self.rewarded, self.flag, self.flag & False, {"number": self.told}
 
 
-def collected(workers: int = 0, over: bool = True, **kwargs: Any) -> Any:
+def collected(workers=0, over=True, **kwargs):
     env = fc.make_env(lambda: Shared(**kwargs), num_envs=4, num_workers=workers, info_keys=["number"])
     with fc.SyncDataCollector(env, frames_per_batch=100, reset_when_done=over, seed=0) as collector:
         return next(collector).clone()
@@ -70,7 +57,7 @@ def collected(workers: int = 0, over: bool = True, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", CONTAINERS)
-def test_each_lane_has_what_it_returned(kind: str, nested: bool) -> None:
+def test_each_lane_has_what_it_returned(kind, nested):
     wanted = collected(kind="array", since=float("inf"), nested=nested)
     assert len(torch.unique(wanted["next", "reward"][:, 0])) == 4
     for since in (0, 3):
@@ -79,7 +66,7 @@ def test_each_lane_has_what_it_returned(kind: str, nested: bool) -> None:
     assert_same(collected(over=False, kind=kind, since=0, nested=nested), finished)
 
 
-def test_the_same_in_worker_processes() -> None:
+def test_the_same_in_worker_processes():
     wanted = collected(kind="array", since=float("inf"), nested=False)
     assert_same(collected(workers=2, kind="tensor", since=3, nested=False), wanted)
 
@@ -90,19 +77,19 @@ class Returned(gymnasium.Env):
     observation_space, action_space = spaces.Box(0, 99, (1,)), spaces.Discrete(2)
     answer = (np.zeros(1, np.float32), 0.0, False, False, {})
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.number = self.np_random.integers(99)
         return np.array([self.number], np.float32), {}
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         self.answer[0][:] = self.number
         return self.answer
 
 
-def test_one_tuple_for_all_lanes() -> None:
+def test_one_tuple_for_all_lanes():
     env = fc.make_env(Returned, num_envs=3)
-    _, batch = fc.rollout(env, fc.random_policy(env), fc.init(env, fc.random_policy(env), seed=0), 4)
+    batch = collect(env, fc.random_policy(env), 4)
     assert torch.equal(batch["next", "observation"], batch["observation"])
 
 
@@ -111,14 +98,14 @@ class Strict(gymnasium.Env):
 
     observation_space = spaces.Box(-99, 99, (), np.int64)
 
-    def __init__(self, start: int, dtype: Any) -> None:
+    def __init__(self, start, dtype):
         self.action_space = spaces.Discrete(3, start=start, dtype=dtype)
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         return np.int64(0), {}
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         assert type(action) is type(self.action_space.sample())
         assert (action.dtype, action.shape) == (self.action_space.dtype, ())
         return np.int64(action.item()), 0.0, False, False, {}
@@ -127,9 +114,7 @@ class Strict(gymnasium.Env):
 @pytest.mark.parametrize(("num_envs", "workers"), [(None, 0), (3, 0), (3, 2)])
 @pytest.mark.parametrize("one_hot", [False, True])
 @pytest.mark.parametrize(("start", "dtype"), [(0, np.int64), (-1, np.int64), (5, np.int32)])
-def test_a_discrete_action_is_a_number_of_numpy(
-    num_envs: int | None, workers: int, one_hot: bool, start: int, dtype: Any
-) -> None:
+def test_a_discrete_action_is_a_number_of_numpy(num_envs, workers, one_hot, start, dtype):
     env = fc.make_env(lambda: Strict(start, dtype), num_envs=num_envs, num_workers=workers, one_hot=one_hot)
     batch = collect(env, fc.random_policy(env), 10, seed=0)
     action = batch["action"].argmax(-1) + start if one_hot else batch["action"]

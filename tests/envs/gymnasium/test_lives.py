@@ -1,9 +1,5 @@
 """Episodes of one life each: the next one goes on with the game, as under Stable-Baselines3's wrapper."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import ale_py
 import envpool
 import gymnasium
@@ -16,29 +12,28 @@ from stable_baselines3.common.atari_wrappers import EpisodicLifeEnv
 import funcollect as fc
 from funcollect.envs.gymnasium_envs import atari_lanes
 from funcollect.keys import Purpose, fold, key_from_seed
-from tests.support.compare import assert_same, collect
-from tests.support.copies import COPIES
+from tests.support.compare import COPIES, assert_same, collect
 from tests.support.plain import plain_loop
 
 gymnasium.register_envs(ale_py)
 LIVES = ("next", "info", "lives")
 
 
-def build(theirs: bool = False) -> Any:
+def build(theirs=False):
     """Breakout without skipped frames, whose episodes end with a life by Gymnasium's wrapper or by `theirs`."""
-    game: Any = gymnasium.make("ALE/Breakout-v5", frameskip=1, disable_env_checker=True)
+    game = gymnasium.make("ALE/Breakout-v5", frameskip=1, disable_env_checker=True)
     game = AtariPreprocessing(game, frame_skip=1, terminal_on_life_loss=not theirs)
     return TimeLimit(FrameStackObservation(EpisodicLifeEnv(game) if theirs else game, 4), 5000)
 
 
-def fire(observation: torch.Tensor) -> torch.Tensor:
+def fire(observation):
     """Starts the ball, and loses it."""
     return torch.ones(len(observation), dtype=torch.int64)
 
 
 POLICY = fc.torch_policy(fire)
-LOSING: Any = {"terminal_on_life_loss": True, "info_keys": ["lives"]}
-ENVS: dict[str, Any] = {
+LOSING = {"terminal_on_life_loss": True, "info_keys": ["lives"]}
+ENVS = {
     "id": lambda: fc.make_env("ale/Breakout", num_envs=2, frame_skip=1, **LOSING, max_episode_steps=5000),
     "factory": lambda: fc.make_env(build, num_envs=2, info_keys=["lives"]),
     "instances": lambda: fc.make_env([build(), build()], info_keys=["lives"]),
@@ -47,10 +42,10 @@ ENVS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("source", ENVS)
-def test_the_game_goes_on_after_a_lost_life(source: str) -> None:
+def test_the_game_goes_on_after_a_lost_life(source):
     batch = collect(ENVS[source](), POLICY, 700, seed=0)
     for lane, rows in enumerate(batch):
-        where: Any = {"lane": lane, "lanes": 2, "info_keys": ["lives"], "reseed": False}
+        where = {"lane": lane, "lanes": 2, "info_keys": ["lives"], "reseed": False}
         wanted = plain_loop(build(theirs=True), seed=0, actions=rows["action"].tolist(), **where)
         ended = rows["next", "done"][:, 0]
         assert rows[LIVES][ended].tolist()[:6] == [4, 3, 2, 1, 0, 4]
@@ -60,7 +55,7 @@ def test_the_game_goes_on_after_a_lost_life(source: str) -> None:
             assert torch.equal(rows[path][rest], column[rest]), path
 
 
-def test_envpool_goes_on_after_a_lost_life() -> None:
+def test_envpool_goes_on_after_a_lost_life():
     env = fc.make_env("envpool/Breakout-v5", num_envs=2, episodic_life=True, info_keys=["lives"])
     for lane, rows in enumerate(collect(env, POLICY, 200, seed=0)):
         seed = fold(key_from_seed(0), Purpose.RESET, lane, 0)[0] % 2**31
@@ -78,7 +73,7 @@ def test_envpool_goes_on_after_a_lost_life() -> None:
 
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("apart", [20, 500])
-def test_a_copy_is_in_the_same_life(monkeypatch: pytest.MonkeyPatch, copied: str, apart: int) -> None:
+def test_a_copy_is_in_the_same_life(monkeypatch, copied, apart):
     monkeypatch.setattr(atari_lanes, "_APART", apart)
     env = fc.make_env("ale/Breakout", num_envs=2, **LOSING)
     with fc.SyncDataCollector(env, POLICY, frames_per_batch=70, reset_when_done=False, seed=1) as collector:
@@ -92,7 +87,7 @@ def test_a_copy_is_in_the_same_life(monkeypatch: pytest.MonkeyPatch, copied: str
 
 
 @pytest.mark.parametrize("name", ["ale/Breakout", "envpool/Breakout-v5"])
-def test_a_reset_within_a_life_begins_another_game(name: str) -> None:
+def test_a_reset_within_a_life_begins_another_game(name):
     option = {"terminal_on_life_loss": True} if name.startswith("ale") else {"episodic_life": True}
     env = fc.make_env(name, num_envs=2, info_keys=["lives"], **option)
     state, batch = fc.rollout(env, POLICY, fc.init(env, POLICY, seed=0), 36)
@@ -105,14 +100,14 @@ def test_a_reset_within_a_life_begins_another_game(name: str) -> None:
     fc.close(state)
 
 
-def test_a_vector_of_such_games_is_refused() -> None:
+def test_a_vector_of_such_games_is_refused():
     vector = gymnasium.vector.SyncVectorEnv([build], autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED)
     with pytest.raises(ValueError, match=r"restarts them at each lost life, .* pass the list of its functions"):
         fc.make_env(vector)
     vector.close()
 
 
-def test_an_instance_is_given_back_as_it_was() -> None:
+def test_an_instance_is_given_back_as_it_was():
     game = build()
     before = str(game)
     env = fc.make_env(game)

@@ -18,7 +18,8 @@ from funcollect import envs
 from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.errors import EnvError
 from funcollect.specs import disassemble
-from tests.support.compare import assert_same
+from tests.envs.conftest import begun
+from tests.support.compare import assert_same, collect
 from tests.support.envs.jax_suites import functions_suite, reset, step
 
 IDS = {
@@ -47,19 +48,10 @@ def test_ids(suite, monkeypatch):
         fc.make_env(known)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("gymnax/CartPole-v1", {"parallel": True}, "'parallel': leave it out; see funcollect.envs.from_gymnax"),
-        ("pgx/tic_tac_toe", {"info_keys": "a"}, "'info_keys': leave it out; see funcollect.envs.from_pgx"),
-    ],
-)
-def test_options_that_a_suite_lacks_are_named(name, options, says):
-    with pytest.raises(TypeError, match=f"'{name}': .* unexpected keyword argument {says}"):
-        fc.make_env(name, **options)
-
-
-def test_a_suites_own_instance_is_pointed_to_its_adapter():
+def test_options_that_a_suite_lacks_and_its_own_instance_are_pointed_to_its_adapter():
+    says = "'pgx/tic_tac_toe': .* unexpected keyword argument 'info_keys': leave it out; see funcollect.envs.from_pgx"
+    with pytest.raises(TypeError, match=says):
+        fc.make_env("pgx/tic_tac_toe", info_keys="a")
     with pytest.raises(TypeError, match="to its adapter, such as"):
         fc.make_env(gymnax.make("CartPole-v1")[0])
 
@@ -75,20 +67,17 @@ def delivered(env):
     return jax.eval_shape(both, jnp.zeros(2, jnp.uint32))
 
 
-@pytest.mark.parametrize(
-    ("name", "rewards"),
-    [
-        ("gymnax/MetaMaze-misc", ()),
-        ("gymnax/Breakout-MinAtar", ()),
-        ("gymnax/Catch-bsuite", ()),  # its own space says int32
-        ("jumanji/PacMan-v1", ()),  # named tuples within one
-        ("jumanji/Connector-v3", (10,)),
-        ("pgx/go_9x9", (2,)),
-        ("pgx/2048", ()),
-        ("navix/Navix-DoorKey-5x5-v0", ()),
-        ("brax/fast", ()),
-    ],
-)
+@pytest.mark.parametrize(("name", "rewards"), [
+    ("gymnax/MetaMaze-misc", ()),
+    ("gymnax/Breakout-MinAtar", ()),
+    ("gymnax/Catch-bsuite", ()),  # its own space says int32
+    ("jumanji/PacMan-v1", ()),  # named tuples within one
+    ("jumanji/Connector-v3", (10,)),
+    ("pgx/go_9x9", (2,)),
+    ("pgx/2048", ()),
+    ("navix/Navix-DoorKey-5x5-v0", ()),
+    ("brax/fast", ()),
+])  # fmt: skip
 def test_spaces_are_what_is_delivered(name, rewards):
     env = fc.make_env(name)
     observation, moved = delivered(env)
@@ -108,56 +97,36 @@ def test_bounds_come_from_the_suite():
     assert (mask["action_mask"].dtype, mask["current_player"]) == (bool, spaces.Discrete(2, dtype=np.int32))
 
 
-def rollout(env, length=64, seed=0):
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=seed)
-    return fc.rollout(env, policy, state, length)
+def rollout(env, length=64):
+    return collect(env, fc.random_policy(env), length, seed=0)
 
 
 def test_a_mask_is_honoured():
-    _, batch = rollout(fc.make_env("pgx/tic_tac_toe", num_envs=2))
+    batch = rollout(fc.make_env("pgx/tic_tac_toe", num_envs=2))
     assert batch["action_mask"].dtype == torch.bool
     assert batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()
     assert not batch["action_mask"].all()
 
 
-@pytest.mark.parametrize("starts", ["fresh", "cached"])
-def test_cached_starts_begin_each_episode_alike(starts):
-    suite = functions_suite(starts=starts)
-    _, batch = rollout(suite.env)
-    begun = batch["observation", "0"][batch["collector", "step"] == 0]
-    lanes = batch["collector", "lane"][batch["collector", "step"] == 0]
-    for lane in lanes.unique():
-        own = begun[lanes == lane]
-        assert len(own) >= 3
-        assert len(own.unique(dim=0)) == (1 if starts == "cached" else len(own))
-
-
 def test_one_hot_actions_are_the_same_actions():
-    _, plain = rollout(functions_suite(num_envs=None).env)
-    _, hot = rollout(functions_suite(num_envs=None, one_hot=True).env)
+    plain, hot = (rollout(functions_suite(num_envs=None, one_hot=one_hot).env) for one_hot in (False, True))
     assert hot["action"].shape == (64, 3)
     assert (hot["action"].argmax(-1) - 1 == plain["action"]).all()
     assert set(plain["action"].tolist()) == {-1, 0, 1}
     assert_same(plain["next"], hot["next"])
 
 
-def infos(env):
-    return [path for path in rollout(env)[1].keys(include_nested=True) if "info" in path]
-
-
 def test_info_is_recorded_by_name():
-    _, batch = rollout(functions_suite().env)
+    batch = rollout(functions_suite().env)
     assert (batch["next", "info", "far"] == -batch["next", "reward"][..., 0]).all()
-    assert not infos(functions_suite(info_keys=()).env)
+    assert "info" not in rollout(functions_suite(info_keys=()).env)["next"]
     with pytest.raises(ValueError, match=r"gymnax/CartPole-v1 has no info \['discounts'\], expected .*'discount'"):
         rollout(fc.make_env("gymnax/CartPole-v1", info_keys=["discounts"]))
 
 
 def test_functional_takes_params():
-    env = envs.from_functional(CartPoleFunctional(), CartPoleParams(force_mag=100.0))
-    _, strong = rollout(env, 1)
-    _, usual = rollout(envs.from_functional(CartPoleFunctional()), 1)
+    params = CartPoleParams(force_mag=100.0)
+    strong, usual = (rollout(envs.from_functional(CartPoleFunctional(), *each), 1) for each in ((params,), ()))
     assert strong["next", "observation"][0, 1].abs() > 5 * usual["next", "observation"][0, 1].abs()
 
 
@@ -166,15 +135,10 @@ def test_with_64_bits_an_observation_may_be_wider_than_its_space():
         return place + 0.1, place + 0.1, place[0], place[0] > 9, False
 
     with jax.enable_x64(True):
-        env = envs.from_functions(
-            lambda key, params: (jnp.zeros(2), jnp.zeros(2)),
-            step,
-            observation_space=spaces.Box(-np.inf, np.inf, (2,)),
-            action_space=spaces.Discrete(2),
-            num_envs=2,
-        )
-        policy = fc.random_policy(env)
-        state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+        both = {"observation_space": spaces.Box(-np.inf, np.inf, (2,)), "action_space": spaces.Discrete(2)}
+        env = envs.from_functions(lambda key, params: (jnp.zeros(2), jnp.zeros(2)), step, **both, num_envs=2)
+        env, policy, state = begun(env)
+        state, batch = fc.rollout(env, policy, state, 3)
     assert state.env_state.current.dtype == np.float64
     assert batch["observation"].dtype == batch["next", "reward"].dtype == torch.float32
     assert batch["action"].dtype == batch["collector", "traj_ids"].dtype == torch.int64
@@ -189,11 +153,8 @@ def test_training_wrappers_are_refused(wrap):
 
 @pytest.mark.parametrize("adapter", ["gymnax", "brax", "jumanji", "pgx", "navix", "playground", "functional"])
 def test_what_is_no_environment_is_refused(adapter):
-    adapt = getattr(envs, f"from_{adapter}")
-    with pytest.raises(TypeError, match="env is object, expected an environment of"):
-        adapt(object())
-    with pytest.raises(TypeError, match="env is the class CartPole: make an instance, expected"):
-        adapt(gymnax.environments.classic_control.cartpole.CartPole)
+    with pytest.raises(TypeError, match="env is the class CartPole: make an instance, expected an environment of"):
+        getattr(envs, f"from_{adapter}")(gymnax.environments.classic_control.cartpole.CartPole)
 
 
 def in_halves(*arguments):
@@ -202,24 +163,17 @@ def in_halves(*arguments):
     return place, (line, count + 0.5), *rest
 
 
-@pytest.mark.parametrize(
-    ("start", "move", "message"),
-    [
-        (lambda *given: reset(*given)[0], step, r"reset of .* returned a dict with the keys \[.*\], expected the pair"),
-        (reset, lambda *given: step(*given)[:4], "step returned 4 values, expected"),
-        (reset, in_halves, r"'observation.1' that step .* is float32 \[\], expected"),
-    ],
-)
+@pytest.mark.parametrize(("start", "move", "message"), [
+    (lambda *given: reset(*given)[0], step, r"reset of .* returned a dict with the keys \[.*\], expected the pair"),
+    (reset, lambda *given: step(*given)[:4], "step returned 4 values, expected"),
+    (reset, in_halves, r"'observation.1' that step .* is float32 \[\], expected"),
+])  # fmt: skip
 def test_functions_are_checked(start, move, message):
     """The other mistakes that the check finds are in tests/core/traced/test_traced.py."""
+    observed = spaces.Tuple([spaces.Box(-np.inf, np.inf, (2,)), spaces.Discrete(10)])
+    both = {"observation_space": observed, "action_space": spaces.Discrete(3, start=-1)}
     with pytest.raises((TypeError, EnvError), match=message) as caught:
-        envs.from_functions(
-            start,
-            move,
-            observation_space=spaces.Tuple([spaces.Box(-np.inf, np.inf, (2,)), spaces.Discrete(10)]),
-            action_space=spaces.Discrete(3, start=-1),
-            name="walk",
-        )
+        envs.from_functions(start, move, **both, name="walk")
     assert "walk" in str(caught.value)
 
 
@@ -276,11 +230,7 @@ def test_what_a_compiled_function_reads_may_not_be_set(make, compiler):
         state, _ = fc.rollout(env, policy, state, 8)
     change()
     words = "reads bonus, set since it was compiled, which has no effect: pass changing values in params"
-    for use in (
-        lambda: fc.rollout(env, policy, state, 8),
-        lambda: fc.init(env, policy, seed=0),
-        lambda: fc.evaluate(env, policy, episodes=2, seed=0),
-    ):
+    for use in (lambda: fc.rollout(env, policy, state, 8), lambda: fc.init(env, policy, seed=0)):
         with pytest.raises(EnvError, match=words):
             use()
 
@@ -302,6 +252,6 @@ class Sign(torch.nn.Module):
 def test_a_policy_is_lowered_for_integers_of_64_bits():
     env = Wide(num_envs=2)
     policy = fc.torch_policy(Sign(), head=fc.heads.categorical, compile="xla")
-    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    batch = collect(env, policy, 8)
     assert fc.explain(env, policy).loop == "fused"
     assert batch["observation"][0, :6, 0].tolist() == [0, 1, 2, 3, 4, 0]

@@ -10,16 +10,19 @@ from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
 
 import funcollect as fc
 from funcollect.core.loops import tensor
-from funcollect.policies.jax_functions.program import layout, pack, unpack
 from funcollect.specs import assemble
+from tests.policies.test_policy_protocol import Noisy
 from tests.support.cases import jax_keyed, jax_mlp, jax_recurrent, make_env
-from tests.support.compare import assert_close, assert_same, collect
+from tests.support.compare import assert_close, assert_same, bits, collect
+from tests.support.jax_networks import LIBRARIES
 from tests.support.misuse import Rigged
-from tests.support.policies.jax_networks import LIBRARIES
+from tests.support.running import pairwise
 
 SCALE = 1.0
 ENVS = ["CartPole-v1", "torch/CartPole-v1"]
+GYMNAX = "gymnax/CartPole-v1"
 both = pytest.mark.parametrize("name", ENVS)
+each_loop = pytest.mark.parametrize("name", [*ENVS, GYMNAX])
 
 
 def push(x):
@@ -34,59 +37,40 @@ def to_torch(array):
 
 DTYPES = ["bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16"]
 EXTRAS = {dtype: lambda x, dtype=dtype: (abs(x) * 100).astype(dtype) for dtype in DTYPES}
+EDGES = {
+    "integers": np.array([-(2**31), 2**31 - 1], np.int32),
+    "words": np.array([2**32 - 1, 2**31], np.uint32),
+    "float": np.array([np.inf, -0.0, 1e-40, 3.4e38], np.float32),
+    "half": np.array([65504.0, 6e-8], np.float16),
+    "brain": np.array([3.0e38, -1.0], jnp.bfloat16),
+}
+EXTRAS |= {name: lambda x, row=row: jnp.tile(jnp.asarray(row), (len(x), 1)) for name, row in EDGES.items()}
 EXTRAS |= {"[P,3,2]": lambda x: x[:, :3, None] * x[:, None, :2], "[P]": lambda x: x[:, 0], "[P,0]": lambda x: x[:, :0]}
 
 
-@both
-@pytest.mark.parametrize("num_envs", [None, 3])
+@pytest.mark.parametrize(("name", "num_envs"), pairwise([*ENVS, GYMNAX], [None, 3]))
 def test_extras_of_any_shape_and_dtype_are_recorded_as_they_are(name, num_envs):
+    extras = EXTRAS | ({"complex64": lambda x: x.astype("complex64")} if name == GYMNAX else {})
+
     def apply(_, x):
-        return {"action": push(x), **{key: make(x) for key, make in EXTRAS.items()}}
+        return {"action": push(x), **{key: make(x) for key, make in extras.items()}}
 
     batch = collect(fc.make_env(name, num_envs=num_envs), fc.jax_policy(apply, {}), 80)
     assert batch["next", "done"].any()
     rows = batch["observation"].reshape(-1, 4)
     assert batch["action"].dtype == torch.int64
-    for key, make in {"action": push, **EXTRAS}.items():
+    for key, make in {"action": push, **extras}.items():
         wanted = to_torch(jax.jit(make)(jnp.asarray(rows.numpy())))
         assert batch[key].dtype == (torch.int64 if key == "action" else wanted.dtype), key
-        assert torch.equal(batch[key].reshape(wanted.shape), wanted.to(batch[key].dtype)), key
-
-
-PACKED = {
-    "action": np.array([[1], [-2]], np.int32),
-    "extremes": np.array([[-(2**31), 2**31 - 1], [0, -1]], np.int32),
-    "words": np.array([2**32 - 1, 2**31], np.uint32),
-    "flags": np.array([[True, False], [False, True]]),
-    "float": np.array([[[np.inf, -0.0]], [[1e-40, 3.4e38]]], np.float32),
-    "half": np.array([65504.0, 6e-8], np.float16),
-    "brain": np.array([3.0e38, -1.0], jnp.bfloat16),
-    "bytes": np.array([-128, 127], np.int8),
-    "empty": np.zeros((2, 0, 3), np.float32),
-}
-
-
-def test_packing_and_unpacking_give_back_every_bit():
-    row = layout(PACKED, 2)
-    assert row.names[0] == "action"
-    words = np.asarray(jax.jit(lambda outputs: pack(outputs, row))({k: jnp.asarray(v) for k, v in PACKED.items()}))
-    assert words.dtype == np.int32
-    assert words.shape == (2, row.itemsize // 4)
-    stacked = np.stack([words, words[::-1]])
-    for name, value in PACKED.items():
-        wide = value.astype(np.float32) if name == "brain" else value
-        back = unpack(stacked, row, name, value.dtype)
-        assert back.dtype == wide.dtype, name
-        assert back.tobytes() == wide.tobytes() + wide[::-1].tobytes(), name
+        assert bits(batch[key].reshape(wanted.shape)) == bits(wanted.to(batch[key].dtype)), key
 
 
 def keyed(params, x, key):
-    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    own = jnp.broadcast_to(words, (len(x), 2))
+    own = jnp.broadcast_to(key, (len(x), 2))
     return {"logits": x[:, :2] * params, "key": own, "drawn": jax.random.uniform(key, (len(x), 2))}
 
 
-@both
+@each_loop
 def test_a_function_with_a_key_gets_a_fresh_one_at_every_step(name):
     env, policy = fc.make_env(name, num_envs=3), fc.jax_policy(keyed, 1.0, head=fc.heads.categorical)
     batch = collect(env, policy, 100)
@@ -108,15 +92,6 @@ def test_the_heads_noise_is_independent_of_the_functions_key():
         assert abs(share - 0.5) < 4.5 * 0.5 / half.sum() ** 0.5
 
 
-class Traced:
-    def __init__(self):
-        self.traces = 0
-
-    def __call__(self, params, x):
-        self.traces += 1
-        return x @ params["w"] + params["b"]
-
-
 def weights(b):
     return {"w": jnp.zeros((4, 2)), "b": jnp.array([0.0, b])}
 
@@ -124,20 +99,25 @@ def weights(b):
 @both
 @pytest.mark.parametrize("as_numpy", [False, True])
 def test_it_compiles_once_over_many_rollouts_with_new_weights(name, as_numpy):
-    apply, env = Traced(), fc.make_env(name, num_envs=3)
+    traces, env = [], fc.make_env(name, num_envs=3)
+
+    def apply(params, x):
+        traces.append(1)
+        return x @ params["w"] + params["b"]
+
     policy = fc.jax_policy(apply, weights(0.0), head=fc.heads.greedy)
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
-    first = apply.traces
+    first = len(traces)
     assert first <= 2
     for i in range(20):
         params = jax.tree.map(np.asarray, weights(i % 2 - 0.5)) if as_numpy else weights(i % 2 - 0.5)
         state, batch = fc.rollout(env, policy, state, 1 + i % 3, params=params)
         assert batch["action"].unique().tolist() == [i % 2]
-    assert apply.traces == first
+    assert len(traces) == first
 
 
 def test_params_are_prepared_once_per_version():
-    policy = fc.jax_policy(Traced(), weights(1.0))
+    policy = fc.jax_policy(lambda params, x: x, weights(1.0))
     own = policy.prepare(None)
     assert policy.prepare(None) is own
     assert policy.prepare(dict(policy.params)) is own
@@ -146,33 +126,32 @@ def test_params_are_prepared_once_per_version():
     assert other["b"].tolist() == [0, 2]
 
 
-def test_an_exception_of_a_function_tells_what_it_was_called_with():
-    env = fc.make_env("CartPole-v1", num_envs=3)
-    with pytest.raises(TypeError) as error:
-        collect(env, fc.jax_policy(lambda observation, params: observation @ params["w"], {"w": jnp.zeros((4, 2))}), 5)
-    given = "({w: float32 [4, 2]}, float32 [3, 4])"
-    assert f"the policy's function was called with {given}" in error.value.__notes__
+def recurrent(params, observation, state):
+    state = jnp.concatenate([observation, state], -1) @ params
+    return state[:, :2], state
 
 
-def test_an_initial_state_of_all_lanes_is_named_where_the_function_fails():
-    def recurrent(params, observation, state):
-        state = jnp.concatenate([observation, state], -1) @ params
-        return state[:, :2], state
-
-    policy = fc.jax_policy(recurrent, jnp.zeros((9, 5)), initial_state=jnp.zeros((3, 5)), head=fc.heads.categorical)
+@pytest.mark.parametrize(("policy", "note"), [
+    (
+        fc.jax_policy(lambda observation, params: observation @ params["w"], {"w": jnp.zeros((4, 2))}),
+        "the policy's function was called with ({w: float32 [4, 2]}, float32 [3, 4])",
+    ),
+    (fc.jax_policy(recurrent, jnp.zeros((9, 5)), initial_state=jnp.zeros((3, 5))), "without a dimension of lanes"),
+])  # fmt: skip
+def test_an_exception_of_a_function_tells_what_it_was_called_with(policy, note):
     with pytest.raises(TypeError) as error:
         collect(fc.make_env("CartPole-v1", num_envs=3), policy, 5)
-    assert any("without a dimension of lanes" in note for note in error.value.__notes__)
+    assert any(note in each for each in error.value.__notes__)
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "gymnax/CartPole-v1"])
-def test_a_variable_that_was_set_since_it_was_compiled_is_named(name):
+@pytest.mark.parametrize("name", ["CartPole-v1", GYMNAX])
+def test_a_variable_that_was_set_since_it_was_compiled_is_named(name, monkeypatch):
     scale, traces = 1.0, 0
 
     def apply(params, observation):
         nonlocal traces
         traces += 1  # its own: it is set while the function is traced
-        return observation[:, :2] * params * scale
+        return observation[:, :2] * params * scale * SCALE
 
     env = fc.make_env(name, num_envs=2)
     policy = fc.jax_policy(apply, jnp.ones(2), head=fc.heads.greedy)
@@ -183,19 +162,13 @@ def test_a_variable_that_was_set_since_it_was_compiled_is_named(name):
     with pytest.raises(fc.PolicyError, match=r"refers to scale, set since.*pass changing values in params"):
         fc.rollout(env, policy, state, 3)
     scale = 1.0
-    fc.close(fc.rollout(env, policy, state, 3)[0])
-
-
-def test_so_is_a_number_of_the_module(monkeypatch):
-    env = fc.make_env("CartPole-v1", num_envs=2)
-    policy = fc.jax_policy(lambda params, x: x[:, :2] * params * SCALE, jnp.ones(2), head=fc.heads.greedy)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    state, _ = fc.rollout(env, policy, state, 3)
     monkeypatch.setitem(globals(), "SCALE", 2.0)
     with pytest.raises(fc.PolicyError, match=r"refers to SCALE, set since it was compiled, which has no effect"):
         fc.rollout(env, policy, state, 3)
 
 
-@pytest.mark.parametrize("name", [*ENVS, "gymnax/CartPole-v1"])
+@each_loop
 def test_code_that_jax_cannot_trace_is_named_with_the_remedy(name):
     env = fc.make_env(name, num_envs=2)
     policy = fc.jax_policy(lambda params, x: push(x) if x[0, 0] > 0 else push(-x), {})
@@ -217,32 +190,10 @@ def test_an_integer_that_needs_64_bits(x64):
         with jax.enable_x64(x64):
             policy = fc.jax_policy(read, jnp.zeros(()))
             if number < 2**31 or x64:
-                batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)[1]
-                assert (batch["seen"] == number).all()
+                assert (collect(env, policy, 3)["seen"] == number).all()
                 continue
             with pytest.raises(fc.PolicyError, match=r"lane 0, step 0 .*'observation' does not fit .* \[2147483648\]"):
-                fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
-
-
-class Counting(fc.PolicyBase):
-    backend, params = "jax", None
-
-    def noise(self, spec, /):
-        return fc.Noise(kind="normal", shape=(2,))
-
-    def init(self, key, num_envs, /):
-        return jnp.zeros(num_envs, jnp.int32)
-
-    def __call__(self, params, count, observation, noise, spec, exploration, /):
-        action = (observation[:, 2] + noise.sum(-1) > 0).astype(jnp.int32)
-        return count + 1, {"action": action, "count": count}
-
-
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
-def test_the_state_of_a_policy_of_ones_own_begins_anew_with_each_episode(name):
-    batch = collect(make_env(name, 3), Counting(), 60)
-    assert torch.equal(batch["count"].long(), batch["collector", "step"])
-    assert batch["next", "done"].any()
+                collect(env, policy, 3)
 
 
 def over_tensors(patch):
@@ -252,9 +203,10 @@ def over_tensors(patch):
 
 MAKERS = [jax_mlp, jax_keyed, jax_recurrent]
 CASES = [(make, name) for make in MAKERS for name in ("torch/CartPole-v1", "torch/Pendulum-v1")]
+CASES.append((lambda env: Noisy(fc.Noise(kind="normal", shape=(2,))), "torch/CartPole-v1"))
 
 
-@pytest.mark.parametrize(("make", "name"), [*CASES, (lambda env: Counting(), "torch/CartPole-v1")])
+@pytest.mark.parametrize(("make", "name"), CASES)
 def test_over_tensors_as_over_rows_and_however_it_is_cut(make, name, monkeypatch):
     env = make_env(name, 3)
     policy = make(env)
@@ -285,15 +237,14 @@ def test_on_a_gpu_cuts_change_nothing():
 
 LOOPS = {
     "host": lambda: fc.make_env("CartPole-v1", num_envs=3),
+    "torch": lambda: fc.make_env("torch/CartPole-v1", num_envs=3),
     "fused": lambda: fc.envs.from_functional(CartPoleFunctional(), num_envs=3, max_episode_steps=500),
 }
 
 
 def assert_records_what(apply, params, batch):
     said = apply(params, batch["observation"].flatten(0, 1).numpy())
-    log_probs, value = (
-        torch.from_numpy(np.array(x)) for x in (jax.nn.log_softmax(said["logits"]), said["state_value"])
-    )
+    log_probs, value = map(to_torch, (jax.nn.log_softmax(said["logits"]), said["state_value"]))
     chosen = log_probs.gather(1, batch["action"].reshape(-1, 1))[:, 0]
     torch.testing.assert_close(batch["state_value"].flatten(0, 1), value)
     torch.testing.assert_close(batch["action_log_prob"].flatten(), chosen)

@@ -17,8 +17,8 @@ from funcollect.policies.as_policy import as_policy
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.testing import POLICY_CHECKS, check_policy
 from tests.support.cases import mlp
-from tests.support.compare import assert_close, assert_same, collect, compilations, joined, leaves
-from tests.support.running import SCALE, in_soak, scaled
+from tests.support.compare import assert_close, collect, joined, leaves
+from tests.support.running import in_soak, pairwise, scaled
 
 
 @pytest.fixture(scope="module")
@@ -31,32 +31,30 @@ class Cell(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Linear(9, 5)
+        self.net = mlp(9, 5)
 
     def forward(self, observation, memory, count):
         memory = torch.tanh(self.net(torch.cat((observation, memory), -1)))
         return memory, memory, count + 1
 
 
-def seeded(make, *args, **kwargs):
+def seeded(make, **kwargs):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return make(*args, **kwargs)
+        return make(input_size=4, hidden_size=5, **kwargs)
 
 
 def lstm():
-    return seeded(LSTMModule, input_size=4, hidden_size=5, in_key="observation", out_key="embedding")
+    return seeded(LSTMModule, in_key="observation", out_key="embedding")
 
 
 def gru():
-    keys = {"in_keys": ["observation", "hidden"], "out_keys": ["embedding", ("next", "hidden")]}
-    return seeded(GRUModule, input_size=4, hidden_size=5, **keys)
+    return seeded(GRUModule, in_keys=["observation", "hidden"], out_keys=["embedding", ("next", "hidden")])
 
 
 def own():
-    states = [("agent", "memory"), "count"]
     after = ["embedding", ("next", "agent", "memory"), ("next", "count")]
-    return TensorDictModule(seeded(Cell), ["observation", *states], after)
+    return TensorDictModule(Cell(), ["observation", ("agent", "memory"), "count"], after)
 
 
 class ArgMax(nn.Module):
@@ -64,7 +62,7 @@ class ArgMax(nn.Module):
         return values.argmax(-1)
 
 
-START = {"own": {("agent", "memory"): torch.full((5,), 0.5), "count": torch.tensor([7])}}
+START = {"own": {"agent": {"memory": torch.full((5,), 0.5)}, "count": torch.tensor([7])}}
 
 
 def policy_of(make, compiler=None):
@@ -79,10 +77,14 @@ def recurrent_actor(memory):
     return ProbabilisticActor(logits, in_keys=["logits"], distribution_class=kind, return_log_prob=True)
 
 
-@pytest.mark.parametrize("num_envs", [None, 3])
-@pytest.mark.parametrize(("memory", "keys"), [(lstm, ["recurrent_state_h", "recurrent_state_c"]), (gru, ["hidden"])])
-def test_hidden_states_are_those_of_a_loop_by_hand(memory, keys, num_envs):
-    batch = collect(fc.make_env("CartPole-v1", num_envs=num_envs), policy_of(memory), scaled(40), seed=2)
+MEMORIES = [(lstm, ["recurrent_state_h", "recurrent_state_c"]), (gru, ["hidden"])]
+BY_HAND = [("CartPole-v1", None), ("CartPole-v1", "xla"), ("torch/CartPole-v1", "xla")]
+
+
+@pytest.mark.parametrize(("kind", "num_envs", "way"), pairwise(MEMORIES, [None, 3], BY_HAND))
+def test_hidden_states_are_those_of_a_loop_by_hand(kind, num_envs, way):
+    (memory, keys), (name, compiler) = kind, way
+    batch = collect(fc.make_env(name, num_envs=num_envs), policy_of(memory, compiler), scaled(20), scaled(20), seed=2)
     batch = batch[None] if num_envs is None else batch
     assert batch["next", "done"].any()
     first = batch["collector", "step"] == 0
@@ -93,14 +95,14 @@ def test_hidden_states_are_those_of_a_loop_by_hand(memory, keys, num_envs):
     for t in range(batch.shape[-1]):
         for key in keys:
             carried[key][first[:, t]] = 0
-            torch.testing.assert_close(batch[key][:, t], carried[key])
+            torch.testing.assert_close(batch[key][:, t], carried[key], rtol=1e-4, atol=1e-5)
         step = batch[:, t].select("observation", "is_init").update(carried)
         with torch.no_grad():
             step = module(step)
-        torch.testing.assert_close(batch["embedding"][:, t], step["embedding"])
+        torch.testing.assert_close(batch["embedding"][:, t], step["embedding"], rtol=1e-4, atol=1e-5)
         carried = {key: step["next", key].clone() for key in keys}
         for key in keys:
-            torch.testing.assert_close(batch["next", key][:, t], carried[key])
+            torch.testing.assert_close(batch["next", key][:, t], carried[key], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("memory", [lstm, gru])
@@ -125,27 +127,6 @@ def test_a_primer_around_the_environment_says_how_hidden_states_begin():
     assert torch.equal(batch["recurrent_state_h"][:, 1:][goes_on], after[goes_on])
 
 
-class Count(nn.Module):
-    in_keys = ("observation", ("memory", "count"))
-    out_keys = ("action", ("next", "memory", "count"))
-
-    def forward(self, tensordict):
-        count = tensordict["memory", "count"]
-        tensordict["action"] = (tensordict["observation"][..., 2] > 0).long()
-        tensordict["next", "memory", "count"] = count + 1
-        count.zero_()  # what it was given is its own
-        return tensordict
-
-
-def test_an_initial_state_under_a_nested_key():
-    policy = fc.tensordict_policy(Count(), initial_state={"memory": {"count": torch.tensor([7.0])}})
-    batch = collect(fc.make_env("CartPole-v1", num_envs=3), policy, 30, 30)
-    wanted = 7.0 + batch["collector", "step"]
-    assert torch.equal(batch["memory", "count"][..., 0], wanted)
-    assert torch.equal(batch["next", "memory", "count"][..., 0], wanted + 1)
-    assert "is_init" not in list(batch.keys())
-
-
 def assert_states(one, two):
     assert type(one) is type(two)
     assert torch.equal(one.generator, two.generator)
@@ -155,7 +136,6 @@ def assert_states(one, two):
 
 
 def run(env, policy, *lengths, **options):
-    """A run from its start in batches of `lengths`: the state after them, and all as one batch."""
     state, batches = fc.init(env, policy, seed=1), []
     for length in lengths:
         state, batch = fc.rollout(env, policy, state, length, **options)
@@ -170,44 +150,22 @@ FUSED = [lstm, own, *in_soak([gru])]
 def test_a_fused_batch_is_that_of_crossing_at_each_step(cartpole, make):
     fused, eager = policy_of(make, "xla"), policy_of(make, "eager")
     assert isinstance(routes.route_of(cartpole, fused).policy, LoweredPolicy)
-    for cuts in ((24, 24), (24, 1)):  # at the end of a batch an episode ends, or has just begun
-        state, batch = run(cartpole, fused, *cuts, max_frames_per_traj=12)
-        wanted, reference = run(cartpole, eager, *cuts, max_frames_per_traj=12)
-        assert reference["next", "terminated"].any()
+    halved = {name: leaf * 0.5 for name, leaf in fused.state_dict().items()}
+    for cuts, params in (((24, 24), None), ((24, 1), halved)):  # at its end an episode ends, or has just begun
+        state, batch = run(cartpole, fused, *cuts, max_frames_per_traj=12, params=params)
+        wanted, reference = run(cartpole, eager, *cuts, max_frames_per_traj=12, params=params)
+        assert reference["next", "done"].any()
         assert_close(batch, reference)
         assert_states(state.policy_state, wanted.policy_state)
-        if make is not own:
-            assert torch.equal(batch["is_init"][..., 0], batch["collector", "step"] == 0)
+        step = batch["collector", "step"]
+        if make is own:
+            assert (batch["agent", "memory"][step == 0] == 0.5).all()
+            assert torch.equal(batch["count"][..., 0], 7 + step)
+            assert torch.equal(batch["next", "count"][..., 0], 8 + step)
+            assert "is_init" not in [*batch.keys()]
+        else:
+            assert torch.equal(batch["is_init"][..., 0], step == 0)
             assert not batch["next", "is_init"].any()
-
-
-@pytest.mark.parametrize("make", [own, *in_soak([lstm])])
-@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
-def test_other_environments_with_a_lowered_policy(make, name):
-    env = fc.make_env(name, num_envs=3)
-    state, batch = run(env, policy_of(make, "xla"), 1, 30, 29)
-    wanted, reference = run(env, policy_of(make, "eager"), 60)
-    assert_close(batch, reference)
-    assert_states(state.policy_state, wanted.policy_state)
-    fc.close(state)
-    fc.close(wanted)
-
-
-@pytest.mark.parametrize("make", FUSED if SCALE > 1 else [own])
-def test_weights_reach_the_next_rollout_by_one_program(cartpole, make):
-    fused, eager = policy_of(make, "xla"), policy_of(make, "eager")
-    params = {name: leaf * 0.5 for name, leaf in fused.state_dict().items()}
-    before = [run(cartpole, fused, 20, params=given)[1] for given in (None, params)]
-    with compilations() as compiled:
-        given = run(cartpole, fused, 20, params=params)[1]
-        with torch.no_grad():
-            for name, leaf in fused.module.named_parameters():
-                leaf.copy_(params[name])
-        loaded = run(cartpole, fused, 20)[1]
-    assert not compiled
-    assert_same(given, loaded)
-    assert_close(given, run(cartpole, eager, 20, params=params)[1])
-    assert not torch.allclose(before[0]["embedding"], given["embedding"])
 
 
 @pytest.mark.parametrize("make", [lstm, *in_soak([gru])])
@@ -222,16 +180,6 @@ def test_ways_take_over_from_one_another(cartpole, make):
     for rows in (whole[:, 15:30], whole[:, 30:]):
         other, batch = fc.rollout(cartpole, fused, other, 15)
         assert_close(batch, rows)
-
-
-def test_a_checkpoint_goes_on(cartpole):
-    first, *others = (fc.SyncDataCollector(cartpole, policy_of(lstm), frames_per_batch=36, seed=0) for _ in range(3))
-    next(first)
-    for each in others:
-        each.load_state_dict(first.state_dict())
-    one, two = map(next, others)
-    assert_same(one, two)
-    assert one["is_init"][:, 0].all()  # on other episodes
 
 
 def test_inside_a_function_of_the_caller(cartpole):

@@ -65,19 +65,22 @@ def always(network, action):
         network.bias.copy_(torch.tensor([1.0 - action, action]))
 
 
-def made(kind):
+def made(kind, compiled=False):
     function, network = KINDS[kind]()
     always(network, 0)
-    return fc.torch_policy(function, head=fc.heads.greedy), network
+    policy = fc.torch_policy(function, head=fc.heads.greedy, compile="inductor" if compiled else None)
+    if compiled:
+        policy.torch_backend = "eager"
+    return policy, network
 
 
 def acts(policy, action, **kwargs):
     return bool((collect(fc.make_env(ENV, num_envs=2), policy, 5, **kwargs)["action"] == action).all())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_the_policys(kind):
-    policy, network = made(kind)
+@pytest.mark.parametrize(("kind", "compiled"), [*((kind, False) for kind in KINDS), ("closure", True)])
+def test_weights_are_the_policys(kind, compiled):
+    policy, network = made(kind, compiled)
     names = list(policy.state_dict())
     assert [name.rpartition(".")[2] for name in names] == ["weight", "bias"]
     assert acts(policy, 0)
@@ -146,35 +149,16 @@ def test_every_loop_follows_and_gradients_arrive(env_id):
     assert (batch["action"] == 1).all()
 
 
-def test_within_other_policies():
-    policy, network = made("global")
-    policy = fc.normalized(policy, fc.running_statistics.init(fc.make_env(ENV).observation_space))
-    with fc.MultiSyncDataCollector([ENV] * 2, policy, frames_per_batch=20, seed=0) as collector:
-        next(collector)
-        always(network, 1)
-        collector.update_policy_weights_()
-        assert (next(collector)["action"] == 1).all()
-
+def test_a_function_on_a_tensordict():
     def on_tensordict(tensordict):
         return tensordict.set("action", NETWORK(tensordict["observation"]).argmax(-1))
 
-    other = fc.tensordict_policy(on_tensordict)
-    saved = other.state_dict()
-    always(network, 0)
-    assert acts(other, 0)
-    assert acts(other, 1, params=saved)
-
-
-def test_compiled_functions_follow():
-    function, network = KINDS["closure"]()
-    always(network, 0)
-    policy = fc.torch_policy(function, head=fc.heads.greedy, compile="inductor")
-    policy.torch_backend = "eager"
+    always(NETWORK, 1)
+    policy = fc.tensordict_policy(on_tensordict)
     saved = policy.state_dict()
+    always(NETWORK, 0)
     assert acts(policy, 0)
-    always(network, 1)
-    assert acts(policy, 1)
-    assert acts(policy, 0, params=saved)
+    assert acts(policy, 1, params=saved)
 
 
 def test_what_refers_to_no_module_stays_a_function():
@@ -189,13 +173,12 @@ def test_what_refers_to_no_module_stays_a_function():
 
 
 def test_attributes_are_found_in_their_order_in_every_process():
-    """Not in that of a set of names, which is another one in another process."""
     holder = SimpleNamespace(**{name: nn.Linear(1, 1) for name in "zyxabc"})
 
     def act(observation):
         return holder.a, holder.b, holder.c, holder.x, holder.y, holder.z
 
-    assert list(modules_of(act)) == [*"zyxabc"]
+    assert list(modules_of(act)) == [*"zyxabc"]  # not that of a set of names, which depends on the process
 
 
 def test_modules_are_found_once_and_named_as_the_function_names_them():

@@ -11,7 +11,7 @@ from torch import nn
 import funcollect as fc
 from funcollect.policies.torch_modules.settings import Look, ModuleSettings
 from tests.support import cases
-from tests.support.policies.changing import gate
+from tests.support.policies import gate
 
 
 def module():
@@ -104,9 +104,12 @@ def collected(policy, name):
 def test_a_program_of_torchscript_acts_as_the_module_that_it_was_made_from(name):
     module = cases.mlp(4, 2)
     programs = [torch.jit.script(module), torch.jit.trace(module, torch.zeros(2, 4))]
-    wanted, *found = (collected(fc.torch_policy(each, head=fc.heads.categorical), name) for each in (module, *programs))
-    for batch in found:
-        assert torch.equal(batch["action"], wanted["action"])
+    policies = [fc.torch_policy(each, head=fc.heads.categorical) for each in (module, *programs)]
+    for bias in (0.0, 1.0, -1.0):  # of weights that they share
+        with torch.no_grad():
+            module[2].bias += torch.tensor([0.0, bias])
+        wanted, *found = (collected(policy, name) for policy in policies)
+        assert all(torch.equal(batch["action"], wanted["action"]) for batch in found)
     if name.startswith("gymnax"):
         plan = fc.explain(fc.make_env(name, num_envs=2), fc.torch_policy(programs[0], head=fc.heads.categorical))
         assert "TorchScript" in str(plan)

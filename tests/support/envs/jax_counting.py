@@ -43,15 +43,8 @@ def step(key, place, action, params):
 
 
 def counting(num_envs=None, **changes):
-    fields = {
-        "label": "counting",
-        "num_envs": num_envs,
-        "observation_space": OBSERVATIONS,
-        "action_spec": ActionSpec(spaces.Discrete(3)),
-        "reset": reset,
-        "step": step,
-    }
-    fields |= changes
+    fields = {"label": "counting", "num_envs": num_envs, "observation_space": OBSERVATIONS} | changes
+    fields = {"action_spec": ActionSpec(spaces.Discrete(3)), "reset": reset, "step": step} | fields
     return FunctionsEnv(observation_leaves=observation_leaves(fields["observation_space"]), **fields)
 
 

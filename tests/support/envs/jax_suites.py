@@ -249,21 +249,7 @@ def functions_suite(**options):
     return Suite(env, lambda key: reset(key, None), lambda *given: step(*given, None)[:5])
 
 
-SUITES = {
-    make.__name__.removesuffix("_suite"): make
-    for make in (
-        gymnax_suite,
-        old_gymnax_suite,
-        brax_suite,
-        playground_suite,
-        jumanji_suite,
-        pgx_suite,
-        pgx_one_player_suite,
-        navix_suite,
-        functional_suite,
-        functions_suite,
-    )
-}
+SUITES = {name.removesuffix("_suite"): make for name, make in vars().copy().items() if name.endswith("_suite")}
 
 
 @functools.cache

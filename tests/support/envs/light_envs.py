@@ -27,16 +27,6 @@ class Nested(gymnasium.Env):
         return self._seen(), float(action.sum()), bool(draw < 0.1), bool(draw > 0.9), {"draw": draw}
 
 
-class Failing(Nested):
-    time = 0
-
-    def step(self, action):
-        self.time += 1
-        if self.time == 3:
-            raise RuntimeError("out of petrol")
-        return super().step(action)
-
-
 class Sampling(gymnasium.Env):
     """Observations drawn from their space, seeded with the episode; the reward encodes the action."""
 

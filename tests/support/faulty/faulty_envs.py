@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from tests.support.envs.torch_parts import InParts
+from tests.support.envs.own_envs import InParts
 
 BOX = spaces.Box(-4, 4, (2,), np.float32)
 
@@ -86,20 +86,13 @@ class ResetsItself(Walk):
 
 
 class ResetsItselfAnywhere(ResetsItself):
-    """Its starts have no bounds."""
-
     observation_space = spaces.Box(-np.inf, np.inf, (12,), np.float32)
-
-    def start(self):
-        return self.np_random.normal(0, 0.1, 12)
-
-    noise = start
+    start = noise = lambda self: self.np_random.normal(0, 0.1, 12)
 
 
 class TerminatesAtItsLimit(Walk):
     def step(self, action):
-        seen, reward, *_ = super().step(action)
-        return seen, reward, self.time == 6, False, {}
+        return (*super().step(action)[:2], self.time == 6, False, {})
 
 
 class HidesItsEnds(Walk):
@@ -131,9 +124,8 @@ class Proxy:
     def __init__(self, inner):
         self.inner = inner
 
-    @property
-    def observation(self):
-        return self.inner.observation
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
 
     @property
     def rows(self):
@@ -147,9 +139,6 @@ class Proxy:
 
     def receive(self):
         return self.inner.receive()
-
-    def close(self):
-        self.inner.close()
 
 
 class WritesOtherRows(Proxy):
@@ -172,14 +161,11 @@ class ReplacesItsRows(Proxy):
 class ForgetsToWrite(Proxy):
     """Resets lanes, but leaves what they showed at their end."""
 
-    started = False
-
     def reset(self, lanes, seeds):
         before = self.rows.copy()
         super().reset(lanes, seeds)
-        if self.started:
+        if before.any():  # not at the start
             self.rows[...] = before
-        self.started = True
 
 
 class ResetsASlice(Proxy):
@@ -274,10 +260,6 @@ class PaysThrice(BranchesInJax):
         return fc.envs.Transition(place, place, jax.numpy.ones(3), False, False)
 
 
-def in_place(place, moved, *answer):
-    return place.copy_(moved), *answer
-
-
 class MixesItsLanes(TorchWalk):
     def move(self, place, action):
         return super().move(place, action + action.double().mean())
@@ -285,4 +267,5 @@ class MixesItsLanes(TorchWalk):
 
 class MovesInPlace(TorchWalk):
     def move(self, place, action):
-        return in_place(place, *super().move(place, action))
+        moved, *answer = super().move(place, action)
+        return place.copy_(moved), *answer

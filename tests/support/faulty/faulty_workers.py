@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import sys
 import time
 
 import gymnasium
@@ -11,6 +12,7 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
+from tests.support.envs.light_envs import Nested
 
 
 class Plain(gymnasium.Env):
@@ -33,27 +35,6 @@ class Plain(gymnasium.Env):
         return np.full(2, self.steps, np.float32), 1.0, self.steps >= 5, False, {}
 
 
-class Uneven(Plain):
-    def __init__(self, seconds):
-        super().__init__()
-        self.seconds = seconds
-
-    def step(self, action):
-        time.sleep(self.seconds)
-        return super().step(action)
-
-
-class Held(Plain):
-    def __init__(self, file):
-        super().__init__()
-        self.file = file
-
-    def step(self, action):
-        while not os.path.exists(self.file):
-            os.sched_yield()
-        return super().step(action)
-
-
 class Wide(Plain):
     SIZE = 1 << 19
     observation_space = spaces.Box(0, 255, (SIZE,), np.uint8)
@@ -68,7 +49,7 @@ class Wide(Plain):
 
 
 class Failing(Plain):
-    """Does `act` at step `at` of its life; only the first of those that share the file `once`, where one is given."""
+    """Does `act` at step `at` of its life, or at all (None); only the first of those that share the file `once`."""
 
     def __init__(self, act, at=7, once=None):
         super().__init__()
@@ -76,7 +57,7 @@ class Failing(Plain):
 
     def step(self, action):
         answer = super().step(action)
-        if self.total == self.at and self._first():
+        if self.at in (None, self.total) and self._first():
             self.act()
         return answer
 
@@ -88,6 +69,20 @@ class Failing(Plain):
         except FileExistsError:
             return False
         return True
+
+
+class Uneven(Failing):
+    def __init__(self, seconds):
+        super().__init__(lambda: time.sleep(seconds), at=None)
+
+
+class Held(Failing):
+    def __init__(self, file):
+        super().__init__(lambda: self.wait(file), at=None)
+
+    def wait(self, file):
+        while not os.path.exists(file):
+            os.sched_yield()
 
 
 def stumble():
@@ -115,10 +110,7 @@ def leave():
     os._exit(3)
 
 
-class BadInit(Plain):
-    def __init__(self):
-        super().__init__()
-        stumble()
+BadInit = stumble  # a factory that fails
 
 
 class SlowToReturn(Plain):
@@ -157,8 +149,6 @@ def bad_policy(observation):
 
 
 class Doubled(fc.SyncDataCollector):
-    """A collector of the user's own class, with a keyword of its own."""
-
     def __init__(self, *args, factor, **kwargs):
         super().__init__(*args, **kwargs)
         self.factor = factor
@@ -167,3 +157,44 @@ class Doubled(fc.SyncDataCollector):
         batch = super().rollout()
         batch["next", "reward"] *= self.factor
         return batch
+
+
+def workers_of(state):
+    return [record.handle for record in state.env_state.simulation.simulators.records]
+
+
+def pids_of(state):
+    return [worker.pid for worker in workers_of(state)]
+
+
+class Doomed(Nested):
+    """Does at a step of its life what a file says: it dies, hangs, raises or stops."""
+
+    def __init__(self, folder="", lane=0):
+        self.folder, self.lane, self.steps = folder, lane, 0
+
+    def step(self, action):
+        self.steps += 1
+        file = f"{self.folder}/{self.lane} {self.steps}"
+        if self.folder and os.path.exists(file):
+            with open(file) as text:
+                deed = text.read()
+            os.remove(file)  # the next process lives
+            DEEDS.get(deed, _fail)()
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated, truncated, {**info, "vector": np.full(2, info["draw"], np.float32)}
+
+
+def _fail():
+    raise RuntimeError("out of petrol")
+
+
+DEEDS = {"die": die, "exit": leave, "stop": stop, "hang": sleep_forever, "leave": lambda: sys.exit("no more")}
+
+
+def check_lanes(batch):
+    """In each lane, trajectories are whole: steps follow each other, rows continue, and no id comes back."""
+    from tests.support.check_collector import expect_chained, expect_counters  # with pytest, which no worker needs
+
+    expect_counters(batch)
+    expect_chained(batch)

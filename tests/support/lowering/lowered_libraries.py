@@ -3,11 +3,10 @@
 import gymnasium
 import torch
 from stable_baselines3.common.policies import ActorCriticPolicy
-from stable_baselines3.common.torch_layers import NatureCNN
 from torch import nn
-from torchrl.modules import MLP, ConvNet, DuelingCnnDQNet, GRUModule, LSTMModule, NoisyLinear
+from torchrl.modules import DuelingCnnDQNet, GRUModule, LSTMModule, NoisyLinear
 
-from tests.support.lowering.lowered_modules import frames, tensordict, vectors
+from tests.support.lowering.lowered_modules import tensordict, vectors
 
 
 class Deterministic(nn.Module):
@@ -26,10 +25,6 @@ def actor_critic(action_space):
     return Deterministic(ActorCriticPolicy(space, action_space, lambda _: 1e-3))
 
 
-def atari_features():
-    return NatureCNN(gymnasium.spaces.Box(0, 255, (4, 36, 36), "uint8"), 32, normalized_image=False)
-
-
 def dueling():
     """Call a lazy module of TorchRL once, which creates its parameters."""
     network = DuelingCnnDQNet(4, cnn_kwargs={"num_cells": [8, 8, 8]}, mlp_kwargs={"num_cells": 16, "depth": 1})
@@ -42,11 +37,6 @@ def flags(n):
 
 
 LIBRARIES = {
-    "torchrl MLP": (lambda: MLP(5, 3, num_cells=[16, 16], activation_class=nn.Tanh), vectors(5)),
-    "torchrl ConvNet": (
-        lambda: ConvNet(3, num_cells=[8, 16], kernel_sizes=[5, 3], strides=[2, 1], activation_class=nn.ELU),
-        vectors(3, 20, 20),
-    ),
     "torchrl DuelingCnnDQNet": (dueling, vectors(4, 84, 84)),
     "torchrl LSTMModule": (
         lambda: LSTMModule(5, 6, in_key="observation", out_key="features"),
@@ -59,7 +49,6 @@ LIBRARIES = {
         tensordict(observation=vectors(5), recurrent_state=vectors(1, 6), is_init=flags),
     ),
     "torchrl NoisyLinear": (lambda: nn.Sequential(NoisyLinear(5, 16), nn.ReLU(), NoisyLinear(16, 3)), vectors(5)),
-    "sb3 NatureCNN": (atari_features, lambda n: frames(4, 36, 36)(n).float() / 255),
     "sb3 ActorCriticPolicy, discrete": (lambda: actor_critic(gymnasium.spaces.Discrete(3)), vectors(5)),
     "sb3 ActorCriticPolicy, box": (lambda: actor_critic(gymnasium.spaces.Box(-1.0, 1.0, (2,))), vectors(5)),
 }

@@ -127,17 +127,11 @@ def several(*makers):
     return lambda n: tuple(make(n) for make in makers)
 
 
-def nested(**makers):
-    return lambda n: {name: make(n) for name, make in makers.items()}
-
-
 def tensordict(**makers):
     return lambda n: TensorDict({name: make(n) for name, make in makers.items()}, batch_size=[n])
 
 
 class Multi(nn.Module):
-    """An image and a vector in, a dict out."""
-
     def __init__(self):
         super().__init__()
         self.image = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
@@ -152,25 +146,18 @@ class Multi(nn.Module):
 
 POLICIES = {
     "mlp tanh": (lambda: mlp(nn.Tanh), vectors(5)),
-    "mlp relu": (lambda: mlp(nn.ReLU), vectors(5)),
     "nature cnn": (NatureCNN, frames(4, 84, 84)),
     "impala": (Impala, lambda n: 255 * torch.rand(n, 3, 24, 24)),
     "gru cell": (lambda: CellPolicy(nn.GRUCell), several(vectors(5), vectors(6))),
     "lstm cell": (lambda: CellPolicy(nn.LSTMCell), several(vectors(5), several(vectors(6), vectors(6)))),
-    "rnn cell": (lambda: CellPolicy(nn.RNNCell), several(vectors(5), vectors(6))),
     "gru layers": (lambda: LayerPolicy(nn.GRU), several(vectors(4, 5), lambda n: (torch.randn(n, 2, 6),))),
     "lstm layers": (lambda: LayerPolicy(nn.LSTM), several(vectors(4, 5), several(vectors(2, 6), vectors(2, 6)))),
-    "lstm one step": (lambda: LayerPolicy(nn.LSTM), several(vectors(1, 5), several(vectors(2, 6), vectors(2, 6)))),
     "lstm both ways": (
         lambda: LayerPolicy(nn.LSTM, bidirectional=True, bias=False),
         several(vectors(4, 5), several(vectors(4, 6), vectors(4, 6))),
     ),
     "transformer": (Transformer, vectors(6, 5)),
-    "image and vector": (Multi, lambda n: (nested(image=vectors(3, 9, 9), vector=vectors(5))(n),)),
-    "tensordict module": (
-        lambda: TensorDictModule(mlp(nn.Tanh), ["observation"], ["logits"]),
-        tensordict(observation=vectors(5)),
-    ),
+    "image and vector": (Multi, lambda n: ({"image": torch.randn(n, 3, 9, 9), "vector": torch.randn(n, 5)},)),
     "tensordict sequential": (actor_critic, tensordict(observation=vectors(5))),
 }
 

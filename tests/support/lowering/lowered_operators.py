@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from tests.support.lowering.lowered_numerics import expressions
 
@@ -58,12 +59,12 @@ class With(nn.Module):
 
 
 def _of(names, *functions):
-    """These functions of the inputs with these names."""
     return [lambda g, f=f: f(*(g[name] for name in names.split())) for f in functions]
 
 
-def _images(*modules):
-    return [On("image", module) for module in modules]
+def _to(name, *modules):
+    """These modules applied to the input with this name."""
+    return [On(name, module) for module in modules]
 
 
 def _expressions():
@@ -126,13 +127,12 @@ def _expressions():
         *_of("x", F.softsign, F.tanhshrink, F.softshrink, F.hardshrink, lambda x: F.threshold(x, 0.1, 2.0), F.glu),
         *_of("x", lambda x: F.softmax(x, -1), lambda x: F.log_softmax(x, 0), lambda x: F.softmin(x, 1), F.rrelu),
         *_of("x", lambda x: F.softmax(x, -1, dtype=torch.float32), lambda x: F.normalize(x, dim=-1)),
-        On("x", nn.PReLU()),
-        On("sequence", nn.PReLU(4)),
-        On("x", nn.RReLU()),
+        *_to("x", nn.PReLU(), nn.RReLU()),
+        *_to("sequence", nn.PReLU(4)),
     ]
     linear = [
-        On("x", nn.Linear(6, 3, bias=False)),
-        On("sequence", nn.Linear(12, 3)),
+        *_to("x", nn.Linear(6, 3, bias=False)),
+        *_to("sequence", nn.Linear(12, 3)),
         *_of("x y", lambda x, y: x @ y.T, lambda x, y: torch.mm(x, y.t()), lambda x, y: torch.mv(x, y[0])),
         *_of("x y", lambda x, y: torch.dot(x[0], y[1]) + torch.vdot(x[0], y[1]), lambda x, y: torch.outer(x[0], y[0])),
         *_of("x y", lambda x, y: torch.cdist(x, y) + torch.cdist(x, y, p=3.0)),
@@ -145,44 +145,33 @@ def _expressions():
         With(lambda layer, g: layer(g["x"], g["y"]), nn.Bilinear(6, 6, 3)),
     ]
     convolution = [
-        On("sequence", nn.Conv1d(4, 6, 3, 2, 1)),
-        On("sequence", nn.Conv1d(4, 8, 3, groups=2, dilation=2, padding="same")),
-        On("sequence", nn.ConvTranspose1d(4, 6, 3, 2, 1, output_padding=1)),
-        *_images(nn.Conv2d(4, 6, 3), nn.Conv2d(4, 8, (3, 2), (2, 1), (1, 0), bias=False), nn.Conv2d(4, 8, 3, groups=4)),
-        *_images(nn.Conv2d(4, 6, 3, padding=2, padding_mode="circular"), nn.Conv2d(4, 6, 3, padding=2, dilation=2)),
-        *_images(nn.ConvTranspose2d(4, 6, 3, 2, groups=2), nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect")),
-        On("volume", nn.Conv3d(2, 4, 3, padding=1)),
-        On("volume", nn.ConvTranspose3d(2, 4, 2, 2, dilation=2)),
+        *_to("sequence", nn.Conv1d(4, 6, 3, 2, 1), nn.ConvTranspose1d(4, 6, 3, 2, 1, output_padding=1)),
+        *_to("sequence", nn.Conv1d(4, 8, 3, groups=2, dilation=2, padding="same")),
+        *_to("image", nn.Conv2d(4, 6, 3), nn.Conv2d(4, 8, (3, 2), (2, 1), (1, 0), bias=False)),
+        *_to("image", nn.Conv2d(4, 8, 3, groups=4), nn.Conv2d(4, 6, 3, padding=2, padding_mode="circular")),
+        *_to("image", nn.Conv2d(4, 6, 3, padding=2, dilation=2), nn.ConvTranspose2d(4, 6, 3, 2, groups=2)),
+        *_to("image", nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect")),
+        *_to("volume", nn.Conv3d(2, 4, 3, padding=1), nn.ConvTranspose3d(2, 4, 2, 2, dilation=2)),
     ]
     pooling = [
-        On("sequence", nn.MaxPool1d(3, 2)),
-        On("sequence", nn.AvgPool1d(3, 2, 1)),
-        On("sequence", nn.AdaptiveAvgPool1d(5)),
-        On("sequence", nn.AdaptiveMaxPool1d(5)),
-        *_images(nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1, ceil_mode=True), nn.MaxPool2d(2, 1, dilation=2)),
-        *_images(
-            nn.AvgPool2d(2), nn.AvgPool2d(3, 2, 1, ceil_mode=True), nn.AvgPool2d(3, 2, 1, count_include_pad=False)
-        ),
-        *_images(nn.AvgPool2d(2, divisor_override=3), nn.AvgPool2d(2, ceil_mode=True), nn.AdaptiveAvgPool2d((1, 1))),
-        *_images(nn.AdaptiveAvgPool2d((4, 3)), nn.AdaptiveMaxPool2d((4, 8)), nn.AdaptiveAvgPool2d((None, 2))),
-        *_images(nn.Upsample(scale_factor=2), nn.Upsample(size=(12, 12), mode="bilinear"), nn.PixelShuffle(2)),
-        On("volume", nn.MaxPool3d(2)),
-        On("volume", nn.AvgPool3d(2, padding=1)),
-        On("volume", nn.AdaptiveAvgPool3d((2, 3, 4))),
-        On("volume", nn.AdaptiveMaxPool3d(2)),
+        *_to("sequence", nn.MaxPool1d(3, 2), nn.AvgPool1d(3, 2, 1), nn.AdaptiveAvgPool1d(5), nn.AdaptiveMaxPool1d(5)),
+        *_to("image", nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1, ceil_mode=True), nn.MaxPool2d(2, 1, dilation=2)),
+        *_to("image", nn.AvgPool2d(2), nn.AvgPool2d(3, 2, 1, ceil_mode=True), nn.AvgPool2d(2, divisor_override=3)),
+        *_to("image", nn.AvgPool2d(3, 2, 1, count_include_pad=False), nn.AvgPool2d(2, ceil_mode=True)),
+        *_to("image", nn.AdaptiveAvgPool2d((1, 1)), nn.AdaptiveAvgPool2d((4, 3)), nn.AdaptiveMaxPool2d((4, 8))),
+        *_to("image", nn.AdaptiveAvgPool2d((None, 2)), nn.Upsample(scale_factor=2), nn.PixelShuffle(2)),
+        *_to("image", nn.Upsample(size=(12, 12), mode="bilinear")),
+        *_to("volume", nn.MaxPool3d(2), nn.AvgPool3d(2, padding=1)),
+        *_to("volume", nn.AdaptiveAvgPool3d((2, 3, 4)), nn.AdaptiveMaxPool3d(2)),
         lambda g: F.max_pool2d(g["image"], 2, return_indices=True)[0],
         lambda g: F.max_pool3d(g["volume"], 2, return_indices=True)[0],
     ]
     normalisation = [
-        On("x", nn.LayerNorm(6)),
-        On("x", nn.LayerNorm(6, elementwise_affine=False)),
-        On("x", nn.RMSNorm(6)),
-        On("x", nn.BatchNorm1d(6)),
-        On("x", nn.utils.parametrizations.weight_norm(nn.Linear(6, 3))),
-        On("x", nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))),
-        On("x", nn.Dropout(0.5)),
-        *_images(nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True), nn.LayerNorm((9, 8))),
-        *_images(nn.BatchNorm2d(4, track_running_stats=False), nn.LocalResponseNorm(2), nn.Dropout2d()),
+        *_to("x", nn.LayerNorm(6), nn.LayerNorm(6, elementwise_affine=False), nn.RMSNorm(6), nn.BatchNorm1d(6)),
+        *_to("x", *(way(nn.Linear(6, 3)) for way in (parametrizations.weight_norm, parametrizations.spectral_norm))),
+        *_to("x", nn.Dropout(0.5)),
+        *_to("image", nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True), nn.LayerNorm((9, 8))),
+        *_to("image", nn.BatchNorm2d(4, track_running_stats=False), nn.LocalResponseNorm(2), nn.Dropout2d()),
         *_of("x", lambda x: x.norm(dim=-1), lambda x: x.norm(p=1), lambda x: torch.linalg.vector_norm(x, 3, -1)),
         *_of("x", lambda x: x.norm(float("inf"), dim=0), lambda x: torch.linalg.vector_norm(x, 0, -1, keepdim=True)),
         *_of("x", lambda x: (x * 0).norm(dim=-1), lambda x: torch.native_layer_norm(x, (6,), None, None, 1e-5)[0]),
@@ -219,7 +208,7 @@ def _expressions():
         *_of("i", lambda i: i.sum(-1, dtype=torch.float32), lambda i: i.argsort(dim=-1, stable=True)),
     ]
     indexing = [
-        On("i", nn.Embedding(6, 3, padding_idx=2)),
+        *_to("i", nn.Embedding(6, 3, padding_idx=2)),
         *_of("i", lambda i: F.one_hot(i, 6)),
         *_of("x i", lambda x, i: x.gather(1, i) + x.take_along_dim(i, 1), lambda x, i: x.gather(1, i[:, :2])),
         *_of("x i", lambda x, i: x.index_select(1, i[0]), lambda x, i: x.scatter(1, i[:, :1], 2.0)),

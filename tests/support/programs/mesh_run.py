@@ -39,7 +39,6 @@ def other_gravity(env, state):
 
 
 def part(env, policy, params, change, first_lane):
-    """The lanes of one device."""
     state = fc.traced.init(env, policy, params, key=KEY, first_lane=first_lane, total_lanes=DEVICES * LANES)
     return fc.traced.rollout(env, policy, params, change(env, state), LENGTH)
 
@@ -68,7 +67,6 @@ def over_mesh(env, policy, params, change):
 
 
 def alone(env, policy, params, change):
-    """The same lanes in one run on one device."""
     rollout = jax.jit(lambda state: fc.traced.rollout(env, policy, params, change(env, state), LENGTH))
     state, first = rollout(fc.traced.init(env, policy, params, key=KEY))
     return first, rollout(state)[1]

@@ -1,7 +1,6 @@
 """Three training runs that save checkpoints, and continue from the latest one: `tests.test_checkpoint` kills them.
 
-``python -m tests.support.programs.resumable KIND DIRECTORY BATCHES`` appends a line with a digest of each batch to a
-log.
+As a script, with a kind, a directory and a number of batches, it appends a digest of each batch to a log.
 """
 
 import hashlib
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 import funcollect as fc
 
@@ -39,8 +37,6 @@ def logged(directory, line):
 
 
 class Run:
-    """A run with its checkpoint: `parts` are what it saves."""
-
     def __init__(self, directory, **parts):
         self.directory, self.parts = directory, parts
         self.checkpoint = fc.Checkpoint(directory / "checkpoints", keep=2)
@@ -60,36 +56,29 @@ def learn(optimizer, loss):
     optimizer.step()
 
 
-def ppo(directory, batches):
-    """On policy in Torch on Gymnasium, with two workers; its minibatches are drawn from a generator of its own."""
-    actor, critic = network(2), network(1)
-    both = nn.ModuleDict({"actor": actor, "critic": critic})
-    optimizer = torch.optim.Adam(both.parameters(), 3e-3)
-    generator = torch.Generator().manual_seed(1)
-    policy = fc.torch_policy(actor, head=fc.heads.categorical)
+def policy_gradient(directory, batches):
+    """On policy, with two workers; its minibatches are drawn from a generator of its own."""
+    net, generator = network(2), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.Adam(net.parameters(), 3e-3)
+    policy = fc.torch_policy(net, head=fc.heads.categorical)
     keywords = {"frames_per_batch": 64, "seed": 0, "max_frames_per_traj": 90}
     with fc.MultiSyncDataCollector(["CartPole-v1"] * 2, policy, **keywords) as collector:
-        run = Run(directory, collector=collector, policy=both, optimizer=optimizer)
+        run = Run(directory, collector=collector, policy=net, optimizer=optimizer)
         if run.saved:
             generator.set_state(run.saved["generator"])
         for number in range(run.start, batches):
             batch = next(collector)
-            with torch.no_grad():
-                value, after = (critic(batch[key]) for key in ("observation", ("next", "observation")))
-            advantage, target = (each.reshape(-1) for each in fc.gae(batch, value, after))
             rows = batch.reshape(-1)
             for chosen in torch.randperm(len(rows), generator=generator).split(32):
                 some = rows[chosen]
-                logp = functional.log_softmax(actor(some["observation"]), -1).gather(-1, some["action"][:, None])[:, 0]
-                error = functional.mse_loss(critic(some["observation"])[:, 0], target[chosen])
-                learn(optimizer, error - (logp * advantage[chosen]).mean())
+                logp = net(some["observation"]).log_softmax(-1).gather(-1, some["action"][:, None])
+                learn(optimizer, (logp * some["next", "observation"][:, 2:3].abs()).mean())
             collector.update_policy_weights_()
             run.after(number, batch, generator=generator.get_state())
-    return both
+    return net
 
 
 def dqn(directory, batches):
-    """DQN with a memory-mapped buffer and priorities."""
     net = network(2)
     optimizer = torch.optim.Adam(net.parameters(), 1e-3)
     policy = fc.torch_policy(net, head=fc.heads.epsilon_greedy(0.2))
@@ -118,8 +107,7 @@ def jax_gradient(directory, batches):
     import jax.numpy as jnp
     import optax
 
-    one, two = jax.random.split(jax.random.key(0))
-    params = {"in": 0.3 * jax.random.normal(one, (4, 16)), "out": 0.3 * jax.random.normal(two, (16, 2))}
+    params = {"in": 0.3 * jax.random.normal(jax.random.key(0), (4, 16)), "out": jnp.zeros((16, 2))}
     optimizer = optax.adam(3e-3)
     moments = optimizer.init(params)
 
@@ -141,8 +129,6 @@ def jax_gradient(directory, batches):
         run = Run(directory, collector=collector, policy=params, optimizer=moments)
         if run.saved:
             params, moments = run.saved["policy"], run.saved["optimizer"]
-        else:
-            collector.params = params
         for number in range(run.start, batches):
             batch = next(collector)
             gain = batch["next", "reward"] - batch["next", "observation"][..., 2:3].abs()
@@ -150,13 +136,10 @@ def jax_gradient(directory, batches):
             params, moments = update(params, moments, *rows)
             collector.update_policy_weights_(params)
             run.after(number, batch, policy=params, optimizer=moments)
-    weights = nn.Module()
-    for name, value in params.items():
-        weights.register_buffer(name, torch.tensor(jax.device_get(value)))
-    return weights
+    return nn.ParameterDict({name: torch.tensor(jax.device_get(value)) for name, value in params.items()})
 
 
-RUNS = {"ppo": ppo, "dqn": dqn, "jax": jax_gradient}
+RUNS = {"workers": policy_gradient, "dqn": dqn, "jax": jax_gradient}
 
 
 def main(kind, directory, batches):

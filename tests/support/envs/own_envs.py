@@ -1,11 +1,36 @@
-"""Simulators of one's own with snapshots, and without."""
+"""A Torch environment in parts, of which a test can break one, and simulators with snapshots and without."""
 
 import copy
 
 import numpy as np
+import torch
 from gymnasium import spaces
 
 import funcollect as fc
+from funcollect.envs import TorchEnvBase, Transition
+
+
+class InParts(TorchEnvBase):
+    """`draws` uniform numbers per lane make a start; `move` returns the next place, reward and termination."""
+
+    draws = 1
+
+    def start(self, uniforms):
+        return uniforms
+
+    def observe(self, place):
+        return place.float()
+
+    def move(self, place, action):
+        return place, place[:, 0], place[:, 0] > 9
+
+    def reset(self, key, params, /):
+        place = self.start(key.uniform(self.draws))
+        return place, self.observe(place)
+
+    def step(self, key, env_state, action, params, /):
+        place, reward, terminated = self.move(env_state, action)
+        return Transition(place, self.observe(place), reward, terminated, torch.zeros(len(key), dtype=torch.bool))
 
 
 class Walkers(fc.envs.SimulatorsBase):

@@ -1,1 +1,0 @@
-"""Batches of frames without an environment."""
