@@ -134,10 +134,10 @@ def test_the_index_does_not_leak(batches, capacity):
     live = index.stop > index.first
     assert len(index._free) == (~live).sum()
     assert len(set(index._free.tolist())) == len(index._free)
-    blocks = sorted(zip(index._begin[live], index._bits[live], strict=True))
-    ends = [begin + (1 << bits) for begin, bits in blocks]
-    assert all(end <= begin for end, (begin, _) in zip(ends, [*blocks[1:], (index._used, 0)], strict=True))
-    assert index._used <= len(index._entries) <= 4 * max(ends[-1], 16 * capacity)
+    in_use = {(begin, bits) for begin, bits in zip(index._begin[live], index._bits[live], strict=True)}
+    idle = [(begin, bits) for bits, begins in index._idle.items() for begin in begins]
+    assert len(in_use) == live.sum()
+    assert sum(1 << int(bits) for _, bits in [*in_use, *idle]) == index._used  # every entry has one place
 
 
 def test_indices_say_where_frames_lie():
