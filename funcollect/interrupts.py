@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import _signal  # `signal` turns every handler into a member of an enum, which takes longer than most blocks
 import threading
 from types import FrameType
 from typing import Any, ClassVar
@@ -18,9 +18,9 @@ class Uninterrupted:
         self._interrupted_at: FrameType | None = None  # the frame in which the signal arrived
         self._handler: Any = None
         outermost = Uninterrupted._outermost is None and threading.current_thread() is threading.main_thread()
-        if outermost and callable(handler := signal.getsignal(signal.SIGINT)):
+        if outermost and callable(handler := _signal.getsignal(_signal.SIGINT)):
             self._handler = handler
-            signal.signal(signal.SIGINT, self._note)
+            _signal.signal(_signal.SIGINT, self._note)
             Uninterrupted._outermost = self
 
     def _note(self, _: int, frame: FrameType | None) -> None:
@@ -30,6 +30,6 @@ class Uninterrupted:
         if self._handler is None:
             return
         Uninterrupted._outermost = None
-        signal.signal(signal.SIGINT, self._handler)
+        _signal.signal(_signal.SIGINT, self._handler)
         if self._interrupted_at is not None:
-            self._handler(signal.SIGINT, self._interrupted_at)
+            self._handler(_signal.SIGINT, self._interrupted_at)

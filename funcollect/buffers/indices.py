@@ -55,7 +55,7 @@ def from_key(key: Key) -> RandomSource:
 def from_generator(generator: torch.Generator | None) -> RandomSource:
     """Random numbers from a Torch generator, which advances; None means Torch's global generator."""
     check_kind("generator", generator, (torch.Generator, type(None)), "pass torch.Generator().manual_seed(0), say")
-    source: dict[str, Any] = {"generator": generator, "device": generator.device if generator else "cpu"}
+    source: dict[str, Any] = {"generator": generator, "device": generator.device if generator else torch.device("cpu")}
     return RandomSource(
         lambda limit, count: torch.randint(limit, (count,), **source).numpy(force=True),
         lambda count: torch.rand(count, dtype=torch.float64, **source).numpy(force=True),
@@ -186,10 +186,11 @@ def wanted_size(given: int | None, usual: int | None) -> int:
     return wanted
 
 
-def check_filled(memory: BufferView) -> None:
-    """Raise ValueError if the ring is empty."""
-    if not len(memory):
+def check_filled(memory: BufferView) -> int:
+    """The number of frames in the ring; ValueError if there are none."""
+    if not (held := len(memory)):
         raise ValueError("the buffer is empty: extend it before sampling")
+    return held
 
 
 @dataclass(frozen=True)
@@ -209,8 +210,7 @@ class Flat:
 
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
         """Draw the frames of one sample; ValueError if the ring is empty."""
-        check_filled(memory)
-        return SampleIndices(slots=random_source.below(len(memory), self.batch_size))
+        return SampleIndices(slots=random_source.below(check_filled(memory), self.batch_size))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from funcollect.arguments import check_kind, check_optional_positive
 from funcollect.buffers import Bools, Ints
 from funcollect.buffers.indices import SampleIndices, SampleSpec, Slices, from_generator, wanted_size
 from funcollect.buffers.samplers import RandomSampler, SliceSampler
-from funcollect.buffers.storages.packed_rows import RowLayout
+from funcollect.buffers.storages.packed_rows import RowLayout, gather
 from funcollect.buffers.storages.row_storages import RowsFile, attach
 from funcollect.buffers.trajectory_index import Trajectories, TrajectoryIndex
 from funcollect.messages import shown
@@ -66,7 +66,7 @@ class ReplayReader:
             raise TypeError(f"the reader's {what}: the others need to be notified of each extend")
         self.directory, self.batch_size = Path(directory), batch_size
         self._file, layout, shared = attach(self.directory)
-        self._layout, self._unpack = layout.rows, shared.unpack
+        self._records, self._unpack = layout.rows.records(self._file.rows), shared.unpack
         self._view = FileView(self._file, layout.rows, self.sampler.trajectories)
 
     def __len__(self) -> int:
@@ -80,10 +80,7 @@ class ReplayReader:
         drawn, numbers = self._draw(spec)
         while True:
             sample = drawn if padded else drawn.shortened()
-            gathered = self._layout.gather(self._file.rows, sample.slots)
-            if sample.mask is not None:
-                gathered[torch.from_numpy(~sample.mask)] = 0
-            batch = self._unpack(gathered)
+            batch = self._unpack(gather(self._records, sample.slots, sample.mask))
             gone = np.any(numbers < self._file.oldest, axis=1)  # may have been overwritten while they were read
             if not gone.any():
                 return sample.finish(batch)

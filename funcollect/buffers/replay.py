@@ -19,7 +19,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
 from funcollect.arguments import check_count, check_function, check_kind, check_optional_positive
-from funcollect.buffers import dumping, ring
+from funcollect.buffers import Ints, dumping, ring
 from funcollect.buffers.indices import SampleIndices, Sampler, from_generator, wanted_size
 from funcollect.buffers.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
 from funcollect.buffers.storages import ListStorage, Storage
@@ -32,7 +32,7 @@ __all__ = ["ReplayBuffer"]
 _Sample = tuple[Any, dict[str, Any]]  # the batch, and its info
 _OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[ReplayBuffer]] = weakref.WeakKeyDictionary()  # by storage, sampler
 _PARTS = ("storage", "sampler", "generator")  # which refer to each other
-_WRITTEN = "_funcollect_written"  # the attribute of the slots' storage that `ReplayBuffer._note` sets
+_WRITTEN = "_funcollect_written"  # the attribute of the slots' storage that `ReplayBuffer._index` sets
 
 
 class ReplayBuffer:
@@ -125,8 +125,8 @@ class ReplayBuffer:
         with self._lock, Uninterrupted():
             slots = self._memory.extend(data)
             self._ahead.clear()
-            self.sampler.extended(self._memory, slots.numpy())
-            return self._note(slots) if self._by_priority else slots
+            self.sampler.extended(self._memory, slots)
+            return self._index(slots)
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """A random batch of `batch_size` frames, copied; by default as many as the buffer's own `batch_size`.
@@ -137,9 +137,9 @@ class ReplayBuffer:
         wanted = wanted_size(batch_size, self.batch_size)
         if self._pool is None:
             with self._lock:
-                made = self._gather(self.sampler.draw(self._memory, wanted, self._random_source))
-        else:
-            made = self._take_prefetched(wanted, self._pool)
+                drawn = self.sampler.draw(self._memory, wanted, self._random_source)
+                return self._gather(drawn) if return_info else self._read(drawn)
+        made = self._take_prefetched(wanted, self._pool)
         return made if return_info else made[0]
 
     def update_priority(self, index: Any, priority: Any, written: Any = None) -> None:
@@ -169,15 +169,18 @@ class ReplayBuffer:
         """How many frames a buffer had been given when it returned these slots; None if they do not record it."""
         return getattr(index.untyped_storage(), _WRITTEN, None) if isinstance(index, Tensor) else None
 
-    def _note(self, index: Tensor) -> Tensor:
-        """Note at the memory of these slots how many frames the buffer has been given."""
-        setattr(index.untyped_storage(), _WRITTEN, self._before + self._memory.written)
+    def _index(self, slots: Ints) -> Tensor:
+        """The slots as a tensor, at whose memory it is noted how many frames the buffer has been given."""
+        index = torch.from_numpy(slots)
+        if self._by_priority:
+            setattr(index.untyped_storage(), _WRITTEN, self._before + self._memory.written)
         return index
 
+    def _read(self, drawn: SampleIndices) -> Any:
+        return drawn.finish(self.storage.read(drawn.slots, drawn.mask))
+
     def _gather(self, drawn: SampleIndices) -> _Sample:
-        batch = drawn.finish(self.storage.read(drawn.slots, drawn.mask))
-        index = torch.from_numpy(drawn.index)
-        return batch, {"index": self._note(index) if self._by_priority else index, **drawn.info}
+        return self._read(drawn), {"index": self._index(drawn.index), **drawn.info}
 
     def _take_prefetched(self, batch_size: int, pool: ThreadPoolExecutor) -> _Sample:
         """Wait for the oldest prepared sample that is still up to date; threads prepare others meanwhile."""

@@ -63,14 +63,15 @@ class RingMemory:
             self._index.update()
         return self._index
 
-    def extend(self, data: Any) -> Tensor:
+    def extend(self, data: Any) -> Ints:
         """Write a batch ``[*B, T]``, see `extend`. The caller must see to it that nothing interrupts this."""
-        if isinstance(data, list) and not isinstance(self.storage, ListStorage):
-            data = _stacked([next_observations(item) if is_compact(item) else item for item in data])
-        data = next_observations(data) if is_compact(data) else data
-        batch, start = self.storage.admit(data), self.written
-        *lanes, steps = batch.lead
-        count = math.prod(batch.lead)
+        batch, start = self.storage.recognized(data), self.written
+        if batch is None:
+            if isinstance(data, list) and not isinstance(self.storage, ListStorage):
+                data = _stacked([next_observations(item) if is_compact(item) else item for item in data])
+            data = next_observations(data) if is_compact(data) else data
+            batch = self.storage.admit(data)
+        lanes, steps, count = batch.lead[:-1], batch.lead[-1], math.prod(batch.lead)
         segments = None
         if self.trajectories is not None and count:
             if not isinstance(data, TensorDictBase):
@@ -79,18 +80,19 @@ class RingMemory:
             segments = self.trajectories.segments(batch.leaves, batch.lead, start)
         self.storage.write(batch, start)
         self.written += count
-        if self.lanes != batch.lead[:-1] and count:
-            self.lanes, self.since = batch.lead[:-1], start
+        if self.lanes != lanes and count:
+            self.lanes, self.since = lanes, start
         if self._index is not None and segments is not None:
             self._index.note(segments, range(start, self.written))
             if self.storage.compact_obs:
                 self._index.update()  # the order in which slices are drawn depends on it
         begin = start % self.capacity
         slots = np.arange(begin, begin + count)
-        slots[self.capacity - begin :] %= self.capacity
-        slots[: max(count - self.capacity, 0)] = -1  # later frames of the same batch are there
+        if begin + count > self.capacity:
+            slots[self.capacity - begin :] %= self.capacity
+            slots[: max(count - self.capacity, 0)] = -1  # later frames of the same batch are there
         self.version += 1
-        return torch.from_numpy(slots.reshape(steps, *lanes)).movedim(0, -1)
+        return slots.reshape(steps, math.prod(lanes)).T.reshape(batch.lead)
 
     def grid(self) -> Ints:
         """The slots ``[*lanes, T]`` of the T steps that all lanes have, oldest first; ValueError if lanes changed."""
@@ -171,7 +173,7 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
     memory = check_current(state)
     with Uninterrupted():  # an interrupted write would leave frames that are partly old and partly new
         slots = memory.extend(batch)
-    return RingState(memory, memory.version), slots
+    return RingState(memory, memory.version), torch.from_numpy(slots)
 
 
 def _stacked(items: list[Any]) -> Any:

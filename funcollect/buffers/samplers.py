@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -39,7 +39,7 @@ class RandomSampler(Sampler):
 
     def spec(self, batch_size: int) -> indices.SampleSpec:
         """The description of a sample of so many frames."""
-        return indices.Flat(batch_size)
+        return _flat(batch_size)
 
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
@@ -47,6 +47,11 @@ class RandomSampler(Sampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+@lru_cache(typed=True)
+def _flat(batch_size: int) -> indices.Flat:
+    return indices.Flat(batch_size)
 
 
 class SamplerWithoutReplacement(RandomSampler):

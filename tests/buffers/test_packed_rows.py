@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
 
 import funcollect as fc
-from funcollect.buffers.storages.packed_rows import RowLayout, leaves_of
+from funcollect.buffers.storages.packed_rows import PackedRows, RowLayout, leaves_of
 from tests.buffers.conftest import filled
 from tests.support.compare import assert_same
 
@@ -51,7 +51,7 @@ def test_rows_on_a_device_are_laid_out_alike():
     leaves = {"a": torch.randn(2, 3, 2), "b": torch.rand(2, 3, 1) < 0.5, "c": torch.randn(2, 3).double()}
     batch = TensorDict(leaves, [2, 3])
     layout, rows = packed(batch, 2)
-    for view, leaf in zip(layout._views(rows), batch.values(), strict=True):
+    for view, leaf in zip(layout.views(rows), batch.values(), strict=True):
         assert (view == leaf.movedim(1, 0).reshape(view.shape)).all()
 
 
@@ -73,7 +73,7 @@ def packed(batch, ndim):
     """The layout of a batch, and its rows."""
     layout = RowLayout.of(batch, ndim)
     rows = torch.zeros(batch.numel(), layout.words, dtype=torch.int64)
-    layout.pack(rows, leaves_of(batch), ndim)
+    PackedRows(layout, rows).write(0, len(rows), leaves_of(batch), ndim)
     return layout, rows
 
 

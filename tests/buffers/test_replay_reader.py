@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 import funcollect as fc
+from funcollect.buffers.storages.packed_rows import gather
 from tests.buffers.conftest import filled
 from tests.support.programs.shared_writer import BEHIND, CAPACITY, LANES, STEPS, WIDTH, batch_of
 from tests.support.running import ROOT, scaled
@@ -147,14 +148,14 @@ SHORT = {"slice_len": 30, "strict_length": False}
 def test_frames_retired_while_they_are_gathered_are_drawn_again(tmp_path, monkeypatch, stacked, options):
     buffer, reader = buffer_and_reader(tmp_path, fc.SliceSampler(**options) if options else None, stacked)
     extend(buffer, range(STEPS, 20 * STEPS, STEPS), stacked)
-    later, gather, passes = iter(range(20 * STEPS, 40 * STEPS, STEPS)), type(reader._layout).gather, []
+    later, real, passes = iter(range(20 * STEPS, 40 * STEPS, STEPS)), gather, []
 
-    def late(layout, rows, slots):
+    def late(records, slots, mask):
         passes.append(len(slots))
         extend(buffer, later, stacked)
-        return gather(layout, rows, slots)
+        return real(records, slots, mask)
 
-    monkeypatch.setattr(type(reader._layout), "gather", late)
+    monkeypatch.setattr("funcollect.buffers.reader.gather", late)
     frames = reader.sample()
     assert len(passes) > 1
     held = frames[frames.get(("collector", "mask"), torch.ones(len(frames), dtype=torch.bool))]

@@ -186,7 +186,7 @@ def check_uses(storage):
     if storage._shared is None:
         return
     expected = {pool: np.zeros(len(pool._uses), np.int64) for pool in storage._shared.pools}
-    for pool, numbers in storage._shared.numbers(storage._rows):
+    for pool, numbers in storage._shared.numbers(storage._rows.tensor):
         np.add.at(expected[pool], numbers.reshape(-1), 1)
     for pool, used in expected.items():
         assert (used[1:] == pool._uses[1:]).all()

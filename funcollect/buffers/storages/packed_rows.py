@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
-from funcollect.buffers import Ints
+from funcollect.buffers import Bools, Ints
 from funcollect.specs import RESERVED
 from funcollect.trajectories.split import readable
 from funcollect.tree import Path, nest
@@ -31,6 +32,7 @@ _FLOATS8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch
 _CARRIERS = {torch.bfloat16: torch.int16, **dict.fromkeys(_FLOATS8, torch.uint8)}
 
 _Form = tuple[tuple[int, ...], torch.dtype]  # the shape and the dtype of a leaf in one frame
+Records = npt.NDArray[np.void]  # rows [N], each as a struct with a field per column
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class PackedLeaf:
     offset: int  # bytes from the beginning of the row
     count: int  # the number of values
     nbytes: int
+    element: np.dtype[np.void]  # all values of a frame, as nothing but their bytes
+    carrier: torch.dtype | None  # see `_CARRIERS`
 
 
 def leaves_of(data: Any, prefix: Path = ()) -> dict[Path, Tensor]:
@@ -61,6 +65,21 @@ def leaves_of(data: Any, prefix: Path = ()) -> dict[Path, Tensor]:
         else:
             found[path] = _checked(path, value)
     return found
+
+
+def form_of(batch: TensorDict, leaves: list[Tensor]) -> list[Any]:
+    """The size, keys, shapes and dtypes of a batch, whose leaves are added to `leaves`.
+
+    It equals no other form if the batch holds anything but tensors.
+    """
+    form: list[Any] = [batch.batch_size]
+    for name, value in batch.items():
+        if type(value) is Tensor:
+            leaves.append(value)
+            form += name, value.shape, value.dtype
+        else:
+            form += name, form_of(value, leaves) if type(value) is TensorDict else object()
+    return form
 
 
 def _checked(path: Path, leaf: Any) -> Tensor:
@@ -106,25 +125,26 @@ class RowLayout:
         offset, columns = 0, dict[Path, PackedLeaf]()
         for path, (shape, dtype) in sorted(leaves.items(), key=lambda leaf: (-leaf[1][1].itemsize, str(leaf[1][1]))):
             count = math.prod(shape)
-            columns[path] = PackedLeaf(path, shape, dtype, offset, count, count * dtype.itemsize)
-            offset += columns[path].nbytes
+            nbytes = count * dtype.itemsize
+            element, carrier = np.dtype(f"V{nbytes}"), _CARRIERS.get(dtype)
+            columns[path] = PackedLeaf(path, shape, dtype, offset, count, nbytes, element, carrier)
+            offset += nbytes
         self.columns, self._paths = [columns[path] for path in leaves], {*leaves}
         self._nested = nest({path: index for index, path in enumerate(leaves)}) if structure is None else {}
         # tensordict cannot clone floats of eight bits if a device is set.
         dtypes = {dtype for _, dtype in leaves.values()}
         self._placed = bool(dtypes) and all(dtype.itemsize > 1 or not dtype.is_floating_point for dtype in dtypes)
-        self._carried = [index for index, column in enumerate(self.columns) if column.dtype in _CARRIERS]
+        self._carried = [index for index, column in enumerate(self.columns) if column.carrier]
         widest = max([_WORD, *(dtype.itemsize for dtype in dtypes)])
         self.nbytes = max(-(-offset // widest), 1) * widest
-        self.words, self.row = self.nbytes // _WORD, np.dtype(f"V{self.nbytes}")
-        self._names, self._bytes = [*map(str, leaves)], [np.dtype(f"V{column.nbytes}") for column in self.columns]
-        carriers = [torch.empty(0, dtype=_CARRIERS.get(column.dtype, column.dtype)).numpy() for column in self.columns]
+        self.words, self.names = self.nbytes // _WORD, [*map(str, leaves)]
+        carriers = [torch.empty(0, dtype=column.carrier or column.dtype).numpy() for column in self.columns]
         typed = [(array.dtype, column.shape) for array, column in zip(carriers, self.columns, strict=True)]
         # A row as a struct with a field per column; as one, NumPy sees its values, or nothing but their bytes.
-        names, offsets = self._names, [column.offset for column in self.columns]
-        self._typed, self._opaque = (
-            np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": self.nbytes})
-            for formats in (typed, self._bytes)
+        offsets = [column.offset for column in self.columns]
+        self._typed, self.opaque = (
+            np.dtype({"names": self.names, "formats": formats, "offsets": offsets, "itemsize": self.nbytes})
+            for formats in (typed, [column.element for column in self.columns])
         )
 
     @classmethod
@@ -149,59 +169,40 @@ class RowLayout:
                 own = f"the storage holds {list(column.shape)} {column.dtype}, as the first batch had it"
                 raise ValueError(f"{what}, {own}: convert it before extending, or store it in another buffer")
 
-    def pack(self, rows: Tensor, leaves: Mapping[Path, Tensor], ndim: int, first: int = 0) -> None:
-        """Write N frames of leaves ``[*B, T, ...]`` from `first` on, by time, then by lane, to `rows` [N, words]."""
-        number = len(rows)
-        if not rows.is_cpu:
-            source = next(iter(leaves.values())).device
-            if source != rows.device:
-                staged = torch.empty_like(rows, device=source, pin_memory=source.type == "cpu")
-                self.pack(staged, leaves, ndim, first)
-                rows.copy_(staged, non_blocking=True)
-                return
-            for view, column in zip(self._views(rows), self.columns, strict=True):
-                leaf = time_major(leaves[column.path], ndim).reshape(-1, *column.shape)
-                view.copy_(leaf[first : first + number])
-            return
-        records = rows.numpy().view(self._opaque)[:, 0]
-        for name, column, bytes_ in zip(self._names, self.columns, self._bytes, strict=True):
-            if column.nbytes and number:
-                elements = _elements(time_major(leaves[column.path], ndim), column, bytes_)
-                records[name] = elements[first : first + number]
-
-    def gather(self, rows: Ints, slots: Ints) -> Tensor:
-        """A copy [N, words] of the `rows` in `slots`; on the CPU."""
-        packed = rows.view(self.row)[:, 0].take(slots, mode="clip").view(np.int64)
-        return torch.from_numpy(packed.reshape(len(slots), self.words))
+    def records(self, rows: Ints) -> Records:
+        """A view [N] of the `rows` [N, words]; on the CPU."""
+        return rows.view(self._typed)[:, 0]
 
     def numbers(self, rows: Ints, slots: Ints) -> dict[Path, Tensor]:
         """The leaves with one number per frame in `slots` [N]; on the CPU."""
-        records = rows.view(self._typed)[:, 0]
+        records = self.records(rows)
         return {
             column.path: torch.from_numpy(records[name][slots])  # `take` would copy all rows
-            for name, column in zip(self._names, self.columns, strict=True)
-            if column.count == 1 and column.dtype not in _CARRIERS
+            for name, column in zip(self.names, self.columns, strict=True)
+            if column.count == 1 and column.carrier is None
         }
 
-    def unpack(self, rows: Tensor, leaves: list[Tensor] | None = None) -> Any:
+    def unpack(self, rows: Tensor | Records, leaves: list[Tensor] | None = None) -> Any:
         """The batch in `rows` [N, words] int64, contiguous; by default its leaves, by column, are views of them."""
         leaves = self.leaves(rows) if leaves is None else leaves
         if self.structure is not None:
             return optree.tree_unflatten(self.structure, leaves)
         device = leaves[0].device if self._placed else None
-        return _build(self._nested, leaves, torch.Size((len(rows), *self.item_dims)), device)
+        return _build(self._nested, leaves, _attributes(torch.Size((rows.shape[0], *self.item_dims)), device))
 
-    def leaves(self, rows: Tensor) -> list[Tensor]:
+    def leaves(self, rows: Tensor | Records) -> list[Tensor]:
         """Views of the leaves in `rows`, by column."""
-        if not rows.is_cpu:
-            return self._views(rows)
-        records = rows.numpy().view(self._typed)[:, 0]
-        leaves = [torch.from_numpy(records[name]) for name in self._names]
+        if isinstance(rows, Tensor):
+            if not rows.is_cpu:
+                return self.views(rows)
+            rows = self.records(rows.numpy())
+        as_tensor = torch.from_numpy
+        leaves = [as_tensor(rows[name]) for name in self.names]
         for index in self._carried:
             leaves[index] = leaves[index].view(self.columns[index].dtype)
         return leaves
 
-    def _views(self, rows: Tensor) -> list[Tensor]:
+    def views(self, rows: Tensor) -> list[Tensor]:
         """Views of the leaves [N, ...] in `rows` [N, words], by column; on any device."""
         typed = {dtype: rows.view(dtype) for dtype in {column.dtype for column in self.columns}}
         return [
@@ -215,28 +216,87 @@ def time_major(leaf: Tensor, ndim: int) -> Tensor:
     return leaf.movedim(ndim - 1, 0) if ndim > 1 else leaf
 
 
-def _elements(leaf: Tensor, column: PackedLeaf, bytes_: np.dtype[np.void]) -> npt.NDArray[np.void]:
-    """The frames of a leaf ``[*B, ...]``, which is not empty, each as one element of bytes: [N]."""
-    if column.dtype in _CARRIERS:
-        leaf = leaf.view(_CARRIERS[column.dtype])
+def _elements(leaf: Tensor, ndim: int, column: PackedLeaf) -> npt.NDArray[np.void]:
+    """The frames of a leaf ``[*B, T, ...]``, not empty, by time, then by lane, each as one element of bytes: [N]."""
+    if column.carrier is not None:
+        leaf = leaf.view(column.carrier)
     array = leaf.numpy(force=True)
-    if not array.flags.c_contiguous:
-        array = array.reshape(-1, column.count)
-        if array.strides[1] == array.itemsize:  # the values of each frame are contiguous
-            return array.view(bytes_)[:, 0]
+    if ndim > 1:
+        array = array.transpose(_time_first(ndim, array.ndim))
+    array = array.reshape(-1, column.count)
+    if array.strides[1] != array.itemsize:  # the values of each frame are not contiguous
         array = np.ascontiguousarray(array)
-    return np.frombuffer(array, bytes_)
+    return array.view(column.element)[:, 0]
 
 
-def _build(nested: Mapping[str, Any], leaves: list[Tensor], size: torch.Size, device: Any) -> TensorDict:
+@cache
+def _time_first(ndim: int, dims: int) -> tuple[int, ...]:
+    return (ndim - 1, *range(ndim - 1), *range(ndim, dims))
+
+
+class PackedRows:
+    """Rows [capacity, words] int64 of a layout, and on the CPU the views by which NumPy writes and reads them."""
+
+    def __init__(self, layout: RowLayout, tensor: Tensor) -> None:
+        self.layout, self.tensor = layout, tensor
+        if tensor.is_cpu:
+            rows = tensor.numpy()
+            self.records, opaque = layout.records(rows), rows.view(layout.opaque)[:, 0]
+            self._fields = [opaque[name] for name in layout.names]
+
+    def __reduce__(self) -> Any:
+        return PackedRows, (self.layout, self.tensor)  # a copy of the views would be none of the copied rows
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of all rows."""
+        return self.tensor.nbytes
+
+    def write(self, slot: int, count: int, leaves: Mapping[Path, Tensor], ndim: int, first: int = 0) -> None:
+        """Write frames of leaves ``[*B, T, ...]`` from `first` on, by time, then by lane, to rows from `slot` on."""
+        if not self.tensor.is_cpu:
+            self._write_on_device(self.tensor[slot : slot + count], leaves, ndim, first)
+            return
+        at, some = slice(slot, slot + count), slice(first, first + count)
+        for field, column in zip(self._fields, self.layout.columns, strict=True):
+            if column.nbytes and count:
+                field[at] = _elements(leaves[column.path], ndim, column)[some]
+
+    def _write_on_device(self, rows: Tensor, leaves: Mapping[Path, Tensor], ndim: int, first: int) -> None:
+        source = next(iter(leaves.values())).device
+        if source != rows.device:
+            staged = torch.empty_like(rows, device=source, pin_memory=source.type == "cpu")
+            PackedRows(self.layout, staged).write(0, len(rows), leaves, ndim, first)
+            rows.copy_(staged, non_blocking=True)
+            return
+        for view, column in zip(self.layout.views(rows), self.layout.columns, strict=True):
+            leaf = time_major(leaves[column.path], ndim).reshape(-1, *column.shape)
+            view.copy_(leaf[first : first + len(rows)])
+
+
+def _build(nested: Mapping[str, Any], leaves: list[Tensor], attributes: Mapping[str, Any]) -> TensorDict:
     """A TensorDict with the keys of `nested`, a nested dict, and the leaves at the indices that it holds."""
     filled = {
-        name: leaves[value] if isinstance(value, int) else _build(value, leaves, size, device)
+        name: leaves[value] if value.__class__ is int else _build(value, leaves, attributes)
         for name, value in nested.items()
     }
-    built = TensorDict._new_unsafe(filled, batch_size=size)
-    built._device = device  # as an argument it costs as much as all the rest
+    built: TensorDict = object.__new__(TensorDict)
+    vars(built).update(attributes, _tensordict=filled)
     return built
+
+
+@lru_cache
+def _attributes(size: torch.Size, device: torch.device | None) -> dict[str, Any]:
+    """Those of a TensorDict as tensordict makes it; to copy them takes a third of the time."""
+    return vars(TensorDict._new_unsafe({}, batch_size=size, device=device))
+
+
+def gather(records: Records, slots: Ints, mask: Bools | None = None) -> Records:
+    """A copy of the records in `slots` [N]; zeros where `mask` [N] is False."""
+    found = records.take(slots, mode="clip")
+    if mask is not None:
+        found.view(np.int64).reshape(len(found), -1)[~mask] = 0
+    return found
 
 
 class FrameLayout:

@@ -20,15 +20,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
 from funcollect.buffers import Bools, Ints
-from funcollect.buffers.storages.packed_rows import FrameLayout, lead_of, leaves_of
+from funcollect.buffers.storages.packed_rows import FrameLayout, PackedRows, form_of, gather, lead_of, leaves_of
 from funcollect.buffers.storages.shared_leaves import PLANES, HeldRows, RowsInFile, SegmentFiles, SharedLeaves, room_for
 from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size
 from funcollect.interop.memory import memory_for
+from funcollect.tree import Path as KeyPath
 
 _NAME, _FRESH = "rows.bin", "rows.new"  # of the file, and until it is complete
 _MAGIC = int.from_bytes(b"funcoll2", "little")
@@ -84,8 +86,20 @@ class LazyTensorStorage(Storage):
         self.device = checked_device(device) or torch.device("cpu")
         self.compact_obs, self.frame_stack = compact_obs, frame_stack
         self.layout: FrameLayout | None = None
-        self._rows: Tensor | None = None
+        self._rows: PackedRows | None = None
         self._shared: SharedLeaves | None = None
+        # Of the newest batch: its form, the batch dimensions, the paths of the leaves, and the layout that it matches.
+        self._admitted: tuple[Any, tuple[int, ...], list[KeyPath], FrameLayout] | None = None
+
+    @override
+    def recognized(self, data: Any) -> Incoming | None:
+        if self._admitted is None or type(data) is not TensorDict:
+            return None
+        form, lead, paths, layout = self._admitted
+        leaves: list[Tensor] = []
+        if layout is not self.layout or form_of(data, leaves) != form:
+            return None
+        return Incoming(lead, dict(zip(paths, leaves, strict=True)), layout)
 
     @override
     def admit(self, data: Any) -> Incoming:
@@ -93,6 +107,8 @@ class LazyTensorStorage(Storage):
         lead = lead_of(data, leaves, self.ndim)
         layout = self.layout or FrameLayout.of(data, leaves, self.ndim, self.compact_obs, self.frame_stack)
         layout.batch.check(leaves, self.ndim)
+        if type(data) is TensorDict:
+            self._admitted = form_of(data, []), lead, [*leaves], layout
         return Incoming(lead, leaves, layout)
 
     @override
@@ -108,26 +124,25 @@ class LazyTensorStorage(Storage):
         while first < count:
             slot = (start + first) % self.max_size
             fitting = min(count - first, self.max_size - slot)
-            target = rows[slot : slot + fitting]
             if layout.planes:
-                shared.release(target)
-            layout.rows.pack(target, leaves, self.ndim, first)
+                shared.release(rows.tensor[slot : slot + fitting])
+            rows.write(slot, fitting, leaves, self.ndim, first)
             first += fitting
         self._announce(oldest, start + count)
 
     def _announce(self, oldest: int, written: int) -> None:
         """Publish that exactly the frames ``oldest … written - 1`` are complete; before and after they are written."""
 
-    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[Tensor, SharedLeaves]:
+    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[PackedRows, SharedLeaves]:
         """Memory for the rows [max_size, words] int64, and for planes; `existsok` allows to replace existing files."""
         with memory_for(lambda: f"a storage of {self.max_size:,} frames of {layout.rows.nbytes:,} bytes"):
             if layout.planes:  # no numbers of planes yet; NumPy's zeros take memory as they are written, unlike Torch's
                 rows = torch.from_numpy(np.zeros((self.max_size, layout.rows.words), np.int64))
             else:
                 rows = torch.empty(self.max_size, layout.rows.words, dtype=torch.int64, device=self.device)
-        return rows, SharedLeaves(layout, repeat(HeldRows), self.max_size)
+        return PackedRows(layout.rows, rows), SharedLeaves(layout, repeat(HeldRows), self.max_size)
 
-    def _open(self) -> tuple[FrameLayout, Tensor, SharedLeaves]:
+    def _open(self) -> tuple[FrameLayout, PackedRows, SharedLeaves]:
         if self.layout is None or self._rows is None or self._shared is None:
             raise ValueError("the storage has no frames yet: extend it first")
         return self.layout, self._rows, self._shared
@@ -135,15 +150,16 @@ class LazyTensorStorage(Storage):
     @override
     def read(self, slots: Ints, mask: Bools | None = None) -> Any:
         layout, rows, shared = self._open()
-        if rows.is_cpu:
-            gathered = layout.rows.gather(rows.numpy(), slots)
-        else:
-            gathered = rows.index_select(0, torch.from_numpy(slots).to(self.device))
-        if mask is not None:
-            gathered[torch.from_numpy(~mask).to(gathered.device)] = 0
-        if gathered.device != self.device:
-            gathered = gathered.pin_memory().to(self.device, non_blocking=True)
-        return shared.unpack(gathered) if layout.planes else layout.rows.unpack(gathered)
+        if not rows.tensor.is_cpu:
+            gathered = rows.tensor.index_select(0, torch.from_numpy(slots).to(self.device))
+            if mask is not None:
+                gathered[torch.from_numpy(~mask).to(self.device)] = 0
+            return layout.rows.unpack(gathered)
+        records = gather(rows.records, slots, mask)
+        if self.device.type == "cpu":
+            return (shared if layout.planes else layout.rows).unpack(records)
+        words = torch.from_numpy(records.view(np.int64).reshape(len(slots), -1))
+        return layout.rows.unpack(words.pin_memory().to(self.device, non_blocking=True))
 
     @override
     def copy(self) -> LazyTensorStorage:
@@ -157,7 +173,7 @@ class LazyTensorStorage(Storage):
         if self.layout is None:
             return None
         layout, rows, shared = self._open()
-        return {**layout.to_json(), "segments": SegmentFiles(directory, rows, shared).dump(frames, earlier)}
+        return {**layout.to_json(), "segments": SegmentFiles(directory, rows.tensor, shared).dump(frames, earlier)}
 
     @override
     def load(self, frames: range, dumped: Dumped, allow_pickle: bool) -> None:
@@ -165,7 +181,7 @@ class LazyTensorStorage(Storage):
         if header is not None:
             layout = FrameLayout.from_json(header)
             rows, shared = self._allocate(layout, existsok=True)
-            SegmentFiles(directory, rows, shared).load(header["segments"])
+            SegmentFiles(directory, rows.tensor, shared).load(header["segments"])
             self.layout, self._rows, self._shared = layout, rows, shared
         self._announce(frames.start, frames.stop)
 
@@ -220,7 +236,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._base = 0  # the number of the first frame after `empty`: for readers, numbers only increase
 
     @override
-    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[Tensor, SharedLeaves]:
+    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[PackedRows, SharedLeaves]:
         with contextlib.ExitStack() as stack:
             directory = self.scratch_dir
             if directory is None:  # open files live on without their names
@@ -244,7 +260,7 @@ class LazyMemmapStorage(LazyTensorStorage):
                 for each in former:  # files of planes that no header names
                     each.unlink(missing_ok=True)
         self._file, self._base = file, 0
-        return torch.from_numpy(file.rows), shared
+        return PackedRows(layout.rows, torch.from_numpy(file.rows)), shared
 
     def _create(self, path: Path, layout: FrameLayout) -> tuple[RowsFile, SharedLeaves]:
         """Create the file, and those for planes."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.buffers import Ints
-from funcollect.buffers.storages.packed_rows import FrameLayout, RowLayout, time_major
+from funcollect.buffers.storages.packed_rows import FrameLayout, PackedRows, Records, RowLayout, gather, time_major
 from funcollect.buffers.storages.storage import Dumped
 from funcollect.files import allocate
 from funcollect.tree import Path as KeyPath
@@ -204,13 +204,13 @@ class SharedLeaves:
         tables = ((pool.rows, pool._hashes, pool._uses, pool._recent, pool._free) for pool in self.pools)
         return sum(table.nbytes for some in tables for table in some)
 
-    def unpack(self, rows: Tensor) -> Any:
+    def unpack(self, rows: Records) -> Any:
         """The batch in the rows, with copies of the shared leaves; the other leaves are views."""
         leaves = self._layout.leaves(rows)
         for pool, shared in self._leaves.items():
             for column, shape in shared.values():
                 numbers = leaves[column].numpy().reshape(-1).astype(np.int64)
-                (planes,) = pool.layout.leaves(pool.layout.gather(pool.rows, numbers))
+                (planes,) = pool.layout.leaves(gather(pool.layout.records(pool.rows), numbers))
                 leaves[column] = planes.view(len(rows), *shape)
         return self._layout.unpack(rows, leaves)
 
@@ -286,7 +286,7 @@ def _parts(leaves: Sequence[Tensor], ndim: int, first: int, plane: RowLayout) ->
         planes = [leaf.reshape(-1, plane.columns[0].count) for leaf in some]
         rows = np.zeros((len(planes), len(planes[0]), plane.words), np.int64)
         for part, each in zip(rows, planes, strict=True):
-            plane.pack(torch.from_numpy(part), {_PLANE: each}, 1)
+            PackedRows(plane, torch.from_numpy(part)).write(0, len(part), {_PLANE: each}, 1)
         begin = start * lanes + skipped
         yield slice(begin, begin + len(some[0])), rows.reshape(-1, plane.words)
 

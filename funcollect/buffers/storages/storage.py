@@ -52,6 +52,10 @@ class Storage(Protocol):
     compact_obs: bool  # whether equal observations and next observations are stored once
     frame_stack: int | None = None  # frames per stack, where each frame is stored once
 
+    def recognized(self, data: Any) -> Incoming | None:
+        """What `admit` would return, if the batch has the form of the one before, which is admitted already."""
+        return None
+
     def admit(self, data: Any) -> Incoming:
         """Check a batch and prepare it for `write`; TypeError or ValueError if it does not match the storage."""
 
