@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import _signal  # `signal` turns every handler into a member of an enum, which takes longer than most blocks
+# `signal` looks for each handler in an enum, which takes longer than most blocks.
+import _signal  # type: ignore[import-not-found]
 import threading
 from types import FrameType
 from typing import Any, ClassVar

@@ -24,6 +24,8 @@ __all__ = [
     "SamplerWithoutReplacement", "SliceSampler",
 ]  # fmt: skip
 
+_flat = lru_cache(typed=True)(indices.Flat)  # to check the arguments again would take as long as to draw
+
 
 class RandomSampler(Sampler):
     """Single frames, drawn uniformly with replacement.
@@ -47,11 +49,6 @@ class RandomSampler(Sampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
-
-
-@lru_cache(typed=True)
-def _flat(batch_size: int) -> indices.Flat:
-    return indices.Flat(batch_size)
 
 
 class SamplerWithoutReplacement(RandomSampler):

@@ -41,7 +41,7 @@ def test_any_dtypes_and_shapes(columns, ndim, time_major):
     batch = TensorDict({"deep": leaves, "k": leaves["k0"]}, lead)
     layout, rows = packed(batch, ndim)
     layout.check(leaves_of(batch), ndim)
-    frames = layout.unpack(rows).reshape(lead[-1], *lead[:-1])
+    frames = layout.unpack(layout.records(rows.numpy())).reshape(lead[-1], *lead[:-1])
     assert_same(frames.apply(lambda leaf: leaf.movedim(0, ndim - 1), batch_size=batch.batch_size), batch)
     assert layout.nbytes <= sum(column.nbytes for column in layout.columns) + 16
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,6 @@ class PackedLeaf:
     count: int  # the number of values
     nbytes: int
     element: np.dtype[np.void]  # all values of a frame, as nothing but their bytes
-    carrier: torch.dtype | None  # see `_CARRIERS`
 
 
 def leaves_of(data: Any, prefix: Path = ()) -> dict[Path, Tensor]:
@@ -68,10 +67,7 @@ def leaves_of(data: Any, prefix: Path = ()) -> dict[Path, Tensor]:
 
 
 def form_of(batch: TensorDict, leaves: list[Tensor]) -> list[Any]:
-    """The size, keys, shapes and dtypes of a batch, whose leaves are added to `leaves`.
-
-    It equals no other form if the batch holds anything but tensors.
-    """
+    """The size, keys, shapes and dtypes of a batch, whose leaves are added to `leaves`; unique if it holds others."""
     form: list[Any] = [batch.batch_size]
     for name, value in batch.items():
         if type(value) is Tensor:
@@ -124,21 +120,19 @@ class RowLayout:
         self.structure = structure  # that of a frame that is a tree; None for TensorDicts
         offset, columns = 0, dict[Path, PackedLeaf]()
         for path, (shape, dtype) in sorted(leaves.items(), key=lambda leaf: (-leaf[1][1].itemsize, str(leaf[1][1]))):
-            count = math.prod(shape)
-            nbytes = count * dtype.itemsize
-            element, carrier = np.dtype(f"V{nbytes}"), _CARRIERS.get(dtype)
-            columns[path] = PackedLeaf(path, shape, dtype, offset, count, nbytes, element, carrier)
+            nbytes = (count := math.prod(shape)) * dtype.itemsize
+            columns[path] = PackedLeaf(path, shape, dtype, offset, count, nbytes, np.dtype(f"V{nbytes}"))
             offset += nbytes
         self.columns, self._paths = [columns[path] for path in leaves], {*leaves}
         self._nested = nest({path: index for index, path in enumerate(leaves)}) if structure is None else {}
         # tensordict cannot clone floats of eight bits if a device is set.
         dtypes = {dtype for _, dtype in leaves.values()}
         self._placed = bool(dtypes) and all(dtype.itemsize > 1 or not dtype.is_floating_point for dtype in dtypes)
-        self._carried = [index for index, column in enumerate(self.columns) if column.carrier]
+        self._carried = [index for index, column in enumerate(self.columns) if column.dtype in _CARRIERS]
         widest = max([_WORD, *(dtype.itemsize for dtype in dtypes)])
         self.nbytes = max(-(-offset // widest), 1) * widest
         self.words, self.names = self.nbytes // _WORD, [*map(str, leaves)]
-        carriers = [torch.empty(0, dtype=column.carrier or column.dtype).numpy() for column in self.columns]
+        carriers = [torch.empty(0, dtype=_CARRIERS.get(column.dtype, column.dtype)).numpy() for column in self.columns]
         typed = [(array.dtype, column.shape) for array, column in zip(carriers, self.columns, strict=True)]
         # A row as a struct with a field per column; as one, NumPy sees its values, or nothing but their bytes.
         offsets = [column.offset for column in self.columns]
@@ -179,7 +173,7 @@ class RowLayout:
         return {
             column.path: torch.from_numpy(records[name][slots])  # `take` would copy all rows
             for name, column in zip(self.names, self.columns, strict=True)
-            if column.count == 1 and column.carrier is None
+            if column.count == 1 and column.dtype not in _CARRIERS
         }
 
     def unpack(self, rows: Tensor | Records, leaves: list[Tensor] | None = None) -> Any:
@@ -193,11 +187,8 @@ class RowLayout:
     def leaves(self, rows: Tensor | Records) -> list[Tensor]:
         """Views of the leaves in `rows`, by column."""
         if isinstance(rows, Tensor):
-            if not rows.is_cpu:
-                return self.views(rows)
-            rows = self.records(rows.numpy())
-        as_tensor = torch.from_numpy
-        leaves = [as_tensor(rows[name]) for name in self.names]
+            return self.views(rows)
+        leaves = [torch.from_numpy(rows[name]) for name in self.names]
         for index in self._carried:
             leaves[index] = leaves[index].view(self.columns[index].dtype)
         return leaves
@@ -218,60 +209,47 @@ def time_major(leaf: Tensor, ndim: int) -> Tensor:
 
 def _elements(leaf: Tensor, ndim: int, column: PackedLeaf) -> npt.NDArray[np.void]:
     """The frames of a leaf ``[*B, T, ...]``, not empty, by time, then by lane, each as one element of bytes: [N]."""
-    if column.carrier is not None:
-        leaf = leaf.view(column.carrier)
+    if column.dtype in _CARRIERS:
+        leaf = leaf.view(_CARRIERS[column.dtype])
     array = leaf.numpy(force=True)
-    if ndim > 1:
-        array = array.transpose(_time_first(ndim, array.ndim))
-    array = array.reshape(-1, column.count)
-    if array.strides[1] != array.itemsize:  # the values of each frame are not contiguous
+    if ndim > 1 and array.shape[ndim - 1] != 1:  # the lanes of one step are in order
+        array = array.transpose(ndim - 1, *range(ndim - 1), *range(ndim, array.ndim))
+    if not array.flags.c_contiguous:
+        array = array.reshape(-1, column.count)
+        if array.strides[1] == array.itemsize:  # the values of each frame are contiguous
+            return array.view(column.element)[:, 0]
         array = np.ascontiguousarray(array)
-    return array.view(column.element)[:, 0]
-
-
-@cache
-def _time_first(ndim: int, dims: int) -> tuple[int, ...]:
-    return (ndim - 1, *range(ndim - 1), *range(ndim, dims))
+    return np.frombuffer(array, column.element)
 
 
 class PackedRows:
     """Rows [capacity, words] int64 of a layout, and on the CPU the views by which NumPy writes and reads them."""
 
     def __init__(self, layout: RowLayout, tensor: Tensor) -> None:
-        self.layout, self.tensor = layout, tensor
+        self.layout, self.tensor, self.nbytes = layout, tensor, tensor.nbytes
         if tensor.is_cpu:
-            rows = tensor.numpy()
-            self.records, opaque = layout.records(rows), rows.view(layout.opaque)[:, 0]
-            self._fields = [opaque[name] for name in layout.names]
+            self.records = layout.records(tensor.numpy())
+            self._fields = [self.records.view(layout.opaque)[name] for name in layout.names]
 
     def __reduce__(self) -> Any:
         return PackedRows, (self.layout, self.tensor)  # a copy of the views would be none of the copied rows
 
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes of all rows."""
-        return self.tensor.nbytes
-
     def write(self, slot: int, count: int, leaves: Mapping[Path, Tensor], ndim: int, first: int = 0) -> None:
         """Write frames of leaves ``[*B, T, ...]`` from `first` on, by time, then by lane, to rows from `slot` on."""
-        if not self.tensor.is_cpu:
-            self._write_on_device(self.tensor[slot : slot + count], leaves, ndim, first)
-            return
         at, some = slice(slot, slot + count), slice(first, first + count)
-        for field, column in zip(self._fields, self.layout.columns, strict=True):
-            if column.nbytes and count:
-                field[at] = _elements(leaves[column.path], ndim, column)[some]
-
-    def _write_on_device(self, rows: Tensor, leaves: Mapping[Path, Tensor], ndim: int, first: int) -> None:
-        source = next(iter(leaves.values())).device
+        if self.tensor.is_cpu:
+            for field, column in zip(self._fields, self.layout.columns, strict=True):
+                if column.nbytes and count:
+                    field[at] = _elements(leaves[column.path], ndim, column)[some]
+            return
+        rows, source = self.tensor[at], next(iter(leaves.values())).device
         if source != rows.device:
             staged = torch.empty_like(rows, device=source, pin_memory=source.type == "cpu")
-            PackedRows(self.layout, staged).write(0, len(rows), leaves, ndim, first)
+            PackedRows(self.layout, staged).write(0, count, leaves, ndim, first)
             rows.copy_(staged, non_blocking=True)
             return
         for view, column in zip(self.layout.views(rows), self.layout.columns, strict=True):
-            leaf = time_major(leaves[column.path], ndim).reshape(-1, *column.shape)
-            view.copy_(leaf[first : first + len(rows)])
+            view.copy_(time_major(leaves[column.path], ndim).reshape(-1, *column.shape)[some])
 
 
 def _build(nested: Mapping[str, Any], leaves: list[Tensor], attributes: Mapping[str, Any]) -> TensorDict:
@@ -288,7 +266,7 @@ def _build(nested: Mapping[str, Any], leaves: list[Tensor], attributes: Mapping[
 @lru_cache
 def _attributes(size: torch.Size, device: torch.device | None) -> dict[str, Any]:
     """Those of a TensorDict as tensordict makes it; to copy them takes a third of the time."""
-    return vars(TensorDict._new_unsafe({}, batch_size=size, device=device))
+    return {**vars(TensorDict._new_unsafe({}, batch_size=size, device=device))}
 
 
 def gather(records: Records, slots: Ints, mask: Bools | None = None) -> Records:

@@ -89,15 +89,13 @@ class LazyTensorStorage(Storage):
         self._rows: PackedRows | None = None
         self._shared: SharedLeaves | None = None
         # Of the newest batch: its form, the batch dimensions, the paths of the leaves, and the layout that it matches.
-        self._admitted: tuple[Any, tuple[int, ...], list[KeyPath], FrameLayout] | None = None
+        self._admitted: tuple[Any, tuple[int, ...], list[KeyPath], FrameLayout | None] = None, (), [], None
 
     @override
     def recognized(self, data: Any) -> Incoming | None:
-        if self._admitted is None or type(data) is not TensorDict:
-            return None
         form, lead, paths, layout = self._admitted
         leaves: list[Tensor] = []
-        if layout is not self.layout or form_of(data, leaves) != form:
+        if type(data) is not TensorDict or layout is not self.layout or form_of(data, leaves) != form:
             return None
         return Incoming(lead, dict(zip(paths, leaves, strict=True)), layout)
 
@@ -107,8 +105,7 @@ class LazyTensorStorage(Storage):
         lead = lead_of(data, leaves, self.ndim)
         layout = self.layout or FrameLayout.of(data, leaves, self.ndim, self.compact_obs, self.frame_stack)
         layout.batch.check(leaves, self.ndim)
-        if type(data) is TensorDict:
-            self._admitted = form_of(data, []), lead, [*leaves], layout
+        self._admitted = form_of(data, []) if type(data) is TensorDict else None, lead, [*leaves], layout
         return Incoming(lead, leaves, layout)
 
     @override
@@ -150,16 +147,16 @@ class LazyTensorStorage(Storage):
     @override
     def read(self, slots: Ints, mask: Bools | None = None) -> Any:
         layout, rows, shared = self._open()
-        if not rows.tensor.is_cpu:
-            gathered = rows.tensor.index_select(0, torch.from_numpy(slots).to(self.device))
-            if mask is not None:
-                gathered[torch.from_numpy(~mask).to(self.device)] = 0
-            return layout.rows.unpack(gathered)
-        records = gather(rows.records, slots, mask)
-        if self.device.type == "cpu":
-            return (shared if layout.planes else layout.rows).unpack(records)
-        words = torch.from_numpy(records.view(np.int64).reshape(len(slots), -1))
-        return layout.rows.unpack(words.pin_memory().to(self.device, non_blocking=True))
+        if rows.tensor.is_cpu:
+            records = gather(rows.records, slots, mask)
+            if self.device.type == "cpu":
+                return (shared if layout.planes else layout.rows).unpack(records)
+            words = torch.from_numpy(records.view(np.int64).reshape(len(slots), -1))
+            return layout.rows.unpack(words.pin_memory().to(self.device, non_blocking=True))
+        gathered = rows.tensor.index_select(0, torch.from_numpy(slots).to(self.device))
+        if mask is not None:
+            gathered[torch.from_numpy(~mask).to(self.device)] = 0
+        return layout.rows.unpack(gathered)
 
     @override
     def copy(self) -> LazyTensorStorage:

@@ -241,9 +241,9 @@ class SharedLeaves:
 
     def numbers(self, rows: Tensor) -> Iterator[tuple[PlanePool, _Numbers]]:
         """Each shared leaf's pool, and a view [N, k] of the numbers of its planes."""
-        leaves = self._layout.leaves(rows)
+        records = self._layout.records(rows.numpy())
         for pool, shared in self._leaves.items():
-            yield from ((pool, leaves[column].numpy()) for column, _ in shared.values())
+            yield from ((pool, records[self._layout.names[column]]) for column, _ in shared.values())
 
     def release(self, rows: Tensor, index: Ints | slice = slice(None)) -> None:
         """Free the planes whose last uses were in the rows at `index`."""
