@@ -1,10 +1,14 @@
 """Frames packed in rows and out again, bit for bit."""
 
+import copy
+import sys
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import NonTensorData, TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 import funcollect as fc
 from funcollect.buffers.storages.packed_rows import PackedRows, RowLayout, leaves_of
@@ -96,6 +100,7 @@ BATCH = TensorDict({"x": torch.zeros(4, 2), "next": {"reward": torch.zeros(4, 1)
     (BATCH.clone().set("y", torch.zeros(4)), r"the batch adds \['y'\], expected the keys"),
     (BATCH.clone().set("x", torch.zeros(4, 3)), r"x is \[3\] torch.float32 .* holds \[2\] torch.float32"),
     (BATCH.clone().set(("next", "reward"), torch.zeros(4, 1).double()), r"next.reward is \[1\] torch.float64"),
+    (TensorDict({"x": BATCH["x"], "next": {}, "reward": BATCH["next", "reward"]}, [4]), r"lacks \['next.reward'\] and"),
 ])  # fmt: skip
 def test_batches_that_do_not_fit_name_key_and_shapes(other, message):
     buffer = filled(BATCH + 1)
@@ -109,3 +114,54 @@ def test_leaves_that_are_not_tensors():
     batch = TensorDict({"x": torch.zeros(4), "note": NonTensorData("hello", batch_size=[4])}, [4])
     with pytest.raises(TypeError, match=r"note is NonTensorData, expected a tensor: leave it out \(batch.exclude"):
         filled(batch)
+
+
+def noisy(*lead):
+    return noise(torch.int64, (*lead, 2))
+
+
+def noisy_batch(*lead):
+    return TensorDict({"a": noisy(*lead), "next": {"b": noisy(*lead), "c": noisy(*lead)}}, lead)
+
+
+@pytest.mark.parametrize("other", [
+    lambda: noisy_batch(2, 3), lambda: noisy_batch(3, 2), lambda: noisy_batch(2, 1), lambda: noisy_batch(1, 3),
+    lambda: noisy_batch(2, 0), lambda: noisy_batch(5, 4), lambda: noisy_batch(3, 2).transpose(0, 1),
+    lambda: TensorDict({"next": {"c": noisy(2, 3), "b": noisy(2, 3)}, "a": noisy(2, 3)}, [2, 3]),
+    lambda: TensorDict({"a": noisy(2, 3), "next": TensorDict({"c": noisy(2, 3), "b": noisy(2, 3)}, [2])}, [2, 3]),
+    lambda: LazyStackedTensorDict(*noisy_batch(2, 3)),
+])  # fmt: skip
+def test_batches_that_change_their_form_and_batches_that_keep_it(other):
+    """One with the form of the batch before it is not checked again."""
+    buffer, usual = fc.ReplayBuffer(storage=fc.LazyTensorStorage(19, ndim=2)), lambda: noisy_batch(2, 3)
+    for make in (usual, usual, other, other, usual, usual):
+        batch = make()
+        slots = buffer.extend(batch)
+        stored = slots >= 0
+        assert slots.shape == batch.shape
+        assert (buffer[slots[stored]] == batch[stored]).all()
+
+
+def entered_by(call):
+    """How many Python functions a call enters."""
+    names = []
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_qualname) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(names)
+
+
+def test_a_frame_and_a_sample_cost_few_calls():
+    """What depends on the form of a batch is prepared at the first one."""
+    buffer, frame = filled(BATCH[:1], 9, batch_size=4), BATCH[1:2]
+    buffer.sample()
+    assert entered_by(lambda: buffer.extend(frame)) <= 25
+    assert entered_by(buffer.sample) <= 25
+
+
+def test_a_copy_of_rows_is_written_and_read_as_one():
+    storage = copy.deepcopy(filled(BATCH).storage)
+    storage.write(storage.admit(BATCH + 1), 2)
+    assert (storage.read(np.arange(6)) == torch.cat([BATCH[:2], BATCH + 1])).all()
