@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 import funcollect as fc
-from funcollect.buffers.storages.packed_rows import PackedRows, RowLayout, leaves_of
+from funcollect.buffers.storages.packed_rows import RowLayout, ViewedRows, leaves_of
 from tests.buffers.conftest import filled
 from tests.support.compare import assert_same
 
@@ -77,7 +77,7 @@ def packed(batch, ndim):
     """The layout of a batch, and its rows."""
     layout = RowLayout.of(batch, ndim)
     rows = torch.zeros(batch.numel(), layout.words, dtype=torch.int64)
-    PackedRows(layout, rows).write(0, len(rows), leaves_of(batch), ndim)
+    ViewedRows(layout, rows).write(0, len(rows), leaves_of(batch), ndim)
     return layout, rows
 
 

@@ -222,7 +222,7 @@ def _elements(leaf: Tensor, ndim: int, column: PackedLeaf) -> npt.NDArray[np.voi
     return np.frombuffer(array, column.element)
 
 
-class PackedRows:
+class ViewedRows:
     """Rows [capacity, words] int64 of a layout, and on the CPU the views by which NumPy writes and reads them."""
 
     def __init__(self, layout: RowLayout, tensor: Tensor) -> None:
@@ -232,7 +232,7 @@ class PackedRows:
             self._fields = [self.records.view(layout.opaque)[name] for name in layout.names]
 
     def __reduce__(self) -> Any:
-        return PackedRows, (self.layout, self.tensor)  # a copy of the views would be none of the copied rows
+        return ViewedRows, (self.layout, self.tensor)  # a copy of the views would be none of the copied rows
 
     def write(self, slot: int, count: int, leaves: Mapping[Path, Tensor], ndim: int, first: int = 0) -> None:
         """Write frames of leaves ``[*B, T, ...]`` from `first` on, by time, then by lane, to rows from `slot` on."""
@@ -245,7 +245,7 @@ class PackedRows:
         rows, source = self.tensor[at], next(iter(leaves.values())).device
         if source != rows.device:
             staged = torch.empty_like(rows, device=source, pin_memory=source.type == "cpu")
-            PackedRows(self.layout, staged).write(0, count, leaves, ndim, first)
+            ViewedRows(self.layout, staged).write(0, count, leaves, ndim, first)
             rows.copy_(staged, non_blocking=True)
             return
         for view, column in zip(self.layout.views(rows), self.layout.columns, strict=True):

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
 from funcollect.buffers import Bools, Ints
-from funcollect.buffers.storages.packed_rows import FrameLayout, PackedRows, form_of, gather, lead_of, leaves_of
+from funcollect.buffers.storages.packed_rows import FrameLayout, ViewedRows, form_of, gather, lead_of, leaves_of
 from funcollect.buffers.storages.shared_leaves import PLANES, HeldRows, RowsInFile, SegmentFiles, SharedLeaves, room_for
 from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size
 from funcollect.interop.memory import memory_for
@@ -86,7 +86,7 @@ class LazyTensorStorage(Storage):
         self.device = checked_device(device) or torch.device("cpu")
         self.compact_obs, self.frame_stack = compact_obs, frame_stack
         self.layout: FrameLayout | None = None
-        self._rows: PackedRows | None = None
+        self._rows: ViewedRows | None = None
         self._shared: SharedLeaves | None = None
         # Of the newest batch: its form, the batch dimensions, the paths of the leaves, and the layout that it matches.
         self._admitted: tuple[Any, tuple[int, ...], list[KeyPath], FrameLayout | None] = None, (), [], None
@@ -130,16 +130,16 @@ class LazyTensorStorage(Storage):
     def _announce(self, oldest: int, written: int) -> None:
         """Publish that exactly the frames ``oldest … written - 1`` are complete; before and after they are written."""
 
-    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[PackedRows, SharedLeaves]:
+    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[ViewedRows, SharedLeaves]:
         """Memory for the rows [max_size, words] int64, and for planes; `existsok` allows to replace existing files."""
         with memory_for(lambda: f"a storage of {self.max_size:,} frames of {layout.rows.nbytes:,} bytes"):
             if layout.planes:  # no numbers of planes yet; NumPy's zeros take memory as they are written, unlike Torch's
                 rows = torch.from_numpy(np.zeros((self.max_size, layout.rows.words), np.int64))
             else:
                 rows = torch.empty(self.max_size, layout.rows.words, dtype=torch.int64, device=self.device)
-        return PackedRows(layout.rows, rows), SharedLeaves(layout, repeat(HeldRows), self.max_size)
+        return ViewedRows(layout.rows, rows), SharedLeaves(layout, repeat(HeldRows), self.max_size)
 
-    def _open(self) -> tuple[FrameLayout, PackedRows, SharedLeaves]:
+    def _open(self) -> tuple[FrameLayout, ViewedRows, SharedLeaves]:
         if self.layout is None or self._rows is None or self._shared is None:
             raise ValueError("the storage has no frames yet: extend it first")
         return self.layout, self._rows, self._shared
@@ -233,7 +233,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._base = 0  # the number of the first frame after `empty`: for readers, numbers only increase
 
     @override
-    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[PackedRows, SharedLeaves]:
+    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[ViewedRows, SharedLeaves]:
         with contextlib.ExitStack() as stack:
             directory = self.scratch_dir
             if directory is None:  # open files live on without their names
@@ -257,7 +257,7 @@ class LazyMemmapStorage(LazyTensorStorage):
                 for each in former:  # files of planes that no header names
                     each.unlink(missing_ok=True)
         self._file, self._base = file, 0
-        return PackedRows(layout.rows, torch.from_numpy(file.rows)), shared
+        return ViewedRows(layout.rows, torch.from_numpy(file.rows)), shared
 
     def _create(self, path: Path, layout: FrameLayout) -> tuple[RowsFile, SharedLeaves]:
         """Create the file, and those for planes."""

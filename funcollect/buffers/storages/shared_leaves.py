@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.buffers import Ints
-from funcollect.buffers.storages.packed_rows import FrameLayout, PackedRows, Records, RowLayout, gather, time_major
+from funcollect.buffers.storages.packed_rows import FrameLayout, Records, RowLayout, ViewedRows, gather, time_major
 from funcollect.buffers.storages.storage import Dumped
 from funcollect.files import allocate
 from funcollect.tree import Path as KeyPath
@@ -286,7 +286,7 @@ def _parts(leaves: Sequence[Tensor], ndim: int, first: int, plane: RowLayout) ->
         planes = [leaf.reshape(-1, plane.columns[0].count) for leaf in some]
         rows = np.zeros((len(planes), len(planes[0]), plane.words), np.int64)
         for part, each in zip(rows, planes, strict=True):
-            PackedRows(plane, torch.from_numpy(part)).write(0, len(part), {_PLANE: each}, 1)
+            ViewedRows(plane, torch.from_numpy(part)).write(0, len(part), {_PLANE: each}, 1)
         begin = start * lanes + skipped
         yield slice(begin, begin + len(some[0])), rows.reshape(-1, plane.words)
 
