@@ -27,7 +27,7 @@ from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memo import memo_of
-from funcollect.protocols import JaxEnv, Policy, Transition, traced_values
+from funcollect.protocols import JaxEnv, Policy, traced_values
 from funcollect.specs import ExplorationType
 
 
@@ -99,15 +99,11 @@ def _warn_of_stops(env: JaxEnv, state: CollectorState) -> None:
     memo, space = memo_of(env), env.action_space
     if "stops" in memo or not isinstance(space, spaces.Box):
         return
-    jax = import_jax()
-
-    def first_step(key: Any) -> Transition:
-        params = of_one_lane(state.env_params)
-        begun, _ = reset_lane(env, key, params)
-        return step_lane(env, key, begun, jax.numpy.zeros(space.shape, space.dtype), params)
-
-    traced = jax.make_jaxpr(first_step)(jax.ShapeDtypeStruct((2,), np.uint32)).jaxpr
-    memo["stops"] = "stop_gradient" in operations(traced)
+    jax, params = import_jax(), of_one_lane(state.env_params)
+    key, action = jax.ShapeDtypeStruct((2,), np.uint32), jax.ShapeDtypeStruct(space.shape, space.dtype)
+    begun, _ = jax.eval_shape(partial(reset_lane, env), key, params)
+    step = jax.make_jaxpr(partial(step_lane, env))(key, begun, action, params)
+    memo["stops"] = "stop_gradient" in operations(step.jaxpr)
     if memo["stops"]:
         warnings.warn(
             f"{env} stops gradients in its step (jax.lax.stop_gradient), so they do not pass from one step to the next "

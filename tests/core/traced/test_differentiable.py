@@ -39,13 +39,13 @@ def spring(num_envs=3):
 
 
 class Detached(fc.envs.JaxEnvBase):
-    """Adds up its actions; `stops` cuts the gradient at each step."""
+    """Adds up its actions; `stops` cuts the gradient at each step. At the start it is cut in any case, as brax does."""
 
     observation_space = action_space = gymnasium.spaces.Box(-99, 99, (1,))
     stops = True
 
     def reset(self, key, params):
-        return jnp.zeros(1), jnp.zeros(1)
+        return jax.lax.stop_gradient(jnp.zeros(1)), jnp.zeros(1)
 
     def step(self, key, place, action, params):
         place = place + action
