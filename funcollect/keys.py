@@ -28,6 +28,7 @@ Key = npt.NDArray[np.uint32]  # [2]
 _LOW = 0xFFFFFFFF
 _HASHES = 1 << 14  # at a time, so that they stay in the processor's cache
 _HASHES_ON_DEVICE = 1 << 22  # at a time, so that they take 32 MB for each intermediate result
+_ON_CPU = torch.default_generator
 _DRAWS: dict[tuple[torch.device, int], Tensor] = {}
 _KEYS_ON_DEVICE: Any = WeakIdKeyDictionary()  # of the lanes [P] of a run, by its seed and the purpose
 _FEW = 6  # hashes; fewer are faster with Python integers than with NumPy
@@ -257,7 +258,7 @@ class LaneKeys:
 
 
 class torch_generator:  # noqa: N801  (used as a function; a generator function costs a microsecond more per step)
-    """Run Torch's global CPU generator from `state`, which is advanced in place; restore it afterwards.
+    """Run Torch's global CPU generator from `state`, which is advanced in place, without gradients; restore both.
 
     That of a CUDA `device` is restored too, and seeded with a number that the CPU's draws first; not while a graph is
     captured, which draws from the generator as it is when the graph is launched.
@@ -267,28 +268,30 @@ class torch_generator:  # noqa: N801  (used as a function; a generator function 
         self._state, self._device = state, device
 
     def __enter__(self) -> None:
-        self._before = generator_states(self._device)
-        torch.set_rng_state(self._state)
+        self._before, self._grad = generator_states(self._device), torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        _ON_CPU.set_state(self._state)
         if self._before[1:]:
             seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
             _device_generator(self._device).manual_seed(seed)
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
-            self._state.copy_(torch.get_rng_state())
+            self._state.copy_(_ON_CPU.get_state())
         set_generator_states(self._device, self._before)
+        torch._C._set_grad_enabled(self._grad)
 
 
 def generator_states(device: torch.device | None) -> list[Tensor]:
     """The state of Torch's global CPU generator, and that of a CUDA `device` unless a graph is captured."""
     if device is None or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return [torch.get_rng_state()]
-    return [torch.get_rng_state(), _device_generator(device).get_state()]
+        return [_ON_CPU.get_state()]
+    return [_ON_CPU.get_state(), _device_generator(device).get_state()]
 
 
 def set_generator_states(device: torch.device | None, states: list[Tensor]) -> None:
     """Set the global generators to what `generator_states` returned."""
-    torch.set_rng_state(states[0])
+    _ON_CPU.set_state(states[0])
     for state in states[1:]:
         _device_generator(device).set_state(state)
 

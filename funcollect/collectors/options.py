@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from funcollect import arguments
 from funcollect.arguments import check_function, check_kind, check_positive, checked_device
-from funcollect.core.request import NO_VALUES, OwnColumns, Request, Value, check_ends, check_exploration, check_values
+from funcollect.core.request import NO_VALUES, Request, Value, check_ends, check_exploration, check_values
 from funcollect.envs.registry import make_env
 from funcollect.interop.jax_setup import default_device_type
 from funcollect.policies.as_policy import as_policy
@@ -289,18 +289,16 @@ class Options(RunnerOptions):
                     "them out"
                 )
 
-    def request(self, length: int, params: Any, lanes: int, columns: OwnColumns) -> Request:
+    def request(self, length: int, lanes: int) -> Request:
         """The request for one batch: a rollout of `length` steps. `lanes` counts the lanes of the whole run."""
         limit = self.max_frames_per_traj
         return Request(
             length=length,
-            params=params,
             exploration_type=self.exploration_type,
             exploration=self.exploration,
             max_frames_per_traj=limit if limit is not None and limit > 0 else None,
             random_steps=length * math.ceil(max(self.init_random_frames or 0, 0) / (lanes * length)),
             reset_when_done=self.reset_when_done,
-            columns=columns,
             owned=True,
             compact_obs=self.compact_obs,
         )

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -112,6 +112,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         self.seed = self.state.seed
         self.warning = own_action_warning(self.policy, options.init_random_frames)  # for the user; may be empty
         self.length = math.ceil(options.frames_per_batch / lanes)
+        self._request = options.request(self.length, self.lanes)
         self.loops: Mapping[str, api.RunLoop] = api.LOOPS  # what runs the rollouts, by `Route.loop`
 
     @property
@@ -141,7 +142,9 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
             self._recover()
         started = time.perf_counter()
         self._interrupted = True
-        request = self.options.request(self.length, self.params, self.lanes, columns)
+        request = self._request.given(self.params)
+        if columns is not NOWHERE:
+            request = replace(request, columns=columns)
         before = self.state
         after, batch = api.run(self.env, self.policy, before, request, loops=self.loops)
         if self.state is not before:  # another thread, or a callback, has updated the weights

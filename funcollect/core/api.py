@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from funcollect.policies.population import Population
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import Env, Policy, SimulatorsOfLanes
 from funcollect.specs import ExplorationType
-from funcollect.tree import without_time
 
 _STATES: dict[str, Any] = {"host": host, "torch": tensor, "jax": over_jax, "device": device}  # by an Env's backend
 RunLoop = Callable[[Any, Policy, CollectorState, Request], tuple[CollectorState, TensorDict]]
@@ -110,7 +110,21 @@ def rollout(
     >>> state.frames, batch.batch_size, batch["observation"].shape, batch["next", "reward"].shape
     (32, torch.Size([2, 16]), torch.Size([2, 16, 4]), torch.Size([2, 16, 1]))
     """
-    return run(env, policy, state, Request(length, params, exploration_type, exploration, max_frames_per_traj))
+    asked = _request(length, params, exploration_type, exploration, max_frames_per_traj, with_time=True)
+    return run(env, policy, state, asked)
+
+
+_plain = lru_cache(maxsize=256)(Request)
+
+
+def _request(
+    length: Any, params: Any, exploration_type: Any, exploration: Any, limit: Any, *, with_time: bool
+) -> Request:
+    """The checked request of a rollout. Those of plain values are kept."""
+    plain = exploration is NO_VALUES and type(length) is int and type(exploration_type) is ExplorationType
+    if plain and (limit is None or type(limit) is int):
+        return _plain(length, None, exploration_type, max_frames_per_traj=limit, with_time=with_time).given(params)
+    return Request(length, params, exploration_type, exploration, limit, with_time=with_time)
 
 
 def run(
@@ -122,21 +136,37 @@ def run(
     loops: Mapping[str, RunLoop] = LOOPS,
 ) -> tuple[CollectorState[Array], TensorDict]:
     """Do what `rollout` does, with every option, by one of `loops`; `function` is what the user called."""
+    opened = state.opened if type(state) is CollectorState and loops is LOOPS else None
+    what = partial(_what, request, state)
+    if opened is not None and (known := opened.known(request)) is not None:
+        check_eager(function)
+        with memory_for(what):
+            done = opened.rollout(env, policy, state, known)
+        if done is not None:
+            return done[0], with_values(done[1], known.exploration)
     check_policy(policy)
     params = policy.params if policy.backend == "jax" and request.params is None else request.params
     check_state(env, state, function, params)
+    asking, asked = policy, request
     policy = of_lanes(env, policy, state)
     values = exploration_values(policy, request.exploration, lambda: state.steps_made * state.total_lanes)
     if values is not request.exploration:
         request = replace(request, exploration=values)
     route = route_of(env, policy, request.exploration_type)
     run_loop, inner = loops[route.loop], route.policy
-    with memory_for(lambda: f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
+    with memory_for(what):
         if inner is policy or not isinstance(inner, LoweredPolicy):
             after, batch = run_loop(env, inner, state, request)
         else:
             after, batch = run_in_jax(inner, state, lambda entered: run_loop(env, inner, entered, request))
+    if after.opened is not None:
+        varies = inner is not asking or any(map(callable, asked.exploration.values()))
+        after.opened.asked = None if varies else asked
     return after, with_values(batch, values)
+
+
+def _what(request: Request, state: CollectorState) -> str:
+    return f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"
 
 
 def step(
@@ -156,8 +186,7 @@ def step(
     >>> fc.step(env, policy, fc.init(env, policy, seed=0))[1]["observation"].shape
     torch.Size([2, 4])
     """
-    state, batch = run(env, policy, state, Request(1, params, exploration_type, exploration), "step")
-    return state, without_time(batch).lock_()
+    return run(env, policy, state, _request(1, params, exploration_type, exploration, None, with_time=False), "step")
 
 
 def reset(env: Env, state: CollectorState[Array], mask: Tensor | None = None) -> CollectorState[Array]:

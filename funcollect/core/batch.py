@@ -7,9 +7,9 @@ a step of a small environment.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,48 +22,131 @@ from funcollect.envs.host.host_env import check_rewards
 from funcollect.interop.memory import complain_if
 from funcollect.policies.checks import check_apart
 from funcollect.protocols import Columns, Env
-from funcollect.tree import Path, select, to_batch
+from funcollect.specs import RESERVED
+from funcollect.tree import Form, Path, form_of, select, to_batch
 
 ROOT_FLAGS: list[Path] = [("terminated",), ("truncated",), ("done",)]
 NEXT_FLAGS: list[Path] = [("next", *path) for path in ROOT_FLAGS]
-OUTCOME_KEYS: list[Path] = [("next", name) for name in ("reward", "terminated", "truncated")]
-REWARD, TERMINATED, TRUNCATED = OUTCOME_KEYS
+_FLAGS = [*ROOT_FLAGS, *NEXT_FLAGS]
+REWARD: Path = ("next", "reward")
 _LANES = ("lane", "episode", "step", "returns", "terminated", "truncated")  # the counters [P] of a state
 _NUMBERS: list[Path] = [("collector", name) for name in ("traj_ids", "step", "lane", "policy_version")]
 
 
+class Page(NamedTuple):
+    """The memory of one rollout: what its steps record, and what its batch shows of that."""
+
+    columns: Sequence[Any]  # [T, P, ...]: tensors, or arrays of NumPy; the rewards come last
+    numbers: Any  # [4, P, T] int64: `_NUMBERS`; on the CPU in NumPy, as the flags
+    flags: Any  # [6, P, T] bool, False at first: `_FLAGS`
+    leaves: Sequence[Tensor]  # of the batch
+
+
+class Book:
+    """The memory of n rollouts of one request, in pages, and what holds for all of them.
+
+    Short rollouts share memory, since to make a tensor costs as much as a step of a small environment.
+    """
+
+    def __init__(
+        self, columns: Columns, ends: Sequence[Tensor], *, single: bool, request: Request, in_numpy: bool = False
+    ) -> None:
+        """Over `columns` [n, T, P, ...] by the batch's keys, rewards last, and two flags [T, P] for every rollout."""
+        count, length, num_lanes = columns[REWARD].shape
+        place, with_time = columns[REWARD].device, request.with_time
+        self._single, self._with_time = single, with_time
+        self._size = torch.Size((*[num_lanes] * (not single), *[length] * with_time))
+        self.paths = (*columns, *_NUMBERS, *_FLAGS)
+        self._forms: dict[tuple[Path, ...], Form] = {}  # by the other paths of a batch
+        self.on_host = place.type == "cpu"
+        self.terminated, self.truncated = (_in_numpy(each) if in_numpy else each for each in ends)  # False at first
+        self.episode, self.ids = None, None  # of the lanes that were counted last, and their trajectories [P, 1]
+        self.never = torch.zeros(num_lanes, dtype=torch.bool, device=place)
+        self.time: Any = np.arange(length) if self.on_host else torch.arange(length, device=place)
+        numbers = torch.empty(count, len(_NUMBERS), num_lanes, length, dtype=torch.int64, device=place)
+        flags = torch.zeros(count, len(_FLAGS), num_lanes, length, dtype=torch.bool, device=place)
+        leaves = [self._shown(each.unsqueeze(-1) if path == REWARD else each, 1) for path, each in columns.items()]
+        shown = [each.unbind() for each in leaves]
+        for names, memory in ((_NUMBERS, numbers.mT), (_FLAGS, flags.mT.unsqueeze(-1))):
+            every = self._shown(memory.flatten(0, 1), 1).unbind()
+            shown += [every[at :: len(names)] for at in range(len(names))]
+        counted = [_in_numpy(each) if self.on_host else each for each in (numbers, flags)]
+        recorded = [_in_numpy(each) if in_numpy else each for each in columns.values()]
+        self.pages = map(Page, zip(*recorded, strict=True), *counted, zip(*shown, strict=True))
+
+    def _shown(self, column: Tensor, time: int = 0) -> Tensor:
+        return shown(column, time, single=self._single, with_time=self._with_time)
+
+    def batch(self, page: Page, beside: Columns) -> TensorDict:
+        """Return the locked batch of a page, and of columns [T, P, ...] beside it."""
+        names = (*beside,)
+        if (form := self._forms.get(names)) is None:
+            check_apart(names, [path for path in self.paths if path[0] not in RESERVED])
+            form = self._forms[names] = form_of((*self.paths, *names), self._size, self._with_time)
+        return form.filled([*page.leaves, *map(self._shown, beside.values())])
+
+
 def deliver(
-    env: Env, state: CollectorState, request: Request, columns: Columns, outputs: Columns, *, on_host: bool = True
+    state: CollectorState, request: Request, book: Book, page: Page, beside: Columns, *, ended: bool = True
 ) -> tuple[dict[str, Tensor], TensorDict]:
     """Return the counters of the state after a rollout that began with `state`, and its batch.
 
-    The environment's `columns` and the policy's `outputs` are [T, P, ...] by the batch's keys. Unless they are
-    `on_host`, nothing waits for the device here within `reads_together`.
+    The columns `beside` those of the page are [T, P, ...] by the batch's keys. Without `ended` no episode ended, on
+    the host. On a device, nothing waits for it here within `reads_together`.
     """
-    check_apart(outputs, state.observation)
-    reward, place = columns[REWARD], columns[REWARD].device
-    length, num_lanes = reward.shape
-    numbers = torch.empty(4, num_lanes, length, dtype=torch.int64, device=place)
-    flags = torch.zeros(6, num_lanes, length, dtype=torch.bool, device=place)
-    xp, view = (np, Tensor.numpy) if on_host else (torch, Tensor.detach)
-    rows: list[Any] = [view(each) for each in (flags, reward, columns.pop(TERMINATED), columns.pop(TRUNCATED))]
-    time = np.arange(length) if on_host else torch.arange(length, device=place)
+    if request.reset_when_done and book.on_host and (not ended or request.length == 1):
+        after = _count_steps(state, book, page, ended=ended)
+    else:
+        after = _count(state, request, book, page)
+    if book.on_host:
+        check_rewards(_in_numpy(page.columns[-1]))
+    else:
+        _check_reward(page.columns[-1].detach())
+    return after, book.batch(page, beside)
+
+
+def _in_numpy(memory: Any) -> Any:
+    return memory.numpy() if isinstance(memory, Tensor) else memory
+
+
+def _count_steps(state: CollectorState, book: Book, page: Page, *, ended: bool) -> dict[str, Tensor]:
+    """Count as `_count` does if no step but the last one `ended` an episode, on the host: by additions alone."""
+    reward, (ids, steps, lanes, versions) = _in_numpy(page.columns[-1]), page.numbers
+    lane, episode, step = state.lane.numpy(), state.episode.numpy(), state.step.numpy()
+    if state.episode is not book.episode:
+        book.episode, book.ids = state.episode, trajectory_ids(lane, episode, state.total_lanes)[:, None]
+    ids[...] = book.ids
+    np.add(step[:, None], book.time, out=steps)
+    lanes[...], versions[...] = lane[:, None], state.policy_version
+    returns = state.returns.numpy() + reward[0]
+    if len(reward) > 1:
+        rows = reward.astype(np.float64)
+        rows[0] = returns
+        returns = rows.cumsum(0)[-1]
+    made = step + len(reward)
+    after = {"terminated": book.never, "truncated": book.never}
+    if ended:
+        flags = page.flags[..., -1]
+        flags[3], flags[4] = _in_numpy(book.terminated[-1]), _in_numpy(book.truncated[-1])
+        flags[5] = done = flags[3] | flags[4]
+        made[done], returns[done] = 0, 0.0
+        after["episode"] = torch.from_numpy(episode + done)
+        book.terminated[-1] = book.truncated[-1] = False
+    return {**after, "step": torch.from_numpy(made), "returns": torch.from_numpy(returns)}
+
+
+def _count(state: CollectorState, request: Request, book: Book, page: Page) -> dict[str, Tensor]:
+    """Write the counters and flags of a rollout, on the host or on a device; return the counters after it."""
+    xp, view = (np, _in_numpy) if book.on_host else (torch, Tensor.detach)
     before = SimpleNamespace(**{name: view(getattr(state, name)) for name in _LANES})
     count = _count_episodes if request.reset_when_done else _count_until_finished
-    number, step, after = count(xp, before, time, *rows)
+    recorded = map(view, (page.flags, page.columns[-1], book.terminated, book.truncated))
+    number, step, after = count(xp, before, book.time, *recorded)
     ids = trajectory_ids(before.lane[:, None], number, state.total_lanes)
-    for row, value in zip(view(numbers), (ids, step, before.lane[:, None], state.policy_version), strict=True):
+    for row, value in zip(page.numbers, (ids, step, before.lane[:, None], state.policy_version), strict=True):
         row[...] = value
-    if env.num_envs is None:
-        numbers, flags = numbers[:, 0], flags[:, 0]
-    counters = dict(zip(_NUMBERS, numbers.unbind(), strict=True))
-    counters |= zip((*ROOT_FLAGS, *NEXT_FLAGS), flags.unsqueeze(-1).unbind(), strict=True)
-    if on_host:
-        check_rewards(rows[1])
-    else:
-        _check_reward(reward.detach())
-    batch = as_batch(columns | outputs, single=env.num_envs is None, counters=counters)
-    return {name: torch.from_numpy(value) if on_host else value for name, value in after.items()}, batch
+    book.terminated[...] = book.truncated[...] = False
+    return {name: torch.from_numpy(value) if book.on_host else value for name, value in after.items()}
 
 
 def _count_episodes(
@@ -126,13 +209,13 @@ def reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dic
     return {"episode": episode, **cleared}
 
 
-def checked_batch(env: Env, columns: dict[Path, Tensor]) -> TensorDict:
+def checked_batch(env: Env, columns: dict[Path, Tensor], *, with_time: bool = True) -> TensorDict:
     """Return the batch of all columns [T, P, ...], counters included; root flags that are missing are False."""
     _check_reward(columns[REWARD].detach())
     if ROOT_FLAGS[0] not in columns:
         shape = len(ROOT_FLAGS), *columns[NEXT_FLAGS[0]].shape
         columns |= zip(ROOT_FLAGS, columns[NEXT_FLAGS[0]].new_zeros(shape).unbind(), strict=True)
-    return as_batch(columns, single=env.num_envs is None)
+    return as_batch(columns, single=env.num_envs is None, with_time=with_time)
 
 
 def _check_reward(reward: Tensor) -> None:
@@ -145,19 +228,31 @@ def _check_reward(reward: Tensor) -> None:
 
 
 def as_batch(
-    columns: Mapping[Path, Tensor], *, single: bool, counters: Mapping[Path, Tensor] | None = None, time: int = 0
+    columns: Mapping[Path, Tensor],
+    *,
+    single: bool,
+    time: int = 0,
+    with_time: bool = True,
 ) -> TensorDict:
-    """Return a locked batch [*B, P, T], or [*B, T] of a `single` environment, which has no batch dimension.
+    """Return a locked batch [*B, P, T], without P for a `single` environment, and without T unless `with_time`.
 
     The `columns` are [*B, T, P, ...], with `time` dimensions in ``*B``; flags and rewards of one player may lack their
-    last dimension, of size 1. The `counters` have the batch's own shapes already.
+    last dimension, of size 1.
     """
     *lead, length, num_lanes = columns[REWARD].shape[: time + 2]
     leaves = dict(columns)
-    for path in (REWARD, *ROOT_FLAGS, *NEXT_FLAGS):
+    for path in (REWARD, *_FLAGS):
         if path in leaves and leaves[path].ndim == time + 2:  # rewards of several players have their own
             leaves[path] = leaves[path].unsqueeze(-1)
-    for path, leaf in leaves.items():
-        leaves[path] = leaf.select(time + 1, 0) if single else leaf.transpose(time, time + 1)
-    shape = (*lead, length) if single else (*lead, num_lanes, length)
-    return to_batch({**leaves, **(counters or {})}, shape).lock_()
+    leaves = {path: shown(leaf, time, single=single, with_time=with_time) for path, leaf in leaves.items()}
+    shape = (*lead, *[num_lanes] * (not single), *[length] * with_time)
+    return to_batch(leaves, shape, with_time=with_time, locked=True)
+
+
+def shown(leaf: Tensor, time: int, *, single: bool, with_time: bool) -> Tensor:
+    """Return a column [*B, T, P, ...], with `time` dimensions in ``*B``, in the layout of a batch."""
+    if single:
+        leaf = leaf.select(time + 1, 0)
+    elif with_time:
+        leaf = leaf.transpose(time, time + 1)
+    return leaf if with_time else leaf.select(time, 0)

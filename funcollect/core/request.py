@@ -54,17 +54,19 @@ class Request:
     """One rollout's arguments, checked here and nowhere else: first those of `rollout`, in its order."""
 
     length: int  # the number of steps, T
-    params: Any = None
+    params: Any = field(default=None, compare=False)
     exploration_type: ExplorationType = ExplorationType.RANDOM  # how heads act
-    exploration: Mapping[str, Any] = field(default_factory=lambda: NO_VALUES)  # `run` sets all values, as numbers
+    # `run` sets all values, as numbers
+    exploration: Mapping[str, Any] = field(default_factory=lambda: NO_VALUES, compare=False)
     max_frames_per_traj: int | None = None  # steps after which a trajectory is truncated
     _: KW_ONLY
     random_steps: int = 0  # steps, from the beginning of the run, in which lanes act randomly
     reset_when_done: bool = True  # False keeps a finished lane finished
     # memory [T, P, ...] by path, into which observations of that shape and dtype are recorded
-    columns: OwnColumns = field(default_factory=lambda: NOWHERE)
+    columns: OwnColumns = field(default_factory=lambda: NOWHERE, compare=False)
     owned: bool = False  # whether the state's memory may be used again: no one else holds the state
     compact_obs: bool = False  # whether next observations may be left out that following frames have
+    with_time: bool = True  # False for the batch of one step without its dimension
 
     def __post_init__(self) -> None:
         arguments.check_positive("length", self.length)
@@ -77,11 +79,28 @@ class Request:
         arguments.check_flags(reset_when_done=self.reset_when_done)
         check_ends(self.max_frames_per_traj, self.reset_when_done)
 
-    def column(self, path: Path, row: Tensor) -> Tensor:
-        """Return memory [T, P, ...] for rows like `row` [P, ...]."""
+    def like(self, other: Request) -> bool:
+        """Whether another request differs in nothing but its parameters and its exploration's values."""
+        return other is self or (other == self and other.columns is self.columns)
+
+    def given(self, params: Any) -> Request:
+        """The request with these parameters."""
+        if params is self.params:
+            return self
+        made = object.__new__(Request)
+        vars(made).update(vars(self), params=params)
+        return made
+
+    def column(self, path: Path, row: Tensor, count: int = 1) -> Tensor:
+        """Return memory [count, T, P, ...] for rows like `row` [P, ...]."""
         shape, given = (self.length, *row.shape), self.columns.get(path)
-        fits = given is not None and (given.shape, given.dtype, given.device) == (shape, row.dtype, row.device)
-        return given if given is not None and fits else row.new_empty(shape)
+        if (
+            given is not None
+            and count == 1
+            and (given.shape, given.dtype, given.device) == (shape, row.dtype, row.device)
+        ):
+            return given[None]
+        return row.new_empty(count, *shape)
 
     def step_options(self, env: TorchEnv | JaxEnv) -> StepOptions:
         """Return the options of a step."""
@@ -239,7 +258,7 @@ def check_jax(env: Any) -> None:
     check_kind("env", env, JaxEnv, mend)
 
 
-def check_eager(function: str, values: Any) -> None:
+def check_eager(function: str, values: Any = ()) -> None:
     """Raise TypeError inside a JAX transformation, also if it traces none of these values."""
     if "jax" not in sys.modules:
         return

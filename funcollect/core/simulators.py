@@ -40,8 +40,9 @@ class ActionLog:
     """The actions of the last steps, [steps, P, ...], of at most `limit` bytes: no longer episode can be replayed."""
 
     def __init__(self, num_lanes: int, limit: int = LARGEST_LOG) -> None:
-        self._chunks: deque[Tensor] = deque()  # of one rollout, or some short ones
+        self._chunks: deque[Tensor] = deque()  # of one rollout, or several short ones
         self._length = 0
+        self._short: list[Tensor] = []  # those of the last short rollouts, which will be one chunk
         self.limit = limit  # 0 if no replay will need the actions
         self.ages = torch.zeros(num_lanes, dtype=torch.int64)  # [P], steps of the loop since each lane's reset
 
@@ -50,13 +51,23 @@ class ActionLog:
         self.ages = ages
         if not self.limit:
             return
-        needed = min(int(ages.max()), self.limit * len(actions) // max(actions.nbytes, 1))
-        newest = actions[max(len(actions) - needed, 0) :].clone()
-        self._chunks.append(newest)
-        self._length += len(newest)
-        while len(self._chunks) > 1 and len(self._chunks[-2]) <= len(self._chunks[-1]) <= _JOINED // 2:
-            newest = self._chunks.pop()
-            self._chunks.append(torch.cat((self._chunks.pop(), newest)))
+        if len(actions) >= _JOINED:
+            self._join()
+            self._add(actions)
+            return
+        self._short.append(actions.clone())
+        if len(self._short) * len(actions) >= _JOINED:
+            self._join()
+
+    def _join(self) -> None:
+        if self._short:
+            self._add(torch.cat(self._short))
+            self._short = []
+
+    def _add(self, actions: Tensor) -> None:
+        needed = min(int(self.ages.max()), self.limit * len(actions) // max(actions.nbytes, 1))
+        self._chunks.append(actions[max(len(actions) - needed, 0) :].clone())
+        self._length += len(self._chunks[-1])
         while self._chunks and self._length - len(self._chunks[0]) >= needed:
             self._length -= len(self._chunks.popleft())
         if self._length > needed:
@@ -65,6 +76,7 @@ class ActionLog:
 
     def since_reset(self) -> Tensor | None:
         """Return the actions of the last ``ages.max()`` steps, or None if they are not all kept."""
+        self._join()
         longest = int(self.ages.max())
         if self._length < longest:
             return None
@@ -73,7 +85,7 @@ class ActionLog:
     def resume(self, actions: Tensor | None, ages: Tensor) -> None:
         """Continue the log with the result of another's `since_reset`, and its ages."""
         given = [] if actions is None or not len(actions) else [actions]
-        self.ages, self._chunks, self._length = ages, deque(given), sum(map(len, given))
+        self.ages, self._chunks, self._length, self._short = ages, deque(given), sum(map(len, given)), []
 
 
 class AppliedCall(NamedTuple):

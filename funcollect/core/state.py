@@ -7,7 +7,7 @@ import sys
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Generic, NoReturn
+from typing import Any, ClassVar, Generic, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -98,9 +98,12 @@ class CollectorState(Generic[Array]):
     policy_version: int | Array = 0
     env_params: Any = None
 
+    opened: ClassVar[Any] = None  # the loop that made it, which is open for another rollout
+
     def __post_init__(self) -> None:
         notice_jax()
-        if type(self.observation) is not ReadOnlyDict and isinstance(self.observation, Mapping):  # JAX may pass others
+        kind = type(self.observation)
+        if kind is dict or (kind is not ReadOnlyDict and isinstance(self.observation, Mapping)):  # JAX may pass others
             object.__setattr__(self, "observation", ReadOnlyDict(self.observation))
 
     @property
@@ -156,22 +159,24 @@ class CollectorState(Generic[Array]):
                 "state.replace got env_state without observation, expected both: the policy would act on the "
                 "observation of another state; pass observation=other.observation, too"
             )
+        if unknown := sorted(changes.keys() - _FIELDS.keys()):
+            names = f"fields of a CollectorState ({', '.join(_FIELDS)})"
+            raise TypeError(f"state.replace got {unknown}, expected {names}: check the spelling")
         return self.changed(**changes)
 
     def changed(self, **changes: Any) -> CollectorState[Array]:
         """Do what `replace` does, for an `env_state` to which the observation belongs."""
         if "env_params" in changes and isinstance(self.env_state, JaxEnvState):
             changes = {"env_state": self.env_state.with_used_starts(), **changes}  # they were made with the old ones
-        if unknown := sorted(changes.keys() - vars(self).keys()):
-            names = f"fields of a CollectorState ({', '.join(vars(self))})"
-            raise TypeError(f"state.replace got {unknown}, expected {names}: check the spelling")
         changed = object.__new__(type(self))  # rather than dataclasses.replace, which takes three times as long
         vars(changed).update(vars(self), **changes)
-        changed.__post_init__()
+        if "observation" in changes:
+            changed.__post_init__()
         return changed
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "origin": None}  # which has no meaning in another process
+        own = {name: getattr(self, name) for name in _FIELDS}
+        return {**own, "origin": None}  # which has no meaning in another process
 
 
 def origin_of(env: Any) -> int:
@@ -229,7 +234,8 @@ def policy_start(policy: Policy, key: Key, num_envs: int, first_lane: int, steps
     return policy_state._replace(generator=generator_state(seed_of(fold(key, Purpose.GENERATOR, first_lane, steps))))
 
 
-LEAVES = tuple(field.name for field in fields(CollectorState) if field.name not in _STATIC)
+_FIELDS = {each.name: None for each in fields(CollectorState)}  # in order
+LEAVES = tuple(name for name in _FIELDS if name not in _STATIC)
 
 
 def flatten_part(part: Any) -> tuple[list[Any], Any]:

@@ -266,9 +266,7 @@ class Recorder:
     """
 
     def __init__(self, observation: Any, length: int, *, always_copy: bool = False) -> None:
-        tensors = optree.tree_leaves(observation, namespace=NAMESPACE)
-        self._memory = {memory_of(leaf) for leaf in tensors if isinstance(leaf, Tensor)}
-        self._always_copy, self._length = always_copy, length
+        self._observation, self._always_copy, self._length = observation, always_copy, length
         self.names: list[str] | None = None  # of the extra outputs, once there were any
         self._first: tuple[Tensor, ...] = ()
         self._held: list[tuple[Tensor, ...]] = []
@@ -299,14 +297,16 @@ class Recorder:
         """Copies of one of the first steps' outputs. The second step decides whether later ones are also copied."""
         if not self._first:
             self._first = tensors
-            self._columns = [tensor.new_empty(self._length, *tensor.shape) for tensor in tensors]
         elif self._written + len(self._held) == 1:
-            self._memory.update(memory_of(tensor) for tensor in self._first)
-            self._copying = self._always_copy or any(memory_of(tensor) in self._memory for tensor in tensors)
-        return tuple(tensor.clone() for tensor in tensors)
+            inputs = optree.tree_leaves(self._observation, namespace=NAMESPACE)
+            memory = {memory_of(tensor) for tensor in (*inputs, *self._first) if isinstance(tensor, Tensor)}
+            self._copying = self._always_copy or any(memory_of(tensor) in memory for tensor in tensors)
+        return tuple(map(torch.clone, tensors))
 
     def _write(self) -> None:
         start, self._written = self._written, self._written + len(self._held)
+        if not start:
+            self._columns = [tensor.new_empty(self._length, *tensor.shape) for tensor in self._first]
         try:
             for column, parts in zip(self._columns, zip(*self._held, strict=True), strict=True):
                 torch.stack(parts, out=column[start : self._written])
@@ -329,6 +329,8 @@ class Recorder:
 
     def columns(self) -> list[Tensor]:
         """Each output, [T, P, ...]."""
+        if self._length == len(self._held) == 1:
+            return [tensor.unsqueeze(0) for tensor in self._held[0]]
         if self._held:
             self._write()
         return self._columns

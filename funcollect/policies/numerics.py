@@ -22,9 +22,10 @@ _WHOLE_VECTORS = 64  # rows
 def _log_categorical(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Transposed for speed, and padded to whole vectors: Torch rounds a remainder otherwise, so a cut would show."""
     rows = logits.reshape(-1, logits.shape[-1])
-    columns = rows.new_zeros(rows.shape[1], -(-len(rows) // _WHOLE_VECTORS) * _WHOLE_VECTORS)
-    columns[:, : len(rows)] = rows.T
-    chosen = torch.log_softmax(columns, 0)[:, : len(rows)].gather(0, index.reshape(1, -1))
+    count, choices = rows.shape
+    columns = rows.new_zeros(choices, -(-count // _WHOLE_VECTORS) * _WHOLE_VECTORS)
+    columns[:, :count] = rows.T
+    chosen = torch.log_softmax(columns, 0)[:, :count].gather(0, index.reshape(1, -1))
     return chosen.reshape(index.shape)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -76,6 +75,10 @@ class RandomActor(Actor):
     """Draws the actions of the whole rollout at once, or step by step if there is a mask to obey."""
 
     def __init__(self, inputs: ActorInputs) -> None:
+        self.again(inputs)
+
+    @override
+    def again(self, inputs: ActorInputs, /) -> bool:
         assert inputs.noise is not None
         self._observation, self._spec = inputs.observation, inputs.spec
         noise = inputs.noise.to(device_of(inputs.observation))
@@ -87,6 +90,7 @@ class RandomActor(Actor):
             self.actions = torch.empty((*lead, *inputs.spec.shape), dtype=inputs.spec.dtype, device=noise.device)
             self.log_prob = torch.empty(lead, device=noise.device)
         self._block, self._rows = -1, tuple[Tensor, ...]()
+        return True
 
     @override
     def act(self, t: int) -> Tensor:
@@ -115,8 +119,12 @@ class RandomStart:
     ) -> None:
         self._actor, self._head, self._spec, self._count = actor, head, inputs.spec, count
         noise = draw_ahead(random_noise(inputs.spec), key, lanes, start, count, Purpose.RANDOM_ACTION)
-        self._random = RandomActor(replace(inputs, noise=noise))
+        self._random = RandomActor(inputs._replace(noise=noise))
         self.running, self.restart = actor.running, actor.restart
+
+    def again(self, inputs: ActorInputs, /) -> bool:
+        """False: the policy's own actor begins the next rollout."""
+        return False
 
     def act(self, t: int) -> Any:
         """A random action at first, then the policy's."""

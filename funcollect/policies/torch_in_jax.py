@@ -315,7 +315,7 @@ def _check_forgets(policy: LoweredPolicy, module: Any, observation: Any, recurre
 
     def outputs_from(given: dict[Path, Any]) -> dict[Path, Any]:
         generator = torch_generator(torch.get_rng_state(), source.run_device)
-        with torch.no_grad(), generator, set_interaction_type(policy.exploration_type):
+        with generator, set_interaction_type(policy.exploration_type):
             return calling.outputs_of(calling.run_module(module, given, source.device, size), read)
 
     def same(one: Any, two: Any) -> bool:

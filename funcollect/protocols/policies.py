@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
@@ -38,8 +37,7 @@ def traced_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: np.float32(value) if isinstance(value, float) else value for name, value in values.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActorInputs:
+class ActorInputs(NamedTuple):
     """The inputs of a policy for one rollout."""
 
     observation: Any  #: The current observation, always in the same arrays [P, ...], in the structure of the space.
@@ -65,7 +63,11 @@ class ActorInputs:
 
 
 class Actor(Protocol):
-    """A policy that is bound to one rollout."""
+    """A policy that is bound to one rollout, or by `again` to one after the other."""
+
+    def again(self, inputs: ActorInputs, /) -> bool:
+        """Begin another rollout, of other parameters, states and noise; by default False: that takes another actor."""
+        return False
 
     def running(self) -> AbstractContextManager[Any]:
         """The context in which `act` and `finish` are called; by default none."""

@@ -16,9 +16,9 @@ from tensordict.nn import (
 from torch import nn
 
 import funcollect as fc
-from funcollect.core.loops.eager import open_actor
+from funcollect.core.loops.eager import NoiseAhead, inputs_of, open_actor
 from funcollect.core.request import Request, exploration_values
-from funcollect.keys import key_from_seed
+from funcollect.keys import key_from_seed, random_words
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.specs import ActionSpec
 from tests.support.fake_cuda import CUDA, FakeCuda, Linear, devices_of
@@ -102,7 +102,7 @@ def run(make, spec, *, masked=False, random_steps=0, **given):
             asked = Request(length=STEPS, random_steps=random_steps, exploration_type=way, exploration=values)
             state.step, state.steps_made = torch.zeros(P, dtype=torch.int64, device=CUDA), rollout * STEPS
             stepper = SimpleNamespace(env=env, policy=policy, state=state, request=asked, observation=observation)
-            actor = open_actor(stepper)
+            actor = open_actor(stepper, inputs_of(stepper, NoiseAhead(stepper, random_words)(state)))
             with actor.running():
                 if policy.remembers(state.policy_state):
                     actor.restart([0, 2])  # as `crossing` does, which keeps the steps on the host

@@ -77,9 +77,6 @@ def capture_on_the_cpu(patch):
     def keys_of(key, purpose, lanes, numbers):
         return LaneKeys(lanes, hashed(fold(key, purpose), 0, lanes), numbers)
 
-    def rows_of(noise, _):
-        return (lambda t: None) if noise is None else noise.__getitem__
-
     patch.setattr(cuda_graph, "capture", counted)
     patch.setattr(routes, "can_capture", lambda device: True)
     patch.setattr(tensor, "reads_wait", lambda device: True)
@@ -91,7 +88,7 @@ def capture_on_the_cpu(patch):
         lambda value, device: numerics._kept(value.tobytes(), value.dtype.str, value.shape, device),
     )
     patch.setattr(tensor.LaneKeys, "of", keys_of)
-    patch.setattr(torch_policy, "noise_by_step", rows_of)
+    patch.setattr(torch_policy.NoiseRows, "follow", lambda self, noise: setattr(self, "_rows", noise))
     return captures
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from funcollect.protocols import DeviceEnv, DeviceSimulators, Policy, Transition
 from funcollect.tree import Path
 
 _SEEDS = 1 << 31  # simulators take seeds of 31 bits
+_NO_KEYS = (None, None), (None, None)
 
 
 class _DeviceSimulation(LiveSimulators):
@@ -96,7 +98,7 @@ def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request)
     """Implement `funcollect.rollout`."""
     check_uncut(env, request.max_frames_per_traj)
     state.env_state.check()
-    return eager.run(_DeviceStepper(env, policy, state, request, TensorLanes.of(state, keyed=False)))
+    return eager.run(partial(_DeviceStepper, lanes=TensorLanes.of(state, _NO_KEYS)), env, policy, state, request)
 
 
 class _DeviceStepper(TensorStepper):
@@ -125,6 +127,7 @@ class _DeviceStepper(TensorStepper):
 
     @override
     def _restart(self, t: int, done: Tensor) -> Tensor:
+        self.ended = True  # as far as is known
         return done
 
     @override

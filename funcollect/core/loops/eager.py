@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from threading import Lock
 from typing import Any, TypeVar
 
 import optree
@@ -14,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core.batch import OUTCOME_KEYS, REWARD, deliver
+from funcollect.core.batch import REWARD, Book, Page, deliver
 from funcollect.core.request import ANOTHER_POLICY, Request, Rollout, check_state_kind, head_of
 from funcollect.core.state import CollectorState
 from funcollect.interop.memory import reads_together
@@ -22,33 +23,59 @@ from funcollect.keys import draw_ahead, random_words
 from funcollect.policies.random_policy import RandomStart
 from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.processes.system import SIGNS
-from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, Policy
+from funcollect.protocols import ActorInputs, Columns, Env, Exploration, Policy
 from funcollect.threefry import Words
 from funcollect.tree import Path
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_STEPS, _BYTES, _WORDS = 64, 1 << 17, 1 << 14  # at most, of short rollouts that share memory, or noise
+_SMALL = 1 << 22  # bytes of a rollout that may stay open
+_NOTHING = nullcontext()
+
 
 class Stepper:
     """All lanes of one rollout over one kind of environment, and the columns that their steps are recorded in."""
 
-    state: CollectorState  # before the rollout, as an actor reads it
+    state: Any  # the `CollectorState` before the rollout, as an actor reads it
     observation: Any  # that the policy reads: the same memory throughout, in the structure of the space
-    columns: dict[Any, Any]  # the recorded entries [T, P, ...] by the batch's keys
+    book: Book  # in which the steps are recorded
+    page: Page  # of this rollout
+    infos: dict[Path, Tensor]  # further columns [T, P, ...] by the batch's keys
     roots: Sequence[tuple[Any, Any]] = ()  # pairs of a column and the rows that the policy reads
     waits = False  # whether to read a tensor is to wait for a device, so that none is read before the last step
+    in_numpy = False  # whether steps are recorded in arrays of NumPy
+    ended = True  # whether a step has ended an episode, as far as that is known
+    small = False  # whether to keep the memory of a rollout costs nothing
 
     def __init__(self, env: Any, policy: Policy, state: CollectorState, request: Request) -> None:
         self.env, self.policy, self.state, self.request = env, policy, state, request
+        self.key, self.lane = (None, None) if state is None else (state.key, state.lane)
+        self._pages: Iterator[Page] = iter(())
 
-    def _make_columns(self, roots: Mapping[Path, Tensor], nexts: Mapping[Path, Tensor]) -> None:
-        """Make columns for rows of root observations [P, ...] and of next ones, and for the outcomes of the steps."""
+    def _turn(self, roots: Columns, nexts: Columns) -> Sequence[Any]:
+        """Go to the next page; return its columns: for root observations like `roots` [P, ...], next ones, rewards."""
+        if (page := next(self._pages, None)) is None:
+            self.book = self._new_book(roots, nexts)
+            self._pages = self.book.pages
+            page = next(self._pages)
+        self.page, self.infos = page, {}
+        return page.columns
+
+    def _new_book(self, roots: Columns, nexts: Columns) -> Book:
+        request, like = self.request, next(iter(roots.values()))
         rows = {**roots, **{("next", *path): row for path, row in nexts.items()}}
-        self.columns = {path: self.request.column(path, row) for path, row in rows.items()}
-        like = next(iter(roots.values()))
-        for path in OUTCOME_KEYS:
-            dtype = torch.float32 if path == REWARD else torch.bool
-            self.columns[path] = torch.zeros(self.request.length, len(like), dtype=dtype, device=like.device)
+        rows[REWARD] = like.new_empty(len(like), dtype=torch.float32)
+        bytes_of_page = request.length * sum(row.nbytes for row in rows.values())
+        count = min(_STEPS // request.length, _BYTES // bytes_of_page) if like.is_cpu and not request.columns else 1
+        self.small = bytes_of_page <= _SMALL and not request.columns  # which is memory that others wait for
+        columns = {path: request.column(path, row, max(count, 1)) for path, row in rows.items()}
+        ends = like.new_zeros(2, request.length, len(like), dtype=torch.bool).unbind()
+        return Book(columns, ends, single=self.env.num_envs is None, request=request, in_numpy=self.in_numpy)
+
+    def again(self, state: CollectorState, request: Request) -> bool:
+        """Prepare another rollout of a request like the last; False if that takes another stepper."""
+        return False
 
     def begin(self) -> None:
         """Use the state, which may be possible once: bad arguments have raised."""
@@ -64,7 +91,8 @@ class Stepper:
 
     def deliver(self, outputs: Columns) -> tuple[dict[str, Tensor], TensorDict]:
         """Return the lanes' counters after the last step, and the batch, for the policy's `outputs`."""
-        return deliver(self.env, self.state, self.request, self.columns, outputs, on_host=not self.waits)
+        beside = self.infos | outputs if self.infos else outputs
+        return deliver(self.state, self.request, self.book, self.page, beside, ended=self.ended)
 
     def end(self, counters: dict[str, Tensor]) -> tuple[Any, Any]:
         """Return the environment's state and the observation after the last step."""
@@ -73,32 +101,95 @@ class Stepper:
     def after(self, policy_state: Any, counters: dict[str, Tensor]) -> CollectorState:
         """Return the state after the last step."""
         env_state, observation = self.end(counters)
-        return self.state.replace(
+        after: CollectorState = self.state.changed(
             env_state=env_state,
             observation=observation,
             policy_state=policy_state,
             steps=self.state.steps_made + self.request.length,
             **counters,
         )
+        return after
 
 
-def run(stepper: Stepper, draw: Callable[..., Words] = random_words) -> Rollout:
-    """Make a rollout; return the next state and the batch. Noise is made of the words that `draw` draws."""
-    actor = open_actor(stepper, draw)
-    stepper.begin()
-    with reads_together() if stepper.waits else nullcontext():
-        with actor.running():
-            timed("steps", step_all)(stepper, actor, stepper.request.length)
-            policy_state, outputs = timed("finish", actor.finish)()
-        counters, batch = timed("delivery", stepper.deliver)(outputs)
-    return stepper.after(policy_state, counters), batch
+class Opened:
+    """A pair that is open for rollouts of one request, one after the other: what does not depend on the state."""
+
+    asked: Request | None = None  # what the user did, if the same request is run for that at any state
+
+    def __init__(self, stepper: Stepper, draw: Callable[..., Words]) -> None:
+        self._lock = Lock()  # held while it runs; for good, if that was broken off
+        self._lock.acquire()
+        self._clock, self._stepper, self._noise = CLOCK.get(), stepper, NoiseAhead(stepper, draw)
+        self._inputs = inputs_of(stepper, self._noise(stepper.state))
+        self._actor = actor = open_actor(stepper, self._inputs)
+        self._policy_calls = timed("policy", actor.act), timed("policy", actor.restart)
+        self._all, self._finish = timed("steps", step_all), timed("finish", actor.finish)
+        self._deliver = timed("delivery", stepper.deliver)
+
+    def known(self, asked: Request) -> Request | None:
+        """Return the request to run for what the user asks; None if that is not what was asked before."""
+        if self.asked is None or not self.asked.like(asked) or self.asked.exploration != asked.exploration:
+            return None
+        return self._stepper.request.given(asked.params)
+
+    def rollout(self, env: Env, policy: Policy, state: CollectorState, request: Request) -> Rollout | None:
+        """Make a rollout of another state; None if that has to be opened, such as for another pair."""
+        own, inputs = self._stepper, self._inputs
+        same_lanes = own.env is env and own.policy is policy and own.key is state.key and own.lane is state.lane
+        same_form = own.request.like(request) and type(state.policy_state) is type(inputs.policy_state)
+        if not same_lanes or not same_form or CLOCK.get() is not self._clock or not self._lock.acquire(blocking=False):
+            return None
+        if own.again(state, request):
+            self._inputs = inputs._replace(
+                params=policy.prepare(request.params),
+                policy_state=state.policy_state,
+                initial_state=start_of(policy, state) if policy.remembers(state.policy_state) else inputs.initial_state,
+                noise=self._noise(state),
+                exploration=Exploration(request.exploration_type, request.exploration),
+            )
+            if self._actor.again(self._inputs):
+                restart_fresh(self._actor, policy, state)
+                return self.run()
+        self._lock.release()
+        return None
+
+    def run(self) -> Rollout:
+        """Make the rollout; return the next state, which keeps this for its own, and the batch."""
+        stepper, actor = self._stepper, self._actor
+        stepper.begin()
+        with reads_together() if stepper.waits else _NOTHING:
+            with actor.running():
+                self._all(stepper, *self._policy_calls)
+                policy_state, outputs = self._finish()
+            counters, batch = self._deliver(outputs)
+        after = stepper.after(policy_state, counters)
+        if stepper.small:
+            vars(after)["opened"] = self
+            stepper.state = None  # which may hold this, and so itself
+            self._lock.release()
+        return after, batch
 
 
-def step_all(stepper: Stepper, actor: Actor, length: int) -> None:
+def run(
+    make: Callable[..., Stepper],
+    env: Env,
+    policy: Policy,
+    state: CollectorState,
+    request: Request,
+    draw: Callable[..., Words] = random_words,
+) -> Rollout:
+    """Make a rollout; return the next state and the batch. Noise is made of the words that `draw` draws.
+
+    What depends on the pair, the lanes and the request is opened once: the next state keeps it for its own rollout.
+    """
+    done: Rollout | None = state.opened and state.opened.rollout(env, policy, state, request)
+    return done or Opened(make(env, policy, state, request), draw).run()
+
+
+def step_all(stepper: Stepper, act: Callable[[int], Any], restart: Callable[[Any], None]) -> None:
     """Make the steps of a rollout; whoever waits for this process sees a sign of life at each."""
-    act, restart = timed("policy", actor.act), timed("policy", actor.restart)
     record, step, signs = stepper.record, stepper.step, SIGNS.count
-    for t in range(length):
+    for t in range(stepper.request.length):
         signs[0] += 1
         record(t)
         begun = step(t, act(t))
@@ -106,10 +197,31 @@ def step_all(stepper: Stepper, actor: Actor, length: int) -> None:
             restart(begun)
 
 
-def inputs_of(
-    env: Env, policy: Policy, state: CollectorState, request: Request, observation: Any, noise: Tensor | None
-) -> ActorInputs:
-    """Return a policy's inputs for this rollout; raise ValueError for a state of another policy."""
+class NoiseAhead:
+    """Draws a policy's noise for a rollout, and at once for several short ones."""
+
+    def __init__(self, stepper: Stepper, draw: Callable[..., Words]) -> None:
+        policy, state, length = stepper.policy, stepper.state, stepper.request.length
+        self._noise, self._length, self._draw = policy.noise(stepper.env.action_spec), length, draw
+        on_device = isinstance(state.lane, Tensor) and state.lane.device.type != "cpu" and policy.backend == "torch"
+        self._key, self._lanes = state.key, state.lane if on_device else state.lane_ids
+        words = state.num_lanes * length * (self._noise.words if self._noise else 1)
+        self._count = 1 if on_device else max(1, min(_STEPS // length, _WORDS // max(words, 1)))  # rollouts
+        self._first, self._drawn = 0, torch.empty(0)
+
+    def __call__(self, state: CollectorState) -> Tensor | None:
+        """The noise [T, P, ...] of the rollout that begins with a state, in memory that later rollouts may share."""
+        if self._noise is None:
+            return None
+        at = state.steps_made - self._first
+        if not 0 <= at <= self._drawn.shape[0] - self._length:
+            self._first, at, steps = state.steps_made, 0, self._count * self._length
+            self._drawn = draw_ahead(self._noise, self._key, self._lanes, self._first, steps, draw=self._draw)
+        return self._drawn[at : at + self._length]
+
+
+def start_of(policy: Policy, state: CollectorState) -> Any:
+    """Return the policy's state at the start of a run; raise ValueError for a state of another policy."""
     initial_state = policy.init(state.key, state.num_lanes)
     check_state_kind(state.policy_state, type(initial_state))
     if isinstance(initial_state, TorchPolicyState):
@@ -120,11 +232,17 @@ def inputs_of(
                 "the state holds the policy state of another policy, with recurrent states of the shapes "
                 f"{shapes}, this policy wants {own}: {ANOTHER_POLICY}"
             )
+    return initial_state
+
+
+def inputs_of(stepper: Stepper, noise: Tensor | None) -> ActorInputs:
+    """Return a policy's inputs for a rollout; raise ValueError for a state of another policy."""
+    env, policy, state, request = stepper.env, stepper.policy, stepper.state, stepper.request
     return ActorInputs(
-        observation=observation,
+        observation=stepper.observation,
         params=policy.prepare(request.params),
         policy_state=state.policy_state,
-        initial_state=initial_state,
+        initial_state=start_of(policy, state),
         noise=noise,
         exploration=Exploration(request.exploration_type, request.exploration),
         spec=env.action_spec,
@@ -134,24 +252,25 @@ def inputs_of(
     )
 
 
-def open_actor(stepper: Stepper, draw: Callable[..., Words] = random_words) -> Actor:
-    """Return the policy bound to a stepper's rollout. Its noise is drawn ahead, from words that `draw` draws."""
-    env, policy, state, request = stepper.env, stepper.policy, stepper.state, stepper.request
-    steps, noise = state.steps_made, policy.noise(env.action_spec)
-    on_device = isinstance(state.lane, Tensor) and state.lane.device.type != "cpu" and policy.backend == "torch"
-    lanes = state.lane if on_device else state.lane_ids
-    drawn = None if noise is None else draw_ahead(noise, state.key, lanes, steps, request.length, draw=draw)
-    inputs = inputs_of(env, policy, state, request, stepper.observation, drawn)
-    actor = policy.actor(inputs)
-    random_left = min(request.random_steps - steps, request.length)
+def open_actor(stepper: Stepper, inputs: ActorInputs) -> Any:
+    """Return the policy bound to a stepper's rollout, an `Actor`."""
+    policy, state, request = stepper.policy, stepper.state, stepper.request
+    actor: Any = policy.actor(inputs)
+    random_left = min(request.random_steps - state.steps_made, request.length)
     if random_left > 0:
-        actor = RandomStart(actor, inputs, state.key, state.lane_ids, steps, random_left, head_of(policy))
-    fresh = state.step == 0
-    if fresh.device.type != "cpu":
-        actor.restart(fresh)  # which is not read, since that would wait for the device
-    elif bool(fresh.any()):
-        actor.restart(fresh.nonzero()[:, 0].tolist())
+        actor = RandomStart(actor, inputs, state.key, state.lane_ids, state.steps_made, random_left, head_of(policy))
+    restart_fresh(actor, policy, state)
     return actor
+
+
+def restart_fresh(actor: Any, policy: Policy, state: CollectorState) -> None:
+    """Reset the recurrent state of lanes whose episodes begin."""
+    if policy.remembers(state.policy_state):
+        fresh = state.step == 0
+        if fresh.device.type != "cpu":
+            actor.restart(fresh)  # which is not read, since that would wait for the device
+        elif bool(fresh.any()):
+            actor.restart(fresh.nonzero()[:, 0].tolist())
 
 
 class TrajectoryLimit:

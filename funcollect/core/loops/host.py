@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.core.batch import OUTCOME_KEYS, reset_counters
+from funcollect.core.batch import reset_counters
 from funcollect.core.loops import eager
 from funcollect.core.loops.eager import Stepper, TrajectoryLimit, timed
 from funcollect.core.request import Request, Rollout
@@ -75,43 +75,54 @@ def fork(env: HostEnv, state: CollectorState) -> CollectorState:
 def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
     """Implement `funcollect.rollout`."""
     state.env_state.check()
-    return eager.run(_HostStepper(env, policy, state, request))
+    return eager.run(_HostStepper, env, policy, state, request)
 
 
 class _HostStepper(Stepper):
     """Steps simulators, and restarts lanes whose episode ends unless they stay finished."""
 
+    in_numpy = True
+    _simulation: Simulation
+
     def __init__(self, env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> None:
         super().__init__(env, policy, state, request)
-        self._simulation: Simulation = state.env_state.simulation
-        self._rows = rows = self._simulation.simulators.observation
-        views = {path: torch.from_numpy(row) for path, row in rows.items()}
+        self._simulators = live = state.env_state.simulation.simulators
+        self._rows = rows = live.observation
+        self._send, self._receive = timed("environment", live.send), timed("environment", live.receive)
+        self._views = views = {path: torch.from_numpy(row) for path, row in rows.items()}
         self.observation = assemble(env.observation_space, views if policy.backend == "torch" else rows)
-        nexts = {} if request.compact_obs else views
-        self._make_columns(views, nexts)
-        self.roots = [(self.columns[path].numpy(), row) for path, row in rows.items()]
-        self._nexts = [(self.columns["next", *path].numpy(), rows[path]) for path in nexts]
-        self._reward, self._terminated, self._truncated = (self.columns[path].numpy() for path in OUTCOME_KEYS)
-        self._infos: dict[str, list[Any]] = {key: [] for key in env.info_keys}
+        self._lanes, self._info_keys = range(state.num_lanes), env.info_keys
+        self.again(state, request)
+
+    @override
+    def again(self, state: CollectorState, request: Request) -> bool:
+        if state.env_state.simulation.simulators is not self._simulators:
+            return False
+        self.state, self.request, self.ended = state, request, False
+        columns, rows = self._turn(self._views, {} if request.compact_obs else self._views), self._rows.values()
+        self.roots = [*zip(columns, rows)]  # noqa: B905  (the others come next)
+        self._nexts = [*zip(columns[len(rows) : -1], rows)]  # noqa: B905  (none if they are compact)
+        self._reward, self._terminated, self._truncated = columns[-1], self.book.terminated, self.book.truncated
+        self._values: dict[str, list[Any]] = {key: [] for key in self._info_keys} if self._info_keys else {}
         self._final: list[tuple[int, Any, list[Any]]] = []  # next observations without a column: step, lanes, rows
-        self._lanes = range(state.num_lanes)
         most = request.max_frames_per_traj
         self._limit = TrajectoryLimit(state.step.numpy(), most) if most else None
         # the first step at which a lane reaches the limit, or one after the rollout
         self._next_cut = request.length if self._limit is None else min(self._limit.due.tolist())
+        return True
 
     @override
     def begin(self) -> None:
         state, request = self.state, self.request
-        simulation = state.env_state.claim()
+        simulation = self._simulation = state.env_state.claim()
         simulation.steps = state.steps_made + request.length
         simulation.show(state.observation)
         simulation.announce(request.reset_when_done)
-        over = (state.terminated | state.truncated).nonzero()[:, 0].tolist()
-        self._finished = None if request.reset_when_done else _FinishedLanes(simulation, over)
-        live = simulation.simulators if self._finished is None else self._finished
-        self._send, self._receive = timed("environment", live.send), timed("environment", live.receive)
-        self._restart = timed("environment", simulation.restart)
+        self._finished = None
+        if not request.reset_when_done:
+            over = (state.terminated | state.truncated).nonzero()[:, 0].tolist()
+            self._finished = live = _FinishedLanes(simulation, over)
+            self._send, self._receive = timed("environment", live.send), timed("environment", live.receive)
 
     @override
     def step(self, t: int, action: Any) -> list[int] | None:
@@ -131,7 +142,7 @@ class _HostStepper(Stepper):
         return self._end_episodes(t, outcome) if over else None
 
     def _inform(self, info: Sequence[Any]) -> None:
-        for (key, values), value in zip(self._infos.items(), info, strict=True):
+        for (key, values), value in zip(self._values.items(), info, strict=True):
             try:
                 values.append(np.array(value))  # a copy: an environment may write the next info into the same array
             except (TypeError, ValueError) as error:
@@ -140,6 +151,7 @@ class _HostStepper(Stepper):
     def _end_episodes(self, t: int, outcome: Outcome) -> list[int] | None:
         """Record the flags of a step in which some lanes are done; return the lanes that began another episode."""
         _, terminated, truncated, _ = outcome
+        self.ended = True
         try:
             if self._limit is not None:
                 truncated = list(map(operator.or_, truncated, self._limit.reached(t).tolist()))
@@ -154,7 +166,7 @@ class _HostStepper(Stepper):
         if self._finished is not None:
             self._finished.add(ended)
             return None
-        self._restart(ended)
+        timed("environment", self._simulation.restart)(ended)
         if self._limit is not None:
             self._limit.restart(t, ended)
             self._next_cut = min(self._limit.due.tolist())
@@ -168,17 +180,22 @@ class _HostStepper(Stepper):
         check_outcome(self._outcome, self._lanes)
         if self.request.compact_obs:
             self._keep(self.request.length - 1, (~(self._terminated[-1] | self._truncated[-1])).nonzero()[0])
-        outputs = {path: column.cpu() for path, column in outputs.items()}
+        if not outputs["action",].is_cpu:
+            outputs = {path: column.cpu() for path, column in outputs.items()}
         if self.policy.backend == "jax":
-            check_32_bits({path: self.columns[path] for path in self._rows})
-        self.columns |= {("next", "info", key): _info_column(key, values) for key, values in self._infos.items()}
+            check_32_bits(
+                {path: torch.from_numpy(each) for path, (each, _) in zip(self._rows, self.roots, strict=True)}
+            )
+        if self._values:
+            self.infos = {("next", "info", key): _info_column(key, values) for key, values in self._values.items()}
+        log = self._simulation.action_log
         counters, batch = super().deliver(outputs)
         if self.request.compact_obs:
             self._attach_final(batch)
-        log = self._simulation.action_log
-        episode, step, before = (each.numpy() for each in (counters["episode"], counters["step"], self.state.episode))
-        ages = np.where(episode != before, step, log.ages.numpy() + self.request.length)
-        log.extend(outputs["action",], torch.from_numpy(ages))
+        ages = log.ages + self.request.length
+        if self.ended and "episode" in counters:
+            ages = torch.where(counters["episode"] == self.state.episode, ages, counters["step"])
+        log.extend(outputs["action",], ages)
         return counters, batch
 
     def _attach_final(self, batch: TensorDict) -> None:

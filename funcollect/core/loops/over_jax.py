@@ -101,7 +101,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     if len(leaves[REWARD]) > request.length:
         leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
     with reads_together() if wait else nullcontext():
-        return after, batch_of(env, policy, state, leaves)
+        return after, batch_of(env, policy, state, leaves, with_time=request.with_time)
 
 
 def bound_params(policy: Policy, request: Request) -> BoundParams:
@@ -163,18 +163,20 @@ def _loop(
     return after, columns | constant_columns(state, capacity)
 
 
-def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor]) -> TensorDict:
+def batch_of(
+    env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor], *, with_time: bool = True
+) -> TensorDict:
     """Return the batch of columns [T, P, ...], checked."""
     leaves = typed(leaves, env)
     names = [path for path in leaves if len(path) == 1 and path not in ROOT_FLAGS and path not in state.observation]
     outputs = policy.finish({path: leaves.pop(path) for path in names}, env.action_spec)
-    return checked_batch(env, leaves | outputs)
+    return checked_batch(env, leaves | outputs, with_time=with_time)
 
 
 def run_crossing(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
     """Implement `funcollect.rollout` for a policy that runs in Torch."""
     check_unchanged(env)
-    return eager.run(_CrossingStepper(env, policy, state, request), partial(_draw_words, env))
+    return eager.run(_CrossingStepper, env, policy, state, request, partial(_draw_words, env))
 
 
 def _draw_words(env: JaxEnv, keys: Any, numbers: Any, width: int) -> Any:
@@ -250,7 +252,7 @@ class _CrossingStepper(eager.Stepper):
         check_apart(outputs, self.state.observation)
         recorded = {**self.columns, **self._constants}
         columns = {path: torch_view(column)[: self.request.length] for path, column in recorded.items()}
-        return {}, checked_batch(self.env, typed(columns, self.env) | outputs)
+        return {}, checked_batch(self.env, typed(columns, self.env) | outputs, with_time=self.request.with_time)
 
     @override
     def after(self, policy_state: Any, counters: dict[str, Tensor]) -> CollectorState:

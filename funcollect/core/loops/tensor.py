@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from funcollect.core.batch import OUTCOME_KEYS, deliver, reset_counters
+from funcollect.core.batch import NEXT_FLAGS, Book, deliver, reset_counters
 from funcollect.core.loops import eager
 from funcollect.core.loops.eager import Stepper, TrajectoryLimit, inputs_of, timed
 from funcollect.core.request import NOWHERE, Request, Rollout, step_limit
@@ -38,6 +38,7 @@ Start = tuple[Any, dict[Path, Tensor]]  # state and observation [P, ...] at the 
 
 STEPS = 32  # of one graph
 _MOST_GRAPHS = 8  # that a policy keeps
+_ENDS = NEXT_FLAGS[:2]
 
 
 def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
@@ -70,7 +71,8 @@ def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
 
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
     """Implement `funcollect.rollout`."""
-    return eager.run(TensorStepper(env, policy, state, request, TensorLanes.of(state), step_limit(env, request)))
+    lanes, limit = TensorLanes.of(state), step_limit(env, request)
+    return eager.run(partial(TensorStepper, lanes=lanes, limit=limit), env, policy, state, request)
 
 
 def _begin(env: TorchEnv, keys: LaneKeys, params: Any) -> Start:
@@ -140,12 +142,11 @@ class TensorLanes(NamedTuple):
     step_keys: tuple[Any, Any]  # and to its steps
 
     @classmethod
-    def of(cls, state: CollectorState, *, keyed: bool = True) -> TensorLanes:
-        """The lanes of a state; without keys unless they are `keyed`."""
-        keys = [
-            LaneKeys.of(state.key, purpose, state.lane, 0).keys if keyed else (None, None)
-            for purpose in (Purpose.RESET, Purpose.DYNAMICS)
-        ]
+    def of(cls, state: CollectorState, keys: Any = None) -> TensorLanes:
+        """The lanes of a state, with these keys to starts and to steps; None for those that follow from its own key."""
+        if keys is None:
+            purposes = Purpose.RESET, Purpose.DYNAMICS
+            keys = [LaneKeys.of(state.key, purpose, state.lane, 0).keys for purpose in purposes]
         own = state.env_state, state.env_params, dict(state.observation), state.lane, state.episode, state.step
         return cls(*own, state.terminated | state.truncated, state.steps_made, *keys)
 
@@ -161,13 +162,24 @@ class TensorStepper(Stepper):
         # the observation by key, each [P, ...]: the same memory throughout
         self.root = {leaf.path: fixed(lanes.observation[leaf.path]) for leaf in env.observation_leaves}
         self.observation = as_read(env, policy, self.root)
-        self._make_columns(self.root, self.root)
-        self._reward, self._terminated, self._truncated = (self.columns[path] for path in OUTCOME_KEYS)
-        self.roots = [(self.columns[path], root) for path, root in self.root.items()]
-        self._nexts = [self.columns["next", *path] for path in self.root]
+        self._most, self._checked = limit, False
+        self._prepare(lanes)
+
+    @override
+    def again(self, state: CollectorState, request: Request) -> bool:
+        self.state, self.request, lanes = state, request, self._lanes
+        for path, root in self.root.items():
+            root.copy_(state.observation[path])
+        self._prepare(TensorLanes.of(state, (lanes.start_keys, lanes.step_keys)))
+        return True
+
+    def _prepare(self, lanes: TensorLanes) -> None:
+        columns, count = self._turn(self.root, self.root), len(self.root)
+        self._reward, self._terminated, self._truncated = columns[-1], self.book.terminated, self.book.truncated
+        self.roots, self._nexts = [*zip(columns, self.root.values())], columns[count:-1]  # noqa: B905
         self._lanes, self._env_state, self._episode = lanes, lanes.env_state, lanes.episode
-        self._finished = lanes.finished
-        self._limit = None if limit is None else TrajectoryLimit(lanes.step, limit)
+        self._finished, self.ended = lanes.finished, self.waits or not self.request.reset_when_done
+        self._limit = None if self._most is None else TrajectoryLimit(lanes.step, self._most)
 
     def lanes(self) -> TensorLanes:
         """The lanes after all steps."""
@@ -194,8 +206,9 @@ class TensorStepper(Stepper):
             at_hand = isinstance(action, Tensor)
             action = action.to(env.device, copy=True) if at_hand else torch.from_numpy(np.array(action)).to(env.device)
             answer = self._answer(t, action)
-            if t == 0:
+            if not self._checked:
                 _check_step(env, answer, len(self._finished))
+                self._checked = True
             truncated = answer.truncated
             if self._limit is not None:
                 truncated = truncated | self._limit.reached(t)
@@ -211,8 +224,8 @@ class TensorStepper(Stepper):
             for name, value in answer.info.items():
                 path = ("next", "info", name)
                 if t == 0:
-                    self.columns[path] = value.new_empty(self.request.length, *value.shape)
-                self.columns[path][t] = value
+                    self.infos[path] = value.new_empty(self.request.length, *value.shape)
+                self.infos[path][t] = value
             for root, value in zip(self.root.values(), self._continue(answer, observed), strict=True):
                 root.copy_(value)
             if restarting:
@@ -236,7 +249,7 @@ class TensorStepper(Stepper):
         """Begin other episodes in the lanes of the mask `done` [P]; return it, or None if it is read, and empty."""
         if not self.waits and not bool(done.any()):
             return None
-        lanes = self._lanes
+        self.ended, lanes = True, self._lanes
         self._episode = self._episode + done
         if self._limit is not None:
             self._limit.restart(t, done)
@@ -274,10 +287,12 @@ def run_captured(env: TorchEnv, policy: Policy, state: CollectorState, request: 
     assert isinstance(policy, TorchPolicy)
     if request.random_steps > state.steps_made:
         return run(env, policy, state, request)  # random actions are drawn on the host
-    inputs = inputs_of(env, policy, state, request, as_read(env, policy, dict(state.observation)), None)
+    stepper = Stepper(env, policy, state, request)
+    stepper.observation = as_read(env, policy, dict(state.observation))
+    inputs = inputs_of(stepper, None)
     if inputs.policy_state.recurrent is not None:  # which a graph cannot copy from the host
         policy_state, initial_state = (each.on(env.device) for each in (inputs.policy_state, inputs.initial_state))
-        inputs = replace(inputs, policy_state=policy_state, initial_state=initial_state)
+        inputs = inputs._replace(policy_state=policy_state, initial_state=initial_state)
     before: Any = _before(env, policy, state, inputs)
     generator = inputs.policy_state.generator.clone()
     columns: dict[Path, Tensor] = {}
@@ -287,13 +302,16 @@ def run_captured(env: TorchEnv, policy: Policy, state: CollectorState, request: 
             steps = slice(start, min(start + STEPS, request.length))
             after, actor = _launch(env, policy, request, steps.stop - start, inputs, before)
             if start == 0:
-                columns = {path: request.column(path, column[0]) for path, column in after.columns.items()}
+                columns = {path: request.column(path, column[0])[0] for path, column in after.columns.items()}
                 recorded = [column.new_empty(request.length, *column.shape[1:]) for column in after.recorded]
             rows = [column[steps] for column in (*columns.values(), *recorded)]
             torch._foreach_copy_(rows, [*after.columns.values(), *after.recorded])
             before = after.next
     with reads_together():
-        counters, batch = deliver(env, state, request, columns, actor.outputs_of(recorded), on_host=False)
+        ends = [columns.pop(path) for path in _ENDS]
+        memory = {path: column[None] for path, column in columns.items()}
+        book = Book(memory, ends, single=env.num_envs is None, request=request)
+        counters, batch = deliver(state, request, book, next(book.pages), actor.outputs_of(recorded))
         own: Any = (before.lanes.env_state, before.lanes.observation, before.recurrent)
         env_state, observation, recurrent = optree.tree_map(torch.clone, own, namespace=NAMESPACE)
     return state.replace(
@@ -348,8 +366,7 @@ def _steps(
     noise = policy.noise(env.action_spec)
     steps = before.lanes.steps + torch.arange(request.length, device=env.device)
     actor = policy.actor(
-        replace(
-            inputs,
+        inputs._replace(
             observation=stepper.observation,
             params=before.tensors,
             policy_state=inputs.policy_state._replace(recurrent=before.recurrent),
@@ -359,8 +376,11 @@ def _steps(
         )
     )
     with actor.running():
-        eager.step_all(stepper, actor, request.length)
+        eager.step_all(stepper, actor.act, actor.restart)
         following = before._replace(
             lanes=stepper.lanes(), recurrent=actor.recurrent, tensors=before.tensors | policy.buffers()
         )
-        return _After(written(before, following), stepper.columns, actor.recorded()), actor
+        ends = dict(zip(_ENDS, (stepper.book.terminated, stepper.book.truncated), strict=True))
+        own = dict(zip(stepper.book.paths, stepper.page.columns))  # noqa: B905  (the counters' follow)
+        columns = {**stepper.infos, **own, **ends}
+        return _After(written(before, following), columns, actor.recorded()), actor

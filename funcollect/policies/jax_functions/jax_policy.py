@@ -231,16 +231,22 @@ class JaxActor(Actor):
         if which not in memo:  # the program holds the spec, so that no other one takes its id
             memo[which] = program.StepProgram(partial(policy.answer, inputs.spec, inputs.stochastic), inputs)
         self._made = made = memo[which]
-        self._rollout, self._finish = inputs, policy.finish
-        self._step, self._plain = made.step, made.plain
-        self._params, self._recurrent = made.params(inputs), inputs.policy_state
-        self._inputs = program.PackedInputs(inputs)
-        # A call that returns a state would commit it to the buffer's device, and JAX would compile again for that.
-        self._buffer = self._inputs.argument(self._params) if self._plain else self._inputs.buffer
-        self._noise: Any = [None] * inputs.length if inputs.noise is None else inputs.noise.numpy()
-        self._words = np.empty((inputs.length, inputs.num_envs, made.row.itemsize // 4), np.int32)
+        self._step, self._plain, self._finish = made.step, made.plain, policy.finish
+        self._inputs, self._params = program.PackedInputs(inputs), None
         self._action = made.dtypes["action"]
         self._scalar = made.row["action"] == self._action == np.int32
+        self.again(inputs)
+
+    @override
+    def again(self, inputs: ActorInputs, /) -> bool:
+        self._rollout, self._recurrent = inputs, inputs.policy_state
+        if (params := self._made.params(inputs)) is not self._params:
+            # A call that returns a state would commit it to the buffer's device, and JAX would compile again for that.
+            self._buffer = self._inputs.argument(params) if self._plain else self._inputs.buffer
+            self._params = params
+        self._noise: Any = [None] * inputs.length if inputs.noise is None else inputs.noise.numpy()
+        self._words = np.empty((inputs.length, inputs.num_envs, self._made.row.itemsize // 4), np.int32)
+        return True
 
     @override
     def act(self, t: int) -> Any:

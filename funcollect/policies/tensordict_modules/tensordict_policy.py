@@ -177,19 +177,32 @@ class TensorDictActor(Actor):
         # The keys that the module finds besides the observation.
         self._memory = carried | {path: self._inputs.pop(path) for path in own}
         self._carries = calling.reads_what_it_wrote(policy.module)
-        stateful = self._carries or bool(self._initial)
-        self._recorder = Recorder(inputs.observation, inputs.length, always_copy=stateful)
+        self._stateful = stateful = self._carries or bool(self._initial)
+        self._begin(inputs)
         # Parts without a TensorDict need a policy that samples, has no hidden states, and runs long enough to pay.
         short = inputs.length < _WORTH_WATCHING
         whole = self._device is not None or stateful or not inputs.stochastic or short
         self._parts = None if whole else calling.plain_parts(self._module)
         self._values: calling.Values = {}
+        self._seen: Any = None  # the keys of the module's outputs, once they were checked
+
+    @override
+    def again(self, inputs: ActorInputs, /) -> bool:
+        module = self._policy.bound(inputs.params)
+        if self._stateful or self._parts is not None or self._policy.bound_device not in (None, self._run_device):
+            return False
+        self._rollout, self._module, self._generator = inputs, module, inputs.policy_state.generator.clone()
+        self._begin(inputs)
+        return True
+
+    def _begin(self, inputs: ActorInputs) -> None:
+        self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self._stateful)
 
     @override
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         generator = torch_generator(self._generator, self._run_device)
-        with torch.no_grad(), set_interaction_type(self._rollout.exploration.type), generator:
+        with set_interaction_type(self._rollout.exploration.type), generator:
             yield
 
     @override
@@ -212,13 +225,14 @@ class TensorDictActor(Actor):
         # Copies, since a module may write the next state into the memory of this one.
         own = {path: self._memory[path].clone() for path in self._initial}
         outputs = self._called() if t else self._first()
-        if not outputs.keys() >= self._wrote:
+        if t and not outputs.keys() >= self._wrote:
             raise PolicyError(
                 f"step {t} of this batch: the policy wrote {names_of(outputs)} after {names_of(self._wrote)}: write "
                 "the same keys at every step"
             )
         recorded, after = self._policy.recorded(outputs, own)
-        if t == 0:
+        if t == 0 and self._seen != outputs.keys():
+            self._seen = {*outputs}
             self._names = sorted(path for path, leaf in recorded.items() if isinstance(leaf, Tensor))
             self._keys, self._action_at = list(map(key_of, self._names)), self._names.index(("action",))
         tensors = {path: recorded[path] for path in self._names}
@@ -237,6 +251,8 @@ class TensorDictActor(Actor):
             self._values = {key_of(path): leaf for path, leaf in self._inputs.items()}
             outputs, same = calling.compared(self._parts, self._values, self._run_device, self._called)
             self._parts = self._parts if same else None
+        if outputs.keys() == self._seen:
+            return outputs
         if ("action",) not in outputs:
             raise PolicyError(
                 f"the policy wrote {names_of(outputs)}, expected 'action' among them: add it to the out_keys"

@@ -145,6 +145,11 @@ class TorchBacked(HeadedPolicy):
         return next((parameter.device for parameter in self._module.parameters()), None)
 
     @property
+    def bound_device(self) -> torch.device | None:
+        """`run_device` as of the last `bound`."""
+        return self.device or next((own[key].device for own, _, key in self._skeleton.parameters.values()), None)
+
+    @property
     def settings(self) -> int:
         """The number of the module's current settings: the same one as when it was like this before."""
         return self._settings.number
@@ -256,7 +261,7 @@ class TorchBacked(HeadedPolicy):
 
     def _warn_of_written_buffers(self) -> None:
         """Warn, once, if the module has written the copies of its buffers that `bound` made last."""
-        if self._warned:
+        if self._warned or not self._skeleton.bound_buffers:
             return
         now = self.buffers()
 

@@ -6,8 +6,9 @@ import contextlib
 import copy
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import optree
@@ -153,42 +154,68 @@ class TorchPolicy(TorchBacked):
         return TorchActor(self, inputs)
 
 
+_SHAPE = attrgetter("shape")
+
+
 class TorchActor(Actor):
     """One forward pass per step; log-probabilities and checks once at the end."""
 
     def __init__(self, policy: TorchPolicy, inputs: ActorInputs) -> None:
-        self._inputs, self._spec, self._module = inputs, inputs.spec, policy.bound(inputs.params)
+        self._policy, self._spec, module = policy, inputs.spec, policy.bound(inputs.params)
         leaves = optree.tree_leaves(inputs.observation)
-        self._run_device = run_device = policy.run_device or device_of(leaves)
+        self._run_device = run_device = policy.bound_device or device_of(leaves)
         self._arguments = policy.arguments(inputs.observation, None)
         away = any(leaf.device != run_device for leaf in leaves)
         self._move: Any = partial(optree.tree_map, lambda leaf: leaf.to(run_device)) if away else None
-        # On a GPU a number is written there, since to copy it there would be to wait.
-        values = {
-            name: value if isinstance(value, Tensor) else torch.full((), value, device=run_device)
-            for name, value in inputs.exploration.values.items()
-        }
-        self._head = policy.head.at(values) if policy.head and values else policy.head
-        self._noise = noise_by_step(inputs.noise if inputs.stochastic else None, run_device)
-        # A copy, as the next ones are: a module may write its state in place, or keep what it returned.
-        self.recurrent = optree.tree_map(torch.clone, inputs.policy_state.on(run_device).recurrent)  # or None
         self._initial = inputs.initial_state.on(run_device).recurrent
-        self._state_names = recurrent_names(optree.tree_leaves(self.recurrent)) if policy.record_state else []
+        self._state_names = recurrent_names(optree.tree_leaves(self._initial)) if policy.record_state else []
         self._read = set(map(memory_of, leaves))
-        self._generator, self._compiled = inputs.policy_state.generator.clone(), policy.compiler == "inductor"
+        self._compiled = policy.compiler == "inductor"
         self._wanted = torch.Size((inputs.num_envs, *inputs.spec.shape))
-        self._chosen: tuple[str, ...] = ("action",)  # the keys of the head's samples
+        self._head_given = policy.head
+        self._dtype: Any = ""  # of the actions that were checked
+        self._shapes: list[Any] = []  # of the head's parameters that were checked
+        self._noise = NoiseRows(inputs.noise if inputs.stochastic else None, run_device)
+        self._begin(module, inputs)
+
+    def _begin(self, module: Callable[..., Any], inputs: ActorInputs) -> None:
+        self._module, self._inputs, self._head = module, inputs, self._policy.head
+        if self._head is not None and inputs.exploration.values:
+            # On a GPU a number is written there, since to copy it there would be to wait.
+            values = {
+                name: value if isinstance(value, Tensor) else torch.full((), value, device=self._run_device)
+                for name, value in inputs.exploration.values.items()
+            }
+            self._head = self._head.at(values)
+        # A copy, as the next ones are: a module may write its state in place, or keep what it returned.
+        self.recurrent = inputs.policy_state.recurrent
+        if self.recurrent is not None:
+            self.recurrent = optree.tree_map(torch.clone, inputs.policy_state.on(self._run_device).recurrent)
+        self._generator = inputs.policy_state.generator.clone()
         self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self.recurrent is not None)
-        self._record = self._recorder.append
+        self._chosen: tuple[str, ...] = ("action",)  # the keys of the head's samples
 
     @override
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        guarded: Any = contextlib.nullcontext()
-        if self._compiled:  # Torch compiles again if a hook was added or removed
-            guarded = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
-        with torch.no_grad(), torch_generator(self._generator, self._run_device), guarded:
-            yield
+    def again(self, inputs: ActorInputs, /) -> bool:
+        policy = self._policy
+        module = policy.bound(inputs.params)
+        if policy.head is not self._head_given or self._move or policy.bound_device not in (None, self._run_device):
+            return False
+        self._begin(module, inputs)
+        if inputs.stochastic:
+            self._noise.follow(inputs.noise)
+        return True
+
+    @override
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        generator = torch_generator(self._generator, self._run_device)
+        if not self._compiled:
+            return generator
+        stack = contextlib.ExitStack()
+        stack.enter_context(generator)
+        # Torch compiles again if a hook was added or removed
+        stack.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
+        return stack
 
     @override
     def act(self, t: int) -> Tensor:
@@ -217,16 +244,18 @@ class TorchActor(Actor):
             recorded = (action, *before, *extras)
         else:
             parameters = self._head.parse(TORCH, answer, self._spec)
-            if t == 0:
+            if t == 0 and self._shapes != (shapes := [*map(_SHAPE, parameters)]):
                 check_rows(dict(zip(self._head.names, parameters, strict=True)), self._inputs.num_envs, Tensor)
+                self._shapes = shapes
             outputs = self._head.sample(TORCH, parameters, self._noise(t), self._spec)
             action = outputs["action"]
             recorded = (*outputs.values(), *before, *parameters, *extras)
             if t == 0:
                 self._chosen = tuple(outputs)
-        if t == 0 or action.shape != self._wanted:
+        if getattr(action, "dtype", None) is not self._dtype or action.shape != self._wanted:
             check_action(action, self._spec, self._inputs.num_envs, Tensor)
-        self._record(recorded)
+            self._dtype = action.dtype
+        self._recorder.append(recorded)
         return action  # type: ignore[no-any-return]
 
     def _apart(self, recurrent: Any) -> Any:
@@ -246,7 +275,7 @@ class TorchActor(Actor):
 
     @override
     def finish(self) -> tuple[TorchPolicyState, Columns]:
-        recurrent = optree.tree_map(torch.clone, self.recurrent)
+        recurrent = self.recurrent if self.recurrent is None else optree.tree_map(torch.clone, self.recurrent)
         return TorchPolicyState(recurrent, self._generator), self.outputs_of(self.recorded())
 
     def outputs_of(self, recorded: Sequence[Tensor]) -> Columns:
@@ -262,18 +291,27 @@ class TorchActor(Actor):
         return finish_columns(columns, self._spec, parameters=read, chosen=getattr(head, "chooses", False))
 
 
-def noise_by_step(noise: Tensor | None, run_device: torch.device) -> Callable[[int], Tensor | None]:
-    """A function from a step to its noise [P, ...] on the policy's device; on the CPU always in the same memory."""
-    if noise is None:
-        return lambda t: None
-    if run_device.type != "cpu":
-        return noise.to(run_device).__getitem__
-    noise = noise.cpu()
-    rows, current = noise.numpy(), noise[0].clone()
-    memory = current.numpy()
+class NoiseRows:
+    """The noise [P, ...] of each step of a rollout on the policy's device; on the CPU always in the same memory."""
 
-    def copied(t: int) -> Tensor:
-        memory[...] = rows[t]
-        return current
+    _row: Any = None  # in which the policy finds it
 
-    return copied
+    def __init__(self, noise: Tensor | None, run_device: torch.device) -> None:
+        self._device = run_device
+        self.follow(noise)
+
+    def follow(self, noise: Tensor | None) -> None:
+        """Take the `noise` [T, P, ...] of another rollout."""
+        self._rows = noise if noise is None else noise.to(self._device)
+        if noise is not None and self._device.type == "cpu":
+            self._numbers = noise.cpu().numpy()
+            if self._row is None:
+                self._row = noise[0].clone()
+                self._memory = self._row.numpy()
+
+    def __call__(self, t: int) -> Tensor | None:
+        """The noise of step `t`."""
+        if self._row is None:
+            return self._rows if self._rows is None else self._rows[t]
+        self._memory[...] = self._numbers[t]
+        return self._row  # type: ignore[no-any-return]

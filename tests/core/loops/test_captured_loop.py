@@ -303,7 +303,7 @@ def test_nothing_is_read_before_the_batch_is_delivered(name, kwargs, monkeypatch
     still = SimpleNamespace(act=lambda t: action, restart=lambda lanes: None)
     actions = {("action",): action.expand(30, *action.shape)}
     with reads_together(), NoReads():
-        step_all(stepper, still, request.length)
+        step_all(stepper, still.act, still.restart)
         stepper.deliver(actions)
 
 

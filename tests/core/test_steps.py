@@ -1,0 +1,159 @@
+"""Short rollouts, one after the other: what they keep open changes no data, and costs no more than it has to."""
+
+import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import funcollect as fc
+from tests.support.cases import mlp, torch_mlp
+from tests.support.compare import assert_same, leaves
+
+SOLO = {"exploration_type": fc.ExplorationType.DETERMINISTIC}
+
+
+def steps(env, policy, state, count):
+    """Some steps; return the state after them, and their batches."""
+    batches = []
+    for _ in range(count):
+        state, batch = fc.step(env, policy, state)
+        batches.append(batch)
+    return state, batches
+
+
+@pytest.mark.parametrize(("num_envs", "most"), [(None, 250), (1, 250), (8, 400)])
+def test_a_step_enters_few_functions(num_envs, most):
+    """Those of the environment and of the network, some 45 for each lane's step, are among them."""
+    env = fc.make_env("CartPole-v1", num_envs=num_envs)
+    net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+    policy = fc.torch_policy(net, head=fc.heads.categorical)
+    state, _ = steps(env, policy, fc.init(env, policy, seed=0), 3)
+    entered = []
+    sys.setprofile(lambda frame, event, _: event == "call" and entered.append(frame.f_code.co_qualname))
+    try:
+        fc.step(env, policy, state)
+    finally:
+        sys.setprofile(None)
+    assert len(entered) <= most, entered
+
+
+def epsilon_greedy():
+    return fc.torch_policy(mlp(4, 2), head=fc.heads.epsilon_greedy(0.3))
+
+
+CALLS = {
+    "a step": lambda env, policy, state: fc.step(env, policy, state),
+    "four": lambda env, policy, state: fc.rollout(env, policy, state, 4),
+    "deterministic": lambda env, policy, state: fc.step(env, policy, state, **SOLO),
+    "another epsilon": lambda env, policy, state: fc.step(env, policy, state, exploration={"epsilon": 0.9}),
+    "a schedule": lambda env, policy, state: fc.step(env, policy, state, exploration={"epsilon": lambda n: n % 7 / 7}),
+    "a limit": lambda env, policy, state: fc.rollout(env, policy, state, 4, max_frames_per_traj=3),
+    "weights": lambda env, policy, state: fc.step(env, policy, state, params=mlp(4, 2, seed=3)),
+    "a version": lambda env, policy, state: fc.step(env, policy, state.replace(policy_version=5)),
+    "a reset": lambda env, policy, state: fc.step(env, policy, fc.reset(env, state)),
+    "an observation": lambda env, policy, state: fc.step(
+        env, policy, state.replace(observation={("observation",): torch.ones(3, 4)})
+    ),
+}
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_an_open_state_gives_what_a_copy_of_it_gives(number):
+    """Any calls in any order, over two pairs. The copy, which was pickled, has nothing open."""
+    env, generator = fc.envs.CartPole(num_envs=3), torch.Generator().manual_seed(number)
+    policies = epsilon_greedy(), epsilon_greedy()
+    states = [fc.init(env, policy, seed=number) for policy in policies]
+    for _ in range(60):
+        which, call, again = (int(torch.randint(each, (), generator=generator)) for each in (2, len(CALLS), 3))
+        for _ in range(1 + again):
+            given = env, policies[which], states[which]
+            copied = pickle.loads(pickle.dumps(states[which]))
+            (after, wanted), (state, batch) = (
+                [*CALLS.values()][call](*given[:2], each) for each in (copied, states[which])
+            )
+            assert_same(batch, wanted)
+            assert torch.equal(state.returns, after.returns)
+            assert torch.equal(state.step, after.step)
+            states[which] = state
+
+
+def test_a_state_that_is_a_value_serves_two_threads():
+    env = fc.envs.CartPole(num_envs=3)
+    policy = torch_mlp(env)
+    state, _ = steps(env, policy, fc.init(env, policy, seed=0), 3)
+    with ThreadPoolExecutor(4) as threads:
+        runs = list(threads.map(lambda _: steps(env, policy, state, 50)[1], range(8)))
+    for run in runs[1:]:
+        for one, two in zip(run, runs[0], strict=True):
+            assert_same(one, two)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
+def test_to_write_into_a_batch_changes_no_other(name):
+    env = fc.make_env(name, num_envs=2)
+    policy = torch_mlp(env)
+    runs = []
+    for writes in (False, True):
+        state, batches = fc.init(env, policy, seed=0), []
+        for _ in range(100):
+            state, batch = fc.step(env, policy, state)
+            batches.append(batch.clone())
+            for leaf in leaves(batch).values() if writes else ():
+                leaf.fill_(1)
+        runs.append(batches)
+    for one, two in zip(*runs, strict=True):
+        assert_same(one, two)
+
+
+class Planner(fc.PolicyBase):
+    """Chooses the action by steps of its own from the state of a model."""
+
+    backend, params = "torch", None
+
+    def __init__(self, env, inner):
+        self.env, self.inner, self.state = env, inner, fc.init(env, inner, seed=1)
+
+    def __call__(self, params, policy_state, observation, noise, spec, exploration):
+        self.state, seen = steps(self.env, self.inner, self.state, 2)
+        return policy_state, {"action": seen[-1]["action"]}
+
+
+def test_a_policy_may_make_steps_itself():
+    env = fc.envs.CartPole(num_envs=2)
+    inner = torch_mlp(env)
+    _, wanted = steps(env, inner, fc.init(env, inner, seed=1), 20)
+    policy = Planner(env, inner)
+    _, batches = steps(env, policy, fc.init(env, policy, seed=0), 10)
+    for batch, each in zip(batches, wanted[1::2], strict=True):
+        assert torch.equal(batch["action"], each["action"])
+
+
+class Failing(nn.Linear):
+    """Raises where it is told to."""
+
+    fails = False
+
+    def forward(self, observation):
+        if self.fails:
+            raise ArithmeticError("told to")
+        return super().forward(observation)
+
+
+def test_after_an_exception_others_go_on():
+    env, net = fc.make_env("CartPole-v1", num_envs=2), Failing(4, 2)
+    policy = fc.torch_policy(net, head=fc.heads.categorical)
+    state, _ = steps(env, policy, fc.init(env, policy, seed=0), 3)
+    other = fc.fork(env, state)
+    net.fails = True
+    with pytest.raises(ArithmeticError, match="told to"):
+        fc.step(env, policy, state)
+    net.fails = False
+    with pytest.raises(fc.StaleStateError, match="did not end"):
+        fc.step(env, policy, state)
+    _, batches = steps(env, policy, fc.recover(env, state), 3)
+    assert [batch["collector", "step"].tolist() for batch in batches] == [[0, 0], [1, 1], [2, 2]]
+    _, (batch,) = steps(env, policy, other, 1)
+    assert batch["collector", "step"].tolist() == [3, 3]
