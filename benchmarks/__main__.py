@@ -20,6 +20,7 @@ from benchmarks.harness.runner import Options, module_of
 
 NAMES = (
     "collect",
+    "step",
     "suites",
     "vector",
     "torchrl",
