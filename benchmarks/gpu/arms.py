@@ -61,7 +61,7 @@ class Arm(Ours):
         done = self._loop(self._bound, self._state, self._length, **kept)
         if done is None:
             raise RuntimeError("lanes lacked starts, so the loop would have run again with branches")
-        self._state, columns = done
+        self._state, columns = done[:2]
         jax.block_until_ready(columns)  # those of blocks are Torch's already
         if self._device == "cuda":
             torch.cuda.synchronize()

@@ -161,7 +161,7 @@ def run(
             after, batch = run_in_jax(inner, state, lambda entered: run_loop(env, inner, entered, request))
     if after.opened is not None:
         varies = inner is not asking or any(map(callable, asked.exploration.values()))
-        after.opened.asked = None if varies else asked
+        after.opened.asked = None if varies else (asked, request)
     return after, with_values(batch, values)
 
 

@@ -101,7 +101,7 @@ def deliver(
     if book.on_host:
         check_rewards(_in_numpy(page.columns[-1]))
     else:
-        _check_reward(page.columns[-1].detach())
+        check_reward(page.columns[-1].detach())
     return after, book.batch(page, beside)
 
 
@@ -211,14 +211,14 @@ def reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dic
 
 def checked_batch(env: Env, columns: dict[Path, Tensor], *, with_time: bool = True) -> TensorDict:
     """Return the batch of all columns [T, P, ...], counters included; root flags that are missing are False."""
-    _check_reward(columns[REWARD].detach())
+    check_reward(columns[REWARD].detach())
     if ROOT_FLAGS[0] not in columns:
         shape = len(ROOT_FLAGS), *columns[NEXT_FLAGS[0]].shape
         columns |= zip(ROOT_FLAGS, columns[NEXT_FLAGS[0]].new_zeros(shape).unbind(), strict=True)
     return as_batch(columns, single=env.num_envs is None, with_time=with_time)
 
 
-def _check_reward(reward: Tensor) -> None:
+def check_reward(reward: Tensor) -> None:
     """Raise EnvError for the first NaN among rewards [T, P], or [T, P, players]; of others one number is read."""
 
     def complain() -> None:

@@ -108,6 +108,19 @@ class Request:
         return StepOptions(self.exploration_type, step_limit(env, self), early, self.reset_when_done)
 
 
+class OpenFor:
+    """Base class of pairs that are open for rollouts of one request, one after the other."""
+
+    asked: tuple[Request, Request] | None = None  # what the user did, and what is run for that at any state
+
+    def known(self, asked: Request) -> Request | None:
+        """Return the request to run for what the user asks; None if that is not what was asked before."""
+        before, request = self.asked or (None, asked)
+        if before is None or not before.like(asked) or before.exploration != asked.exploration:
+            return None
+        return request.given(asked.params)
+
+
 def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:
     """Raise ValueError for a limit on trajectories together with lanes that stay finished."""
     if not reset_when_done and max_frames_per_traj is not None and max_frames_per_traj > 0:

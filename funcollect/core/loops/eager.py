@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core.batch import REWARD, Book, Page, deliver
-from funcollect.core.request import ANOTHER_POLICY, Request, Rollout, check_state_kind, head_of
+from funcollect.core.request import ANOTHER_POLICY, OpenFor, Request, Rollout, check_state_kind, head_of
 from funcollect.core.state import CollectorState
 from funcollect.interop.memory import reads_together
 from funcollect.keys import draw_ahead, random_words
@@ -111,10 +111,8 @@ class Stepper:
         return after
 
 
-class Opened:
-    """A pair that is open for rollouts of one request, one after the other: what does not depend on the state."""
-
-    asked: Request | None = None  # what the user did, if the same request is run for that at any state
+class Opened(OpenFor):
+    """What does not depend on the state."""
 
     def __init__(self, stepper: Stepper, draw: Callable[..., Words]) -> None:
         self._lock = Lock()  # held while it runs; for good, if that was broken off
@@ -125,12 +123,6 @@ class Opened:
         self._policy_calls = timed("policy", actor.act), timed("policy", actor.restart)
         self._all, self._finish = timed("steps", step_all), timed("finish", actor.finish)
         self._deliver = timed("delivery", stepper.deliver)
-
-    def known(self, asked: Request) -> Request | None:
-        """Return the request to run for what the user asks; None if that is not what was asked before."""
-        if self.asked is None or not self.asked.like(asked) or self.asked.exploration != asked.exploration:
-            return None
-        return self._stepper.request.given(asked.params)
 
     def rollout(self, env: Env, policy: Policy, state: CollectorState, request: Request) -> Rollout | None:
         """Make a rollout of another state; None if that has to be opened, such as for another pair."""

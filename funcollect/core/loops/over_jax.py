@@ -8,8 +8,7 @@ orders a reader after the writer. A step's observation and action are kept alive
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -20,13 +19,22 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.core import traced
-from funcollect.core.batch import REWARD, ROOT_FLAGS, checked_batch
+from funcollect.core.batch import ROOT_FLAGS, checked_batch
 from funcollect.core.loops import eager
 from funcollect.core.loops.blocks import OPTIONS as BLOCKS
 from funcollect.core.loops.blocks import BlockLoop, BlockOptions
-from funcollect.core.request import Request, Rollout, StepOptions, check_state_kind, is_live
+from funcollect.core.request import OpenFor, Request, Rollout, StepOptions, check_state_kind, is_live
 from funcollect.core.state import CollectorState, origin_of, policy_start
-from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_step, typed, write_row
+from funcollect.core.traced_step.columns import (
+    BatchOfBytes,
+    bucket,
+    constant_columns,
+    empty_columns,
+    packed,
+    recorded_step,
+    typed,
+    write_row,
+)
 from funcollect.core.traced_step.step import Row, SpareStarts, StepConfig, after_block, run_keys, starts_are_cheap
 from funcollect.envs.jax_envs.jax_env import check_unchanged
 from funcollect.interop.bridge import follow_torch, jax_view, opened, torch_followed, torch_view
@@ -84,24 +92,71 @@ def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
     """Implement `funcollect.rollout` for a policy that can be traced."""
-    check_unchanged(env)
+    done: Rollout | None = state.opened and state.opened.rollout(env, policy, state, request)
+    if done:
+        return done
     if isinstance(state.policy_state, TorchPolicyState):  # of another policy; JAX cannot take it as an argument
         check_state_kind(state.policy_state, type(policy.init(state.key, state.num_lanes)))
-    done, place = None, place_of(state)
-    wait = waits_for_host(place)
-    with torch_followed(*place.device_set) if wait else nullcontext():
+    place = place_of(state)
+    if not waits_for_host(place):
+        return _Opened(env, policy, state, request).run(state, request)
+    check_unchanged(env)
+    with torch_followed(*place.device_set):
         bound = bound_params(policy, request)
-        blocks = block_loop(env, policy, state, request) if wait else None
-    if blocks:
-        done = blocks(bound, state, request.length, owned=request.owned)
-    if done is None:
-        after, columns = program(env, policy, state, request)(bound, state, request.length)
-        done = after, {path: torch_view(column) for path, column in columns.items()}
-    after, leaves = done
-    if len(leaves[REWARD]) > request.length:
+        blocks = block_loop(env, policy, state, request)
+    done = blocks(bound, state, request.length, owned=request.owned)
+    with reads_together():
+        if done is None:
+            return _Opened(env, policy, state, request).made(bound, state)
+        after, leaves = done
         leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
-    with reads_together() if wait else nullcontext():
         return after, batch_of(env, policy, state, leaves, with_time=request.with_time)
+
+
+class _Opened(OpenFor):
+    """What does not depend on the state, but on the kind of its arrays."""
+
+    def __init__(self, env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> None:
+        self._env, self._policy, self._request, place = env, policy, request, place_of(state)
+        self._program = program(env, policy, state, request)
+        self._length = import_jax().device_put(np.int32(request.length), place)
+        self._kind = _kind_of(state)
+        self._shown: BatchOfBytes | None = None
+
+    def rollout(self, env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout | None:
+        """Make a rollout of another state; None if that has to be opened, such as for another pair."""
+        same_pair = env is self._env and policy is self._policy and not isinstance(state.policy_state, TorchPolicyState)
+        if not same_pair or not self._request.like(request) or _kind_of(state) != self._kind:
+            return None
+        try:
+            return self.run(state, request)
+        except RuntimeError:
+            if is_live(state):
+                raise
+            return None  # to be refused
+
+    def run(self, state: CollectorState, request: Request) -> Rollout:
+        """Make a rollout; the next state keeps this for its own."""
+        check_unchanged(self._env)
+        after, batch = self.made(bound_params(self._policy, request), state)
+        vars(after)["opened"] = self
+        return after, batch
+
+    def made(self, bound: BoundParams, state: CollectorState) -> Rollout:
+        """Run the program; return the next state and the batch."""
+        env, policy, request = self._env, self._policy, self._request
+        after, columns, places = self._program(bound, state, self._length)
+        if places is None:
+            leaves = {path: torch_view(column)[: request.length] for path, column in columns.items()}
+            return after, batch_of(env, policy, state, leaves, with_time=request.with_time)
+        if self._shown is None:
+            self._shown = BatchOfBytes(places, env, outputs_in((path for path, *_ in places.of), state), request)
+        return after, self._shown.of(torch_view(columns), lambda outputs: policy.finish(outputs, env.action_spec))
+
+
+def _kind_of(state: CollectorState) -> tuple[Any, ...]:
+    """What decides whether a state is that of a run of an environment, and where it lies."""
+    return state.origin, getattr(state.key, "aval", None), state.lane.aval, state.lane.sharding
 
 
 def bound_params(policy: Policy, request: Request) -> BoundParams:
@@ -160,7 +215,14 @@ def _loop(
 
     columns = empty_columns(config, bound, state, capacity)
     after, columns = import_jax().lax.fori_loop(0, length, body, (state, columns))
-    return after, columns | constant_columns(state, capacity)
+    never = import_jax().numpy.zeros((capacity, state.num_lanes), bool)
+    flags = dict.fromkeys(ROOT_FLAGS, never) if options.reset_when_done else {}
+    return after, *packed(columns | constant_columns(state, capacity) | flags)
+
+
+def outputs_in(paths: Iterable[Path], state: CollectorState) -> list[Path]:
+    """The keys of a policy's outputs among those of columns."""
+    return [path for path in paths if len(path) == 1 and path not in ROOT_FLAGS and path not in state.observation]
 
 
 def batch_of(
@@ -168,8 +230,7 @@ def batch_of(
 ) -> TensorDict:
     """Return the batch of columns [T, P, ...], checked."""
     leaves = typed(leaves, env)
-    names = [path for path in leaves if len(path) == 1 and path not in ROOT_FLAGS and path not in state.observation]
-    outputs = policy.finish({path: leaves.pop(path) for path in names}, env.action_spec)
+    outputs = policy.finish({path: leaves.pop(path) for path in outputs_in(leaves, state)}, env.action_spec)
     return checked_batch(env, leaves | outputs, with_time=with_time)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,20 +14,23 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.arguments import check_kind, check_optional_positive
-from funcollect.core.batch import REWARD, ROOT_FLAGS, as_batch
+from funcollect.core.batch import REWARD, ROOT_FLAGS, as_batch, check_reward, shown
+from funcollect.core.request import Request
 from funcollect.core.traced_step.step import Row, RunKeys, StepConfig, Traced, run_keys, step
 from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
-from funcollect.interop.jax_setup import import_jax
-from funcollect.protocols import JaxEnv
+from funcollect.interop.jax_setup import import_jax, with_jax
+from funcollect.protocols import Columns, JaxEnv
 from funcollect.specs import torch_dtype
 from funcollect.trajectories.split import LANE, check_time_first
-from funcollect.tree import Path, flatten
+from funcollect.tree import Path, flatten, form_of
 
 Name = TypeVar("Name")
 Dtypes = dict[Path, torch.dtype]
 Packed = dict[str, Any]  # arrays [R] of a row, or [T, R] of columns, by the name of their dtype; and the large leaves
 _LARGE = 1 << 22  # bytes of a leaf: to write them takes longer than a kernel does by itself
+_SMALL = 1 << 17  # bytes of columns
+_AS_TENSORS = 64  # bytes: each such column begins at a multiple, since Torch's bits depend on the alignment
 _ALIGNED = 16  # bytes: each leaf begins at a multiple, so that Torch can view two words as an int64
 
 _EPISODE, _LANE, _VERSION = ("collector", "episode"), ("collector", "lane"), ("collector", "policy_version")
@@ -231,3 +235,84 @@ def _padded(count: int, itemsize: int) -> int:
 def _leaf(columns: Tensor, place: _Place) -> Tensor:
     flat = columns.narrow(1, place.first, math.prod(place.shape))
     return flat.view(getattr(torch, place.dtype.name)).view(len(columns), *place.shape)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where columns lie in an array of bytes: by path the first byte, and the shape and dtype in NumPy and Torch."""
+
+    of: tuple[tuple[Path, int, tuple[int, ...], torch.dtype], ...]
+    size: int  # bytes
+
+    def columns(self, memory: Tensor) -> dict[Path, Tensor]:
+        """The columns over the array [size]."""
+        return {
+            path: memory[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for path, first, shape, dtype in self.of
+        }
+
+
+with_jax(lambda jax: jax.tree_util.register_static(Places))
+
+
+def packed(columns: Row) -> tuple[Row, None] | tuple[Any, Places]:
+    """Trace small columns as one array of bytes, and return their places: to view an array in Torch takes 6 us."""
+    jax = import_jax()
+    small = sum(column.nbytes for column in columns.values()) <= _SMALL
+    if not small or any(column.dtype.kind == "c" for column in columns.values()):
+        return columns, None
+    parts: list[Any] = []
+    places, first = [], 0
+    for path, column in columns.items():
+        places.append((path, first, tuple(column.shape), getattr(torch, column.dtype.name)))
+        plain = column.astype("uint8") if column.dtype.kind == "b" else column
+        flat = jax.lax.bitcast_convert_type(plain, "uint8").reshape(-1)
+        parts += [flat, jax.numpy.zeros(-flat.size % _AS_TENSORS, "uint8")]
+        first += flat.size + parts[-1].size
+    return jax.numpy.concatenate(parts), Places(tuple(places), first)
+
+
+class View(NamedTuple):
+    """Where a leaf lies in an array of bytes."""
+
+    read: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    first: int  # in elements
+    dtype: torch.dtype  # that it has in a batch
+
+    def of(self, arrays: Mapping[torch.dtype, Tensor]) -> Tensor:
+        """The leaf, from the array in each dtype."""
+        leaf = arrays[self.read].as_strided(self.size, self.stride, self.first)
+        return leaf if self.dtype is self.read else leaf.to(self.dtype)
+
+
+class BatchOfBytes:
+    """The batch of a rollout whose columns are packed: where its leaves lie is worked out once, without memory."""
+
+    def __init__(self, places: Places, env: JaxEnv, outputs: Sequence[Path], request: Request) -> None:
+        dtypes = dtypes_of(env)
+
+        def view(path: Path, leaf: Tensor) -> View:
+            place = leaf.size(), leaf.stride(), int(leaf.storage_offset())
+            return View(leaf.dtype, *place, dtypes.get(path, leaf.dtype))
+
+        columns = places.columns(torch.empty(places.size, dtype=torch.uint8, device="meta"))
+        wide = [path for path, leaf in columns.items() if (dtypes.get(path), leaf.dtype) == (torch.int64, torch.int32)]
+        columns = typed(columns, dict.fromkeys(wide, torch.int64))
+        columns = {path: column[: request.length] for path, column in columns.items()}
+        self._outputs = {path: view(path, columns.pop(path)) for path in outputs}
+        self._reward = view(REWARD, columns[REWARD])
+        self._shown: Any = {"single": env.num_envs is None, "with_time": request.with_time}
+        batch = as_batch(columns, **self._shown)
+        self._views, self._size = {path: view(path, leaf) for path, leaf in flatten(batch).items()}, batch.batch_size
+        self._dtypes = {each.read for each in (*self._outputs.values(), self._reward, *self._views.values())}
+
+    def of(self, memory: Tensor, finish: Callable[[Columns], Columns]) -> TensorDict:
+        """The batch over the packed columns, checked, with the policy's outputs as it finishes them."""
+        arrays = {dtype: memory.view(dtype) for dtype in self._dtypes}
+        outputs = finish({path: view.of(arrays) for path, view in self._outputs.items()})
+        check_reward(self._reward.of(arrays))
+        leaves = [view.of(arrays) for view in self._views.values()]
+        leaves += [shown(column, 0, **self._shown) for column in outputs.values()]
+        return form_of((*self._views, *outputs), self._size, self._shown["with_time"]).filled(leaves)

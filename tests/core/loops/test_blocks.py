@@ -264,5 +264,5 @@ def test_an_interrupted_collector_goes_on_though_its_state_was_used_up(make, mon
         assert (after["collector", "traj_ids"][:, 0] > ids[:, -1]).all()
 
 
-def ctrl_c(*_):
+def ctrl_c(*_, **__):
     raise KeyboardInterrupt

@@ -33,6 +33,7 @@ def twice(env, policy, before_the_second=lambda: None):
     """Two batches of one run; what is made once, such as constants, is made in the first."""
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), LENGTH)
     before_the_second()
+    vars(state).pop("opened", None)  # which has kept what may be patched now
     state, batch = fc.rollout(env, policy, state, LENGTH)
     fc.close(state)
     return batch
