@@ -207,6 +207,10 @@ SPEED = {
     "TorchRL's `MultiSyncCollector`": ("workers", WORKERS, "torchrl sync"),
     "TorchRL's replay buffer": ("replay", [f"sample cartpole {10**digits}" for digits in (4, 5, 6)], "torchrl"),
     "flashbax": ("replay", [f"prioritized cartpole {10**digits}" for digits in (4, 5, 6)], "flashbax"),
+    "a hand-written loop that keeps": ("step", CARTPOLES, "by hand"),
+    "TorchRL's collector, one step": ("step", CARTPOLES, "torchrl"),
+    "soft actor-critic": ("step", ["sac learning"], "by hand"),
+    "Stable-Baselines3's replay buffer": ("step", ["replay 1", "replay 8"], "sb3"),
 }
 
 
