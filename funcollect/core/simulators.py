@@ -51,20 +51,13 @@ class ActionLog:
         self.ages = ages
         if not self.limit:
             return
-        if len(actions) >= _JOINED:
-            self._join()
-            self._add(actions)
-            return
-        self._short.append(actions.clone())
+        self._short.append(actions.clone() if len(actions) < _JOINED else actions)
         if len(self._short) * len(actions) >= _JOINED:
             self._join()
 
     def _join(self) -> None:
-        if self._short:
-            self._add(torch.cat(self._short))
-            self._short = []
-
-    def _add(self, actions: Tensor) -> None:
+        actions = self._short[0] if len(self._short) == 1 else torch.cat(self._short)
+        self._short = []
         needed = min(int(self.ages.max()), self.limit * len(actions) // max(actions.nbytes, 1))
         self._chunks.append(actions[max(len(actions) - needed, 0) :].clone())
         self._length += len(self._chunks[-1])
@@ -76,7 +69,8 @@ class ActionLog:
 
     def since_reset(self) -> Tensor | None:
         """Return the actions of the last ``ages.max()`` steps, or None if they are not all kept."""
-        self._join()
+        if self._short:
+            self._join()
         longest = int(self.ages.max())
         if self._length < longest:
             return None

@@ -53,6 +53,7 @@ CALLS = {
     "a limit": lambda env, policy, state: fc.rollout(env, policy, state, 4, max_frames_per_traj=3),
     "weights": lambda env, policy, state: fc.step(env, policy, state, params=mlp(4, 2, seed=3)),
     "a version": lambda env, policy, state: fc.step(env, policy, state.replace(policy_version=5)),
+    "more lanes elsewhere": lambda env, policy, state: fc.step(env, policy, state.replace(total_lanes=7)),
     "a reset": lambda env, policy, state: fc.step(env, policy, fc.reset(env, state)),
     "an observation": lambda env, policy, state: fc.step(
         env, policy, state.replace(observation={("observation",): torch.ones(3, 4)})

@@ -50,7 +50,7 @@ class Stepper:
 
     def __init__(self, env: Any, policy: Policy, state: CollectorState, request: Request) -> None:
         self.env, self.policy, self.state, self.request = env, policy, state, request
-        self.key, self.lane = (None, None) if state is None else (state.key, state.lane)
+        self.key, self.lane, self.total = (None,) * 3 if state is None else (state.key, state.lane, state.total_lanes)
         self._pages: Iterator[Page] = iter(())
 
     def _turn(self, roots: Columns, nexts: Columns) -> Sequence[Any]:
@@ -127,9 +127,12 @@ class Opened(OpenFor):
     def rollout(self, env: Env, policy: Policy, state: CollectorState, request: Request) -> Rollout | None:
         """Make a rollout of another state; None if that has to be opened, such as for another pair."""
         own, inputs = self._stepper, self._inputs
-        same_lanes = own.env is env and own.policy is policy and own.key is state.key and own.lane is state.lane
+        same_pair = own.env is env and own.policy is policy
+        same_lanes = own.key is state.key and own.lane is state.lane and own.total == state.total_lanes
         same_form = own.request.like(request) and type(state.policy_state) is type(inputs.policy_state)
-        if not same_lanes or not same_form or CLOCK.get() is not self._clock or not self._lock.acquire(blocking=False):
+        if not (same_pair and same_lanes and same_form) or CLOCK.get() is not self._clock:
+            return None
+        if not self._lock.acquire(blocking=False):
             return None
         if own.again(state, request):
             self._inputs = inputs._replace(
