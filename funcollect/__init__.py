@@ -35,13 +35,15 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.buffers.storages import LazyTensorStorage as LazyTensorStorage
     from funcollect.buffers.storages import ListStorage as ListStorage
     from funcollect.checkpoint import Checkpoint as Checkpoint
+    from funcollect.collectors.front_door import AsyncCollector as AsyncCollector
+    from funcollect.collectors.front_door import Collector as Collector
+    from funcollect.collectors.front_door import MultiCollector as MultiCollector
     from funcollect.collectors.multi import MultiAsyncCollector as MultiAsyncCollector
     from funcollect.collectors.multi import MultiaSyncDataCollector as MultiaSyncDataCollector
     from funcollect.collectors.multi import MultiSyncCollector as MultiSyncCollector
     from funcollect.collectors.multi import MultiSyncDataCollector as MultiSyncDataCollector
     from funcollect.collectors.options import Shard as Shard
     from funcollect.collectors.ray_collector import RayCollector as RayCollector
-    from funcollect.collectors.sync import Collector as Collector
     from funcollect.collectors.sync import SyncDataCollector as SyncDataCollector
     from funcollect.core import traced as traced
     from funcollect.core.api import apply as apply

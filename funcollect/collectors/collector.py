@@ -10,9 +10,12 @@ from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 from tensordict import TensorDictBase
+from typing_extensions import override
 
-from funcollect.collectors.in_use import InUse, exclusive
-from funcollect.collectors.options import Options, RunOptions, Shard, collector
+from funcollect.collectors.in_use import FillsBuffer, InUse, exclusive
+from funcollect.collectors.keywords import collector
+from funcollect.collectors.options import Hook, Options, RunOptions
+from funcollect.collectors.saved_keywords import check_equal, plain_keywords, read_back
 from funcollect.core.request import head_of
 from funcollect.core.saving import Episodes, checked_path
 from funcollect.errors import ClosedError
@@ -21,28 +24,16 @@ from funcollect.policies.jax_functions.jax_policy import as_given
 from funcollect.policies.normalized import Normalized
 from funcollect.protocols import is_policy
 from funcollect.running_statistics import RunningStatistics, merge, moments_of
-from funcollect.specs import ExplorationType
+from funcollect.trajectories.final_observations import is_compact
+from funcollect.trajectories.next_observations import next_observations
 from funcollect.trajectories.whole_trajectories import PendingTrajectories
 
 _KIND = "the run of a collector"
-# Keywords that are objects, or say how a machine is used.
-_NOT_SAVED = {
-    "create_env_fn", "create_env_kwargs", "policy", "policy_factory", "postproc", "device", "env_device",
-    "policy_device", "storing_device", "num_threads", "in_process", "collector_class", "collector_kwargs",
-    "ray_init_config", "remote_configs",
-}  # fmt: skip
-_MAY_CHANGE = {"total_frames", "timeout", "start_timeout", "on_failure"}  # although they are saved
-_READ_BACK: Mapping[str, Callable[[Any], Any]] = {  # the inverse of `_plain`
-    "exploration_type": lambda name: ExplorationType[name],
-    "shard": lambda place: Shard(*place),
-}
-_A_FUNCTION = "a function"  # in place of a schedule of `exploration`
-_NOT_PLAIN = object()
 _LARGEST_SEED = 2**32 - 1
 
 
 @collector
-class CollectorBase(RunOptions, InUse, ABC):
+class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
     """The part that collectors share; a class that derives from it gathers the batches.
 
     Attributes:
@@ -137,26 +128,53 @@ class CollectorBase(RunOptions, InUse, ABC):
     def get_policy_version(self) -> int:
         """The number of the latest weights: 0 at first, one more with each update."""
 
+    @property
+    def policy_version(self) -> int:
+        """`get_policy_version`, as TorchRL calls it, too."""
+        return self.get_policy_version()
+
+    def set_post_collect_hook(self, hook: Hook) -> None:
+        """Set `post_collect_hook`, by a method as TorchRL has it."""
+        self.post_collect_hook = hook
+
     def stats(self) -> dict[str, float]:
         """Counts of the run, by name.
 
-        They are the ``frames`` and ``batches`` delivered, the ``seconds`` spent in this collector, the
-        ``frames_per_second`` of that time alone, and the ``policy_version`` of the latest weights.
+        They are the ``frames`` and ``batches`` delivered, the ``requested_frames_per_batch``, the ``seconds`` spent in
+        this collector, the ``frames_per_second`` of that time alone, and the ``policy_version`` of the latest weights;
+        for a run with an end also ``total_frames``, and whether it is ``completed``.
         """
+        total = self.total_frames
         return {
             "frames": self.frames,
             "batches": self._batches,
+            "requested_frames_per_batch": self.options.frames_per_batch,
             "seconds": self._seconds,
             "frames_per_second": self.frames / self._seconds if self._seconds else 0.0,
             "policy_version": self.get_policy_version(),
+            **({} if total < 0 else {"total_frames": total, "completed": self.frames >= total}),
         }
 
-    @abstractmethod
-    def shutdown(self, timeout: float | None = None) -> None:
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """End the run and free what it holds. Batches that were delivered stay. Does nothing the second time.
 
-        `timeout` is TorchRL's and has no effect: workers that do not end within seconds are killed.
+        Both arguments are TorchRL's and have no effect: workers that do not end within seconds are killed, and
+        environments that the collector has not built stay open.
         """
+        self._end()
+        self._check_filler()
+
+    def _end(self) -> None:
+        self._closed, filler = True, self._other_filler
+        if filler is not None:
+            filler.stop()
+        self._close()
+        if filler is not None:
+            filler.thread.join()
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Free what the run holds."""
 
     def save(self, path: str | os.PathLike[str], *, episodes: Episodes = "continue") -> None:
         """Write the run to a file: weights, counts, episodes in flight, and batches that are ready.
@@ -219,14 +237,8 @@ class CollectorBase(RunOptions, InUse, ABC):
         devices, arguments for environments and Ray, `num_threads` and `in_process` are not saved.
         """
         saved = read_data(checked_path(path, episodes, "pass the name of a file, before create_env_fn"), _KIND)
-        cls._check_saved(saved, {name: _plain(value) for name, value in keywords.items()})
-        known = {name: _READ_BACK.get(name, lambda given: given)(given) for name, given in saved["keywords"].items()}
-        if "exploration" not in keywords and _A_FUNCTION in known.get("exploration", {}).values():
-            raise ValueError(
-                f"the saved run has the exploration {known['exploration']}, and functions are not saved: pass "
-                "exploration= with the same schedules"
-            )
-        made = cls(create_env_fn, policy, **{**known, **keywords})
+        cls._check_saved(saved, plain_keywords(keywords))
+        made = cls(create_env_fn, policy, **{**read_back(saved["keywords"], keywords), **keywords})
         try:
             made._restore(saved, episodes)
         except BaseException:
@@ -235,22 +247,16 @@ class CollectorBase(RunOptions, InUse, ABC):
         return made
 
     def _plain_keywords(self) -> dict[str, Any]:
-        names = {each.name for each in fields(self) if each.init} - _NOT_SAVED
-        values = {name: _plain(self._given.get(name, getattr(self, name))) for name in sorted(names)}
-        return {name: value for name, value in values.items() if value is not _NOT_PLAIN}
+        return plain_keywords(
+            {each.name: getattr(self, each.name) for each in fields(self) if each.init} | {**self._given}
+        )
 
     @classmethod
     def _check_saved(cls, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Raise ValueError for the run of another class, or with other values of keywords that define a run."""
         if saved["class"] != cls.__name__:
             raise ValueError(f"the saved run is that of a {saved['class']}, this is a {cls.__name__}: use that class")
-        for name, value in own.items():
-            was = saved["keywords"].get(name, value)
-            if was != value and value is not _NOT_PLAIN and name not in _MAY_CHANGE:
-                raise ValueError(
-                    f"{name} is {value!r}, but {was!r} in the saved run: build the collector with that, or begin "
-                    "another run"
-                )
+        check_equal(saved["keywords"], own)
 
     def _beside_weights(self) -> dict[str, str]:
         """A policy's head with its numbers, and its `clip`, as text; empty where there is none in this process."""
@@ -262,9 +268,9 @@ class CollectorBase(RunOptions, InUse, ABC):
             clip = str(self.policy.clip)
         return {"head": head, "clip": clip}
 
-    def async_shutdown(self, timeout: float | None = None) -> None:
-        """`shutdown`, by TorchRL's name for asynchronous collectors."""
-        self.shutdown(timeout)
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """`shutdown`, by TorchRL's name for the end of what `start` began."""
+        self.shutdown(timeout, close_env)
 
     def is_running(self) -> bool:
         """Whether batches can still be collected: there are frames left, and the collector was not shut down."""
@@ -292,27 +298,58 @@ class CollectorBase(RunOptions, InUse, ABC):
     def __next__(self) -> TensorDictBase:
         if self._moments is not None and not self._closed:
             self._add_to_statistics(self._moments)
+        if self.replay_buffer is not None:
+            return self._fill_buffer()
         batch = self._next_frames() if self.trajs_per_batch is None else self._next_trajectories(self.trajs_per_batch)
+        return self._delivered(batch)
+
+    def _delivered(self, batch: TensorDictBase) -> TensorDictBase:
         if self.update_statistics:
-            self._moments = moments_of(batch, self.policy.statistics)
+            moments = moments_of(batch, self.policy.statistics)
+            self._moments = moments if self._moments is None else merge(self._moments, moments)
         return self.options.finish(batch)
 
     def _next_frames(self) -> TensorDictBase:
         if 0 <= self.total_frames <= self.frames:
             raise StopIteration
+        self._check_ready()
         return self._gather()
 
     def _next_trajectories(self, count: int) -> TensorDictBase:
-        while True:
-            for source, pending in self._pending.items():
-                if (taken := pending.take(count)) is not None:
-                    batch, self._pending[source] = taken
-                    return batch
-            batch = self._next_frames()
-            batch = batch.clone() if self._lends else batch
-            for part in self._in_orders(batch):
-                source = 0 if self._in_one_order else int(part["collector", "lane"].flatten()[0])
-                self._pending[source] = self._pending.get(source, PendingTrajectories()).add(part)
+        while (batch := self._take(lambda pending: pending.take(count))) is None:
+            self._add_pending(self._next_frames())
+        return batch
+
+    def _take(self, take: Callable[[PendingTrajectories], tuple[TensorDictBase, PendingTrajectories] | None]) -> Any:
+        """The trajectories that `take` finds among those of one order; None if it finds none."""
+        for source, pending in self._pending.items():
+            if (taken := take(pending)) is not None:
+                batch, self._pending[source] = taken
+                return batch
+        return None
+
+    def _add_pending(self, batch: TensorDictBase) -> None:
+        batch = batch.clone() if self._lends else batch
+        for part in self._in_orders(batch):
+            source = 0 if self._in_one_order else int(part["collector", "lane"].flatten()[0])
+            self._pending[source] = self._pending.get(source, PendingTrajectories()).add(part)
+
+    def _fill_buffer(self) -> Any:
+        """Extend `replay_buffer` with the frames of the next batch, or with the trajectories that end there."""
+        batch = self._next_frames()
+        if self.trajs_per_batch is None:
+            self._write(batch)
+            return
+        self._add_pending(batch)
+        while (whole := self._take(lambda pending: pending.take_whole(self.trajs_per_write))) is not None:
+            self._write(whole)
+
+    def _write(self, batch: TensorDictBase) -> None:
+        batch = self._delivered(batch)
+        storage: Any = getattr(self.replay_buffer, "storage", None)
+        if batch.ndim > 1 and hasattr(storage, "admit") and storage.ndim == 1:
+            batch = (next_observations(batch) if is_compact(batch) else batch).reshape(-1)
+        self.replay_buffer.extend(batch)
 
     def _check_statistics(self) -> None:
         if self.update_statistics and not isinstance(self.policy, Normalized):
@@ -328,11 +365,17 @@ class CollectorBase(RunOptions, InUse, ABC):
         policy.statistics = after = merge(before, moments)
         self.update_policy_weights_(None if self.params is None else (trainable, after))
 
+    @override
     def _check_open(self) -> None:
+        self._check_filler()
         if self._closed:
             raise ClosedError(f"{self!r} was shut down: build another collector")
 
-    _check_ready = _check_open
+    @override
+    def _check_ready(self) -> None:
+        self._check_open()
+        if self._filler is not None and (filler := self._other_filler) and filler.at_work:
+            raise RuntimeError("the collector fills a buffer: call pause() before")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} cannot be copied or pickled: save(path) writes its run, and load continues it")
@@ -341,18 +384,6 @@ class CollectorBase(RunOptions, InUse, ABC):
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self.shutdown()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, ExplorationType):
-        return value.name
-    if isinstance(value, Shard):
-        return [value.index, value.count]
-    if isinstance(value, Mapping):
-        return {name: _A_FUNCTION if callable(each) else _plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if getattr(value, "ndim", None) == 0:  # a number of NumPy, Torch or JAX
-        value = value.item()
-    return value if value is None or isinstance(value, (bool, int, float, str)) else _NOT_PLAIN
+        self._end()
+        if kind is None:
+            self._check_filler()

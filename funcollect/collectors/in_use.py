@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -49,16 +49,20 @@ def exclusive(method: _Method) -> _Method:
     return cast("_Method", call)
 
 
-class _Filler:
-    """Calls ``buffer.extend(batch)`` for every batch, in a thread that lets a collector be freed between batches."""
+def check_extends(name: str, buffer: Any) -> None:
+    """Raise TypeError for what has no method `extend`."""
+    if not callable(getattr(buffer, "extend", None)):
+        raise TypeError(
+            f"{name} is {type(buffer).__name__}, expected an object with a method extend(batch): pass a replay buffer, "
+            "or a list"
+        )
 
-    def __init__(self, collector: Iterator[Any], buffer: Any) -> None:
-        if not callable(getattr(buffer, "extend", None)):
-            raise TypeError(
-                f"buffer is {type(buffer).__name__}, expected an object with a method extend(batch): pass a replay "
-                "buffer, or a list"
-            )
-        self._collector, self._extend = weakref.ref(collector), buffer.extend
+
+class _Filler:
+    """Takes every batch, in a thread that lets a collector be freed between batches, and gives it to `extend`."""
+
+    def __init__(self, collector: Iterator[Any], extend: Callable[[Any], object]) -> None:
+        self._collector, self._extend = weakref.ref(collector), extend
         self.going, self.one_batch = threading.Event(), threading.Lock()  # the thread holds it for one batch
         self.going.set()
         self._stopped = False
@@ -105,17 +109,20 @@ class FillsBuffer(Iterator[Any]):
     """The methods with which a collector fills a buffer from a thread."""
 
     _filler: _Filler | None = None
+    if TYPE_CHECKING:
+        replay_buffer: Any
 
     @abstractmethod
     def _check_open(self) -> None:
         """Raise the exception that ended the thread, if there is one, or ClosedError."""
 
-    def start(self, buffer: Any) -> None:
+    def start(self, buffer: Any = None) -> None:
         """Fill a buffer in a thread, ``buffer.extend(batch)``, until the run ends or the collector is shut down.
 
-        Meanwhile weights may be updated and `stats` read; everything else needs `pause`. An exception in the thread is
-        a RuntimeWarning at once, and is raised by the next call of the collector, `shutdown` included. TypeError for a
-        buffer without a method `extend`, RuntimeError if one is being filled already.
+        Without an argument it is the collector's `replay_buffer`. Meanwhile weights may be updated and `stats` read;
+        everything else needs `pause`. An exception in the thread is a RuntimeWarning at once, and is raised by the next
+        call of the collector, `shutdown` included. TypeError for a buffer without a method `extend`, or none at all;
+        RuntimeError if one is being filled already.
 
         >>> import funcollect as fc
         >>> batches = []
@@ -130,7 +137,14 @@ class FillsBuffer(Iterator[Any]):
         self._check_open()
         if self._filler is not None and self._filler.at_work:
             raise RuntimeError("the collector fills a buffer already: shut it down before another start")
-        self._filler = _Filler(self, buffer)
+        if (buffer is None) == (self.replay_buffer is None):
+            own = "no buffer" if buffer is None else "a buffer, and the collector a replay_buffer"
+            raise TypeError(
+                f"start has {own}, expected one to fill: pass it to start, or to the collector as replay_buffer"
+            )
+        if buffer is not None:
+            check_extends("buffer", buffer)
+        self._filler = _Filler(self, _ignore if buffer is None else buffer.extend)
 
     def pause(self) -> AbstractContextManager[object]:
         """Block until the batch under way is in the buffer; no other one is added until `resume`.
@@ -172,3 +186,7 @@ class FillsBuffer(Iterator[Any]):
         if self._filler is not None and (filler := self._other_filler) and (error := filler.error):
             filler.error = None
             raise error
+
+
+def _ignore(batch: None) -> None:
+    """Do nothing with what the iteration yields once the batch is in a `replay_buffer`."""

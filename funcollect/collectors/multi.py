@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 from funcollect.arguments import check_flags
-from funcollect.collectors.options import LocalOptions, collector, options_of
+from funcollect.collectors.keywords import collector
+from funcollect.collectors.options import LocalOptions, options_of
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers import jobs
 from funcollect.collectors.workers.gathering import Join, in_this_process
 from funcollect.keys import key_from_seed, seed_of
-from funcollect.messages import shown
 
 
 @collector
@@ -79,8 +79,7 @@ class MultiSyncDataCollector(ProcessCollector):
     begins when it is requested, with the weights of that moment."""
 
     def __post_init__(self) -> None:
-        if self.cat_results not in get_args(Join) or isinstance(self.cat_results, bool):
-            raise ValueError(f"cat_results is {self.cat_results!r}, expected 'stack', 0 or -1: pass one of them")
+        check_join(self.cat_results)
         check_flags(prefetch=self.prefetch)
         count = jobs.number_of_workers(self.create_env_fn, self.num_workers)
         frames = jobs.shares(self.frames_per_batch, count)
@@ -107,15 +106,27 @@ class MultiaSyncDataCollector(ProcessCollector):
     >>> collector.shutdown()
     """
 
-    frames_per_batch: int
-    """frames in a batch, which is one worker's rollout, rounded up to a whole step of its lanes."""
+    frames_per_batch: int | Sequence[int]
+    """frames in a batch, which is one worker's rollout, rounded up to a whole step of its lanes; or a list with the
+    frames of each worker."""
+    cat_results: Join | None = None
+    """of no effect, since a batch is one worker's."""
 
     _in_one_order = False
 
     def __post_init__(self) -> None:
-        if jobs.listed(frames := self.frames_per_batch) is not None:
-            raise TypeError(f"frames_per_batch is {shown(frames)}, expected an int: that of each rollout")
-        self._start([frames] * jobs.number_of_workers(self.create_env_fn, self.num_workers))
+        check_join(self.cat_results, None)
+        count = jobs.number_of_workers(self.create_env_fn, self.num_workers)
+        frames = jobs.each_of("frames_per_batch", given := self.frames_per_batch, count)
+        if jobs.listed(given) is not None:
+            self._fill(_given={"frames_per_batch": given}, frames_per_batch=max(frames))
+        self._start(frames)
+
+
+def check_join(cat_results: Any, *others: Any) -> None:
+    """Raise ValueError for something else than a `Join`, or one of the `others`."""
+    if cat_results not in (*get_args(Join), *others) or isinstance(cat_results, bool):
+        raise ValueError(f"cat_results is {cat_results!r}, expected 'stack', 0 or -1: pass one of them")
 
 
 # Their names in TorchRL since 0.14.

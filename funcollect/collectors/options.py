@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import math
-import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from difflib import get_close_matches
-from functools import cache, wraps
-from itertools import pairwise
-from textwrap import fill
-from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -23,6 +15,7 @@ from typing_extensions import override
 
 from funcollect import arguments
 from funcollect.arguments import check_function, check_kind, check_positive, checked_device
+from funcollect.collectors.in_use import check_extends
 from funcollect.core.request import NO_VALUES, Request, Value, check_ends, check_exploration, check_values
 from funcollect.envs.registry import make_env
 from funcollect.interop.jax_setup import default_device_type
@@ -34,108 +27,14 @@ from funcollect.trajectories.whole_trajectories import TrajectoryFormat
 from funcollect.tree import Path
 
 Device = torch.device | str | None
-_Class = TypeVar("_Class", bound=Any)
-_SENT = "update_policy_weights_ sends weights in every collector"
-_FILLED = "extend the buffer with each batch; the collectors with workers also have start(buffer)"
-ONLY_IN_TORCHRL = {  # keywords that say how TorchRL's collectors work, and why there is none here
-    "use_buffers": "batches are recorded into their own memory wherever that is possible",
-    "return_same_td": "every batch has memory of its own, or is a view that is not written again while it is alive",
-    "trust_policy": "policies need no trust",
-    "no_cuda_sync": "queues of work are ordered by events",
-    "auto_register_policy_transforms": "hidden states are found without transforms",
-    "cudagraph_policy": "it is funcollect.torch_policy(module, compile='cudagraph') here",
-    "compile_policy": "it is funcollect.torch_policy(module, compile='inductor') here",
-    "track_policy_version": "every batch has ('collector', 'policy_version')",
-    **dict.fromkeys(("weight_updater", "weight_sync_schemes", "weight_recv_schemes"), _SENT),
-    **dict.fromkeys(("replay_buffer", "extend_buffer", "local_init_rb"), _FILLED),
-    "preemptive_threshold": "a slow worker is waited for, and MultiaSyncDataCollector waits for none",
-    "interruptor": "no worker is interrupted",
-    "pre_collect_hook": "call the function before you take a batch",
-    "post_collect_hook": "call the function with each batch, or pass it as postproc=",
-    "trajs_per_write": "trajs_per_batch=1 delivers each trajectory by itself",
-    "track_traj_ids": "every batch has ('collector', 'traj_ids')",
-    "init_fn": "create_env_fn and policy_factory are called in each worker",
-    "num_sub_threads": "it is num_threads here, in the collectors with workers",
-    "backend_options": "the collectors have their own keywords for workers",
-    "worker_idx": "every batch has ('collector', 'lane')",
-    "collector_class": "RayCollector has it",
-    "cat_results": "MultiSyncDataCollector has it; RayCollector stacks batches, whose own rows follow collector_kwargs",
-}
-_ELSEWHERE: Mapping[str, str] = ONLY_IN_TORCHRL | {  # keywords that some collectors refuse, and why
-    "backend": "the class decides it: SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector, RayCollector",
-    "num_collectors": "MultiSyncDataCollector and MultiaSyncDataCollector have num_workers=, RayCollector has this one",
-    "sync": "MultiSyncDataCollector is synchronous, MultiaSyncDataCollector is not; RayCollector has this argument",
-    "in_process": "MultiSyncDataCollector has it",
-    "update_at_each_batch": "it is update_after_each_batch here, as TorchRL calls it",
-}
+Hook = Callable[..., object] | None  # what it returns is not used
+HOOKS = {"pre_collect_hook": 0, "post_collect_hook": 1}  # with the number of arguments
 _NOT_WHOLE = {  # what does not go together with whole trajectories: `reset_when_done` unless set, the others if set
     "reset_at_each_iter": "a reset would interrupt them",
     "split_trajs": "they are split already, or for traj_format='padded' padded",
     "set_truncated": "it would cut them",
     "reset_when_done": "lanes have to go on",
 }
-
-
-@dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(field,))
-def collector(cls: type[_Class]) -> type[_Class]:
-    """Make the fields of a class, its own and those of its bases, the keywords of its constructor.
-
-    Each field has its meaning in a string below it, where editors look for it. The docstring gets all of them, for
-    ``help``. The constructor refuses an unknown keyword with TypeError.
-    """
-    dataclass(kw_only=True, eq=False, repr=False)(cls)
-    plain = cls.__init__
-    known = inspect.signature(plain).parameters.keys() - {"self"}
-    plain.__annotations__ |= {name: hint for name, hint in get_type_hints(cls).items() if name in known}
-
-    @wraps(plain)
-    def init(self: Any, *args: Any, **keywords: Any) -> None:
-        _refuse(sorted(keywords.keys() - known), known)
-        plain(self, *args, **keywords)
-
-    cls.__init__ = init
-    cls.__doc__ = _with_keywords(cls, inspect.signature(plain).parameters)
-    return cls
-
-
-def _refuse(unknown: Sequence[str], known: set[str]) -> None:
-    if here := [f"{name} ({_ELSEWHERE[name]})" for name in unknown if name in _ELSEWHERE]:
-        raise TypeError(f"this collector has no argument {', '.join(here)}: leave it out")
-    if unknown:
-        alike = [found for name in unknown for found in get_close_matches(name, known, 1)]
-        likely = f" (perhaps you meant {' and '.join(alike)})" if alike else ""
-        raise TypeError(
-            f"the keywords {unknown} are unknown{likely}, expected some of {', '.join(sorted(known))}: check the "
-            "spelling, and give arguments of make_env as create_env_kwargs"
-        )
-
-
-def _with_keywords(cls: type, keywords: Iterable[str]) -> str:
-    """The docstring of a class with a section on all its keywords, before its other sections and the example."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        found |= _meanings(base.__module__).get(base.__name__, {}) if is_dataclass(base) else {}
-    entries = [f"{name}: {found[name]}" for name in keywords if name in found]
-    section = "\n".join(fill(entry, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in entries)
-    text = inspect.cleandoc(cls.__doc__ or "")
-    head = re.split(r"^(?:Attributes:|Raises:|>>> )", text, maxsplit=1, flags=re.M)[0].rstrip()
-    return f"{head}\n\nArgs:\n{section}\n\n{text[len(head) :].lstrip()}".rstrip() + "\n"
-
-
-@cache
-def _meanings(module: str) -> dict[str, dict[str, str]]:
-    """By class and attribute, the strings below attributes in the source of a module; none if there is no source."""
-    try:
-        source = inspect.getsource(sys.modules[module])
-    except (OSError, TypeError):
-        return {}
-    found: dict[str, dict[str, str]] = {}
-    for each in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
-        for pair in pairwise(each.body):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    found.setdefault(each.name, {})[name] = inspect.cleandoc(text)
-    return found
 
 
 @dataclass(frozen=True)
@@ -211,6 +110,20 @@ class RunOptions:
     traj_format: TrajectoryFormat = "cat"
     """how `trajs_per_batch` delivers them: ``"cat"`` for one after another, ``[F]``; ``"padded"`` for ``[N, Tmax]``
     with zeros where ``("collector", "mask")`` is False."""
+    replay_buffer: Any = None
+    """what gets every batch, by its method ``extend``: a buffer, or a list. The iteration then yields None, and
+    `start` without an argument fills it in a thread. A `ReplayBuffer` whose storage has ``ndim=1`` gets the frames as
+    ``[F]``; with `trajs_per_batch`, every trajectory as soon as it is whole, one after another, ``[F]``."""
+    trajs_per_write: int | None = None
+    """whole trajectories in one call of ``replay_buffer.extend``; None for all that have become whole."""
+    pre_collect_hook: Hook = None
+    """called without arguments before each rollout, where that is collected: by every worker."""
+    post_collect_hook: Hook = None
+    """called with each batch, which it may change, before it is delivered; by every worker with its own rollout."""
+    track_traj_ids: bool = True
+    """whether batches have ``("collector", "traj_ids")``."""
+    track_policy_version: bool = False
+    """whether batches have ``("collector", "policy_version")`` as ``"policy_version"``, too."""
     compact_obs: bool = False
     """leave out the next observations that the following frames have; `next_observations` restores them."""
     update_statistics: bool = False
@@ -269,11 +182,32 @@ class Options(RunnerOptions):
         if self.postproc is not None:
             check_function("postproc", self.postproc, "a function from batch to batch", 1)
         check_ends(self.max_frames_per_traj, self.reset_when_done)
+        self._check_delivery()
         self._check_trajectories()
         self.env_device_given = self.env_device is not None
+        if self.device is None and self.storing_device is None and self.env_device == self.policy_device:
+            self.storing_device = self.env_device
         for name in ("storing_device", "env_device", "policy_device"):
             given = getattr(self, name)
             setattr(self, name, checked_device(self.device) if given is None else checked_device(given, name))
+
+    def _check_delivery(self) -> None:
+        buffer, write = self.replay_buffer, self.trajs_per_write
+        if buffer is not None:
+            check_extends("replay_buffer", buffer)
+        arguments.check_optional_positive("trajs_per_write", write)
+        if buffer is not None and self.split_trajs and self.postproc is None:
+            raise ValueError(
+                "split_trajs is True, so replay_buffer would store padding, expected rows without any: pass "
+                "trajs_per_batch for whole trajectories, or a postproc that leaves the padding out"
+            )
+        if write is not None and (buffer is None or self.trajs_per_batch is None):
+            raise ValueError(
+                f"trajs_per_write is {write}, but trajs_per_batch or replay_buffer is None: pass them, too"
+            )
+        for name, count in HOOKS.items():
+            if (hook := getattr(self, name)) is not None:
+                check_function(name, hook, ("a function without arguments", "a function of a batch")[count], count)
 
     def _check_trajectories(self) -> None:
         arguments.check_optional_positive("trajs_per_batch", self.trajs_per_batch)
@@ -307,13 +241,17 @@ class Options(RunnerOptions):
         """The batch for the caller: moved, split, post-processed, without keys that begin with an underscore."""
         if self.storing_device is not None and batch.device != self.storing_device:
             batch = batch.to(self.storing_device)
-        if self.split_trajs or self.traj_format == "padded":
+        if self.track_policy_version:
+            batch.set("policy_version", batch["collector", "policy_version"])
+        if self.split_trajs or (self.traj_format == "padded" and self.replay_buffer is None):
             batch = split_trajectories(batch)
         if self.postproc is not None:
             batch = self.postproc(batch)
             if not isinstance(batch, TensorDictBase):
                 raise TypeError(f"postproc returned {type(batch).__name__}, expected a TensorDict: return the batch")
         hidden = _hidden(batch)
+        if not self.track_traj_ids:
+            hidden.append(("collector", "traj_ids"))
         return batch.exclude(*hidden, inplace=True) if hidden else batch
 
 

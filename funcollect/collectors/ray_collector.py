@@ -10,8 +10,9 @@ from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
 from funcollect.collectors.cluster.jobs import actor_jobs, check_class, number_of_collectors
+from funcollect.collectors.keywords import collector
 from funcollect.collectors.multi import MultiaSyncDataCollector
-from funcollect.collectors.options import Device, Shard, collector, options_of
+from funcollect.collectors.options import Device, Shard, options_of
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.gathering import Join

@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.in_use import exclusive
-from funcollect.collectors.options import Options, RunnerOptions, RunnerSpec, SourceOptions, collector, options_of
+from funcollect.collectors.keywords import collector
+from funcollect.collectors.options import Options, RunnerOptions, RunnerSpec, SourceOptions, options_of
 from funcollect.core import api
 from funcollect.core.env_params import set_env_params
 from funcollect.core.loops.device import check_uncut
@@ -93,6 +94,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         """The collector of a worker, whose keywords are checked."""
         made = cls.__new__(cls)
         made.seed = seed
+        made.pre_collect_hook, made.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
         made._build(source, options)
         return made
 
@@ -126,7 +128,9 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         return self.rollout()
 
     def begin_batch(self) -> None:
-        """Reset, or count new weights, if the keywords ask for that before each batch."""
+        """Call the hook, reset, or count new weights, if the keywords ask for that before each batch."""
+        if self.pre_collect_hook is not None:
+            self.pre_collect_hook()
         if self.options.reset_at_each_iter and self._batches:
             self.reset()
         if self.options.update_at_each_batch and self._batches:
@@ -164,6 +168,16 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         if self.options.compact_obs and not is_compact(batch):  # the loop has recorded everything
             attach(batch, compact(batch, [*self.state.observation]))
         return batch
+
+    def show(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return a batch that the hook has seen, if there is one."""
+        if self.post_collect_hook is not None:
+            self.post_collect_hook(batch)
+        return batch
+
+    @override
+    def _delivered(self, batch: TensorDictBase) -> TensorDictBase:
+        return self.show(super()._delivered(batch))
 
     def _recover(self) -> bool:
         """After an interruption, begin new episodes in all lanes, since simulators may stand anywhere; return True."""
@@ -295,16 +309,14 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         self._interrupted = False
 
     @override
-    def shutdown(self, timeout: float | None = None) -> None:
-        self._closed = True
+    def _close(self) -> None:
+        if (filler := self._other_filler) is not None:
+            filler.thread.join()  # its rollout runs in the environments
         api.close(self.state)
 
     def __repr__(self) -> str:
         frames = f"frames_per_batch={self.options.frames_per_batch}, frames={self.frames}"
         return f"{type(self).__name__}({self.env!r}, {frames})"
-
-
-Collector = SyncDataCollector  # its name in TorchRL since 0.14
 
 
 class RolloutTimes(NamedTuple):

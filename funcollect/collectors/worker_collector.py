@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -16,13 +16,14 @@ from typing_extensions import override
 
 from funcollect import arguments
 from funcollect.collectors.collector import CollectorBase
-from funcollect.collectors.in_use import FillsBuffer, exclusive
-from funcollect.collectors.options import Device, Options, collector
+from funcollect.collectors.in_use import exclusive
+from funcollect.collectors.keywords import collector
+from funcollect.collectors.options import HOOKS, Device, Options
 from funcollect.collectors.sync import given_weights
 from funcollect.collectors.workers.gathering import Join, Means
 from funcollect.collectors.workers.jobs import masks_of
 from funcollect.collectors.workers.run import WorkerRun
-from funcollect.collectors.workers.worker import Job, WorkerInfo, runners_of
+from funcollect.collectors.workers.worker import Job, Progress, WorkerInfo, runners_of
 from funcollect.core.env_params import part_of_lanes
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.request import check_given
@@ -36,6 +37,7 @@ from funcollect.processes.failures import sending
 from funcollect.processes.pool import FailurePolicy, OnFailure
 from funcollect.protocols import is_policy
 
+_View = Literal["aggregate", "per_worker", "both"]
 _KEPT = (
     "the reader keeps every batch, so from now on it gets copies of those in shared memory: if you keep only some of "
     "them, copy those, batch.clone(), and release the others"
@@ -43,7 +45,7 @@ _KEPT = (
 
 
 @collector
-class WorkerCollector(CollectorBase, FillsBuffer):
+class WorkerCollector(CollectorBase):
     """The base class of collectors with workers. Nothing is ever dropped: workers wait for a slow reader.
 
     Attributes:
@@ -134,12 +136,11 @@ class WorkerCollector(CollectorBase, FillsBuffer):
     @property
     @override
     def frames_of_batch(self) -> int:
-        return sum(self.run.frames) if self.run.together else self.run.info.frames
+        return sum(self.run.frames) if self.run.together else max(self.run.frames)
 
     @override
     def _gather(self) -> TensorDictBase:
         if self.options.update_at_each_batch and self._batches:
-            self._check_ready()
             self.update_policy_weights_()
         return self.rollout()
 
@@ -196,6 +197,11 @@ class WorkerCollector(CollectorBase, FillsBuffer):
         ]
         self.run.call_each("set_env_params", [dumps((part, at_once)) for part in parts])
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in HOOKS and "run" in vars(self):
+            self.run.set_hook(name, value)
+
     @override
     def _reseed(self, seed: int) -> int:
         key_from_seed(seed)
@@ -209,14 +215,19 @@ class WorkerCollector(CollectorBase, FillsBuffer):
         """Make the workers act with a copy of `params` as they are now, or for None of the policy's own.
 
         `params`, or `policy_or_weights` as TorchRL calls them, are the policy's parameters, or a module like its own.
-        Only the workers in `worker_ids` get them, by default all. ValueError for parameters that do not fit the policy,
-        or a worker that is not there.
+        Only the workers in `worker_ids` get them, by default all; a dict ``{worker: params}`` has those of each.
+        ValueError for parameters that do not fit the policy, or a worker that is not there.
 
         A rollout is collected with one version throughout. A batch of all workers has these weights from the next one
         on, with ``prefetch`` from the one after it; workers that collect their own batches take them at their next
         rollout.
         """
         self._check_open()
+        each = params if policy_or_weights is None else policy_or_weights
+        if worker_ids is None and isinstance(each, Mapping) and each and all(type(key) is int for key in each):
+            for worker in self.run.chosen([*each]):
+                self.update_policy_weights_(each[worker], worker)
+            return
         workers = self.run.chosen(worker_ids)
         given = given_weights(params, policy_or_weights, self.policy)
         self.run.weights.update(given, workers)
@@ -241,51 +252,46 @@ class WorkerCollector(CollectorBase, FillsBuffer):
         self._take_over(saved, self.run.seed, weights or None)
 
     @override
-    def stats(self) -> dict[str, float]:
+    def stats(self, workers: _View = "aggregate") -> dict[str, float]:
         """Counts of the run, by name: those of `SyncDataCollector.stats`, and others.
 
-        They are the seconds ``reader_waited`` in which your process waited for the workers, ``workers_waited`` in which
-        workers waited for it, summed over workers, ``policy_lag``, the versions of the weights that the last batch was
-        behind, ``restarts`` of workers, ``lost_frames`` with them, and ``copies``, the batches delivered as copies.
+        They are the number of ``workers``, those that are ``workers_alive``, the seconds ``reader_waited`` in which
+        your process waited for the workers, ``workers_waited`` in which workers waited for it, summed over workers,
+        ``policy_lag``, the versions of the weights that the last batch was behind, ``restarts`` of workers,
+        ``lost_frames`` with them, and ``copies``, the batches delivered as copies.
+
+        With ``workers="both"`` there are also ``worker_0/frames``, ``worker_0/batches`` and so on, which each worker
+        has collected, with ``"per_worker"`` these alone.
         """
-        counts, run = super().stats(), self.run
-        return counts | {
-            "reader_waited": run.waited,
-            "workers_waited": run.idle,
-            "policy_lag": counts["policy_version"] - run.version if self._batches else 0,
-            "restarts": run.restarts,
-            "lost_frames": run.lost,
-            "copies": run.copies,
-        }
+        arguments.check_choice("workers", workers, get_args(_View))
+        run, own = self.run, dict[str, float]()
+        for worker in run.workers if workers != "aggregate" else ():
+            progress = run.records[worker].progress or Progress()
+            own |= {f"worker_{worker}/{name}": getattr(progress, name) for name in ("frames", "batches")}
+        if workers == "per_worker":
+            return own
+        counts = super().stats()
+        return (
+            counts
+            | own
+            | {
+                "workers": len(run.workers),
+                "workers_alive": 0 if run.closed else len(run.workers),
+                "reader_waited": run.waited,
+                "workers_waited": run.idle,
+                "policy_lag": counts["policy_version"] - run.version if self._batches else 0,
+                "restarts": run.restarts,
+                "lost_frames": run.lost,
+                "copies": run.copies,
+            }
+        )
 
     @override
-    def shutdown(self, timeout: float | None = None) -> None:
-        self._end()
-        self._check_filler()
-
-    @override
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._end()
-        if kind is None:
-            self._check_filler()
-
-    def _end(self) -> None:
-        self._closed, filler = True, self._other_filler
-        if filler is not None:
-            filler.stop()
+    def _close(self) -> None:
         self._finalizer()
-        if filler is not None:
-            filler.thread.join()
-
-    @override
-    def _check_ready(self) -> None:
-        self._check_open()
-        if self._filler is not None and (filler := self._other_filler) and filler.at_work:
-            raise RuntimeError("the collector fills a buffer: call pause() before")
 
     @override
     def _check_open(self) -> None:
-        self._check_filler()
         self._closed = self._closed or self.run.closed
         super()._check_open()
 

@@ -16,6 +16,7 @@ from importlib.metadata import EntryPoint, distributions
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from tensordict import TensorDictBase
@@ -52,7 +53,7 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         raise TypeError(
             f"policy is the class {policy.__name__}, expected an instance: build it, {policy.__name__}(...)"
         )
-    if policy is None:
+    if policy is None or _is_random_without_spec(policy):
         return RandomPolicy(env.action_spec)
     if isinstance(policy, TorchPolicy) and place is not None and policy.run_device not in (None, place):
         return policy.on(place)
@@ -80,9 +81,17 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
     return TorchPolicy(policy, None, None, place, keys=keys)
 
 
+def _is_random_without_spec(policy: Any) -> bool:
+    """Whether it is TorchRL's `RandomPolicy` before it has got a spec."""
+    kind = type(policy)
+    return kind.__name__ == "RandomPolicy" and kind.__module__.startswith("torchrl") and policy.action_spec is None
+
+
 def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorDictPolicy:
-    """A policy on a TensorDict. Its hidden states begin as its own primers say, or else as the environment's do."""
-    hidden_states = initial_hidden_states(policy, None, env.primers if env.backend == "host" else None)
+    """A policy on a TensorDict. Its hidden states begin as its own primers say, else the environment's, or at zero."""
+    observation = {leaf.path: torch.from_numpy(np.zeros(leaf.shape, leaf.dtype)) for leaf in env.observation_leaves}
+    primers = env.primers if env.backend == "host" else None
+    hidden_states = initial_hidden_states(policy, None, primers, observation)
     if taken := sorted({leaf.path for leaf in env.observation_leaves} & set(hidden_states)):
         raise ValueError(
             f"the environment delivers {['.'.join(path) for path in taken]}, which the policy carries from step to "

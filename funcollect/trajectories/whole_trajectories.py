@@ -110,8 +110,18 @@ class PendingTrajectories:
         runs = _Runs(self._table)
         if len(runs.start) < count or not runs.whole[:count].all():
             return None
-        stop = int(runs.start[count - 1] + runs.length[count - 1])
-        taken, rest = self._table[:stop], self._table[stop:]
+        return self._split(runs, np.arange(len(runs.start)) < count)
+
+    def take_whole(self, most: int | None = None) -> tuple[TensorDictBase, PendingTrajectories] | None:
+        """Return up to `most` trajectories that are whole, also if earlier ones are not, as `take` does."""
+        runs = _Runs(self._table)
+        chosen = runs.whole & (runs.whole.cumsum() <= (len(self) if most is None else most))
+        return self._split(runs, chosen) if chosen.any() else None
+
+    def _split(self, runs: _Runs, chosen: npt.NDArray[np.bool_]) -> tuple[TensorDictBase, PendingTrajectories]:
+        """The frames of the chosen trajectories, and the rest."""
+        mine = chosen.repeat(runs.length)
+        taken, rest = self._table[mine], self._table[~mine]
         pieces = np.unique(taken["piece"])
         places = [(taken["piece"] == piece).nonzero()[0] for piece in pieces]
         parts = [self._rows(piece, taken["row"][place]) for piece, place in zip(pieces, places, strict=True)]

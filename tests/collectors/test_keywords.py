@@ -11,10 +11,11 @@ import textwrap
 import pytest
 
 import funcollect as fc
-from funcollect.collectors.options import ONLY_IN_TORCHRL
+from funcollect.collectors.keywords import FOREIGN
 
 COLLECTORS = (fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector, fc.RayCollector)
-CHOICES = ("backend", "num_collectors", "sync")  # by which TorchRL chooses one of these classes
+OTHERS = {"in_process", "update_at_each_batch", "collector_class"}  # of other classes of this library
+NOT_IGNORED = object()
 
 
 @pytest.mark.parametrize("kind", COLLECTORS)
@@ -61,10 +62,15 @@ def test_an_unknown_keyword_is_named_also_below_a_class_of_ones_own(kind):
 
 
 @pytest.mark.parametrize("kind", COLLECTORS)
-def test_a_keyword_that_only_torchrl_has_is_explained_here_and_on_the_page(kind):
+def test_a_keyword_of_torchrls_is_ignored_if_the_call_means_the_same_and_explained_if_not(kind):
     page = (pathlib.Path(__file__).parents[2] / "docs" / "coming_from" / "from_torchrl.md").read_text()
-    for name in {*ONLY_IN_TORCHRL, *CHOICES} - inspect.signature(kind).parameters.keys():
-        reason = re.escape(ONLY_IN_TORCHRL[name]) if name in ONLY_IN_TORCHRL else ".*MultiSyncDataCollector.*"
-        with pytest.raises(TypeError, match=rf"no argument {name} \({reason}\): leave it out"):
-            kind("CartPole-v1", frames_per_batch=8, **{name: None})
-        assert name in CHOICES or f"`{name}`" in page
+    foreign = FOREIGN.keys() - inspect.signature(kind).parameters.keys()
+    for name in foreign:
+        assert f"`{name}`" in page or name in OTHERS, name
+        if not FOREIGN[name].ignored(NOT_IGNORED):
+            with pytest.raises(TypeError, match=rf"{name}=.* \({re.escape(FOREIGN[name].why)}\): leave it out"):
+                kind("CartPole-v1", frames_per_batch=8, **{name: NOT_IGNORED})
+    if kind is fc.SyncDataCollector:
+        means_the_same = {"use_buffers": True, "preemptive_threshold": 1.0, "weight_sync_schemes": {"policy": object()}}
+        with kind("CartPole-v1", frames_per_batch=8, **dict.fromkeys(foreign) | means_the_same) as collector:
+            assert len(next(collector)) == 8

@@ -23,7 +23,7 @@ from funcollect.messages import kind_of, shown
 MODULES = ("envs", "heads", "storages", "samplers", "ring", "jax_ring", "traced", "testing", "interop")
 MODULES += ("running_statistics",)
 OWN = (fc.FuncollectError, TypeError, ValueError)
-KINDS = ("", "MultiSync", "MultiAsync", "Ray")  # of collectors
+KINDS = ("SyncData", "", "MultiSync", "MultiAsync", "Async", "Multi", "Ray")  # of collectors
 
 # No function, no object, no tree: by the annotations that take one.
 FUNCTIONS = "Callable[..., Any]; Callable[[], Any]; Callable[[Any], Any]; Callable[[list[Any]], Any]; Postproc"
@@ -187,10 +187,11 @@ GOOD = {
     **{f"envs.from_{suite}": given.copy for suite, given in SUITES.items()},
     **{f"{kind}Storage": lambda: {"max_size": 8} for kind in ("LazyMemmap", "LazyTensor", "List")},
     **{name: lambda: {"gamma": 0.9, "n_steps": 3} for name in ("MultiStep", "MultiStepSampler")},
-    **{f"{kind}Collector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]} for kind in KINDS[1:]},
+    **{f"{kind}Collector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]} for kind in KINDS[2:]},
     **{name: lambda: {"env": host()[0], "state": start()} for name in ("fork", "recover", "reset")},
     **{name: lambda: {"batch": batch()} for name in ("episode_stats", "next_observations", "scale_rewards")},
-    "Collector": lambda: COLLECTOR,
+    **{f"{kind}Collector": lambda: COLLECTOR for kind in KINDS[:2]},
+    "MultiCollector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"], "sync": True},
     "PrioritizedSampler": lambda: PRIORITIES,
     "PrioritizedSliceSampler": lambda: PRIORITIES | {"num_slices": 2},
     "ReplayReader": lambda: {"directory": "/nowhere"},

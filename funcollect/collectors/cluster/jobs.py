@@ -8,6 +8,7 @@ from inspect import signature
 from typing import Any
 
 from funcollect.arguments import check_not_given, check_positive
+from funcollect.collectors.keywords import without_meaning
 from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
 from funcollect.collectors.options import Shard, WorkerShard
 from funcollect.collectors.sync import SyncDataCollector
@@ -23,6 +24,8 @@ _NOT_FOR_ACTORS = dict.fromkeys(
         "create_env_fn", "policy", "policy_factory", "frames_per_batch", "total_frames", "max_frames_per_traj",
         "init_random_frames", "reset_at_each_iter", "split_trajs", "postproc", "exploration_type", "exploration",
         "seed", "update_at_each_batch", "update_statistics", "trajs_per_batch", "traj_format", "compact_obs",
+        "replay_buffer", "trajs_per_write", "pre_collect_hook", "post_collect_hook", "track_traj_ids",
+        "track_policy_version",
     ),
     _OF_ALL,
 ) | {
@@ -57,6 +60,7 @@ def actor_jobs(
         config = dict(row.pop("remote_configs", None) or {})
         check_not_given("remote_configs", config, _NOT_REMOTE)
         own = dict(row.pop("collector_kwargs", None) or {})
+        own = {name: value for name, value in own.items() if not without_meaning(name, value)}
         check_not_given("collector_kwargs", own, _NOT_FOR_ACTORS)
         known = signature(kind).parameters.keys() - _NOT_FOR_ACTORS.keys()
         if kind in CLASSES and (unknown := sorted(own.keys() - known)):  # a derived class checks its own

@@ -23,7 +23,7 @@ from funcollect.messages import clipped, shown
 
 _OF_THE_READER = {
     "total_frames", "storing_device", "split_trajs", "postproc", "update_at_each_batch", "update_statistics", "shard",
-    "trajs_per_batch", "traj_format",
+    "trajs_per_batch", "traj_format", "replay_buffer", "trajs_per_write", "track_traj_ids", "track_policy_version",
 }  # fmt: skip
 _OF_OPTIONS = {each.name for each in fields(Options) if each.init} - _OF_THE_READER
 _OF_SOURCE = {each.name for each in fields(RunnerSpec)} - {"policy"}
@@ -104,10 +104,19 @@ def rows(count: int, columns: Mapping[str, Any], *, copies: int = 1) -> list[dic
     return table
 
 
+def each_of(name: str, given: Any, count: int) -> list[Any]:
+    """The values of one keyword for `count` workers."""
+    return [row[name] for row in rows(count, {name: given})]
+
+
 def job_of(row: Mapping[str, Any], shard: Shard, *, policy: Any, seed: int) -> Job:
-    """The job of one worker, from its row of arguments, which are checked. Those that no worker needs are left out."""
+    """The job of one worker, from its row of arguments, which are checked. Those that no worker needs are left out.
+
+    A `policy` beside the row's factory is only the source of the weights that are sent.
+    """
+    source = {name: row[name] for name in row.keys() & _OF_SOURCE}
     return Job(
-        source=RunnerSpec(**{name: row[name] for name in row.keys() & _OF_SOURCE}, policy=policy),
+        source=RunnerSpec(**source, policy=policy if source.get("policy_factory") is None else None),
         options=Options(**{name: row[name] for name in row.keys() & _OF_OPTIONS}, shard=shard),
         seed=seed,
     )
@@ -115,7 +124,7 @@ def job_of(row: Mapping[str, Any], shard: Shard, *, policy: Any, seed: int) -> J
 
 def shares(frames_per_batch: int | Sequence[int], count: int) -> list[int]:
     """The frames of each worker in a batch of all workers: equal shares, rounded up, or as listed."""
-    frames: list[int] = [row["frames_per_batch"] for row in rows(count, {"frames_per_batch": frames_per_batch})]
+    frames: list[int] = each_of("frames_per_batch", frames_per_batch, count)
     for share in frames:
         check_positive("frames_per_batch", share)
     return [math.ceil(share / count) for share in frames] if listed(frames_per_batch) is None else frames

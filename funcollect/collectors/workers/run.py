@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,8 @@ from funcollect.core.saving import Episodes
 from funcollect.envs.host.host_env import without_advice
 from funcollect.errors import EnvError, ReplayError, WorkerError
 from funcollect.keys import seed_of
-from funcollect.processes.failures import Failure, UnsentResultError
+from funcollect.policies.torch_modules.settings import dumps
+from funcollect.processes.failures import Failure, UnsentResultError, sending
 from funcollect.processes.pool import Call, Loss, WorkerRecord
 from funcollect.trajectories.final_observations import FinalObservations
 from funcollect.tree import flatten, to_batch
@@ -96,6 +98,17 @@ class WorkerRun(Gathering):
         with self.lock:
             for worker in self.workers:
                 self.records[worker].job = replace(self.records[worker].job, seed=seed)
+
+    def set_hook(self, name: str, hook: Any) -> None:
+        """Set the keyword of a hook in every worker, and in those that replace them."""
+        with sending(name, "the workers", "pass a function of a module"):
+            packed = dumps(hook)
+        self.call_all("set_hook", name, packed)
+        with self.lock:
+            for record in self.records:
+                options = copy.copy(record.job.options)
+                setattr(options, name, hook)
+                record.job = replace(record.job, options=options)
 
     def go_on(self, progress: Progress) -> None:
         """Begin new episodes as if every worker had made this progress."""

@@ -210,7 +210,7 @@ class Worker(Served):
 
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
         self._runner.begin_batch()
-        return self._runner.rollout(columns)
+        return self._runner.show(self._runner.rollout(columns))
 
     def _standing(self) -> tuple[Progress, int, int, int]:
         """The first four fields of the report on the last rollout."""
@@ -236,6 +236,10 @@ class Worker(Served):
         elif params is not None:
             self._runner.policy.prepare(params)
         self._runner.count_as(None if own else params, version)
+
+    def set_hook(self, name: str, packed: bytes) -> None:
+        """Call another function before or after each rollout."""
+        setattr(self._collector, name, cloudpickle.loads(packed))
 
     def apply(self, packed: bytes) -> list[Any]:
         """Call a function with every lane's environment."""

@@ -72,8 +72,11 @@ def run_module(
 
 
 def outputs_of(answer: TensorDictBase, read: Container[Path]) -> dict[Path, Any]:
-    """The leaves of a policy's answer that it did not `read`."""
-    return {path: leaf for path, leaf in flatten(answer).items() if path not in read}
+    """The leaves of a policy's answer that it did not `read`; a single nested action is the action."""
+    outputs = {path: leaf for path, leaf in flatten(answer).items() if path not in read}
+    if ("action",) not in outputs and len(nested := [path for path in outputs if path[-1] == "action"]) == 1:
+        outputs["action",] = outputs.pop(nested[0])
+    return outputs
 
 
 def batched(leaf: Any) -> Any:
@@ -134,12 +137,16 @@ def carries_action(module: Any, written: Collection[Path]) -> bool:
 
 
 def initial_hidden_states(
-    module: Any, given: Mapping[Any, Any] | None, defaults: Mapping[Path, Tensor] | None = None
+    module: Any,
+    given: Mapping[Any, Any] | None,
+    defaults: Mapping[Path, Tensor] | None = None,
+    observation: Mapping[Path, Tensor] | None = None,
 ) -> dict[Path, Tensor]:
     """The value of each hidden state of `module` at the start of an episode, in one environment.
 
     It is taken from `given`, the user's argument; else from the primer of a part, such as TorchRL's LSTMModule; else
-    from `defaults`. A key that is read and written is a state only if its value is known: it may be an observation.
+    from `defaults`; else it is zeros, as in TorchRL's collectors, if the module takes `observation` without it. A key
+    that is read and written is a state only if its value is known: it may be an observation.
     """
     given_states = {} if given is None else _flat(given)
     read, written = paths_of(module, "in_keys"), paths_of(module, "out_keys")
@@ -153,6 +160,8 @@ def initial_hidden_states(
             "reads and writes, under 'next' or as they are"
         )
     known = {**(defaults or {}), **_primed(module), **given_states}
+    if observation is not None and any(path not in known for path in hidden):
+        known = _zeros(module, observation, hidden) | known
     if missing := [path for path in hidden if path not in known]:
         name = missing[0][0] if len(missing[0]) == 1 else missing[0]
         raise ValueError(
@@ -173,6 +182,14 @@ def _flat(given: Mapping[Any, Any]) -> dict[Path, Tensor]:
     states = {**flatten({key: value for key, value in given.items() if key not in by_key}), **by_key}
     check_arrays("initial_state", [*states.values()])
     return {path: torch.as_tensor(value) for path, value in states.items()}
+
+
+def _zeros(module: Any, observation: Mapping[Path, Tensor], hidden: Iterable[Path]) -> dict[Path, Tensor]:
+    """Zeros like the next hidden states that the module writes without earlier ones; empty if it needs these."""
+    with contextlib.suppress(Exception), torch.no_grad(), torch_generator(generator_state(0)):
+        answer = flatten(module(to_tensordict(dict(observation), ())))
+        return {path: torch.zeros_like(answer["next", *path]) for path in hidden}
+    return {}
 
 
 def _primed(module: Any) -> dict[Path, Tensor]:

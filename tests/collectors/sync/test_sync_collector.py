@@ -199,7 +199,7 @@ def test_a_seed_that_was_drawn_can_be_read_and_used_again():
 def test_stats_count_frames_batches_and_time():
     collector = make()
     names = ("frames", "batches", "seconds", "frames_per_second", "policy_version")
-    assert collector.stats() == dict.fromkeys(names, 0)
+    assert collector.stats() == {**dict.fromkeys(names, 0), "requested_frames_per_batch": 20}
     next(collector)
     collector.rollout()
     stats = collector.stats()
@@ -209,8 +209,8 @@ def test_stats_count_frames_batches_and_time():
 
 
 def test_their_names_since_0_14():
-    names = (fc.Collector, fc.MultiSyncCollector, fc.MultiAsyncCollector)
-    assert names == (fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector)
+    names = (fc.MultiSyncCollector, fc.MultiAsyncCollector)
+    assert names == (fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector)
 
 
 def of(kind, policy=None, workers=2, **kwargs):

@@ -78,9 +78,8 @@ def test_workers_with_frames_of_their_own(transport):
         assert (c.frames, c.frames_of_batch, c.frames_per_batch) == (8, 8, 8)
     with multi(ASYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=np.int64(3)) as c:
         assert next(c).batch_size == (3,)
-    for kind, error, says in ((ASYNC, TypeError, "expected an int"), (SYNC, ValueError, r"\[3, 5\] steps")):
-        with pytest.raises(error, match=says):
-            multi(kind, transport, create_env_fn=made, policy=always(0), frames_per_batch=[3, 5])
+    with pytest.raises(ValueError, match=r"\[3, 5\] steps"):
+        multi(SYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=[3, 5])
 
 
 # Environment, policy, workers, how their rollouts are put together, and whether a batch is begun ahead.

@@ -1,0 +1,175 @@
+"""TorchRL's present front door: `Collector(...)`, `replay_buffer=`, hooks, and the keywords that came with it."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+import funcollect as fc
+from tests.support.compare import assert_same
+
+ENV, FRAMES = "CartPole-v1", {"frames_per_batch": 40, "seed": 3}
+LOCAL = {"in_process": True}
+DOORS = {
+    "here": ({}, fc.SyncDataCollector),
+    "direct": ({"backend": "direct"}, fc.SyncDataCollector),
+    "async": ({"num_collectors": 2, **LOCAL}, fc.MultiaSyncDataCollector),
+    "sync": ({"num_collectors": 2, "sync": True, "backend_options": LOCAL}, fc.MultiSyncDataCollector),
+    "process": ({"backend": "process", **LOCAL}, fc.MultiaSyncDataCollector),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_keywords_choose_the_class_whose_data_are_the_same(door):
+    keywords, kind = DOORS[door]
+    own = {} if kind is fc.SyncDataCollector else {"num_workers": keywords.get("num_collectors", 1), **LOCAL}
+    with fc.Collector(ENV, **FRAMES, **keywords) as collector, kind(ENV, **FRAMES, **own) as other:
+        assert type(collector) is kind
+        assert isinstance(collector, fc.Collector)
+        assert isinstance(collector, fc.MultiCollector) == (kind is not fc.SyncDataCollector)
+        assert_same(next(collector), next(other))
+
+
+def test_a_list_of_environments_is_one_for_each_worker_and_a_derived_class_is_itself():
+    with fc.MultiCollector([ENV] * 3, sync=True, **FRAMES, **LOCAL) as collector:
+        assert next(collector).shape == (3, 14)
+    with fc.AsyncCollector(ENV, **FRAMES, **LOCAL) as collector:
+        assert isinstance(collector, fc.MultiaSyncDataCollector)
+        assert len(collector.run.workers) == 1
+
+    class Own(fc.Collector):
+        """One of the user's own."""
+
+    with Own(ENV, **FRAMES) as collector:
+        assert type(collector) is Own
+    assert not isinstance(collector, fc.MultiCollector)
+    with pytest.raises(TypeError, match="sync is True, but Own is one class"):
+        Own(ENV, **FRAMES, sync=True)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "says"),
+    [
+        ({"backend": "rpc"}, "backend is 'rpc'"),
+        ({"sync": True}, "sync=True"),
+        ({"backend": "direct", "num_collectors": 2}, "num_collectors=2"),
+        ({"num_collectors": 0}, "num_collectors is 0"),
+        ({"num_collectors": 2, "seed": 1, "backend_options": {"seed": 2}}, r"backend_options has \['seed'\]"),
+        ({"trajs_per_write": 2}, "trajs_per_write is 2, but"),
+        ({"replay_buffer": 3}, "replay_buffer is int, expected an object with a method extend"),
+        ({"pre_collect_hook": lambda batch: None}, "pre_collect_hook"),
+    ],
+)
+def test_keywords_that_contradict_each_other_are_refused(keywords, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        fc.Collector(ENV, **{"frames_per_batch": 8, **keywords})
+
+
+KINDS = {"here": {}, "sync": DOORS["sync"][0], "async": DOORS["async"][0]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("start", [False, True], ids=["iterated", "started"])
+def test_every_batch_extends_the_buffer(kind, start):
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(1_000))
+    keywords = {**FRAMES, **KINDS[kind], "total_frames": 200, "create_env_kwargs": {"num_envs": 2}}
+    collector = fc.Collector(ENV, **keywords, replay_buffer=buffer)
+    if start:
+        collector.start()
+        collector.join()
+    else:
+        assert {*collector} == {None}
+    collector.shutdown()
+    with fc.Collector(ENV, **keywords) as other:
+        wanted = torch.cat([batch.reshape(-1) for batch in other])
+    assert torch.equal(buffer[:]["observation"], wanted["observation"])
+    assert collector.stats().items() >= {"completed": True, "total_frames": 200}.items()
+
+
+def test_a_started_collector_is_paused_updated_and_shut_down():
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100))
+    policy = _policy()
+    collector = fc.Collector(ENV, policy, **FRAMES, replay_buffer=buffer)
+    collector.start()
+    with pytest.raises(RuntimeError, match="fills a buffer"):
+        next(collector)
+    with collector.pause():
+        before = buffer.state.version
+        collector.reset()
+        assert buffer.state.version == before
+    collector.update_policy_weights_()
+    while not len(buffer) or not buffer[:]["collector", "policy_version"].any():
+        time.sleep(0.001)
+    collector.async_shutdown()
+    assert not any(thread.name == "funcollect filler" for thread in threading.enumerate())
+    with pytest.raises(TypeError, match="start has no buffer"), fc.Collector(ENV, **FRAMES) as other:
+        other.start()
+
+
+@pytest.mark.parametrize("per_write", [None, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_trajectories_are_written_as_they_end_and_none_is_lost(kind, per_write):
+    written = []
+    buffer = type("Buffer", (), {"extend": lambda self, batch: written.append(batch)})()
+    keywords = {**FRAMES, **KINDS[kind], "total_frames": 400, "trajs_per_batch": 1}
+    with fc.Collector(ENV, **keywords, replay_buffer=buffer, trajs_per_write=per_write) as collector:
+        assert {*collector} == {None}
+        in_flight = sum(map(len, collector._pending.values()))
+    frames = torch.cat(written)
+    assert len(frames) + in_flight == 400
+    ids, ends = frames["collector", "traj_ids"], frames["next", "done"][:, 0]
+    assert torch.equal(ends, torch.cat([ids[1:] != ids[:-1], torch.tensor([True])]))
+    assert len(ids.unique()) == ends.sum()
+    if per_write:
+        assert max(int(batch["next", "done"].sum()) for batch in written) == per_write
+
+
+def test_hooks_are_called_here_and_in_every_worker_and_may_be_set():
+    calls = []
+    marked = lambda batch: batch.set("marked", torch.ones(batch.shape))  # noqa: E731
+    with fc.Collector(ENV, **FRAMES, pre_collect_hook=lambda: calls.append(1), post_collect_hook=marked) as collector:
+        assert "marked" in next(collector)
+        collector.post_collect_hook = None
+        assert "marked" not in next(collector)
+        assert len(calls) == 2
+    with fc.MultiSyncDataCollector([ENV] * 2, **FRAMES, post_collect_hook=marked, on_failure="restart") as collector:
+        assert "marked" in next(collector)
+        collector.set_post_collect_hook(_mark_again)
+        assert (next(collector)["marked"] == 2).all()
+
+
+def _policy():
+    return fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
+
+
+def _mark_again(batch):
+    batch.set("marked", torch.full(batch.shape, 2.0))
+
+
+def test_columns_that_torchrl_has_on_request():
+    with fc.Collector(ENV, **FRAMES, track_traj_ids=False, track_policy_version=True) as collector:
+        batch = next(collector)
+        assert ("collector", "traj_ids") not in batch.keys(True)
+        assert torch.equal(batch["policy_version"], batch["collector", "policy_version"])
+        assert collector.policy_version == 0
+
+
+def test_weights_for_single_workers_and_frames_for_each():
+    weights = {worker: {"weight": torch.full((2, 4), 1.0 + worker), "bias": torch.zeros(2)} for worker in range(2)}
+    keywords = {"frames_per_batch": [15, 5], "total_frames": 100, **LOCAL}
+    with fc.MultiaSyncDataCollector([ENV] * 2, _policy(), **keywords) as collector:
+        collector.update_policy_weights_(weights)
+        lengths = {int(batch["collector", "lane"][0]): len(batch) for batch in collector}
+    assert lengths == {0: 15, 1: 5}
+    assert collector.policy_version == 2
+
+
+def test_a_policy_beside_a_factory_is_the_source_of_weights():
+    policy = _policy()
+    with fc.MultiSyncDataCollector([ENV] * 2, policy, policy_factory=_policy, **FRAMES, **LOCAL) as collector:
+        next(collector)
+        collector.update_policy_weights_()
+        next(collector)
+        saved = collector.state_dict()["workers"]["0"]["policy_state_dict"]
+    assert all(torch.equal(saved[name], weight) for name, weight in policy.module.state_dict().items())
