@@ -121,9 +121,9 @@ class RunOptions:
     post_collect_hook: Hook = None
     """called with each batch, which it may change, before it is delivered; by every worker with its own rollout."""
     track_traj_ids: bool = True
-    """whether batches have ``("collector", "traj_ids")``."""
+    """False leaves out the keys below ``"collector"``: trajectory ids, steps, lanes and policy versions."""
     track_policy_version: bool = False
-    """whether batches have ``("collector", "policy_version")`` as ``"policy_version"``, too."""
+    """whether batches have ``("collector", "policy_version")`` as ``"policy_version"``, too, also below ``"next"``."""
     compact_obs: bool = False
     """leave out the next observations that the following frames have; `next_observations` restores them."""
     update_statistics: bool = False
@@ -242,7 +242,8 @@ class Options(RunnerOptions):
         if self.storing_device is not None and batch.device != self.storing_device:
             batch = batch.to(self.storing_device)
         if self.track_policy_version:
-            batch.set("policy_version", batch["collector", "policy_version"])
+            for key in ("policy_version", ("next", "policy_version")):
+                batch.set(key, batch["collector", "policy_version"])
         if self.split_trajs or (self.traj_format == "padded" and self.replay_buffer is None):
             batch = split_trajectories(batch)
         if self.postproc is not None:
@@ -251,7 +252,7 @@ class Options(RunnerOptions):
                 raise TypeError(f"postproc returned {type(batch).__name__}, expected a TensorDict: return the batch")
         hidden = _hidden(batch)
         if not self.track_traj_ids:
-            hidden.append(("collector", "traj_ids"))
+            hidden.append(("collector",))
         return batch.exclude(*hidden, inplace=True) if hidden else batch
 
 

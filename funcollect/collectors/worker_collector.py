@@ -224,7 +224,7 @@ class WorkerCollector(CollectorBase):
         """
         self._check_open()
         each = params if policy_or_weights is None else policy_or_weights
-        if worker_ids is None and isinstance(each, Mapping) and each and all(type(key) is int for key in each):
+        if worker_ids is None and isinstance(each, dict) and each and all(type(key) is int for key in each):
             for worker in self.run.chosen([*each]):
                 self.update_policy_weights_(each[worker], worker)
             return

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
@@ -26,7 +26,7 @@ from funcollect.errors import EnvError, InUseError
 from funcollect.keys import generator_state, torch_generator
 from funcollect.protocols import Outcome
 from funcollect.specs import observation_leaves
-from funcollect.tree import as_path, key_of, to_tensordict
+from funcollect.tree import as_path, key_of, nest, to_tensordict
 
 
 def from_torchrl(
@@ -213,7 +213,7 @@ class TorchRLLanes(SimulatorsBase):
         own = tensor if self._batched else tensor[0]
         encoded = own.to(self._env.device or tensor.device, self._layout.action_dtype, copy=True)
         if self._layout.bare or self._root is None:
-            alone = to_tensordict({self._action_path: encoded}, ())
+            alone = self._alone(encoded)
             after: TensorDictBase = self._env._step(alone) if self._layout.raw else self._env.step(alone).get("next")
             return after
         self._root.set(self._layout.action_key, encoded)
@@ -221,6 +221,12 @@ class TorchRLLanes(SimulatorsBase):
         after = stepped.get("next")
         self._restarted = _column(after, "done")
         return after
+
+    def _alone(self, action: Tensor) -> TensorDict:
+        """The input of a step that reads nothing but the action, on the environment's device, if it has one."""
+        if self._env.device is None:
+            return to_tensordict({self._action_path: action}, ())
+        return TensorDict(nest({self._action_path: action}), (), device=self._env.device)
 
     def _flags(self, after: TensorDictBase) -> tuple[list[bool], list[bool]]:
         """Terminated and truncated, [P] each; a lane that is done but not terminated is truncated."""

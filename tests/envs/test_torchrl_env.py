@@ -171,7 +171,7 @@ class Team(envs.EnvBase):
 
     def _step(self, tensordict):
         move = tensordict["agent", "move"]
-        assert move.dtype == torch.bool
+        assert (move.dtype, tensordict.device) == (torch.bool, self.device)
         self.place = self.place + torch.stack([move[:, 0], move[:, 2], move[:, 3]], -1)
         over = self.place[:, :1] >= 3
         gain = self.place.sum(-1, keepdim=True).float()

@@ -15,7 +15,7 @@ from tensordict.nn import (
 from torch import nn
 from torch.distributions import Normal
 from torchrl.data import Categorical
-from torchrl.modules import EGreedyModule, OneHotCategorical, ProbabilisticActor, QValueActor, TanhNormal
+from torchrl.modules import EGreedyModule, OneHotCategorical, ProbabilisticActor, QValueActor, RandomPolicy, TanhNormal
 
 import funcollect as fc
 from funcollect.core.routes import route_of
@@ -193,3 +193,35 @@ def test_every_check_of_a_policy_passes(make):
     report = check_policy(make(), fc.make_env("CartPole-v1", num_envs=3))
     idle = {"recurrent"} if make not in (values, exploring) else {"recurrent", "log_probs"}
     assert {*report.passed} == {check.__name__ for check in POLICY_CHECKS} - idle, str(report)
+
+
+def test_a_hidden_state_without_a_primer_begins_at_zero():
+    class Counting(nn.Module):
+        def forward(self, observation, count=None):
+            count = torch.ones_like(observation[..., :1]) if count is None else count + 1
+            return (count[..., 0] % 2).long(), count
+
+    module = TensorDictModule(Counting(), ["observation", "count"], ["action", ("next", "count")])
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    batch = collect(env, as_policy(module, env), 40)
+    assert torch.equal(batch["count"][..., 0].long(), batch["collector", "step"])
+
+
+@pytest.mark.parametrize("make", [RandomPolicy, lambda: None])
+def test_a_random_policy_without_a_spec_gets_the_environments(make):
+    keywords = {"frames_per_batch": 30, "seed": 0}
+    made, given = (
+        fc.Collector("CartPole-v1", policy_factory=RandomPolicy, **keywords),
+        fc.Collector("CartPole-v1", make(), **keywords),
+    )
+    with made, given:
+        assert_same(next(made), next(given))
+
+
+def test_a_nested_action_is_the_action():
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    plain, nested = (
+        TensorDictModule(lambda x: (x[..., 2] > 0).long(), ["observation"], [key])
+        for key in ("action", ("agent", "action"))
+    )
+    assert_same(collect(env, as_policy(nested, env), 20), collect(env, as_policy(plain, env), 20))
