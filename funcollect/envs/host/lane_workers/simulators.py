@@ -222,6 +222,8 @@ class WorkerLanes(WorkerPool):
         """Wait, not for long, until the workers that live have nothing to do; return those that do not come back."""
         until = time.monotonic() + _TO_REST
         self._lenient = True
+        for worker in filter(self._owes, self.workers):  # Ctrl-C may have come before the bell
+            self.bells[worker].ring()
         try:
             while (busy := {*filter(self._owes, self.workers)}) - self._ended and time.monotonic() < until:
                 self.poll()

@@ -106,6 +106,8 @@ class ServedLanes(Served):
     def _carry_out(self) -> None:
         block, index = self._block, self._index
         number, order, failed = block.asked[index], block.order[index], False
+        if number == block.answered[index]:
+            return  # its bell was rung twice
         try:
             if order == STEP:
                 self._step(range(len(self._lanes)), self._lanes, self._rows)
