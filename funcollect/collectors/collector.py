@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, fields
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -18,7 +18,7 @@ from funcollect.collectors.options import Hook, Options, RunOptions
 from funcollect.collectors.saved_keywords import check_equal, plain_keywords, read_back
 from funcollect.core.request import head_of
 from funcollect.core.saving import Episodes, checked_path
-from funcollect.errors import ClosedError
+from funcollect.errors import ClosedError, ReplayError
 from funcollect.files import read_data, write_data
 from funcollect.policies.jax_functions.jax_policy import as_given
 from funcollect.policies.normalized import Normalized
@@ -56,6 +56,7 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
     params: Any = field(init=False, default=None)
     _moments: RunningStatistics | None = field(init=False, default=None)  # of the last batch, not acted with yet
     _pending: dict[int, PendingTrajectories] = field(init=False, default_factory=dict)  # by order
+    _unwritten: list[TensorDictBase] = field(init=False, default_factory=list)  # that `replay_buffer` has to get
 
     _closed = False
     _batches, _seconds = 0, 0.0  # delivered, and spent on them
@@ -82,7 +83,7 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
 
     def _take_over(self, saved: Mapping[str, Any], seed: int, weights: Mapping[str, Any] | None) -> None:
         """Continue a saved run's counts, with its seed and weights, and drop what earlier batches have left behind."""
-        self._fill(seed=seed, frames=saved["frames"], _batches=saved["iter"], _moments=None, _pending={})
+        self._fill(seed=seed, frames=saved["frames"], _batches=saved["iter"], _moments=None, _pending={}, _unwritten=[])
         self.params = None if saved["own_weights"] else as_given(self.policy, weights)
 
     @abstractmethod
@@ -145,6 +146,7 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
         for a run with an end also ``total_frames``, and whether it is ``completed``.
         """
         total = self.total_frames
+        self._check_filler()
         return {
             "frames": self.frames,
             "batches": self._batches,
@@ -165,11 +167,11 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
         self._check_filler()
 
     def _end(self) -> None:
-        self._closed, filler = True, self._other_filler
-        if filler is not None:
-            filler.stop()
+        self._closed = True
+        if self._filler is not None:
+            self._filler.stop()
         self._close()
-        if filler is not None:
+        if (filler := self._other_filler) is not None:
             filler.thread.join()
 
     @abstractmethod
@@ -188,6 +190,8 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
         """
         file = checked_path(path, episodes)
         self._check_open()
+        if self._unwritten:
+            raise ReplayError(f"{len(self._unwritten)} batches are not in replay_buffer yet: call next() before saving")
         run = {"class": type(self).__name__, "keywords": self._plain_keywords(), "run": self.saved_run(episodes)}
         pending = {source: each.plain for source, each in self._pending.items()}
         write_data(file, _KIND, {**run, **self._beside_weights(), "moments": self._moments, "pending": pending})
@@ -237,6 +241,7 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
         devices, arguments for environments and Ray, `num_threads` and `in_process` are not saved.
         """
         saved = read_data(checked_path(path, episodes, "pass the name of a file, before create_env_fn"), _KIND)
+        cls = cls._named(saved["class"])
         cls._check_saved(saved, plain_keywords(keywords))
         made = cls(create_env_fn, policy, **{**read_back(saved["keywords"], keywords), **keywords})
         try:
@@ -245,6 +250,11 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
             made.shutdown()
             raise
         return made
+
+    @classmethod
+    def _named(cls, name: str) -> type[Self]:
+        """The class of a saved run, for classes that stand for others."""
+        return cls
 
     def _plain_keywords(self) -> dict[str, Any]:
         return plain_keywords(
@@ -316,17 +326,12 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
         return self._gather()
 
     def _next_trajectories(self, count: int) -> TensorDictBase:
-        while (batch := self._take(lambda pending: pending.take(count))) is None:
+        while True:
+            for source, pending in self._pending.items():
+                if (taken := pending.take(count)) is not None:
+                    batch, self._pending[source] = taken
+                    return batch
             self._add_pending(self._next_frames())
-        return batch
-
-    def _take(self, take: Callable[[PendingTrajectories], tuple[TensorDictBase, PendingTrajectories] | None]) -> Any:
-        """The trajectories that `take` finds among those of one order; None if it finds none."""
-        for source, pending in self._pending.items():
-            if (taken := take(pending)) is not None:
-                batch, self._pending[source] = taken
-                return batch
-        return None
 
     def _add_pending(self, batch: TensorDictBase) -> None:
         batch = batch.clone() if self._lends else batch
@@ -335,21 +340,31 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
             self._pending[source] = self._pending.get(source, PendingTrajectories()).add(part)
 
     def _fill_buffer(self) -> Any:
-        """Extend `replay_buffer` with the frames of the next batch, or with the trajectories that end there."""
-        batch = self._next_frames()
-        if self.trajs_per_batch is None:
-            self._write(batch)
-            return
-        self._add_pending(batch)
-        while (whole := self._take(lambda pending: pending.take_whole(self.trajs_per_write))) is not None:
-            self._write(whole)
+        """Extend `replay_buffer` with the frames of the next batch, or with the trajectories that have become whole."""
+        if not self._unwritten:  # else an exception of `extend` has kept them
+            made = [self._next_frames()] if self.trajs_per_batch is None else self._next_whole()
+            self._unwritten = [self._delivered(batch) for batch in made]
+        while self._unwritten:
+            self._write(self._unwritten[0])
+            del self._unwritten[0]
+
+    def _next_whole(self) -> list[TensorDictBase]:
+        """The whole trajectories that are pending, or else those of the next batch, by `trajs_per_write`."""
+        if not any(pending.has_whole for pending in self._pending.values()):
+            self._add_pending(self._next_frames())
+        made = []
+        for source, pending in self._pending.items():
+            groups, self._pending[source] = pending.take_whole(self.trajs_per_write)
+            made += groups
+        return made
 
     def _write(self, batch: TensorDictBase) -> None:
-        batch = self._delivered(batch)
         storage: Any = getattr(self.replay_buffer, "storage", None)
-        if batch.ndim > 1 and hasattr(storage, "admit") and storage.ndim == 1:
-            batch = (next_observations(batch) if is_compact(batch) else batch).reshape(-1)
-        self.replay_buffer.extend(batch)
+        own = hasattr(storage, "admit")  # of a `ReplayBuffer`
+        flat = own and storage.ndim == 1 and batch.ndim > 1
+        if is_compact(batch) and (flat or not own):
+            batch = next_observations(batch)
+        self.replay_buffer.extend(batch.reshape(-1) if flat else batch)
 
     def _check_statistics(self) -> None:
         if self.update_statistics and not isinstance(self.policy, Normalized):

@@ -11,6 +11,7 @@ from funcollect.arguments import check_choice, check_flags, check_positive
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.keywords import collector
 from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector, ProcessCollector
+from funcollect.collectors.ray_collector import RayCollector
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.workers.jobs import listed, number_of_workers
 
@@ -23,8 +24,6 @@ class _Door(ABCMeta):
     Every object of that kind is an instance of theirs. Classes that derive from them are ordinary ones.
     """
 
-    _every: type[Any] | None = None  # the kind, in the namespace of a class that is a door
-
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
         if "_every" in vars(cls):
             chosen, args, keywords = cls._choose(*args, **keywords)  # type: ignore[attr-defined]
@@ -33,7 +32,7 @@ class _Door(ABCMeta):
 
     def __instancecheck__(cls, instance: Any) -> bool:
         every = vars(cls).get("_every")
-        return super().__instancecheck__(instance) if every is None else isinstance(instance, every)
+        return super().__instancecheck__(instance) if every is None else every in type(instance).__mro__
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -41,8 +40,20 @@ class _Door(ABCMeta):
         return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
+class _Stands(metaclass=_Door):
+    """What doors share."""
+
+    _every: ClassVar[Any] = CollectorBase  # the kind of object that a door builds
+
+    @classmethod
+    def _named(cls, name: str) -> type[Any]:
+        """The class of a saved run with this name, if it is behind the door."""
+        classes: list[type[Any]] = [SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector, RayCollector]
+        return next((kind for kind in classes if kind.__name__ == name and issubclass(kind, cls._every)), cls)
+
+
 @collector
-class Collector(SyncDataCollector, metaclass=_Door):
+class Collector(_Stands, SyncDataCollector):
     """Builds a collector of the class that its keywords choose, all of whose keywords it takes.
 
     It is a `SyncDataCollector` unless `backend` or `num_collectors` ask for others: with ``backend="process"``, a
@@ -90,7 +101,8 @@ class Collector(SyncDataCollector, metaclass=_Door):
             check_flags(sync=sync)
         if num_collectors is not None:
             check_positive("num_collectors", num_collectors, example=2)
-        if twice := sorted({*(backend_options or {})} & {*keywords, "num_workers"}):
+        own = {"create_env_fn", "policy", "num_collectors", "num_workers", "sync", "backend"}
+        if twice := sorted({*(backend_options or {})} & {*keywords, *own}):
             raise ValueError(f"backend_options has {twice}, which are keywords of their own: give each once")
         keywords |= backend_options or {}
         if backend == "direct" or (backend is None and num_collectors is None):
@@ -103,8 +115,6 @@ class Collector(SyncDataCollector, metaclass=_Door):
                 )
             return SyncDataCollector, (entries[0], policy), keywords
         if backend == "ray":
-            from funcollect.collectors.ray_collector import RayCollector
-
             keywords |= {"num_collectors": num_collectors, "sync": bool(sync)}
             return RayCollector, (create_env_fn, policy), keywords
         count = number_of_workers(create_env_fn, num_collectors or (None if listed(create_env_fn) else 1))
@@ -113,7 +123,7 @@ class Collector(SyncDataCollector, metaclass=_Door):
 
 
 @collector
-class MultiCollector(ProcessCollector, metaclass=_Door):
+class MultiCollector(_Stands, ProcessCollector):
     """Builds a `MultiSyncDataCollector` if `sync` is True, else a `MultiaSyncDataCollector`, with their keywords.
 
     >>> import funcollect as fc
@@ -134,8 +144,8 @@ class MultiCollector(ProcessCollector, metaclass=_Door):
 
 
 @collector
-class AsyncCollector(MultiaSyncDataCollector):
-    """A `MultiaSyncDataCollector` with one worker, which is for one environment.
+class AsyncCollector(_Stands, MultiaSyncDataCollector):
+    """Builds a `MultiaSyncDataCollector` with one worker, which is for one environment.
 
     >>> import funcollect as fc
     >>> with fc.AsyncCollector("CartPole-v1", frames_per_batch=20, in_process=True) as made:
@@ -143,7 +153,9 @@ class AsyncCollector(MultiaSyncDataCollector):
     torch.Size([20])
     """
 
-    def __post_init__(self) -> None:
-        if listed(self.create_env_fn) is None:
-            self._fill(num_workers=self.num_workers or 1)
-        super().__post_init__()
+    _every: ClassVar[Any] = MultiaSyncDataCollector
+
+    @staticmethod
+    def _choose(create_env_fn: Any, *args: Any, **keywords: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        one = {} if listed(create_env_fn) else {"num_workers": 1}
+        return MultiaSyncDataCollector, (create_env_fn, *args), one | keywords

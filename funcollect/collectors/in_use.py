@@ -68,7 +68,6 @@ class _Filler:
         self._stopped = False
         self.error: BaseException | None = None  # that ended the thread, until it is raised
         self.thread = threading.Thread(target=self._run, name="funcollect filler", daemon=True)
-        self.thread.start()
 
     def _run(self) -> None:
         try:
@@ -135,7 +134,7 @@ class FillsBuffer(Iterator[Any]):
         100
         """
         self._check_open()
-        if self._filler is not None and self._filler.at_work:
+        if self._filler is not None and self._filler.thread.is_alive():
             raise RuntimeError("the collector fills a buffer already: shut it down before another start")
         if (buffer is None) == (self.replay_buffer is None):
             own = "no buffer" if buffer is None else "a buffer, and the collector a replay_buffer"
@@ -145,20 +144,24 @@ class FillsBuffer(Iterator[Any]):
         if buffer is not None:
             check_extends("buffer", buffer)
         self._filler = _Filler(self, _ignore if buffer is None else buffer.extend)
+        self._filler.thread.start()
 
     def pause(self) -> AbstractContextManager[object]:
         """Block until the batch under way is in the buffer; no other one is added until `resume`.
 
         Meanwhile every other method may be called. ``with collector.pause():`` resumes at the end of the block.
-        RuntimeError if `start` was not called.
+        RuntimeError if `start` was not called, or in the thread that fills the buffer.
         """
-        filler, resuming = self._filling(), ExitStack()
-        if filler.going.is_set():
-            resuming.callback(filler.going.set)
-        filler.going.clear()
-        with filler.one_batch:
-            self._check_open()
-        return resuming
+        filler = self._filling()
+        if self._other_filler is None:
+            raise RuntimeError("the thread that fills the buffer cannot wait for itself: pause in another one")
+        with ExitStack() as resuming:  # also if Ctrl-C ends the wait
+            if filler.going.is_set():
+                resuming.callback(filler.going.set)
+            filler.going.clear()
+            with filler.one_batch:
+                self._check_open()
+            return resuming.pop_all()
 
     def resume(self) -> None:
         """Continue to fill the buffer after `pause`."""

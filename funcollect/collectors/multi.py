@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from typing_extensions import override
+
 from funcollect.arguments import check_flags
 from funcollect.collectors.keywords import collector
 from funcollect.collectors.options import LocalOptions, options_of
@@ -121,6 +123,12 @@ class MultiaSyncDataCollector(ProcessCollector):
         if jobs.listed(given) is not None:
             self._fill(_given={"frames_per_batch": given}, frames_per_batch=max(frames))
         self._start(frames)
+
+    @override
+    def __len__(self) -> int:
+        if len({*self.run.frames}) > 1:
+            raise TypeError("workers with frames of their own have no length: their speeds decide it")
+        return super().__len__()
 
 
 def check_join(cat_results: Any, *others: Any) -> None:

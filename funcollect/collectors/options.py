@@ -37,6 +37,12 @@ _NOT_WHOLE = {  # what does not go together with whole trajectories: `reset_when
 }
 
 
+def check_hook(name: str, hook: Any) -> None:
+    """Raise TypeError for something else than None or a function of as many arguments."""
+    if hook is not None:
+        check_function(name, hook, ("a function without arguments", "a function of a batch")[HOOKS[name]], HOOKS[name])
+
+
 @dataclass(frozen=True)
 class Shard:
     """The lanes of one part of a larger run: part `index` of `count` has ``index * L`` to ``index * L + L - 1``.
@@ -111,7 +117,8 @@ class RunOptions:
     """how `trajs_per_batch` delivers them: ``"cat"`` for one after another, ``[F]``; ``"padded"`` for ``[N, Tmax]``
     with zeros where ``("collector", "mask")`` is False."""
     replay_buffer: Any = None
-    """what gets every batch, by its method ``extend``: a buffer, or a list. The iteration then yields None, and
+    """what gets every batch, by its method ``extend``: a buffer, or a list, which gets rows. The iteration yields None;
+    what an exception of ``extend`` has kept from the buffer is written first by the next call. And
     `start` without an argument fills it in a thread. A `ReplayBuffer` whose storage has ``ndim=1`` gets the frames as
     ``[F]``; with `trajs_per_batch`, every trajectory as soon as it is whole, one after another, ``[F]``."""
     trajs_per_write: int | None = None
@@ -119,7 +126,8 @@ class RunOptions:
     pre_collect_hook: Hook = None
     """called without arguments before each rollout, where that is collected: by every worker."""
     post_collect_hook: Hook = None
-    """called with each batch, which it may change, before it is delivered; by every worker with its own rollout."""
+    """called with each batch, which it may change, before it is delivered; by every worker with its own rollout. In
+    processes, keys that it adds have to be there from the first batch on."""
     track_traj_ids: bool = True
     """False leaves out the keys below ``"collector"``: trajectory ids, steps, lanes and policy versions."""
     track_policy_version: bool = False
@@ -205,9 +213,14 @@ class Options(RunnerOptions):
             raise ValueError(
                 f"trajs_per_write is {write}, but trajs_per_batch or replay_buffer is None: pass them, too"
             )
-        for name, count in HOOKS.items():
-            if (hook := getattr(self, name)) is not None:
-                check_function(name, hook, ("a function without arguments", "a function of a batch")[count], count)
+        for name in HOOKS:
+            check_hook(name, getattr(self, name))
+        split = self.split_trajs or self.set_truncated or self.traj_format == "padded"
+        if not self.track_traj_ids and split and buffer is None:
+            raise ValueError(
+                "track_traj_ids is False, so batches lack ('collector', 'mask') and ('collector', 'cut'), which show "
+                "padding and cuts: leave it out, or split_trajs, set_truncated and traj_format='padded'"
+            )
 
     def _check_trajectories(self) -> None:
         arguments.check_optional_positive("trajs_per_batch", self.trajs_per_batch)

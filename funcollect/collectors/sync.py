@@ -100,6 +100,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
 
     def _build(self, source: RunnerSpec, options: Options) -> None:
         self.options, self.params, self.frames = options, None, 0
+        self._latest, self._counted = (None, 0), 0  # weights and their version, exchanged at once; that of the state
         self.env, self.policy = source.build(options)
         shard, lanes = options.shard, self.env.num_envs or 1
         self.lanes = shard.count * lanes
@@ -145,15 +146,11 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         if self._interrupted:
             self._recover()
         started = time.perf_counter()
+        request = self._request.given(self._take_latest())
         self._interrupted = True
-        request = self._request.given(self.params)
         if columns is not NOWHERE:
             request = replace(request, columns=columns)
-        before = self.state
-        after, batch = api.run(self.env, self.policy, before, request, loops=self.loops)
-        if self.state is not before:  # another thread, or a callback, has updated the weights
-            after = after.replace(policy_version=self.state.policy_version)
-        self.state = after
+        self.state, batch = api.run(self.env, self.policy, self.state, request, loops=self.loops)
         self._interrupted = False
         self._seconds += time.perf_counter() - started
         self._batches += 1
@@ -233,21 +230,28 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         params = given_weights(params, policy_or_weights, self.policy)
         if params is not None:
             self.policy.prepare(params)
-        self.count_as(params, int(self.state.policy_version) + 1)
+        self.count_as(params, self._latest[1] + 1)
 
     def count_as(self, params: Any, version: int) -> None:
-        """Act with prepared `params`, under this version number."""
-        self.params = params
-        own = self.state.policy_version  # an array over JAX environments, and it has to stay one
-        self.state = self.state.replace(policy_version=own + (version - int(own)))
+        """Act with prepared `params`, under this version number, from the next rollout on; called in any thread."""
+        self.params, self._latest = params, (params, version)
+
+    def _take_latest(self) -> Any:
+        """The latest weights, whose version number the state has afterwards."""
+        params, version = self._latest
+        if version != self._counted:  # of an array over JAX environments, which has to stay one
+            own = self.state.policy_version + (version - self._counted)
+            self.state, self._counted = self.state.replace(policy_version=own), version
+        return params
 
     @override
     def get_policy_version(self) -> int:
-        return int(self.state.policy_version)
+        return self._latest[1]
 
     def replace_policy(self, subject: Any) -> None:
         """Act with another module, function or policy from now on, with its own weights."""
-        self.policy, self.params = replaced(self.policy, subject), None
+        self.policy = replaced(self.policy, subject)
+        self.count_as(None, self._latest[1])
 
     def go_on(self, *, steps: int, episode: int) -> None:
         """Begin new episodes as if every lane had made `steps` steps and begun the episodes up to `episode`."""
@@ -258,11 +262,13 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         """The state that `load_state_dict` takes: weights, key and counts, which ``weights_only=True`` can read."""
         if self._in_use:
             self._refuse()
+        self._take_latest()
         return self._saved(counts_in(snapshot(self.state, None), copies=True))
 
     @override
     @exclusive
     def saved_run(self, episodes: Episodes | None) -> dict[str, Any]:
+        self._take_latest()
         if episodes is None:
             return self._saved(counts_in(snapshot(self.state, None), copies=True))
         self._recover()  # as the next rollout would
@@ -306,6 +312,8 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         if weights is not None and saved["own_weights"]:
             self.policy.load(weights)
         self._take_over(saved, self.state.seed, weights)
+        self._counted = int(self.state.policy_version)
+        self.count_as(self.params, self._counted)
         self._interrupted = False
 
     @override

@@ -18,7 +18,7 @@ from funcollect import arguments
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.in_use import exclusive
 from funcollect.collectors.keywords import collector
-from funcollect.collectors.options import HOOKS, Device, Options
+from funcollect.collectors.options import HOOKS, Device, Options, check_hook
 from funcollect.collectors.sync import given_weights
 from funcollect.collectors.workers.gathering import Join, Means
 from funcollect.collectors.workers.jobs import masks_of
@@ -53,7 +53,8 @@ class WorkerCollector(CollectorBase):
     """
 
     policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None
-    """makes the policy in each worker, in place of `policy`; or a list with one for each."""
+    """makes the policy in each worker, in place of a copy of `policy`; or a list with one for each. If both are given,
+    those in the workers get the weights of `policy`, from the beginning and by `update_policy_weights_`."""
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
     """keyword arguments for `make_env` or the callables; or a list with a dict for each worker."""
     device: Device | Sequence[Device] = None
@@ -104,6 +105,8 @@ class WorkerCollector(CollectorBase):
         failures = FailurePolicy(self.timeout + grace, self.start_timeout + grace, self.on_failure)
         self.run = WorkerRun(jobs, means, failures, self.policy, join, prefetch)
         self._finalizer = weakref.finalize(self, self.run.end)
+        if self.policy is not None and self.policy_factory is not None:
+            self.run.weights.publish(None, 0, None, own=False)
         info = self.run.info
         if info.warning:
             warnings.warn(info.warning, stacklevel=level)
@@ -198,9 +201,11 @@ class WorkerCollector(CollectorBase):
         self.run.call_each("set_env_params", [dumps((part, at_once)) for part in parts])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
         if name in HOOKS and "run" in vars(self):
+            check_hook(name, value)
+            self._check_open()
             self.run.set_hook(name, value)
+        super().__setattr__(name, value)
 
     @override
     def _reseed(self, seed: int) -> int:
@@ -215,8 +220,9 @@ class WorkerCollector(CollectorBase):
         """Make the workers act with a copy of `params` as they are now, or for None of the policy's own.
 
         `params`, or `policy_or_weights` as TorchRL calls them, are the policy's parameters, or a module like its own.
-        Only the workers in `worker_ids` get them, by default all; a dict ``{worker: params}`` has those of each.
-        ValueError for parameters that do not fit the policy, or a worker that is not there.
+        Only the workers in `worker_ids` get them, by default all; a dict ``{worker: params}`` has those of each, and
+        counts as one update for each. ValueError for parameters that do not fit the policy, a worker that is not there,
+        or single workers if `update_at_each_batch` or `update_statistics` send other weights before each batch.
 
         A rollout is collected with one version throughout. A batch of all workers has these weights from the next one
         on, with ``prefetch`` from the one after it; workers that collect their own batches take them at their next
@@ -224,8 +230,15 @@ class WorkerCollector(CollectorBase):
         """
         self._check_open()
         each = params if policy_or_weights is None else policy_or_weights
-        if worker_ids is None and isinstance(each, dict) and each and all(type(key) is int for key in each):
-            for worker in self.run.chosen([*each]):
+        by_worker = worker_ids is None and _has_int_keys(each) and not _has_int_keys(getattr(self.policy, "params", 0))
+        if (by_worker or worker_ids is not None) and (self.update_statistics or self.options.update_at_each_batch):
+            name = "update_statistics" if self.update_statistics else "update_at_each_batch"
+            raise ValueError(f"{name} is True, so all workers get the same weights for each batch: give none by worker")
+        if by_worker:
+            workers = self.run.chosen([*each])
+            for worker in workers:
+                self.run.weights.prepare(given_weights(each[worker], None, self.policy))
+            for worker in workers:
                 self.update_policy_weights_(each[worker], worker)
             return
         workers = self.run.chosen(worker_ids)
@@ -298,3 +311,7 @@ class WorkerCollector(CollectorBase):
     def __repr__(self) -> str:
         workers = f"num_workers={len(self.run.workers)}, frames_per_batch={self.options.frames_per_batch}"
         return f"{type(self).__name__}({self.run.info.label}, {workers}, frames={self.frames})"
+
+
+def _has_int_keys(params: Any) -> bool:
+    return isinstance(params, dict) and bool(params) and all(type(key) is int for key in params)

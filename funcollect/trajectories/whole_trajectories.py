@@ -110,18 +110,24 @@ class PendingTrajectories:
         runs = _Runs(self._table)
         if len(runs.start) < count or not runs.whole[:count].all():
             return None
-        return self._split(runs, np.arange(len(runs.start)) < count)
+        mine = (np.arange(len(runs.start)) < count).repeat(runs.length)
+        return self._frames(self._table[mine]), self._only(self._table[~mine])
 
-    def take_whole(self, most: int | None = None) -> tuple[TensorDictBase, PendingTrajectories] | None:
-        """Return up to `most` trajectories that are whole, also if earlier ones are not, as `take` does."""
+    @property
+    def has_whole(self) -> bool:
+        """Whether some trajectory is whole."""
+        return bool(_Runs(self._table).whole.any())
+
+    def take_whole(self, most: int | None = None) -> tuple[list[TensorDictBase], PendingTrajectories]:
+        """Return all whole trajectories, also if earlier ones are not, in parts of at most `most`; and the rest."""
         runs = _Runs(self._table)
-        chosen = runs.whole & (runs.whole.cumsum() <= (len(self) if most is None else most))
-        return self._split(runs, chosen) if chosen.any() else None
+        number = (runs.whole.cumsum() - 1) // (most or len(self) or 1)  # of the part that a trajectory is in
+        part = np.where(runs.whole, number, -1).repeat(runs.length)
+        parts = [self._frames(self._table[part == each]) for each in range(part.max(initial=-1) + 1)]
+        return parts, self._only(self._table[part < 0])
 
-    def _split(self, runs: _Runs, chosen: npt.NDArray[np.bool_]) -> tuple[TensorDictBase, PendingTrajectories]:
-        """The frames of the chosen trajectories, and the rest."""
-        mine = chosen.repeat(runs.length)
-        taken, rest = self._table[mine], self._table[~mine]
+    def _frames(self, taken: _Table) -> TensorDictBase:
+        """The frames [F] of these rows of the table."""
         pieces = np.unique(taken["piece"])
         places = [(taken["piece"] == piece).nonzero()[0] for piece in pieces]
         parts = [self._rows(piece, taken["row"][place]) for piece, place in zip(pieces, places, strict=True)]
@@ -129,7 +135,7 @@ class PendingTrajectories:
         if len(parts) > 1:
             frames = torch.cat(parts)[torch.from_numpy(np.concatenate(places).argsort())]
         attach(frames.refine_names("time"), self._ends(taken))
-        return frames, self._only(rest)
+        return frames
 
     def _rows(self, piece: int, rows: npt.NDArray[np.int64]) -> TensorDictBase:
         """Frames of one piece, copied, by their places in it."""

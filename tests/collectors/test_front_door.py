@@ -3,6 +3,7 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,6 +60,8 @@ def test_a_list_of_environments_is_one_for_each_worker_and_a_derived_class_is_it
         ({"trajs_per_write": 2}, "trajs_per_write is 2, but"),
         ({"replay_buffer": 3}, "replay_buffer is int, expected an object with a method extend"),
         ({"pre_collect_hook": lambda batch: None}, "pre_collect_hook"),
+        ({"split_trajs": True, "track_traj_ids": False}, "track_traj_ids is False"),
+        ({"split_trajs": True, "replay_buffer": []}, "would store padding"),
     ],
 )
 def test_keywords_that_contradict_each_other_are_refused(keywords, says):
@@ -169,8 +172,96 @@ def test_weights_for_single_workers_and_frames_for_each():
 def test_a_policy_beside_a_factory_is_the_source_of_weights():
     policy = _policy()
     with fc.MultiSyncDataCollector([ENV] * 2, policy, policy_factory=_policy, **FRAMES, **LOCAL) as collector:
-        next(collector)
+        for version in range(2):
+            assert (next(collector)["collector", "policy_version"] == version).all()
+            saved = collector.state_dict()["workers"]["0"]["policy_state_dict"]
+            assert all(torch.equal(saved[name], weight) for name, weight in policy.module.state_dict().items())
+            torch.nn.init.zeros_(policy.module.weight)
+            collector.update_policy_weights_()
+
+
+@pytest.mark.parametrize("trajectories", [None, 2])
+def test_what_an_exception_keeps_from_the_buffer_is_written_by_the_next_call(trajectories):
+    written, failures = [], iter([False, True, True, False, True])
+
+    class Full:
+        def extend(self, batch):
+            if next(failures, False):
+                raise KeyboardInterrupt
+            written.append(batch)
+
+    keywords = {**FRAMES, "total_frames": 200}
+    if trajectories:
+        keywords |= {"trajs_per_batch": 1, "trajs_per_write": trajectories}
+    collector = fc.Collector(ENV, **keywords, replay_buffer=Full())
+    with pytest.raises(KeyboardInterrupt):
+        for _ in collector:
+            pass
+    with pytest.raises(fc.ReplayError, match="batches are not in replay_buffer yet"):
+        collector.save("never written")
+    while True:
+        try:
+            next(collector)
+        except KeyboardInterrupt:
+            continue
+        except StopIteration:
+            break
+    frames = torch.cat([batch.reshape(-1) for batch in written])
+    assert len(frames) + sum(map(len, collector._pending.values())) == 200
+    assert len(torch.stack([frames["collector", "traj_ids"], frames["collector", "step"]]).unique(dim=1).T) == len(
+        frames
+    )
+
+
+def test_weights_are_updated_while_a_thread_collects():
+    collector = fc.Collector(ENV, _policy(), frames_per_batch=1, replay_buffer=fc.ReplayBuffer())
+    collector.start()
+    for version in range(2_000):
+        assert collector.policy_version == version
         collector.update_policy_weights_()
+    collector.shutdown()
+
+
+def test_the_thread_that_fills_cannot_wait_for_itself_and_may_end_the_run():
+    refused = []
+
+    class Buffer:
+        def extend(self, batch):
+            with pytest.raises(RuntimeError, match="cannot wait for itself"):
+                collector.pause()
+            refused.append(batch)
+            collector.shutdown()
+
+    collector = fc.Collector(ENV, **FRAMES, replay_buffer=Buffer())
+    collector.start()
+    collector._filler.thread.join()
+    assert len(refused) == 1
+
+
+def test_any_door_loads_what_another_has_saved(tmp_path):
+    with fc.AsyncCollector(ENV, **FRAMES, **LOCAL) as collector:
         next(collector)
-        saved = collector.state_dict()["workers"]["0"]["policy_state_dict"]
-    assert all(torch.equal(saved[name], weight) for name, weight in policy.module.state_dict().items())
+        collector.save(tmp_path / "run")
+        wanted = next(collector)
+    for door in (fc.Collector, fc.MultiCollector, fc.AsyncCollector, fc.MultiaSyncDataCollector):
+        with door.load(tmp_path / "run", [ENV], **LOCAL) as loaded:
+            assert type(loaded) is fc.MultiaSyncDataCollector
+            assert_same(next(loaded), wanted)
+    with pytest.raises(ValueError, match="that of a MultiaSyncDataCollector, this is a SyncDataCollector"):
+        fc.SyncDataCollector.load(tmp_path / "run", ENV)
+
+
+def test_weights_by_worker_are_not_mistaken_and_not_overwritten():
+    policy = fc.jax_policy(
+        lambda params, x: x @ params[0] + params[1],
+        {0: np.zeros((4, 2), "f"), 1: np.zeros(2, "f")},
+        head=fc.heads.categorical,
+    )
+    with fc.MultiSyncDataCollector([ENV] * 2, policy, **FRAMES, **LOCAL) as collector:
+        collector.update_policy_weights_(policy.params)
+        assert collector.policy_version == 1
+    with fc.MultiSyncDataCollector([ENV] * 2, _policy(), update_at_each_batch=True, **FRAMES, **LOCAL) as collector:
+        with pytest.raises(ValueError, match="update_at_each_batch is True, so all workers get the same"):
+            collector.update_policy_weights_(worker_ids=0)
+        with pytest.raises(TypeError, match="pre_collect_hook is 3"):
+            collector.pre_collect_hook = 3

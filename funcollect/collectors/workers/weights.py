@@ -71,6 +71,11 @@ class Weights:
         self._latest: WeightsVersion | None = None
         self._of = {worker: _OfWorker() for worker in pool.workers}
 
+    def prepare(self, params: Any) -> None:
+        """Raise ValueError for parameters that do not fit the policy of this process, if it has one."""
+        if self._policy is not None and params is not None:
+            self._policy.prepare(params)
+
     def update(self, params: Any, workers: Sequence[int], *, loaded: bool = False) -> None:
         """Make these workers act with a copy of `params`, or for None of the policy's own.
 
@@ -81,8 +86,7 @@ class Weights:
         if self._policy is not None:
             if params is None:
                 check_shapes(self._shapes, self._shapes_now())
-            else:
-                self._policy.prepare(params)
+            self.prepare(params)
             weights = self._policy.state_dict(params)
         own, changed = params is None or loaded, self._changes.packed() is not None
         with self._pool.lock:

@@ -8,6 +8,7 @@ the same random draws, the other steps call these, in half the time.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from itertools import chain
@@ -72,10 +73,10 @@ def run_module(
 
 
 def outputs_of(answer: TensorDictBase, read: Container[Path]) -> dict[Path, Any]:
-    """The leaves of a policy's answer that it did not `read`; a single nested action is the action."""
+    """The leaves of a policy's answer that it did not `read`; a single nested action is the action, too."""
     outputs = {path: leaf for path, leaf in flatten(answer).items() if path not in read}
     if ("action",) not in outputs and len(nested := [path for path in outputs if path[-1] == "action"]) == 1:
-        outputs["action",] = outputs.pop(nested[0])
+        outputs["action",] = outputs[nested[0]]
     return outputs
 
 
@@ -160,15 +161,19 @@ def initial_hidden_states(
             "reads and writes, under 'next' or as they are"
         )
     known = {**(defaults or {}), **_primed(module), **given_states}
+    failure: Exception | None = None
     if observation is not None and any(path not in known for path in hidden):
-        known = _zeros(module, observation, hidden) | known
+        try:
+            known = _zeros(module, observation, hidden) | known
+        except Exception as error:
+            failure = error
     if missing := [path for path in hidden if path not in known]:
         name = missing[0][0] if len(missing[0]) == 1 else missing[0]
         raise ValueError(
             f"the policy reads {name!r} and writes it under 'next', so it is carried from step to step, and its value "
             "at the start of an episode is not known: use funcollect.tensordict_policy(policy, initial_state={"
             f"{name!r}: torch.zeros(...)}}), without a batch dimension, or give the module a make_tensordict_primer"
-        )
+        ) from failure
     return {path: known[path] for path in [*hidden, *sorted(same_key & known.keys())]}
 
 
@@ -185,11 +190,12 @@ def _flat(given: Mapping[Any, Any]) -> dict[Path, Tensor]:
 
 
 def _zeros(module: Any, observation: Mapping[Path, Tensor], hidden: Iterable[Path]) -> dict[Path, Tensor]:
-    """Zeros like the next hidden states that the module writes without earlier ones; empty if it needs these."""
-    with contextlib.suppress(Exception), torch.no_grad(), torch_generator(generator_state(0)):
-        answer = flatten(module(to_tensordict(dict(observation), ())))
-        return {path: torch.zeros_like(answer["next", *path]) for path in hidden}
-    return {}
+    """Zeros like the next hidden states that a copy of the module writes without earlier ones; raises what it does."""
+    device = next((leaf.device for part in _parts(module) for leaf in part.parameters()), torch.device("cpu"))
+    given = {path: leaf[None].to(device) for path, leaf in observation.items()}
+    with torch.no_grad(), torch_generator(generator_state(0)):
+        answer = flatten(copy.deepcopy(module)(to_tensordict(given, (1,))))
+    return {path: torch.zeros_like(answer["next", *path][0]) for path in hidden}
 
 
 def _primed(module: Any) -> dict[Path, Tensor]:

@@ -224,4 +224,6 @@ def test_a_nested_action_is_the_action():
         TensorDictModule(lambda x: (x[..., 2] > 0).long(), ["observation"], [key])
         for key in ("action", ("agent", "action"))
     )
-    assert_same(collect(env, as_policy(nested, env), 20), collect(env, as_policy(plain, env), 20))
+    batch = collect(env, as_policy(nested, env), 20)
+    assert torch.equal(batch["agent", "action"], batch["action"])
+    assert_same(batch.exclude("agent"), collect(env, as_policy(plain, env), 20))
