@@ -278,9 +278,7 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
             clip = str(self.policy.clip)
         return {"head": head, "clip": clip}
 
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """`shutdown`, by TorchRL's name for the end of what `start` began."""
-        self.shutdown(timeout, close_env)
+    async_shutdown = shutdown  # TorchRL's name for the end of what `start` began
 
     def is_running(self) -> bool:
         """Whether batches can still be collected: there are frames left, and the collector was not shut down."""

@@ -155,7 +155,8 @@ class WorkerCollector(CollectorBase):
         try:
             batch = self.run.next(more=not last)
         except WorkerError:
-            self.shutdown()
+            self._closed = True
+            self._close()
             raise
         self._seconds += time.monotonic() - began
         self._batches += 1
