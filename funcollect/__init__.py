@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.buffers import ring as ring
     from funcollect.buffers import samplers as samplers
     from funcollect.buffers import storages as storages
+    from funcollect.buffers.keyed_replay import TensorDictPrioritizedReplayBuffer as TensorDictPrioritizedReplayBuffer
+    from funcollect.buffers.keyed_replay import TensorDictReplayBuffer as TensorDictReplayBuffer
     from funcollect.buffers.reader import ReplayReader as ReplayReader
     from funcollect.buffers.replay import ReplayBuffer as ReplayBuffer
     from funcollect.buffers.samplers import MultiStepSampler as MultiStepSampler
@@ -31,6 +33,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.buffers.samplers import RandomSampler as RandomSampler
     from funcollect.buffers.samplers import SamplerWithoutReplacement as SamplerWithoutReplacement
     from funcollect.buffers.samplers import SliceSampler as SliceSampler
+    from funcollect.buffers.samplers import SliceSamplerWithoutReplacement as SliceSamplerWithoutReplacement
     from funcollect.buffers.storages import LazyMemmapStorage as LazyMemmapStorage
     from funcollect.buffers.storages import LazyTensorStorage as LazyTensorStorage
     from funcollect.buffers.storages import ListStorage as ListStorage

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,33 @@ def check_not_given(where: str, kwargs: Mapping[str, Any], reasons: Mapping[str,
     for name in kwargs:
         if name in reasons:
             raise ValueError(f"{name} cannot be given to {where} ({reasons[name]}): leave it out")
+
+
+class Foreign(NamedTuple):
+    """A keyword of TorchRL's that is none here."""
+
+    why: str  # what there is instead
+    ignored: Callable[[Any, Mapping[str, Any]], bool] = lambda value, call: True  # whether the call means the same
+
+
+def unset(value: Any, call: Mapping[str, Any]) -> bool:
+    """Whether a foreign keyword is None."""
+    return value is None
+
+
+def unset_or_false(value: Any, call: Mapping[str, Any]) -> bool:
+    """Whether a foreign keyword is None or False."""
+    return value is None or value is False
+
+
+def without_foreign(what: str, foreign: Mapping[str, Foreign], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a call without foreign ones that mean nothing; TypeError if others mean something."""
+    others = {
+        name: value for name, value in given.items() if name in foreign and not foreign[name].ignored(value, given)
+    }
+    if here := [f"{name}={shown(value)} ({foreign[name].why})" for name, value in others.items()]:
+        raise TypeError(f"{what} does not take {', '.join(here)}: leave it out")
+    return {name: value for name, value in given.items() if name not in foreign}
 
 
 def check_num_envs(num_envs: Any) -> None:

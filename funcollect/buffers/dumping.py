@@ -52,13 +52,15 @@ def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
     former = _current(root)
     fresh = root / f"v{int(former.name[1:]) + 1 if former else 0}"
     meta = _kind(memory, sampler) | {"name": secrets.token_hex(16), "written": memory.written}
-    meta["lanes"] = memory.lanes, memory.since
+    meta["lanes"], meta["by_lane"] = (memory.lanes, memory.since), memory.by_lane
     arrays = {f"{name}.{key}": each for name, part in _parts(memory, sampler) for key, each in part.state().items()}
     if generator is not None:
         arrays["generator"] = generator.get_state().numpy()
     try:
         try:
-            known = _earlier(memory.dumped, former, None if base is None else _current(base))
+            name, edits = memory.dumped
+            name = name if edits == memory.storage.edits else None
+            known = _earlier(name, former, None if base is None else _current(base))
             _write(fresh, memory, meta, arrays, known)
         except (FileNotFoundError, ValueError):
             _write(fresh, memory, meta, arrays, None)
@@ -70,7 +72,7 @@ def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
         sync(path)
     with replacing(root / _POINTER) as pointer:
         pointer.write_text(fresh.name)
-    memory.dumped = meta["name"]
+    memory.dumped = meta["name"], memory.storage.edits
     for other in root.glob("v*"):
         if other != fresh and other.name[1:].isdigit():  # an earlier dump, or what an interrupted one left behind
             shutil.rmtree(other, ignore_errors=True)
@@ -127,8 +129,8 @@ def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
             what = f"{name} of the dump is {meta.get(name)}, of this buffer {mine}"
             raise ValueError(f"{what}: build the buffer like the one that was dumped before loading")
     try:
-        memory.written, memory.dumped = meta["written"], meta["name"]
-        lanes, memory.since = meta["lanes"]
+        memory.written, memory.dumped = meta["written"], (meta["name"], memory.storage.edits)
+        (lanes, memory.since), memory.by_lane = meta["lanes"], meta.get("by_lane", False)
         memory.lanes = None if lanes is None else tuple(lanes)
         arrays = read_arrays(found / _ARRAYS)
         memory.storage.load(memory.numbers, Dumped(found, meta["frames"]), allow_pickle)

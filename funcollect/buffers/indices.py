@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -17,9 +17,10 @@ from funcollect.buffers import Arrays, Bools, Floats, Ints
 from funcollect.buffers.trajectory_index import Trajectories, TrajectoryIndex
 from funcollect.keys import Key, Purpose, seed_of
 from funcollect.trajectories.split import IS_FIRST, MASK
-from funcollect.tree import Path
+from funcollect.tree import Path, as_path
 
-_CUT: tuple[Path, ...] = (("next", "truncated"), ("next", "done"))
+_TRUNCATED: Path = ("next", "truncated")
+_CUT: tuple[Path, ...] = (_TRUNCATED, ("next", "done"))
 _INIT = "is_init"  # where TorchRL's recurrent modules begin with the recorded hidden state
 _NO_STARTS = ("next", "collector")  # nodes whose flags are those of other frames, or not the environment's
 
@@ -72,6 +73,8 @@ class SampleIndices:
     first: Ints | slice | None = None  # the rows that begin a slice; None for single frames
     last: Ints | slice | None = None  # the rows that end a slice
     init_key: str | Path | None = _INIT  # see `Slices`
+    cut: tuple[Path, ...] = _CUT  # the flags that are True in the last row of a slice
+    taken: Ints | None = None  # what a sampler without replacement took; by default the slots
     info: Mapping[str, Tensor] = field(default_factory=dict)  # [N] by name, such as importance weights
 
     @property
@@ -93,7 +96,7 @@ class SampleIndices:
             return batch
         if type(batch) is not TensorDict:
             batch = batch.to_tensordict()
-        for path in _CUT:
+        for path in self.cut:
             _set(_flags(batch, path, (1,)), self.last)
         _set(_flags(batch, IS_FIRST, (), fresh=True), self.first)
         if self.init_key is not None:
@@ -231,6 +234,10 @@ class Slices:
             None leaves them as stored.
         over: ``"trajectories"`` draws the trajectory uniformly, then the slice's first frame in it; ``"windows"`` draws
             uniformly from all possible slices.
+        truncated_key: the flag of a slice's last row, whose neighbour ``done`` is True there, too; None for neither.
+        span: slices may begin before their trajectory and end after it, and lack the frames that are not in it: at most
+            so many, one number or two (at the beginning, at the end). True means all but one; False none. Windows begin
+            in their trajectory, and with a span at the end may be of shorter ones.
 
     >>> import funcollect as fc, numpy as np, torch
     >>> frames = TensorDict({"episode": torch.arange(8) // 4, "x": torch.arange(8)}, [8])
@@ -246,15 +253,41 @@ class Slices:
     pad_output: bool = False
     init_key: str | Path | None = _INIT
     over: Literal["trajectories", "windows"] = "trajectories"
+    truncated_key: str | Path | None = _TRUNCATED
+    span: bool | int | tuple[bool | int, bool | int] = False
 
     def __post_init__(self) -> None:
         check_positive("num_slices", self.num_slices)
         check_positive("slice_len", self.slice_len)
         check_flags(strict_length=self.strict_length, pad_output=self.pad_output)
-        if self.pad_output and self.strict_length:
+        missing = self.missing
+        if self.pad_output and self.strict_length and not any(missing):
             raise ValueError("pad_output is True, but no slice is short: pass strict_length=False too, or leave it out")
         check_key("init_key", self.init_key)
         check_choice("over", self.over, ("trajectories", "windows"))
+        check_key("truncated_key", self.truncated_key)
+        if not all(0 <= count < self.slice_len for count in missing):
+            what = f"span is {self.span}, slices have {self.slice_len} frames"
+            raise ValueError(f"{what}: pass numbers of at least 0 and less than that, or True")
+        if missing[0] and self.over == "windows":
+            raise ValueError(f"span is {self.span}, but windows begin in their trajectory: pass (False, {missing[1]})")
+
+    @cached_property
+    def missing(self) -> tuple[int, int]:
+        """How many frames of a slice may be missing at its beginning and its end; TypeError for another `span`."""
+        both = self.span if isinstance(self.span, tuple) else (self.span, self.span)
+        if len(both) != 2 or not all(isinstance(each, (bool, int)) for each in both):
+            raise TypeError(f"span is {self.span!r}, expected a bool, an int, or two of them: pass for example span=2")
+        left, right = (self.slice_len - 1 if each is True else int(each) for each in both)
+        return left, right
+
+    @cached_property
+    def cut(self) -> tuple[Path, ...]:
+        """The flags that are True in the last row of a slice."""
+        if self.truncated_key is None:
+            return ()
+        path = as_path(self.truncated_key)
+        return path, (*path[:-1], "done")
 
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
         """Draw the frames of one sample; ValueError if the ring is empty, or no trajectory is long enough."""
@@ -262,41 +295,57 @@ class Slices:
         if self.over == "windows":
             slots = _draw(random_source, count, len(memory), partial(self.begins, index))
             return self.sample(index, *index.places(slots))
-        first, stop, least = index.first, index.stop, self.slice_len if self.strict_length else 1
-        trajectory = _draw(random_source, count, len(stop), lambda some: stop.take(some) - first.take(some) >= least)
-        begin = first.take(trajectory)
-        places = np.maximum(stop.take(trajectory) - begin - self.slice_len, 0) + 1
-        begin += (random_source.uniform(len(trajectory)) * places).astype(np.int64)
-        return self.sample(index, trajectory, begin)
+        trajectory = _draw(random_source, count, len(index.stop), partial(self.fit, index))
+        return self.draw_in(index, trajectory, random_source)
 
-    def sample(self, index: TrajectoryIndex, trajectory: Ints, begin: Ints, **info: Tensor) -> SampleIndices:
-        """The sample of slices that begin at position `begin` of `trajectory`; ValueError if there are none."""
+    def fit(self, index: TrajectoryIndex, trajectory: Ints) -> Bools:
+        """Whether these trajectories are long enough."""
+        least = self.slice_len if self.strict_length else 1
+        return index.stop.take(trajectory) - index.first.take(trajectory) >= least
+
+    def draw_in(self, index: TrajectoryIndex, trajectory: Ints, random_source: RandomSource) -> SampleIndices:
+        """A sample of one slice of each of these trajectories, which are long enough; ValueError if there are none."""
+        first, stop = index.first.take(trajectory), index.stop.take(trajectory)
+        places, missing = np.maximum(stop - first - self.slice_len, 0) + 1, self.missing
+        if not any(missing):
+            begin = first + (random_source.uniform(len(trajectory)) * places).astype(np.int64)
+            return self.sample(index, trajectory, begin)
+        length = np.minimum(stop - first, self.slice_len)
+        left, right = (np.minimum(most, length - 1) for most in missing)
+        begin = first - left + (random_source.uniform(len(trajectory)) * (places + left + right)).astype(np.int64)
+        return self.sample(index, trajectory, np.maximum(begin, first), np.minimum(begin + length, stop))
+
+    def sample(
+        self, index: TrajectoryIndex, trajectory: Ints, begin: Ints, stop: Ints | None = None, **info: Tensor
+    ) -> SampleIndices:
+        """The sample of slices from position `begin` of `trajectory`; ValueError if there are none."""
         if not len(trajectory):
             longest = int((index.stop - index.first).max(initial=0))
             what = f"slices are {self.slice_len} frames long, the longest trajectory held has {longest}"
             mend = "ask for shorter ones, collect more, or pass strict_length=False for shorter ones, too"
             raise ValueError(f"{what}: {mend}")
-        drawn = self.along(index, trajectory, begin)
+        drawn = self.along(index, trajectory, begin, stop)
         drawn.info = info
         return drawn if self.pad_output else drawn.shortened()
 
     def begins(self, index: TrajectoryIndex, slots: Ints) -> Bools:
         """Whether a slice can begin at the frames in `slots`."""
         trajectory, begin = index.member.take(slots), index.position.take(slots)
-        fits: Bools = begin + self.slice_len <= index.stop.take(trajectory)
+        fits: Bools = begin + (self.slice_len - self.missing[1]) <= index.stop.take(trajectory)
         return fits if self.strict_length else fits | (begin == index.first.take(trajectory))
 
-    def along(self, index: TrajectoryIndex, trajectory: Ints, begin: Ints) -> SampleIndices:
-        """The slices that begin at position `begin` of `trajectory`, [num_slices] both; short ones are padded."""
+    def along(self, index: TrajectoryIndex, trajectory: Ints, begin: Ints, end: Ints | None = None) -> SampleIndices:
+        """Slices from position `begin` of `trajectory` to `end` at most, all [num_slices]; short ones are padded."""
         position, first = begin[:, None] + np.arange(self.slice_len), slice(0, None, self.slice_len)
-        if self.strict_length:
+        marks: dict[str, Any] = {"init_key": self.init_key, "cut": self.cut}
+        if self.strict_length and not any(self.missing):
             slots, last = index.get(trajectory[:, None], position), slice(self.slice_len - 1, None, self.slice_len)
-            return SampleIndices(slots=slots.reshape(-1), first=first, last=last, init_key=self.init_key)
-        stop = index.stop.take(trajectory)[:, None]
+            return SampleIndices(slots=slots.reshape(-1), first=first, last=last, **marks)
+        stop = (index.stop.take(trajectory) if end is None else end)[:, None]
         mask = (position < stop).reshape(-1)
         slots = index.get(trajectory[:, None], np.minimum(position, stop - 1)).reshape(-1)
         last_rows = np.arange(-1, len(slots) - 1, self.slice_len) + np.minimum(stop[:, 0] - begin, self.slice_len)
-        return SampleIndices(slots=slots, mask=mask, first=first, last=last_rows, init_key=self.init_key)
+        return SampleIndices(slots=slots, mask=mask, first=first, last=last_rows, **marks)
 
 
 SampleSpec = Flat | Slices  # a description of a sample

@@ -27,8 +27,8 @@ class ReplayReader:
     """Samples from the `LazyMemmapStorage` of another process, while that process writes or after it was killed.
 
     A sample never contains part of a frame: frames that were overwritten while they were read are drawn again. Each
-    sample is drawn from the frames that are stored at that moment. Slices follow trajectories by the frames' ids.
-    Readers disturb neither each other nor the writer.
+    sample is drawn from the frames that are stored at that moment. Slices follow trajectories by the frames' ids, which
+    have to be unique across lanes. Readers disturb neither each other nor the writer.
 
     Args:
         directory: the storage's `scratch_dir`. A restarted writer creates a new file: then build a new reader.
@@ -60,10 +60,7 @@ class ReplayReader:
         check_optional_positive("batch_size", batch_size)
         self._random_source = from_generator(generator)
         self.sampler = RandomSampler() if sampler is None else sampler
-        sliced = type(self.sampler) is SliceSampler and self.sampler.options["over"] == "trajectories"
-        if not sliced and type(self.sampler) is not RandomSampler:
-            what = f"sampler is {shown(sampler)}, expected a RandomSampler, or a SliceSampler over trajectories"
-            raise TypeError(f"the reader's {what}: the others need to be notified of each extend")
+        check_readable(self.sampler)
         self.directory, self.batch_size = Path(directory), batch_size
         self._file, layout, shared = attach(self.directory)
         self._records, self._unpack = layout.rows.records(self._file.rows), shared.unpack
@@ -92,7 +89,7 @@ class ReplayReader:
         view, length = self._view, 1
         view.follow()
         if isinstance(spec, Slices):  # short slices are padded, so that all are equally long
-            spec, length = replace(spec, pad_output=not spec.strict_length), spec.slice_len
+            spec, length = replace(spec, pad_output=not spec.strict_length or any(spec.missing)), spec.slice_len
         drawn = spec.draw(view, self._random_source)
         distance = drawn.slots if view.index is None else (drawn.slots - view.oldest) % view.capacity
         numbers = view.oldest + distance  # of the frames; without an index, distances from the oldest were drawn
@@ -105,6 +102,14 @@ class ReplayReader:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.directory}, {self.sampler}, {len(self)} frames)"
+
+
+def check_readable(sampler: Any) -> None:
+    """Raise TypeError unless a reader can use this sampler."""
+    sliced = type(sampler) is SliceSampler and sampler.options["over"] == "trajectories"
+    if not sliced and type(sampler) is not RandomSampler:
+        what = f"sampler is {shown(sampler)}, expected a RandomSampler, or a SliceSampler over trajectories"
+        raise TypeError(f"the reader's {what}: the others need to be notified of each extend")
 
 
 class FileView:

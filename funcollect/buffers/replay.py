@@ -8,24 +8,24 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from types import EllipsisType
-from typing import Any, NoReturn
+from typing import Any, Self
 
-import numpy as np
 import optree
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
-from funcollect.arguments import check_count, check_function, check_kind, check_optional_positive
+from funcollect.arguments import check_count, check_flags, check_function, check_kind, check_optional_positive
 from funcollect.buffers import Ints, dumping, ring
+from funcollect.buffers.access import BufferAccess, copied
 from funcollect.buffers.indices import SampleIndices, Sampler, from_generator, wanted_size
+from funcollect.buffers.keywords import takes_foreign
+from funcollect.buffers.reader import ReplayReader, check_readable
 from funcollect.buffers.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
-from funcollect.buffers.storages import ListStorage, Storage
+from funcollect.buffers.storages import LazyMemmapStorage, ListStorage, Storage
 from funcollect.interrupts import Uninterrupted
 from funcollect.messages import kind_of, shown
-from funcollect.tree import time_last
 
 __all__ = ["ReplayBuffer"]
 
@@ -35,20 +35,21 @@ _PARTS = ("storage", "sampler", "generator")  # which refer to each other
 _WRITTEN = "_funcollect_written"  # the attribute of the slots' storage that `ReplayBuffer._index` sets
 
 
-class ReplayBuffer:
+class ReplayBuffer(BufferAccess):
     """Stores the newest frames, up to the capacity of its storage, and returns random batches of them.
 
     Raises TypeError or ValueError for a bad argument.
 
     Args:
-        storage: by default a `ListStorage` of 1,000 items.
+        storage: by default a `ListStorage` of 1,000 items. It and the next may be functions that return one.
         sampler: chooses the frames of a sample; by default a `RandomSampler`.
         writer: only ``"round robin"`` or None, which mean the same: new frames replace the oldest.
         transform: applied to a copy of the data of `add` and `extend`, which it may change, before that is stored.
         batch_size: the number of frames in a sample.
         prefetch: the number of samples that threads prepare ahead. They are discarded if the buffer changes.
         generator: the source of randomness; by default Torch's global generator.
-        collate_fn: turns a list of items into a batch; only for a `ListStorage`.
+        shared: see `share`.
+        collate_fn: turns the list of items of a `ListStorage` into a batch; for other storages, applied to samples.
 
     >>> import funcollect as fc
     >>> buffer = ReplayBuffer(storage=fc.LazyTensorStorage(1_000), batch_size=32)
@@ -59,20 +60,22 @@ class ReplayBuffer:
     (300, torch.Size([32, 4]))
     """
 
+    @takes_foreign("buffer")
     def __init__(
         self,
         *,
-        storage: Storage | None = None,
-        sampler: Sampler | None = None,
+        storage: Storage | Callable[[], Storage] | None = None,
+        sampler: Sampler | Callable[[], Sampler] | None = None,
         writer: str | None = None,
         transform: Callable[[Any], Any] | None = None,
         batch_size: int | None = None,
         prefetch: int | None = None,
         generator: torch.Generator | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        shared: bool = False,
     ) -> None:
-        self.storage: Storage = ListStorage(1_000) if storage is None else storage
-        self.sampler: Sampler = RandomSampler() if sampler is None else sampler
+        self.storage: Storage = ListStorage(1_000) if storage is None else made(storage, "admit")
+        self.sampler: Sampler = RandomSampler() if sampler is None else made(sampler, "draw")
         _check_part("storage", self.storage, "admit", "funcollect.LazyTensorStorage(100_000)")
         _check_part("sampler", self.sampler, "draw", "funcollect.SliceSampler(slice_len=8)")
         if writer not in (None, "round robin"):
@@ -83,20 +86,23 @@ class ReplayBuffer:
                 check_function(name, function, "a function of a batch", 1)
         self.sampler.fit(self.storage.max_size)
         self.transform, self.batch_size, self.generator = transform, batch_size, generator
-        if collate_fn is not None:
-            if not isinstance(self.storage, ListStorage):
-                raise ValueError(f"collate_fn is for a ListStorage, the storage is {self.storage}: leave it out")
-            self.storage.collate = collate_fn
+        self.collate_fn = collate_fn
+        if collate_fn is not None and isinstance(self.storage, ListStorage):
+            self.storage.collate, self.collate_fn = collate_fn, None
         self._memory = ring.RingMemory(self.storage, self.sampler.trajectories)
         self._by_priority = isinstance(self.sampler, PrioritizedSampler)
         self._before = 0  # frames written to rings before the present one
+        self._counted = 0  # those of them that `write_count` has
         self._random_source = from_generator(generator)
         self._prefetch = 0 if prefetch is None else prefetch
         check_count("prefetch", self._prefetch)
         self._lock = threading.RLock()
         self._ahead: deque[tuple[SampleIndices, Future[_Sample | None]]] = deque()  # drawn, and being gathered
-        self._size_ahead = 0  # the number of frames in each of them
+        self._kind_ahead = 0, 0  # the number of frames in each of them, and of the storage's edits that they show
         self._pool = ThreadPoolExecutor(self._prefetch, "funcollect-replay") if self._prefetch else None
+        self._plain = self._pool is None and self.collate_fn is None
+        self.storage.lock, self.storage.filled = self._lock, 0
+        self.share(shared)
         _OWNERS[self.storage] = _OWNERS[self.sampler] = weakref.ref(self)
 
     @property
@@ -106,7 +112,7 @@ class ReplayBuffer:
 
     def add(self, data: Any) -> Tensor:
         """Add one frame, or with ``ndim > 1`` one step of all lanes, ``[*B]``; returns the slots."""
-        data = data if self.transform is None else self.transform(optree.tree_map(_copied, data))
+        data = data if self.transform is None else self.transform(optree.tree_map(copied, data))
         if isinstance(self.storage, ListStorage):
             return self._extend([data])[0]
         axis = self.storage.ndim - 1
@@ -119,7 +125,7 @@ class ReplayBuffer:
         stacked along a new first dimension; a `ListStorage` stores the items themselves. TypeError or ValueError if the
         batch does not match the stored frames; the buffer is unchanged then.
         """
-        return self._extend(data if self.transform is None else self.transform(optree.tree_map(_copied, data)))
+        return self._extend(data if self.transform is None else self.transform(optree.tree_map(copied, data)))
 
     def _extend(self, data: Any) -> Tensor:
         with self._lock, Uninterrupted():
@@ -135,12 +141,17 @@ class ReplayBuffer:
         the sampler. ValueError if there is no batch size, the buffer is empty, or no trajectory is as long as a slice.
         """
         wanted = wanted_size(batch_size, self.batch_size)
-        if self._pool is None:
+        if self._plain:
             with self._lock:
                 drawn = self.sampler.draw(self._memory, wanted, self._random_source)
                 return self._gather(drawn) if return_info else self._read(drawn)
-        made = self._take_prefetched(wanted, self._pool)
-        return made if return_info else made[0]
+        if self._pool is None:
+            with self._lock:
+                batch, info = self._gather(self.sampler.draw(self._memory, wanted, self._random_source))
+        else:
+            batch, info = self._take_prefetched(wanted, self._pool)
+        batch = batch if self.collate_fn is None else self.collate_fn(batch)
+        return (batch, info) if return_info else batch
 
     def update_priority(self, index: Any, priority: Any, written: Any = None) -> None:
         """Set the priorities of the frames in these slots, for a `PrioritizedSampler`.
@@ -186,9 +197,9 @@ class ReplayBuffer:
         """Wait for the oldest prepared sample that is still up to date; threads prepare others meanwhile."""
         while True:
             with self._lock:
-                if batch_size != self._size_ahead:
+                if (kind := (batch_size, self.storage.edits)) != self._kind_ahead:
                     self._discard_prefetched()
-                    self._size_ahead = batch_size
+                    self._kind_ahead = kind
                 while len(self._ahead) <= self._prefetch and not (self._ahead and self.sampler.ran_out(batch_size)):
                     # The sample is drawn here, so that the generator is used in the order of the calls.
                     drawn = self.sampler.draw(self._memory, batch_size, self._random_source)
@@ -220,31 +231,22 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._memory)
 
-    def __getitem__(self, index: Any) -> Any:
-        """The frames at an index, copied.
+    @property
+    def write_count(self) -> int:
+        """How many frames the buffer has been given since it was made, or emptied."""
+        return self._counted + self._memory.written
 
-        An array, tensor or list of ints or bools selects among the filled slots, as `extend` returned them; so do an
-        int and a slice with ``ndim=1``. With ``ndim > 1``, an int, a slice, ``...`` or a tuple of them is an index of
-        the view ``[*lanes, time]`` of the steps that are held for every lane, oldest first. A lane is a row of the
-        batches, so those of asynchronous workers share lanes. TypeError or IndexError for other indices; ValueError for
-        such a view, if batches had different dimensions before time.
-        """
-        whole = self.storage.ndim > 1 and isinstance(index, (int, np.integer, slice, EllipsisType, tuple))
-        with self._lock:
-            held = self._memory.grid() if whole else np.arange(len(self))
-            slots = ring.slots_at(held, index)
-            if isinstance(self.storage, ListStorage) and not slots.ndim:
-                return self.storage.item(int(slots))
-            batch = self.storage.read(slots.reshape(-1))
-        if slots.ndim != 1:
-            batch = optree.tree_map(lambda leaf: leaf.reshape((*slots.shape, *leaf.shape[1:])), batch)
-        if whole and isinstance(batch, TensorDictBase):
-            batch.names = TensorDict({}, held.shape, names=time_last(held.ndim))[index].names
-        return batch
+    def stats(self) -> dict[str, int | float | bool]:
+        """Numbers by TorchRL's names: size, write_count, prefetch_queue_size, initialized, capacity, utilization."""
+        size, capacity = len(self), self.storage.max_size
+        counts = {"size": size, "write_count": self.write_count, "prefetch_queue_size": len(self._ahead)}
+        return counts | {"initialized": True, "capacity": capacity, "utilization": size / capacity}
 
-    def empty(self) -> None:
-        """Remove all frames; keys, shapes and dtypes are kept."""
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Remove all frames; keys, shapes and dtypes are kept, and `write_count` unless it is to begin at 0 again."""
+        check_flags(empty_write_count=empty_write_count)
         with self._lock:
+            self._counted = 0 if empty_write_count else self.write_count
             self.storage.empty()
             self.sampler.empty()
             self._replace(ring.RingMemory(self.storage, self.sampler.trajectories))
@@ -260,8 +262,8 @@ class ReplayBuffer:
         An earlier dump in the directory is replaced only once this one is complete. If it is this buffer's last dump,
         or the one that it was loaded from, only the frames that are new are written; files of the others are linked.
         `base` may name another directory with that dump, on the same file system. A `ListStorage` is written whole, and
-        Torch's global generator is not saved. TypeError if the frames are trees rather than TensorDicts; OSError if the
-        files cannot be written.
+        Torch's global generator is not saved. TypeError if the frames are trees of other nodes than dicts, lists and
+        tuples; OSError if the files cannot be written.
         """
         check_kind("path", path, (str, os.PathLike), "pass a directory")
         check_kind("base", base, (str, os.PathLike, type(None)), "pass a directory, or leave it out")
@@ -280,7 +282,11 @@ class ReplayBuffer:
         with self._lock:
             fresh = ring.RingMemory(self.storage, self.sampler.trajectories)
             dumping.load(Path(path), fresh, self.sampler, self.generator, allow_pickle)
+            self._counted = 0
             self._replace(fresh)
+
+    save = dump = dumps
+    load = loads
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _PARTS and name in self.__dict__:
@@ -288,7 +294,25 @@ class ReplayBuffer:
             raise AttributeError(f"{what}: pass {name}= to another one")
         super().__setattr__(name, value)
 
-    def __reduce__(self) -> NoReturn:
+    def share(self, shared: bool = True) -> Self:
+        """Let other processes read: pickled, the buffer becomes a `ReplayReader` with its sampler and batch size.
+
+        This process stays the only writer. ValueError unless the storage is a `LazyMemmapStorage` with a `scratch_dir`;
+        TypeError for a sampler that a reader cannot have.
+        """
+        check_flags(shared=shared)
+        if shared and getattr(self.storage, "scratch_dir", None) is None:
+            what = f"the buffer is to be shared, and its storage is {self.storage}, expected one in files"
+            raise ValueError(f"{what}: pass storage=LazyMemmapStorage(…, scratch_dir=…)")
+        if shared:
+            check_readable(self.sampler)
+        self._shared = shared
+        return self
+
+    def __reduce__(self) -> Any:
+        if self._shared and isinstance(self.storage, LazyMemmapStorage):
+            options: dict[str, Any] = {"sampler": self.sampler, "batch_size": self.batch_size}
+            return partial(ReplayReader, **options), (self.storage.scratch_dir,)
         mend = "dumps(path) writes it, and loads(path) of another buffer with the same arguments reads it"
         raise TypeError(f"{self!r} cannot be copied or pickled: {mend}")
 
@@ -297,10 +321,9 @@ class ReplayBuffer:
         return f"{type(self).__name__}({parts})"
 
 
-def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) or is_tensor_collection(leaf):
-        return leaf.clone()
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+def made(part: Any, method: str) -> Any:
+    """A storage or sampler, which has this method; one that a function without arguments returns."""
+    return part() if callable(part) and not isinstance(part, type) and not hasattr(part, method) else part
 
 
 def _check_part(name: str, part: Any, method: str, example: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from types import EllipsisType, NoneType
 from typing import Any, cast
 
 import numpy as np
@@ -40,13 +39,15 @@ class RingMemory:
 
     def __init__(self, storage: Storage, trajectories: Trajectories | None) -> None:
         self.storage, self.trajectories = storage, trajectories
-        self.capacity = storage.max_size
+        self.capacity, storage.linked = storage.max_size, trajectories is not None
         self._index = None if trajectories is None else TrajectoryIndex(self.capacity)
         self.written = 0  # frames written since `init`; frame n is in slot n % capacity
         self.lanes: tuple[int, ...] | None = None  # the batch dimensions before time of the newest batch
         self.since = 0  # the number of the first frame since when all batches have had them
+        self.by_lane = False  # whether lanes of a batch have had the same trajectory ids, as the runs of a vmap do
         self.version = 0
-        self.dumped: str | None = None  # the name of the last or the loaded dump: the ring begins with its frames
+        # The name of the last or the loaded dump, with whose frames the ring begins, and the storage's edits then.
+        self.dumped: tuple[str | None, int] = None, 0
 
     def __len__(self) -> int:
         return min(self.written, self.capacity)
@@ -78,6 +79,9 @@ class RingMemory:
                 what = f"the data is {type(data).__name__}, expected a TensorDict with keys that identify trajectories"
                 raise TypeError(f"{what}: extend with one, or sample with a RandomSampler")
             segments = self.trajectories.segments(batch.leaves, batch.lead, start)
+            if (width := count // steps) > 1:
+                self.by_lane = self.by_lane or segments.share_ids(start, width)
+                segments = segments.by_lane(start, width) if self.by_lane else segments
         self.storage.write(batch, start)
         self.written += count
         if self.lanes != lanes and count:
@@ -194,21 +198,6 @@ def _stacked(items: list[Any]) -> Any:
 def as_leaf(leaf: Any) -> Any:
     """A number or an array as a tensor; a TensorDict or a tensorclass, which `as_tensor` would empty, as it is."""
     return leaf if is_tensor_collection(leaf) else torch.as_tensor(leaf)
-
-
-def slots_at(held: Ints, index: Any) -> Ints:
-    """The slots of `held` at an index of it; TypeError or IndexError if there are none."""
-    try:
-        return np.asarray(held[index.numpy(force=True) if isinstance(index, Tensor) else index])
-    except IndexError as error:
-        what = f"index is {shown(index)}"
-        for part in index if isinstance(index, tuple) else (index,):
-            if not isinstance(part, (slice, EllipsisType, NoneType)) and np.asarray(part).dtype.kind not in "iub":
-                raise TypeError(f"{what}, expected ints, slices or a mask: give slots that extend returned") from error
-        if not held.size:
-            raise IndexError(f"{what}, the buffer is empty: extend it first") from error
-        mend = "give ints below these sizes, slices, or a mask of this shape"
-        raise IndexError(f"{what}, expected one into {list(held.shape)} frames: {mend}") from error
 
 
 def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:

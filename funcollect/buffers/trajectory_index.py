@@ -23,6 +23,7 @@ _IDS: tuple[Path, ...] = (TRAJECTORY_IDS, ("episode",))  # the default keys; the
 _MOST_SEGMENTS = 1 << 12  # recorded before the index is updated; three megabytes, if each frame is a segment
 _FRAMES_AT_ONCE = 1 << 14  # added to the index together; their arrays fit into a processor's cache
 _SMALLEST_BLOCK = 4  # 2**4 entries
+_LANE = np.int64(-7046029254386353131)  # odd: ids plus multiples of it, modulo 2**64, do not meet
 _BY_TRAJECTORY = ("first", "stop", "_next_step", "_begin", "_bits")
 _STATE = ("member", "position", "_free", *_BY_TRAJECTORY)
 
@@ -46,21 +47,27 @@ class Trajectories:
     """
 
     traj_key: str | Path | None = None  # of the ids, one number per frame
-    end_key: str | Path | None = None  # of the end flags
+    end_key: str | Path | tuple[Path, ...] | None = None  # of the end flags; of several, any ends a trajectory
 
     def __post_init__(self) -> None:
         check_key("traj_key", self.traj_key)
-        check_key("end_key", self.end_key)
+        for key in self._end_keys:
+            check_key("end_key", key)
+
+    @property
+    def _end_keys(self) -> tuple[Any, ...]:
+        several = isinstance(self.end_key, tuple) and not all(isinstance(part, str) for part in self.end_key)
+        return tuple(self.end_key or ()) if several else (self.end_key,)
 
     def segments(
         self, leaves: Mapping[Path, Tensor], lead: tuple[int, ...], start: int, by_lane: bool = True
     ) -> Segments:
         """The segments of a batch ``[*lead]``, not empty, numbered from `start` on; single frames unless `by_lane`.
 
-        ValueError if it lacks a key, or ids unless `by_lane`, a leaf is not one number per frame, or lanes share an id.
+        ValueError if it lacks a key, or ids unless `by_lane`, or a leaf is not one number per frame.
         """
         ids = _column(leaves, lead, self.traj_key, _IDS)
-        ends = _column(leaves, lead, self.end_key, (("next", "done"),))
+        ends = self._ends(leaves, lead)
         ahead = _column(leaves, lead, None, (STEPS_AHEAD,))
         if ahead is not None and ends is not None and self.end_key is None:
             ends = ends.astype(np.bool_, copy=False) & (ahead == 1)  # the flags are those of later frames
@@ -75,10 +82,6 @@ class Trajectories:
         step = _column(leaves, lead, None, (STEP,))
         steps, count = lead[-1], math.prod(lead)
         lanes = count // steps
-        if ids is not None and lanes > 1 and len(set(ids[::steps].tolist())) < lanes:
-            what = f"lanes of the batch {list(lead)} have the same trajectory id, as the runs of a vmap over seeds have"
-            mend = "store each run in a separate buffer, or make the ids differ"
-            raise ValueError(f"{what}, so slices cannot distinguish them: {mend}")
         begins = np.zeros(count, np.bool_)
         begins[:: steps if by_lane else 1] = True
         return Segments.of(
@@ -88,6 +91,14 @@ class Trajectories:
             ends=None if ends is None else ends.astype(np.bool_, copy=False),
             step=None if step is None else _as_ints(step),
         )
+
+    def _ends(self, leaves: Mapping[Path, Tensor], lead: tuple[int, ...]) -> npt.NDArray[Any] | None:
+        """The end flags, ordered by lane. Of several keys, those that the batch lacks are left out, but not all."""
+        if len(keys := self._end_keys) == 1:
+            return _column(leaves, lead, keys[0], (("next", "done"),))
+        held = [key for key in keys if as_path(key) in leaves] or keys
+        columns = np.array([_column(leaves, lead, key, ()) for key in held])
+        return np.asarray((columns != 0).any(axis=0))
 
 
 def _column(
@@ -163,6 +174,18 @@ class Segments(NamedTuple):
         step = None if self.step is None else self.step + gone
         left = self._replace(number=self.number + gone * self.stride, length=self.length - gone, step=step)
         return left.take(left.length > 0)
+
+    def share_ids(self, start: int, lanes: int) -> bool:
+        """Whether frames of several lanes of one batch, numbered from `start` on, have the same id."""
+        if len({*self.key.tolist()}) == len(self.key):
+            return False
+        order = self.key.argsort()
+        key, lane = self.key[order], (self.number[order] - start) % lanes
+        return bool(((key[1:] == key[:-1]) & (lane[1:] != lane[:-1])).any())
+
+    def by_lane(self, start: int, lanes: int) -> Segments:
+        """The segments with ids that are different in each lane; those of the first one stay."""
+        return self._replace(key=self.key + (self.number - start) % lanes * _LANE)
 
     def linked(self) -> Bools:
         """Whether each segment continues the one before it: [S]. The segments must be sorted."""

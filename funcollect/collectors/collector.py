@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from funcollect.collectors.in_use import FillsBuffer, InUse, exclusive
 from funcollect.collectors.keywords import collector
-from funcollect.collectors.options import Hook, Options, RunOptions
+from funcollect.collectors.options import Options, RunOptions
 from funcollect.collectors.saved_keywords import check_equal, plain_keywords, read_back
 from funcollect.core.request import head_of
 from funcollect.core.saving import Episodes, checked_path
@@ -133,10 +133,6 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
     def policy_version(self) -> int:
         """`get_policy_version`, as TorchRL calls it, too."""
         return self.get_policy_version()
-
-    def set_post_collect_hook(self, hook: Hook) -> None:
-        """Set `post_collect_hook`, by a method as TorchRL has it."""
-        self.post_collect_hook = hook
 
     def stats(self) -> dict[str, float]:
         """Counts of the run, by name.

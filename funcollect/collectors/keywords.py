@@ -6,69 +6,58 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
 from functools import cache, wraps
 from itertools import pairwise
 from textwrap import fill
-from typing import Any, NamedTuple, TypeVar, dataclass_transform, get_type_hints
+from typing import Any, TypeVar, dataclass_transform, get_type_hints
 
-from funcollect.messages import shown
+from funcollect.arguments import Foreign, unset, unset_or_false, without_foreign
 
 _Class = TypeVar("_Class", bound=Any)
 
 
-class _Foreign(NamedTuple):
-    """A keyword of TorchRL's that is none here."""
-
-    why: str  # what there is instead
-    ignored: Callable[[Any], bool] = lambda value: True  # the values without which a call means the same
-
-
-def _unset(value: Any) -> bool:
-    return value is None
-
-
-def _nothing(value: Any) -> bool:
-    return value is None or value is False
-
-
-def _only_policy(schemes: Any) -> bool:
+def _only_policy(schemes: Any, call: Mapping[str, Any]) -> bool:
     return schemes is None or (isinstance(schemes, Mapping) and {*schemes} <= {"policy"})
 
 
 _SENT = "update_policy_weights_ sends weights in every collector"
 _RESULT = "MultiSyncDataCollector has it; RayCollector stacks batches, whose own rows follow collector_kwargs"
-FOREIGN: Mapping[str, _Foreign] = {
-    "use_buffers": _Foreign("batches are recorded into their own memory wherever that is possible"),
-    "return_same_td": _Foreign("a batch has memory of its own, or is a view that is not written while it is alive"),
-    "trust_policy": _Foreign("policies need no trust"),
-    "no_cuda_sync": _Foreign("queues of work are ordered by events"),
-    "auto_register_policy_transforms": _Foreign("hidden states are found without transforms"),
-    "extend_buffer": _Foreign("replay_buffer gets every batch whole"),
-    "local_init_rb": _Foreign("replay_buffer is filled in the process that has it"),
-    "worker_idx": _Foreign("every batch has ('collector', 'lane')"),
-    "cudagraph_policy": _Foreign("pass funcollect.torch_policy(module, compile='cudagraph')", _nothing),
-    "compile_policy": _Foreign("pass funcollect.torch_policy(module, compile='inductor')", _nothing),
-    "weight_sync_schemes": _Foreign(_SENT, _only_policy),
-    "weight_recv_schemes": _Foreign(_SENT, _only_policy),
-    "weight_updater": _Foreign(_SENT, _nothing),
-    "preemptive_threshold": _Foreign(
+FOREIGN: Mapping[str, Foreign] = {
+    "use_buffers": Foreign("batches are recorded into their own memory wherever that is possible"),
+    "return_same_td": Foreign("a batch has memory of its own, or is a view that is not written while it is alive"),
+    "trust_policy": Foreign("policies need no trust"),
+    "no_cuda_sync": Foreign("queues of work are ordered by events"),
+    "auto_register_policy_transforms": Foreign("hidden states are found without transforms"),
+    "extend_buffer": Foreign("replay_buffer gets every batch whole"),
+    "local_init_rb": Foreign("replay_buffer is filled in the process that has it"),
+    "worker_idx": Foreign("every batch has ('collector', 'lane')"),
+    "cudagraph_policy": Foreign("pass funcollect.torch_policy(module, compile='cudagraph')", unset_or_false),
+    "compile_policy": Foreign("pass funcollect.torch_policy(module, compile='inductor')", unset_or_false),
+    "weight_sync_schemes": Foreign(_SENT, _only_policy),
+    "weight_recv_schemes": Foreign(_SENT, _only_policy),
+    "weight_updater": Foreign(_SENT, unset_or_false),
+    "preemptive_threshold": Foreign(
         "a slow worker is waited for, so that no frame is lost; MultiaSyncDataCollector waits for none",
-        lambda given: given is None or given == 1.0,
+        lambda value, _: value in (None, 1.0),
     ),
-    "interruptor": _Foreign("no worker is interrupted", _nothing),
-    "init_fn": _Foreign("create_env_fn and policy_factory are called in each worker", _nothing),
-    "num_sub_threads": _Foreign("pass num_threads, in the collectors with workers", lambda given: given in (None, 1)),
-    "cat_results": _Foreign(_RESULT, _unset),
-    "backend": _Foreign("funcollect.Collector has it; of this class there is one kind", _nothing),
-    "backend_options": _Foreign("funcollect.Collector has it; pass the keywords themselves", lambda given: not given),
-    "num_collectors": _Foreign("funcollect.Collector and RayCollector have it; pass num_workers=", _nothing),
-    "sync": _Foreign("the class says so: MultiSyncDataCollector or MultiaSyncDataCollector", _unset),
-    "collector_class": _Foreign("RayCollector has it", _nothing),
-    "in_process": _Foreign("MultiSyncDataCollector has it", _nothing),
-    "update_at_each_batch": _Foreign("pass update_after_each_batch, as TorchRL calls it", _nothing),
+    "interruptor": Foreign("no worker is interrupted", unset_or_false),
+    "init_fn": Foreign("create_env_fn and policy_factory are called in each worker", unset_or_false),
+    "num_sub_threads": Foreign(
+        "pass num_threads, in the collectors with workers", lambda given, call: given in (None, 1)
+    ),
+    "cat_results": Foreign(_RESULT, unset),
+    "backend": Foreign("funcollect.Collector has it; of this class there is one kind", unset_or_false),
+    "backend_options": Foreign(
+        "funcollect.Collector has it; pass the keywords themselves", lambda given, call: not given
+    ),
+    "num_collectors": Foreign("funcollect.Collector and RayCollector have it; pass num_workers=", unset_or_false),
+    "sync": Foreign("the class says so: MultiSyncDataCollector or MultiaSyncDataCollector", unset),
+    "collector_class": Foreign("RayCollector has it", unset_or_false),
+    "in_process": Foreign("MultiSyncDataCollector has it", unset_or_false),
+    "update_at_each_batch": Foreign("pass update_after_each_batch, as TorchRL calls it", unset_or_false),
 }
 
 
@@ -82,34 +71,28 @@ def collector(cls: type[_Class]) -> type[_Class]:
     dataclass(kw_only=True, eq=False, repr=False)(cls)
     plain = cls.__init__
     known = inspect.signature(plain).parameters.keys() - {"self"}
+    foreign = {name: each for name, each in FOREIGN.items() if name not in known}
     plain.__annotations__ |= {name: hint for name, hint in get_type_hints(cls).items() if name in known}
 
     @wraps(plain)
     def init(self: Any, *args: Any, **keywords: Any) -> None:
-        unknown = {name: value for name, value in keywords.items() if name not in known}
-        _refuse({name: value for name, value in unknown.items() if not without_meaning(name, value)}, known)
-        plain(self, *args, **{name: value for name, value in keywords.items() if name in known})
+        keywords = without_foreign("this collector", foreign, keywords)
+        if unknown := sorted(keywords.keys() - known):
+            _refuse(unknown, known)
+        plain(self, *args, **keywords)
 
     cls.__init__ = init
     cls.__doc__ = _with_keywords(cls, inspect.signature(plain).parameters)
     return cls
 
 
-def without_meaning(name: str, value: Any) -> bool:
-    """Whether a call of a collector means the same without this keyword of TorchRL's."""
-    return name in FOREIGN and FOREIGN[name].ignored(value)
-
-
-def _refuse(unknown: Mapping[str, Any], known: set[str]) -> None:
-    if here := [f"{name}={shown(value)} ({FOREIGN[name].why})" for name, value in unknown.items() if name in FOREIGN]:
-        raise TypeError(f"this collector does not take {', '.join(here)}: leave it out")
-    if unknown:
-        alike = [found for name in unknown for found in get_close_matches(name, known, 1)]
-        likely = f" (perhaps you meant {' and '.join(alike)})" if alike else ""
-        raise TypeError(
-            f"the keywords {sorted(unknown)} are unknown{likely}, expected some of {', '.join(sorted(known))}: check "
-            "the spelling, and give arguments of make_env as create_env_kwargs"
-        )
+def _refuse(unknown: Sequence[str], known: set[str]) -> None:
+    alike = [found for name in unknown for found in get_close_matches(name, known, 1)]
+    likely = f" (perhaps you meant {' and '.join(alike)})" if alike else ""
+    raise TypeError(
+        f"the keywords {unknown} are unknown{likely}, expected some of {', '.join(sorted(known))}: check the spelling, "
+        "and give arguments of make_env as create_env_kwargs"
+    )
 
 
 def _with_keywords(cls: type, keywords: Iterable[str]) -> str:

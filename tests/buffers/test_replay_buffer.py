@@ -168,7 +168,6 @@ BAD = {
     "dropped": (lambda: ten(fc.SamplerWithoutReplacement(drop_last=True)).sample(11), ValueError, "holds 10 frames"),
     "names": (lambda: fc.SliceSampler(slice_len=2, traj_key="a", trajectory_key="b"), ValueError, "two names of one"),
     "writer": (lambda: fc.ReplayBuffer(writer="max"), ValueError, "writer is 'max', expected"),
-    "collate": (lambda: filled([1], 3, collate_fn=list), ValueError, "is for a ListStorage"),
     "padding": (
         lambda: filled(ENDED, fc.ListStorage(9), fc.SliceSampler(**PADDING)).sample(6), ValueError, "cannot pad slice"),
     "no size": (lambda: fc.ReplayBuffer().sample(), ValueError, "no batch_size is given"),
@@ -193,7 +192,6 @@ BAD_SLICES = {
     "lanes": ({}, 1, ENDED.reshape(2, 2), r"next.done has shape \[2, 2, 1\], .* one number per frame, \[2\].*ndim=2"),
     # Samples would be rows [T], which losses broadcast without an error.
     "lanes of workers": ({}, 2, RUNS, r"a frame for each of \[3, 2, 4\], .* 2 dimensions .* build it with ndim=3"),
-    "runs of a vmap": ({}, 3, RUNS, r"\[3, 2, 4\] have the same trajectory id.*a separate buffer"),
 }  # fmt: skip
 
 

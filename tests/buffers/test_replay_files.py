@@ -1,5 +1,6 @@
 """Buffers dumped and loaded: the same samples follow, whatever becomes of the files; and Ctrl-C at any moment."""
 
+import collections
 import contextlib
 import itertools
 import json
@@ -218,13 +219,16 @@ def test_buffers_of_another_kind(tmp_path):
             fc.ReplayBuffer(storage=storage, sampler=sampler).loads(tmp_path)
 
 
-def test_trees_have_no_file_format_and_nothing_is_nothing(tmp_path):
+Pair = collections.namedtuple("Pair", "x y")
+
+
+def test_trees_of_other_nodes_have_no_file_format_and_nothing_is_nothing(tmp_path):
     buffer = plain()
     with pytest.raises(FileNotFoundError, match="has no complete dump of a buffer"):
         buffer.loads(tmp_path)
     buffer.dumps(tmp_path)
     plain().loads(tmp_path)
-    buffer.extend({"x": torch.zeros(3)})
+    buffer.extend(Pair(torch.zeros(3), torch.zeros(3)))
     with pytest.raises(TypeError, match="which have no file format: store TensorDicts"):
         buffer.dumps(tmp_path)
     assert json.loads((tmp_path / "v0" / "meta.json").read_text())["written"] == 0

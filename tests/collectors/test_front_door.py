@@ -138,7 +138,7 @@ def test_hooks_are_called_here_and_in_every_worker_and_may_be_set():
         assert len(calls) == 2
     with fc.MultiSyncDataCollector([ENV] * 2, **FRAMES, post_collect_hook=marked, on_failure="restart") as collector:
         assert "marked" in next(collector)
-        collector.set_post_collect_hook(_mark_again)
+        collector.post_collect_hook = _mark_again
         assert (next(collector)["marked"] == 2).all()
 
 

@@ -67,7 +67,7 @@ def test_a_keyword_of_torchrls_is_ignored_if_the_call_means_the_same_and_explain
     foreign = FOREIGN.keys() - inspect.signature(kind).parameters.keys()
     for name in foreign:
         assert f"`{name}`" in page or name in OTHERS, name
-        if not FOREIGN[name].ignored(NOT_IGNORED):
+        if not FOREIGN[name].ignored(NOT_IGNORED, {}):
             with pytest.raises(TypeError, match=rf"{name}=.* \({re.escape(FOREIGN[name].why)}\): leave it out"):
                 kind("CartPole-v1", frames_per_batch=8, **{name: NOT_IGNORED})
     if kind is fc.SyncDataCollector:

@@ -45,8 +45,10 @@ NOT_NONE = {
     "Sequence[str]": [0, "x", {"a": 1}, [0]],
     "ExplorationType": ["random", 0, True],
     "Policy": [0, "x", nn.Linear(4, 2)],
-    "Storage": [0, "x", fc.LazyTensorStorage],
-    "Sampler": [0, "x", fc.RandomSampler],
+    "Storage | Callable[[], Storage]": [0, "x", fc.LazyTensorStorage],
+    "Sampler | Callable[[], Sampler]": [0, "x", fc.RandomSampler],
+    "float | torch.Tensor": ["x", True, [0.5], {}],
+    "bool | int | Sequence[bool | int]": ["x", 2.5, (1, 2, 3)],
     "Head": [0, "x", True],
     "Join": ["x", 2, True],
     "npt.DTypeLike": ["x", 5, np.int32],
@@ -181,6 +183,7 @@ SUITES = {
     "playground": {"env": "CartpoleBalance"},
 }
 NOTHING = "RandomSampler ReplayBuffer SamplerWithoutReplacement envs.CartPole envs.Pendulum ring.Trajectories"
+NOTHING += " TensorDictReplayBuffer"
 # Good arguments for each public callable, made anew for each test.
 GOOD = {
     **dict.fromkeys(NOTHING.split(), dict),
@@ -195,7 +198,8 @@ GOOD = {
     "PrioritizedSampler": lambda: PRIORITIES,
     "PrioritizedSliceSampler": lambda: PRIORITIES | {"num_slices": 2},
     "ReplayReader": lambda: {"directory": "/nowhere"},
-    "SliceSampler": lambda: {"num_slices": 2},
+    **{f"SliceSampler{kind}": lambda: {"num_slices": 2} for kind in ("", "WithoutReplacement")},
+    "TensorDictPrioritizedReplayBuffer": lambda: {"alpha": 1, "beta": 1},
     "Checkpoint": lambda: {"directory": "/nowhere"},
     "apply": lambda: {"env": host()[0], "state": start(), "function": repr},
     "close": lambda: {"state": start()},

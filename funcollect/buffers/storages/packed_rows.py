@@ -251,6 +251,12 @@ class ViewedRows:
         for view, column in zip(self.layout.views(rows), self.layout.columns, strict=True):
             view.copy_(time_major(leaves[column.path], ndim).reshape(-1, *column.shape)[some])
 
+    def put(self, slots: Ints, leaves: Mapping[Path, Tensor]) -> None:
+        """Overwrite the rows in `slots` [N] by the frames of leaves ``[N, ...]``."""
+        staged = torch.zeros(len(slots), self.layout.words, dtype=torch.int64)
+        ViewedRows(self.layout, staged).write(0, len(slots), leaves, 1)
+        self.tensor[torch.from_numpy(slots)] = staged.to(self.tensor.device)
+
 
 def _build(nested: Mapping[str, Any], leaves: list[Tensor], attributes: Mapping[str, Any]) -> TensorDict:
     """A TensorDict with the keys of `nested`, a nested dict, and the leaves at the indices that it holds."""
@@ -304,15 +310,17 @@ class FrameLayout:
         batch = saved["batch"]
         forms = {tuple(path): (tuple(shape), getattr(torch, dtype)) for path, shape, dtype in batch["leaves"]}
         planes = {tuple(path): count for path, count in saved["planes"]}
-        return cls(RowLayout(forms, tuple(batch["item_dims"])), planes)
+        structure = optree.tree_structure(_tree_of(batch["tree"])) if "tree" in batch else None
+        return cls(RowLayout(forms, tuple(batch["item_dims"]), structure), planes)
 
     def to_json(self) -> dict[str, Any]:
-        """A description in numbers and strings; TypeError for the structure of a tree, which has none."""
+        """A description in numbers and strings; TypeError for a tree of other nodes than dicts, lists and tuples."""
         batch, planes = self.batch, [*self.planes.items()]
-        if batch.structure is not None:
-            raise TypeError(f"the frames are trees {batch.structure}, which have no file format: store TensorDicts")
         leaves = [(leaf.path, leaf.shape, str(leaf.dtype).removeprefix("torch.")) for leaf in batch.columns]
-        return {"batch": {"leaves": leaves, "item_dims": batch.item_dims}, "planes": planes}
+        saved: dict[str, Any] = {"leaves": leaves, "item_dims": batch.item_dims}
+        if batch.structure is not None:
+            saved["tree"] = _described(optree.tree_unflatten(batch.structure, [0] * batch.structure.num_leaves))
+        return {"batch": saved, "planes": planes}
 
     def kinds(self) -> dict[tuple[int, int, torch.dtype], list[PackedLeaf]]:
         """The shared leaves by the number of their planes, and the planes' number of values and dtype."""
@@ -321,6 +329,26 @@ class FrameLayout:
             if count := self.planes.get(leaf.path):
                 found.setdefault((count, leaf.count // count, leaf.dtype), []).append(leaf)
         return found
+
+
+def _described(tree: Any) -> Any:
+    """A tree of zeros as lists for JSON: the kind of node, and its children; a dict's with their keys."""
+    if type(tree) is dict and all(type(key) in (str, int) for key in tree):
+        return ["dict", [[key, _described(child)] for key, child in tree.items()]]
+    if type(tree) in (list, tuple):
+        return [type(tree).__name__, [_described(child) for child in tree]]
+    if tree == 0:
+        return 0
+    raise TypeError(f"the frames are trees of {type(tree).__name__}, which have no file format: store TensorDicts")
+
+
+def _tree_of(described: Any) -> Any:
+    if described == 0:
+        return 0
+    kind, children = described
+    if kind == "dict":
+        return {key: _tree_of(child) for key, child in children}
+    return {"list": list, "tuple": tuple}[kind](map(_tree_of, children))
 
 
 def _observations(leaves: Mapping[Path, Tensor], ndim: int) -> dict[Path, int]:

@@ -26,10 +26,12 @@ from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
 from funcollect.buffers import Bools, Ints
+from funcollect.buffers.keywords import takes_foreign
 from funcollect.buffers.storages.packed_rows import FrameLayout, ViewedRows, form_of, gather, lead_of, leaves_of
 from funcollect.buffers.storages.shared_leaves import PLANES, HeldRows, RowsInFile, SegmentFiles, SharedLeaves, room_for
 from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size
 from funcollect.interop.memory import memory_for
+from funcollect.trajectories.split import readable
 from funcollect.tree import Path as KeyPath
 
 _NAME, _FRESH = "rows.bin", "rows.new"  # of the file, and until it is complete
@@ -65,6 +67,7 @@ class LazyTensorStorage(Storage):
     True
     """
 
+    @takes_foreign("storage")
     def __init__(
         self,
         max_size: int,
@@ -126,6 +129,23 @@ class LazyTensorStorage(Storage):
             rows.write(slot, fitting, leaves, self.ndim, first)
             first += fitting
         self._announce(oldest, start + count)
+        self.filled = min(start + count, self.max_size)
+
+    @override
+    def overwrite(self, slots: Ints, data: Any) -> None:
+        layout, rows, _ = self._open()
+        if layout.planes:
+            what = "frames share memory (compact_obs, frame_stack), so none can be overwritten"
+            raise ValueError(f"{what}: extend the buffer instead")
+        own, given = {leaf.path: leaf.shape for leaf in layout.batch.columns}, leaves_of(data)
+        try:
+            leaves = {path: leaf.expand((*slots.shape, *own.get(path, leaf.shape))) for path, leaf in given.items()}
+        except RuntimeError as error:
+            shapes = {readable(path): list(leaf.shape) for path, leaf in given.items()}
+            what = f"the data has shapes {shapes}, expected {list(slots.shape)} frames, or ones that broadcast to them"
+            raise ValueError(f"{what}: give one frame for each slot, like those of the first batch") from error
+        layout.batch.check(leaves, slots.ndim)
+        rows.put(slots.reshape(-1), {path: leaf.reshape(-1, *own[path]) for path, leaf in leaves.items()})
 
     def _announce(self, oldest: int, written: int) -> None:
         """Publish that exactly the frames ``oldest … written - 1`` are complete; before and after they are written."""
@@ -162,7 +182,8 @@ class LazyTensorStorage(Storage):
     def copy(self) -> LazyTensorStorage:
         options: dict[str, Any] = {"compact_obs": self.compact_obs, "frame_stack": self.frame_stack}
         twin = LazyTensorStorage(self.max_size, ndim=self.ndim, device=self.device, **options)
-        twin.layout, (twin._rows, twin._shared) = self.layout, copy.deepcopy((self._rows, self._shared))
+        twin.filled, twin.layout = self.filled, self.layout
+        twin._rows, twin._shared = copy.deepcopy((self._rows, self._shared))
         return twin
 
     @override
@@ -180,6 +201,7 @@ class LazyTensorStorage(Storage):
             rows, shared = self._allocate(layout, existsok=True)
             SegmentFiles(directory, rows.tensor, shared).load(header["segments"])
             self.layout, self._rows, self._shared = layout, rows, shared
+        self.filled = len(frames)
         self._announce(frames.start, frames.stop)
 
     @property
@@ -213,6 +235,7 @@ class LazyMemmapStorage(LazyTensorStorage):
     torch.Size([4])
     """
 
+    @takes_foreign("storage")
     def __init__(
         self,
         max_size: int,
@@ -274,6 +297,13 @@ class LazyMemmapStorage(LazyTensorStorage):
         return RowsFile(words), shared
 
     @override
+    def overwrite(self, slots: Ints, data: Any) -> None:
+        if self.scratch_dir is not None:
+            what = f"other processes may read the frames in {self.scratch_dir}, so none can be overwritten"
+            raise ValueError(f"{what}: extend instead, or leave scratch_dir out")
+        super().overwrite(slots, data)
+
+    @override
     def _announce(self, oldest: int, written: int) -> None:
         if self._file is not None:
             self._file.words[_OLDEST] = self._base + oldest  # first, since frames are withdrawn before they change
@@ -281,6 +311,7 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     @override
     def empty(self) -> None:
+        super().empty()
         if self._file is not None:
             self._base = -(-self._file.span[1] // self.max_size) * self.max_size
             self._announce(0, 0)

@@ -6,18 +6,22 @@ import copy
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import NoneType
+from types import EllipsisType, NoneType
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import optree
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 from typing_extensions import override
 
 from funcollect.arguments import check_positive
 from funcollect.buffers import Bools, Ints
+from funcollect.buffers.keywords import takes_foreign
 from funcollect.messages import clipped, shown
 from funcollect.tree import Path as KeyPath
 from funcollect.tree import flatten, to_tensordict
@@ -43,6 +47,21 @@ class Dumped(NamedTuple):
     frames: Any  # the description that `Storage.dump` returned
 
 
+def slots_at(held: Ints, index: Any) -> Ints:
+    """The slots of `held` at an index of it; TypeError or IndexError if there are none."""
+    try:
+        return np.asarray(held[index.numpy(force=True) if isinstance(index, Tensor) else index])
+    except IndexError as error:
+        what = f"index is {shown(index)}"
+        for part in index if isinstance(index, tuple) else (index,):
+            if not isinstance(part, (slice, EllipsisType, NoneType)) and np.asarray(part).dtype.kind not in "iub":
+                raise TypeError(f"{what}, expected ints, slices or a mask: give slots that extend returned") from error
+        if not held.size:
+            raise IndexError(f"{what}, the buffer is empty: extend it first") from error
+        mend = "give ints below these sizes, slices, or a mask of this shape"
+        raise IndexError(f"{what}, expected one into {list(held.shape)} frames: {mend}") from error
+
+
 class Storage(Protocol):
     """The interface of storages for a `ReplayBuffer`, whose frame ``n`` is in slot ``n % max_size``."""
 
@@ -51,6 +70,10 @@ class Storage(Protocol):
     device: torch.device  # of samples
     compact_obs: bool  # whether equal observations and next observations are stored once
     frame_stack: int | None = None  # frames per stack, where each frame is stored once
+    filled: int = 0  # the number of frames, which are in the first slots
+    edits: int = 0  # how often frames were overwritten by `put`
+    linked: bool = False  # whether an index of trajectories depends on the frames
+    lock: AbstractContextManager[Any] = nullcontext()  # the one of the buffer
 
     def recognized(self, data: Any) -> Incoming | None:
         """What `admit` would return, if the batch has the form of the one before, which is admitted already."""
@@ -79,7 +102,53 @@ class Storage(Protocol):
 
     def empty(self) -> None:
         """Remove all frames; keys, shapes and dtypes are kept."""
-        return
+        self.filled = 0
+
+    def at(self, slots: Ints) -> Any:
+        """A copy of the frames in `slots` ``[*S]``, as a batch ``[*S]``."""
+        batch = self.read(slots.reshape(-1))
+        return batch if slots.ndim == 1 else optree.tree_map(lambda x: x.reshape((*slots.shape, *x.shape[1:])), batch)
+
+    def put(self, slots: Ints, data: Any) -> None:
+        """Overwrite the frames in `slots` ``[*S]`` by the batch `data` ``[*S]``; see `set`."""
+        if self.linked:
+            what = "the sampler follows the trajectories of the stored frames, which cannot be overwritten"
+            raise ValueError(f"{what}: extend the buffer with the new frames, or sample with a RandomSampler")
+        if len(np.unique(slots)) < slots.size:
+            raise ValueError(f"index is {shown(slots.reshape(-1).tolist())}, expected each slot once: leave others out")
+        self.overwrite(slots, data)
+        self.edits += 1
+
+    def overwrite(self, slots: Ints, data: Any) -> None:
+        """Do what `put` says, after its checks."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}  # which belongs to the buffer
+
+    def __len__(self) -> int:
+        return self.filled
+
+    def __getitem__(self, index: Any) -> Any:
+        """A copy of the frames in slots: an int, a slice, or an array, tensor or list of ints or bools."""
+        with self.lock:
+            return self.at(slots_at(np.arange(self.filled), index))
+
+    get: Callable[..., Any] = __getitem__
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[slot] for slot in range(self.filled))
+
+    def __setitem__(self, index: Any, data: Any) -> None:
+        """Overwrite stored frames, whose slots are given as to ``storage[index]``; frames are added by a buffer.
+
+        ValueError if trajectories are sampled, which the frames' places follow; if frames share memory (`compact_obs`,
+        `frame_stack`) or other processes may read them (`scratch_dir`), and if the data do not match. IndexError for
+        slots without a frame.
+        """
+        with self.lock:
+            self.put(slots_at(np.arange(self.filled), index), data)
+
+    set: Callable[..., None] = __setitem__
 
 
 def check_size(max_size: Any) -> None:
@@ -102,6 +171,7 @@ class ListStorage(Storage):
 
     compact_obs = False
 
+    @takes_foreign("storage")
     def __init__(self, max_size: int) -> None:
         check_size(max_size)
         self.max_size, self.ndim = int(max_size), 1
@@ -114,7 +184,7 @@ class ListStorage(Storage):
         if not hasattr(data, "__len__"):
             raise TypeError(f"the data is {type(data).__name__}, expected a sequence of items: give a list of them")
         tensors, leaves = isinstance(data, (TensorDictBase, Tensor)), dict[KeyPath, Tensor]()
-        if isinstance(data, TensorDictBase):
+        if self.linked and isinstance(data, TensorDictBase):
             leaves = {key if isinstance(key, tuple) else (key,): leaf for key, leaf in data.items(True, True)}
         return Incoming((len(data),), leaves, data.clone().unbind(0) if tensors else list(data))
 
@@ -122,6 +192,7 @@ class ListStorage(Storage):
     def write(self, batch: Incoming, start: int) -> None:
         for number, item in enumerate(batch.content, start):
             self._items[number % self.max_size] = item
+        self.filled = min(start + len(batch.content), self.max_size)
 
     @override
     def read(self, slots: Ints, mask: Bools | None = None) -> Any:
@@ -132,9 +203,17 @@ class ListStorage(Storage):
             raise ValueError("no items are selected, expected at least one to collate: extend the buffer first")
         return self.collate([self._items[slot] for slot in slots])
 
-    def item(self, slot: int) -> Any:
-        """One item, unchanged."""
-        return self._items[slot]
+    @override
+    def at(self, slots: Ints) -> Any:
+        return super().at(slots) if slots.ndim else self._items[int(slots)]  # an item as it is
+
+    @override
+    def overwrite(self, slots: Ints, data: Any) -> None:
+        items = self.admit(data).content if slots.ndim else [data]
+        if len(items) != slots.size:
+            raise ValueError(f"{len(items)} items are given for {slots.size} slots: give one for each")
+        for slot, item in zip(slots.reshape(-1).tolist(), items, strict=True):
+            self._items[slot] = item
 
     @override
     def copy(self) -> ListStorage:
@@ -170,10 +249,11 @@ class ListStorage(Storage):
         for slot, item in enumerate(items):
             if isinstance(item, dict) and _TENSORDICT in item:
                 items[slot] = to_tensordict(item[_TENSORDICT], item["shape"])
-        self._items = items + [None] * (self.max_size - count)
+        self._items, self.filled = items + [None] * (self.max_size - count), count
 
     @override
     def empty(self) -> None:
+        super().empty()
         self._items = [None] * self.max_size
 
     def __repr__(self) -> str:
@@ -199,9 +279,16 @@ def _not_plain(item: Any) -> Iterator[Any]:
 def _collate(items: list[Any]) -> Any:
     """Stack tensors, numbers and trees of them into a batch; items of other types stay a list."""
     try:
-        return torch.stack(items) if isinstance(items[0], TensorDictBase) else default_collate(items)
+        return _stacked(items) if isinstance(items[0], TensorDictBase) else default_collate(items)
     except (RuntimeError, KeyError) as error:
         what = f"the items cannot be stacked ({clipped(str(error))}), expected ones with the same keys and shapes"
         raise ValueError(f"{what}: build the buffer with a collate_fn=, such as list") from error
     except TypeError:
         return items
+
+
+def _stacked(items: list[Any]) -> Any:
+    """The items stacked; lazily if they have the same keys, and leaves of different shapes."""
+    keys = {*items[0].keys(True, True)}
+    ragged = all({*item.keys(True, True)} == keys and item.batch_size == items[0].batch_size for item in items)
+    return LazyStackedTensorDict.maybe_dense_stack(items) if ragged else torch.stack(items)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any
 
-from funcollect.arguments import check_not_given, check_positive
-from funcollect.collectors.keywords import without_meaning
+from funcollect.arguments import check_not_given, check_positive, without_foreign
+from funcollect.collectors.keywords import FOREIGN
 from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
 from funcollect.collectors.options import Shard, WorkerShard
 from funcollect.collectors.sync import SyncDataCollector
@@ -60,9 +60,10 @@ def actor_jobs(
         config = dict(row.pop("remote_configs", None) or {})
         check_not_given("remote_configs", config, _NOT_REMOTE)
         own = dict(row.pop("collector_kwargs", None) or {})
-        own = {name: value for name, value in own.items() if not without_meaning(name, value)}
+        every = signature(kind).parameters.keys()
+        own = without_foreign("collector_kwargs", {name: FOREIGN[name] for name in FOREIGN.keys() - every}, own)
         check_not_given("collector_kwargs", own, _NOT_FOR_ACTORS)
-        known = signature(kind).parameters.keys() - _NOT_FOR_ACTORS.keys()
+        known = every - _NOT_FOR_ACTORS.keys()
         if kind in CLASSES and (unknown := sorted(own.keys() - known)):  # a derived class checks its own
             raise TypeError(
                 f"collector_kwargs has {unknown}, which {kind.__name__} lacks, expected some of {sorted(known)}: check "

@@ -1,0 +1,106 @@
+"""TorchRL's further names of replay buffers: samples of TensorDicts that know their slots, and priorities in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from typing_extensions import override
+
+from funcollect.buffers.replay import ReplayBuffer, made
+from funcollect.buffers.samplers import PrioritizedSampler
+from funcollect.buffers.storages import ListStorage
+from funcollect.messages import kind_of
+
+__all__ = ["TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer"]
+
+
+class TensorDictReplayBuffer(ReplayBuffer):
+    """A `ReplayBuffer` of TensorDicts. A sample has the key ``index``, the slots [N] int64, and the sampler's info.
+
+    With a `PrioritizedSampler`, `add` and `extend` set priorities to the values of `priority_key`, if the data have it.
+    Raises the errors of `ReplayBuffer`; ValueError if there are not as many priorities for each frame.
+
+    Args:
+        priority_key: of the priorities, for which numbers of each frame are reduced to one (the sampler's `reduction`).
+        options: see `ReplayBuffer`.
+
+    >>> import funcollect as fc
+    >>> from tensordict import TensorDict
+    >>> sampler = fc.PrioritizedSampler(100, alpha=1.0, beta=1.0)
+    >>> buffer = TensorDictReplayBuffer(storage=fc.LazyTensorStorage(100), sampler=sampler, batch_size=4)
+    >>> indices = buffer.extend(TensorDict({"td_error": torch.tensor([0.0, 9.0, 0.0])}, [3]))
+    >>> sample = buffer.sample()
+    >>> sample["index"]
+    tensor([1, 1, 1, 1])
+    >>> buffer.update_tensordict_priority(sample.set("td_error", torch.ones(4)))
+    """
+
+    def __init__(self, *, priority_key: Any = "td_error", **options: Any) -> None:
+        super().__init__(**options)
+        self.priority_key = priority_key
+
+    @override
+    def add(self, data: Any) -> Tensor:
+        return self._prioritized(data, super().add(data))
+
+    @override
+    def extend(self, tensordicts: Any, *, update_priority: bool | None = None) -> Tensor:
+        """See `ReplayBuffer.extend`; unless `update_priority` is False, priorities are read from the data."""
+        slots = super().extend(tensordicts)
+        return slots if update_priority is False else self._prioritized(tensordicts, slots)
+
+    def _prioritized(self, data: Any, slots: Tensor) -> Tensor:
+        if isinstance(self.sampler, PrioritizedSampler):
+            data = TensorDict.maybe_dense_stack(data) if isinstance(data, list) else data
+            priority = data.get(self.priority_key, None)
+            if priority is not None and slots.numel():
+                self.update_priority(slots.reshape(-1), self._reduced(priority, slots.numel()))
+        return slots
+
+    def _reduced(self, priority: Tensor, count: int) -> Tensor:
+        """One priority for each of `count` frames."""
+        if priority.numel() % count:
+            what = f"{self.priority_key} has shape {list(priority.shape)} for {count} frames"
+            raise ValueError(f"{what}, expected as many numbers for each: name another key with priority_key=")
+        rows, how = priority.detach().reshape(count, -1).double(), getattr(self.sampler, "reduction", "max")
+        reduced = getattr(torch, {"max": "amax", "min": "amin"}.get(how, how))(rows, 1)
+        return reduced if isinstance(reduced, Tensor) else reduced.values
+
+    @override
+    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
+        """See `ReplayBuffer.sample`; with ``include_info=False``, the sample has no key ``index``."""
+        batch, info = super().sample(batch_size, return_info=True)
+        if not isinstance(batch, TensorDictBase):
+            raise TypeError(f"the sample is {kind_of(batch)}, expected a TensorDict: sample others from a ReplayBuffer")
+        # Frames that are sequences have the same slot at each of their steps.
+        for name, leaf in () if include_info is False else info.items():
+            batch.set(name, leaf.view(-1, *[1] * (batch.ndim - 1)).expand(batch.shape))
+        return (batch, info) if return_info else batch
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Set the priorities of the frames in a sample to the values of `priority_key` in it."""
+        if not isinstance(self.sampler, PrioritizedSampler):
+            return
+        index, priority = data["index"], data[self.priority_key]
+        rows = index.reshape(len(index) if index.ndim else 1, -1)
+        index = rows[:, 0] if (rows == rows[:, :1]).all() else index.reshape(-1)
+        self.update_priority(index, self._reduced(priority, index.numel()))
+
+
+class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
+    """A `TensorDictReplayBuffer` with a `PrioritizedSampler`, whose arguments it takes. Raises the errors of both.
+
+    >>> import funcollect as fc
+    >>> fc.TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=fc.LazyTensorStorage(100)).sampler
+    PrioritizedSampler(max_capacity=100, alpha=0.6, beta=0.4)
+    """
+
+    def __init__(
+        self, *, alpha: Any, beta: Any, eps: float = 1e-8, reduction: Any = "max", dtype: Any = None, **options: Any
+    ) -> None:
+        storage = made(options.pop("storage", None) or ListStorage(1_000), "admit")
+        sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, reduction=reduction)
+        super().__init__(storage=storage, sampler=sampler, **options)

@@ -1,0 +1,213 @@
+"""Samplers that draw frames, or the first frames of slices, in proportion to their priorities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from funcollect.arguments import check_choice, check_flags, check_number, check_positive
+from funcollect.buffers import Arrays, Floats, Ints, indices
+from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices
+from funcollect.buffers.priorities import SumTree, later, numbers_of
+from funcollect.buffers.single_frames import RandomSampler, takes_replacement
+from funcollect.buffers.slice_samplers import SliceSampler
+from funcollect.tree import Path
+
+
+class PrioritizedSampler(RandomSampler):
+    """Single frames, with probabilities in proportion to ``(priority + eps) ** alpha`` (Schaul et al., 2016).
+
+    A new frame gets the highest priority given so far, but at least 1. ``info["priority_weight"]`` ``[N]``
+    float32 is the importance weight ``(probability / lowest probability in the buffer) ** -beta``, at most 1.
+    Raises TypeError or ValueError for a capacity below 1, and for negative numbers.
+
+    Args:
+        max_capacity: the capacity of the storage.
+        alpha: the exponent of priorities; 0 makes all frames equally likely.
+        beta: the exponent of the importance weights; 1 corrects the sampling bias fully. It may be changed at any time.
+        eps: a small number added to every priority. With ``eps=0``, frames of priority 0 are never drawn.
+        max_priority_within_buffer: a new frame gets the highest priority of the frames in the buffer, and 1 if there is
+            none. This takes time in proportion to the capacity at each extend.
+        reduction: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``: how a `TensorDictReplayBuffer` makes one priority
+            of several numbers per frame.
+
+    >>> import funcollect as fc, torch
+    >>> sampler = PrioritizedSampler(max_capacity=10, alpha=0.6, beta=0.4, eps=0)
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), sampler=sampler, batch_size=4)
+    >>> indices = buffer.extend(torch.arange(3))
+    >>> buffer.update_priority(indices, torch.tensor([0.0, 2.0, 0.0]))
+    >>> buffer.sample(return_info=True)[1]["priority_weight"]
+    tensor([1., 1., 1., 1.])
+    """
+
+    @takes_replacement
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float | torch.Tensor,
+        beta: float | torch.Tensor,
+        eps: float = 1e-8,
+        *,
+        max_priority_within_buffer: bool = False,
+        reduction: Literal["max", "min", "mean", "median"] = "max",
+    ) -> None:
+        check_positive("max_capacity", max_capacity)
+        for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
+            _check_number(name, value)
+        check_flags(max_priority_within_buffer=max_priority_within_buffer)
+        check_choice("reduction", reduction, ("max", "min", "mean", "median"))
+        self.max_capacity, self.alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
+        self.max_priority_within_buffer, self.reduction = max_priority_within_buffer, reduction
+        self.load({})
+
+    @override
+    def fit(self, capacity: int) -> None:
+        if capacity > self.max_capacity:
+            what = f"max_capacity is {self.max_capacity}, the storage holds {capacity} frames"
+            raise ValueError(f"{what}: give the sampler max_capacity={capacity}")
+
+    @override
+    def extended(self, memory: BufferView, slots: Ints) -> None:
+        held = slots[slots >= 0]
+        if self.max_priority_within_buffer:
+            self._priorities.put(held, np.zeros(len(held)))
+            most = self._priorities.get(np.arange(self.max_capacity)).max() or self._weights(np.ones(1))
+            self._priorities.put(held, np.broadcast_to(most, len(held)))
+        else:
+            self._priorities.put(held, self._weights(np.full(len(held), self._highest)))
+
+    @override
+    def state(self) -> Arrays:
+        exponents = np.array([float(self.alpha), float(self.beta)])
+        weights = self._priorities.get(np.arange(self.max_capacity))
+        return {"weights": weights, "highest": np.array(self._highest), "exponents": exponents}
+
+    @override
+    def load(self, state: Arrays) -> None:
+        if "exponents" in state:
+            self.alpha, self.beta = state["exponents"].tolist()
+        self._priorities, self._highest = SumTree(self.max_capacity), float(state.get("highest", 1.0))
+        # The dump may come from a sampler with a larger max_capacity, whose further slots hold no frames.
+        weights = state.get("weights", np.zeros(0))[: self.max_capacity]
+        self._priorities.put(np.arange(len(weights)), weights)
+
+    def update_priority(self, memory: BufferView, index: Any, priority: Any, written: Any, before: int) -> None:
+        """See `ReplayBuffer.update_priority`; `memory` is the buffer's ring, which began after `before` frames."""
+        slots = numbers_of("index", index, "iu").astype(np.int64)
+        given = numbers_of("priority", priority, "fiub").astype(np.float64)
+        if len(given) not in (1, len(slots)):
+            what = f"{len(given)} priorities are given for {len(slots)} frames"
+            raise ValueError(f"{what}: give one for each, or one for all")
+        after = 0 if written is None else later(written, before + memory.written, len(slots))
+        late = bool(np.any(after > 0)) if isinstance(after, np.ndarray) else after > 0
+        if len(slots) and (late or slots.view(np.uint64).max() >= len(memory)):  # a negative one is huge there
+            present = slots != -1
+            if late:  # the frame that a slot held then is still there
+                present &= ((memory.written - 1 - slots) % memory.capacity >= after) & (after < memory.written)
+            slots, given = slots[present], given if len(given) == 1 else given[present]
+            if len(slots) and slots.view(np.uint64).max() >= len(memory):
+                what = f"index holds slots from {slots.min()} to {slots.max()}"
+                where = f"the buffer has frames in 0 … {len(memory) - 1}"
+                raise ValueError(f'{what}, {where}: give slots that extend returned, or those in info["index"]')
+        lowest, highest = (float(given.min()), float(given.max())) if len(given) else (0.0, 0.0)
+        if not (lowest >= 0 and highest < np.inf):
+            what = f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0"
+            raise ValueError(f"{what}: give for example the absolute TD error")
+        if len(slots):
+            self._priorities.put(slots, self._weights(given))
+            self._highest = max(self._highest, highest)
+
+    def _weights(self, priority: Floats) -> Floats:
+        return np.asarray((priority + self.eps) ** float(self.alpha))
+
+    def _check(self, memory: BufferView) -> None:
+        indices.check_filled(memory)
+        if self._priorities.total <= 0:
+            mend = "give some frame a positive one, or the sampler a positive eps"
+            raise ValueError(f"every priority is 0, so nothing can be drawn: {mend}")
+
+    @override
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
+        self._check(memory)
+        slots = self._priorities.find(random_source.uniform(batch_size))
+        return SampleIndices(slots=slots, info={"priority_weight": self._corrections(slots)})
+
+    def _corrections(self, slots: Ints) -> torch.Tensor:
+        """The importance weights [N] float32 of the frames in `slots` [N]."""
+        ratio = self._priorities.get(slots) / self._priorities.least
+        return torch.from_numpy((ratio ** -float(self.beta)).astype(np.float32))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(max_capacity={self.max_capacity}, alpha={self.alpha}, beta={self.beta})"
+
+
+def _check_number(name: str, value: float | torch.Tensor) -> None:
+    check_number(name, value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value)
+
+
+class PrioritizedSliceSampler(PrioritizedSampler):
+    """Slices of trajectories. Their first frames are drawn by priority from those at which a slice can begin.
+
+    `PrioritizedSampler` and `SliceSampler` describe the arguments and errors. In ``info["priority_weight"]``, all
+    frames of a slice have the weight of its first frame.
+
+    >>> import funcollect as fc
+    >>> sampler = PrioritizedSliceSampler(1_000, alpha=0.6, beta=0.4, slice_len=5)
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(1_000), sampler=sampler, batch_size=20)
+    >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=300, total_frames=300, seed=0) as collector:
+    ...     indices = buffer.extend(next(collector))
+    >>> buffer.sample(return_info=True)[1]["priority_weight"].shape
+    torch.Size([20])
+    """
+
+    @takes_replacement
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float | torch.Tensor,
+        beta: float | torch.Tensor,
+        eps: float = 1e-8,
+        *,
+        max_priority_within_buffer: bool = False,
+        reduction: Literal["max", "min", "mean", "median"] = "max",
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        traj_key: str | Path | None = None,
+        trajectory_key: str | Path | None = None,
+        end_key: str | Path | None = None,
+        end_keys: Sequence[str | Path] | None = None,
+        strict_length: bool = True,
+        pad_output: bool = False,
+        init_key: str | Path | None = "is_init",
+        truncated_key: str | Path | None = ("next", "truncated"),
+        span: bool | int | Sequence[bool | int] = False,
+    ) -> None:
+        within: dict[str, Any] = {"max_priority_within_buffer": max_priority_within_buffer, "reduction": reduction}
+        super().__init__(max_capacity, alpha, beta, eps, **within)
+        self._slices = SliceSampler(
+            num_slices=num_slices, slice_len=slice_len, traj_key=traj_key, trajectory_key=trajectory_key,
+            end_key=end_key, end_keys=end_keys, strict_length=strict_length, pad_output=pad_output, init_key=init_key,
+            over="windows", truncated_key=truncated_key, span=span,
+        )  # fmt: skip
+        self.span = self._slices.span
+        self.trajectories = self._slices.trajectories
+
+    @override
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
+        self._check(memory)
+        spec, index = self._slices.spec(batch_size), indices.trajectory_index_of(memory)
+        uniform, tree = random_source.uniform, self._priorities
+        slots = indices.completed(
+            tree.find(uniform(4 * spec.num_slices)), spec.num_slices, len(memory), partial(spec.begins, index),
+            lambda begins, count: tree.find_among(begins, uniform(count)),
+        )  # fmt: skip
+        weights = self._corrections(slots.repeat(spec.slice_len))
+        return spec.sample(index, *index.places(slots), priority_weight=weights)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, {repr(self._slices).partition('(')[2]}"

@@ -1,0 +1,203 @@
+"""Samplers of slices of trajectories, and of single frames with the returns of the steps that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from funcollect.arguments import check_key, check_not_given
+from funcollect.buffers import Ints, indices
+from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Slices
+from funcollect.buffers.single_frames import RandomSampler, SamplerWithoutReplacement, takes_replacement
+from funcollect.buffers.trajectory_index import Trajectories
+from funcollect.trajectories.returns import MultiStep
+from funcollect.trajectories.split import MASK
+from funcollect.tree import Path, as_path
+
+
+class SliceSampler(RandomSampler):
+    """Slices of trajectories, concatenated to ``batch_size`` frames. See `ring.Slices`.
+
+    Raises ValueError unless exactly one of `num_slices` and `slice_len` is given, if both `traj_key` and
+    `trajectory_key` are, and for `pad_output` with `strict_length`.
+
+    Args:
+        num_slices: the number of slices in a sample.
+        slice_len: the number of frames in a slice; the other of both follows from ``batch_size``.
+        traj_key, end_key: the keys of trajectory ids and end flags, see `ring.Trajectories`.
+        trajectory_key: another name for `traj_key`.
+        end_keys: several keys of end flags, any of which ends a trajectory, in place of `end_key`; those that the
+            frames lack are left out.
+        strict_length, pad_output, init_key, over, truncated_key, span: see `ring.Slices`. With `span`, or without
+            `strict_length`, a sample may have fewer than ``batch_size`` frames. Of windows, one number of `span` is
+            that at the end.
+
+    With ``replacement=False``, this makes a `SliceSamplerWithoutReplacement`.
+
+    >>> import funcollect as fc
+    >>> sampler = SliceSampler(slice_len=3)
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(1000), sampler=sampler, batch_size=6)
+    >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=300, total_frames=300, seed=0) as collector:
+    ...     indices = buffer.extend(next(collector))
+    >>> buffer.sample()["collector", "step"].view(2, 3).diff().tolist()
+    [[1, 1], [1, 1]]
+    """
+
+    @takes_replacement
+    def __init__(
+        self,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        traj_key: str | Path | None = None,
+        trajectory_key: str | Path | None = None,
+        end_key: str | Path | None = None,
+        end_keys: Sequence[str | Path] | None = None,
+        strict_length: bool = True,
+        pad_output: bool = False,
+        init_key: str | Path | None = "is_init",
+        over: Literal["trajectories", "windows"] = "trajectories",
+        truncated_key: str | Path | None = ("next", "truncated"),
+        span: bool | int | Sequence[bool | int] = False,
+    ) -> None:
+        if (num_slices is None) == (slice_len is None):
+            got = "neither of num_slices and slice_len" if num_slices is None else "both of num_slices and slice_len"
+            raise ValueError(f"{got} is given, expected one: the other follows from the batch size")
+        if traj_key is not None and trajectory_key is not None:
+            raise ValueError("traj_key and trajectory_key are two names of one key, expected one: leave one out")
+        check_key("trajectory_key", trajectory_key)
+        if end_key is not None and end_keys is not None:
+            raise ValueError("end_key and end_keys are exclusive, expected one: leave one out")
+        ends = end_key if end_keys is None else tuple(map(as_path, end_keys))
+        self.trajectories = Trajectories(traj_key=trajectory_key if traj_key is None else traj_key, end_key=ends)
+        self.num_slices, self.slice_len = num_slices, slice_len
+        self.span = (
+            tuple(span) if isinstance(span, (tuple, list)) else (span if over == "trajectories" else False, span)
+        )
+        self.options: dict[str, Any] = {
+            "strict_length": strict_length, "pad_output": pad_output, "init_key": init_key, "over": over,
+            "truncated_key": truncated_key, "span": self.span,
+        }  # fmt: skip
+        self._specs: dict[tuple[int, int], Slices] = {}
+        one, other = (1 << 30 if size is None else size for size in (num_slices, slice_len))
+        Slices(num_slices=one, slice_len=other, **self.options)  # checks the arguments
+
+    @override
+    def spec(self, batch_size: int) -> Slices:
+        """The slices of a sample; ValueError if their number or length does not divide `batch_size`."""
+        given = self.num_slices or self.slice_len or 1
+        other, rest = divmod(batch_size, given)
+        if rest:
+            what = f"batch_size is {batch_size}, {'num_slices' if self.slice_len is None else 'slice_len'} {given}"
+            near = max(other, 1) * given
+            raise ValueError(f"{what}, expected a positive multiple: sample for example {near} frames")
+        num_slices, slice_len = (other, given) if self.num_slices is None else (given, other)
+        if (found := self._specs.get((num_slices, slice_len))) is None:  # its checks take as long as to draw
+            found = Slices(num_slices=num_slices, slice_len=slice_len, **self.options)
+            self._specs[num_slices, slice_len] = found
+        return found
+
+    def __repr__(self) -> str:
+        size = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
+        strict, padded, over = (self.options[name] for name in ("strict_length", "pad_output", "over"))
+        padding = ", pad_output=True" if padded else ""
+        return f"{type(self).__name__}({size}, strict_length={strict}{padding}, over={over!r})"
+
+
+class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
+    """One slice of each trajectory per round, in random order. An `extend` begins a round; iteration ends after one.
+
+    `drop_last` and `shuffle` are those of `SamplerWithoutReplacement`, for rounds of trajectories; the others are those
+    of `SliceSampler`, except `over`. Raises its errors, and ValueError for `over`.
+
+    >>> import funcollect as fc, torch
+    >>> from tensordict import TensorDict
+    >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, shuffle=False)
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), sampler=sampler, batch_size=2)
+    >>> indices = buffer.extend(TensorDict({"episode": torch.arange(8) // 2}, [8]))
+    >>> [batch["episode"].tolist() for batch in buffer]
+    [[0, 0], [1, 1], [2, 2], [3, 3]]
+    """
+
+    @takes_replacement
+    def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **options: Any) -> None:
+        check_not_given("a SliceSamplerWithoutReplacement", options, {"over": "each trajectory has one slice"})
+        SliceSampler.__init__(self, **options)
+        SamplerWithoutReplacement.__init__(self, drop_last=drop_last, shuffle=shuffle)
+
+    @override
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
+        spec, index = self.spec(batch_size), indices.trajectory_index_of(memory)
+        long_enough = np.flatnonzero(spec.fit(index, np.arange(len(index.stop))))
+        if self.drop_last and len(long_enough) < spec.num_slices:
+            what = f"{spec.num_slices} slices are wanted, {len(long_enough)} trajectories are long enough"
+            raise ValueError(f"{what}: sample fewer, or pass drop_last=False")
+        number = self._take(spec.num_slices, len(long_enough), random_source)
+        drawn = spec.draw_in(index, long_enough[number], random_source)
+        drawn.taken = number
+        return drawn
+
+    @override
+    def ran_out(self, batch_size: int) -> bool:
+        return super().ran_out(self.spec(batch_size).num_slices)
+
+
+SliceSampler.without_replacement = SliceSamplerWithoutReplacement
+
+
+@dataclass(kw_only=True, slots=True)
+class _Lookahead(SampleIndices):
+    returns: MultiStep  # the slots are those of N frames, each with the `n_steps - 1` that follow it
+
+    @property
+    @override
+    def index(self) -> Ints:
+        return self.slots[:: self.returns.n_steps]
+
+    @override
+    def finish(self, batch: Any) -> Any:
+        table = batch.reshape(-1, self.returns.n_steps)
+        had = table.get("collector", None)
+        if had is not None:
+            table.set("collector", had.clone(False))
+        table.set(MASK, torch.from_numpy(self.mask).to(batch.device).reshape(table.shape))
+        return self.returns(table)[:, 0].exclude("collector" if had is None else MASK)
+
+
+class MultiStepSampler(RandomSampler):
+    """Single frames, drawn uniformly with replacement, with the n-step returns and next observations of `MultiStep`.
+
+    They are computed from the trajectories in the buffer, also across batches, up to the newest frame of each. For
+    `gamma`, `n_steps` and the errors, see `MultiStep`; for `traj_key` and `end_key`, see `SliceSampler`.
+
+    >>> import funcollect as fc
+    >>> sampler = MultiStepSampler(gamma=0.9, n_steps=3)
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(1000), sampler=sampler, batch_size=64)
+    >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=2, total_frames=200, seed=0) as collector:
+    ...     for batch in collector:
+    ...         indices = buffer.extend(batch)
+    >>> buffer.sample()["next", "reward"].max()
+    tensor(2.7100)
+    """
+
+    @takes_replacement
+    def __init__(
+        self, *, gamma: float, n_steps: int, traj_key: str | Path | None = None, end_key: str | Path | None = None
+    ) -> None:
+        self.returns = MultiStep(gamma, n_steps)
+        self.trajectories = Trajectories(traj_key=traj_key, end_key=end_key)
+
+    @override
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
+        index, slots = indices.trajectory_index_of(memory), random_source.below(len(memory), batch_size)
+        spec = Slices(num_slices=batch_size, slice_len=self.returns.n_steps, strict_length=False, pad_output=True)
+        drawn = spec.along(index, *index.places(slots))
+        return _Lookahead(slots=drawn.slots, mask=drawn.mask, returns=self.returns)
+
+    def __repr__(self) -> str:
+        return f"MultiStepSampler(gamma={self.returns.gamma}, n_steps={self.returns.n_steps})"
