@@ -101,6 +101,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     def __init__(
         self, *, alpha: Any, beta: Any, eps: float = 1e-8, reduction: Any = "max", dtype: Any = None, **options: Any
     ) -> None:
-        storage = made(options.pop("storage", None) or ListStorage(1_000), "admit")
+        given = options.pop("storage", None)
+        storage = ListStorage(1_000) if given is None else made(given, "admit")
         sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, reduction=reduction)
         super().__init__(storage=storage, sampler=sampler, **options)
