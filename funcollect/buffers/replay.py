@@ -101,7 +101,7 @@ class ReplayBuffer(BufferAccess):
         self._kind_ahead = 0, 0  # the number of frames in each of them, and of the storage's edits that they show
         self._pool = ThreadPoolExecutor(self._prefetch, "funcollect-replay") if self._prefetch else None
         self._plain = self._pool is None and self.collate_fn is None
-        self.storage.lock, self.storage.filled = self._lock, 0
+        self.storage.lock, self.storage.end = self._lock, 0
         self.share(shared)
         _OWNERS[self.storage] = _OWNERS[self.sampler] = weakref.ref(self)
 

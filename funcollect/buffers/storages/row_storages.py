@@ -129,7 +129,7 @@ class LazyTensorStorage(Storage):
             rows.write(slot, fitting, leaves, self.ndim, first)
             first += fitting
         self._announce(oldest, start + count)
-        self.filled = min(start + count, self.max_size)
+        self.end = start + count
 
     @override
     def overwrite(self, slots: Ints, data: Any) -> None:
@@ -182,7 +182,7 @@ class LazyTensorStorage(Storage):
     def copy(self) -> LazyTensorStorage:
         options: dict[str, Any] = {"compact_obs": self.compact_obs, "frame_stack": self.frame_stack}
         twin = LazyTensorStorage(self.max_size, ndim=self.ndim, device=self.device, **options)
-        twin.filled, twin.layout = self.filled, self.layout
+        twin.end, twin.layout = self.end, self.layout
         twin._rows, twin._shared = copy.deepcopy((self._rows, self._shared))
         return twin
 
@@ -201,7 +201,7 @@ class LazyTensorStorage(Storage):
             rows, shared = self._allocate(layout, existsok=True)
             SegmentFiles(directory, rows.tensor, shared).load(header["segments"])
             self.layout, self._rows, self._shared = layout, rows, shared
-        self.filled = len(frames)
+        self.end = len(frames)
         self._announce(frames.start, frames.stop)
 
     @property

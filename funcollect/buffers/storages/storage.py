@@ -70,7 +70,7 @@ class Storage(Protocol):
     device: torch.device  # of samples
     compact_obs: bool  # whether equal observations and next observations are stored once
     frame_stack: int | None = None  # frames per stack, where each frame is stored once
-    filled: int = 0  # the number of frames, which are in the first slots
+    end: int = 0  # the number of the frame after the newest
     edits: int = 0  # how often frames were overwritten by `put`
     linked: bool = False  # whether an index of trajectories depends on the frames
     lock: AbstractContextManager[Any] = nullcontext()  # the one of the buffer
@@ -102,7 +102,7 @@ class Storage(Protocol):
 
     def empty(self) -> None:
         """Remove all frames; keys, shapes and dtypes are kept."""
-        self.filled = 0
+        self.end = 0
 
     def at(self, slots: Ints) -> Any:
         """A copy of the frames in `slots` ``[*S]``, as a batch ``[*S]``."""
@@ -126,17 +126,17 @@ class Storage(Protocol):
         return {name: value for name, value in vars(self).items() if name != "lock"}  # which belongs to the buffer
 
     def __len__(self) -> int:
-        return self.filled
+        return min(self.end, self.max_size)
 
     def __getitem__(self, index: Any) -> Any:
         """A copy of the frames in slots: an int, a slice, or an array, tensor or list of ints or bools."""
         with self.lock:
-            return self.at(slots_at(np.arange(self.filled), index))
+            return self.at(slots_at(np.arange(len(self)), index))
 
     get: Callable[..., Any] = __getitem__
 
     def __iter__(self) -> Iterator[Any]:
-        return (self[slot] for slot in range(self.filled))
+        return (self[slot] for slot in range(len(self)))
 
     def __setitem__(self, index: Any, data: Any) -> None:
         """Overwrite stored frames, whose slots are given as to ``storage[index]``; frames are added by a buffer.
@@ -146,7 +146,7 @@ class Storage(Protocol):
         slots without a frame.
         """
         with self.lock:
-            self.put(slots_at(np.arange(self.filled), index), data)
+            self.put(slots_at(np.arange(len(self)), index), data)
 
     set: Callable[..., None] = __setitem__
 
@@ -192,7 +192,7 @@ class ListStorage(Storage):
     def write(self, batch: Incoming, start: int) -> None:
         for number, item in enumerate(batch.content, start):
             self._items[number % self.max_size] = item
-        self.filled = min(start + len(batch.content), self.max_size)
+        self.end = start + len(batch.content)
 
     @override
     def read(self, slots: Ints, mask: Bools | None = None) -> Any:
@@ -249,7 +249,7 @@ class ListStorage(Storage):
         for slot, item in enumerate(items):
             if isinstance(item, dict) and _TENSORDICT in item:
                 items[slot] = to_tensordict(item[_TENSORDICT], item["shape"])
-        self._items, self.filled = items + [None] * (self.max_size - count), count
+        self._items, self.end = items + [None] * (self.max_size - count), count
 
     @override
     def empty(self) -> None:
