@@ -246,7 +246,7 @@ RAY = {
     "a keyword of the run": ({"collector_kwargs": {"frames_per_batch": 3}}, ValueError, "give it to RayCollector"),
     "a keyword of nobody": ({"collector_kwargs": {"policy_device": "cup"}}, ValueError, "policy_device is 'cup'"),
     "a misspelling": ({"collector_kwargs": {"reset_when_don": 1}}, TypeError, r"\['reset_when_don'\], which Sync.* la"),
-    "a keyword of another class": ({"collector_kwargs": {"cat_results": 0}}, TypeError, "MultiSyncDataCollector has it"),
+    "a keyword of another class": ({"collector_kwargs": {"cat_results": 0}}, TypeError, "MultiSyncDataCollector has"),
     "a live environment": (LIVE | {"num_collectors": 2}, ValueError, "same live environment"),
     "nested workers": (LIVE | NESTED | {"num_workers_per_collector": 2}, ValueError, "same live environment"),
     "devices": (TWO | {"policy_device": ["cpu"] * 3}, ValueError, "'policy_device': 3"),
