@@ -142,7 +142,6 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
         for a run with an end also ``total_frames``, and whether it is ``completed``.
         """
         total = self.total_frames
-        self._check_filler()
         return {
             "frames": self.frames,
             "batches": self._batches,
@@ -274,7 +273,9 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
             clip = str(self.policy.clip)
         return {"head": head, "clip": clip}
 
-    async_shutdown = shutdown  # TorchRL's name for the end of what `start` began
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """`shutdown`, by TorchRL's name for the end of what `start` began."""
+        self.shutdown(timeout, close_env)
 
     def is_running(self) -> bool:
         """Whether batches can still be collected: there are frames left, and the collector was not shut down."""
@@ -393,6 +394,7 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._end()
-        if kind is None:
-            self._check_filler()
+        if kind is None or self._filler is None:
+            self.shutdown()
+        else:  # the exception of the block hides none of the thread's
+            self._end()

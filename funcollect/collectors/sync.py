@@ -246,6 +246,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
 
     @override
     def get_policy_version(self) -> int:
+        self._check_filler()
         return self._latest[1]
 
     def replace_policy(self, subject: Any) -> None:

@@ -39,11 +39,17 @@ def test_a_list_of_environments_is_one_for_each_worker_and_a_derived_class_is_it
         assert isinstance(collector, fc.MultiaSyncDataCollector)
         assert len(collector.run.workers) == 1
 
+    ended = []
+
     class Own(fc.Collector):
-        """One of the user's own."""
+        def shutdown(self, *args):
+            ended.append(self)
+            super().shutdown(*args)
 
     with Own(ENV, **FRAMES) as collector:
         assert type(collector) is Own
+    collector.async_shutdown()
+    assert ended == [collector] * 2
     assert not isinstance(collector, fc.MultiCollector)
     with pytest.raises(TypeError, match="sync is True, but Own is one class"):
         Own(ENV, **FRAMES, sync=True)
