@@ -98,9 +98,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     PrioritizedSampler(max_capacity=100, alpha=0.6, beta=0.4)
     """
 
-    def __init__(
-        self, *, alpha: Any, beta: Any, eps: float = 1e-8, reduction: Any = "max", dtype: Any = None, **options: Any
-    ) -> None:
+    def __init__(self, *, alpha: Any, beta: Any, eps: float = 1e-8, reduction: Any = "max", **options: Any) -> None:
         given = options.pop("storage", None)
         storage = ListStorage(1_000) if given is None else made(given, "admit")
         sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, reduction=reduction)

@@ -27,6 +27,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         "delayed_init": Foreign("storages take their memory at the first extend"),
         "pin_memory": Foreign("a storage's device='cuda' returns samples there, through pinned memory"),
         "dim_extend": Foreign("the last batch dimension is time: transpose the data", _time),
+        "dtype": Foreign("priorities are float64"),
         "sampler_device": Foreign("priorities are on the host", _on_cpu),
         "sync": Foreign("one process writes, others read with a funcollect.ReplayReader", lambda value, call: value),
         "consume_after_n_samples": Foreign("frames stay until they are overwritten", unset_or_false),

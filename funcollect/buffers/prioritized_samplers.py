@@ -194,7 +194,6 @@ class PrioritizedSliceSampler(PrioritizedSampler):
             end_key=end_key, end_keys=end_keys, strict_length=strict_length, pad_output=pad_output, init_key=init_key,
             over="windows", truncated_key=truncated_key, span=span,
         )  # fmt: skip
-        self.span = self._slices.span
         self.trajectories = self._slices.trajectories
 
     @override

@@ -76,12 +76,10 @@ class SliceSampler(RandomSampler):
         ends = end_key if end_keys is None else tuple(map(as_path, end_keys))
         self.trajectories = Trajectories(traj_key=trajectory_key if traj_key is None else traj_key, end_key=ends)
         self.num_slices, self.slice_len = num_slices, slice_len
-        self.span = (
-            tuple(span) if isinstance(span, (tuple, list)) else (span if over == "trajectories" else False, span)
-        )
+        both = tuple(span) if isinstance(span, (tuple, list)) else (span if over == "trajectories" else False, span)
         self.options: dict[str, Any] = {
             "strict_length": strict_length, "pad_output": pad_output, "init_key": init_key, "over": over,
-            "truncated_key": truncated_key, "span": self.span,
+            "truncated_key": truncated_key, "span": both,
         }  # fmt: skip
         self._specs: dict[tuple[int, int], Slices] = {}
         one, other = (1 << 30 if size is None else size for size in (num_slices, slice_len))

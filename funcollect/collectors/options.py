@@ -117,10 +117,10 @@ class RunOptions:
     """how `trajs_per_batch` delivers them: ``"cat"`` for one after another, ``[F]``; ``"padded"`` for ``[N, Tmax]``
     with zeros where ``("collector", "mask")`` is False."""
     replay_buffer: Any = None
-    """what gets every batch, by its method ``extend``: a buffer, or a list, which gets rows. The iteration yields None;
-    what an exception of ``extend`` has kept from the buffer is written first by the next call. And
-    `start` without an argument fills it in a thread. A `ReplayBuffer` whose storage has ``ndim=1`` gets the frames as
-    ``[F]``; with `trajs_per_batch`, every trajectory as soon as it is whole, one after another, ``[F]``."""
+    """what gets every batch, by its method ``extend``: a buffer, or a list, which gets rows. The iteration then yields
+    None, and `start` without an argument fills it in a thread. A `ReplayBuffer` whose storage has ``ndim=1`` gets the
+    frames as ``[F]``; with `trajs_per_batch`, any buffer gets trajectories once they are whole, one after another,
+    ``[F]``. If ``extend`` raises, the next call gives it the same frames again."""
     trajs_per_write: int | None = None
     """whole trajectories in one call of ``replay_buffer.extend``; None for all that have become whole."""
     pre_collect_hook: Hook = None
@@ -215,8 +215,8 @@ class Options(RunnerOptions):
             )
         for name in HOOKS:
             check_hook(name, getattr(self, name))
-        split = self.split_trajs or self.set_truncated or self.traj_format == "padded"
-        if not self.track_traj_ids and split and buffer is None:
+        padded = self.traj_format == "padded" and buffer is None
+        if not self.track_traj_ids and (self.split_trajs or self.set_truncated or padded):
             raise ValueError(
                 "track_traj_ids is False, so batches lack ('collector', 'mask') and ('collector', 'cut'), which show "
                 "padding and cuts: leave it out, or split_trajs, set_truncated and traj_format='padded'"

@@ -67,6 +67,7 @@ def test_a_list_of_environments_is_one_for_each_worker_and_a_derived_class_is_it
         ({"replay_buffer": 3}, "replay_buffer is int, expected an object with a method extend"),
         ({"pre_collect_hook": lambda batch: None}, "pre_collect_hook"),
         ({"split_trajs": True, "track_traj_ids": False}, "track_traj_ids is False"),
+        ({"set_truncated": True, "track_traj_ids": False, "replay_buffer": []}, "track_traj_ids is False"),
         ({"split_trajs": True, "replay_buffer": []}, "would store padding"),
     ],
 )

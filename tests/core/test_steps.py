@@ -1,7 +1,6 @@
 """Short rollouts, one after the other: what they keep open changes no data, and costs no more than it has to."""
 
 import pickle
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 import funcollect as fc
 from tests.support.cases import mlp, torch_mlp
 from tests.support.compare import assert_same, leaves
+from tests.support.running import entered
 
 SOLO = {"exploration_type": fc.ExplorationType.DETERMINISTIC}
 
@@ -31,13 +31,8 @@ def test_a_step_enters_few_functions(num_envs, most):
     net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
     policy = fc.torch_policy(net, head=fc.heads.categorical)
     state, _ = steps(env, policy, fc.init(env, policy, seed=0), 3)
-    entered = []
-    sys.setprofile(lambda frame, event, _: event == "call" and entered.append(frame.f_code.co_qualname))
-    try:
-        fc.step(env, policy, state)
-    finally:
-        sys.setprofile(None)
-    assert len(entered) <= most, entered
+    names = entered(fc.step, env, policy, state)
+    assert len(names) <= most, names
 
 
 def epsilon_greedy():

@@ -6,6 +6,7 @@ the full counts (`make soak`). A test marked `evening` is left out at 1; other t
 
 import itertools
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,14 @@ def pairwise(*choices):
         chosen.append(max(range(len(rows)), key=lambda row: len(pairs[row] & left)))
         left -= pairs[chosen[-1]]
     return [tuple(value for _, value in rows[row]) for row in chosen]
+
+
+def entered(call, *arguments):
+    """The names of the Python functions that a call enters."""
+    names = []
+    sys.setprofile(lambda frame, event, _: event == "call" and names.append(frame.f_code.co_qualname))
+    try:
+        call(*arguments)
+    finally:
+        sys.setprofile(None)
+    return names

@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.options import Options, RunnerSpec
+from funcollect.collectors.options import HOOKS, Options, RunnerSpec
 from funcollect.collectors.sync import RolloutTimes, RunnerTimer, SyncDataCollector
 from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
@@ -118,7 +118,8 @@ class Job:
         try:
             return dumps(self)
         except Exception:
-            given: dict[str, Any] = vars(self.source) | {"postproc": self.options.postproc}
+            functions = {name: getattr(self.options, name) for name in ("postproc", *HOOKS)}
+            given: dict[str, Any] = vars(self.source) | functions
             for name, value in (given | {"its environment or policy": self}).items():
                 with sending(f"worker {self.place}: {name}", "a worker", mend):
                     dumps(value)

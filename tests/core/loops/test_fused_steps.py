@@ -1,7 +1,5 @@
 """Short rollouts over JAX environments, one after the other: what is prepared once, and what still acts at once."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,6 +8,7 @@ import torch
 import funcollect as fc
 from tests.support.compare import assert_same
 from tests.support.envs.jax_counting import counting
+from tests.support.running import entered
 
 MOST = {"jax": 140, "torch": 300}  # Python functions entered in a step; more than twice as many before it stayed open
 
@@ -34,13 +33,8 @@ def open_pair(request):
 
 def test_a_step_enters_few_functions(open_pair):
     kind, env, policy, state = open_pair
-    entered = []
-    sys.setprofile(lambda frame, event, _: event == "call" and entered.append(frame.f_code.co_qualname))
-    try:
-        fc.step(env, policy, state)
-    finally:
-        sys.setprofile(None)
-    assert len(entered) <= MOST[kind], entered
+    names = entered(fc.step, env, policy, state)
+    assert len(names) <= MOST[kind], names
 
 
 def test_states_are_values_and_pairs_alternate(open_pair):
