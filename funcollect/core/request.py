@@ -225,8 +225,8 @@ def own_action_warning(policy: Policy, random_frames: int | None) -> str:
     return carries * (
         f"init_random_frames is {random_frames} with a recurrent policy that chooses its action itself: if it carries "
         "that action from step to step, it carries one that was not executed in the random frames, expected the "
-        "executed one: give the policy a head (funcollect.heads), carry only what follows from observations, or leave "
-        "init_random_frames out"
+        "executed one: give the policy a head (funcollect.heads), read it as an observation (make_env(…, "
+        "observe=['prev_action'])), or leave init_random_frames out"
     )
 
 

@@ -12,6 +12,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
 from funcollect import envs
+from funcollect.envs.around import KEYWORDS, around
 from funcollect.envs.base import EnvBase, built, first_then_new, is_of, is_torchrl, refuse_foreign, with_time_limit
 from funcollect.envs.host.lane_workers.block import REMOVED
 from funcollect.envs.torch_env import TORCH_ENVS
@@ -27,6 +28,16 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     ``"ale/Pong"``, ``"gymnax/CartPole-v1"``, ``"brax/ant"``, ``"jumanji/Snake-v1"``, ``"navix/Navix-Empty-8x8-v0"``,
     ``"pgx/go_9x9"``, ``"playground/CartpoleBalance"``. The keywords are for the adapter: `num_envs` and, for Gymnasium,
     `num_workers` (lanes over processes), the others of `funcollect.envs.from_gymnasium`, and those of `gymnasium.make`.
+    Three are for any environment, one that is made already included:
+
+    - `clip_actions`: True gives the environment actions clipped to the bounds of its Box, which remain those of the
+      action space. Batches have what the policy returned; see `funcollect.heads.clipped_normal`.
+    - `clip_rewards`: True gives the signs of rewards, -1, 0 or 1, as is usual for Atari. Those of the environment are
+      recorded ``[*B, T]`` float32 as the info ``"reward"``.
+    - `observe`: what a policy reads besides the observation, in the batch under these names, as keys of a dict with
+      ``"observation"``: ``"prev_action"`` ``[*B, T, ...]``, the action that was executed in the step before;
+      ``"prev_reward"`` ``[*B, T, 1]`` float32, as in the batch; ``"is_first"`` ``[*B, T, 1]`` bool, True at an
+      episode's start, where both others are zeros.
 
     Raises ValueError for an unknown id, ImportError for an id of a suite that is not installed, and TypeError for
     anything that describes no environment.
@@ -34,6 +45,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     >>> make_env("torch/Pendulum-v1", num_envs=4)
     Pendulum(num_envs=4)
     """
+    if beside := {name: kwargs.pop(name) for name in KEYWORDS if name in kwargs}:
+        return around(make_env(env, **kwargs), **beside)
     if is_torchrl(env):  # first, since a ParallelEnv asks its processes for attributes that the checks below read
         return envs.from_torchrl(env, **kwargs)
     if is_of("envpool", env):

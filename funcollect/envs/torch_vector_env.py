@@ -16,7 +16,7 @@ from funcollect.arguments import check_keys, checked_device
 from funcollect.envs.base import AdaptedEnv, autoreset_mode, first_then_new, leaves_of
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
-from funcollect.protocols import Transition
+from funcollect.protocols import DeviceSimulators, Transition
 from funcollect.specs import ActionSpec, assemble, observation_leaves, torch_dtype
 from funcollect.tree import Path
 
@@ -125,10 +125,11 @@ class DeviceVectorEnv(AdaptedEnv):
     backend: Literal["device"] = "device"
     seeding: Literal["run"] = "run"
     forking: Literal["none"] = "none"
+    opener: Callable[[Any], DeviceSimulators] | None = None  # of what lies around the simulators
 
-    def open(self) -> VectorSimulators:
+    def open(self) -> DeviceSimulators:
         """Make live simulators, which are not reset yet."""
-        return VectorSimulators(self)
+        return (self.opener or VectorSimulators)(self)
 
 
 class VectorSimulators:

@@ -176,7 +176,7 @@ def jax_env(
     check_num_envs(num_envs)
     check_keys("info_keys", info_keys, "discount")
     check_choice("starts", starts, get_args(Starts))
-    observed = _as_delivered(observation_space)
+    observed = as_delivered(observation_space)
     env = FunctionsEnv(
         label=label,
         num_envs=num_envs,
@@ -196,16 +196,16 @@ def jax_env(
     return env
 
 
-def _as_delivered(space: Space) -> Space:
+def as_delivered(space: Space) -> Space:
     """The same space with the integer dtypes of JAX's arrays: 32 bits, unless JAX has enabled 64."""
     own = np.dtype(space.dtype or np.float32)
     dtype = np.dtype(import_jax().dtypes.canonicalize_dtype(own))
     changes = own.kind in "iu" and dtype != own
     match space:
         case spaces.Dict():
-            return spaces.Dict({name: _as_delivered(child) for name, child in space.spaces.items()})
+            return spaces.Dict({name: as_delivered(child) for name, child in space.spaces.items()})
         case spaces.Tuple():
-            return spaces.Tuple([*map(_as_delivered, space.spaces)])
+            return spaces.Tuple([*map(as_delivered, space.spaces)])
         case spaces.Discrete() if changes:
             return spaces.Discrete(int(space.n), start=int(space.start), dtype=dtype.type)
         case spaces.MultiDiscrete() if changes:

@@ -1,0 +1,305 @@
+"""What `make_env` puts between a policy and an environment of any kind: clipped actions and rewards, and the last step.
+
+All of it is a function of one step, so that no state of an environment changes. Simulators have it where they live, in
+worker processes too.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import optree
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from funcollect.arguments import check_choice, check_flags, check_keys
+from funcollect.envs.base import AdaptedEnv, box, checked_start, checked_transition
+from funcollect.envs.host.host_env import (
+    NOT_RECORDED,
+    Opener,
+    OpenerOf,
+    SimulatedEnv,
+    bad_outcome,
+    batch_decoder,
+)
+from funcollect.envs.jax_envs.jax_env import as_delivered
+from funcollect.errors import EnvError
+from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.memory import aligned
+from funcollect.protocols import Env, Outcome, Transition
+from funcollect.specs import Leaf, Space, observation_leaves, torch_dtype
+from funcollect.tree import Path
+
+OBSERVABLE = PREVIOUS_ACTION, PREVIOUS_REWARD, FIRST = "prev_action", "prev_reward", "is_first"
+OWN_REWARD = "reward"  # the info with the rewards before they are clipped
+KEYWORDS = ("clip_actions", "clip_rewards", "observe")
+_FLAG = np.dtype(bool)
+_OF_SOME = ("apply", "camera", "snapshot", "restore", "snapshot_data", "snapshot_from")  # what some simulators have
+
+
+def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, observe: Sequence[str] = ()) -> Env:
+    """The environment `env` with what `make_env` describes under these keywords."""
+    check_flags(clip_actions=clip_actions, clip_rewards=clip_rewards)
+    check_keys("observe", observe, FIRST)
+    for name in observe:
+        check_choice("observe", name, OBSERVABLE)
+    if clip_actions and not isinstance(env.action_space, spaces.Box):
+        what = f"clip_actions=True was given for {env}, whose action space is {env.action_space}"
+        raise ValueError(f"{what}, expected a Box: leave it out")
+    if clip_rewards and OWN_REWARD in getattr(env, "info_keys", ()):
+        raise ValueError(f"info_keys has {OWN_REWARD!r}, under which clip_rewards=True records rewards: leave it out")
+    between = _Between(env, clip_actions, clip_rewards, tuple(observe))
+    if env.backend == "host":
+        members = _host_members(between)
+    elif env.backend == "device":
+        members = {"opener": partial(_AroundTensors, between)}
+    else:
+        members = {"reset": between.of_reset(env.reset), "step": between.of_step(env.step)}
+        if not isinstance(env, AdaptedEnv):
+            members = {name: staticmethod(function) for name, function in members.items()}
+    members |= between.description()
+    if isinstance(env, AdaptedEnv):
+        return replace(env, **members)  # type: ignore[return-value]
+    changed: Any = copy.copy(env)
+    for name in members:
+        vars(changed).pop(name, None)
+    changed.__class__ = type(type(env).__name__, (type(env),), members)  # which may have properties of these names
+    return cast(Env, changed)
+
+
+@dataclass(frozen=True)
+class _Between:
+    """What happens to a step of the environment `env`: in NumPy, in Torch, or in JAX for one lane."""
+
+    env: Any
+    clips_actions: bool
+    clips_rewards: bool
+    observe: tuple[str, ...]
+
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The leaves that are observed besides, in the order of `observe`."""
+        return tuple(
+            leaf for name in self.observe for leaf in observation_leaves(spaces.Dict({name: self._space(name)}))
+        )
+
+    def _space(self, name: str) -> Space:
+        own = {PREVIOUS_ACTION: self.env.action_space, PREVIOUS_REWARD: box((1,), np.float32), FIRST: box((1,), bool)}
+        return as_delivered(own[name]) if self.env.backend == "jax" else own[name]
+
+    def description(self) -> dict[str, Any]:
+        """The observation space, and its leaves; nothing if they stay."""
+        if not self.observe:
+            return {}
+        space = self.env.observation_space
+        parts = dict(space.spaces) if isinstance(space, spaces.Dict) else {"observation": space}
+        if taken := sorted(parts.keys() & {*self.observe}):
+            raise ValueError(f"observe is {list(self.observe)}, and {self.env} observes {taken} itself: leave them out")
+        whole = spaces.Dict(OrderedDict(parts | {name: self._space(name) for name in self.observe}))
+        kept = {leaf.path: leaf for leaf in self.env.observation_leaves}
+        leaves = tuple(kept.get(leaf.path, leaf) for leaf in observation_leaves(whole))
+        return {"observation_space": whole, "observation_leaves": leaves}
+
+    def bare(self, env: Any) -> Any:
+        """An environment with these lanes, and without what lies between."""
+        kept = {name: getattr(self.env, name) for name in ("observation_space", "observation_leaves", "info_keys")}
+        if isinstance(env, AdaptedEnv):
+            return replace(env, **kept)
+        bare = copy.copy(env)
+        bare.__class__ = type(self.env)
+        vars(bare).update({name: value for name, value in kept.items() if name in vars(self.env)})
+        return bare
+
+    def action(self, action: Any) -> Any:
+        """The action that the environment gets."""
+        if not self.clips_actions:
+            return action
+        low, high = self.env.action_space.low, self.env.action_space.high
+        if isinstance(action, Tensor):
+            like = partial(torch.as_tensor, dtype=action.dtype, device=action.device)
+            return action.clamp(like(low), like(high))
+        return action.clip(low, high)
+
+    def of_reset(self, reset: Callable[..., Any]) -> Callable[..., Any]:
+        """The function `reset` of an environment in Torch or JAX."""
+
+        def observed(key: Any, params: Any) -> tuple[Any, Any]:
+            env_state, observation = checked_start(self.env, reset(key, params))
+            return env_state, self.begun(observation)
+
+        vars(observed)["__wrapped__"] = reset  # for `inspect.unwrap`
+        return observed
+
+    def of_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The function `step` of an environment in Torch or JAX."""
+
+        def observed(key: Any, env_state: Any, action: Any, params: Any) -> Transition:
+            action = self.action(action)
+            return self.moved(checked_transition(self.env, step(key, env_state, action, params)), action)
+
+        vars(observed)["__wrapped__"] = step
+        return observed
+
+    def _arrays(self, observation: Any) -> Any:
+        """Functions of JAX, for one lane, or of Torch, for the lanes and on the device of an observation."""
+        if self.env.backend == "jax":
+            jnp = import_jax().numpy
+            zeros, cast = jnp.zeros, lambda value, dtype: jnp.asarray(value).astype(dtype)
+            return SimpleNamespace(lanes=(), zeros=zeros, cast=cast, sign=jnp.sign)
+        like = optree.tree_leaves(observation)[0]
+        return SimpleNamespace(
+            lanes=like.shape[:1],
+            zeros=lambda shape, dtype: like.new_zeros(shape, dtype=torch_dtype(dtype)),
+            cast=lambda value, dtype: torch.as_tensor(value, dtype=torch_dtype(dtype), device=like.device),
+            sign=torch.sign,
+        )
+
+    def begun(self, observation: Any) -> Any:
+        """The observation at the start of an episode."""
+        if not self.observe:
+            return observation
+        xp = self._arrays(observation)
+        own = {leaf.name: xp.zeros((*xp.lanes, *leaf.shape), leaf.dtype) for leaf in self.leaves()}
+        return self._joined(observation, own | ({FIRST: ~own[FIRST]} if FIRST in own else {}))
+
+    def moved(self, transition: Transition, action: Any) -> Transition:
+        """The transition after an action, as the environment got it."""
+        if not (self.observe or self.clips_rewards):
+            return transition
+        xp = self._arrays(transition.observation)
+        reward = xp.cast(transition.reward, np.dtype(np.float32))
+        if reward.ndim > len(xp.lanes):
+            what = f"{self.env} has the rewards of several players, {list(reward.shape)}"
+            raise EnvError(f"{what}, expected one for `observe` and `clip_rewards`: leave both out")
+        if self.clips_rewards:
+            infos, reward = {**transition.info, OWN_REWARD: reward}, xp.sign(reward)
+            transition = transition._replace(info=infos, reward=reward)
+        values = {PREVIOUS_ACTION: action, PREVIOUS_REWARD: reward[..., None], FIRST: xp.zeros((*xp.lanes, 1), _FLAG)}
+        own = {leaf.name: xp.cast(values[leaf.name], leaf.dtype) for leaf in self.leaves()}
+        return transition._replace(observation=self._joined(transition.observation, own))
+
+    def _joined(self, observation: Any, own: Mapping[str, Any]) -> Any:
+        if not own:
+            return observation
+        is_dict = isinstance(self.env.observation_space, spaces.Dict)
+        return {**(observation if is_dict else {"observation": observation}), **own}
+
+
+class _AroundTensors:
+    """Simulators over tensors, which reset their lanes themselves."""
+
+    def __init__(self, between: _Between, _: Any = None) -> None:
+        self._between, self._inner = between, between.env.open()
+        self.check, self.close = self._inner.check, self._inner.close
+
+    def reset(self, seed: int | None) -> Any:
+        """See `DeviceSimulators`."""
+        return self._between.begun(self._inner.reset(seed))
+
+    def step(self, action: Tensor) -> tuple[Transition, Any]:
+        """See `DeviceSimulators`."""
+        between, action = self._between, self._between.action(action)
+        moved, after = self._inner.step(action)
+        last, begun = between.moved(moved, action), between.begun(after)
+        for name in between.observe:  # where no episode has begun, the last step is the one before
+            done = (last.terminated | last.truncated).view(-1, *[1] * (begun[name].ndim - 1))
+            begun[name] = torch.where(done, begun[name], last.observation[name])
+        return last, begun
+
+
+def _host_members(between: _Between) -> dict[str, Any]:
+    """The members of an environment over simulators on the host."""
+    env = between.env
+    members: dict[str, Any] = {"info_keys": (*env.info_keys, OWN_REWARD)} if between.clips_rewards else {}
+    if not isinstance(env, SimulatedEnv):
+        if between.observe and env.forking == "snapshot":
+            mend = "take previous actions and rewards into its own observation"
+            raise TypeError(f"observe was given for {env}, whose snapshots would lack what is observed: {mend}")
+        kind = type(env)
+        return members | {"open": lambda self: _AroundLanes(between, kind.open, self)}
+    if env.open_group is None:
+        return members | {"opener": partial(_AroundLanes, between, env.opener)}
+    return members | {"open_group": partial(_group, between, env.open_group)}
+
+
+def _group(between: _Between, open_group: OpenerOf, first: int, end: int) -> Opener:
+    """What opens the simulators of some lanes in a worker."""
+    return partial(_AroundLanes, between, open_group(first, end))
+
+
+class _AroundLanes:
+    """Simulators on the host, which have no lanes in other processes."""
+
+    def __init__(self, between: _Between, opener: Callable[[Any], Any], env: Any) -> None:
+        """Open those inside: of `env`, which has what is observed besides, and in a worker some of the lanes."""
+        inner, num_envs, memory = opener(between.bare(env)), env.num_envs or 1, getattr(env, "memory", None)
+        self._between, self._inner = between, inner
+        self.close, self._sent = inner.close, deque[Any]()
+        for name in (each for each in _OF_SOME if hasattr(inner, each)):
+            setattr(self, name, getattr(inner, name))
+        self._decode = batch_decoder(between.env.action_spec)
+        self._own = {
+            leaf.name: aligned((num_envs, *leaf.shape), leaf.dtype) if memory is None else memory[leaf.path]
+            for leaf in between.leaves()
+        }
+        own: dict[Path, Any] = {(name,): rows for name, rows in self._own.items()}
+        self.observation: Mapping[Path, Any] = {**inner.observation, **own}
+        if self._own and hasattr(inner, "snapshot"):
+            self.snapshot, self.restore = self._snapshot, self._restore
+            self.snapshot_data, self.snapshot_from = self._data_of, self._from_data
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+        """See `Simulators`."""
+        self._inner.reset(lanes, seeds)
+        for name, rows in self._own.items():
+            rows[lanes] = name == FIRST
+
+    def send(self, lanes: Sequence[int], action: Any) -> None:
+        """See `Simulators`."""
+        action = self._between.action(action)
+        self._inner.send(lanes, action)
+        if PREVIOUS_ACTION in self._own:
+            self._sent.append(self._decode(action))
+
+    def receive(self) -> tuple[Sequence[int], Outcome]:
+        """See `Simulators`."""
+        lanes, outcome = self._inner.receive()
+        reward, terminated, truncated, infos = outcome
+        try:
+            if self._between.clips_rewards:
+                own, reward = reward, np.sign(np.asarray(reward, np.float64)).tolist()
+                outcome = reward, terminated, truncated, [*infos, own]
+            if PREVIOUS_REWARD in self._own:
+                self._own[PREVIOUS_REWARD][lanes, 0] = reward
+        except NOT_RECORDED as error:
+            raise bad_outcome(outcome, lanes) from error
+        if PREVIOUS_ACTION in self._own:
+            self._own[PREVIOUS_ACTION][lanes] = self._sent.popleft()
+        if FIRST in self._own:
+            self._own[FIRST][lanes] = False
+        return lanes, outcome
+
+    def _snapshot(self) -> list[Any]:
+        """Of each lane, that of the simulators inside and the rows observed besides."""
+        rows = ([each[lane].copy() for each in self._own.values()] for lane in itertools.count())
+        return [*zip(self._inner.snapshot(), rows)]  # noqa: B905  (the rows have no end)
+
+    def _restore(self, lanes: Sequence[Any]) -> None:
+        self._inner.restore([own for own, _ in lanes])
+        for lane, (_, values) in enumerate(lanes):
+            for rows, value in zip(self._own.values(), values, strict=True):
+                rows[lane] = value
+
+    def _data_of(self, lanes: Sequence[Any]) -> list[Any]:
+        return [*zip(self._inner.snapshot_data([own for own, _ in lanes]), (rows for _, rows in lanes), strict=True)]
+
+    def _from_data(self, lanes: Sequence[Any]) -> list[Any]:
+        return [*zip(self._inner.snapshot_from([own for own, _ in lanes]), (rows for _, rows in lanes), strict=True)]

@@ -1,0 +1,177 @@
+"""What `make_env` puts around environments of any kind: clipped actions and rewards, and the last step as an input."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+import funcollect as fc
+from tests.envs.test_own_environments import JaxWalk, TorchWalk
+from tests.envs.test_torch_vector_env import LikeManiSkill
+from tests.support.compare import assert_same
+
+OBSERVE = ("prev_action", "prev_reward", "is_first")
+
+
+class Hosted(fc.envs.HostEnvBase):
+    """Counts to five in each lane; observations are dicts."""
+
+    observation_space = spaces.Dict(count=spaces.Box(0, 99, (1,)))
+    action_space = spaces.Box(-1.0, 1.0, (2,))
+    truncates = True
+
+    def open(self):
+        return HostedLanes(self)
+
+
+class HostedLanes(fc.envs.SimulatorsBase):
+    def __init__(self, env):
+        super().__init__(env)
+        self.count = np.zeros((env.num_envs or 1, 1), np.float32)
+
+    def reset(self, lanes, seeds):
+        self.count[lanes] = self.observation["count",][lanes] = 0
+
+    def step(self, lanes, actions):
+        assert (np.abs(np.asarray(actions)) <= 1).all()
+        self.count[lanes] += 1
+        self.observation["count",][lanes] = self.count[lanes]
+        over = (self.count[lanes, 0] >= 5).tolist()
+        return (np.asarray(actions).sum(-1) * 3.0).tolist(), over, [False] * len(over), ()
+
+
+ENVS = {
+    "Gymnasium": ("Pendulum-v1", {"max_episode_steps": 9}),
+    "workers": ("Pendulum-v1", {"max_episode_steps": 9, "num_workers": 2}),
+    "discrete, in workers": ("CartPole-v1", {"num_workers": 2}),
+    "one-hot": ("CartPole-v1", {"one_hot": True}),
+    "Torch": ("torch/Pendulum-v1", {"max_episode_steps": 9}),
+    "JAX": ("gymnax/Pendulum-v1", {"max_episode_steps": 9}),
+    "host class": (Hosted, {}),
+    "Torch class": (TorchWalk, {}),
+    "JAX class": (JaxWalk, {}),
+    "device": (None, {}),
+}
+
+
+def made(name, **around):
+    env, kwargs = ENVS[name]
+    if env is None:
+        return fc.make_env(fc.envs.from_torch_vector_env(LikeManiSkill), **around)
+    return fc.make_env(env, num_envs=4, **kwargs, **around)
+
+
+def wide(env):
+    """A policy whose actions go beyond the bounds of a Box; random for other spaces."""
+    if not isinstance(env.action_space, spaces.Box):
+        return fc.random_policy(env)
+    size = int(np.prod(env.action_space.shape))
+    return fc.torch_policy(Wide(size), head=fc.heads.normal)
+
+
+class Wide(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def forward(self, observation):
+        first = observation["is_first"] if isinstance(observation, dict) else observation
+        zeros = torch.zeros(len(first), self.size)
+        return torch.cat([zeros, zeros + 2.0], -1)
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_what_is_observed_is_what_was_executed(name):
+    box = isinstance(made(name).action_space, spaces.Box)
+    env = made(name, observe=OBSERVE, clip_rewards=True, clip_actions=box)
+    policy = wide(env)
+    batches, state = [], fc.init(env, policy, seed=0)
+    for steps in (1, 20, 13):
+        state, batch = fc.rollout(env, policy, state, steps)
+        batches.append(batch)
+    batch = torch.cat(batches, 1)
+    first, reward, executed = batch["is_first"], batch["next", "reward"], batch["action"]
+    if box:
+        assert (executed.abs() > torch.from_numpy(env.action_space.high)).any()
+        executed = executed.clamp(*map(torch.from_numpy, (env.action_space.low, env.action_space.high)))
+    if env.action_spec.one_hot:
+        executed = executed.argmax(-1)
+    assert first[:, 0].all()
+    assert torch.equal(first[:, 1:], batch["next", "done"][:, :-1])
+    assert 4 < first.sum() < first.numel()
+    assert (batch["next", "prev_action"] == executed).all()
+    assert torch.equal(batch["next", "prev_reward"], reward)
+    begins = first[..., 0] if executed.ndim == 2 else first
+    assert (batch["prev_action"][:, 1:] == torch.where(begins[:, 1:], 0, executed[:, :-1])).all()
+    assert torch.equal(batch["prev_reward"][:, 1:], torch.where(first[:, 1:], 0.0, reward[:, :-1]))
+    assert torch.equal(reward[..., 0], batch["next", "info", "reward"].sign())
+
+
+@pytest.mark.parametrize("name", ["Gymnasium", "workers", "Torch", "JAX", "host class"])
+def test_the_environment_is_the_same_inside(name):
+    """Random starts are uniform in the bounds, and observations do not change."""
+    plain, env = made(name), made(name, observe=OBSERVE, clip_actions=True)
+    assert env.action_space == plain.action_space
+    rollouts = [
+        fc.rollout(each, policy, fc.init(each, policy, seed=3), 25)[1]
+        for each in (plain, env)
+        for policy in [fc.random_policy(each)]
+    ]
+    for key in rollouts[0].keys(include_nested=True, leaves_only=True):
+        assert torch.equal(rollouts[0][key], rollouts[1][key])
+
+
+@pytest.mark.parametrize("env", ["Pendulum-v1", "torch/Pendulum-v1", "gymnax/Pendulum-v1", Hosted])
+def test_they_pass_the_checks_of_environments(env):
+    fc.testing.check_env(fc.make_env(env, num_envs=2, observe=OBSERVE, clip_actions=True, clip_rewards=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_copies_of_games_go_on_with_the_last_step(workers, tmp_path):
+    env = fc.make_env("ale/Pong", num_envs=2, observe=OBSERVE, clip_rewards=True, num_workers=workers)
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 12)
+    fc.save(tmp_path / "state", state)
+    copies = [fc.fork(env, state), fc.load(tmp_path / "state", env, policy), state]
+    first, *others = [fc.rollout(env, policy, each, 12)[1] for each in copies]
+    for other in others:
+        assert_same(first, other)
+    assert not first["is_first"].any()
+
+
+def test_a_recurrent_policy_reads_its_executed_actions():
+    """Also after random first frames, and when a batch is evaluated again."""
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.logits = nn.Linear(2, 2)
+
+        def forward(self, observation, memory):
+            memory = memory + observation["prev_reward"] + observation["prev_action"][:, None]
+            return self.logits(torch.cat([memory, observation["is_first"].float()], -1)), memory
+
+    env = fc.make_env("CartPole-v1", num_envs=4, observe=OBSERVE)
+    policy = fc.torch_policy(Reads(), head=fc.heads.categorical, initial_state=torch.zeros(1), record_state=True)
+    options = {"frames_per_batch": 80, "total_frames": 160, "init_random_frames": 40, "seed": 0}
+    with fc.SyncDataCollector(env, policy, **options) as collector:
+        _, batch = collector
+        again = fc.evaluate_actions(policy, None, batch)["action_log_prob"]
+        assert torch.allclose(again, batch["action_log_prob"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("env", "given", "message"),
+    [
+        ("CartPole-v1", {"clip_actions": True}, "clip_actions=True was given for .*expected a Box: leave it out"),
+        ("CartPole-v1", {"observe": ["reward"]}, "observe is 'reward', expected one of .*prev_action"),
+        ("CartPole-v1", {"observe": "is_first"}, "observe is 'is_first', expected a list"),
+        ("CartPole-v1", {"clip_rewards": 1}, "clip_rewards is 1, expected a bool"),
+        ("Pendulum-v1", {"clip_rewards": True, "info_keys": ["reward"]}, "info_keys has 'reward'.*leave it out"),
+        (fc.make_env("CartPole-v1", observe=["is_first"]), {"observe": ["is_first"]}, "observes .'is_first'. itself"),
+    ],
+)
+def test_errors(env, given, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        fc.make_env(env, **given)
