@@ -228,7 +228,8 @@ class JaxActor(Actor):
 
     def __init__(self, policy: FunctionPolicy, inputs: ActorInputs) -> None:
         memo: dict[Hashable, program.StepProgram] = memo_of(policy)
-        which = ("host step", id(inputs.spec), inputs.stochastic, inputs.num_envs)
+        self._per_lane = program.per_lane(inputs)
+        which = ("host step", id(inputs.spec), inputs.stochastic, inputs.num_envs, self._per_lane)
         if which not in memo:  # the program holds the spec, so that no other one takes its id
             memo[which] = program.StepProgram(partial(policy.answer, inputs.spec, inputs.stochastic), inputs)
         self._made = made = memo[which]
@@ -240,6 +241,8 @@ class JaxActor(Actor):
 
     @override
     def again(self, inputs: ActorInputs, /) -> bool:
+        if program.per_lane(inputs) != self._per_lane:
+            return False
         self._rollout, self._recurrent = inputs, inputs.policy_state
         if (params := self._made.params(inputs)) is not self._params:
             # A call that returns a state would commit it to the buffer's device, and JAX would compile again for that.
