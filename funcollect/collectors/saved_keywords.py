@@ -60,6 +60,6 @@ def _plain(value: Any) -> Any:
         return {name: _A_FUNCTION if callable(each) else _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    if getattr(value, "ndim", None) == 0:  # a number of NumPy, Torch or JAX
-        value = value.item()
+    if hasattr(value, "ndim"):  # numbers of NumPy, Torch or JAX
+        return value.tolist()
     return value if value is None or isinstance(value, (bool, int, float, str)) else _NOT_PLAIN

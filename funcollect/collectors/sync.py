@@ -105,7 +105,7 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         shard, lanes = options.shard, self.env.num_envs or 1
         self.lanes = shard.count * lanes
         api.check_pair(self.env, self.policy)
-        check_given(self.policy, options.exploration)
+        check_given(self.policy, options.exploration, self.lanes)
         if isinstance(self.env, DeviceEnv):
             check_uncut(self.env, options.max_frames_per_traj)
         if options.trajs_per_batch is not None:

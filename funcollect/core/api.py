@@ -89,8 +89,9 @@ def rollout(
         length: the number of steps, T.
         params: the parameters to act with; None for the policy's own current ones.
         exploration_type: whether the policy samples or acts deterministically.
-        exploration: other values for the numbers in `Policy.exploration`, such as ``{"epsilon": 0.1}``, or functions of
-            the number of frames of all lanes so far. The batch holds them.
+        exploration: other values for the numbers in `Policy.exploration`, such as ``{"epsilon": 0.1}``: a number, a
+            tensor [L] with one for each lane of the whole run, or a function of the number of frames of all lanes so
+            far that returns one of these. The batch holds them.
         max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
 
     Returns:
@@ -149,7 +150,7 @@ def run(
     check_state(env, state, function, params)
     asking, asked = policy, request
     policy = of_lanes(env, policy, state)
-    values = exploration_values(policy, request.exploration, lambda: state.steps_made * state.total_lanes)
+    values = exploration_values(policy, request.exploration, state)
     if values is not request.exploration:
         request = replace(request, exploration=values)
     route = route_of(env, policy, request.exploration_type)
@@ -160,8 +161,9 @@ def run(
         else:
             after, batch = run_in_jax(inner, state, lambda entered: run_loop(env, inner, entered, request))
     if after.opened is not None:
-        varies = inner is not asking or any(map(callable, asked.exploration.values()))
-        after.opened.asked = None if varies else (asked, request)
+        after.opened.asked = None
+        if inner is asking:
+            after.opened.remember(asked, request)
     return after, with_values(batch, values)
 
 

@@ -77,7 +77,7 @@ def differentiable_rollout(
     _warn_of_stops(env, state)
     request = Request(length, params, exploration_type, exploration, max_frames_per_traj)
     lowered = lowered_for(env, policy, exploration_type)
-    values = exploration_values(policy, exploration, lambda: state.steps_made * state.total_lanes)
+    values = exploration_values(policy, exploration, state)
     tensors = lowered.source.tensors(lowered.source.prepare(params))
     options = request.step_options(env)
     which = ("differentiable", origin_of(env), state.num_lanes, length, options)

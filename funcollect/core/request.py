@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,7 +34,8 @@ ANOTHER_POLICY = (  # what to do about its state
 )
 EXPLORATION: Path = ("collector", "exploration")  # a batch's key of the values
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
-Value = float | Callable[[int], float]  # a number, or a function of the frames of the whole run so far
+PerLane = Tensor | Sequence[float]  # [L] float, a number for each lane of the whole run
+Value = float | PerLane | Callable[[int], float | PerLane]  # or a function of the frames of the whole run so far
 OwnColumns = Mapping[Path, Tensor]
 NOWHERE: OwnColumns = MappingProxyType({})
 Rollout = tuple[CollectorState, TensorDict]  # the result of one: the next state, and the batch
@@ -56,7 +57,7 @@ class Request:
     length: int  # the number of steps, T
     params: Any = field(default=None, compare=False)
     exploration_type: ExplorationType = ExplorationType.RANDOM  # how heads act
-    # `run` sets all values, as numbers
+    # `run` sets all values, as numbers or those of the state's lanes [P]
     exploration: Mapping[str, Any] = field(default_factory=lambda: NO_VALUES, compare=False)
     max_frames_per_traj: int | None = None  # steps after which a trajectory is truncated
     _: KW_ONLY
@@ -111,14 +112,23 @@ class Request:
 class OpenFor:
     """Base class of pairs that are open for rollouts of one request, one after the other."""
 
-    asked: tuple[Request, Request] | None = None  # what the user did, and what is run for that at any state
+    # What the user did with which numbers, and what is run for that at any state.
+    asked: tuple[Request, Mapping[str, Any], Request] | None = None
 
     def known(self, asked: Request) -> Request | None:
         """Return the request to run for what the user asks; None if that is not what was asked before."""
-        before, request = self.asked or (None, asked)
-        if before is None or not before.like(asked) or before.exploration != asked.exploration:
+        before, numbers, request = self.asked or (None, NO_VALUES, asked)
+        if before is None or not before.like(asked):
+            return None
+        given = asked.exploration
+        if given is not numbers and not (are_numbers(given) and given == numbers):
             return None
         return request.given(asked.params)
+
+    def remember(self, asked: Request, request: Request) -> None:
+        """Run `request` whenever the user asks the same, unless that depends on the state, or may change in place."""
+        given = asked.exploration
+        self.asked = (asked, dict(given) if given else NO_VALUES, request) if are_numbers(given) else None
 
 
 def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:
@@ -150,62 +160,127 @@ def check_values(exploration: Any) -> None:
         )
 
 
-def check_given(policy: Policy, given: Mapping[str, Any]) -> None:
-    """Raise what `exploration_values` would raise, without calling the functions among the values."""
+def are_numbers(exploration: Mapping[str, Any]) -> bool:
+    """Whether all values are numbers, which do not change."""
+    return all(isinstance(value, (float, int, np.number)) for value in exploration.values())
+
+
+def check_given(policy: Policy, given: Mapping[str, Any], lanes: int | None = None) -> None:
+    """Raise what `exploration_values` would raise for `lanes`, L, without calling the functions among the values."""
     constants = dict(given)
     for name, value in given.items():
         if callable(value):
             arguments.check_function(f"exploration[{name!r}]", value, "a function of the number of frames", 1)
             constants[name] = policy.exploration.get(name, 0.0)
-    exploration_values(policy, constants, lambda: 0)
+    _check_ranges(policy, {name: _value(name, value, lanes) for name, value in _all_values(policy, constants).items()})
 
 
 def exploration_values(
-    policy: Policy, given: Mapping[str, Any], frames: Callable[[], int] | None = None
+    policy: Policy, given: Mapping[str, Any], state: CollectorState, *, traced: bool = False
 ) -> Mapping[str, Any]:
     """Return the values of `Policy.exploration`: the `given` ones, and the policy's own for all other names.
 
-    Functions are called with ``frames()``, which may wait for a device, and numbers are rounded to float32. In traced
-    code `frames` is None, and the values are arrays.
+    Numbers are rounded to float32. Of values per lane [L], those of the state's lanes [P] are returned: a tensor for a
+    policy in Torch, an array for one in JAX. Functions are called with the frames so far, which may wait for a device.
+    In traced code there are none, and numbers may be traced.
     """
-    own = policy.exploration
-    if not own and not given:
+    values = _all_values(policy, given)
+    if not values:
         return NO_VALUES
+    functions = [name for name, value in values.items() if callable(value)]
+    if traced and functions:
+        raise TypeError(
+            f"exploration has functions for {functions}, expected numbers in traced code: call them, pass the results"
+        )
+    values |= {name: values[name](state.steps_made * state.total_lanes) for name in functions}
+    if traced:
+        values = {name: _traced_value(name, value, state) for name, value in values.items()}
+        if head := head_of(policy):
+            head.at(values)  # checks the ranges of numbers
+        return values
+    values = {name: _value(name, value, state.total_lanes) for name, value in values.items()}
+    _check_ranges(policy, values)
+    return {
+        name: value if isinstance(value, float) else _of_lanes(name, value, policy, state)
+        for name, value in values.items()
+    }
+
+
+def _all_values(policy: Policy, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given values, and the policy's own for other names; ValueError for names that it does not have."""
+    own = policy.exploration
     if unknown := sorted(given.keys() - own.keys()):
         raise ValueError(
             f"exploration has {unknown}, expected names out of {sorted(own)}, the numbers that the policy's head has: "
             "check the spelling, or leave them out"
         )
-    values = {**own, **given}
-    functions = [name for name, value in values.items() if callable(value)]
-    if frames is None and functions:
-        raise TypeError(
-            f"exploration has functions for {functions}, expected numbers in traced code: call them, pass the results"
-        )
-    if frames is not None:
-        values |= {name: values[name](frames()) for name in functions}
-        values = {name: _number(name, value) for name, value in values.items()}
-    if head := head_of(policy):
-        head.at(values)  # checks their ranges
-    return values
+    return {**own, **given}
 
 
-def _number(name: str, value: Any) -> float:
+def _check_ranges(policy: Policy, values: Mapping[str, Any]) -> None:
+    """Raise ValueError for values out of the ranges of the policy's head."""
+    if values and (head := head_of(policy)):
+        head.at({name: value if isinstance(value, float) else float(value.min()) for name, value in values.items()})
+        if not all(isinstance(value, float) for value in values.values()):
+            head.at({name: value if isinstance(value, float) else float(value.max()) for name, value in values.items()})
+
+
+def _value(name: str, value: Any, lanes: int | None) -> Any:
+    """A number rounded to float32, or an array [L] float32; `lanes` is L, None if it is not known."""
+    per_lane = getattr(value, "ndim", 0) or isinstance(value, (list, tuple))
     try:
-        return float(np.float32(float(value)))
+        if not per_lane:
+            return float(np.float32(float(value)))
+        array = np.array(value.detach().float().cpu().numpy() if isinstance(value, Tensor) else value, np.float32)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"exploration[{name!r}] is {shown(value)}, expected a number: pass for example {{{name!r}: 0.1}}"
         ) from error
+    _check_lanes(name, array.shape, lanes)
+    return array
 
 
-def with_values(batch: TensorDict, values: Mapping[str, float]) -> TensorDict:
-    """Return a batch that also holds these values, each [P, T]: views of one number."""
+def _check_lanes(name: str, shape: tuple[int, ...], lanes: int | None) -> None:
+    """Raise ValueError for the shape of values per lane unless it is [L]."""
+    if len(shape) != 1 or shape[0] != (lanes or shape[0]):
+        raise ValueError(
+            f"exploration[{name!r}] has shape {list(shape)}, expected a number or [{lanes or 'L'}], one for each of "
+            f"the {lanes or 'L'} lanes of the whole run: pass a tensor of {lanes or 'L'} numbers"
+        )
+
+
+def _of_lanes(name: str, values: Any, policy: Policy, state: CollectorState) -> Any:
+    """Of values [L], those of the state's lanes [P]."""
+    lanes = state.lane_ids
+    if int(lanes.max()) >= len(values):
+        raise ValueError(
+            f"exploration[{name!r}] has a value for each of the {len(values)} lanes that the run began with, not for "
+            "lanes added later: pass a number, or begin with all collectors"
+        )
+    rows = values[lanes]
+    if policy.backend != "torch":
+        return rows
+    return torch.from_numpy(rows).to(state.lane.device if isinstance(state.lane, Tensor) else "cpu")
+
+
+def _traced_value(name: str, value: Any, state: CollectorState) -> Any:
+    if not np.ndim(value):
+        return value
+    array = import_jax().numpy.asarray(value.cpu().numpy() if isinstance(value, Tensor) else value, np.float32)
+    _check_lanes(name, array.shape, state.total_lanes)
+    return array[state.lane]
+
+
+def with_values(batch: TensorDict, values: Mapping[str, Any]) -> TensorDict:
+    """Return a batch that also holds these values, each [P, T]: views of one number, or of one for each lane [P]."""
     if not values:
         return batch
     batch.unlock_()
     for name, value in values.items():
-        batch[(*EXPLORATION, name)] = torch.tensor(value, device=batch["next", "done"].device).expand(batch.batch_size)
+        leaf = torch.as_tensor(value, device=batch["next", "done"].device)
+        if leaf.ndim:
+            leaf = leaf.reshape(-1, *[1] * (batch.ndim - 1)) if batch.ndim else leaf[0]
+        batch[(*EXPLORATION, name)] = leaf.expand(batch.batch_size)
     return batch.lock_()
 
 

@@ -188,7 +188,7 @@ def rollout(
     Keys, resets and counters are the same as in `funcollect.rollout`; floats may differ in their last bits. `jax.grad`
     passes through the steps of environments that do not stop gradients themselves, as most of gymnax's do.
 
-    `exploration` has no functions, but its numbers may be traced. In the first `random_steps` steps of the run, lanes
+    `exploration` has no functions, but its values may be traced. In the first `random_steps` steps of the run, lanes
     act randomly. ``reset_when_done=False`` keeps a finished lane finished until `reset`. The other arguments and the
     errors are those of `funcollect.rollout`.
 
@@ -315,7 +315,7 @@ def _checked_config(
             "params is None, expected the policy's parameters: pass policy.params as an argument of the function that "
             "you compile (a value closed over would be baked into it)"
         )
-    return config, (params, traced_values(exploration_values(policy, request.exploration)))
+    return config, (params, traced_values(exploration_values(policy, request.exploration, state, traced=True)))
 
 
 def _raw(key: Any) -> Any:

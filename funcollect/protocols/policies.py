@@ -29,12 +29,19 @@ class Exploration(NamedTuple):
     """
 
     type: ExplorationType = ExplorationType.RANDOM  # whether it samples, or acts deterministically
-    values: Mapping[str, Any] = _NO_VALUES  # the numbers that may change, under the names in `Policy.exploration`
+    # The numbers that may change, under the names in `Policy.exploration`; or [P] float32 if each lane has its own.
+    values: Mapping[str, Any] = _NO_VALUES
 
 
 def traced_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of `Exploration` as float32 arrays, so that a program of JAX takes others without compiling again."""
-    return {name: np.float32(value) if isinstance(value, float) else value for name, value in values.items()}
+
+    def array(value: Any) -> Any:
+        if isinstance(value, float):
+            return np.float32(value)
+        return value.cpu().numpy() if isinstance(value, Tensor) else value
+
+    return {name: array(value) for name, value in values.items()}
 
 
 class ActorInputs(NamedTuple):

@@ -241,6 +241,7 @@ GOOD = {
     },
     "envs.from_torchrl": lambda: {"env": torchrl_env},
     "heads.boltzmann": lambda: {"temperature": 0.1},
+    "heads.clipped_normal": lambda: {"scale": 0.1},
     "heads.epsilon_greedy": lambda: {"epsilon": 0.1},
     "heads.from_distribution": lambda: {"distribution": torch.distributions.Beta},
     "ring.Flat": lambda: {"batch_size": 4},

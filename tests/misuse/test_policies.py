@@ -54,6 +54,8 @@ BYTES = spaces.Box(0, 9, (2,), np.uint8)
         ("torch", HEADS.normal, spaces.Discrete(4), "needs a floating Box … Discrete … use cat", "logits"),
         ("jax", HEADS.tanh_normal, spaces.Discrete(4), "needs … Discrete(4) … use cat", "logits"),
         ("torch", HEADS.normal, BYTES, "normal needs a float … uint8 … use cat", None),
+        ("jax", HEADS.clipped_normal(0.1), UNBOUNDED, "needs bounds on every action … inf … use normal", HEADS.normal),
+        ("torch", HEADS.clipped_normal([0.1] * 3), BOX, "scale has shape [3], expected a number or [2]", HEADS.normal),
         ("jax", HEADS.tanh_normal, UNBOUNDED, "needs bounds on every action … inf … use normal", HEADS.normal),
     ],
 )

@@ -126,6 +126,11 @@ def test_a_policy_of_ones_own_reads_its_numbers():
     ({"temperature": 1.0}, ValueError, r"exploration has \['temperature'\], expected names out of \['epsilon'\]"),
     ({"epsilon": 2.0}, ValueError, r"epsilon is 2.0, expected a number in \[0, 1\]"),
     ({"epsilon": lambda frames: -1.0}, ValueError, r"epsilon is -1.0"),
+    ({"epsilon": [0.5] * 3}, ValueError, r"exploration\['epsilon'\] has shape \[3\], expected a number or \[2\]"),
+    ({"epsilon": torch.zeros(2, 1)}, ValueError, r"has shape \[2, 1\], expected a number or \[2\]"),
+    ({"epsilon": [0.5, 2.0]}, ValueError, r"epsilon is 2.0, expected a number in \[0, 1\]"),
+    ({"epsilon": [-1.0, 0.5]}, ValueError, r"epsilon is -1.0"),
+    ({"epsilon": ["much", "more"]}, TypeError, r"exploration\['epsilon'\] is .*, expected a number"),
     ({"epsilon": "much"}, TypeError, r"exploration\['epsilon'\] is 'much', expected a number"),
     (0.1, TypeError, "exploration is 0.1, expected a dict from names to numbers"),
 ])  # fmt: skip
@@ -138,3 +143,93 @@ def test_values_that_do_not_fit(given, error, message):
     other = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
     with pytest.raises(ValueError, match=r"expected names out of \[\]"):
         fc.rollout(env, other, fc.init(env, other, seed=0), 4, exploration={"epsilon": 0.1})
+
+
+EACH = [0.0, 0.5, 1.0]  # of three lanes
+
+
+def lowered(epsilon):
+    torch.manual_seed(0)
+    return fc.torch_policy(cases.mlp(4, 2), head=fc.heads.epsilon_greedy(epsilon))
+
+
+MAKERS = {"function": lambda: values("torch", 0.25), "module": lambda: lowered(0.25), "jax": lambda: values("jax", 0.25)}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+def test_each_lane_has_the_data_of_its_own_number(kind, name):
+    env, policy = fc.make_env(name, num_envs=3), MAKERS[kind]()
+
+    def run(*given, length=16):
+        state, batches = fc.init(env, policy, seed=0), []
+        for epsilon in given:
+            state, batch = fc.rollout(env, policy, state, length, exploration={"epsilon": epsilon})
+            batches.append(batch)
+        return torch.cat(batches, -1)
+
+    found = run(0.5, torch.tensor(EACH), np.array(EACH[::-1]), EACH)  # a number first: another kind of value follows
+    for lane, epsilon in enumerate(EACH):
+        wanted = run(0.5, epsilon, EACH[2 - lane], epsilon)[lane]
+        for key in ("observation", "action", "action_log_prob", KEY):
+            assert torch.equal(found[lane].get(key), wanted.get(key)), key
+    assert torch.equal(run(0.5, 1.0)["action"], run([0.5] * 3, [1.0] * 3)["action"])
+    state, row = fc.step(env, policy, fc.init(env, policy, seed=0), exploration={"epsilon": EACH})
+    assert row[KEY].tolist() == EACH
+    scored = fc.evaluate_actions(policy, None, fc.interop.to_jax(found) if kind == "jax" else found)
+    np.testing.assert_allclose(scored["action_log_prob"].tolist(), found["action_log_prob"].tolist(), atol=1e-5)
+
+
+def test_values_per_lane_change_in_place_and_compile_nothing():
+    calls = []
+
+    def apply(params, x):
+        calls.append(1)
+        return x[:, :2] * params
+
+    policy, given = fc.jax_policy(apply, jnp.ones(()), head=fc.heads.boltzmann(1.0)), {"temperature": torch.ones(2)}
+    for name in ("gymnax/CartPole-v1", "CartPole-v1"):
+        env = fc.make_env(name, num_envs=2)
+        with fc.SyncDataCollector(env, policy, frames_per_batch=8, seed=0, exploration=given) as collector:
+            for i in range(3):
+                given["temperature"].copy_(torch.tensor([1.0, 2.0 + i]))
+                batch = next(collector)
+                assert batch["collector", "exploration", "temperature"][:, 0].tolist() == [1.0, 2.0 + i]
+                assert i == 0 or len(calls) == traced
+                traced = len(calls)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_worker_has_the_values_of_its_own_lanes(in_process):
+    policy, two = values("torch", 0.3), lambda: fc.make_env("CartPole-v1", num_envs=2)
+    each = torch.tensor([0.1, 0.4, 0.6, 1.0])
+    keywords = {"frames_per_batch": 40, "seed": 0, "exploration": {"epsilon": each}}
+    with fc.MultiSyncDataCollector([two] * 2, policy, in_process=in_process, **keywords) as collector:
+        batch = next(collector).clone()
+        assert batch[KEY][..., 0].flatten().tolist() == each.tolist()
+    with fc.SyncDataCollector(fc.make_env("CartPole-v1", num_envs=4), policy, **keywords) as collector:
+        assert torch.equal(batch["action"].flatten(0, 1), next(collector)["action"])
+
+
+def test_values_per_lane_in_traced_code_and_of_ones_own_policy():
+    env, policy = fc.make_env("gymnax/CartPole-v1", num_envs=3), values("jax", 0.3)
+    state = fc.traced.init(env, policy, policy.params, key=jax.random.key(0))
+    run = jax.jit(lambda each: fc.traced.rollout(env, policy, policy.params, state, 8, exploration={"epsilon": each})[1])
+    batch = run(jnp.array(EACH))
+    assert batch["collector"]["exploration"]["epsilon"][5].tolist() == EACH
+    assert jnp.array_equal(batch["action"][:, 2], run(jnp.float32(1.0))["action"][:, 2])
+    with pytest.raises(ValueError, match=r"has shape \[2\], expected a number or \[3\]"):
+        run(jnp.zeros(2))
+    own = collect(fc.make_env("CartPole-v1", num_envs=3), Nudged(), 4, exploration={"push": EACH})
+    assert own["push"][:, 3].tolist() == EACH
+    one = collect(fc.make_env("CartPole-v1"), Nudged(), 4, exploration={"push": torch.tensor([0.5])})
+    assert one["collector", "exploration", "push"].tolist() == [0.5] * 4
+
+
+def test_a_dict_that_is_changed_acts_at_the_next_rollout():
+    env, policy, given = fc.make_env("CartPole-v1", num_envs=2), values("torch", 0.1), {}
+    state = fc.init(env, policy, seed=0)
+    for epsilon in (0.25, 0.5, [0.5, 1.0], 0.75):
+        given["epsilon"] = epsilon
+        state, batch = fc.rollout(env, policy, state, 4, exploration=given)
+        assert batch[KEY][:, 0].tolist() == (epsilon if isinstance(epsilon, list) else [epsilon] * 2)

@@ -217,12 +217,55 @@ def test_answers_that_do_not_fit_are_refused(head, answer, says):
         head.parse(TORCH, answer, ActionSpec(space))
 
 
+SCALES = [0.5, "array"]
+
+
+@boxes
+@pytest.mark.parametrize("scale", SCALES)
+def test_clipped_normal_adds_noise_and_clips(backend, space, scale):
+    spec, loc = ActionSpec(space), torch.linspace(-3.0, 2.9, math.prod(space.shape)).reshape(space.shape)
+    spread = torch.full(space.shape, scale) if scale == 0.5 else pair(space)[1]
+    head = fc.heads.clipped_normal(scale if scale == 0.5 else spread.numpy())
+    head.check(spec)
+    mode, log_prob = act(backend, head, loc, spec, rows=7, mode=True)
+    assert log_prob is None
+    assert torch.equal(mode, loc.clamp(-2, 3).expand_as(mode))
+    noise = draw_ahead(head.noise(spec), key_from_seed(3), np.arange(SAMPLES), 0, 1)[0]
+    wanted = (loc + spread * noise).clamp(-2, 3)
+    torch.testing.assert_close(act(backend, head, loc, spec)[0], wanted, check_dtype=False)
+    assert head == fc.heads.clipped_normal(scale if scale == 0.5 else spread.tolist())
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("name", ["Pendulum-v1", "torch/Pendulum-v1", "gymnax/Pendulum-v1"])
+def test_a_batch_has_the_clipped_action_of_a_rollouts_own_scale(framework, name):
+    env, head = fc.make_env(name, num_envs=4), fc.heads.clipped_normal(0.1)
+    weights = torch.nn.Linear(3, 1)
+    policy = fc.torch_policy(weights, head=head)
+    if framework == "jax":
+        params = fc.interop.to_jax({"w": weights.weight.detach().T.contiguous(), "b": weights.bias.detach()})
+        policy = fc.jax_policy(lambda p, x: x @ p["w"] + p["b"], params, head=head)
+    state = fc.init(env, policy, seed=0)
+    for scale in (None, 0.0, 3.0):
+        given = {} if scale is None else {"scale": scale}
+        state, batch = fc.rollout(env, policy, state, 50, exploration=given)
+        noise = batch["action"] - weights(batch["observation"])
+        assert batch["action"].abs().max() <= 2.0
+        assert bool((batch["action"].abs() == 2.0).float().mean() > 0.2) is (scale == 3.0)
+        assert bool(noise.abs().max() < 1e-5) is (scale == 0.0)
+        assert "action_log_prob" not in batch.keys()
+        recorded = batch["collector", "exploration", "scale"].unique().tolist()
+        assert recorded == [pytest.approx(0.1 if scale is None else scale)]
+    mode = fc.rollout(env, policy, state, 5, exploration_type=fc.ExplorationType.DETERMINISTIC)[1]
+    torch.testing.assert_close(mode["action"], weights(mode["observation"]).clamp(-2, 2))
+
+
 @pytest.mark.parametrize("name", fc.heads.__all__)
 def test_help_says_what_the_network_returns(name):
     text = pydoc.plain(pydoc.render_doc(getattr(fc.heads, name)))
     assert "The network returns" in text
     assert "class _" not in text
-    if name not in ("Head", "boltzmann", "epsilon_greedy", "from_distribution"):
+    if name not in ("Head", "boltzmann", "clipped_normal", "epsilon_greedy", "from_distribution"):
         assert type(getattr(fc.heads, name)).__doc__ in inspect.getsource(type(getattr(fc.heads, name)))
 
 

@@ -29,7 +29,7 @@ from funcollect.interop.memo import memo_of
 from funcollect.interop.memory import fixed, reads_together
 from funcollect.keys import Key, LaneKeys, Purpose, draw_on_device, torch_generator
 from funcollect.messages import shown
-from funcollect.policies.torch_modules.torch_policy import TorchActor, TorchPolicy
+from funcollect.policies.torch_modules.torch_policy import TorchActor, TorchPolicy, numbers_on
 from funcollect.protocols import ActorInputs, DeviceEnv, Exploration, Policy, TorchEnv, Transition
 from funcollect.specs import assemble, disassemble, torch_dtype
 from funcollect.tree import NAMESPACE, Path, select
@@ -329,7 +329,7 @@ def _before(env: TorchEnv, policy: TorchPolicy, state: CollectorState, inputs: A
     recurrent = inputs.policy_state.recurrent
     if recurrent is not None:
         recurrent = select(lanes.step == 0, inputs.initial_state.recurrent, recurrent)
-    values = {name: torch.full((), value, device=env.device) for name, value in inputs.exploration.values.items()}
+    values = numbers_on(inputs.exploration.values, env.device)
     noise_keys = LaneKeys.of(state.key, Purpose.NOISE, lanes.lane, 0).keys
     return _Before(lanes, recurrent, policy.tensors(inputs.params), noise_keys, values)
 

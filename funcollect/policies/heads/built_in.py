@@ -244,14 +244,14 @@ class Normal(Head):
     def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
         dims = len(spec.shape)
         if isinstance(answer, (tuple, list)) and len(answer) == 2:
-            if _tail(answer[0], dims, rows=True) == _tail(answer[1], dims) == spec.shape:
+            if tail_of(answer[0], dims, rows=True) == tail_of(answer[1], dims) == spec.shape:
                 loc, scale = in_32_bits(xp, answer[0]), in_32_bits(xp, answer[1])
                 if loc.shape == scale.shape:
                     return loc, scale
                 sizes = zip(reversed(loc.shape), reversed(scale.shape), strict=False)
                 if all(1 in pair or pair[0] == pair[1] for pair in sizes):
                     return tuple(xp.broadcast(loc, scale))
-        elif spec.shape and _tail(answer, dims, rows=True) == (*spec.shape[:-1], 2 * spec.shape[-1]):
+        elif spec.shape and tail_of(answer, dims, rows=True) == (*spec.shape[:-1], 2 * spec.shape[-1]):
             answer, size = in_32_bits(xp, answer), spec.shape[-1]
             return answer[..., :size], xp.softplus(answer[..., size:])
         raise PolicyError(
@@ -270,10 +270,22 @@ class Normal(Head):
         return _total(xp.log(parameters[1]) + 0.5 * math.log(2 * math.pi * math.e), spec)
 
 
-def _tail(array: Any, dims: int, *, rows: bool = False) -> tuple[int, ...] | None:
+def tail_of(array: Any, dims: int, *, rows: bool = False) -> tuple[int, ...] | None:
     """The last `dims` dimensions of an array's shape; None if it has fewer, or with `rows` none before them."""
     shape = tuple(getattr(array, "shape", ()))
     return shape[len(shape) - dims :] if len(shape) >= dims + rows else None
+
+
+def check_bounds(name: str, spec: ActionSpec) -> None:
+    """Raise ValueError if a Box lacks bounds that the head `name` needs."""
+    if not spec.space.is_bounded():  # type: ignore[attr-defined]
+        raise ValueError(f"the head {name} needs bounds on every action, got {spec.space}: use normal, or a space with bounds")
+
+
+def bounds_of(xp: Any, spec: ActionSpec, like: Any) -> tuple[Any, Any]:
+    """The bounds [*action] of a Box, as arrays `like` another."""
+    space: Any = spec.space
+    return in_32_bits(xp, xp.constant(space.low, like)), in_32_bits(xp, xp.constant(space.high, like))
 
 
 def _density(xp: Any, parameters: Parameters, value: Any) -> Any:
@@ -300,29 +312,24 @@ class TanhNormal(Normal):
 
     def check(self, spec: ActionSpec) -> None:
         super().check(spec)
-        if not spec.space.is_bounded():  # type: ignore[attr-defined]
-            raise ValueError(f"the head tanh_normal needs bounds on every action, got {spec.space}: use normal")
-
-    def _bounds(self, xp: Any, spec: ActionSpec, like: Any) -> tuple[Any, Any]:
-        space: Any = spec.space
-        return in_32_bits(xp, xp.constant(space.low, like)), in_32_bits(xp, xp.constant(space.high, like))
+        check_bounds(self.name, spec)
 
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Outputs:
         raw = super().sample(xp, parameters, noise, spec)["action"]
-        low, high = self._bounds(xp, spec, raw)
+        low, high = bounds_of(xp, spec, raw)
         return {"action": xp.clip(low + (xp.tanh(raw) + 1) * (high - low) / 2, low, high), _UNSQUASHED: raw}
 
     def record(self, xp: Any, action: Any, spec: ActionSpec) -> Outputs:
-        low, high = self._bounds(xp, spec, action)
+        low, high = bounds_of(xp, spec, action)
         squashed = xp.clip(2 * (in_32_bits(xp, action) - low) / (high - low) - 1, -_INSIDE, _INSIDE)
         return {"action": action, _UNSQUASHED: 0.5 * (xp.log1p(squashed) - xp.log1p(-squashed))}
 
     def log_prob(self, xp: Any, parameters: Parameters, outputs: Outputs, spec: ActionSpec) -> Any:
         raw = outputs[_UNSQUASHED]
-        return _total(_density(xp, parameters, raw) - self._slope(xp, raw, *self._bounds(xp, spec, raw)), spec)
+        return _total(_density(xp, parameters, raw) - self._slope(xp, raw, *bounds_of(xp, spec, raw)), spec)
 
     def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
-        (loc, scale), (low, high) = parameters, self._bounds(xp, spec, parameters[0])
+        (loc, scale), (low, high) = parameters, bounds_of(xp, spec, parameters[0])
         loc, scale = loc[..., None], scale[..., None]
         nodes, weights = (xp.constant(each.astype(np.float32), loc) for each in (_NODES, _WEIGHTS / _WEIGHTS.sum()))
         raw = loc + scale * nodes

@@ -87,7 +87,7 @@ def check_head(head: Any) -> None:
     if head is not None and (isinstance(head, type) or not hasattr(head, "log_prob")):
         raise TypeError(
             f"head is {shown(head)}, expected one of funcollect.heads: categorical, greedy, normal, tanh_normal, "
-            "epsilon_greedy(0.1), boltzmann(1.0) or from_distribution(...)"
+            "epsilon_greedy(0.1), boltzmann(1.0), clipped_normal(0.1) or from_distribution(...)"
         )
 
 

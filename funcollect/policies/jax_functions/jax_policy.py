@@ -145,7 +145,8 @@ class FunctionPolicy(base.HeadedPolicy):
         outputs = {**extras, **recorded, **head.sample(xp, parameters, noise if stochastic else None, spec)}
         log_prob = head.log_prob(xp, parameters, outputs, spec)
         if log_prob is None:
-            outputs[program.PROBE] = sum(xp.where(each == each, 0.0, each).sum(-1) for each in parameters)
+            rows = (each.reshape(num_envs, -1) for each in parameters)
+            outputs[program.PROBE] = sum(xp.where(each == each, 0.0, each).sum(-1) for each in rows)
         else:
             outputs["action_log_prob"] = log_prob
         return policy_state, outputs
@@ -227,7 +228,8 @@ class JaxActor(Actor):
 
     def __init__(self, policy: FunctionPolicy, inputs: ActorInputs) -> None:
         memo: dict[Hashable, program.StepProgram] = memo_of(policy)
-        which = ("host step", id(inputs.spec), inputs.stochastic, inputs.num_envs)
+        self._per_lane = program.per_lane(inputs)
+        which = ("host step", id(inputs.spec), inputs.stochastic, inputs.num_envs, self._per_lane)
         if which not in memo:  # the program holds the spec, so that no other one takes its id
             memo[which] = program.StepProgram(partial(policy.answer, inputs.spec, inputs.stochastic), inputs)
         self._made = made = memo[which]
@@ -239,6 +241,8 @@ class JaxActor(Actor):
 
     @override
     def again(self, inputs: ActorInputs, /) -> bool:
+        if program.per_lane(inputs) != self._per_lane:
+            return False
         self._rollout, self._recurrent = inputs, inputs.policy_state
         if (params := self._made.params(inputs)) is not self._params:
             # A call that returns a state would commit it to the buffer's device, and JAX would compile again for that.

@@ -64,9 +64,14 @@ class StepProgram:
     def params(self, actor_inputs: ActorInputs) -> Any:
         """The bound parameters as `step` takes them, laid out once per version."""
         params, values, last = actor_inputs.params, actor_inputs.exploration.values, self._raveled
-        if last is None or last[0] is not params or last[1] != values:
+        if last is None or last[0] is not params or per_lane(actor_inputs) or last[1] != values:
             last = self._raveled = (params, values, self._ravel(actor_inputs.bound))
         return last[2]  # another thread may have laid out others meanwhile
+
+
+def per_lane(actor_inputs: ActorInputs) -> tuple[str, ...]:
+    """The names of the exploration values that are arrays [P] and no numbers."""
+    return tuple([name for name, value in actor_inputs.exploration.values.items() if not isinstance(value, float)])
 
 
 def _as_vector(params: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:

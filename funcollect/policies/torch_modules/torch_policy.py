@@ -181,12 +181,7 @@ class TorchActor(Actor):
     def _begin(self, module: Callable[..., Any], inputs: ActorInputs) -> None:
         self._module, self._inputs, self._head = module, inputs, self._policy.head
         if self._head is not None and inputs.exploration.values:
-            # On a GPU a number is written there, since to copy it there would be to wait.
-            values = {
-                name: value if isinstance(value, Tensor) else torch.full((), value, device=self._run_device)
-                for name, value in inputs.exploration.values.items()
-            }
-            self._head = self._head.at(values)
+            self._head = self._head.at(numbers_on(inputs.exploration.values, self._run_device))
         # A copy, as the next ones are: a module may write its state in place, or keep what it returned.
         self.recurrent = inputs.policy_state.recurrent
         if self.recurrent is not None:
@@ -289,6 +284,14 @@ class TorchActor(Actor):
         columns: Columns = {(name,): column for name, column in outputs.items()}
         read: Columns = {(name,): column for name, column in parameters.items()}
         return finish_columns(columns, self._spec, parameters=read, chosen=getattr(head, "chooses", False))
+
+
+def numbers_on(values: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """Values of `Exploration` on a device. A number is written there, since to copy it to a GPU would be to wait."""
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else torch.full((), value, device=device)
+        for name, value in values.items()
+    }
 
 
 class NoiseRows:
