@@ -84,7 +84,7 @@ def test_the_slowest_part_is_the_largest():
     profile = fc.profile(fc.make_env("CartPole-v1", num_envs=2), network(seconds=0.005), frames=32, length=8)
     assert largest(profile.parts) == "policy"
     assert profile.parts["policy"] >= 2_500
-    with fc.SyncDataCollector(Sleeping, None, frames_per_batch=20, seed=0) as collector:
+    with fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=20, seed=0) as collector:
         profile = check(fc.profile(collector, frames=40, reader=slow_reader))
     assert largest(profile.parts) == "reader"
 
