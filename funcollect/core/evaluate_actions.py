@@ -289,7 +289,7 @@ def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> di
     lead = rows["next", "done"].shape[:-1] if ("next", "done") in rows else rows[_ACTION].shape[:1]
     if {INIT, IS_FIRST, STEP} <= rows.keys():  # slices mark is_init, too, but a module resets its state there
         begins = (rows[STEP] == 0) | ~rows[IS_FIRST]
-        rows[INIT] = rows[INIT] & begins.reshape(rows[INIT].shape)
+        rows = {**rows, INIT: rows[INIT] & begins.reshape(rows[INIT].shape)}
 
     def call(inputs: _Leaves, recurrent: Any) -> tuple[Any, Any]:
         read = {path: leaf for path, leaf in inputs.items() if path != _ACTION} | (recurrent or {})
