@@ -78,16 +78,21 @@ class TensorDictReplayBuffer(ReplayBuffer):
         # Frames that are sequences have the same slot at each of their steps.
         for name, leaf in () if include_info is False else info.items():
             batch.set(name, leaf.view(-1, *[1] * (batch.ndim - 1)).expand(batch.shape))
+        if include_info is not False:
+            self._note(batch["index"], self.written_at(info["index"]))  # on another device, it is a copy
         return (batch, info) if return_info else batch
 
-    def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Set the priorities of the frames in a sample to the values of `priority_key` in it."""
+    def update_tensordict_priority(self, data: TensorDictBase, written: Any = None) -> None:
+        """Set the priorities of the frames in a sample to the values of `priority_key` in it.
+
+        A copy of a sample (`clone`, `to` another device, ``sample[mask]``) needs `written`: see `update_priority`.
+        """
         if not isinstance(self.sampler, PrioritizedSampler):
             return
         index, priority = data["index"], data[self.priority_key]
         rows = index.reshape(len(index) if index.ndim else 1, -1)
         index = rows[:, 0] if (rows == rows[:, :1]).all() else index.reshape(-1)
-        self.update_priority(index, self._reduced(priority, index.numel()))
+        self.update_priority(index, self._reduced(priority, index.numel()), written)
 
 
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):

@@ -24,14 +24,14 @@ from funcollect.policies.heads.head import Head
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
 from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.population import Population
-from funcollect.policies.tensordict_modules.calling import paths_of
+from funcollect.policies.tensordict_modules.calling import INIT, paths_of
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy, is_env
 from funcollect.specs import ActionSpec, Leaf, Space, assemble
-from funcollect.trajectories.split import LANE, STEP, TRAJECTORY_IDS
+from funcollect.trajectories.split import IS_FIRST, LANE, STEP, TRAJECTORY_IDS
 from funcollect.tree import Path, flatten, moved, to_tensordict
 
 _ACTION: Path = ("action",)
@@ -287,6 +287,9 @@ def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> di
     _check_rows(TORCH, rows, [_ACTION, *in_keys])
     rows = moved(rows, policy.run_device) if policy.run_device else rows
     lead = rows["next", "done"].shape[:-1] if ("next", "done") in rows else rows[_ACTION].shape[:1]
+    if {INIT, IS_FIRST, STEP} <= rows.keys():  # slices mark is_init, too, but a module resets its state there
+        begins = (rows[STEP] == 0) | ~rows[IS_FIRST]
+        rows = {**rows, INIT: rows[INIT] & begins.reshape(rows[INIT].shape)}
 
     def call(inputs: _Leaves, recurrent: Any) -> tuple[Any, Any]:
         read = {path: leaf for path, leaf in inputs.items() if path != _ACTION} | (recurrent or {})

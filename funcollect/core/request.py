@@ -21,7 +21,7 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import kind_of, shown
 from funcollect.policies.base import HeadedPolicy
 from funcollect.policies.heads.head import Head
-from funcollect.policies.tensordict_modules.calling import carries_action
+from funcollect.policies.tensordict_modules.calling import carries_action, read_and_written
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import Env, JaxEnv, Policy, TorchEnv, is_env
@@ -296,7 +296,7 @@ def own_action_warning(policy: Policy, random_frames: int | None) -> str:
     source = policy.source if isinstance(policy, LoweredPolicy) else policy
     carries = isinstance(source, HeadedPolicy) and source.initial_state is not None and source.head is None
     if isinstance(source, TensorDictPolicy):
-        carries = carries_action(source.module, [*source.written.values()])
+        carries = carries_action(source.module, [*source.written.values(), *read_and_written(source.module)])
     return carries * (
         f"init_random_frames is {random_frames} with a recurrent policy that chooses its action itself: if it carries "
         "that action from step to step, it carries one that was not executed in the random frames, expected the "

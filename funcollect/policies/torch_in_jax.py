@@ -287,7 +287,7 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
     with torch.no_grad():
         copied = optree.tree_map(torch.clone, given if source.run_device is None else moved(given, source.run_device))
         eager = source.call_module(module, *copied, policy.exploration_type, single=policy.single)
-    if isinstance(source, TensorDictPolicy) and calling.reads_what_it_wrote(source.module):
+    if isinstance(source, TensorDictPolicy) and source.rereads(observation):
         _check_forgets(policy, module, *copied)
     if not look.alike():
         raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")

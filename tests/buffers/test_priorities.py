@@ -212,6 +212,28 @@ def test_copies_of_the_index(prefetch):
     assert 5.0 in priorities(buffer)
 
 
+class Copying(TensorDict):
+    """Copies what is set, as a sample on another device does."""
+
+    def set(self, key, item, **options):
+        return super().set(key, item.clone(), **options)
+
+
+def test_samples_that_copy_their_index_and_copies_of_samples():
+    options = {"storage": fc.LazyTensorStorage(SIZE), "batch_size": 4, "alpha": 1.0, "beta": 1.0, "eps": 0}
+    buffer = fc.TensorDictPrioritizedReplayBuffer(collate_fn=lambda x: Copying(x.to_dict(), x.shape), **options)
+    frames = TensorDict({"x": torch.arange(SIZE)}, [SIZE])
+    buffer.extend(frames)
+    sample = buffer.sample().set("td_error", torch.full((4,), 5.0))
+    written = buffer.written_at(sample["index"])
+    buffer.extend(frames)
+    buffer.update_tensordict_priority(sample)
+    buffer.update_tensordict_priority(sample.clone(), written=written)
+    assert priorities(buffer) == [1.0] * SIZE
+    buffer.update_tensordict_priority(sample.clone())
+    assert 5.0 in priorities(buffer)
+
+
 VIEWS = [lambda i: i, lambda i: i.detach(), lambda i: i.data, lambda i: i.view(2, 2)[0], lambda i: i.detach()[:2].data]
 ASK = [
     lambda buffer, lanes: buffer.sample(return_info=True)[1]["index"],

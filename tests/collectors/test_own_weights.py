@@ -206,6 +206,9 @@ CARRIES = {
     "torch": lambda: fc.torch_policy(chooses, initial_state=torch.zeros(2)),
     "jax": lambda: fc.jax_policy(in_jax, None, initial_state=jnp.zeros(())),
     "tensordict": lambda: fc.tensordict_policy(on_tensordict(chooses, "action"), initial_state=HIDDEN),
+    "read and written": lambda: fc.tensordict_policy(
+        TensorDictModule(lambda x, last: ((x[..., 2] > 0).long(),) * 2, ["observation", "last"], ["action", "last"])
+    ),
     "through a part": lambda: in_parts(
         TensorDictModule(lambda x, hidden: x[..., :2] + hidden, ["observation", "hidden"], ["logits"]),
         best(),

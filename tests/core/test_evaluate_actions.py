@@ -288,6 +288,11 @@ def test_a_recurrent_actor_of_torchrl_runs_again_with_resets():
     _, batch = collected(policy, env, 30)
     for each in (batch, batch[1:, 8:20], batch[:2, None].expand(2, 3, 30).clone()):  # lanes in two dimensions
         assert_recorded(again(policy, each), each)
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(90, ndim=2), sampler=fc.SliceSampler(slice_len=5))
+    buffer.extend(batch)
+    slices = buffer.sample(40)  # whose first rows are marked by is_init, where the module would forget
+    assert (slices["is_init"][:, 0] & (slices["collector", "step"] > 0)).any()
+    assert_recorded(again(policy, slices), slices)
     with pytest.raises(TypeError, match=r"ProbabilisticActor without a head, .* pass funcollect.tensordict_policy"):
         fc.evaluate_actions(actor, None, batch)
 

@@ -49,7 +49,7 @@ def from_gymnasium(
 
     Each episode is seeded. Atari games (ale-py's, under any wrappers) are seeded once per lane instead, since a seeded
     reset reloads the game; `fork` takes a snapshot of them. Under ``AtariPreprocessing(terminal_on_life_loss=True)``,
-    the episode after a lost life goes on with the next life (see `from_ale`), except in an `AsyncVectorEnv`.
+    the episode after a lost life goes on with the next life (see `from_ale`); a `VectorEnv` of such games is refused.
 
     Args:
         env: a registered id, an `EnvSpec`, a factory, an instance (which backs one state; others are rebuilt from its

@@ -20,7 +20,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import gymnasium
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from gymnasium.wrappers import AtariPreprocessing
 from typing_extensions import override
 
@@ -94,9 +94,11 @@ def _with_next_lives(env: GymEnv) -> GymEnv:
 
 def check_lives(vector: Any) -> None:
     """Raise ValueError for a vector of Atari games that end episodes with lives: it begins other games then."""
-    lanes = vector.unwrapped.envs if isinstance(vector.unwrapped, SyncVectorEnv) else ()
-    if any(map(_ends_with_lives, itertools.chain.from_iterable(map(_layers, lanes)))):
-        what = f"{type(vector).__name__} holds Atari games with terminal_on_life_loss=True"
+    name, inner = "terminal_on_life_loss", vector.unwrapped
+    if "ale_py" not in sys.modules or not isinstance(inner, SyncVectorEnv | AsyncVectorEnv):
+        return
+    if all(inner.call("has_wrapper_attr", name)) and any(inner.get_attr(name)):
+        what = f"{type(vector).__name__} holds Atari games with {name}=True"
         mend = "expected games that go on: pass the list of its functions"
         raise ValueError(f"{what} and restarts them at each lost life, {mend}")
 

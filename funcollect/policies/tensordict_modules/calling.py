@@ -117,8 +117,18 @@ def by_path(observation: Any) -> dict[Path, Any]:
     return flatten(opened(observation if isinstance(observation, dict) else {"observation": observation}))
 
 
-def reads_what_it_wrote(module: Any) -> bool:
-    """Whether a policy may read its outputs of the step before, without declaring them: all but most of TorchRL's."""
+def read_and_written(module: Any) -> set[Path]:
+    """The keys that a module both reads and writes."""
+    return {*paths_of(module, "in_keys")} & {*paths_of(module, "out_keys")}
+
+
+def reads_what_it_wrote(module: Any, given: Collection[Path]) -> bool:
+    """Whether a policy may read its outputs of the step before, other than those `given` to it at each step.
+
+    It may by its keys, or without declaring them: all but most of TorchRL's.
+    """
+    if read_and_written(module).difference(given):
+        return True
     return not isinstance(module, TensorDictModuleBase) or any(
         not _is_of_torchrl(type(part).forward) or any(base.__name__ in _KEEP_STATES for base in type(part).__mro__)
         for part in _parts(module)

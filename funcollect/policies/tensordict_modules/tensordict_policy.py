@@ -88,7 +88,12 @@ class TensorDictPolicy(TorchBacked):
 
     @override
     def remembers(self, policy_state: Any, /) -> bool:
-        return bool(self.hidden_states) or self.reads_init or calling.reads_what_it_wrote(self.module)
+        return bool(self.hidden_states) or self.reads_init or self.rereads()
+
+    def rereads(self, observation: Any = None) -> bool:
+        """Whether the module may read its outputs of the step before, besides hidden states and the `observation`."""
+        seen = {} if observation is None else by_path(observation)
+        return calling.reads_what_it_wrote(self.module, {*seen, *self.hidden_states})
 
     def moves_to(self, observation: Any) -> torch.device | None:
         """The device to which the module's inputs are moved; None if they stay where the `observation` is."""
@@ -176,7 +181,7 @@ class TensorDictActor(Actor):
         carried = {path: leaf[0] if self._single else leaf for path, leaf in (before.carried or {}).items()}
         # The keys that the module finds besides the observation.
         self._memory = carried | {path: self._inputs.pop(path) for path in own}
-        self._carries = calling.reads_what_it_wrote(policy.module)
+        self._carries = policy.rereads(inputs.observation)
         self._stateful = stateful = self._carries or bool(self._initial)
         self._begin(inputs)
         # Parts without a TensorDict need a policy that samples, has no hidden states, and runs long enough to pay.

@@ -100,8 +100,9 @@ def test_a_reset_within_a_life_begins_another_game(name):
     fc.close(state)
 
 
-def test_a_vector_of_such_games_is_refused():
-    vector = gymnasium.vector.SyncVectorEnv([build], autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED)
+@pytest.mark.parametrize("kind", [gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv])
+def test_a_vector_of_such_games_is_refused(kind):
+    vector = kind([build], autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED)
     with pytest.raises(ValueError, match=r"restarts them at each lost life, .* pass the list of its functions"):
         fc.make_env(vector)
     vector.close()

@@ -137,6 +137,16 @@ def count(tensordict):
     return Count()(tensordict)
 
 
+def by_keys():
+    """Counts under a key that it reads and writes; TensorDictModule gives None for a key that is not there yet."""
+
+    def call(observation, count):
+        count = observation[..., 0].long() * 0 if count is None else count + 1
+        return push(observation), count
+
+    return TensorDictModule(call, ["observation", "count"], ["action", "count"])
+
+
 def assert_counts(batch, lanes):
     """From 0 in the first trajectory of a lane; a restarted lane is given zeros, so it goes on with 1."""
     later = batch["collector", "traj_ids"] % 2**40 >= lanes
@@ -146,7 +156,7 @@ def assert_counts(batch, lanes):
 ENVS = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 
 
-@pytest.mark.parametrize("make", [Count, lambda: count], ids=["module", "function"])
+@pytest.mark.parametrize("make", [Count, lambda: count, by_keys], ids=["module", "function", "keys"])
 @pytest.mark.parametrize("name", ENVS)
 @pytest.mark.parametrize("lengths", [*in_soak([(60,)]), (1, 20, 39)])
 def test_what_is_written_is_read_at_the_next_step(name, make, lengths):
