@@ -58,7 +58,7 @@ def test_a_list_of_environments_is_one_for_each_worker_and_a_derived_class_is_it
 @pytest.mark.parametrize(
     ("keywords", "says"),
     [
-        ({"backend": "rpc"}, "backend is 'rpc'"),
+        ({"backend": "rpc"}, "but is 'rpc'"),
         ({"sync": True}, "sync=True"),
         ({"backend": "direct", "num_collectors": 2}, "num_collectors=2"),
         ({"num_collectors": 0}, "num_collectors is 0"),
