@@ -7,19 +7,14 @@ import functools
 
 import torch
 
-# Functions that ask for worker processes, or are run with them as a sample. All others run without, on the same data.
-PROCESSES = """
-test_hooks_run_in_multiprocess_workers test_multiprocess_hook_setters_update_workers
-test_multi_async_policy_factory_is_built_only_in_workers test_multi_sync_no_idle_after_all_outputs
-test_weight_update_after_device_cast test_multi_collector_with_distinct_policy_factories test_env_that_errors
-test_no_stopiteration test_multisync_split_trajs_set_seed test_update_weights_shared_mem test_collector_rb_multisync
-test_collector_rb_multiasync test_parallel_env_with_multi_collector_and_replay_buffer
-test_init_random_frames_with_start test_trajs_per_batch_multi_async_ndim2
-test_multi_async_replay_buffer_device_metadata test_trajs_per_batch_completeness_multi_collector
-test_trajs_per_batch_multi_collector_rb test_trajs_per_batch_multi_collector_rb_start
-test_trajs_per_batch_multi_collector_batched_env_rb test_trajs_per_batch_multi_async_collector_rb
-test_multi_async_probabilistic_actor_writes_log_prob_to_rb test_multi_async_policy_writes_extra_output_to_rb
-""".split()  # noqa: SIM905
+# Functions that need worker processes. Others run without, on the same data; processes.txt is a sample with them.
+PROCESSES = {
+    "test_hooks_run_in_multiprocess_workers",
+    "test_multiprocess_hook_setters_update_workers",
+    "test_multi_async_policy_factory_is_built_only_in_workers",
+    "test_multi_sync_no_idle_after_all_outputs",
+    "test_weight_update_after_device_cast",
+}
 
 
 def adapt(fc, used):

@@ -2,6 +2,7 @@
 
 SUITE_MAX: parametrizations of each test function, evenly spaced over those collected; 0 for all.
 SUITE_OUT: a file of JSON lines. Tests that it records are not run again, so a run that crashed can be continued.
+SUITE_ONLY: a file of node ids, to run these alone, with worker processes.
 """
 
 import collections
@@ -15,6 +16,7 @@ import torch.multiprocessing
 
 MODE, MOST = os.environ.get("SUITE_MODE", "base"), int(os.environ.get("SUITE_MAX", "3"))
 OUT = Path(os.environ["SUITE_OUT"]) if "SUITE_OUT" in os.environ else None
+ONLY = Path(os.environ["SUITE_ONLY"]).read_text().split("\n") if "SUITE_ONLY" in os.environ else None
 torch.multiprocessing.set_start_method(os.environ.get("SUITE_START", "fork"), force=True)  # TorchRL's spawn is slow
 if MODE == "base":
     import pytrees
@@ -50,7 +52,9 @@ def pytest_collection_modifyitems(config, items):
         groups[item.nodeid.split("[")[0]].append(item)
     kept = []
     for group in groups.values():
-        if MOST and len(group) > MOST:
+        if ONLY is not None:
+            group = [item for item in group if item.nodeid in ONLY]
+        elif MOST and len(group) > MOST:
             group = [group[round(index * (len(group) - 1) / max(MOST - 1, 1))] for index in range(MOST)]
         kept += [item for item in group if item.nodeid not in recorded]
     chosen = set(map(id, kept))
@@ -65,7 +69,7 @@ _reports = {}
 def pytest_runtest_logstart(nodeid, location):
     _reports[nodeid] = []
     if MODE != "base":
-        shims.begin(nodeid.split("[")[0].split("::")[-1])
+        shims.begin(nodeid.split("[")[0].split("::")[-1], in_processes=ONLY is not None)
     _record(event="start", id=nodeid, time=time.time())
 
 

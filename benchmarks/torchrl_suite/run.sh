@@ -20,7 +20,7 @@ cd "$tests/test" || exit 1
 
 run() {  # MODE FILE [pytest's arguments]; goes on after a crash of the process
   local name=$(echo "${2%.py}" | tr / _)
-  export SUITE_MODE=$1 SUITE_OUT=$SUITE/results/$1.$name.jsonl
+  export SUITE_MODE=${1/processes/adapted} SUITE_OUT=$SUITE/results/$1.$name.jsonl
   for try in $(seq 15); do
     timeout -k 10 5400 "$python" -m pytest -p plugin -p no:cacheprovider -q --tb=short --timeout "${TIMEOUT:-240}" \
       -W ignore "${@:2}" > "$SUITE/results/$1.$name.$try.log" 2>&1
@@ -42,4 +42,5 @@ for mode in ${@:-base strict adapted}; do
   done
   run "$mode" test_distributed.py -k "$over_ray"
 done
+SUITE_ONLY=$here/processes.txt run processes test_collectors.py
 "$python" "$here/classify.py" --list

@@ -27,13 +27,13 @@ USED: set[str] = set()  # the names in NAMES that the running test has called
 _in_processes = False  # whether the running test gets worker processes; otherwise the same data without them
 
 
-def begin(function):
+def begin(function, in_processes):
     """Forget the last test; the next one is a parametrization of this function."""
     global _in_processes
     from collectors import PROCESSES
 
     USED.clear()
-    _in_processes = function in PROCESSES
+    _in_processes = in_processes or function in PROCESSES
 
 
 def install(adapted=False):
