@@ -57,7 +57,7 @@ def classes(mode, part, judged, omitted):
             passed = {entry["id"] for entry in base[function] if entry["outcome"] == "passed"}
             alike = {entry["id"] for entry in base[function]}
             compared = [each for each in entries if passed and (each["id"] in passed or each["id"] not in alike)]
-            if not any(entry["used"] for entry in compared):
+            if not any(entry.get("used") for entry in compared):
                 continue
             kind, reason = judged.get(function, ("D", ""))
             if kind == "X" and plain(reason) in omitted:
