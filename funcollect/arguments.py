@@ -118,7 +118,7 @@ def check_keys(name: str, keys: Any, example: str) -> None:
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
     """Raise ValueError unless `value` is one of the strings in `choices`."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} is {shown(value)}, expected one of {sorted(choices)}: choose one")
+        raise ValueError(f"{name} must be one of {sorted(choices)}, but is {shown(value)}: choose one of them")
 
 
 def check_function(name: str, value: Any, what: str, arguments: int) -> None:

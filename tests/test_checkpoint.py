@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(own, tmp_path):
         ({"optimizer": torch.optim.AdamW(own["policy"].parameters())}, ValueError, ("class is 'AdamW'",)),
         ({"policy": own["policy"], "buffer": own["buffer"]}, FileNotFoundError, ("has no buffer",)),
         ({"policy": own["policy"], "step": 4}, FileNotFoundError, ("[5], expected 4",)),
-        ({"collector": own["collector"], "episodes": "x"}, ValueError, ("episodes is 'x'",)),
+        ({"collector": own["collector"], "episodes": "x"}, ValueError, ("but is 'x'",)),
     ):
         with refused(error, words):
             checkpoint.restore(**keywords)

@@ -215,7 +215,7 @@ def test_bad_arguments_are_refused():
     for error, words, call in (
         (TypeError, ("space is Discrete(3)", "expected a Box of floats"), lambda: rs.init(spaces.Discrete(3))),
         (ValueError, ("holds a dot",), lambda: rs.init(spaces.Dict({"a.b": box}))),
-        (ValueError, ("backend is 'numpy'",), lambda: rs.init(box, backend="numpy")),
+        (ValueError, ("but is 'numpy'",), lambda: rs.init(box, backend="numpy")),
         (ValueError, ("weights is [4]", "expected [2]"), lambda: rs.update(stats, rows, weights=torch.ones(4))),
         (ValueError, ("expected bools, or zeros and ones",), lambda: rs.update(stats, rows, weights=half)),
         (ValueError, ("'observation' is [3, 1]", "expected [3, 2]"), lambda: rs.update(stats, torch.ones(3, 1))),

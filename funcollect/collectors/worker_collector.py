@@ -266,22 +266,23 @@ class WorkerCollector(CollectorBase):
         self._take_over(saved, self.run.seed, weights or None)
 
     @override
-    def stats(self, workers: _View = "aggregate") -> dict[str, float]:
+    def stats(self, workers: _View = "aggregate", *, timeout: float | None = None) -> dict[str, float]:
         """Counts of the run, by name: those of `SyncDataCollector.stats`, and others.
 
-        They are the number of ``workers``, those that are ``workers_alive``, the seconds ``reader_waited`` in which
-        your process waited for the workers, ``workers_waited`` in which workers waited for it, summed over workers,
-        ``policy_lag``, the versions of the weights that the last batch was behind, ``restarts`` of workers,
-        ``lost_frames`` with them, and ``copies``, the batches delivered as copies.
+        They are the number of ``workers``, those that are ``workers_alive``, the ``worker_frames`` that they have
+        collected, the seconds ``reader_waited`` in which your process waited for the workers, ``workers_waited`` in
+        which workers waited for it, summed over workers, ``policy_lag``, the versions of the weights that the last
+        batch was behind, ``restarts`` of workers, ``lost_frames`` with them, and ``copies``, the batches delivered as
+        copies.
 
         With ``workers="both"`` there are also ``worker_0/frames``, ``worker_0/batches`` and so on, which each worker
-        has collected, with ``"per_worker"`` these alone.
+        has collected, with ``"per_worker"`` these alone. No worker is waited for, so TorchRL's `timeout` has no effect.
         """
         arguments.check_choice("workers", workers, get_args(_View))
         run, own = self.run, dict[str, float]()
-        for worker in run.workers if workers != "aggregate" else ():
-            progress = run.records[worker].progress or Progress()
-            own |= {f"worker_{worker}/{name}": getattr(progress, name) for name in ("frames", "batches")}
+        progress = {worker: run.records[worker].progress or Progress() for worker in run.workers}
+        for worker, each in progress.items() if workers != "aggregate" else ():
+            own |= {f"worker_{worker}/{name}": getattr(each, name) for name in ("frames", "batches")}
         if workers == "per_worker":
             return own
         counts = super().stats()
@@ -291,6 +292,7 @@ class WorkerCollector(CollectorBase):
             | {
                 "workers": len(run.workers),
                 "workers_alive": 0 if run.closed else len(run.workers),
+                "worker_frames": sum(each.frames for each in progress.values()),
                 "reader_waited": run.waited,
                 "workers_waited": run.idle,
                 "policy_lag": counts["policy_version"] - run.version if self._batches else 0,

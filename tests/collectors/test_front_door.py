@@ -58,7 +58,7 @@ def test_a_list_of_environments_is_one_for_each_worker_and_a_derived_class_is_it
 @pytest.mark.parametrize(
     ("keywords", "says"),
     [
-        ({"backend": "rpc"}, "backend is 'rpc'"),
+        ({"backend": "rpc"}, "but is 'rpc'"),
         ({"sync": True}, "sync=True"),
         ({"backend": "direct", "num_collectors": 2}, "num_collectors=2"),
         ({"num_collectors": 0}, "num_collectors is 0"),
@@ -272,3 +272,18 @@ def test_weights_by_worker_are_not_mistaken_and_not_overwritten():
             collector.update_policy_weights_(worker_ids=0)
         with pytest.raises(TypeError, match="pre_collect_hook is 3"):
             collector.pre_collect_hook = 3
+
+
+def test_stats_by_worker():
+    with fc.MultiCollector([ENV] * 2, sync=True, **FRAMES, **LOCAL) as collector:
+        next(collector)
+        both, each = collector.stats("both", timeout=1.0), collector.stats("per_worker")
+        with pytest.raises(
+            ValueError, match=r"workers must be one of \['aggregate', 'both', 'per_worker'\], but is 'x'"
+        ):
+            collector.stats("x")
+    assert each == {
+        f"worker_{worker}/{name}": value for worker in (0, 1) for name, value in (("frames", 20), ("batches", 1))
+    }
+    assert both.items() >= {**each, "worker_frames": 40, "frames": 40}.items()
+    assert collector.stats().keys() == both.keys() - each.keys()

@@ -242,7 +242,7 @@ def load(path, kind=fc.MultiSyncDataCollector, env=(2,), workers=2, policy=None,
     ({"env": (3,)}, ("[2, 2] lanes in a batch, these have [3, 3]",)),
     ({"env": (2, "Acrobot-v1")}, None),
     ({"policy": fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical)}, None),
-    ({"episodes": "again"}, ("episodes is 'again', expected one of ['continue', 'restart']",)),
+    ({"episodes": "again"}, ("episodes must be one of ['continue', 'restart'], but is 'again'",)),
 ])  # fmt: skip
 def test_another_run_is_refused(other, words, tmp_path):
     with build("in process", actor()) as collector:
