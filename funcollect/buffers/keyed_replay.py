@@ -9,7 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.buffers.replay import ReplayBuffer, made
+from funcollect.buffers.replay import ReplayBuffer, part_of
 from funcollect.buffers.samplers import PrioritizedSampler
 from funcollect.buffers.storages import ListStorage
 from funcollect.messages import kind_of
@@ -100,6 +100,6 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
 
     def __init__(self, *, alpha: Any, beta: Any, eps: float = 1e-8, reduction: Any = "max", **options: Any) -> None:
         given = options.pop("storage", None)
-        storage = ListStorage(1_000) if given is None else made(given, "admit")
+        storage = ListStorage(1_000) if given is None else part_of("storage", given)
         sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, reduction=reduction)
         super().__init__(storage=storage, sampler=sampler, **options)

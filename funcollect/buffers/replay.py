@@ -18,12 +18,12 @@ from torch import Tensor
 
 from funcollect.arguments import check_count, check_flags, check_function, check_kind, check_optional_positive
 from funcollect.buffers import Ints, dumping, ring
-from funcollect.buffers.access import BufferAccess, copied
+from funcollect.buffers.access import BufferAccess
 from funcollect.buffers.indices import SampleIndices, Sampler, from_generator, wanted_size
 from funcollect.buffers.keywords import takes_foreign
 from funcollect.buffers.reader import ReplayReader, check_readable
 from funcollect.buffers.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
-from funcollect.buffers.storages import LazyMemmapStorage, ListStorage, Storage
+from funcollect.buffers.storages import ListStorage, Storage
 from funcollect.interrupts import Uninterrupted
 from funcollect.messages import kind_of, shown
 
@@ -31,7 +31,11 @@ __all__ = ["ReplayBuffer"]
 
 _Sample = tuple[Any, dict[str, Any]]  # the batch, and its info
 _OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[ReplayBuffer]] = weakref.WeakKeyDictionary()  # by storage, sampler
-_PARTS = ("storage", "sampler", "generator")  # which refer to each other
+_PARTS = {  # the method that each has, and an example
+    "storage": ("admit", "funcollect.LazyTensorStorage(100_000)"),
+    "sampler": ("draw", "funcollect.SliceSampler(slice_len=8)"),
+}
+_FIXED = ("storage", "sampler", "generator")  # which refer to each other
 _WRITTEN = "_funcollect_written"  # the attribute of the slots' storage that `ReplayBuffer._index` sets
 
 
@@ -74,10 +78,8 @@ class ReplayBuffer(BufferAccess):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         shared: bool = False,
     ) -> None:
-        self.storage: Storage = ListStorage(1_000) if storage is None else made(storage, "admit")
-        self.sampler: Sampler = RandomSampler() if sampler is None else made(sampler, "draw")
-        _check_part("storage", self.storage, "admit", "funcollect.LazyTensorStorage(100_000)")
-        _check_part("sampler", self.sampler, "draw", "funcollect.SliceSampler(slice_len=8)")
+        self.storage: Storage = part_of("storage", ListStorage(1_000) if storage is None else storage)
+        self.sampler: Sampler = part_of("sampler", RandomSampler() if sampler is None else sampler)
         if writer not in (None, "round robin"):
             raise ValueError(f'writer is {writer!r}, expected "round robin", the only one there is: leave it out')
         check_optional_positive("batch_size", batch_size)
@@ -100,7 +102,6 @@ class ReplayBuffer(BufferAccess):
         self._ahead: deque[tuple[SampleIndices, Future[_Sample | None]]] = deque()  # drawn, and being gathered
         self._kind_ahead = 0, 0  # the number of frames in each of them, and of the storage's edits that they show
         self._pool = ThreadPoolExecutor(self._prefetch, "funcollect-replay") if self._prefetch else None
-        self._plain = self._pool is None and self.collate_fn is None
         self.storage.lock, self.storage.end = self._lock, 0
         self.share(shared)
         _OWNERS[self.storage] = _OWNERS[self.sampler] = weakref.ref(self)
@@ -112,7 +113,7 @@ class ReplayBuffer(BufferAccess):
 
     def add(self, data: Any) -> Tensor:
         """Add one frame, or with ``ndim > 1`` one step of all lanes, ``[*B]``; returns the slots."""
-        data = data if self.transform is None else self.transform(optree.tree_map(copied, data))
+        data = self.transformed(data)
         if isinstance(self.storage, ListStorage):
             return self._extend([data])[0]
         axis = self.storage.ndim - 1
@@ -125,7 +126,7 @@ class ReplayBuffer(BufferAccess):
         stacked along a new first dimension; a `ListStorage` stores the items themselves. TypeError or ValueError if the
         batch does not match the stored frames; the buffer is unchanged then.
         """
-        return self._extend(data if self.transform is None else self.transform(optree.tree_map(copied, data)))
+        return self._extend(data if self.transform is None else self.transformed(data))  # without a call
 
     def _extend(self, data: Any) -> Tensor:
         with self._lock, Uninterrupted():
@@ -141,13 +142,10 @@ class ReplayBuffer(BufferAccess):
         the sampler. ValueError if there is no batch size, the buffer is empty, or no trajectory is as long as a slice.
         """
         wanted = wanted_size(batch_size, self.batch_size)
-        if self._plain:
-            with self._lock:
-                drawn = self.sampler.draw(self._memory, wanted, self._random_source)
-                return self._gather(drawn) if return_info else self._read(drawn)
         if self._pool is None:
             with self._lock:
-                batch, info = self._gather(self.sampler.draw(self._memory, wanted, self._random_source))
+                drawn = self.sampler.draw(self._memory, wanted, self._random_source)
+                batch, info = self._read(drawn), self._info(drawn) if return_info else {}
         else:
             batch, info = self._take_prefetched(wanted, self._pool)
         batch = batch if self.collate_fn is None else self.collate_fn(batch)
@@ -190,8 +188,8 @@ class ReplayBuffer(BufferAccess):
     def _read(self, drawn: SampleIndices) -> Any:
         return drawn.finish(self.storage.read(drawn.slots, drawn.mask))
 
-    def _gather(self, drawn: SampleIndices) -> _Sample:
-        return self._read(drawn), {"index": self._index(drawn.index), **drawn.info}
+    def _info(self, drawn: SampleIndices) -> dict[str, Any]:
+        return {"index": self._index(drawn.index), **drawn.info}
 
     def _take_prefetched(self, batch_size: int, pool: ThreadPoolExecutor) -> _Sample:
         """Wait for the oldest prepared sample that is still up to date; threads prepare others meanwhile."""
@@ -210,7 +208,7 @@ class ReplayBuffer(BufferAccess):
 
     def _gather_if_current(self, drawn: SampleIndices, state: ring.RingState) -> _Sample | None:
         with self._lock:  # None if the buffer has changed since the sample was drawn
-            return self._gather(drawn) if state == self.state else None
+            return (self._read(drawn), self._info(drawn)) if state == self.state else None
 
     def _discard_prefetched(self) -> None:
         """Discard the prepared samples, newest first, so that the sampler draws their frames again."""
@@ -289,7 +287,7 @@ class ReplayBuffer(BufferAccess):
     load = loads
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _PARTS and name in self.__dict__:
+        if name in _FIXED and name in self.__dict__:
             what = f"{name} is set to {shown(value)}, expected what the buffer was built with"
             raise AttributeError(f"{what}: pass {name}= to another one")
         super().__setattr__(name, value)
@@ -301,18 +299,19 @@ class ReplayBuffer(BufferAccess):
         TypeError for a sampler that a reader cannot have.
         """
         check_flags(shared=shared)
-        if shared and getattr(self.storage, "scratch_dir", None) is None:
+        directory = getattr(self.storage, "scratch_dir", None)
+        if shared and directory is None:
             what = f"the buffer is to be shared, and its storage is {self.storage}, expected one in files"
             raise ValueError(f"{what}: pass storage=LazyMemmapStorage(…, scratch_dir=…)")
         if shared:
             check_readable(self.sampler)
-        self._shared = shared
+        self._shared_in = directory if shared else None
         return self
 
     def __reduce__(self) -> Any:
-        if self._shared and isinstance(self.storage, LazyMemmapStorage):
+        if self._shared_in is not None:
             options: dict[str, Any] = {"sampler": self.sampler, "batch_size": self.batch_size}
-            return partial(ReplayReader, **options), (self.storage.scratch_dir,)
+            return partial(ReplayReader, **options), (self._shared_in,)
         mend = "dumps(path) writes it, and loads(path) of another buffer with the same arguments reads it"
         raise TypeError(f"{self!r} cannot be copied or pickled: {mend}")
 
@@ -321,13 +320,13 @@ class ReplayBuffer(BufferAccess):
         return f"{type(self).__name__}({parts})"
 
 
-def made(part: Any, method: str) -> Any:
-    """A storage or sampler, which has this method; one that a function without arguments returns."""
-    return part() if callable(part) and not isinstance(part, type) and not hasattr(part, method) else part
-
-
-def _check_part(name: str, part: Any, method: str, example: str) -> None:
+def part_of(name: str, part: Any) -> Any:
+    """A storage or sampler without a buffer, or what a function returns; TypeError or ValueError for other objects."""
+    method, example = _PARTS[name]
+    if callable(part) and not isinstance(part, type) and not hasattr(part, method):
+        part = part()
     if isinstance(part, type) or not hasattr(part, method):
         raise TypeError(f"{name} is {kind_of(part)}, expected a {name} of funcollect: pass for example {example}")
     if _OWNERS.get(part, lambda: None)() is not None:
         raise ValueError(f"{name} {part} belongs to another buffer, expected one of its own: make another")
+    return part
