@@ -16,6 +16,7 @@ from funcollect.buffers import Ints
 from funcollect.buffers.ring import RingMemory
 from funcollect.buffers.storages.storage import Storage, slots_at
 from funcollect.interrupts import Uninterrupted
+from funcollect.messages import clipped
 from funcollect.tree import time_last
 
 
@@ -83,7 +84,11 @@ class BufferAccess:
             if not isinstance(frames, TensorDictBase):
                 what = f"the frames are of type {type(frames).__name__}, expected TensorDicts, which have keys"
                 raise TypeError(f"{what}: assign to buffer[index]")
-            change(frames)
+            try:
+                change(frames)
+            except RuntimeError as error:
+                what = f"the values do not match the {list(slots.shape)} frames ({clipped(str(error))})"
+                raise ValueError(f"{what}: give one for each, of the shape that frames have") from error
             self.storage.put(slots, frames)
         return self
 

@@ -52,7 +52,7 @@ def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
     former = _current(root)
     fresh = root / f"v{int(former.name[1:]) + 1 if former else 0}"
     meta = _kind(memory, sampler) | {"name": secrets.token_hex(16), "written": memory.written}
-    meta["lanes"], meta["by_lane"] = (memory.lanes, memory.since), memory.by_lane
+    meta["lanes"], meta["by_lane"], meta["counted"] = (memory.lanes, memory.since), memory.by_lane, memory.counted
     arrays = {f"{name}.{key}": each for name, part in _parts(memory, sampler) for key, each in part.state().items()}
     if generator is not None:
         arrays["generator"] = generator.get_state().numpy()
@@ -131,6 +131,7 @@ def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
     try:
         memory.written, memory.dumped = meta["written"], (meta["name"], memory.storage.edits)
         (lanes, memory.since), memory.by_lane = meta["lanes"], meta.get("by_lane", False)
+        memory.counted = meta.get("counted", 0)
         memory.lanes = None if lanes is None else tuple(lanes)
         arrays = read_arrays(found / _ARRAYS)
         memory.storage.load(memory.numbers, Dumped(found, meta["frames"]), allow_pickle)

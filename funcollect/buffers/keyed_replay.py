@@ -9,6 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
+from funcollect.buffers.priorities import check_priorities
 from funcollect.buffers.replay import ReplayBuffer, part_of
 from funcollect.buffers.samplers import PrioritizedSampler
 from funcollect.buffers.storages import ListStorage
@@ -43,21 +44,22 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.priority_key = priority_key
 
     @override
-    def add(self, data: Any) -> Tensor:
-        return self._prioritized(data, super().add(data))
-
-    @override
     def extend(self, tensordicts: Any, *, update_priority: bool | None = None) -> Tensor:
         """See `ReplayBuffer.extend`; unless `update_priority` is False, priorities are read from the data."""
-        slots = super().extend(tensordicts)
-        return slots if update_priority is False else self._prioritized(tensordicts, slots)
+        data = self.transformed(tensordicts)
+        return super()._extend(data) if update_priority is False else self._extend(data)
 
-    def _prioritized(self, data: Any, slots: Tensor) -> Tensor:
-        if isinstance(self.sampler, PrioritizedSampler):
-            data = TensorDict.maybe_dense_stack(data) if isinstance(data, list) else data
-            priority = data.get(self.priority_key, None)
-            if priority is not None and slots.numel():
-                self.update_priority(slots.reshape(-1), self._reduced(priority, slots.numel()))
+    @override
+    def _extend(self, data: Any) -> Tensor:
+        frames = TensorDict.maybe_dense_stack(data) if isinstance(data, list) and data else data
+        priority = frames.get(self.priority_key, None) if isinstance(frames, TensorDictBase) else None
+        if priority is None or not priority.numel() or not isinstance(self.sampler, PrioritizedSampler):
+            return super()._extend(data)
+        reduced = self._reduced(priority, frames.batch_size[: self.storage.ndim].numel())
+        check_priorities(reduced.numpy(force=True))  # an error afterwards would leave frames that are stored already
+        with self._lock:
+            slots = super()._extend(data)
+            self.update_priority(slots.reshape(-1), reduced)
         return slots
 
     def _reduced(self, priority: Tensor, count: int) -> Tensor:

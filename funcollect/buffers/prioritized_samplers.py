@@ -12,7 +12,7 @@ from typing_extensions import override
 from funcollect.arguments import check_choice, check_flags, check_not_given, check_number, check_positive
 from funcollect.buffers import Arrays, Floats, Ints, indices
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices
-from funcollect.buffers.priorities import SumTree, later, numbers_of
+from funcollect.buffers.priorities import SumTree, check_priorities, later, numbers_of
 from funcollect.buffers.single_frames import RandomSampler, takes_replacement
 from funcollect.buffers.slice_samplers import SliceSampler
 
@@ -112,10 +112,7 @@ class PrioritizedSampler(RandomSampler):
                 what = f"index holds slots from {slots.min()} to {slots.max()}"
                 where = f"the buffer has frames in 0 … {len(memory) - 1}"
                 raise ValueError(f'{what}, {where}: give slots that extend returned, or those in info["index"]')
-        lowest, highest = (float(given.min()), float(given.max())) if len(given) else (0.0, 0.0)
-        if not (lowest >= 0 and highest < np.inf):
-            what = f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0"
-            raise ValueError(f"{what}: give for example the absolute TD error")
+        highest = check_priorities(given)
         if len(slots):
             self._priorities.put(slots, self._weights(given))
             self._highest = max(self._highest, highest)

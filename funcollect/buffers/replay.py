@@ -94,7 +94,6 @@ class ReplayBuffer(BufferAccess):
         self._memory = ring.RingMemory(self.storage, self.sampler.trajectories)
         self._by_priority = isinstance(self.sampler, PrioritizedSampler)
         self._before = 0  # frames written to rings before the present one
-        self._counted = 0  # those of them that `write_count` has
         self._random_source = from_generator(generator)
         self._prefetch = 0 if prefetch is None else prefetch
         check_count("prefetch", self._prefetch)
@@ -232,7 +231,7 @@ class ReplayBuffer(BufferAccess):
     @property
     def write_count(self) -> int:
         """How many frames the buffer has been given since it was made, or emptied."""
-        return self._counted + self._memory.written
+        return self._memory.counted + self._memory.written
 
     def stats(self) -> dict[str, int | float | bool]:
         """Numbers by TorchRL's names: size, write_count, prefetch_queue_size, initialized, capacity, utilization."""
@@ -244,10 +243,11 @@ class ReplayBuffer(BufferAccess):
         """Remove all frames; keys, shapes and dtypes are kept, and `write_count` unless it is to begin at 0 again."""
         check_flags(empty_write_count=empty_write_count)
         with self._lock:
-            self._counted = 0 if empty_write_count else self.write_count
             self.storage.empty()
             self.sampler.empty()
-            self._replace(ring.RingMemory(self.storage, self.sampler.trajectories))
+            fresh = ring.RingMemory(self.storage, self.sampler.trajectories)
+            fresh.counted = 0 if empty_write_count else self.write_count
+            self._replace(fresh)
 
     def _replace(self, memory: ring.RingMemory) -> None:  # whose frames are none of those that this ring has had
         self._ahead.clear()
@@ -280,7 +280,6 @@ class ReplayBuffer(BufferAccess):
         with self._lock:
             fresh = ring.RingMemory(self.storage, self.sampler.trajectories)
             dumping.load(Path(path), fresh, self.sampler, self.generator, allow_pickle)
-            self._counted = 0
             self._replace(fresh)
 
     save = dump = dumps

@@ -15,6 +15,7 @@ from funcollect.buffers import Ints, indices
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Slices
 from funcollect.buffers.single_frames import RandomSampler, SamplerWithoutReplacement, takes_replacement
 from funcollect.buffers.trajectory_index import Trajectories
+from funcollect.messages import shown
 from funcollect.trajectories.returns import MultiStep
 from funcollect.trajectories.split import MASK
 from funcollect.tree import Path, as_path
@@ -73,6 +74,8 @@ class SliceSampler(RandomSampler):
         check_key("trajectory_key", trajectory_key)
         if end_key is not None and end_keys is not None:
             raise ValueError("end_key and end_keys are exclusive, expected one: leave one out")
+        if end_keys is not None and (not isinstance(end_keys, (list, tuple)) or not end_keys):
+            raise TypeError(f"end_keys is {shown(end_keys)}, expected a list of keys: pass one alone as end_key")
         ends = end_key if end_keys is None else tuple(map(as_path, end_keys))
         self.trajectories = Trajectories(traj_key=trajectory_key if traj_key is None else traj_key, end_key=ends)
         self.num_slices, self.slice_len = num_slices, slice_len
