@@ -10,6 +10,7 @@ import json
 import re
 import secrets
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from funcollect.messages import shown
 _Generator = torch.Generator | None
 _FORMAT = 4
 _POINTER, _META, _ARRAYS = "current", "meta.json", "arrays.npz"
+_FILE = re.compile(r"[\w-]+\.[a-z]+")  # the names of files in a dump
 
 
 def _parts(memory: RingMemory, sampler: Sampler) -> list[tuple[str, Any]]:
@@ -143,3 +145,18 @@ def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
     except (OSError, EOFError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         what = f"{found} cannot be read ({error!r})"
         raise ValueError(f"{what}: the dump is damaged, or too large for this machine") from error
+
+
+def files_of(root: Path) -> dict[str, torch.Tensor]:
+    """The bytes [N] uint8 of the files of the current dump, by name."""
+    return {path.name: torch.from_numpy(np.fromfile(path, np.uint8)) for path in sorted((_current(root) or root).iterdir())}
+
+
+def write_files(root: Path, files: Any) -> None:
+    """Make a dump from what `files_of` returned; TypeError for anything else."""
+    (root / "v0").mkdir()
+    for name, content in files.items() if isinstance(files, Mapping) else [(None, None)]:
+        if not isinstance(content, torch.Tensor) or content.dtype != torch.uint8 or not _FILE.fullmatch(str(name)):
+            raise TypeError(f"state_dict has {shown(name)}: {shown(content)}, expected what state_dict of a buffer returned")
+        content.numpy(force=True).tofile(root / "v0" / name)
+    (root / _POINTER).write_text("v0")

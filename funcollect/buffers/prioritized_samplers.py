@@ -26,8 +26,8 @@ class PrioritizedSampler(RandomSampler):
 
     Args:
         max_capacity: the capacity of the storage.
-        alpha: the exponent of priorities; 0 makes all frames equally likely.
-        beta: the exponent of the importance weights; 1 corrects the sampling bias fully. It may be changed at any time.
+        alpha: the exponent of priorities; 0 makes all frames equally likely. It and `beta` may be changed at any time.
+        beta: the exponent of the importance weights; 1 corrects the sampling bias fully.
         eps: a small number added to every priority. With ``eps=0``, frames of priority 0 are never drawn.
         max_priority_within_buffer: a new frame gets the highest priority of the frames in the buffer, and 1 if there is
             none. This takes time in proportion to the capacity at each extend.
@@ -56,12 +56,26 @@ class PrioritizedSampler(RandomSampler):
     ) -> None:
         check_positive("max_capacity", max_capacity)
         for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
-            check_number(name, value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value)
+            _check_exponent(name, value)
         check_flags(max_priority_within_buffer=max_priority_within_buffer)
         check_choice("reduction", reduction, ("max", "min", "mean", "median"))
-        self.max_capacity, self.alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
+        self.max_capacity, self._alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
         self.max_priority_within_buffer, self.reduction = max_priority_within_buffer, reduction
         self.load({})
+
+    @property
+    def alpha(self) -> float | torch.Tensor:
+        """The exponent of priorities. A new one applies to those that are stored; from 0 on, these count as 1."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, alpha: float | torch.Tensor) -> None:
+        _check_exponent("alpha", alpha)
+        if self._alpha > 0:
+            weights = self._priorities.get(slots := np.arange(self.max_capacity))
+            changed = weights ** (float(alpha) / float(self._alpha))
+            self._priorities.put(slots, np.where(weights > 0, changed, 0.0))
+        self._alpha = alpha
 
     @override
     def fit(self, capacity: int) -> None:
@@ -88,7 +102,7 @@ class PrioritizedSampler(RandomSampler):
     @override
     def load(self, state: Arrays) -> None:
         if "exponents" in state:
-            self.alpha, self.beta = state["exponents"].tolist()
+            self._alpha, self.beta = state["exponents"].tolist()
         self._priorities, self._highest = SumTree(self.max_capacity), float(state.get("highest", 1.0))
         # The dump may come from a sampler with a larger max_capacity, whose further slots hold no frames.
         weights = state.get("weights", np.zeros(0))[: self.max_capacity]
@@ -139,6 +153,10 @@ class PrioritizedSampler(RandomSampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_capacity={self.max_capacity}, alpha={self.alpha}, beta={self.beta})"
+
+
+def _check_exponent(name: str, value: float | torch.Tensor) -> None:
+    check_number(name, value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value)
 
 
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -284,6 +285,20 @@ class ReplayBuffer(BufferAccess):
 
     save = dump = dumps
     load = loads
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What `dumps` writes, as plain data: the bytes [N] uint8 of each file by name. Raises TypeError like it."""
+        with self._lock, tempfile.TemporaryDirectory() as directory:
+            dumped = self._memory.dumped
+            self.dumps(directory)
+            self._memory.dumped = dumped
+            return dumping.files_of(Path(directory))
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *, allow_pickle: bool = False) -> None:
+        """Restore what `state_dict` returned, as `loads` does; TypeError for anything else."""
+        with tempfile.TemporaryDirectory() as directory:
+            dumping.write_files(Path(directory), state_dict)
+            self.loads(directory, allow_pickle=allow_pickle)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and name in self.__dict__:
