@@ -149,14 +149,17 @@ def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
 
 def files_of(root: Path) -> dict[str, torch.Tensor]:
     """The bytes [N] uint8 of the files of the current dump, by name."""
-    return {path.name: torch.from_numpy(np.fromfile(path, np.uint8)) for path in sorted((_current(root) or root).iterdir())}
+    return {
+        path.name: torch.from_numpy(np.fromfile(path, np.uint8)) for path in sorted((_current(root) or root).iterdir())
+    }
 
 
 def write_files(root: Path, files: Any) -> None:
     """Make a dump from what `files_of` returned; TypeError for anything else."""
     (root / "v0").mkdir()
-    for name, content in files.items() if isinstance(files, Mapping) else [(None, None)]:
+    for name, content in (files if isinstance(files, Mapping) else {"": files}).items():
         if not isinstance(content, torch.Tensor) or content.dtype != torch.uint8 or not _FILE.fullmatch(str(name)):
-            raise TypeError(f"state_dict has {shown(name)}: {shown(content)}, expected what state_dict of a buffer returned")
-        content.numpy(force=True).tofile(root / "v0" / name)
+            what = f"state_dict has {shown(content)} at {name!r}"
+            raise TypeError(f"{what}, expected what state_dict of a buffer returned: pass that")
+        content.numpy(force=True).tofile(root / "v0" / str(name))
     (root / _POINTER).write_text("v0")

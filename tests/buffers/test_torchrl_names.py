@@ -260,7 +260,10 @@ def test_an_exponent_changes_stored_priorities():
 
 def test_samplers_name_what_they_were_built_with():
     options = {"traj_key": "x", "strict_length": False, "pad_output": True, "span": (False, 2), "truncated_key": "cut"}
-    for sampler in (fc.SliceSampler(slice_len=4, **options), fc.PrioritizedSliceSampler(8, 1, 1, slice_len=4, **options)):
+    for sampler in (
+        fc.SliceSampler(slice_len=4, **options),
+        fc.PrioritizedSliceSampler(8, 1, 1, slice_len=4, **options),
+    ):
         assert {name: getattr(sampler, name) for name in options} == options
         assert sampler.replacement
     assert not fc.SliceSampler(slice_len=4, replacement=False).replacement
