@@ -197,7 +197,10 @@ def test_another_dict_is_refused(state):
 
 def test_ragged_items_are_stacked_lazily():
     buffer = fc.ReplayBuffer(storage=fc.ListStorage(4), batch_size=50)
-    buffer.extend(LazyStackedTensorDict(*(TensorDict({"a": torch.full((n,), n)}) for n in (1, 2)), stack_dim=0))
+    ragged = LazyStackedTensorDict(*(TensorDict({"a": torch.full((n,), n)}) for n in (1, 2)), stack_dim=0)
+    buffer.extend(ragged)
+    with pytest.raises(ValueError, match="expected one shape for each key: store it in a ListStorage"):
+        fc.ReplayBuffer(storage=fc.LazyTensorStorage(4)).extend(ragged)
     sample = buffer.sample()
     assert {tuple(item["a"].tolist()) for item in sample.unbind(0)} == {(1,), (2, 2)}
 
