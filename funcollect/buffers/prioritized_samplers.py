@@ -26,7 +26,7 @@ class PrioritizedSampler(RandomSampler):
 
     Args:
         max_capacity: the capacity of the storage.
-        alpha: the exponent of priorities; 0 makes all frames equally likely. It and `beta` may be changed at any time.
+        alpha: the exponent of priorities; 0 makes all frames equally likely. It and `beta` may be changed later.
         beta: the exponent of the importance weights; 1 corrects the sampling bias fully.
         eps: a small number added to every priority. With ``eps=0``, frames of priority 0 are never drawn.
         max_priority_within_buffer: a new frame gets the highest priority of the frames in the buffer, and 1 if there is
@@ -65,7 +65,10 @@ class PrioritizedSampler(RandomSampler):
 
     @property
     def alpha(self) -> float | torch.Tensor:
-        """The exponent of priorities. A new one applies to those that are stored; from 0 on, these count as 1."""
+        """The exponent of priorities. A new one applies to those that are stored; from 0 on, these count as 1.
+
+        It must not be changed while another thread extends the buffer, which `collector.pause()` prevents.
+        """
         return self._alpha
 
     @alpha.setter
