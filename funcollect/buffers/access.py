@@ -16,6 +16,7 @@ from funcollect.buffers import Ints
 from funcollect.buffers.ring import RingMemory
 from funcollect.buffers.storages.storage import Storage, slots_at
 from funcollect.interrupts import Uninterrupted
+from funcollect.messages import clipped
 from funcollect.tree import time_last
 
 
@@ -40,26 +41,29 @@ class BufferAccess:
         if _is_key(index):
             return self[:][index]
         with self._lock:
-            slots, held = self._slots(index)
-            batch = self.storage.at(slots)
-        if held is not None and isinstance(batch, TensorDictBase):
+            held = self._held(index)
+            batch = self.storage.at(slots_at(held, index))
+        if held.ndim > 1 and isinstance(batch, TensorDictBase):
             batch.names = TensorDict({}, held.shape, names=time_last(held.ndim))[index].names
         return batch
 
-    def _slots(self, index: Any) -> tuple[Ints, Ints | None]:
-        """The slots at an index, and those of the whole view ``[*lanes, time]`` if it is an index of that."""
+    def _held(self, index: Any) -> Ints:
+        """The slots that hold frames, ``[*lanes, time]`` if `index` is one of that view."""
         whole = self.storage.ndim > 1 and isinstance(index, (int, np.integer, slice, EllipsisType, tuple))
-        held = self._memory.grid() if whole else np.arange(len(self._memory))
-        return slots_at(held, index), held if whole else None
+        return self._memory.grid() if whole else np.arange(len(self._memory))
 
     def __setitem__(self, index: Any, data: Any) -> None:
         """Overwrite the frames at an index, or the values of a key in all frames; see `storages.Storage.set`."""
         if _is_key(index):
             self.set_(index, data)
             return
-        data = data if self.transform is None else self.transform(optree.tree_map(copied, data))
+        data = self.transformed(data)
         with self._lock, Uninterrupted():
-            self.storage.put(self._slots(index)[0], data)
+            self.storage.put(slots_at(self._held(index), index), data)
+
+    def transformed(self, data: Any) -> Any:
+        """The data as they are stored: `transform` of a copy of them."""
+        return data if self.transform is None else self.transform(optree.tree_map(_copied, data))
 
     def set_at_(self, key: Any, value: Any, index: Any) -> Self:
         """Overwrite the values of a key in the frames at an index; KeyError if frames have no such key."""
@@ -75,12 +79,16 @@ class BufferAccess:
 
     def _change(self, index: Any, change: Callable[[Any], Any]) -> Self:
         with self._lock, Uninterrupted():
-            slots = self._slots(index)[0]
+            slots = slots_at(self._held(index), index)
             frames = self.storage.at(slots)
             if not isinstance(frames, TensorDictBase):
                 what = f"the frames are of type {type(frames).__name__}, expected TensorDicts, which have keys"
                 raise TypeError(f"{what}: assign to buffer[index]")
-            change(frames)
+            try:
+                change(frames)
+            except RuntimeError as error:
+                what = f"the values do not match the {list(slots.shape)} frames ({clipped(str(error))})"
+                raise ValueError(f"{what}: give one for each, of the shape that frames have") from error
             self.storage.put(slots, frames)
         return self
 
@@ -93,7 +101,7 @@ class BufferAccess:
         return sample
 
 
-def copied(leaf: Any) -> Any:
+def _copied(leaf: Any) -> Any:
     """A copy of an array, a tensor or a TensorDict; other leaves as they are."""
     if isinstance(leaf, Tensor) or is_tensor_collection(leaf):
         return leaf.clone()

@@ -10,6 +10,7 @@ import json
 import re
 import secrets
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from funcollect.messages import shown
 _Generator = torch.Generator | None
 _FORMAT = 4
 _POINTER, _META, _ARRAYS = "current", "meta.json", "arrays.npz"
+_FILE = re.compile(r"[\w-]+\.[a-z]+")  # the names of files in a dump
 
 
 def _parts(memory: RingMemory, sampler: Sampler) -> list[tuple[str, Any]]:
@@ -52,7 +54,7 @@ def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
     former = _current(root)
     fresh = root / f"v{int(former.name[1:]) + 1 if former else 0}"
     meta = _kind(memory, sampler) | {"name": secrets.token_hex(16), "written": memory.written}
-    meta["lanes"], meta["by_lane"] = (memory.lanes, memory.since), memory.by_lane
+    meta["lanes"], meta["by_lane"], meta["counted"] = (memory.lanes, memory.since), memory.by_lane, memory.counted
     arrays = {f"{name}.{key}": each for name, part in _parts(memory, sampler) for key, each in part.state().items()}
     if generator is not None:
         arrays["generator"] = generator.get_state().numpy()
@@ -131,6 +133,7 @@ def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
     try:
         memory.written, memory.dumped = meta["written"], (meta["name"], memory.storage.edits)
         (lanes, memory.since), memory.by_lane = meta["lanes"], meta.get("by_lane", False)
+        memory.counted = meta.get("counted", 0)
         memory.lanes = None if lanes is None else tuple(lanes)
         arrays = read_arrays(found / _ARRAYS)
         memory.storage.load(memory.numbers, Dumped(found, meta["frames"]), allow_pickle)
@@ -142,3 +145,21 @@ def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
     except (OSError, EOFError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         what = f"{found} cannot be read ({error!r})"
         raise ValueError(f"{what}: the dump is damaged, or too large for this machine") from error
+
+
+def files_of(root: Path) -> dict[str, torch.Tensor]:
+    """The bytes [N] uint8 of the files of the current dump, by name."""
+    return {
+        path.name: torch.from_numpy(np.fromfile(path, np.uint8)) for path in sorted((_current(root) or root).iterdir())
+    }
+
+
+def write_files(root: Path, files: Any) -> None:
+    """Make a dump from what `files_of` returned; TypeError for anything else."""
+    (root / "v0").mkdir()
+    for name, content in (files if isinstance(files, Mapping) else {"": files}).items():
+        if not isinstance(content, torch.Tensor) or content.dtype != torch.uint8 or not _FILE.fullmatch(str(name)):
+            what = f"state_dict has {shown(content)} at {name!r}"
+            raise TypeError(f"{what}, expected what state_dict of a buffer returned: pass that")
+        content.numpy(force=True).tofile(root / "v0" / str(name))
+    (root / _POINTER).write_text("v0")

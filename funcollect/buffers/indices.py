@@ -262,7 +262,8 @@ class Slices:
         check_flags(strict_length=self.strict_length, pad_output=self.pad_output)
         missing = self.missing
         if self.pad_output and self.strict_length and not any(missing):
-            raise ValueError("pad_output is True, but no slice is short: pass strict_length=False too, or leave it out")
+            what = "pad_output=True is incompatible with strict_length=True: no slice is short"
+            raise ValueError(f"{what}: pass strict_length=False too, or leave pad_output out")
         check_key("init_key", self.init_key)
         check_choice("over", self.over, ("trajectories", "windows"))
         check_key("truncated_key", self.truncated_key)

@@ -9,7 +9,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.buffers.replay import ReplayBuffer, made
+from funcollect.buffers.priorities import check_priorities
+from funcollect.buffers.replay import ReplayBuffer, part_of
 from funcollect.buffers.samplers import PrioritizedSampler
 from funcollect.buffers.storages import ListStorage
 from funcollect.messages import kind_of
@@ -43,22 +44,31 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.priority_key = priority_key
 
     @override
-    def add(self, data: Any) -> Tensor:
-        return self._prioritized(data, super().add(data))
-
-    @override
     def extend(self, tensordicts: Any, *, update_priority: bool | None = None) -> Tensor:
         """See `ReplayBuffer.extend`; unless `update_priority` is False, priorities are read from the data."""
-        slots = super().extend(tensordicts)
-        return slots if update_priority is False else self._prioritized(tensordicts, slots)
+        data = self.transformed(tensordicts)
+        return super()._extend(data) if update_priority is False else self._extend(data)
 
-    def _prioritized(self, data: Any, slots: Tensor) -> Tensor:
-        if isinstance(self.sampler, PrioritizedSampler):
-            data = TensorDict.maybe_dense_stack(data) if isinstance(data, list) else data
-            priority = data.get(self.priority_key, None)
-            if priority is not None and slots.numel():
-                self.update_priority(slots.reshape(-1), self._reduced(priority, slots.numel()))
+    @override
+    def _extend(self, data: Any) -> Tensor:
+        if (priority := self._given(data)) is None:
+            return super()._extend(data)
+        check_priorities(priority.numpy(force=True))  # an error afterwards would leave frames that are stored already
+        with self._lock:
+            slots = super()._extend(data)
+            self.update_priority(slots.reshape(-1), priority)
         return slots
+
+    def _given(self, data: Any) -> Tensor | None:
+        """The priority of each frame in the data; None if they have none, or the sampler does not ask for them."""
+        if not isinstance(self.sampler, PrioritizedSampler):
+            return None
+        if isinstance(data, list) and all(isinstance(item, TensorDictBase) for item in data) and data:
+            data = TensorDict.maybe_dense_stack(data)
+        priority = data.get(self.priority_key, None) if isinstance(data, TensorDictBase) else None
+        if priority is None or not priority.numel():
+            return None
+        return self._reduced(priority, data.batch_size[: self.storage.ndim].numel())
 
     def _reduced(self, priority: Tensor, count: int) -> Tensor:
         """One priority for each of `count` frames."""
@@ -105,6 +115,6 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
 
     def __init__(self, *, alpha: Any, beta: Any, eps: float = 1e-8, reduction: Any = "max", **options: Any) -> None:
         given = options.pop("storage", None)
-        storage = ListStorage(1_000) if given is None else made(given, "admit")
+        storage = ListStorage(1_000) if given is None else part_of("storage", given)
         sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, reduction=reduction)
         super().__init__(storage=storage, sampler=sampler, **options)

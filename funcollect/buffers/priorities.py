@@ -111,6 +111,15 @@ def numbers_of(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:
     return numbers
 
 
+def check_priorities(given: Floats) -> float:
+    """The highest of these priorities; ValueError for one that is negative or not finite."""
+    lowest, highest = (float(given.min()), float(given.max())) if len(given) else (0.0, 0.0)
+    if not (lowest >= 0 and highest < np.inf):
+        what = f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0"
+        raise ValueError(f"{what}: give for example the absolute TD error")
+    return highest
+
+
 def later(written: Any, now: int, count: int) -> Any:
     """How many frames were written after these numbers of frames, one or [N]; ValueError for impossible ones."""
     least = most = written

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -10,13 +9,12 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from funcollect.arguments import check_choice, check_flags, check_number, check_positive
+from funcollect.arguments import check_choice, check_flags, check_not_given, check_number, check_positive
 from funcollect.buffers import Arrays, Floats, Ints, indices
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices
-from funcollect.buffers.priorities import SumTree, later, numbers_of
+from funcollect.buffers.priorities import SumTree, check_priorities, later, numbers_of
 from funcollect.buffers.single_frames import RandomSampler, takes_replacement
 from funcollect.buffers.slice_samplers import SliceSampler
-from funcollect.tree import Path
 
 
 class PrioritizedSampler(RandomSampler):
@@ -28,8 +26,8 @@ class PrioritizedSampler(RandomSampler):
 
     Args:
         max_capacity: the capacity of the storage.
-        alpha: the exponent of priorities; 0 makes all frames equally likely.
-        beta: the exponent of the importance weights; 1 corrects the sampling bias fully. It may be changed at any time.
+        alpha: the exponent of priorities; 0 makes all frames equally likely. It and `beta` may be changed later.
+        beta: the exponent of the importance weights; 1 corrects the sampling bias fully.
         eps: a small number added to every priority. With ``eps=0``, frames of priority 0 are never drawn.
         max_priority_within_buffer: a new frame gets the highest priority of the frames in the buffer, and 1 if there is
             none. This takes time in proportion to the capacity at each extend.
@@ -58,12 +56,29 @@ class PrioritizedSampler(RandomSampler):
     ) -> None:
         check_positive("max_capacity", max_capacity)
         for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
-            _check_number(name, value)
+            _check_exponent(name, value)
         check_flags(max_priority_within_buffer=max_priority_within_buffer)
         check_choice("reduction", reduction, ("max", "min", "mean", "median"))
-        self.max_capacity, self.alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
+        self.max_capacity, self._alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
         self.max_priority_within_buffer, self.reduction = max_priority_within_buffer, reduction
         self.load({})
+
+    @property
+    def alpha(self) -> float | torch.Tensor:
+        """The exponent of priorities. A new one applies to those that are stored; from 0 on, these count as 1.
+
+        It must not be changed while another thread extends the buffer, which `collector.pause()` prevents.
+        """
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, alpha: float | torch.Tensor) -> None:
+        _check_exponent("alpha", alpha)
+        if self._alpha > 0:
+            weights = self._priorities.get(slots := np.arange(self.max_capacity))
+            changed = weights ** (float(alpha) / float(self._alpha))
+            self._priorities.put(slots, np.where(weights > 0, changed, 0.0))
+        self._alpha = alpha
 
     @override
     def fit(self, capacity: int) -> None:
@@ -90,7 +105,7 @@ class PrioritizedSampler(RandomSampler):
     @override
     def load(self, state: Arrays) -> None:
         if "exponents" in state:
-            self.alpha, self.beta = state["exponents"].tolist()
+            self._alpha, self.beta = state["exponents"].tolist()
         self._priorities, self._highest = SumTree(self.max_capacity), float(state.get("highest", 1.0))
         # The dump may come from a sampler with a larger max_capacity, whose further slots hold no frames.
         weights = state.get("weights", np.zeros(0))[: self.max_capacity]
@@ -114,10 +129,7 @@ class PrioritizedSampler(RandomSampler):
                 what = f"index holds slots from {slots.min()} to {slots.max()}"
                 where = f"the buffer has frames in 0 … {len(memory) - 1}"
                 raise ValueError(f'{what}, {where}: give slots that extend returned, or those in info["index"]')
-        lowest, highest = (float(given.min()), float(given.max())) if len(given) else (0.0, 0.0)
-        if not (lowest >= 0 and highest < np.inf):
-            what = f"priorities lie between {lowest} and {highest}, expected finite numbers of at least 0"
-            raise ValueError(f"{what}: give for example the absolute TD error")
+        highest = check_priorities(given)
         if len(slots):
             self._priorities.put(slots, self._weights(given))
             self._highest = max(self._highest, highest)
@@ -146,15 +158,15 @@ class PrioritizedSampler(RandomSampler):
         return f"{type(self).__name__}(max_capacity={self.max_capacity}, alpha={self.alpha}, beta={self.beta})"
 
 
-def _check_number(name: str, value: float | torch.Tensor) -> None:
+def _check_exponent(name: str, value: float | torch.Tensor) -> None:
     check_number(name, value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value)
 
 
-class PrioritizedSliceSampler(PrioritizedSampler):
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     """Slices of trajectories. Their first frames are drawn by priority from those at which a slice can begin.
 
-    `PrioritizedSampler` and `SliceSampler` describe the arguments and errors. In ``info["priority_weight"]``, all
-    frames of a slice have the weight of its first frame.
+    The arguments are those of `PrioritizedSampler` and, except `over`, of `SliceSampler`. Raises the errors of both. In
+    ``info["priority_weight"]``, all frames of a slice have the weight of its first frame.
 
     >>> import funcollect as fc
     >>> sampler = PrioritizedSliceSampler(1_000, alpha=0.6, beta=0.4, slice_len=5)
@@ -175,31 +187,17 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         *,
         max_priority_within_buffer: bool = False,
         reduction: Literal["max", "min", "mean", "median"] = "max",
-        num_slices: int | None = None,
-        slice_len: int | None = None,
-        traj_key: str | Path | None = None,
-        trajectory_key: str | Path | None = None,
-        end_key: str | Path | None = None,
-        end_keys: Sequence[str | Path] | None = None,
-        strict_length: bool = True,
-        pad_output: bool = False,
-        init_key: str | Path | None = "is_init",
-        truncated_key: str | Path | None = ("next", "truncated"),
-        span: bool | int | Sequence[bool | int] = False,
+        **slices: Any,
     ) -> None:
         within: dict[str, Any] = {"max_priority_within_buffer": max_priority_within_buffer, "reduction": reduction}
-        super().__init__(max_capacity, alpha, beta, eps, **within)
-        self._slices = SliceSampler(
-            num_slices=num_slices, slice_len=slice_len, traj_key=traj_key, trajectory_key=trajectory_key,
-            end_key=end_key, end_keys=end_keys, strict_length=strict_length, pad_output=pad_output, init_key=init_key,
-            over="windows", truncated_key=truncated_key, span=span,
-        )  # fmt: skip
-        self.trajectories = self._slices.trajectories
+        PrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps, **within)
+        check_not_given("a PrioritizedSliceSampler", slices, {"over": "first frames are drawn from all windows"})
+        SliceSampler.__init__(self, over="windows", **slices)
 
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         self._check(memory)
-        spec, index = self._slices.spec(batch_size), indices.trajectory_index_of(memory)
+        spec, index = self.spec(batch_size), indices.trajectory_index_of(memory)
         uniform, tree = random_source.uniform, self._priorities
         slots = indices.completed(
             tree.find(uniform(4 * spec.num_slices)), spec.num_slices, len(memory), partial(spec.begins, index),
@@ -209,4 +207,4 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         return spec.sample(index, *index.places(slots), priority_weight=weights)
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, {repr(self._slices).partition('(')[2]}"
+        return f"{PrioritizedSampler.__repr__(self)[:-1]}, {super().__repr__().partition('(')[2]}"

@@ -106,7 +106,7 @@ class ReplayReader:
 
 def check_readable(sampler: Any) -> None:
     """Raise TypeError unless a reader can use this sampler."""
-    sliced = type(sampler) is SliceSampler and sampler.options["over"] == "trajectories"
+    sliced = type(sampler) is SliceSampler and sampler.over == "trajectories"
     if not sliced and type(sampler) is not RandomSampler:
         what = f"sampler is {shown(sampler)}, expected a RandomSampler, or a SliceSampler over trajectories"
         raise TypeError(f"the reader's {what}: the others need to be notified of each extend")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,12 @@ from torch import Tensor
 
 from funcollect.arguments import check_count, check_flags, check_function, check_kind, check_optional_positive
 from funcollect.buffers import Ints, dumping, ring
-from funcollect.buffers.access import BufferAccess, copied
+from funcollect.buffers.access import BufferAccess
 from funcollect.buffers.indices import SampleIndices, Sampler, from_generator, wanted_size
 from funcollect.buffers.keywords import takes_foreign
 from funcollect.buffers.reader import ReplayReader, check_readable
 from funcollect.buffers.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
-from funcollect.buffers.storages import LazyMemmapStorage, ListStorage, Storage
+from funcollect.buffers.storages import ListStorage, Storage
 from funcollect.interrupts import Uninterrupted
 from funcollect.messages import kind_of, shown
 
@@ -31,7 +32,11 @@ __all__ = ["ReplayBuffer"]
 
 _Sample = tuple[Any, dict[str, Any]]  # the batch, and its info
 _OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[ReplayBuffer]] = weakref.WeakKeyDictionary()  # by storage, sampler
-_PARTS = ("storage", "sampler", "generator")  # which refer to each other
+_PARTS = {  # the method that each has, and an example
+    "storage": ("admit", "funcollect.LazyTensorStorage(100_000)"),
+    "sampler": ("draw", "funcollect.SliceSampler(slice_len=8)"),
+}
+_FIXED = ("storage", "sampler", "generator")  # which refer to each other
 _WRITTEN = "_funcollect_written"  # the attribute of the slots' storage that `ReplayBuffer._index` sets
 
 
@@ -74,10 +79,8 @@ class ReplayBuffer(BufferAccess):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         shared: bool = False,
     ) -> None:
-        self.storage: Storage = ListStorage(1_000) if storage is None else made(storage, "admit")
-        self.sampler: Sampler = RandomSampler() if sampler is None else made(sampler, "draw")
-        _check_part("storage", self.storage, "admit", "funcollect.LazyTensorStorage(100_000)")
-        _check_part("sampler", self.sampler, "draw", "funcollect.SliceSampler(slice_len=8)")
+        self.storage: Storage = part_of("storage", ListStorage(1_000) if storage is None else storage)
+        self.sampler: Sampler = part_of("sampler", RandomSampler() if sampler is None else sampler)
         if writer not in (None, "round robin"):
             raise ValueError(f'writer is {writer!r}, expected "round robin", the only one there is: leave it out')
         check_optional_positive("batch_size", batch_size)
@@ -92,7 +95,6 @@ class ReplayBuffer(BufferAccess):
         self._memory = ring.RingMemory(self.storage, self.sampler.trajectories)
         self._by_priority = isinstance(self.sampler, PrioritizedSampler)
         self._before = 0  # frames written to rings before the present one
-        self._counted = 0  # those of them that `write_count` has
         self._random_source = from_generator(generator)
         self._prefetch = 0 if prefetch is None else prefetch
         check_count("prefetch", self._prefetch)
@@ -100,7 +102,6 @@ class ReplayBuffer(BufferAccess):
         self._ahead: deque[tuple[SampleIndices, Future[_Sample | None]]] = deque()  # drawn, and being gathered
         self._kind_ahead = 0, 0  # the number of frames in each of them, and of the storage's edits that they show
         self._pool = ThreadPoolExecutor(self._prefetch, "funcollect-replay") if self._prefetch else None
-        self._plain = self._pool is None and self.collate_fn is None
         self.storage.lock, self.storage.end = self._lock, 0
         self.share(shared)
         _OWNERS[self.storage] = _OWNERS[self.sampler] = weakref.ref(self)
@@ -112,7 +113,7 @@ class ReplayBuffer(BufferAccess):
 
     def add(self, data: Any) -> Tensor:
         """Add one frame, or with ``ndim > 1`` one step of all lanes, ``[*B]``; returns the slots."""
-        data = data if self.transform is None else self.transform(optree.tree_map(copied, data))
+        data = self.transformed(data)
         if isinstance(self.storage, ListStorage):
             return self._extend([data])[0]
         axis = self.storage.ndim - 1
@@ -125,7 +126,7 @@ class ReplayBuffer(BufferAccess):
         stacked along a new first dimension; a `ListStorage` stores the items themselves. TypeError or ValueError if the
         batch does not match the stored frames; the buffer is unchanged then.
         """
-        return self._extend(data if self.transform is None else self.transform(optree.tree_map(copied, data)))
+        return self._extend(data if self.transform is None else self.transformed(data))  # without a call
 
     def _extend(self, data: Any) -> Tensor:
         with self._lock, Uninterrupted():
@@ -141,13 +142,10 @@ class ReplayBuffer(BufferAccess):
         the sampler. ValueError if there is no batch size, the buffer is empty, or no trajectory is as long as a slice.
         """
         wanted = wanted_size(batch_size, self.batch_size)
-        if self._plain:
-            with self._lock:
-                drawn = self.sampler.draw(self._memory, wanted, self._random_source)
-                return self._gather(drawn) if return_info else self._read(drawn)
         if self._pool is None:
             with self._lock:
-                batch, info = self._gather(self.sampler.draw(self._memory, wanted, self._random_source))
+                drawn = self.sampler.draw(self._memory, wanted, self._random_source)
+                batch, info = self._read(drawn), self._info(drawn) if return_info else {}
         else:
             batch, info = self._take_prefetched(wanted, self._pool)
         batch = batch if self.collate_fn is None else self.collate_fn(batch)
@@ -193,8 +191,8 @@ class ReplayBuffer(BufferAccess):
     def _read(self, drawn: SampleIndices) -> Any:
         return drawn.finish(self.storage.read(drawn.slots, drawn.mask))
 
-    def _gather(self, drawn: SampleIndices) -> _Sample:
-        return self._read(drawn), {"index": self._index(drawn.index), **drawn.info}
+    def _info(self, drawn: SampleIndices) -> dict[str, Any]:
+        return {"index": self._index(drawn.index), **drawn.info}
 
     def _take_prefetched(self, batch_size: int, pool: ThreadPoolExecutor) -> _Sample:
         """Wait for the oldest prepared sample that is still up to date; threads prepare others meanwhile."""
@@ -213,7 +211,7 @@ class ReplayBuffer(BufferAccess):
 
     def _gather_if_current(self, drawn: SampleIndices, state: ring.RingState) -> _Sample | None:
         with self._lock:  # None if the buffer has changed since the sample was drawn
-            return self._gather(drawn) if state == self.state else None
+            return (self._read(drawn), self._info(drawn)) if state == self.state else None
 
     def _discard_prefetched(self) -> None:
         """Discard the prepared samples, newest first, so that the sampler draws their frames again."""
@@ -237,7 +235,7 @@ class ReplayBuffer(BufferAccess):
     @property
     def write_count(self) -> int:
         """How many frames the buffer has been given since it was made, or emptied."""
-        return self._counted + self._memory.written
+        return self._memory.counted + self._memory.written
 
     def stats(self) -> dict[str, int | float | bool]:
         """Numbers by TorchRL's names: size, write_count, prefetch_queue_size, initialized, capacity, utilization."""
@@ -249,10 +247,11 @@ class ReplayBuffer(BufferAccess):
         """Remove all frames; keys, shapes and dtypes are kept, and `write_count` unless it is to begin at 0 again."""
         check_flags(empty_write_count=empty_write_count)
         with self._lock:
-            self._counted = 0 if empty_write_count else self.write_count
             self.storage.empty()
             self.sampler.empty()
-            self._replace(ring.RingMemory(self.storage, self.sampler.trajectories))
+            fresh = ring.RingMemory(self.storage, self.sampler.trajectories)
+            fresh.counted = 0 if empty_write_count else self.write_count
+            self._replace(fresh)
 
     def _replace(self, memory: ring.RingMemory) -> None:  # whose frames are none of those that this ring has had
         self._ahead.clear()
@@ -285,14 +284,27 @@ class ReplayBuffer(BufferAccess):
         with self._lock:
             fresh = ring.RingMemory(self.storage, self.sampler.trajectories)
             dumping.load(Path(path), fresh, self.sampler, self.generator, allow_pickle)
-            self._counted = 0
             self._replace(fresh)
 
     save = dump = dumps
     load = loads
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """What `dumps` writes, as plain data: the bytes [N] uint8 of each file by name. Raises TypeError like it."""
+        with self._lock, tempfile.TemporaryDirectory() as directory:
+            dumped = self._memory.dumped
+            self.dumps(directory)
+            self._memory.dumped = dumped
+            return dumping.files_of(Path(directory))
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *, allow_pickle: bool = False) -> None:
+        """Restore what `state_dict` returned, as `loads` does; TypeError for anything else."""
+        with tempfile.TemporaryDirectory() as directory:
+            dumping.write_files(Path(directory), state_dict)
+            self.loads(directory, allow_pickle=allow_pickle)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _PARTS and name in self.__dict__:
+        if name in _FIXED and name in self.__dict__:
             what = f"{name} is set to {shown(value)}, expected what the buffer was built with"
             raise AttributeError(f"{what}: pass {name}= to another one")
         super().__setattr__(name, value)
@@ -304,18 +316,19 @@ class ReplayBuffer(BufferAccess):
         TypeError for a sampler that a reader cannot have.
         """
         check_flags(shared=shared)
-        if shared and getattr(self.storage, "scratch_dir", None) is None:
+        directory = getattr(self.storage, "scratch_dir", None)
+        if shared and directory is None:
             what = f"the buffer is to be shared, and its storage is {self.storage}, expected one in files"
             raise ValueError(f"{what}: pass storage=LazyMemmapStorage(…, scratch_dir=…)")
         if shared:
             check_readable(self.sampler)
-        self._shared = shared
+        self._shared_in = directory if shared else None
         return self
 
     def __reduce__(self) -> Any:
-        if self._shared and isinstance(self.storage, LazyMemmapStorage):
+        if self._shared_in is not None:
             options: dict[str, Any] = {"sampler": self.sampler, "batch_size": self.batch_size}
-            return partial(ReplayReader, **options), (self.storage.scratch_dir,)
+            return partial(ReplayReader, **options), (self._shared_in,)
         mend = "dumps(path) writes it, and loads(path) of another buffer with the same arguments reads it"
         raise TypeError(f"{self!r} cannot be copied or pickled: {mend}")
 
@@ -324,13 +337,13 @@ class ReplayBuffer(BufferAccess):
         return f"{type(self).__name__}({parts})"
 
 
-def made(part: Any, method: str) -> Any:
-    """A storage or sampler, which has this method; one that a function without arguments returns."""
-    return part() if callable(part) and not isinstance(part, type) and not hasattr(part, method) else part
-
-
-def _check_part(name: str, part: Any, method: str, example: str) -> None:
+def part_of(name: str, part: Any) -> Any:
+    """A storage or sampler without a buffer, or what a function returns; TypeError or ValueError for other objects."""
+    method, example = _PARTS[name]
+    if callable(part) and not isinstance(part, type) and not hasattr(part, method):
+        part = part()
     if isinstance(part, type) or not hasattr(part, method):
         raise TypeError(f"{name} is {kind_of(part)}, expected a {name} of funcollect: pass for example {example}")
     if _OWNERS.get(part, lambda: None)() is not None:
         raise ValueError(f"{name} {part} belongs to another buffer, expected one of its own: make another")
+    return part

@@ -42,6 +42,7 @@ class RingMemory:
         self.capacity, storage.linked = storage.max_size, trajectories is not None
         self._index = None if trajectories is None else TrajectoryIndex(self.capacity)
         self.written = 0  # frames written since `init`; frame n is in slot n % capacity
+        self.counted = 0  # frames of earlier rings of the buffer, which its `write_count` has
         self.lanes: tuple[int, ...] | None = None  # the batch dimensions before time of the newest batch
         self.since = 0  # the number of the first frame since when all batches have had them
         self.by_lane = False  # whether lanes of a batch have had the same trajectory ids, as the runs of a vmap do

@@ -46,6 +46,7 @@ class RandomSampler(Sampler):
     """
 
     without_replacement: ClassVar[type[RandomSampler]]
+    replacement: ClassVar[bool] = True
 
     @takes_replacement
     def __init__(self) -> None:
@@ -76,6 +77,8 @@ class SamplerWithoutReplacement(RandomSampler):
     >>> [batch["x"].tolist() for batch in buffer]
     [[0, 1], [2, 3], [4]]
     """
+
+    replacement = False
 
     @takes_replacement
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True) -> None:

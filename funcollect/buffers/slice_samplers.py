@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ from funcollect.buffers import Ints, indices
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Slices
 from funcollect.buffers.single_frames import RandomSampler, SamplerWithoutReplacement, takes_replacement
 from funcollect.buffers.trajectory_index import Trajectories
+from funcollect.messages import shown
 from funcollect.trajectories.returns import MultiStep
 from funcollect.trajectories.split import MASK
 from funcollect.tree import Path, as_path
@@ -73,17 +74,22 @@ class SliceSampler(RandomSampler):
         check_key("trajectory_key", trajectory_key)
         if end_key is not None and end_keys is not None:
             raise ValueError("end_key and end_keys are exclusive, expected one: leave one out")
+        if end_keys is not None and (not isinstance(end_keys, (list, tuple)) or not end_keys):
+            raise TypeError(f"end_keys is {shown(end_keys)}, expected a list of keys: pass one alone as end_key")
         ends = end_key if end_keys is None else tuple(map(as_path, end_keys))
         self.trajectories = Trajectories(traj_key=trajectory_key if traj_key is None else traj_key, end_key=ends)
         self.num_slices, self.slice_len = num_slices, slice_len
         both = tuple(span) if isinstance(span, (tuple, list)) else (span if over == "trajectories" else False, span)
-        self.options: dict[str, Any] = {
-            "strict_length": strict_length, "pad_output": pad_output, "init_key": init_key, "over": over,
-            "truncated_key": truncated_key, "span": both,
-        }  # fmt: skip
-        self._specs: dict[tuple[int, int], Slices] = {}
         one, other = (1 << 30 if size is None else size for size in (num_slices, slice_len))
-        Slices(num_slices=one, slice_len=other, **self.options)  # checks the arguments
+        self._like = Slices(
+            num_slices=one, slice_len=other, strict_length=strict_length, pad_output=pad_output, init_key=init_key,
+            over=over, truncated_key=truncated_key, span=both,
+        )  # fmt: skip
+        self._specs: dict[tuple[int, int], Slices] = {}
+        # What the sampler was built with, by TorchRL's names.
+        self.traj_key, self.end_key = self.trajectories.traj_key, self.trajectories.end_key
+        self.strict_length, self.pad_output, self.init_key = strict_length, pad_output, init_key
+        self.over, self.truncated_key, self.span = over, truncated_key, both
 
     @override
     def spec(self, batch_size: int) -> Slices:
@@ -96,15 +102,13 @@ class SliceSampler(RandomSampler):
             raise ValueError(f"{what}, expected a positive multiple: sample for example {near} frames")
         num_slices, slice_len = (other, given) if self.num_slices is None else (given, other)
         if (found := self._specs.get((num_slices, slice_len))) is None:  # its checks take as long as to draw
-            found = Slices(num_slices=num_slices, slice_len=slice_len, **self.options)
-            self._specs[num_slices, slice_len] = found
+            found = self._specs[num_slices, slice_len] = replace(self._like, num_slices=num_slices, slice_len=slice_len)
         return found
 
     def __repr__(self) -> str:
         size = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
-        strict, padded, over = (self.options[name] for name in ("strict_length", "pad_output", "over"))
-        padding = ", pad_output=True" if padded else ""
-        return f"{type(self).__name__}({size}, strict_length={strict}{padding}, over={over!r})"
+        padding = ", pad_output=True" if self.pad_output else ""
+        return f"{type(self).__name__}({size}, strict_length={self.strict_length}{padding}, over={self.over!r})"
 
 
 class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):

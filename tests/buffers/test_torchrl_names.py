@@ -1,5 +1,6 @@
 """What TorchRL's buffers, storages and samplers have by the same names: access, keywords, priorities in TensorDicts."""
 
+import io
 import pickle
 
 import pytest
@@ -87,6 +88,7 @@ def test_frames_on_which_others_depend_are_not_overwritten(case, tmp_path):
     (slice(0, 2), frames(2).select("x"), r"lacks \['y.z'\]"),
     (slice(0, 2), frames(2).set("x", torch.zeros(2)), r"x is \[\] torch.float32 in each frame"),
     (slice(0, 2), frames(2).to_dict() | {"x": torch.arange(3)}, r"expected \[2\] frames, or ones that broadcast"),
+    ("x", torch.zeros(5), r"do not match the \[6\] frames .*: give one for each"),
 ])  # fmt: skip
 def test_data_that_do_not_match_change_nothing(index, data, message):
     buffer = made()
@@ -116,6 +118,9 @@ def test_numbers_of_a_buffer_and_its_next_sample():
     buffer.empty(empty_write_count=False)
     buffer.extend(frames(3))
     assert (buffer.write_count, len(buffer)) == (9, 3)
+    other = made(sampler=fc.SamplerWithoutReplacement())
+    other.load_state_dict(buffer.state_dict())
+    assert (other.write_count, len(other)) == (9, 3)
     buffer.empty()
     assert buffer.write_count == 0
 
@@ -166,9 +171,36 @@ def test_dumps_of_trees(kind, data, tmp_path):
     other.extend(data)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_as_a_dict(kind):
+    def fresh():
+        sampler, generator = fc.SamplerWithoutReplacement(), torch.Generator().manual_seed(0)
+        return fc.ReplayBuffer(storage=kind(8), sampler=sampler, batch_size=3, generator=generator)
+
+    buffer, other, file = fresh(), fresh(), io.BytesIO()
+    buffer.extend(frames(11))
+    buffer.sample()
+    torch.save(buffer.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
+    for _ in range(4):
+        assert (buffer.sample() == other.sample()).all()
+
+
+@pytest.mark.parametrize("state", [None, {"../x": torch.zeros(1, dtype=torch.uint8)}, {"meta.json": "{}"}])
+def test_another_dict_is_refused(state):
+    buffer = made()
+    with pytest.raises(TypeError, match="expected what state_dict of a buffer returned"):
+        buffer.load_state_dict(state)
+    assert (buffer[:] == frames(6)).all()
+
+
 def test_ragged_items_are_stacked_lazily():
     buffer = fc.ReplayBuffer(storage=fc.ListStorage(4), batch_size=50)
-    buffer.extend(LazyStackedTensorDict(*(TensorDict({"a": torch.full((n,), n)}) for n in (1, 2)), stack_dim=0))
+    ragged = LazyStackedTensorDict(*(TensorDict({"a": torch.full((n,), n)}) for n in (1, 2)), stack_dim=0)
+    buffer.extend(ragged)
+    with pytest.raises(ValueError, match="expected one shape for each key: store it in a ListStorage"):
+        fc.ReplayBuffer(storage=fc.LazyTensorStorage(4)).extend(ragged)
     sample = buffer.sample()
     assert {tuple(item["a"].tolist()) for item in sample.unbind(0)} == {(1,), (2, 2)}
 
@@ -207,6 +239,37 @@ def test_priorities_are_reduced(reduction, wanted):
     assert drawn(buffer) == wanted
     with pytest.raises(ValueError, match=r"td_error has shape \[3\] for 2 frames"):
         buffer.update_tensordict_priority(TensorDict({"index": torch.arange(2), "td_error": torch.ones(3)}))
+
+
+@pytest.mark.parametrize("priority", [[1.0, float("nan")], [1.0, -1.0]])
+@pytest.mark.parametrize("kind", [fc.LazyTensorStorage, fc.ListStorage])
+def test_frames_with_bad_priorities_are_not_stored(kind, priority):
+    buffer = fc.TensorDictPrioritizedReplayBuffer(alpha=1, beta=1, storage=kind(8))
+    buffer.extend(frames(2))
+    with pytest.raises(ValueError, match="expected finite numbers of at least 0"):
+        buffer.extend(frames(2).set("td_error", torch.tensor(priority)))
+    assert (len(buffer), buffer.write_count) == (2, 2)
+
+
+def test_an_exponent_changes_stored_priorities():
+    buffer = keyed()
+    buffer.extend(frames(3).set("td_error", torch.tensor([0.0, 4.0, 9.0])))
+    for alpha, weights in ((0.5, [0, 2, 3]), (torch.tensor(1.0), [0, 4, 9])):
+        buffer.sampler.alpha = alpha
+        assert buffer.sampler.state()["weights"][:3].tolist() == weights
+    with pytest.raises(ValueError, match="alpha is -1, expected"):
+        buffer.sampler.alpha = -1
+
+
+def test_samplers_name_what_they_were_built_with():
+    options = {"traj_key": "x", "strict_length": False, "pad_output": True, "span": (False, 2), "truncated_key": "cut"}
+    for sampler in (
+        fc.SliceSampler(slice_len=4, **options),
+        fc.PrioritizedSliceSampler(8, 1, 1, slice_len=4, **options),
+    ):
+        assert {name: getattr(sampler, name) for name in options} == options
+        assert sampler.replacement
+    assert not fc.SliceSampler(slice_len=4, replacement=False).replacement
 
 
 def test_sequences_have_one_priority():

@@ -83,6 +83,9 @@ def test_any_of_several_flags_ends_a_trajectory():
         filled(flags, 9, fc.SliceSampler(slice_len=3, end_keys=["no.such"]))
     with pytest.raises(ValueError, match="end_key and end_keys are exclusive"):
         fc.SliceSampler(slice_len=3, end_key="a", end_keys=["b"])
+    for keys in ("done", []):
+        with pytest.raises(TypeError, match=r"end_keys is .*, expected a list of keys"):
+            fc.SliceSampler(slice_len=3, end_keys=keys)
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])

@@ -6,6 +6,8 @@ element, several times faster than Torch copies short rows.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -310,7 +312,7 @@ class FrameLayout:
         batch = saved["batch"]
         forms = {tuple(path): (tuple(shape), getattr(torch, dtype)) for path, shape, dtype in batch["leaves"]}
         planes = {tuple(path): count for path, count in saved["planes"]}
-        structure = optree.tree_structure(_tree_of(batch["tree"])) if "tree" in batch else None
+        structure = optree.tree_structure(ast.literal_eval(batch["tree"])) if "tree" in batch else None
         return cls(RowLayout(forms, tuple(batch["item_dims"]), structure), planes)
 
     def to_json(self) -> dict[str, Any]:
@@ -319,7 +321,7 @@ class FrameLayout:
         leaves = [(leaf.path, leaf.shape, str(leaf.dtype).removeprefix("torch.")) for leaf in batch.columns]
         saved: dict[str, Any] = {"leaves": leaves, "item_dims": batch.item_dims}
         if batch.structure is not None:
-            saved["tree"] = _described(optree.tree_unflatten(batch.structure, [0] * batch.structure.num_leaves))
+            saved["tree"] = _written(batch.structure)
         return {"batch": saved, "planes": planes}
 
     def kinds(self) -> dict[tuple[int, int, torch.dtype], list[PackedLeaf]]:
@@ -331,24 +333,13 @@ class FrameLayout:
         return found
 
 
-def _described(tree: Any) -> Any:
-    """A tree of zeros as lists for JSON: the kind of node, and its children; a dict's with their keys."""
-    if type(tree) is dict and all(type(key) in (str, int) for key in tree):
-        return ["dict", [[key, _described(child)] for key, child in tree.items()]]
-    if type(tree) in (list, tuple):
-        return [type(tree).__name__, [_described(child) for child in tree]]
-    if tree == 0:
-        return 0
-    raise TypeError(f"the frames are trees of {type(tree).__name__}, which have no file format: store TensorDicts")
-
-
-def _tree_of(described: Any) -> Any:
-    if described == 0:
-        return 0
-    kind, children = described
-    if kind == "dict":
-        return {key: _tree_of(child) for key, child in children}
-    return {"list": list, "tuple": tuple}[kind](map(_tree_of, children))
+def _written(structure: Any) -> str:
+    """A structure as Python writes a tree of zeros; TypeError unless that can be read without running code."""
+    text = repr(optree.tree_unflatten(structure, [0] * structure.num_leaves))
+    with contextlib.suppress(ValueError, SyntaxError):
+        if optree.tree_structure(ast.literal_eval(text)) == structure:
+            return text
+    raise TypeError(f"the frames are trees {structure}, which have no file format: store TensorDicts")
 
 
 def _observations(leaves: Mapping[Path, Tensor], ndim: int) -> dict[Path, int]:

@@ -31,6 +31,7 @@ from funcollect.buffers.storages.packed_rows import FrameLayout, ViewedRows, for
 from funcollect.buffers.storages.shared_leaves import PLANES, HeldRows, RowsInFile, SegmentFiles, SharedLeaves, room_for
 from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size
 from funcollect.interop.memory import memory_for
+from funcollect.messages import clipped
 from funcollect.trajectories.split import readable
 from funcollect.tree import Path as KeyPath
 
@@ -104,7 +105,11 @@ class LazyTensorStorage(Storage):
 
     @override
     def admit(self, data: Any) -> Incoming:
-        leaves = leaves_of(data)
+        try:
+            leaves = leaves_of(data)
+        except RuntimeError as error:  # of tensordict
+            what = f"the batch is a lazy stack of different shapes ({clipped(str(error))})"
+            raise ValueError(f"{what}, expected one shape for each key: store it in a ListStorage") from error
         lead = lead_of(data, leaves, self.ndim)
         layout = self.layout or FrameLayout.of(data, leaves, self.ndim, self.compact_obs, self.frame_stack)
         layout.batch.check(leaves, self.ndim)
