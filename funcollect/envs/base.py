@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gymnasium import spaces
+from gymnasium.experimental.functional import FuncEnv
 from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import TimeLimit
 from torch import Tensor
@@ -238,6 +239,38 @@ def is_torchrl(env: Any) -> bool:
 def is_of(library: str, env: Any) -> bool:
     """Whether a class of the environment is one of a library's, such as ``"envpool"``, of any interface."""
     return any(base.__module__.partition(".")[0] == library for base in type(env).__mro__)
+
+
+# By adapter, as ``from_<suite>`` names it: the package of its classes, and members by which their like is known.
+SUITES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "playground": ("mujoco_playground", ("reset", "step", "action_size", "unwrapped")),
+    "brax": ("brax", ("reset", "step", "action_size")),
+    "gymnax": ("gymnax", ("reset_env",)),
+    "jumanji": ("jumanji", ("observation_spec", "action_spec")),
+    "navix": ("navix", ("reset", "_step", "action_space")),
+    "pgx": ("pgx", ("init", "num_players", "num_actions")),
+    "functional": ("gymnasium", ("initial", "transition", "terminal")),
+}
+
+
+def suite_of(env: Any) -> str | None:
+    """The name in `SUITES` of an instance of a suite's classes; None for any other object."""
+    if isinstance(env, (type, gymnasium.Env, VectorEnv)):
+        return None
+    if isinstance(env, FuncEnv):
+        return "functional"
+    return next((suite for suite, (package, _) in [*SUITES.items()][:-1] if is_of(package, env)), None)
+
+
+def adapter_of(env: object) -> str:
+    """The fix for an object that `make_env` refuses: the adapter that takes its like, judged by its members."""
+    members = {*dir(env)}  # without a look at properties, which may compute
+    if {"num_envs", "single_observation_space", "single_action_space", "reset", "step"} <= members:
+        return "its members are those of a vector environment over tensors: pass it to from_torch_vector_env"
+    like = (suite for suite, (_, names) in SUITES.items() if members.issuperset(names) and not is_of("dm_env", env))
+    if suite := suite_of(env) or next(like, None):
+        return f"pass it alone to funcollect.envs.from_{suite}, which takes its like, with num_envs= for several lanes"
+    return "pass one of these, or two pure functions of JAX to funcollect.envs.from_functions"
 
 
 def refuse_foreign(env: Any) -> None:

@@ -282,8 +282,8 @@ def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = 
         )
     if not callable(source):
         raise TypeError(
-            f"env is {name}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env or a list: pass one of "
-            "these (an environment of a JAX suite goes to its adapter, such as funcollect.envs.from_gymnax)"
+            f"env is {name}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env or a list: "
+            f"{base.adapter_of(source)}"
         )
     return partial(base.built, *base.with_time_limit(source, kwargs))
 
