@@ -162,6 +162,23 @@ def box(shape: tuple[int, ...], dtype: npt.DTypeLike, low: Any = None, high: Any
     return spaces.Box(lower, upper, shape, kind)
 
 
+def info_place(info: Mapping[str, Any], key: str) -> tuple[Mapping[str, Any], str]:
+    """The dict that holds (or lacks) an info key, and its name in it: dots lead into dicts, unless a key has them."""
+    outer, _, inner = key.partition(".")
+    if key not in info and inner and isinstance(info.get(outer), Mapping):
+        return info_place(info[outer], inner)
+    return info, key
+
+
+def info_names(info: Mapping[Any, Any], before: str = "") -> list[str]:
+    """The names of all infos, with dots between those of dicts, without Gymnasium's marks."""
+    names: list[str] = []
+    for name in sorted(name for name in map(str, info) if not name.startswith("_")):
+        part = info.get(name)
+        names += info_names(part, f"{before}{name}.") if isinstance(part, Mapping) else [before + name]
+    return names
+
+
 class EnvBase:
     """Base class of `HostEnvBase`, `TorchEnvBase` and `JaxEnvBase`: the members that follow from the two spaces."""
 

@@ -97,7 +97,7 @@ _SUITES = ("ale", "brax", "envpool", "gymnax", "jumanji", "navix", "pgx", "playg
 _NAMESPACES: dict[str, Callable[..., Env]] = {name: getattr(envs, f"from_{name}") for name in _SUITES}
 _NAMESPACES["torch"] = _torch_env
 WORKER_ARGUMENTS = ("num_workers", "parallel", "timeout", *REMOVED)
-_ADAPTER_ARGUMENTS = ("num_envs", *WORKER_ARGUMENTS, "info_keys", "dtype", "one_hot", "replayable")
+_ADAPTER_ARGUMENTS = ("num_envs", *WORKER_ARGUMENTS, "info_keys", "dtype", "one_hot", "replayable", "drop", "text")
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:

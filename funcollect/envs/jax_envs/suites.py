@@ -210,9 +210,7 @@ def _like_gymnax(raw: Any, *errors: type[Exception]) -> Iterator[None]:
         yield
     except errors as error:
         what = f"from_gymnax cannot adapt {type(raw).__name__}, which raised {error!r}"
-        wanted = (
-            "gymnax's interface: state.time, params.max_steps_in_episode, and observations as in their space"
-        )
+        wanted = "gymnax's interface: state.time, params.max_steps_in_episode, and observations as in their space"
         mend = "pass its reset_env and step_env, in the form of two functions, to funcollect.envs.from_functions"
         raise TypeError(f"{what}, expected {wanted}; {mend}") from error
 

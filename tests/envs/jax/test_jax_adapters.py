@@ -209,6 +209,11 @@ def test_info_is_recorded_by_name():
     batch = rollout(functions_suite().env)
     assert (batch["next", "info", "far"] == -batch["next", "reward"][..., 0]).all()
     assert "info" not in rollout(functions_suite(info_keys=()).env)["next"]
+    nested = lambda *given: (*step(*given)[:5], {"sums": {"x": jnp.ones(2)}, "sums.y": 3})  # noqa: E731
+    named = {"observation_space": (own := functions_suite().env).observation_space, "info_keys": ["sums.x", "sums.y"]}
+    env = envs.from_functions(reset, nested, action_space=own.action_space, num_envs=2, **named)
+    infos = rollout(env)["next", "info"]
+    assert (infos["sums.x"].unique().tolist(), infos["sums.y"].unique().tolist()) == ([1], [3])
     with pytest.raises(ValueError, match=r"gymnax/CartPole-v1 has no info \['discounts'\], expected .*'discount'"):
         rollout(fc.make_env("gymnax/CartPole-v1", info_keys=["discounts"]))
 
