@@ -18,7 +18,7 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, OrderE
 
 from funcollect import arguments
 from funcollect.envs import base
-from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, check_lives, is_atari
+from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, EpisodicLife, FireReset, check_lives, is_atari
 from funcollect.envs.gymnasium_envs.lanes import (
     TAKEN,
     GymEnv,
@@ -161,6 +161,7 @@ def from_ale(
     stack: int = 4,
     grayscale: bool = True,
     terminal_on_life_loss: bool = False,
+    fire_reset: bool = False,
     repeat_action_probability: float = 0.25,
     max_episode_steps: int | None = None,
     info_keys: Sequence[str] = (),
@@ -182,6 +183,9 @@ def from_ale(
         grayscale: whether colours are left out.
         terminal_on_life_loss: whether an episode also terminates when a life is lost. The next one goes on with the
             next life, after a step without an action; a limit on frames and a reset within a life begin another game.
+        fire_reset: whether each reset, that to a next life too, presses FIRE and then takes action 2, in games with
+            FIRE. As in Stable-Baselines3's `AtariWrapper`, all frames of a step are then taken before a lost life ends
+            an episode; without `fire_reset`, Gymnasium's preprocessing ends the step at the frame of the loss.
         repeat_action_probability: that a frame repeats the last action: 0.25 as in Machado et al., 2018, or for example
             0.0 as in Mnih et al., 2015.
         max_episode_steps: steps after which an episode is truncated; the game itself truncates after 108,000 frames.
@@ -202,9 +206,12 @@ def from_ale(
         arguments.check_positive(name, value)
     arguments.check_count("noop_max", noop_max)
     arguments.check_number("repeat_action_probability", repeat_action_probability, most=1, example=0.25)
-    arguments.check_flags(grayscale=grayscale, terminal_on_life_loss=terminal_on_life_loss)
-    lives = {"noop_max": noop_max, "terminal_on_life_loss": terminal_on_life_loss, "grayscale_obs": grayscale}
+    arguments.check_flags(grayscale=grayscale, terminal_on_life_loss=terminal_on_life_loss, fire_reset=fire_reset)
+    breaks_off = terminal_on_life_loss and not fire_reset
+    lives = {"noop_max": noop_max, "terminal_on_life_loss": breaks_off, "grayscale_obs": grayscale}
     wrappers = [AtariPreprocessing.wrapper_spec(**screens, **lives)]
+    if fire_reset:
+        wrappers += [EpisodicLife.wrapper_spec()] * terminal_on_life_loss + [FireReset.wrapper_spec()]
     wrappers.append(FrameStackObservation.wrapper_spec(stack_size=stack))
     if max_episode_steps is not None:
         arguments.check_positive("max_episode_steps", max_episode_steps)
