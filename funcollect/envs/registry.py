@@ -65,8 +65,9 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     pair = isinstance(env, tuple) and len(env) == 2 and not {"reset_env", "initial"} & {*dir(env[1])}
     given = env if pair and suite_of(env[0]) in ("gymnax", "functional") else (env,)  # with its parameters
     if suite := suite_of(given[0]):
-        made, label = partial(getattr(envs, f"from_{suite}"), *given), type(given[0]).__name__
-        return limited(made, kwargs, label, f"leave it out; see funcollect.envs.from_{suite}")
+        adapter: Callable[..., Env] = partial(getattr(envs, f"from_{suite}"), *given)
+        mend = f"leave it out; see funcollect.envs.from_{suite}"
+        return limited(adapter, kwargs, type(given[0]).__name__, mend)  # type: ignore[no-any-return]
     if callable(env) and not isinstance(env, gymnasium.Env):
         return _from_callable(env, kwargs)
     return envs.from_gymnasium(env, **kwargs)

@@ -39,7 +39,9 @@ def from_torch_vector_env(
 
     `env` is the environment, or a function that builds one. What is built already can serve one state: evaluations, and
     collectors that are restored from a file, want a function. `info_keys` name infos to record, tensors [P, ...]; the
-    rows of lanes that ended come from ``"final_info"`` if there is one. `device` is by default the environment's own.
+    rows of lanes that ended come from ``"final_info"`` if there is one. `device` is where the tensors are, by default
+    the environment's own attribute `device`: only one without it needs the argument. Actions of Tuple and Dict spaces
+    are joined, as in `from_gymnasium`.
 
     Raises TypeError or ValueError for an environment without these members, or one that does not reset its lanes so.
 
@@ -79,7 +81,7 @@ def from_torch_vector_env(
             raise ValueError(f"{label} has autoreset_mode={mode}, expected SAME_STEP: build it so")
         place = checked_device(device if device is not None else _member(made, "device"))
         if place is None:
-            raise TypeError(f"{label} has no device, expected where its tensors are: pass device=")
+            raise TypeError(f"{label} has no device, expected where its tensors are: pass device=, or set it there")
         adapted = DeviceVectorEnv(
             label=label,
             num_envs=lanes,
@@ -143,7 +145,7 @@ class VectorSimulators:
         self._simulators = env.build()
         self._lanes = env.num_envs or 1
         spec, own = env.action_spec, env.own_actions
-        decode = partial(spec.from_one_hot, numpy=torch) if spec.one_hot else None
+        decode: Callable[[Any], Any] | None = partial(spec.from_one_hot, numpy=torch) if spec.one_hot else None
         if own is not spec.space:
             decode = batch_structure(own, decode or (lambda action: action), _as_torch_type)
         self._decode = decode  # None if the simulators take the actions as they are

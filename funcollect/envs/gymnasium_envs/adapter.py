@@ -33,6 +33,7 @@ from funcollect.envs.host.host_env import Opener, OpenerOf, SimulatedEnv
 from funcollect.envs.host.lane_workers.block import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.envs.host.plain_spaces import plain_actions, plain_observations
+from funcollect.errors import EnvError
 from funcollect.processes.system import SIGNS
 from funcollect.protocols import Forking, is_env
 from funcollect.specs import ActionSpec, observation_leaves
@@ -273,7 +274,7 @@ def _open_lanes(factories: Sequence[Callable[[], Any]], atari: bool, env: Simula
     lanes: list[GymEnv] = []
     try:
         for lane, factory in enumerate(factories, env.first_lane):
-            made = factory()
+            made = _made_lane(lane, factory)
             _check_lane(lane, made, env, atari)
             if id(made) in TAKEN or any(made.unwrapped is other.unwrapped for other in lanes):
                 mend = "build a new one at each call"
@@ -288,6 +289,17 @@ def _open_lanes(factories: Sequence[Callable[[], Any]], atari: bool, env: Simula
                 made.close()
         raise
     return (AtariLanes if atari else Lanes)(lanes, env)
+
+
+def _made_lane(lane: int, factory: Callable[[], Any]) -> Any:
+    """What the factory of a lane makes; EnvError with the way out if its library allows one in a process."""
+    try:
+        return factory()
+    except RuntimeError as error:
+        if "per process" not in str(error):
+            raise
+        mend = "give each lane a process of its own by num_workers=, as many as num_envs, and close other states first"
+        raise EnvError(f"lane {lane}: its library runs one environment in each process ({error}): {mend}") from error
 
 
 def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = False) -> Callable[[], Any]:
