@@ -96,7 +96,7 @@ class EpisodicLife(RecordConstructorArgs, _Lives):
     @override
     def step(self, action: Any) -> Any:
         observation, reward, terminated, truncated, info = self.env.step(action)
-        before, self._lives = self._lives, self._left()
+        before, self._lives = self._lives, self.env.unwrapped.ale.lives()  # type: ignore[attr-defined]
         lost = 0 < self._lives < before  # some games show no life for a few frames before they are over
         self._life_lost = lost and not (terminated or truncated)
         return observation, reward, terminated or lost, truncated, info
@@ -104,11 +104,8 @@ class EpisodicLife(RecordConstructorArgs, _Lives):
     @override
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         answer = super().reset(seed=seed, options=options)
-        self._lives = self._left()
+        self._lives = self.env.unwrapped.ale.lives()  # type: ignore[attr-defined]
         return answer
-
-    def _left(self) -> int:
-        return int(self.env.unwrapped.ale.lives())  # type: ignore[attr-defined]
 
 
 class FireReset(RecordConstructorArgs, gymnasium.Wrapper[Any, Any, Any, Any]):

@@ -65,11 +65,10 @@ def plain_actions(space: Space) -> Space:
         return space
     parts = disassemble(space, space)
     if parts and all(isinstance(part, _CHOICES) for part in parts):
-        most = [2 if isinstance(part, spaces.MultiBinary) else getattr(part, "nvec", None) for part in parts]
-        most = [part.n if own is None else own for part, own in zip(parts, most, strict=True)]
-        starts = [getattr(part, "start", 0) for part in parts]
-        counts, least = (_joined(each, [part.shape for part in parts]) for each in (most, starts))
-        return spaces.MultiDiscrete(counts, start=least)
+        most = [getattr(part, "nvec", 2 if part.shape else part.n) for part in parts]
+        both = most, [getattr(part, "start", 0) for part in parts]
+        shaped = [[np.broadcast_to(one, p.shape).ravel() for one, p in zip(each, parts, strict=True)] for each in both]
+        return spaces.MultiDiscrete(np.concatenate(shaped[0]), start=np.concatenate(shaped[1]))
     if parts and all(isinstance(part, spaces.Box) for part in parts) and len({p.dtype.kind == "f" for p in parts}) == 1:
         dtype: Any = np.result_type(*[part.dtype for part in parts]).type
         low, high = (np.concatenate([getattr(part, name).ravel() for part in parts]) for name in ("low", "high"))
@@ -79,14 +78,6 @@ def plain_actions(space: Space) -> Space:
         "parts, or of Box parts of one kind of number: wrap the environment in a gymnasium.ActionWrapper whose "
         "action_space is one of these, and whose action(array) makes the environment's own"
     )
-
-
-def _joined(values: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> Any:
-    return np.concatenate([np.broadcast_to(one, shape).ravel() for one, shape in zip(values, shapes, strict=True)])
-
-
-def _size(space: Space) -> int:
-    return int(np.prod(space.shape or (), dtype=int))
 
 
 def in_structure(space: Space, parts: Iterator[Any]) -> Any:
@@ -99,10 +90,10 @@ def in_structure(space: Space, parts: Iterator[Any]) -> Any:
     return next(parts)
 
 
-def into_parts(space: Space, decode: Callable[[Any], Any], cast: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+def _into_parts(space: Space, decode: Callable[[Any], Any], cast: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
     """A function from actions of `plain_actions` [k, n], which `decode` reads first, to each part's [k, *shape]."""
     found = disassemble(space, space)
-    ends = np.cumsum([_size(part) for part in found]).tolist()
+    ends = np.cumsum([int(np.prod(part.shape, dtype=int)) for part in found]).tolist()
     places = [*zip(found, [0, *ends], ends, strict=False)]
 
     def parts(action: Any) -> list[Any]:
@@ -112,24 +103,20 @@ def into_parts(space: Space, decode: Callable[[Any], Any], cast: Callable[[Any, 
     return parts
 
 
-def as_type(part: Any, dtype: Any) -> Any:
-    """The part of NumPy's, in its own space's dtype."""
-    return part.astype(dtype)
-
-
-def batch_structure(space: Space, decode: Callable[[Any], Any], cast: Any = as_type) -> Callable[[Any], Any]:
+def batch_structure(
+    space: Space, decode: Callable[[Any], Any], cast: Callable[[Any, Any], Any] = np.ndarray.astype
+) -> Callable[[Any], Any]:
     """A function from flat actions [k, n] to what a vector environment takes: the space's structure of [k, *shape]."""
-    parts = into_parts(space, decode, cast)
+    parts = _into_parts(space, decode, cast)
     return lambda action: in_structure(space, iter(parts(action)))
 
 
 def lane_structures(space: Space, decode: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
     """A function from flat actions [k, n] to k actions in the structure of their space."""
-    parts = into_parts(space, decode, as_type)
-    boxes = [isinstance(part, spaces.Box) for part in disassemble(space, space)]
+    parts = _into_parts(space, decode, np.ndarray.astype)
 
     def split(action: Any) -> list[Any]:
-        columns = [map(np.asarray, part) if box else part for part, box in zip(parts(action), boxes, strict=True)]
-        return [in_structure(space, iter(row)) for row in zip(*columns, strict=True)]
+        columns = ([*map(np.asarray, part)] if part.dtype.kind == "f" else part for part in parts(action))
+        return [in_structure(space, iter(row)) for row in zip(*columns, strict=True)]  # numbers of a Box are arrays
 
     return split

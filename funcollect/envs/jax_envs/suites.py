@@ -193,22 +193,22 @@ def from_gymnax(
         return Transition(after, observation, reward, terminated, truncated, info)
 
     facts = {"default_params": own, "param_keys": param_keys, "renderer": partial(_gymnax_renderer, raw, own)}
-    with _like_gymnax(raw, AttributeError, KeyError, IndexError, NotImplementedError):
+    with _like_gymnax(raw):
         observed, actions = _space(raw.observation_space(own), first_observation(reset)), _space(raw.action_space(own))
     common = (observed, actions, num_envs, one_hot, info_keys, starts)
     made = jax_env(f"gymnax/{raw.name}", reset, step, *common, truncates=True, **facts)
     if type(raw).__module__.partition(".")[0] != "gymnax":  # another package's class, as Craftax, or the user's
-        with _like_gymnax(raw, AttributeError, KeyError, IndexError, NotImplementedError, TypeError):
+        with _like_gymnax(raw, TypeError):
             check_functions(made, made.params)
     return made
 
 
 @contextmanager
-def _like_gymnax(raw: Any, *errors: type[Exception]) -> Iterator[None]:
-    """Turn these errors of an environment, which lacks something that gymnax's have, into a TypeError with the fix."""
+def _like_gymnax(raw: Any, *more: type[Exception]) -> Iterator[None]:
+    """Turn errors of an environment that lacks something of gymnax's, and `more` of them, into one TypeError."""
     try:
         yield
-    except errors as error:
+    except (AttributeError, KeyError, IndexError, NotImplementedError, *more) as error:
         what = f"from_gymnax cannot adapt {type(raw).__name__}, which raised {error!r}"
         wanted = "gymnax's interface: state.time, params.max_steps_in_episode, and observations as in their space"
         mend = "pass its reset_env and step_env, in the form of two functions, to funcollect.envs.from_functions"
