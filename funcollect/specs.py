@@ -91,7 +91,10 @@ def _leaves(space: Space, path: Path, floating: np.dtype[Any]) -> list[Leaf]:
     if not isinstance(space, _ARRAYS):
         what = f"the observation space at {'.'.join(path) or 'the root'} is {type(space).__name__}"
         known = "Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple"
-        raise TypeError(f"{what}, expected {known}: flatten it with a Gymnasium wrapper")
+        mend = "leave it out by make_env(…, drop=[…]) or gymnasium.wrappers.FilterObservation, or flatten it"
+        if isinstance(space, spaces.Text):
+            mend = f"leave it out by make_env(…, drop={[*path[:1]]}), or record its bytes by text=256, or flatten it"
+        raise TypeError(f"{what}, expected {known}: {mend} with a Gymnasium wrapper")
     own = np.dtype(space.dtype)
     return [Leaf(path=path, shape=tuple(space.shape or ()), dtype=floating if own.kind == "f" else own)]
 

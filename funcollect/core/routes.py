@@ -230,6 +230,7 @@ _SEEDING = {
     "lane": f"each lane is seeded once, and its generator continues from episode to episode: {_NOT_BY_CUT}",
     "run": f"all lanes are seeded together, once, and their generators continue from episode to episode: {_NOT_BY_CUT}",
 }
+_IF_FOLLOWED = "if the simulator is a function of its seed and the actions, which funcollect.testing.check_env checks"
 _FORKING = {
     "replay": "the environment is rebuilt and the episode replayed",
     "snapshot": "the environment is rebuilt, takes an earlier snapshot of the simulator, and repeats the steps since",
@@ -367,7 +368,8 @@ def _seeding(env: Env) -> str:
     if kept := statistics_of(env):
         own = "each worker has its own statistics, and new simulators (init, a resumed collector) begin without any"
         return f"{seeding}, but {kept}: {_NOT_BY_CUT}; {own}"
-    return f"{seeding}: {_SEEDING[seeding]}"
+    followed = "" if env.backend != "host" or seeding == "run" else f", {_IF_FOLLOWED}"
+    return f"{seeding}: {_SEEDING[seeding]}{followed}"
 
 
 def _reasons(route: Route, steps: str, in_jax: bool) -> Iterator[str]:

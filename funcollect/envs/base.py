@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gymnasium import spaces
+from gymnasium.experimental.functional import FuncEnv
 from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import TimeLimit
 from torch import Tensor
@@ -161,6 +162,23 @@ def box(shape: tuple[int, ...], dtype: npt.DTypeLike, low: Any = None, high: Any
     return spaces.Box(lower, upper, shape, kind)
 
 
+def info_place(info: Mapping[str, Any], key: str) -> tuple[Mapping[str, Any], str]:
+    """The dict that holds (or lacks) an info key, and its name in it: dots lead into dicts, unless a key has them."""
+    outer, _, inner = key.partition(".")
+    if key not in info and inner and isinstance(info.get(outer), Mapping):
+        return info_place(info[outer], inner)
+    return info, key
+
+
+def info_names(info: Mapping[Any, Any], before: str = "") -> list[str]:
+    """The names of all infos, with dots between those of dicts, without Gymnasium's marks."""
+    names: list[str] = []
+    for name in sorted(name for name in map(str, info) if not name.startswith("_")):
+        part = info.get(name)
+        names += info_names(part, f"{before}{name}.") if isinstance(part, Mapping) else [before + name]
+    return names
+
+
 class EnvBase:
     """Base class of `HostEnvBase`, `TorchEnvBase` and `JaxEnvBase`: the members that follow from the two spaces."""
 
@@ -238,6 +256,38 @@ def is_torchrl(env: Any) -> bool:
 def is_of(library: str, env: Any) -> bool:
     """Whether a class of the environment is one of a library's, such as ``"envpool"``, of any interface."""
     return any(base.__module__.partition(".")[0] == library for base in type(env).__mro__)
+
+
+# By adapter, as ``from_<suite>`` names it: the package of its classes, and members by which their like is known.
+SUITES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "playground": ("mujoco_playground", ("reset", "step", "action_size", "unwrapped")),
+    "brax": ("brax", ("reset", "step", "action_size")),
+    "gymnax": ("gymnax", ("reset_env",)),
+    "jumanji": ("jumanji", ("observation_spec", "action_spec")),
+    "navix": ("navix", ("reset", "_step", "action_space")),
+    "pgx": ("pgx", ("init", "num_players", "num_actions")),
+    "functional": ("gymnasium", ("initial", "transition", "terminal")),
+}
+
+
+def suite_of(env: Any) -> str | None:
+    """The name in `SUITES` of an instance of a suite's classes; None for any other object."""
+    if isinstance(env, (type, gymnasium.Env, VectorEnv)):
+        return None
+    if isinstance(env, FuncEnv):
+        return "functional"
+    return next((suite for suite, (package, _) in [*SUITES.items()][:-1] if is_of(package, env)), None)
+
+
+def adapter_of(env: object) -> str:
+    """The fix for an object that `make_env` refuses: the adapter that takes its like, judged by its members."""
+    members = {*dir(env)}  # without a look at properties, which may compute
+    if {"num_envs", "single_observation_space", "single_action_space", "reset", "step"} <= members:
+        return "its members are those of a vector environment over tensors: pass it to from_torch_vector_env"
+    like = (suite for suite, (_, names) in SUITES.items() if members.issuperset(names) and not is_of("dm_env", env))
+    if suite := suite_of(env) or next(like, None):
+        return f"pass it alone to funcollect.envs.from_{suite}, which takes its like, with num_envs= for several lanes"
+    return "pass one of these, or two pure functions of JAX to funcollect.envs.from_functions"
 
 
 def refuse_foreign(env: Any) -> None:

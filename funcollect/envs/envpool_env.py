@@ -14,7 +14,7 @@ from gymnasium import spaces
 from typing_extensions import override
 
 from funcollect.arguments import check_keys, check_not_given, check_num_envs, check_positive
-from funcollect.envs.base import box, import_extra
+from funcollect.envs.base import box, import_extra, info_place
 from funcollect.envs.host.host_env import ONWARD, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
 from funcollect.errors import EnvError
 from funcollect.protocols import Outcome
@@ -181,7 +181,7 @@ class EnvPoolLanes(SimulatorsBase):
             raise EnvError(f"EnvPool's step raised {error!r}: {ONWARD}") from error
         if self._lives:
             self._ended[... if index is None else index] = terminated | truncated
-        infos = [info[key] for key in self._info_keys]
+        infos = [holder[name] for holder, name in (info_place(info, key) for key in self._info_keys)]
         self._rows.write_batch(observation, index)
         return reward, terminated.tolist(), truncated.tolist(), infos
 

@@ -13,7 +13,16 @@ from gymnasium.vector import VectorEnv
 
 from funcollect import envs
 from funcollect.envs.around import KEYWORDS, around
-from funcollect.envs.base import EnvBase, built, first_then_new, is_of, is_torchrl, refuse_foreign, with_time_limit
+from funcollect.envs.base import (
+    EnvBase,
+    built,
+    first_then_new,
+    is_of,
+    is_torchrl,
+    refuse_foreign,
+    suite_of,
+    with_time_limit,
+)
 from funcollect.envs.host.lane_workers.block import REMOVED
 from funcollect.envs.torch_env import TORCH_ENVS
 from funcollect.protocols import Env, is_env, is_policy
@@ -26,8 +35,10 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     takes; a class of your own (`funcollect.envs.JaxEnvBase` and its like), which is called with the keywords; a
     callable that returns one of these; or an id in a namespace: ``"torch/CartPole-v1"``, ``"envpool/CartPole-v1"``,
     ``"ale/Pong"``, ``"gymnax/CartPole-v1"``, ``"brax/ant"``, ``"jumanji/Snake-v1"``, ``"navix/Navix-Empty-8x8-v0"``,
-    ``"pgx/go_9x9"``, ``"playground/CartpoleBalance"``. The keywords are for the adapter: `num_envs` and, for Gymnasium,
-    `num_workers` (lanes over processes), the others of `funcollect.envs.from_gymnasium`, and those of `gymnasium.make`.
+    ``"pgx/go_9x9"``, ``"playground/CartpoleBalance"``. Instances of these suites and of Gymnasium's `FuncEnv` go to
+    their adapters too, and so does gymnax's pair ``(env, params)``. The keywords are for the adapter: `num_envs` and,
+    for Gymnasium, `num_workers` (lanes over processes), the others of `funcollect.envs.from_gymnasium`, and those of
+    `gymnasium.make`.
     Three are for any environment, one that is made already included:
 
     - `clip_actions`: True gives the environment actions clipped to the bounds of its Box, which remain those of the
@@ -64,6 +75,12 @@ def make_env(env: Any, **kwargs: Any) -> Env:
         which = few if namespace == "torch" else f"see funcollect.envs.from_{namespace}"
         made = partial(_NAMESPACES[namespace], name)
         return made(**kwargs) if namespace == "envpool" else limited(made, kwargs, f"'{env}'", f"leave it out; {which}")
+    pair = isinstance(env, tuple) and len(env) == 2 and not {"reset_env", "initial"} & {*dir(env[1])}
+    given = env if pair and suite_of(env[0]) in ("gymnax", "functional") else (env,)  # with its parameters
+    if suite := suite_of(given[0]):
+        adapter: Callable[..., Env] = partial(getattr(envs, f"from_{suite}"), *given)
+        mend = f"leave it out; see funcollect.envs.from_{suite}"
+        return limited(adapter, kwargs, type(given[0]).__name__, mend)  # type: ignore[no-any-return]
     if callable(env) and not isinstance(env, gymnasium.Env):
         return _from_callable(env, kwargs)
     return envs.from_gymnasium(env, **kwargs)
@@ -94,7 +111,7 @@ _SUITES = ("ale", "brax", "envpool", "gymnax", "jumanji", "navix", "pgx", "playg
 _NAMESPACES: dict[str, Callable[..., Env]] = {name: getattr(envs, f"from_{name}") for name in _SUITES}
 _NAMESPACES["torch"] = _torch_env
 WORKER_ARGUMENTS = ("num_workers", "parallel", "timeout", *REMOVED)
-_ADAPTER_ARGUMENTS = ("num_envs", *WORKER_ARGUMENTS, "info_keys", "dtype", "one_hot", "replayable")
+_ADAPTER_ARGUMENTS = ("num_envs", *WORKER_ARGUMENTS, "info_keys", "dtype", "one_hot", "replayable", "drop", "text")
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
@@ -113,7 +130,7 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
             return adapter(factory, **kwargs)
         return adapter(partial(first_then_new, [made], partial(factory, **own)), **given)
     refuse_foreign(made)
-    if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)):
+    if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)) and suite_of(made) is None:
         known = "an Env, a gymnasium.Env or anything else that make_env takes: return the environment"
         raise TypeError(f"the environment's factory returned {type(made).__name__}, expected {known}")
     return make_env(made, **given)

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from funcollect.arguments import check_keys, checked_device
-from funcollect.envs.base import AdaptedEnv, autoreset_mode, first_then_new, leaves_of
+from funcollect.envs.base import AdaptedEnv, autoreset_mode, first_then_new, info_names, info_place, leaves_of
+from funcollect.envs.host.plain_spaces import batch_structure, plain_actions
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.protocols import DeviceSimulators, Transition
-from funcollect.specs import ActionSpec, assemble, observation_leaves, torch_dtype
+from funcollect.specs import ActionSpec, Space, assemble, observation_leaves, torch_dtype
 from funcollect.tree import Path
 
 _FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, and its older one
@@ -37,7 +39,9 @@ def from_torch_vector_env(
 
     `env` is the environment, or a function that builds one. What is built already can serve one state: evaluations, and
     collectors that are restored from a file, want a function. `info_keys` name infos to record, tensors [P, ...]; the
-    rows of lanes that ended come from ``"final_info"`` if there is one. `device` is by default the environment's own.
+    rows of lanes that ended come from ``"final_info"`` if there is one. `device` is where the tensors are, by default
+    the environment's own attribute `device`: only one without it needs the argument. Actions of Tuple and Dict spaces
+    are joined, as in `from_gymnasium`.
 
     Raises TypeError or ValueError for an environment without these members, or one that does not reset its lanes so.
 
@@ -77,12 +81,13 @@ def from_torch_vector_env(
             raise ValueError(f"{label} has autoreset_mode={mode}, expected SAME_STEP: build it so")
         place = checked_device(device if device is not None else _member(made, "device"))
         if place is None:
-            raise TypeError(f"{label} has no device, expected where its tensors are: pass device=")
+            raise TypeError(f"{label} has no device, expected where its tensors are: pass device=, or set it there")
         adapted = DeviceVectorEnv(
             label=label,
             num_envs=lanes,
             observation_space=space,
-            action_spec=ActionSpec(action_space, one_hot),
+            action_spec=ActionSpec(plain_actions(action_space), one_hot),
+            own_actions=action_space,
             observation_leaves=observation_leaves(space),
             info_keys=tuple(info_keys),
             device=place,
@@ -120,6 +125,7 @@ class DeviceVectorEnv(AdaptedEnv):
     """The environment that `from_torch_vector_env` returns."""
 
     info_keys: tuple[str, ...]
+    own_actions: Space  # of the simulators: see `plain_spaces`
     device: torch.device
     build: Callable[[], Any]
     backend: Literal["device"] = "device"
@@ -139,6 +145,11 @@ class VectorSimulators:
         self._env = env
         self._simulators = env.build()
         self._lanes = env.num_envs or 1
+        spec, own = env.action_spec, env.own_actions
+        decode: Callable[[Any], Any] | None = partial(spec.from_one_hot, numpy=torch) if spec.one_hot else None
+        if own is not spec.space:
+            decode = batch_structure(own, decode or (lambda action: action), _as_torch_type)
+        self._decode = decode  # None if the simulators take the actions as they are
         self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of the infos, once they have come
         # Whether episodes have ended without a last observation; a tensor, so that the host need not wait.
         self.lacking = torch.zeros((), dtype=torch.bool, device=env.device)
@@ -151,8 +162,8 @@ class VectorSimulators:
 
     def step(self, action: Tensor) -> tuple[Transition, Any]:
         """Step all lanes; return the transition, and the observations for the next step."""
-        spec, space = self._env.action_spec, self._env.observation_space
-        answer = self._simulators.step(spec.from_one_hot(action, torch) if spec.one_hot else action)
+        space = self._env.observation_space
+        answer = self._simulators.step(action if self._decode is None else self._decode(action))
         names = "observation, reward, terminated, truncated, info"
         observation, reward, terminated, truncated, info = self._parts("step", answer, names)
         info = self._mapping("info", info)
@@ -192,12 +203,13 @@ class VectorSimulators:
         if not self._env.info_keys:
             return {}
         final = self._mapping("final_info", info.get("final_info"))
-        if missing := [name for name in self._env.info_keys if name not in info and name not in final]:
+        places = {name: [info_place(each, name) for each in (final, info)] for name in self._env.info_keys}
+        if missing := [name for name, each in places.items() if not any(last in holder for holder, last in each)]:
             mend = "correct info_keys"
-            raise EnvError(f"the infos of {self._env} are {sorted(info)}, expected {missing} among them: {mend}")
+            raise EnvError(f"the infos of {self._env} are {info_names(info)}, expected {missing} among them: {mend}")
         infos = {}
-        for name in self._env.info_keys:
-            parts = [each[name] for each in (final, info) if name in each]
+        for name, found in places.items():
+            parts = [holder[last] for holder, last in found if last in holder]
             for part in parts:
                 shape, dtype = self._kinds.get(name, ((self._lanes, *getattr(part, "shape", ())[1:]), None))
                 self._check(f"info {name!r}", part, shape, dtype)
@@ -230,6 +242,10 @@ class VectorSimulators:
     def close(self) -> None:
         """Free the simulators."""
         _close(self._simulators)
+
+
+def _as_torch_type(part: Tensor, dtype: Any) -> Tensor:
+    return part.to(torch_dtype(np.dtype(dtype)))
 
 
 def _chosen(done: Tensor, final: Tensor, after: Tensor) -> Tensor:

@@ -269,9 +269,12 @@ def _generators() -> dict[str, bytes]:
     return {name: pickle.dumps(state) for name, state in states.items()}
 
 
-@mended_by(f"{_OWN_RANDOMNESS}, and keep nothing from before a reset")
+@mended_by(
+    f"{_OWN_RANDOMNESS}, and keep nothing from before a reset; a simulator that is no function of its seed and "
+    "actions, if it is not yours, collects all the same, but fork and save cannot replay it: pass replayable=False"
+)
 def same_seed(trial: Trial) -> None:
-    """The same seed gives the same bits twice."""
+    """The same seed gives the same bits twice: the environment is a function of its seed and the actions."""
     expect_equal(trial.run(trial.steps), trial.batch, "the second run", f"the first run with seed={trial.seed}")
 
 

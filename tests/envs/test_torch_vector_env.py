@@ -73,6 +73,26 @@ class LikeManiSkill(Walks):
         return self.place, reward, terminated, truncated, infos
 
 
+class InParts(LikeManiSkill):
+    """Takes a Dict of actions, and has infos within infos."""
+
+    single_action_space = spaces.Dict({"x": spaces.Box(-1, 1, (2,)), "y": spaces.Box(-1, 3, (1, 1))})
+
+    def step(self, action):
+        assert {name: (part.shape, part.dtype) for name, part in action.items()} == self.WANTED
+        *answer, infos = super().step(torch.ones(P))
+        return *answer, {"sums": {"y": action["y"].sum((1, 2)), "x": action["x"].sum(1)}} | infos
+
+    WANTED: ClassVar = {"x": ((P, 2), torch.float32), "y": ((P, 1, 1), torch.float32)}
+
+
+def test_actions_in_parts_and_infos_within_infos():
+    env = fc.envs.from_torch_vector_env(InParts, info_keys=["sums.y"])
+    assert env.action_space == spaces.Box(np.float32([-1, -1, -1]), np.float32([1, 1, 3]))
+    batch = collect(env, fc.random_policy(env), 20, seed=0)
+    assert torch.equal(batch["next", "info", "sums.y"], batch["action"][..., 2])
+
+
 class LikeIsaacLab(gymnasium.Env):
     """`ManagerBasedRLEnv` in a wrapper that adds last observations: no vector environment, groups of observations."""
 

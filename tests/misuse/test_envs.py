@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+from typing import ClassVar
 
 import gymnasium
 import numpy as np
@@ -12,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
-from funcollect.errors import EnvError, InUseError
+from funcollect.errors import EnvError, InUseError, ReplayError
 from tests.support.envs.own_envs import InParts
 from tests.support.misuse import FAULT, Acting, Misuse, Rigged, fails_then_runs, raises, refused, runs, swaps, table
 from tests.support.running import ROOT
@@ -129,6 +130,47 @@ def test_what_was_opened_for_nothing_is_closed_and_an_instance_is_given_back():
     wrong.clear()
     fc.close(runs(make([instance, factory, last])))
     assert instance.closed == 1
+
+
+class OneOfAProcess(Rigged):
+    """As stable-retro's games."""
+
+    live: ClassVar = []
+
+    def __init__(self):
+        if self.live:
+            raise RuntimeError("Cannot create multiple emulator instances per process, make sure to call env.close()")
+        super().__init__()
+        self.live.append(self)
+
+    def close(self):
+        self.live.clear()
+
+
+def test_an_environment_of_which_a_process_holds_one_names_num_workers():
+    env = make(OneOfAProcess, num_envs=2)
+    with refused(EnvError, "lane 1 … one environment in each process (Cannot create … num_workers=, as many as num"):
+        runs(env)
+    OneOfAProcess.live.clear()
+    fc.close(runs(make(OneOfAProcess, num_envs=2, num_workers=2)))
+
+
+class Unseeded(Rigged):
+    def reset(self, *, seed=None, options=None):
+        self.generator = np.random.default_rng()
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        return self.generator.uniform(-9, 9, 2).astype(np.float32), *super().step(action)[1:]
+
+
+def test_a_simulator_that_is_no_function_of_its_seed_is_reported():
+    with pytest.raises(fc.CheckError, match=r"'same_seed' .* function of its seed .* pass replayable=False"):
+        fc.testing.check_env(Unseeded, num_envs=2)
+    env = make(Unseeded, num_envs=2)
+    assert "if the simulator is a function of its seed" in fc.explain(env, fc.random_policy(env)).seeding
+    with pytest.raises(ReplayError):
+        fc.fork(env, runs(env))
 
 
 ONWARD = "begin new episodes with funcollect.recover(env, state)"

@@ -18,11 +18,22 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, OrderE
 
 from funcollect import arguments
 from funcollect.envs import base
-from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, check_lives, is_atari
-from funcollect.envs.gymnasium_envs.lanes import TAKEN, GymEnv, GymVectorEnv, Lanes, Made, over_vector, rebuild
+from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, EpisodicLife, FireReset, check_lives, is_atari
+from funcollect.envs.gymnasium_envs.lanes import (
+    TAKEN,
+    GymEnv,
+    GymVectorEnv,
+    Lanes,
+    Made,
+    over_vector,
+    own_spaces,
+    rebuild,
+)
 from funcollect.envs.host.host_env import Opener, OpenerOf, SimulatedEnv
 from funcollect.envs.host.lane_workers.block import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
+from funcollect.envs.host.plain_spaces import plain_actions, plain_observations
+from funcollect.errors import EnvError
 from funcollect.processes.system import SIGNS
 from funcollect.protocols import Forking, is_env
 from funcollect.specs import ActionSpec, observation_leaves
@@ -43,6 +54,8 @@ def from_gymnasium(
     dtype: npt.DTypeLike | None = None,
     one_hot: bool = False,
     replayable: bool = True,
+    drop: Sequence[str] = (),
+    text: int | None = None,
     **kwargs: Any,
 ) -> SimulatedEnv:
     """A host environment over Gymnasium's.
@@ -50,6 +63,10 @@ def from_gymnasium(
     Each episode is seeded. Atari games (ale-py's, under any wrappers) are seeded once per lane instead, since a seeded
     reset reloads the game; `fork` takes a snapshot of them. Under ``AtariPreprocessing(terminal_on_life_loss=True)``,
     the episode after a lost life goes on with the next life (see `from_ale`); a `VectorEnv` of such games is refused.
+
+    Actions of a Tuple or Dict space are one array in a batch: its parts in their order, flattened and joined. Discrete,
+    MultiDiscrete and MultiBinary parts become one MultiDiscrete, Box parts one Box with all their bounds. The
+    environment gets its own structure. A space with parts of both kinds is refused.
 
     Args:
         env: a registered id, an `EnvSpec`, a factory, an instance (which backs one state; others are rebuilt from its
@@ -61,10 +78,14 @@ def from_gymnasium(
         timeout: seconds after which a worker that has neither answered nor stepped a lane counts as hung.
         info_keys: keys of `info` that a batch records under ``next.info``. Every step has to return them
             (`RecordEpisodeStatistics` returns ``episode`` at ends only: use `funcollect.episode_stats`).
+            ``"rewards.x"`` is ``info["rewards"]["x"]``, or the info of that very name if there is one.
         dtype: the dtype of floating observations in a batch; float32 by default.
         one_hot: discrete actions as one-hot int64 rows, TorchRL's encoding, instead of integers.
         replayable: False keeps no actions of the current episodes, from which `fork` and `save` replay them. Both then
             raise `ReplayError`, except ``save(…, episodes="restart")``.
+        drop: keys of a Dict observation that are left out, whatever their spaces, such as MiniGrid's ``["mission"]``.
+        text: Text spaces become uint8 [text]: the bytes of the text in UTF-8, and zeros after them. A longer text is an
+            EnvError, which names its length.
         **kwargs: for `gymnasium.make`, or for the factory.
 
     Raises ValueError for an unknown id, a count that does not fit, an instance given twice, spaces that differ between
@@ -86,7 +107,7 @@ def from_gymnasium(
         num_envs, opener, limited = env.num_envs, over_vector(env), base.has_time_limit(env)
         check_lives(env)
         label = f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__
-        space, action_space = env.single_observation_space, env.single_action_space
+        spaces = env.single_observation_space, env.single_action_space
     else:
         sources, num_envs = _sources_of(env, num_envs)
         workers = LaneWorkers.checked(len(sources), parallel=parallel, num_workers=num_workers, timeout=timeout)
@@ -96,7 +117,8 @@ def from_gymnasium(
         known = not workers or "max_episode_steps" in kwargs or all(source is sources[0] for source in sources)
         limited = known and all(map(base.has_time_limit, made))
         label = first.spec.id if first.spec is not None else type(first.unwrapped).__name__
-        space, action_space = first.observation_space, first.action_space
+        spaces = first.observation_space, first.action_space
+    space, action_space = plain_observations(spaces[0], drop, text), plain_actions(spaces[1])
     leaves = observation_leaves(space, dtype)
     if info_keys and any(leaf.path[0] == "info" for leaf in leaves):
         raise ValueError("the observation key 'info' collides with info_keys: rename it, or leave info_keys out")
@@ -118,6 +140,7 @@ def from_gymnasium(
         workers=workers,
         truncates=atari or limited,
         open_group=open_group if workers else None,
+        own_spaces=spaces,
     )
 
 
@@ -139,6 +162,7 @@ def from_ale(
     stack: int = 4,
     grayscale: bool = True,
     terminal_on_life_loss: bool = False,
+    fire_reset: bool = False,
     repeat_action_probability: float = 0.25,
     max_episode_steps: int | None = None,
     info_keys: Sequence[str] = (),
@@ -160,6 +184,9 @@ def from_ale(
         grayscale: whether colours are left out.
         terminal_on_life_loss: whether an episode also terminates when a life is lost. The next one goes on with the
             next life, after a step without an action; a limit on frames and a reset within a life begin another game.
+        fire_reset: whether each reset, that to a next life too, presses FIRE and then takes action 2, in games with
+            FIRE. As in Stable-Baselines3's `AtariWrapper`, all frames of a step are then taken before a lost life ends
+            an episode; without `fire_reset`, Gymnasium's preprocessing ends the step at the frame of the loss.
         repeat_action_probability: that a frame repeats the last action: 0.25 as in Machado et al., 2018, or for example
             0.0 as in Mnih et al., 2015.
         max_episode_steps: steps after which an episode is truncated; the game itself truncates after 108,000 frames.
@@ -180,9 +207,12 @@ def from_ale(
         arguments.check_positive(name, value)
     arguments.check_count("noop_max", noop_max)
     arguments.check_number("repeat_action_probability", repeat_action_probability, most=1, example=0.25)
-    arguments.check_flags(grayscale=grayscale, terminal_on_life_loss=terminal_on_life_loss)
-    lives = {"noop_max": noop_max, "terminal_on_life_loss": terminal_on_life_loss, "grayscale_obs": grayscale}
+    arguments.check_flags(grayscale=grayscale, terminal_on_life_loss=terminal_on_life_loss, fire_reset=fire_reset)
+    breaks_off = terminal_on_life_loss and not fire_reset
+    lives = {"noop_max": noop_max, "terminal_on_life_loss": breaks_off, "grayscale_obs": grayscale}
     wrappers = [AtariPreprocessing.wrapper_spec(**screens, **lives)]
+    if fire_reset:
+        wrappers += [EpisodicLife.wrapper_spec()] * terminal_on_life_loss + [FireReset.wrapper_spec()]
     wrappers.append(FrameStackObservation.wrapper_spec(stack_size=stack))
     if max_episode_steps is not None:
         arguments.check_positive("max_episode_steps", max_episode_steps)
@@ -244,7 +274,7 @@ def _open_lanes(factories: Sequence[Callable[[], Any]], atari: bool, env: Simula
     lanes: list[GymEnv] = []
     try:
         for lane, factory in enumerate(factories, env.first_lane):
-            made = factory()
+            made = _made_lane(lane, factory)
             _check_lane(lane, made, env, atari)
             if id(made) in TAKEN or any(made.unwrapped is other.unwrapped for other in lanes):
                 mend = "build a new one at each call"
@@ -259,6 +289,17 @@ def _open_lanes(factories: Sequence[Callable[[], Any]], atari: bool, env: Simula
                 made.close()
         raise
     return (AtariLanes if atari else Lanes)(lanes, env)
+
+
+def _made_lane(lane: int, factory: Callable[[], Any]) -> Any:
+    """What the factory of a lane makes; EnvError with the way out if its library allows one in a process."""
+    try:
+        return factory()
+    except RuntimeError as error:
+        if "per process" not in str(error):
+            raise
+        mend = "give each lane a process of its own by num_workers=, as many as num_envs, and close other states first"
+        raise EnvError(f"lane {lane}: its library runs one environment in each process ({error}): {mend}") from error
 
 
 def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = False) -> Callable[[], Any]:
@@ -282,8 +323,8 @@ def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = 
         )
     if not callable(source):
         raise TypeError(
-            f"env is {name}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env or a list: pass one of "
-            "these (an environment of a JAX suite goes to its adapter, such as funcollect.envs.from_gymnax)"
+            f"env is {name}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env or a list: "
+            f"{base.adapter_of(source)}"
         )
     return partial(base.built, *base.with_time_limit(source, kwargs))
 
@@ -339,8 +380,8 @@ def _check_lane(lane: int, env: Any, first: GymEnv | SimulatedEnv, atari: bool) 
         mend = "return the environment"
         raise TypeError(f"lane {lane}: the factory returned {type(env).__name__}, expected a gymnasium.Env: {mend}")
     base.check_spaces(env)
-    for name in ("observation_space", "action_space"):
-        own, wanted = getattr(env, name), getattr(first, name)
+    for name, wanted in zip(("observation_space", "action_space"), own_spaces(first), strict=True):
+        own = getattr(env, name)
         if own != wanted:
             raise ValueError(f"lane {lane} has the {name} {own}, lane 0 has {wanted}: use equal spaces in one batch")
     if is_atari(env) != atari:

@@ -20,6 +20,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import gymnasium
+from gymnasium.utils import RecordConstructorArgs
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from gymnasium.wrappers import AtariPreprocessing
 from typing_extensions import override
@@ -50,12 +51,26 @@ def _layers(env: Any) -> tuple[Any, ...]:
     return (env, *_layers(env.env)) if isinstance(env, gymnasium.Wrapper) else (env,)
 
 
-class NextLife(gymnasium.Wrapper[Any, Any, Any, Any]):
+class _Lives(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Goes on with the game at a reset after a lost life, by a step without an action, as Stable-Baselines3's."""
 
-    def __init__(self, env: GymEnv) -> None:
-        super().__init__(env)
-        self._life_lost = False  # whether the last step ended a life, but not the game
+    _life_lost = False  # whether the last step ended a life, but not the game
+
+    @override
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        goes_on, self._life_lost = self._life_lost and seed is None, False  # else another game begins
+        if goes_on:
+            observation, _, _, truncated, info = self.env.step(0)
+            if not (truncated or self._over()):
+                return observation, info
+        return self.env.reset(seed=seed, options=options)
+
+    def _over(self) -> bool:
+        return bool(self.env.unwrapped.ale.game_over())  # type: ignore[attr-defined]
+
+
+class NextLife(_Lives):
+    """Above a preprocessing that ends episodes with lives, and breaks off the frames of a step there."""
 
     @property
     @override
@@ -69,17 +84,46 @@ class NextLife(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._life_lost = answer[2] and not (answer[3] or self._over())
         return answer
 
+
+class EpisodicLife(RecordConstructorArgs, _Lives):
+    """Ends episodes with lives, after all frames of a step, as Stable-Baselines3's `EpisodicLifeEnv`."""
+
+    def __init__(self, env: GymEnv) -> None:
+        RecordConstructorArgs.__init__(self)
+        _Lives.__init__(self, env)
+        self._lives = 0
+
+    @override
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        before, self._lives = self._lives, self.env.unwrapped.ale.lives()  # type: ignore[attr-defined]
+        lost = 0 < self._lives < before  # some games show no life for a few frames before they are over
+        self._life_lost = lost and not (terminated or truncated)
+        return observation, reward, terminated or lost, truncated, info
+
     @override
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        goes_on, self._life_lost = self._life_lost and seed is None, False  # else another game begins
-        if goes_on:
-            observation, _, _, truncated, info = self.env.step(0)
-            if not (truncated or self._over()):
-                return observation, info
-        return self.env.reset(seed=seed, options=options)
+        answer = super().reset(seed=seed, options=options)
+        self._lives = self.env.unwrapped.ale.lives()  # type: ignore[attr-defined]
+        return answer
 
-    def _over(self) -> bool:
-        return bool(self.env.unwrapped.ale.game_over())  # type: ignore[attr-defined]
+
+class FireReset(RecordConstructorArgs, gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Presses FIRE, and then takes action 2, after each reset of a game that has FIRE, as `FireResetEnv` does."""
+
+    def __init__(self, env: GymEnv) -> None:
+        RecordConstructorArgs.__init__(self)
+        gymnasium.Wrapper.__init__(self, env)
+        fires = "FIRE" in env.unwrapped.get_action_meanings()  # type: ignore[attr-defined]
+        self._first_actions = (1, 2) if fires else ()
+
+    @override
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        answer = self.env.reset(seed=seed, options=options)
+        for action in self._first_actions:
+            observation, _, terminated, truncated, info = self.env.step(action)
+            answer = self.env.reset(options=options) if terminated or truncated else (observation, info)
+        return answer
 
 
 def _with_next_lives(env: GymEnv) -> GymEnv:

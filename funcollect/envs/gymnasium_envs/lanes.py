@@ -17,14 +17,15 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 from typing_extensions import override
 
-from funcollect.envs.base import autoreset_mode
+from funcollect.envs.base import autoreset_mode, info_names, info_place
 from funcollect.envs.host import host_env
 from funcollect.envs.host.host_env import ONWARD, Camera, Opener, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
+from funcollect.envs.host.plain_spaces import STRUCTURED, batch_structure, lane_structures
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.processes.system import SIGNS
 from funcollect.protocols import Outcome
-from funcollect.specs import ActionSpec
+from funcollect.specs import ActionSpec, Space
 
 GymEnv = gymnasium.Env[Any, Any]
 GymVectorEnv = VectorEnv[Any, Any, Any]
@@ -76,9 +77,16 @@ class _Numbers(dict[int, Any]):
         return self.setdefault(value, made) if len(self) < 1024 else made
 
 
-def _decoder(spec: ActionSpec) -> Callable[[Any], Sequence[Any]]:
+def own_spaces(env: Any) -> tuple[Space, Space]:
+    """The spaces of observations and actions that the simulators of an environment have themselves."""
+    return getattr(env, "own_spaces", None) or (env.observation_space, env.action_space)
+
+
+def _decoder(spec: ActionSpec, own: Space) -> Callable[[Any], Sequence[Any]]:
     """A function from a batch's action [P, ...] to P actions as `sample` returns them, new ones each time."""
     batch: Callable[[Any], Any] = batch_decoder(spec)
+    if isinstance(own, STRUCTURED):
+        return lane_structures(own, batch)
     if spec.space.shape:
         return batch
     if not spec.categories:
@@ -97,9 +105,10 @@ class Lanes(SimulatorsBase):
         self._steps: list[Callable[[Any], Any]] = [lane.step for lane in lanes]
         self._resets: list[Callable[..., Any]] = [lane.reset for lane in lanes]
         self._alone = self._steps[0] if len(lanes) == 1 else None  # the `step` of the only lane
-        self._decode = _decoder(env.action_spec)
-        self._space = env.action_space
+        self._space = own_spaces(env)[1]
+        self._decode = _decoder(env.action_spec, self._space)
         self._info_keys = env.info_keys
+        self._dotted = any("." in key for key in env.info_keys)
         self._first_lane = env.first_lane
         self._rows = Rows(env)
         self.observation = self._rows.arrays
@@ -172,10 +181,12 @@ class Lanes(SimulatorsBase):
     def _pick(self, lane: int, info: Any) -> list[Any]:
         """Copies of a lane's values for the recorded info keys; EnvError for an info that lacks one."""
         try:
+            if self._dotted:
+                return [_copied(holder[name]) for holder, name in (info_place(info, key) for key in self._info_keys)]
             return [_copied(info[key]) for key in self._info_keys]
         except (KeyError, TypeError) as error:
             for key in self._info_keys:
-                if not isinstance(info, Mapping) or key not in info:
+                if not isinstance(info, Mapping) or (place := info_place(info, key))[1] not in place[0]:
                     raise _no_info_key(self._first_lane + lane, key, info) from error
             raise
 
@@ -230,7 +241,7 @@ def _bad_reset(where: str, answer: Any) -> EnvError:
 def _no_info_key(lane: int, key: str, info: Any) -> EnvError:
     if not isinstance(info, Mapping):
         return EnvError(f"lane {lane}: step returned the info {shown(info)}, expected a dict: return one")
-    mend = f"there are {sorted(map(str, info))}; name one that every step returns"
+    mend = f"there are {info_names(info)}; name one that every step returns"
     return EnvError(f"lane {lane}: step returned no info key {key!r}, which info_keys names: {mend}")
 
 
@@ -259,7 +270,8 @@ class VectorLanes(SimulatorsBase):
         self._broken_off = False  # whether the last call of the environment raised, so its processes may be unusable
         self._info_keys = env.info_keys
         self._started = False  # whether all lanes have been reset
-        self._decode = batch_decoder(env.action_spec)
+        own, decode = own_spaces(env)[1], batch_decoder(env.action_spec)
+        self._decode = batch_structure(own, decode) if isinstance(own, STRUCTURED) else decode
         self._ended: npt.NDArray[np.bool_] = np.zeros(self._env.num_envs, bool)  # [P]: the last step ended an episode
         self._rows = Rows(env)
         self.observation = self._rows.arrays
@@ -289,8 +301,10 @@ class VectorLanes(SimulatorsBase):
 
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
-        actions, everyone = self._decode(action), len(lanes) == self._env.num_envs
-        actions = actions if everyone else host_env.of_everyone(actions, lanes, self._env.num_envs)
+        everyone = len(lanes) == self._env.num_envs
+        actions = self._decode(
+            action if everyone else host_env.of_everyone(np.asarray(action), lanes, self._env.num_envs)
+        )
         self._broken_off = True
         try:
             if not everyone and (over := self._ended & np.isin(np.arange(len(self._ended)), lanes, invert=True)).any():
@@ -325,11 +339,13 @@ class VectorLanes(SimulatorsBase):
         """For each recorded info key, its P values; EnvError if a lane lacks one."""
         picked = []
         for key in self._info_keys:
-            present = info.get(f"_{key}", key in info)  # Gymnasium marks the lanes that returned the key
+            holder, name = info_place(info, key)
+            present = holder.get(f"_{name}", name in holder)  # Gymnasium marks the lanes that returned the key
             if not np.all(present):
-                known = {name: values for name, values in info.items() if not name.startswith("_")}
-                raise _no_info_key(int(np.argmin(present)), key, known)
-            picked.append(tuple(info[key]))
+                raise _no_info_key(int(np.argmin(present)), key, info)
+            if isinstance(holder[name], Mapping):
+                raise host_env.bad_info(key, [holder[name]], TypeError("a dict"))
+            picked.append(tuple(holder[name]))
         return picked
 
     def _failed(self, call: str, error: Exception) -> EnvError:

@@ -11,16 +11,18 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.arguments import check_kind
-from funcollect.envs.base import AdaptedEnv, EnvBase
+from funcollect.envs.base import AdaptedEnv, EnvBase, info_names
 from funcollect.envs.host.lane_workers.block import LaneWorkers
+from funcollect.envs.host.plain_spaces import TextBox
 from funcollect.errors import EnvError
 from funcollect.interop.memory import aligned
 from funcollect.messages import form, shown
 from funcollect.processes.system import SIGNS
 from funcollect.protocols import Column, Env, Forking, HostEnv, Outcome, Seeding, Simulators
-from funcollect.specs import ActionSpec, Leaf, disassemble
+from funcollect.specs import ActionSpec, Leaf, Space, disassemble
 from funcollect.tree import Path
 
 Array = npt.NDArray[Any]
@@ -78,6 +80,9 @@ def _fault(outcome: Outcome, lanes: Sequence[int]) -> EnvError | None:
 
 def bad_info(key: str, values: Column, error: Exception) -> EnvError:
     """The EnvError for an info key whose values, one for each lane, are no arrays of one shape."""
+    if isinstance(values[0], Mapping):
+        names = info_names(values[0], f"{key}.")
+        return EnvError(f"the info key {key!r} holds a dict, expected numbers or arrays: name its keys, as {names}")
     what = f"the info key {key!r} holds {type(values[0]).__name__} of varying shape or no number ({error})"
     return EnvError(f"{what}: name keys that hold numbers or arrays of one shape")
 
@@ -201,6 +206,7 @@ class SimulatedEnv(AdaptedEnv):
     open_group: OpenerOf | None = None  # what opens the simulators of some lanes in a worker
     first_lane: int = 0  # in a worker: what messages call the first lane
     memory: Mapping[Path, Array] | None = None  # in a worker: where observations are written
+    own_spaces: tuple[Space, Space] | None = None  # of the simulators' observations and actions: see `plain_spaces`
 
     def open(self) -> Simulators:
         """Make live simulators, which are not reset yet."""
@@ -287,6 +293,28 @@ class LeafRows:
         return array
 
 
+class TextRows(LeafRows):
+    """The rows of a text in `TextBox`."""
+
+    @override
+    def write_batch(self, values: Any, lanes: Sequence[int] | Array | None = None, *, of_all: bool = False) -> None:
+        """Write the texts of P lanes, or of k lanes; `of_all` as in `LeafRows`."""
+        for number, lane in enumerate(range(len(self.array)) if lanes is None else lanes):
+            self.write_lane(lane, values[lane if of_all else number])
+
+    @override
+    def write_lane(self, lane: int, value: Any) -> None:
+        """Write the bytes of a text, and zeros after them; EnvError for a longer one."""
+        if not isinstance(value, str):
+            what = f"lane {self._first_lane + lane}: observation {self.leaf.name!r} is {form(value)}"
+            raise EnvError(f"{what}, its space wants a str: correct the space or the observation")
+        given, row = np.frombuffer(value.encode(), np.uint8), self.array[lane]
+        if len(given) > len(row):
+            what = f"lane {self._first_lane + lane}: the text of observation {self.leaf.name!r} has {len(given)} bytes"
+            raise EnvError(f"{what}, expected at most {len(row)}: pass text={len(given)} or more")
+        row[: len(given)], row[len(given) :] = given, 0
+
+
 class Rows:
     """The current observations of all lanes of an environment, for all leaves of its space."""
 
@@ -294,7 +322,10 @@ class Rows:
         self.space, leaves, num_envs = env.observation_space, env.observation_leaves, env.num_envs or 1
         self._first_lane = env.first_lane
         arrays = env.memory or observation_rows(env)
-        self.leaves = tuple(LeafRows(leaf, arrays[leaf.path], env.first_lane) for leaf in leaves)
+        parts = disassemble(self.space, self.space)  # a Dict or Tuple space is indexed like its observations
+        kinds = [TextRows if isinstance(part, TextBox) else LeafRows for part in parts]
+        given = zip(kinds, leaves, strict=True)
+        self.leaves = tuple(kind(leaf, arrays[leaf.path], env.first_lane) for kind, leaf in given)
         self.arrays = {rows.leaf.path: rows.array for rows in self.leaves}  # [P, ...] each: always the same memory
         plain = len(self.leaves) == 1 and leaves[0].path == ("observation",)  # no Dict or Tuple to take apart
         self.write_lane: Callable[[int, Any], None] = self.leaves[0].write_lane if plain else self._write_lane

@@ -247,10 +247,11 @@ def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]
             wanted = "(env_state, observation, reward, terminated, truncated), and info if there is any: return these"
             raise TypeError(f"{label}: step returned {returned(answer)}, expected {wanted}")
         transition = Transition(*answer)
-        if missing := [name for name in info_keys if name not in transition.info]:
-            mend = "correct info_keys"
-            raise ValueError(f"{label} has no info {missing}, expected some of {sorted(transition.info)}: {mend}")
-        return transition._replace(info={name: transition.info[name] for name in info_keys})
+        places = {key: base.info_place(transition.info, key) for key in info_keys}
+        if missing := [key for key, (holder, name) in places.items() if name not in holder]:
+            known = base.info_names(transition.info)
+            raise ValueError(f"{label} has no info {missing}, expected some of {known}: correct info_keys")
+        return transition._replace(info={key: holder[name] for key, (holder, name) in places.items()})
 
     recorded.__wrapped__ = step  # type: ignore[attr-defined]  # for `inspect.unwrap`
     return recorded

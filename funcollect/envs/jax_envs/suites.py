@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
-from funcollect.envs.base import box, import_extra
+from funcollect.envs.base import SUITES, box, import_extra
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, check_functions, jax_env
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, own_generator
@@ -36,15 +36,14 @@ def _playground(package: Any) -> tuple[Iterable[str], Callable[..., Any]]:
     return package.registry.ALL_ENVS, load
 
 
-# By suite, as ids, adapters and pip name it: the module, a function from that to the ids and the constructor, and the
-# attributes by which an environment is known.
-_SUITES: dict[str, tuple[str, Callable[[Any], tuple[Iterable[str], Callable[..., Any]]], tuple[str, ...]]] = {
-    "brax": ("brax.envs", lambda its: (its._envs, its.get_environment), ("reset", "step", "action_size")),
-    "gymnax": ("gymnax", lambda its: (its.registered_envs, lambda *a, **k: its.make(*a, **k)[0]), ("reset_env",)),
-    "jumanji": ("jumanji", lambda its: (its.registered_environments(), its.make), ("observation_spec", "action_spec")),
-    "navix": ("navix", lambda its: (its.registry(), its.make), ("reset", "_step", "action_space")),
-    "pgx": ("pgx", lambda its: (its.available_envs(), its.make), ("init", "num_players", "num_actions")),
-    "playground": ("mujoco_playground", _playground, ("reset", "step", "action_size", "unwrapped")),
+# By suite, as ids, adapters and pip name it: the module, and a function from that to the ids and the constructor.
+_SUITES: dict[str, tuple[str, Callable[[Any], tuple[Iterable[str], Callable[..., Any]]]]] = {
+    "brax": ("brax.envs", lambda its: (its._envs, its.get_environment)),
+    "gymnax": ("gymnax", lambda its: (its.registered_envs, lambda *a, **k: its.make(*a, **k)[0])),
+    "jumanji": ("jumanji", lambda its: (its.registered_environments(), its.make)),
+    "navix": ("navix", lambda its: (its.registry(), its.make)),
+    "pgx": ("pgx", lambda its: (its.available_envs(), its.make)),
+    "playground": ("mujoco_playground", _playground),
 }
 _TRUNCATION, _TERMINATION = 1, 2  # navix's step types; 0 is a transition
 _GYMNAX_DPI = 100
@@ -54,7 +53,7 @@ _NAVIX_SIZE = 256  # pixels that the shorter side has at least, up to rounding: 
 
 def of_suite(suite: str, env: Any, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
     """The label and the suite's own environment, from an id with keyword arguments, or from an instance."""
-    module, find, members = _SUITES[suite]
+    module, find = _SUITES[suite]
     import_jax()
     if isinstance(env, str):
         with own_generator():  # some draw as they are made
@@ -68,15 +67,16 @@ def of_suite(suite: str, env: Any, kwargs: Mapping[str, Any]) -> tuple[str, Any]
     if kwargs:
         what = f"from_{suite} has no argument {', '.join(kwargs)} for an environment that is made already"
         raise TypeError(f"{what}: pass its id, for which from_{suite} has more arguments, or check the spelling")
-    _check_instance(suite, env, *members)
+    _check_instance(suite, suite, env)
     return f"{suite}/{type(env).__name__}", env
 
 
-def _check_instance(suite: str, env: object, *members: str) -> None:
-    """Raise TypeError unless `env` is an instance, not a class, and has these members of a suite's environments."""
+def _check_instance(suite: str, name: str, env: object) -> None:
+    """Raise TypeError unless `env` is an instance, not a class, and has the members of a suite's environments."""
+    _, members = SUITES[suite]
     made = f"the class {env.__name__}: make an instance" if isinstance(env, type) else type(env).__name__
     if isinstance(env, type) or not all(hasattr(env, name) for name in members):
-        raise TypeError(f"env is {made}, expected an environment of {suite}, with {', '.join(members)}")
+        raise TypeError(f"env is {made}, expected an environment of {name}, with {', '.join(members)}")
 
 
 def first_observation(reset: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
@@ -124,7 +124,7 @@ def from_functional(
     >>> from_functional(CartPoleFunctional(), num_envs=64, max_episode_steps=500)
     JaxEnv('CartPoleFunctional', num_envs=64)
     """
-    _check_instance("Gymnasium's FuncEnv", env, "initial", "transition", "terminal")
+    _check_instance("functional", "Gymnasium's FuncEnv", env)
     last = () if params is None else (params,)
 
     def reset(key: Any, _: Any) -> tuple[Any, Any]:
@@ -192,10 +192,27 @@ def from_gymnax(
             truncated = after.time >= params.max_steps_in_episode
         return Transition(after, observation, reward, terminated, truncated, info)
 
-    observed, actions = _space(raw.observation_space(own), first_observation(reset)), _space(raw.action_space(own))
     facts = {"default_params": own, "param_keys": param_keys, "renderer": partial(_gymnax_renderer, raw, own)}
+    with _like_gymnax(raw):
+        observed, actions = _space(raw.observation_space(own), first_observation(reset)), _space(raw.action_space(own))
     common = (observed, actions, num_envs, one_hot, info_keys, starts)
-    return jax_env(f"gymnax/{raw.name}", reset, step, *common, truncates=True, **facts)
+    made = jax_env(f"gymnax/{raw.name}", reset, step, *common, truncates=True, **facts)
+    if type(raw).__module__.partition(".")[0] != "gymnax":  # another package's class, as Craftax, or the user's
+        with _like_gymnax(raw, TypeError):
+            check_functions(made, made.params)
+    return made
+
+
+@contextmanager
+def _like_gymnax(raw: Any, *more: type[Exception]) -> Iterator[None]:
+    """Turn errors of an environment that lacks something of gymnax's, and `more` of them, into one TypeError."""
+    try:
+        yield
+    except (AttributeError, KeyError, IndexError, NotImplementedError, *more) as error:
+        what = f"from_gymnax cannot adapt {type(raw).__name__}, which raised {error!r}"
+        wanted = "gymnax's interface: state.time, params.max_steps_in_episode, and observations as in their space"
+        mend = "pass its reset_env and step_env, in the form of two functions, to funcollect.envs.from_functions"
+        raise TypeError(f"{what}, expected {wanted}; {mend}") from error
 
 
 def _space(given: Any, delivered: Any = None) -> Space:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TimeLimit
-from stable_baselines3.common.atari_wrappers import EpisodicLifeEnv
+from stable_baselines3.common.atari_wrappers import AtariWrapper, EpisodicLifeEnv, FireResetEnv
 
 import funcollect as fc
 from funcollect.envs.gymnasium_envs import atari_lanes
@@ -71,12 +71,35 @@ def test_envpool_goes_on_after_a_lost_life():
         assert rows[LIVES][rows["next", "done"][:, 0]].tolist()[:6] == [4, 3, 2, 1, 0, 4]
 
 
+def theirs_with_fire(game, whole):
+    """Stable-Baselines3's wrappers over Gymnasium's preprocessing, or `whole` its own `AtariWrapper`."""
+    game = gymnasium.make(f"ALE/{game}-v5", frameskip=1, disable_env_checker=True)
+    return AtariWrapper(game, clip_reward=False) if whole else FireResetEnv(EpisodicLifeEnv(AtariPreprocessing(game)))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("game", "steps"), [("Breakout", 400), ("Pong", 1300)])
+def test_the_ball_is_served_as_by_stable_baselines(game, steps, whole):
+    keys = ["lives", "episode_frame_number", "frame_number"]
+    options = {"terminal_on_life_loss": True, "fire_reset": True, "stack": 1, "info_keys": keys}
+    env = fc.make_env(f"ale/{game}", num_envs=2, **options)
+    for lane, rows in enumerate(collect(env, fc.random_policy(env), steps, seed=0)):
+        where = {"lane": lane, "lanes": 2, "info_keys": keys, "reseed": False}
+        wanted = plain_loop(theirs_with_fire(game, whole), seed=0, actions=rows["action"].tolist(), **where)
+        assert rows["next", "done"].sum() > (5 if game == "Breakout" else 0)
+        for path, column in wanted.items():
+            if "observation" not in path:
+                assert torch.equal(rows[path], column), path
+            elif not whole:  # the other one scales colours, and makes them grey in another way
+                assert torch.equal(rows[path].squeeze(1), column), path
+
+
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("apart", [20, 500])
 def test_a_copy_is_in_the_same_life(monkeypatch, copied, apart):
     monkeypatch.setattr(atari_lanes, "_APART", apart)
-    env = fc.make_env("ale/Breakout", num_envs=2, **LOSING)
-    with fc.SyncDataCollector(env, POLICY, frames_per_batch=70, reset_when_done=False, seed=1) as collector:
+    env = fc.make_env("ale/Breakout", num_envs=2, **LOSING, fire_reset=apart == 20)
+    with fc.SyncDataCollector(env, POLICY, frames_per_batch=120, reset_when_done=False, seed=1) as collector:
         next(collector)
         state = collector.state
         assert state.terminated.all()

@@ -6,12 +6,17 @@ import brax.envs
 import gymnax
 import jax
 import jax.numpy as jnp
+import jumanji
+import navix
 import numpy as np
+import pgx
 import pytest
 import torch
 from brax.envs.wrappers.training import AutoResetWrapper, EpisodeWrapper
+from flax import struct
 from gymnasium import spaces
 from gymnasium.envs.phys2d.cartpole import CartPoleFunctional, CartPoleParams
+from gymnax.environments.environment import Environment
 
 import funcollect as fc
 from funcollect import envs
@@ -52,8 +57,92 @@ def test_options_that_a_suite_lacks_and_its_own_instance_are_pointed_to_its_adap
     says = "'pgx/tic_tac_toe': .* unexpected keyword argument 'info_keys': leave it out; see funcollect.envs.from_pgx"
     with pytest.raises(TypeError, match=says):
         fc.make_env("pgx/tic_tac_toe", info_keys="a")
-    with pytest.raises(TypeError, match="to its adapter, such as"):
-        fc.make_env(gymnax.make("CartPole-v1")[0])
+    with pytest.raises(TypeError, match=r"pass it alone to funcollect.envs.from_gymnax, .* num_envs="):
+        fc.make_env([gymnax.make("CartPole-v1")[0]] * 2)
+
+
+INSTANCES = {
+    "gymnax": lambda: gymnax.make("CartPole-v1")[0],
+    "its pair": lambda: gymnax.make("CartPole-v1"),
+    "brax": lambda: brax.envs.get_environment("fast"),
+    "jumanji": lambda: jumanji.make("Snake-v1"),
+    "navix": lambda: navix.make("Navix-Empty-8x8-v0"),
+    "pgx": lambda: pgx.make("tic_tac_toe"),
+    "FuncEnv": CartPoleFunctional,
+}
+
+
+@pytest.mark.parametrize("suite", INSTANCES)
+def test_instances_of_suites_go_to_their_adapters(suite):
+    made = INSTANCES[suite]()
+    assert fc.make_env(made, num_envs=2, max_episode_steps=7).max_episode_steps == 7
+    assert fc.make_env(lambda: made, num_envs=2).label == fc.make_env(made).label
+
+
+def test_gymnaxs_pair_has_its_own_parameters():
+    env, params = gymnax.make("CartPole-v1")
+    made = fc.make_env((env, params.replace(gravity=1.0)), num_envs=2)
+    assert made.default_params.gravity == 1.0
+
+
+@struct.dataclass
+class Crafted:
+    timestep: int
+
+
+@struct.dataclass
+class CraftedParams:
+    max_timesteps: int = 10
+
+
+class LikeCraftax(Environment):
+    """gymnax's class, but neither `time` nor `max_steps_in_episode`."""
+
+    default_params, name = CraftedParams(), "LikeCraftax"
+
+    def reset_env(self, key, params):
+        return jnp.zeros(3), Crafted(0)
+
+    def step_env(self, key, state, action, params):
+        state = Crafted(state.timestep + 1)
+        return jnp.zeros(3), state, 0.0, state.timestep >= params.max_timesteps, {}
+
+    def observation_space(self, params):
+        return gymnax.environments.spaces.Box(0, 1, (3,))
+
+    def action_space(self, params=None):
+        return gymnax.environments.spaces.Discrete(2)
+
+
+class OfPairs(LikeCraftax):
+    def reset_env(self, key, params):
+        return (jnp.zeros(3), jnp.zeros(3)), Crafted(0)
+
+
+@pytest.mark.parametrize("kind", [LikeCraftax, OfPairs])
+def test_an_environment_that_only_looks_like_gymnaxs_is_refused_as_it_is_made(kind):
+    says = rf"from_gymnax cannot adapt {kind.__name__}, .* expected gymnax's interface: .*from_functions"
+    with pytest.raises(TypeError, match=says):
+        fc.make_env(kind())
+
+
+class Duck:
+    """Of no package, with the members of a kind of environment."""
+
+
+@pytest.mark.parametrize(
+    ("members", "adapter"),
+    [
+        ("reset_env", "from_gymnax"),
+        ("init num_players num_actions", "from_pgx"),
+        ("num_envs single_observation_space single_action_space reset step", "from_torch_vector_env"),
+        ("", "from_functions"),
+    ],
+)
+def test_a_refusal_names_the_adapter_that_takes_such_objects(members, adapter):
+    duck = type("Duck", (), dict.fromkeys(members.split()))()
+    with pytest.raises(TypeError, match=rf"env is Duck, expected .*{adapter}"):
+        fc.make_env(duck)
 
 
 def delivered(env):
@@ -120,6 +209,11 @@ def test_info_is_recorded_by_name():
     batch = rollout(functions_suite().env)
     assert (batch["next", "info", "far"] == -batch["next", "reward"][..., 0]).all()
     assert "info" not in rollout(functions_suite(info_keys=()).env)["next"]
+    nested = lambda *given: (*step(*given)[:5], {"sums": {"x": jnp.ones(2)}, "sums.y": 3})  # noqa: E731
+    named = {"observation_space": (own := functions_suite().env).observation_space, "info_keys": ["sums.x", "sums.y"]}
+    env = envs.from_functions(reset, nested, action_space=own.action_space, num_envs=2, **named)
+    infos = rollout(env)["next", "info"]
+    assert (infos["sums.x"].unique().tolist(), infos["sums.y"].unique().tolist()) == ([1], [3])
     with pytest.raises(ValueError, match=r"gymnax/CartPole-v1 has no info \['discounts'\], expected .*'discount'"):
         rollout(fc.make_env("gymnax/CartPole-v1", info_keys=["discounts"]))
 

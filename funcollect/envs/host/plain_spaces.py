@@ -1,0 +1,122 @@
+"""Spaces of plain arrays for an environment's own: keys left out, texts as bytes, Tuple and Dict actions as one array.
+
+Observations keep their structure, so that a batch has a key for each part. Actions become one array: their parts in the
+order of the space (of a Dict, that of its keys), flattened and joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from funcollect.arguments import check_keys, check_positive
+from funcollect.specs import Space, disassemble
+
+STRUCTURED = (spaces.Tuple, spaces.Dict)
+_CHOICES = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+
+
+class TextBox(spaces.Box):
+    """The space of a text: its bytes in UTF-8, and zeros after them: [length] uint8."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(0, 255, (length,), np.uint8)
+
+
+def plain_observations(space: Space, drop: Sequence[str], text: int | None) -> Space:
+    """The space without the keys `drop`, and with `TextBox` of `text` bytes for Text; ValueError if it has neither."""
+    check_keys("drop", drop, "mission")
+    if drop:
+        known = [*space.spaces] if isinstance(space, spaces.Dict) else []
+        if unknown := [key for key in drop if key not in known]:
+            has = f"the keys of the observation, which are {known}" if known else f"a Dict observation, not {space}"
+            raise ValueError(f"drop names {unknown}, expected {has}: correct the names")
+        space = spaces.Dict({name: child for name, child in space.spaces.items() if name not in drop})  # type: ignore[attr-defined]
+    if text is None:
+        return space
+    check_positive("text", text, 256)
+    encoded = _encoded(space, text)
+    if encoded == space:
+        raise ValueError(f"text={text} was given, but the observation space {space} has no Text: leave it out")
+    return encoded
+
+
+def _encoded(space: Space, length: int) -> Space:
+    match space:
+        case spaces.Text():
+            return TextBox(length)
+        case spaces.Dict():
+            return spaces.Dict({name: _encoded(child, length) for name, child in space.spaces.items()})
+        case spaces.Tuple():
+            return spaces.Tuple([_encoded(child, length) for child in space.spaces])
+    return space
+
+
+def plain_actions(space: Space) -> Space:
+    """The space of one array for a Tuple or a Dict of actions; any other space as it is.
+
+    Discrete, MultiDiscrete and MultiBinary parts become one MultiDiscrete, boxes one Box with all their bounds.
+    TypeError for parts of both kinds, boxes of floats and of integers, and other spaces.
+    """
+    if not isinstance(space, STRUCTURED):
+        return space
+    parts = disassemble(space, space)
+    if parts and all(isinstance(part, _CHOICES) for part in parts):
+        most = [getattr(part, "nvec", 2 if part.shape else part.n) for part in parts]
+        both = most, [getattr(part, "start", 0) for part in parts]
+        shaped = [[np.broadcast_to(one, p.shape).ravel() for one, p in zip(each, parts, strict=True)] for each in both]
+        return spaces.MultiDiscrete(np.concatenate(shaped[0]), start=np.concatenate(shaped[1]))
+    if parts and all(isinstance(part, spaces.Box) for part in parts) and len({p.dtype.kind == "f" for p in parts}) == 1:
+        dtype: Any = np.result_type(*[part.dtype for part in parts]).type
+        low, high = (np.concatenate([getattr(part, name).ravel() for part in parts]) for name in ("low", "high"))
+        return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype)
+    raise TypeError(
+        f"the action space {space} mixes kinds, expected a Tuple or Dict of Discrete, MultiDiscrete and MultiBinary "
+        "parts, or of Box parts of one kind of number: wrap the environment in a gymnasium.ActionWrapper whose "
+        "action_space is one of these, and whose action(array) makes the environment's own"
+    )
+
+
+def in_structure(space: Space, parts: Iterator[Any]) -> Any:
+    """An action in the form of its space, a Tuple or a Dict, from its parts in order."""
+    match space:
+        case spaces.Dict():
+            return {name: in_structure(child, parts) for name, child in space.spaces.items()}
+        case spaces.Tuple():
+            return tuple(in_structure(child, parts) for child in space.spaces)
+    return next(parts)
+
+
+def _into_parts(space: Space, decode: Callable[[Any], Any], cast: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    """A function from actions of `plain_actions` [k, n], which `decode` reads first, to each part's [k, *shape]."""
+    found = disassemble(space, space)
+    ends = np.cumsum([int(np.prod(part.shape, dtype=int)) for part in found]).tolist()
+    places = [*zip(found, [0, *ends], ends, strict=False)]
+
+    def parts(action: Any) -> list[Any]:
+        flat = decode(action)
+        return [cast(flat[:, i:j].reshape((len(flat), *part.shape)), part.dtype) for part, i, j in places]
+
+    return parts
+
+
+def batch_structure(
+    space: Space, decode: Callable[[Any], Any], cast: Callable[[Any, Any], Any] = np.ndarray.astype
+) -> Callable[[Any], Any]:
+    """A function from flat actions [k, n] to what a vector environment takes: the space's structure of [k, *shape]."""
+    parts = _into_parts(space, decode, cast)
+    return lambda action: in_structure(space, iter(parts(action)))
+
+
+def lane_structures(space: Space, decode: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
+    """A function from flat actions [k, n] to k actions in the structure of their space."""
+    parts = _into_parts(space, decode, np.ndarray.astype)
+
+    def split(action: Any) -> list[Any]:
+        columns = ([*map(np.asarray, part)] if part.dtype.kind == "f" else part for part in parts(action))
+        return [in_structure(space, iter(row)) for row in zip(*columns, strict=True)]  # numbers of a Box are arrays
+
+    return split
