@@ -1,7 +1,5 @@
 """`next_values` equals a second pass over all next observations, and calls the network for few of them."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -180,23 +178,23 @@ def test_values_of_a_lowered_policy():
 
 def test_what_is_refused():
     env, policy = fc.make_env("CartPole-v1", num_envs=2), of_torch()
-    batch = kept = fc.rollout(env, policy, fc.init(env, policy, seed=0), 6)[1]
-    call = partial(fc.next_values, policy, None)
-    with refused(ValueError, "lacks ['value'], expected the policy's value … pass key="):
-        call(batch, "value")
-    with refused(PolicyError, "outputs are ['after', 'logits', 'state_value'], expected 'other'"):
-        call(batch.clone().set("other", batch[KEY]), "other")
-    with refused(ValueError, "the batch lacks ['next.observation']"):
-        call(batch.exclude(("next", "observation")))
-    with refused(ValueError, "sums of several rewards"):
-        call(fc.MultiStep(gamma=0.9, n_steps=2)(batch.clone()))
-    with refused(TypeError, "policy is … expected one of torch_policy, jax_policy, or"):
-        fc.next_values(fc.random_policy(env), None, batch)
-    with refused(TypeError, "expected what a policy in Torch takes"):
-        call(fc.interop.to_jax(kept.contiguous()))
     lost = of_torch(recurrent=True, record_state=False)
-    batch = fc.rollout(env, lost, fc.init(env, lost, seed=0), 6)[1]
-    with refused(ValueError, "lacks ['recurrent'] … record_state=True"):
-        fc.next_values(lost, None, batch)
-    with refused(ValueError, "the batch has no batch dimensions, expected [*B, T]"):
-        call(kept[0, 0])
+    batch, no_state = (fc.rollout(env, each, fc.init(env, each, seed=0), 6)[1] for each in (policy, lost))
+    for error, says, *given in (
+        (ValueError, "lacks ['value'], expected the policy's value … pass key=", policy, batch, "value"),
+        (ValueError, "lacks ['recurrent'] … record_state=True", lost, no_state),
+        (
+            PolicyError,
+            "['after', 'logits', 'state_value'], expected 'x'",
+            policy,
+            batch.clone().set("x", batch[KEY]),
+            "x",
+        ),
+        (ValueError, "the batch lacks ['next.observation']", policy, batch.exclude(("next", "observation"))),
+        (ValueError, "sums of several rewards", policy, fc.MultiStep(gamma=0.9, n_steps=2)(batch.clone())),
+        (ValueError, "the batch has no batch dimensions, expected [*B, T]", policy, batch[0, 0]),
+        (TypeError, "expected what a policy in Torch takes", policy, fc.interop.to_jax(batch.contiguous())),
+        (TypeError, "policy is … expected one of torch_policy, jax_policy, or", fc.random_policy(env), batch),
+    ):
+        with refused(error, says):
+            fc.next_values(given[0], None, *given[1:])
