@@ -99,10 +99,9 @@ class RunOptions:
     exploration_type: ExplorationType = ExplorationType.RANDOM
     """whether heads sample or act deterministically."""
     exploration: Mapping[str, Value] = field(default_factory=lambda: NO_VALUES)
-    """other values for the numbers in `Policy.exploration`, as for `rollout`: ``{"epsilon": 0.1}``; tensors [L] with a
-    number for each lane of the whole run, of which each worker takes its own; or functions of the number of frames of
-    the whole run so far, such as an annealing schedule. Batches hold the values, also beside the random actions of
-    `init_random_frames`."""
+    """other values for the numbers in `Policy.exploration`, as for `rollout`: ``{"epsilon": 0.1}``; tensors [L] for the
+    lanes of the whole run, those of all workers; or functions of the number of its frames so far, such as an annealing
+    schedule. Batches hold the values, also beside the random actions of `init_random_frames`."""
     reset_when_done: bool = True
     """False keeps a finished lane finished until `reset`. Batches then hold repeated frames, whose ``done`` is True;
     leave them out of a buffer from which single frames are sampled."""

@@ -89,9 +89,8 @@ def rollout(
         length: the number of steps, T.
         params: the parameters to act with; None for the policy's own current ones.
         exploration_type: whether the policy samples or acts deterministically.
-        exploration: other values for the numbers in `Policy.exploration`, such as ``{"epsilon": 0.1}``: a number, a
-            tensor [L] with one for each lane of the whole run, or a function of the number of frames of all lanes so
-            far that returns one of these. The batch holds them.
+        exploration: other values for the numbers in `Policy.exploration`, such as ``{"epsilon": 0.1}``, tensors [L]
+            for the lanes of the whole run, or functions of the number of its frames so far. The batch holds them.
         max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
 
     Returns:
@@ -161,9 +160,7 @@ def run(
         else:
             after, batch = run_in_jax(inner, state, lambda entered: run_loop(env, inner, entered, request))
     if after.opened is not None:
-        after.opened.asked = None
-        if inner is asking:
-            after.opened.remember(asked, request)
+        after.opened.remember(asked, request if inner is asking else None)
     return after, with_values(batch, values)
 
 

@@ -36,18 +36,18 @@ from funcollect.tree import Path, flatten, moved, to_tensordict
 
 _ACTION: Path = ("action",)
 _LOG_PROB: Path = ("action_log_prob",)
-_TIME_MAJOR = ("collector", "episode")  # a key that only batches of `funcollect.traced` have
+TIME_MAJOR = ("collector", "episode")  # a key that only batches of `funcollect.traced` have
 _ANY = key_from_seed(0)  # initial states do not depend on keys
 
-_Leaves = Mapping[Path, Any]  # the leaves of a batch, each [..., *shape]
-_Forward = Callable[[_Leaves, Any], tuple[Any, Any]]  # from inputs and recurrent state to outputs and the next state
-_Spaces = tuple[Space, Sequence[Leaf], ActionSpec]
+Leaves = Mapping[Path, Any]  # the leaves of a batch, each [..., *shape]
+_Forward = Callable[[Leaves, Any], tuple[Any, Any]]  # from inputs and recurrent state to outputs and the next state
+Spaces = tuple[Space, Sequence[Leaf], ActionSpec]
 _SCORING = tensordict_nn.ProbabilisticTensorDictModule | tensordict_nn.ProbabilisticTensorDictSequential
 
 
 def remember_spaces(policy: Policy, space: Space, leaves: Sequence[Leaf], spec: ActionSpec) -> None:
     """Keep the spaces of an environment that a policy acts in, for `evaluate_actions`."""
-    known: list[_Spaces] = memo_of(policy).setdefault("spaces", [])
+    known: list[Spaces] = memo_of(policy).setdefault("spaces", [])
     paths = [leaf.path for leaf in leaves]
     if not any(spec == other and [leaf.path for leaf in own] == paths for _, own, other in known):
         known.append((space, tuple(leaves), spec))
@@ -89,14 +89,7 @@ def evaluate_actions(
     >>> torch.allclose(now["action_log_prob"], batch["action_log_prob"]), now["entropy"].shape
     (True, torch.Size([2, 8]))
     """
-    check_kind("batch", batch, (Mapping, TensorDictBase), "pass a batch from rollout or a collector")
-    if env is not None and not is_env(env):
-        raise TypeError(f"env is {kind_of(env)}, expected an Env or None: pass the environment of the batch")
-    if isinstance(policy.source if isinstance(policy, LoweredPolicy) else policy, Population):
-        raise TypeError(
-            "policy is a population, expected one member: pass that with its own parameters and lanes of the batch, "
-            "for all members under jax.vmap or torch.func.vmap"
-        )
+    check_arguments(policy, batch, env)
     if isinstance(policy, TensorDictPolicy):
         return _by_distribution(policy, params, flatten(batch))
     if not isinstance(policy, TorchPolicy | FunctionPolicy) or policy.head is None:
@@ -107,22 +100,34 @@ def evaluate_actions(
             f"policy is {type(policy).__name__} without a head, expected one whose head or distribution scores "
             f"actions: pass {mend}"
         )
-    return _by_head(policy, policy.head, params, flatten(batch), _spaces_of(policy, env), policy_state)
+    return _by_head(policy, policy.head, params, flatten(batch), spaces_of(policy, env), policy_state)
+
+
+def check_arguments(policy: Policy, batch: Any, env: Env | None) -> None:
+    """Raise TypeError for what is no batch or no environment, and for a population."""
+    check_kind("batch", batch, (Mapping, TensorDictBase), "pass a batch from rollout or a collector")
+    if env is not None and not is_env(env):
+        raise TypeError(f"env is {kind_of(env)}, expected an Env or None: pass the environment of the batch")
+    if isinstance(policy.source if isinstance(policy, LoweredPolicy) else policy, Population):
+        raise TypeError(
+            "policy is a population, expected one member: pass that with its own parameters and lanes of the batch, "
+            "for all members under jax.vmap or torch.func.vmap"
+        )
 
 
 def _by_head(
-    policy: TorchPolicy | FunctionPolicy, head: Head, params: Any, rows: _Leaves, spaces: _Spaces, policy_state: Any
+    policy: TorchPolicy | FunctionPolicy, head: Head, params: Any, rows: Leaves, spaces: Spaces, policy_state: Any
 ) -> dict[str, Any]:
     """What the policy's head thinks of the actions, and the other outputs, by name."""
     space, leaves, spec = spaces
     xp = TORCH if isinstance(policy, TorchPolicy) else jax_numerics()
     exploration: list[Path] = [(*EXPLORATION, name) for name in head.values]
-    _check_rows(xp, rows, [_ACTION, *(leaf.path for leaf in leaves), *exploration])
+    check_keys(xp, rows, [_ACTION, *(leaf.path for leaf in leaves), *exploration])
     rows = moved(rows, policy.run_device) if isinstance(policy, TorchPolicy) and policy.run_device else rows
-    network, action = _network(policy, params), rows[_ACTION]
+    network, action = network_of(policy, params), rows[_ACTION]
     head = head.at({path[-1]: rows[path] for path in exploration})
 
-    def call(inputs: _Leaves, recurrent: Any) -> tuple[Any, Any]:
+    def call(inputs: Leaves, recurrent: Any) -> tuple[Any, Any]:
         answer, after = network(assemble(space, inputs), recurrent)
         parameters, extras = read_answer(xp, head, answer, spec, len(next(iter(inputs.values()))))
         return (parameters, dict(extras)), after
@@ -142,28 +147,29 @@ def _by_head(
     return {**outputs, **{name: score for name, score in scores.items() if score is not None}}
 
 
-def _spaces_of(policy: Policy, env: Env | None) -> _Spaces:
+def spaces_of(policy: Policy, env: Env | None) -> Spaces:
+    """Return the spaces of `env`, or of the one environment that `policy` has acted in; ValueError if there is none."""
     if env is not None:
         return env.observation_space, env.observation_leaves, env.action_spec
-    known: list[_Spaces] = memo_of(policy).get("spaces", [])
+    known: list[Spaces] = memo_of(policy).get("spaces", [])
     if len(known) == 1:
         return known[0]
     found = f"{len(known)} environments with different actions or observations" if known else "no environment"
     raise ValueError(f"env is not given, the policy has acted in {found} in this process: pass env=, that of the batch")
 
 
-def _check_rows(xp: Any, rows: _Leaves, wanted: Sequence[Path]) -> None:
+def check_keys(xp: Any, rows: Leaves, wanted: Sequence[Path]) -> None:
     """Raise ValueError for missing keys, and TypeError unless the leaves are those of the policy's framework."""
     if missing := [".".join(path) for path in wanted if path not in rows]:
         raise ValueError(f"the batch lacks {missing}, expected {['.'.join(path) for path in wanted]}: pass all of it")
-    if isinstance(rows[_ACTION], Tensor) is not (xp is TORCH):
+    if isinstance(first := rows[wanted[0]], Tensor) is not (xp is TORCH):
         name, mend = ("Torch", "the TensorDict itself") if xp is TORCH else ("JAX", "funcollect.interop.to_jax(batch)")
         raise TypeError(
-            f"the batch holds a {type(rows[_ACTION]).__name__}, expected what a policy in {name} takes: pass {mend}"
+            f"the batch holds a {type(first).__name__}, expected what a policy in {name} takes: pass {mend}"
         )
 
 
-def _network(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
+def network_of(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
     """The policy's module or function with these parameters, from an observation and the recurrent state, or None."""
     if isinstance(policy, FunctionPolicy):
         if policy.takes_key:
@@ -186,7 +192,7 @@ class _Recurrent(NamedTuple):
     start: Any  # before each row if it is recorded, else before the first ones, [P, ...]
 
 
-def _recurrent(xp: Any, policy: TorchPolicy | FunctionPolicy, rows: _Leaves, policy_state: Any) -> _Recurrent:
+def _recurrent(xp: Any, policy: TorchPolicy | FunctionPolicy, rows: Leaves, policy_state: Any) -> _Recurrent:
     initial = policy.init(_ANY, 1)
     if isinstance(policy, TorchPolicy):
         initial = initial.on(rows[_ACTION].device).recurrent
@@ -211,23 +217,19 @@ def _recurrent(xp: Any, policy: TorchPolicy | FunctionPolicy, rows: _Leaves, pol
 
 
 def _outputs(
-    xp: Any, call: _Forward, inputs: _Leaves, rows: _Leaves, lead: Sequence[int], recurrent: _Recurrent | None
+    xp: Any, call: _Forward, inputs: Leaves, rows: Leaves, lead: Sequence[int], recurrent: _Recurrent | None
 ) -> Any:
     """The outputs in the shape of the batch: of one call for all rows, or for a recurrent policy of one per step."""
     if recurrent is None:
         flat = {path: leaf.reshape(-1, *leaf.shape[len(lead) :]) for path, leaf in inputs.items()}
         return xp.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), call(flat, None)[0])
-    _check_rows(xp, rows, [LANE, STEP])
-    turn, back = _turning(rows, lead)
+    check_keys(xp, rows, [LANE, STEP])
+    turn, back = turning(rows, lead)
     lane, step = turn(rows[LANE]), turn(rows[STEP])
     apart = lane[1:] != lane[:-1]
     if recurrent.recorded:
         starts = xp.map(turn, recurrent.start)
-        apart = apart | (step[1:] != step[:-1] + 1)  # as between slices of samples in a row
-        if TRAJECTORY_IDS in rows:
-            ids = turn(rows[TRAJECTORY_IDS])
-            other = ids[1:] != ids[:-1]
-            apart = apart | (other if other.ndim == apart.ndim else other.any(-1))  # in JAX 64 bits may be two words
+        apart = breaks(turn, rows)
     else:
         starts = xp.map(lambda leaf: xp.broadcast_to(leaf, (len(step), *leaf.shape)), recurrent.start)
         for leaf in xp.leaves(recurrent.start)[:1]:
@@ -260,12 +262,23 @@ def _check_whole(lane: Any, step: Any, lanes: int) -> None:
         )
 
 
-def _turning(rows: _Leaves, lead: Sequence[int]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def breaks(turn: Callable[[Any], Any], rows: Leaves) -> Any:
+    """Whether each row from the second on, [T - 1, L], does not follow on the one before it."""
+    lane, step = turn(rows[LANE]), turn(rows[STEP])
+    apart = (lane[1:] != lane[:-1]) | (step[1:] != step[:-1] + 1)  # as between slices of samples in a row
+    if TRAJECTORY_IDS in rows:
+        ids = turn(rows[TRAJECTORY_IDS])
+        other = ids[1:] != ids[:-1]
+        apart = apart | (other if other.ndim == apart.ndim else other.any(-1))  # in JAX 64 bits may be two words
+    return apart
+
+
+def turning(rows: Leaves, lead: Sequence[int]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Functions that make a leaf [*B, T, ...] or [T, P, ...] of a batch time-major, [T, L, ...]; and back."""
-    traced = _TIME_MAJOR in rows
+    traced = TIME_MAJOR in rows
     if not lead or (traced and len(lead) != 2):
         wanted = "[T, P]: pass one run, or several under jax.vmap" if traced else "[*B, T]: pass whole rows of time"
-        raise ValueError(f"the batch has {len(lead)} dimensions, but a recurrent policy needs {wanted}")
+        raise ValueError(f"the batch has {len(lead)} dimensions, but time has to be among them: {wanted}")
     if traced:
         return (lambda leaf: leaf), (lambda leaf: leaf)
     lanes, rows_of = len(lead) - 1, math.prod(lead[:-1])
@@ -275,7 +288,7 @@ def _turning(rows: _Leaves, lead: Sequence[int]) -> tuple[Callable[[Any], Any], 
     )
 
 
-def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> dict[str, Any]:
+def _by_distribution(policy: TensorDictPolicy, params: Any, rows: Leaves) -> dict[str, Any]:
     """What the distribution of a TensorDict policy thinks of the actions, and the other outputs, by dotted name."""
     module = policy.bound(policy.prepare(params))
     if not isinstance(module, _SCORING):
@@ -284,14 +297,14 @@ def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> di
             "ProbabilisticActor: pass that"
         )
     in_keys = paths_of(module, "in_keys")
-    _check_rows(TORCH, rows, [_ACTION, *in_keys])
+    check_keys(TORCH, rows, [_ACTION, *in_keys])
     rows = moved(rows, policy.run_device) if policy.run_device else rows
     lead = rows["next", "done"].shape[:-1] if ("next", "done") in rows else rows[_ACTION].shape[:1]
     if {INIT, IS_FIRST, STEP} <= rows.keys():  # slices mark is_init, too, but a module resets its state there
         begins = (rows[STEP] == 0) | ~rows[IS_FIRST]
         rows = {**rows, INIT: rows[INIT] & begins.reshape(rows[INIT].shape)}
 
-    def call(inputs: _Leaves, recurrent: Any) -> tuple[Any, Any]:
+    def call(inputs: Leaves, recurrent: Any) -> tuple[Any, Any]:
         read = {path: leaf for path, leaf in inputs.items() if path != _ACTION} | (recurrent or {})
         given = to_tensordict(read, next(iter(read.values())).shape[:1])
         with tensordict_nn.set_interaction_type(tensordict_nn.InteractionType.DETERMINISTIC):

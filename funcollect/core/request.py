@@ -112,7 +112,7 @@ class Request:
 class OpenFor:
     """Base class of pairs that are open for rollouts of one request, one after the other."""
 
-    # What the user did with which numbers, and what is run for that at any state.
+    # What the user did, with a copy of its exploration, all numbers, and what is run for that at any state.
     asked: tuple[Request, Mapping[str, Any], Request] | None = None
 
     def known(self, asked: Request) -> Request | None:
@@ -125,10 +125,10 @@ class OpenFor:
             return None
         return request.given(asked.params)
 
-    def remember(self, asked: Request, request: Request) -> None:
-        """Run `request` whenever the user asks the same, unless that depends on the state, or may change in place."""
+    def remember(self, asked: Request, request: Request | None) -> None:
+        """Run `request` whenever the user asks the same, unless that is None, or depends on more than numbers."""
         given = asked.exploration
-        self.asked = (asked, dict(given) if given else NO_VALUES, request) if are_numbers(given) else None
+        self.asked = (asked, given and dict(given), request) if request and are_numbers(given) else None
 
 
 def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:
@@ -172,7 +172,7 @@ def check_given(policy: Policy, given: Mapping[str, Any], lanes: int | None = No
         if callable(value):
             arguments.check_function(f"exploration[{name!r}]", value, "a function of the number of frames", 1)
             constants[name] = policy.exploration.get(name, 0.0)
-    _check_ranges(policy, {name: _value(name, value, lanes) for name, value in _all_values(policy, constants).items()})
+    _checked(policy, constants, lanes, np)
 
 
 def exploration_values(
@@ -180,95 +180,58 @@ def exploration_values(
 ) -> Mapping[str, Any]:
     """Return the values of `Policy.exploration`: the `given` ones, and the policy's own for all other names.
 
-    Numbers are rounded to float32. Of values per lane [L], those of the state's lanes [P] are returned: a tensor for a
-    policy in Torch, an array for one in JAX. Functions are called with the frames so far, which may wait for a device.
-    In traced code there are none, and numbers may be traced.
+    Numbers are rounded to float32. Of values per lane [L], those of the state's lanes [P] are returned, as an array, or
+    as a tensor for a policy in Torch. Functions are called with the frames so far, which may wait for a device; in
+    traced code there are none, and values may be traced.
     """
-    values = _all_values(policy, given)
-    if not values:
-        return NO_VALUES
-    functions = [name for name, value in values.items() if callable(value)]
+    functions = [name for name, value in given.items() if callable(value)]
     if traced and functions:
         raise TypeError(
             f"exploration has functions for {functions}, expected numbers in traced code: call them, pass the results"
         )
-    values |= {name: values[name](state.steps_made * state.total_lanes) for name in functions}
-    if traced:
-        values = {name: _traced_value(name, value, state) for name, value in values.items()}
-        if head := head_of(policy):
-            head.at(values)  # checks the ranges of numbers
-        return values
-    values = {name: _value(name, value, state.total_lanes) for name, value in values.items()}
-    _check_ranges(policy, values)
-    return {
-        name: value if isinstance(value, float) else _of_lanes(name, value, policy, state)
-        for name, value in values.items()
-    }
+    if functions:
+        given = {**given, **{name: given[name](state.steps_made * state.total_lanes) for name in functions}}
+    values = _checked(policy, given, state.total_lanes, import_jax().numpy if traced else np)
+    for name, value in values.items():
+        if np.ndim(value):
+            if not traced and state.lane_ids[-1] >= len(value):
+                had, mend = f"the {len(value)} lanes that the run began with", "pass a number"
+                raise ValueError(f"exploration[{name!r}] has values for {had}, not for lanes added later: {mend}")
+            values[name] = value[state.lane if traced else state.lane_ids]
+            if policy.backend == "torch":
+                place = state.lane.device if isinstance(state.lane, Tensor) else "cpu"
+                values[name] = torch.from_numpy(values[name]).to(place)
+    return values or NO_VALUES
 
 
-def _all_values(policy: Policy, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given values, and the policy's own for other names; ValueError for names that it does not have."""
+def _checked(policy: Policy, given: Mapping[str, Any], lanes: int | None, xp: Any) -> dict[str, Any]:
+    """All values, numbers or arrays [L] float32 of `xp`, in the ranges of the policy's head."""
     own = policy.exploration
     if unknown := sorted(given.keys() - own.keys()):
         raise ValueError(
             f"exploration has {unknown}, expected names out of {sorted(own)}, the numbers that the policy's head has: "
             "check the spelling, or leave them out"
         )
-    return {**own, **given}
-
-
-def _check_ranges(policy: Policy, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for values out of the ranges of the policy's head."""
+    values = {name: _value(name, value, lanes, xp) for name, value in {**own, **given}.items()}
     if values and (head := head_of(policy)):
-        head.at({name: value if isinstance(value, float) else float(value.min()) for name, value in values.items()})
-        if not all(isinstance(value, float) for value in values.values()):
-            head.at({name: value if isinstance(value, float) else float(value.max()) for name, value in values.items()})
+        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+        for bound in (np.min, np.max) if arrays else (np.min,):
+            head.at(values | {name: float(bound(array)) for name, array in arrays.items()})
+    return values
 
 
-def _value(name: str, value: Any, lanes: int | None) -> Any:
-    """A number rounded to float32, or an array [L] float32; `lanes` is L, None if it is not known."""
-    per_lane = getattr(value, "ndim", 0) or isinstance(value, (list, tuple))
+def _value(name: str, value: Any, lanes: int | None, xp: Any) -> Any:
+    """A number, in NumPy rounded to float32, or an array [L] float32; L is `lanes`, or not known."""
     try:
-        if not per_lane:
-            return float(np.float32(float(value)))
-        array = np.array(value.detach().float().cpu().numpy() if isinstance(value, Tensor) else value, np.float32)
+        array = xp.array(value.detach().float().cpu().numpy() if isinstance(value, Tensor) else value, np.float32)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"exploration[{name!r}] is {shown(value)}, expected a number: pass for example {{{name!r}: 0.1}}"
         ) from error
-    _check_lanes(name, array.shape, lanes)
-    return array
-
-
-def _check_lanes(name: str, shape: tuple[int, ...], lanes: int | None) -> None:
-    """Raise ValueError for the shape of values per lane unless it is [L]."""
-    if len(shape) != 1 or shape[0] != (lanes or shape[0]):
-        raise ValueError(
-            f"exploration[{name!r}] has shape {list(shape)}, expected a number or [{lanes or 'L'}], one for each of "
-            f"the {lanes or 'L'} lanes of the whole run: pass a tensor of {lanes or 'L'} numbers"
-        )
-
-
-def _of_lanes(name: str, values: Any, policy: Policy, state: CollectorState) -> Any:
-    """Of values [L], those of the state's lanes [P]."""
-    lanes = state.lane_ids
-    if int(lanes.max()) >= len(values):
-        raise ValueError(
-            f"exploration[{name!r}] has a value for each of the {len(values)} lanes that the run began with, not for "
-            "lanes added later: pass a number, or begin with all collectors"
-        )
-    rows = values[lanes]
-    if policy.backend != "torch":
-        return rows
-    return torch.from_numpy(rows).to(state.lane.device if isinstance(state.lane, Tensor) else "cpu")
-
-
-def _traced_value(name: str, value: Any, state: CollectorState) -> Any:
-    if not np.ndim(value):
-        return value
-    array = import_jax().numpy.asarray(value.cpu().numpy() if isinstance(value, Tensor) else value, np.float32)
-    _check_lanes(name, array.shape, state.total_lanes)
-    return array[state.lane]
+    if array.ndim > 1 or (array.ndim and lanes not in (None, len(array))):
+        wanted = f"a number or [{lanes or 'L'}], one for each of the {lanes or 'L'} lanes of the whole run"
+        raise ValueError(f"exploration[{name!r}] has shape {list(array.shape)}, expected {wanted}: pass these")
+    return array if array.ndim else float(array) if xp is np else value
 
 
 def with_values(batch: TensorDict, values: Mapping[str, Any]) -> TensorDict:
@@ -278,8 +241,7 @@ def with_values(batch: TensorDict, values: Mapping[str, Any]) -> TensorDict:
     batch.unlock_()
     for name, value in values.items():
         leaf = torch.as_tensor(value, device=batch["next", "done"].device)
-        if leaf.ndim:
-            leaf = leaf.reshape(-1, *[1] * (batch.ndim - 1)) if batch.ndim else leaf[0]
+        leaf = leaf.reshape((-1, *[1] * (batch.ndim - 1))[: batch.ndim])
         batch[(*EXPLORATION, name)] = leaf.expand(batch.batch_size)
     return batch.lock_()
 

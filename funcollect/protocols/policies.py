@@ -29,19 +29,13 @@ class Exploration(NamedTuple):
     """
 
     type: ExplorationType = ExplorationType.RANDOM  # whether it samples, or acts deterministically
-    # The numbers that may change, under the names in `Policy.exploration`; or [P] float32 if each lane has its own.
-    values: Mapping[str, Any] = _NO_VALUES
+    values: Mapping[str, Any] = _NO_VALUES  # by the names in `Policy.exploration`: numbers, or [P] if lanes differ
 
 
 def traced_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of `Exploration` as float32 arrays, so that a program of JAX takes others without compiling again."""
-
-    def array(value: Any) -> Any:
-        if isinstance(value, float):
-            return np.float32(value)
-        return value.cpu().numpy() if isinstance(value, Tensor) else value
-
-    return {name: array(value) for name, value in values.items()}
+    arrays = {name: value.cpu().numpy() if isinstance(value, Tensor) else value for name, value in values.items()}
+    return {name: np.float32(value) if isinstance(value, float) else value for name, value in arrays.items()}
 
 
 class ActorInputs(NamedTuple):

@@ -222,6 +222,7 @@ GOOD = {
     "profile": lambda: {"target": host()[0], "policy": None, "frames": 20, "length": 10},
     "record": lambda: both(path="/nowhere/x.gif"),
     "rollout": lambda: both(state=start(), length=2),
+    "next_values": lambda: {"policy": linear(), "params": None, "batch": batch(), "key": "action", "env": host()[0]},
     "rollout_trajectories": lambda: both(state=start(), count=2),
     "save": lambda: {"path": saved(), "state": start()},
     "set_env_params": lambda: {"env": fused()[0], "state": start(fused), "params": fused()[0].default_params},

@@ -40,6 +40,7 @@ HEADS = {
     "boltzmann": (fc.heads.boltzmann(2.0), DISCRETE),
     "normal": (fc.heads.normal, BOX),
     "tanh_normal": (fc.heads.tanh_normal, BOX),
+    "clipped_normal": (fc.heads.clipped_normal([0.1, 0.2]), ActionSpec(spaces.Box(-1, 1, (2,)))),
     "from_distribution": (fc.heads.from_distribution(CHOICE, "logits"), DISCRETE),
 }
 
@@ -94,9 +95,9 @@ def run(make, spec, *, masked=False, random_steps=0, **given):
         observation = {"action_mask": allowed, "seen": tensor} if masked else tensor
         key = key_from_seed(0)
         lane = torch.arange(P, device=CUDA)
-        state = SimpleNamespace(key=key, lane=lane, lane_ids=np.arange(P), num_lanes=P)
+        state = SimpleNamespace(key=key, lane=lane, lane_ids=np.arange(P), num_lanes=P, total_lanes=P)
         state.policy_state = policy.init(key, P)
-        values = exploration_values(policy, given, 0)
+        values = exploration_values(policy, given, state)
         env = SimpleNamespace(action_spec=spec, num_envs=P)
         for rollout, way in enumerate([SAMPLED, SAMPLED, fc.ExplorationType.DETERMINISTIC]):
             asked = Request(length=STEPS, random_steps=random_steps, exploration_type=way, exploration=values)
@@ -211,6 +212,7 @@ OTHERS = {
     "random, masked": (partial(RandomPolicy, DISCRETE), DISCRETE, {"masked": True}),
     **{f"random at first, then {name}": (partial(of_head, name), HEADS[name][1], {"random_steps": 2})
        for name in ("categorical", "epsilon_greedy", "tanh_normal")},
+    "epsilon per lane": (partial(of_head, "epsilon_greedy"), DISCRETE, {"epsilon": [0.5] * P}),
     "one's own": (Own, DISCRETE),
 }  # fmt: skip
 

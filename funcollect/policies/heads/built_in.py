@@ -276,18 +276,6 @@ def tail_of(array: Any, dims: int, *, rows: bool = False) -> tuple[int, ...] | N
     return shape[len(shape) - dims :] if len(shape) >= dims + rows else None
 
 
-def check_bounds(name: str, spec: ActionSpec) -> None:
-    """Raise ValueError if a Box lacks bounds that the head `name` needs."""
-    if not spec.space.is_bounded():  # type: ignore[attr-defined]
-        raise ValueError(f"the head {name} needs bounds on every action, got {spec.space}: use normal, or a space with bounds")
-
-
-def bounds_of(xp: Any, spec: ActionSpec, like: Any) -> tuple[Any, Any]:
-    """The bounds [*action] of a Box, as arrays `like` another."""
-    space: Any = spec.space
-    return in_32_bits(xp, xp.constant(space.low, like)), in_32_bits(xp, xp.constant(space.high, like))
-
-
 def _density(xp: Any, parameters: Parameters, value: Any) -> Any:
     loc, scale = parameters
     deviation = (value - loc) / scale
@@ -299,7 +287,21 @@ def _total(density: Any, spec: ActionSpec) -> Any:
 
 
 @dataclass(frozen=True)
-class TanhNormal(Normal):
+class Bounded(Normal):
+    """Base class of heads that need the bounds of a Box."""
+
+    def check(self, spec: ActionSpec) -> None:
+        super().check(spec)
+        if not spec.space.is_bounded():  # type: ignore[attr-defined]
+            raise ValueError(f"the head {self.name} needs bounds on every action, got {spec.space}: use normal")
+
+    def _bounds(self, xp: Any, spec: ActionSpec, like: Any) -> tuple[Any, Any]:
+        space: Any = spec.space
+        return in_32_bits(xp, xp.constant(space.low, like)), in_32_bits(xp, xp.constant(space.high, like))
+
+
+@dataclass(frozen=True)
+class TanhNormal(Bounded):
     """Like `normal`, with actions squashed by tanh to the bounds of the Box, which has to be bounded.
 
     See Haarnoja et al., 2018, appendix C. The network returns the same as for `normal`: loc and scale before the
@@ -310,26 +312,22 @@ class TanhNormal(Normal):
 
     name: str = "tanh_normal"
 
-    def check(self, spec: ActionSpec) -> None:
-        super().check(spec)
-        check_bounds(self.name, spec)
-
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Outputs:
         raw = super().sample(xp, parameters, noise, spec)["action"]
-        low, high = bounds_of(xp, spec, raw)
+        low, high = self._bounds(xp, spec, raw)
         return {"action": xp.clip(low + (xp.tanh(raw) + 1) * (high - low) / 2, low, high), _UNSQUASHED: raw}
 
     def record(self, xp: Any, action: Any, spec: ActionSpec) -> Outputs:
-        low, high = bounds_of(xp, spec, action)
+        low, high = self._bounds(xp, spec, action)
         squashed = xp.clip(2 * (in_32_bits(xp, action) - low) / (high - low) - 1, -_INSIDE, _INSIDE)
         return {"action": action, _UNSQUASHED: 0.5 * (xp.log1p(squashed) - xp.log1p(-squashed))}
 
     def log_prob(self, xp: Any, parameters: Parameters, outputs: Outputs, spec: ActionSpec) -> Any:
         raw = outputs[_UNSQUASHED]
-        return _total(_density(xp, parameters, raw) - self._slope(xp, raw, *bounds_of(xp, spec, raw)), spec)
+        return _total(_density(xp, parameters, raw) - self._slope(xp, raw, *self._bounds(xp, spec, raw)), spec)
 
     def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
-        (loc, scale), (low, high) = parameters, bounds_of(xp, spec, parameters[0])
+        (loc, scale), (low, high) = parameters, self._bounds(xp, spec, parameters[0])
         loc, scale = loc[..., None], scale[..., None]
         nodes, weights = (xp.constant(each.astype(np.float32), loc) for each in (_NODES, _WEIGHTS / _WEIGHTS.sum()))
         raw = loc + scale * nodes

@@ -145,8 +145,8 @@ class FunctionPolicy(base.HeadedPolicy):
         outputs = {**extras, **recorded, **head.sample(xp, parameters, noise if stochastic else None, spec)}
         log_prob = head.log_prob(xp, parameters, outputs, spec)
         if log_prob is None:
-            rows = (each.reshape(num_envs, -1) for each in parameters)
-            outputs[program.PROBE] = sum(xp.where(each == each, 0.0, each).sum(-1) for each in rows)
+            flat = (each.reshape(num_envs, -1) for each in parameters)
+            outputs[program.PROBE] = sum(xp.where(each == each, 0.0, each).sum(-1) for each in flat)
         else:
             outputs["action_log_prob"] = log_prob
         return policy_state, outputs
