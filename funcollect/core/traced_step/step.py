@@ -19,7 +19,13 @@ from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Purpose
 from funcollect.policies.checks import check_apart
-from funcollect.policies.jax_functions.jax_policy import match_log_prob, traced_policy, traced_random
+from funcollect.policies.jax_functions.jax_policy import (
+    WithEnvState,
+    match_log_prob,
+    reads_env_state,
+    traced_policy,
+    traced_random,
+)
 from funcollect.policies.jax_functions.program import TracedCall, drawing
 from funcollect.policies.numerics import jax_numerics
 from funcollect.protocols import BoundParams, JaxEnv, Policy, Transition
@@ -133,7 +139,10 @@ def _act(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
             f"{difference}: {ANOTHER_POLICY}"
         )
     remembered = where_lanes(state.step == 0, initial, state.policy_state)
-    policy_state, outputs = config.answer(bound, remembered, observation, drawing(keys.of(Purpose.NOISE), state.steps))
+    draw, seen = drawing(keys.of(Purpose.NOISE), state.steps), observation
+    if reads_env_state(config.policy):
+        seen = WithEnvState(observation, state.env_state.current)
+    policy_state, outputs = config.answer(bound, remembered, seen, draw)
     policy_state = varying(state.lane, without_weak_types(policy_state))
     if difference := differing(remembered, policy_state):
         raise PolicyError(
