@@ -22,7 +22,7 @@ from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.request import EXPLORATION, NO_VALUES, Request, check_jax, check_traced_state, exploration_values
 from funcollect.core.state import LEAVES, CollectorState, origin_of
 from funcollect.core.traced_step.episodes import TracedEpisodeStats, after_frame, episode_stats, frame_of, nothing_open
-from funcollect.core.traced_step.step import StepConfig, begin, by_path, restart, run_keys, varying
+from funcollect.core.traced_step.step import StepConfig, begin, by_path, continue_from, restart, run_keys, varying
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, check_functions
 from funcollect.errors import PolicyError
@@ -125,8 +125,10 @@ def init(
     return copied
 
 
-def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorState:
+def reset(env: JaxEnv, state: CollectorState, mask: Any = None, *, to: Any = None) -> CollectorState:
     """Begin new episodes in all lanes or those of `mask`, under new trajectory ids. Raises ValueError unless bool [P].
+
+    `to` is as for `funcollect.reset`.
 
     >>> import jax, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
@@ -141,7 +143,7 @@ def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorStat
             f"mask is {lanes.dtype} {list(lanes.shape)}, expected bool {list(state.lane.shape)}: pass one flag per lane"
         )
     after: CollectorState = restart(env, state, run_keys(state.key, state.lane), lanes)
-    return after
+    return after if to is None else continue_from(env, after, lanes, to)
 
 
 def step(

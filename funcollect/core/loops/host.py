@@ -22,7 +22,7 @@ from funcollect.core.state import CollectorState, first_state
 from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome, check_outcome
 from funcollect.keys import Key
 from funcollect.policies.checks import check_32_bits
-from funcollect.protocols import Columns, HostEnv, Outcome, Policy, SnapshotSimulators
+from funcollect.protocols import Columns, HostEnv, Outcome, Policy, SimulatorsWithOptions, SnapshotSimulators
 from funcollect.specs import assemble
 from funcollect.trajectories.final_observations import FinalObservations, attach
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
@@ -47,13 +47,21 @@ def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: i
         raise
 
 
-def reset(env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False) -> CollectorState:
+def reset(
+    env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False, options: Any = None
+) -> CollectorState:
     """Implement `funcollect.reset` of the lanes of a mask [P]; with `stale`, `funcollect.recover`."""
+    if options is not None:
+        state.env_state.check()
+        _check_options(env, state.env_state.simulation.simulators)
     simulation: Simulation = state.env_state.claim(stale=stale)
     simulation.show(state.observation)
     if stale and simulation.renewed is not None and simulation.renewed.renew():
         simulation.seed_again()
-    simulation.restart(lanes.nonzero()[:, 0].tolist())
+    chosen = lanes.nonzero()[:, 0].tolist()
+    if options is not None:
+        simulation.options |= {lane: (simulation.episodes[lane] + 1, dict(options)) for lane in chosen}
+    simulation.restart(chosen)
     simulation.action_log.ages = torch.where(lanes, 0, simulation.action_log.ages)
     return state.replace(
         env_state=simulation.release(),
@@ -61,6 +69,14 @@ def reset(env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = F
         steps=max(simulation.steps, state.steps_made),
         **reset_counters(state, lanes, torch.tensor(simulation.episodes)),
     )
+
+
+def _check_options(env: HostEnv, simulators: Any) -> None:
+    if not isinstance(simulators, SimulatorsWithOptions) or not simulators.takes_options():
+        raise TypeError(
+            f"options are given, but resets of {env} take none, expected single environments of Gymnasium's, other "
+            "than Atari games: make it from an id or a function, or leave options out"
+        )
 
 
 def fork(env: HostEnv, state: CollectorState) -> CollectorState:

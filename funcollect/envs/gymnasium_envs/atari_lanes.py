@@ -278,6 +278,10 @@ class AtariLanes(Lanes):
         super().__init__(self._games, env)
 
     @override
+    def takes_options(self) -> bool:
+        return False  # a game's history has none
+
+    @override
     def close(self) -> None:
         """Close the games, and give a user's own environments back as they were before `_with_next_lives`."""
         super().close()

@@ -14,7 +14,14 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from gymnasium import spaces
 
-from funcollect.arguments import check_choice, check_keys, check_kind, check_num_envs, check_optional_positive
+from funcollect.arguments import (
+    check_choice,
+    check_function,
+    check_keys,
+    check_kind,
+    check_num_envs,
+    check_optional_positive,
+)
 from funcollect.envs import base
 from funcollect.envs.base import AdaptedEnv, EnvBase, returned
 from funcollect.errors import EnvError
@@ -27,13 +34,15 @@ from funcollect.specs import ActionSpec, Space, observation_leaves
 Reset = Callable[[Any, Any], tuple[Any, Any]]  # (uint32[2] key, params) -> (env_state, observation)
 Step = Callable[[Any, Any, Any, Any], Transition]  # (uint32[2] key, env_state, action, params) -> Transition
 Open = Callable[[], AbstractContextManager[Renderer]]
+Observe = Callable[[Any, Any], Any]  # (env_state, params) -> observation
 
 
 class JaxEnvBase(EnvBase, ABC):
     """Subclass this with `reset` and `step`, both pure functions of one lane that JAX can trace.
 
     The attributes, `num_envs` and the errors are the same as in `TorchEnvBase`; `params` is a pytree of JAX arrays, and
-    ``starts="cached"`` starts every episode of a lane as its first one.
+    ``starts="cached"`` starts every episode of a lane as its first one. An optional function
+    ``observe(env_state, params)``, which returns the observation of a state, lets `funcollect.reset` take states alone.
 
     >>> import gymnasium, jax, jax.numpy as jnp
     >>> import funcollect as fc
@@ -82,6 +91,7 @@ class FunctionsEnv(AdaptedEnv):
     default_params: Any = None  # used where the functions get None: a pytree, or None if there are none
     param_keys: tuple[str, ...] = ()  # those that batches record under ``env_params``
     renderer: Open | None = None  # None if it cannot be filmed
+    observe: Observe | None = None  # None if a state does not show its observation
     backend: Literal["jax"] = "jax"
 
 
@@ -114,6 +124,7 @@ def from_functions(
     starts: Starts = "fresh",
     params: Any = None,
     param_keys: Sequence[str] = (),
+    observe: Observe | None = None,
     name: str = "functions",
 ) -> FunctionsEnv:
     """A JAX environment from two pure functions of one lane, which the library batches, compiles and resets.
@@ -132,6 +143,7 @@ def from_functions(
         starts: ``"cached"`` starts every episode of a lane as its first one: less work, and less variety.
         params: the last argument of both functions, a pytree of arrays, or None; `set_env_params` changes them.
         param_keys: the names of parameters that a batch records under ``env_params``, with dots between those of nodes.
+        observe: ``(env_state, params) -> observation``, for `funcollect.reset` to states alone; None for none.
         name: its name in messages.
 
     Raises TypeError for a `step` that returns something else, EnvError for results that do not fit each other or the
@@ -152,7 +164,9 @@ def from_functions(
     check_kind("name", name, str, "pass for example 'walk'")
     base.check_pure_functions("", reset, step)
     common = (observation_space, action_space, num_envs, one_hot, info_keys, starts)
-    facts = {"max_episode_steps": max_episode_steps, "params": params, "param_keys": param_keys}
+    if observe is not None:
+        check_function("observe", observe, "a function (env_state, params) -> observation", 2)
+    facts = {"max_episode_steps": max_episode_steps, "params": params, "param_keys": param_keys, "observe": observe}
     env = jax_env(name, reset, step, *common, **facts)
     check_functions(env, env.params)
     return env
