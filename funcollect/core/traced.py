@@ -21,7 +21,14 @@ from funcollect.core.env_params import traced_set_env_params as set_env_params
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.request import EXPLORATION, NO_VALUES, Request, check_jax, check_traced_state, exploration_values
 from funcollect.core.state import LEAVES, CollectorState, origin_of
-from funcollect.core.traced_step.episodes import TracedEpisodeStats, after_frame, episode_stats, frame_of, nothing_open
+from funcollect.core.traced_step.episodes import (
+    TracedEpisodeStats,
+    after_frame,
+    episode_stats,
+    frame_of,
+    no_stats,
+    nothing_open,
+)
 from funcollect.core.traced_step.step import StepConfig, begin, by_path, continue_from, restart, run_keys, varying
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, check_functions
@@ -41,6 +48,7 @@ __all__ = [
     "episode_stats",
     "evaluate",
     "init",
+    "no_stats",
     "partition",
     "reset",
     "rollout",

@@ -258,6 +258,7 @@ GOOD = {
     "traced.evaluate": lambda: both(fused, params=None, key=jax.random.PRNGKey(0), episodes=2),
     "traced.init": lambda: both(fused, params=None, key=jax.random.PRNGKey(0)),
     "traced.partition": lambda: {"state": start(fused), "axis": "devices"},
+    "traced.no_stats": lambda: {"state": start(fused), "length": 4},
     "traced.reset": lambda: {"env": fused()[0], "state": start(fused)},
     "traced.rollout": lambda: both(fused, params=None, state=start(fused), length=2),
     "traced.set_env_params": lambda: {"env": fused()[0], "state": start(fused), "params": fused()[0].default_params},
