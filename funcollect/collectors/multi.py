@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from funcollect.arguments import check_flags
 from funcollect.collectors.keywords import collector
-from funcollect.collectors.options import LocalOptions, options_of
+from funcollect.collectors.options import FRAMES, LocalOptions, options_of
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers import jobs
 from funcollect.collectors.workers.gathering import Join, in_this_process
@@ -70,7 +70,7 @@ class MultiSyncDataCollector(ProcessCollector):
     >>> collector.shutdown()
     """
 
-    frames_per_batch: int | Sequence[int]
+    frames_per_batch: int | Sequence[int] = FRAMES
     """frames in a batch of all workers, in equal shares, each rounded up to a whole step of the worker's lanes; or a
     list with the frames of each."""
     cat_results: Join = "stack"
@@ -108,7 +108,7 @@ class MultiaSyncDataCollector(ProcessCollector):
     >>> collector.shutdown()
     """
 
-    frames_per_batch: int | Sequence[int]
+    frames_per_batch: int | Sequence[int] = FRAMES
     """frames in a batch, which is one worker's rollout, rounded up to a whole step of its lanes; or a list with the
     frames of each worker."""
     cat_results: Join | None = None

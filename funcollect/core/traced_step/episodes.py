@@ -103,7 +103,7 @@ def episode_stats(batch: Batch, previous: TracedEpisodeStats | None = None) -> T
 
 
 def no_stats(state: CollectorState, length: int) -> TracedEpisodeStats:
-    """Return the statistics of no episode, in the form of those of a rollout of `length` steps: a `scan` begins with it.
+    """Return the statistics of no episode, in the form of those of a rollout of `length` steps, to begin a `scan` with.
 
     `state` is that of one run's lanes before the rollout, of which the shapes are read. Raises ValueError for a length
     below 1.
