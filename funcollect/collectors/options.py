@@ -144,6 +144,24 @@ class RunOptions:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class AheadOptions:
+    """The keywords of collectors whose workers go on while the reader is busy."""
+
+    max_policy_lag: int | None = None
+    """the most versions by which the weights that acted in a batch may be older than the latest ones when it is
+    delivered; None for no bound. A worker then waits before a rollout that might be delivered too late, and no batch is
+    dropped. That counts on as many updates between two batches as there have been at most, so the first batch is
+    collected alone; batches that were begun before updates became more frequent may exceed the bound."""
+    max_unread: int = 2
+    """batches of each worker that may be ready, or under way, beyond the one that is delivered; then it waits."""
+
+    def _check_ahead(self) -> None:
+        check_positive("max_unread", self.max_unread, example=2)
+        if self.max_policy_lag is not None:
+            arguments.check_count("max_policy_lag", self.max_policy_lag)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class LocalOptions(RunOptions):
     """The further keywords of collectors that run on this machine."""
 

@@ -106,7 +106,7 @@ class RayCollector(WorkerCollector):
         means = over_ray(self.ray_init_config, num_threads=self.num_threads, accelerators=wanted, eager=not self.sync)
         self._in_one_order = self.sync and not issubclass(self.collector_class, MultiaSyncDataCollector)
         grace, join = _TO_REPORT if nested else 0.0, _STACK if self.sync else None
-        self._launch(jobs, means, join, prefetch=self.prefetch, level=5, grace=grace)
+        self._launch(jobs, means, join, ahead=int(self.prefetch) if self.sync else 2, level=5, grace=grace)
         self.num_collectors = count
 
     def _check_own(self) -> None:
