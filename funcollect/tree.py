@@ -144,15 +144,6 @@ def moved(tree: Any, device: torch.device) -> Any:
     )
 
 
-def forms(tree: Any) -> Any:
-    """A pytree with the dtype and the shape of each leaf in its place, or the type of a leaf without."""
-    return optree.tree_map(
-        lambda leaf: f"{leaf.dtype} {[*leaf.shape]}" if hasattr(leaf, "dtype") else type(leaf).__name__,
-        tree,
-        namespace=NAMESPACE,
-    )
-
-
 def ranked(array: Any, like: Any) -> Any:
     """The array with the rank of `like`, unless a scalar, for JAX under ``jax_numpy_rank_promotion="raise"``."""
     missing = like.ndim - array.ndim

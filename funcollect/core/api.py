@@ -203,13 +203,11 @@ def reset(
         env: the environment that `state` was made with.
         state: the state to continue from.
         mask: [P] bool; None for all lanes.
-        to: over environments in JAX or Torch, where these episodes begin instead: environment states like those in
-            ``state.env_state`` (in JAX its field ``current``), a pytree [P, ...], of which the lanes of `mask` are
-            read. States alone need an environment with a function `observe`, as those of brax, MuJoCo Playground, navix
-            and pgx, gymnax's classic control and MinAtar, and Torch's built-in ones; for others pass a pair of states
-            and their observations, in the form of the space or of ``state.observation``.
-        options: over single Gymnasium environments, the `options` of the environments' own `reset`, for this reset
-            alone. `fork` repeats it; `save` needs ``episodes="restart"`` while such an episode runs.
+        to: over environments in JAX or Torch, the states where these episodes begin: a pytree [P, ...] like
+            ``state.env_state`` (in JAX its field ``current``), of which the lanes of `mask` are read; or a pair of
+            states and observations, if the environment has no function `observe`.
+        options: over single Gymnasium environments, those of the environments' own `reset`, for this reset alone.
+            `fork` repeats it; `save` needs ``episodes="restart"`` while such an episode runs.
 
     Raises:
         TypeError: for `to` or `options` in an environment that does not take them.
@@ -226,13 +224,9 @@ def reset(
     """
     check_state(env, state, "reset", (mask, to))
     given: dict[str, Any] = {name: value for name, value in (("to", to), ("options", options)) if value is not None}
-    known = {"host": "options", "torch": "to", "jax": "to"}.get(env.backend, "")
-    for name in given.keys() - {known}:
-        mend = f"pass {known}, or " * bool(known)
-        raise TypeError(
-            f"{name} is given, which is not for {env!r}, expected it for "
-            f"{'Gymnasium' if name == 'options' else 'an environment in JAX or Torch'}: {mend}leave it out"
-        )
+    known = {"host": "options", "torch": "to", "jax": "to"}.get(env.backend)
+    if given.keys() - {known}:
+        raise TypeError(f"{shown([*given])} is not for {env!r}, expected {known or 'neither'}: leave the other out")
     if options is not None:
         check_kind("options", options, Mapping, "pass the dict that the environments' reset takes")
     return _reset(env, state, mask, **given)

@@ -269,12 +269,12 @@ def split_states(env: Any, to: Any, call: Callable[[Any], Any], *, alone: bool) 
     return to, call(observe)
 
 
-def check_states(env: Any, what: str, own: Any, given: Any) -> None:
-    """Raise ValueError unless states or observations in the `to` of a reset have the forms of the environment's own."""
-    if own != given:
+def check_states(env: Any, what: str, difference: Any) -> None:
+    """Raise ValueError if states or observations in the `to` of a reset differ from the environment's own."""
+    if difference:
         raise ValueError(
-            f"to has the {what} {shown(given, 300)}, expected {shown(own, 300)} of {env!r}: pass states like those in "
-            "state.env_state, or a pair of them and observations like state.observation, each [P, ...]"
+            f"to has other {what} than {env!r}, expected its own form (first its own): {difference}: pass states like "
+            "those in state.env_state, or a pair of them and observations like state.observation, each [P, ...]"
         )
 
 

@@ -157,7 +157,7 @@ class Simulation(LiveSimulators):
         for lane in lanes:
             self.episodes[lane] += 1
         if self.options and (options := [self._options(lane) for lane in lanes]) != [None] * len(lanes):
-            cast(protocols.SimulatorsWithOptions, self.simulators).reset(lanes, seeds, options)
+            cast(Any, self.simulators).reset(lanes, seeds, options)
         else:
             self.simulators.reset(lanes, seeds)
         if self.unseeded:

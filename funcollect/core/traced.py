@@ -21,14 +21,7 @@ from funcollect.core.env_params import traced_set_env_params as set_env_params
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.request import EXPLORATION, NO_VALUES, Request, check_jax, check_traced_state, exploration_values
 from funcollect.core.state import LEAVES, CollectorState, origin_of
-from funcollect.core.traced_step.episodes import (
-    TracedEpisodeStats,
-    after_frame,
-    episode_stats,
-    frame_of,
-    no_stats,
-    nothing_open,
-)
+from funcollect.core.traced_step.episodes import TracedEpisodeStats, after_frame, episode_stats, frame_of, no_stats
 from funcollect.core.traced_step.step import StepConfig, begin, by_path, continue_from, restart, run_keys, varying
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, check_functions
@@ -273,7 +266,7 @@ def evaluate(
 
     returns = jnp.zeros((episodes, *first.returns.shape[1:]), first.returns.dtype)
     whole = TracedEpisodeStats(returns, jnp.zeros(episodes, jnp.int32), jnp.zeros(episodes, bool))
-    start = first, nothing_open(first.episode, first.returns), quota * 0, whole
+    start = first, no_stats(first, 1).open, quota * 0, whole
     ended: TracedEpisodeStats = jax.lax.while_loop(go_on, advance, start)[-1]
     return ended
 

@@ -56,7 +56,7 @@ class TorchEnvBase(EnvBase, ABC):
 
     def __init__(self, num_envs: int | None = None, *, device: torch.device | str | None = None) -> None:
         super().__init__(num_envs)
-        check_pure_functions(f"{type(self).__name__}.", self.reset, self.step)
+        check_pure_functions(f"{type(self).__name__}.", self.reset, self.step, getattr(self, "observe", None))
         self.device = checked_device(device) or torch.device("cpu")
 
     @abstractmethod

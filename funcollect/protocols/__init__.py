@@ -136,17 +136,6 @@ class SimulatorsOfLanes(Simulators, Protocol):
 
 
 @runtime_checkable
-class SimulatorsWithOptions(Simulators, Protocol):
-    """Simulators whose resets take options, for ``funcollect.reset(…, options=…)``."""
-
-    def takes_options(self) -> bool:
-        """Whether they do."""
-
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], options: Sequence[Any] | None = None, /) -> None:
-        """Start an episode in each of these k lanes, with the lane's options if they are not None."""
-
-
-@runtime_checkable
 class SnapshotSimulators(Simulators, Protocol):
     """Simulators whose full state, random generators included, can be saved and restored."""
 

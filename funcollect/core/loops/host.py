@@ -22,7 +22,7 @@ from funcollect.core.state import CollectorState, first_state
 from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome, check_outcome
 from funcollect.keys import Key
 from funcollect.policies.checks import check_32_bits
-from funcollect.protocols import Columns, HostEnv, Outcome, Policy, SimulatorsWithOptions, SnapshotSimulators
+from funcollect.protocols import Columns, HostEnv, Outcome, Policy, SnapshotSimulators
 from funcollect.specs import assemble
 from funcollect.trajectories.final_observations import FinalObservations, attach
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
@@ -51,9 +51,11 @@ def reset(
     env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False, options: Any = None
 ) -> CollectorState:
     """Implement `funcollect.reset` of the lanes of a mask [P]; with `stale`, `funcollect.recover`."""
-    if options is not None:
-        state.env_state.check()
-        _check_options(env, state.env_state.simulation.simulators)
+    if options is not None and not getattr(state.env_state.simulation.simulators, "takes_options", False):
+        raise TypeError(
+            f"options are given, but resets of {env} take none, expected single environments of Gymnasium's, other "
+            "than Atari games: make it from an id or a function, or leave options out"
+        )
     simulation: Simulation = state.env_state.claim(stale=stale)
     simulation.show(state.observation)
     if stale and simulation.renewed is not None and simulation.renewed.renew():
@@ -69,14 +71,6 @@ def reset(
         steps=max(simulation.steps, state.steps_made),
         **reset_counters(state, lanes, torch.tensor(simulation.episodes)),
     )
-
-
-def _check_options(env: HostEnv, simulators: Any) -> None:
-    if not isinstance(simulators, SimulatorsWithOptions) or not simulators.takes_options():
-        raise TypeError(
-            f"options are given, but resets of {env} take none, expected single environments of Gymnasium's, other "
-            "than Atari games: make it from an id or a function, or leave options out"
-        )
 
 
 def fork(env: HostEnv, state: CollectorState) -> CollectorState:

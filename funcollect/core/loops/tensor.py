@@ -32,7 +32,7 @@ from funcollect.messages import shown
 from funcollect.policies.torch_modules.torch_policy import TorchActor, TorchPolicy
 from funcollect.protocols import ActorInputs, DeviceEnv, Exploration, Policy, TorchEnv, Transition
 from funcollect.specs import assemble, disassemble, torch_dtype
-from funcollect.tree import NAMESPACE, Path, forms, select
+from funcollect.tree import NAMESPACE, Path, select
 
 Start = tuple[Any, dict[Path, Tensor]]  # state and observation [P, ...] at the start of an episode
 
@@ -67,11 +67,16 @@ def reset(env: TorchEnv, state: CollectorState, lanes: Tensor, *, to: Any = None
 
 def _given_start(env: TorchEnv, state: CollectorState, to: Any) -> Start:
     """Return the states and observations [P, ...] in `to`, checked."""
-    own = forms(state.env_state)
-    env_state, observation = split_states(env, to, lambda call: call(to, state.env_params), alone=forms(to) == own)
-    check_states(env, "environment states", own, forms(env_state))
+
+    def form(tree: Any) -> Any:
+        leaves, treedef = optree.tree_flatten(tree, namespace=NAMESPACE)
+        return treedef, [(getattr(leaf, "dtype", type(leaf)), tuple(getattr(leaf, "shape", ()))) for leaf in leaves]
+
+    own, seen = form(state.env_state), form(dict(state.observation))
+    env_state, observation = split_states(env, to, lambda call: call(to, state.env_params), alone=form(to) == own)
+    check_states(env, "environment states", form(env_state) != own and f"{own}, then {form(env_state)}")
     root = dict(observation) if isinstance(observation, ReadOnlyDict) else by_path(env, observation)
-    check_states(env, "observations", forms(dict(state.observation)), forms(root))
+    check_states(env, "observations", form(root) != seen and f"{seen}, then {form(root)}")
     return env_state, root
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
@@ -118,10 +117,10 @@ def no_stats(state: CollectorState, length: int) -> TracedEpisodeStats:
     """
     check_kind("state", state, CollectorState, "pass the state that init returned")
     check_positive("length", length)
-    rows, never = import_jax().numpy.zeros_like(state.returns), state.lane != state.lane  # which vary over a mesh
-    empty = TracedEpisodeStats(rows, state.lane * 0, never)
-    repeat = partial(import_jax().tree.map, lambda row: import_jax().numpy.broadcast_to(row, (length, *row.shape)))
-    return repeat(empty)._replace(open=nothing_open(state.episode, rows))
+    repeat, rows = import_jax().numpy.broadcast_to, import_jax().numpy.zeros_like(state.returns)
+    empty = (repeat(row, (length, *row.shape)) for row in (rows, state.lane * 0, state.lane != state.lane))
+    returns, lengths, ended = empty  # which vary over a mesh, as those of rollouts
+    return TracedEpisodeStats(returns, lengths, ended, nothing_open(state.episode, rows))
 
 
 class Frame(NamedTuple):

@@ -249,15 +249,11 @@ def continue_from(env: JaxEnv, state: Traced, mask: Any, to: Any) -> Traced:
     alone, params = not differing(held[0], to), state.env_params
     env_states, seen = split_states(env, to, lambda observe: call_in_lanes(observe, params, to), alone=alone)
     env_states = env_states.current if isinstance(env_states, JaxEnvState) else env_states
-    check_states(env, "environment states", _forms(held[0]), _forms(env_states))
+    check_states(env, "environment states", differing(held[0], env_states))
     found = dict(seen) if isinstance(seen, ReadOnlyDict) else by_path(env, seen)
-    check_states(env, "observations", _forms(held[1]), _forms(found))
+    check_states(env, "observations", differing(held[1], found))
     current, observation = where_lanes(mask, (env_states, found), held)
     return state.changed(env_state=state.env_state._replace(current=current), observation=observation)
-
-
-def _forms(tree: Any) -> Any:
-    return import_jax().tree.map(lambda leaf: f"{leaf.dtype} {list(leaf.shape)}", tree)
 
 
 def _kept_starts(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> tuple[Start, JaxEnvState]:

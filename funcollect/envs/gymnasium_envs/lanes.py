@@ -104,9 +104,7 @@ class Lanes(SimulatorsBase):
         self._rows = Rows(env)
         self.observation = self._rows.arrays
 
-    def takes_options(self) -> bool:
-        """Whether resets pass options on."""
-        return True
+    takes_options = True  # whether resets take them, None or one for each lane
 
     @override
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], options: Sequence[Any] | None = None, /) -> None:

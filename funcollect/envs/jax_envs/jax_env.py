@@ -14,14 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from gymnasium import spaces
 
-from funcollect.arguments import (
-    check_choice,
-    check_function,
-    check_keys,
-    check_kind,
-    check_num_envs,
-    check_optional_positive,
-)
+from funcollect.arguments import check_choice, check_keys, check_kind, check_num_envs, check_optional_positive
 from funcollect.envs import base
 from funcollect.envs.base import AdaptedEnv, EnvBase, returned
 from funcollect.errors import EnvError
@@ -34,7 +27,6 @@ from funcollect.specs import ActionSpec, Space, observation_leaves
 Reset = Callable[[Any, Any], tuple[Any, Any]]  # (uint32[2] key, params) -> (env_state, observation)
 Step = Callable[[Any, Any, Any, Any], Transition]  # (uint32[2] key, env_state, action, params) -> Transition
 Open = Callable[[], AbstractContextManager[Renderer]]
-Observe = Callable[[Any, Any], Any]  # (env_state, params) -> observation
 
 
 class JaxEnvBase(EnvBase, ABC):
@@ -68,7 +60,7 @@ class JaxEnvBase(EnvBase, ABC):
 
     def __init__(self, num_envs: int | None = None) -> None:
         super().__init__(num_envs)
-        base.check_pure_functions(f"{type(self).__name__}.", self.reset, self.step)
+        base.check_pure_functions(f"{type(self).__name__}.", self.reset, self.step, getattr(self, "observe", None))
 
     @abstractmethod
     def reset(self, key: Any, params: Any, /) -> tuple[Any, Any]:
@@ -91,7 +83,7 @@ class FunctionsEnv(AdaptedEnv):
     default_params: Any = None  # used where the functions get None: a pytree, or None if there are none
     param_keys: tuple[str, ...] = ()  # those that batches record under ``env_params``
     renderer: Open | None = None  # None if it cannot be filmed
-    observe: Observe | None = None  # None if a state does not show its observation
+    observe: Callable[[Any, Any], Any] | None = None  # None if a state does not show its observation
     backend: Literal["jax"] = "jax"
 
 
@@ -124,7 +116,7 @@ def from_functions(
     starts: Starts = "fresh",
     params: Any = None,
     param_keys: Sequence[str] = (),
-    observe: Observe | None = None,
+    observe: Callable[[Any, Any], Any] | None = None,
     name: str = "functions",
 ) -> FunctionsEnv:
     """A JAX environment from two pure functions of one lane, which the library batches, compiles and resets.
@@ -162,10 +154,8 @@ def from_functions(
     JaxEnv('walk', num_envs=64)
     """
     check_kind("name", name, str, "pass for example 'walk'")
-    base.check_pure_functions("", reset, step)
+    base.check_pure_functions("", reset, step, observe)
     common = (observation_space, action_space, num_envs, one_hot, info_keys, starts)
-    if observe is not None:
-        check_function("observe", observe, "a function (env_state, params) -> observation", 2)
     facts = {"max_episode_steps": max_episode_steps, "params": params, "param_keys": param_keys, "observe": observe}
     env = jax_env(name, reset, step, *common, **facts)
     check_functions(env, env.params)

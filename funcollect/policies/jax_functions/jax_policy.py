@@ -73,8 +73,8 @@ def jax_policy(
     recurrent = initial_state is not None
     named = random_parameter(apply)
     check_flags(record_state=record_state, reads_env_state=reads_env_state)
-    state = ", env_state" * reads_env_state + ", state" * recurrent
-    inputs = f"(params, observation{state}{f', {named}' if named else ''})"
+    taken = ", env_state" * reads_env_state + ", state" * recurrent
+    inputs = f"(params, observation{taken}{f', {named}' if named else ''})"
     mend = "" if recurrent else " (a recurrent one: initial_state=)"
     count = 2 + reads_env_state + recurrent
     check_call("apply", apply, f"a function {inputs} -> answer{mend}", count, *([named] if named else []))

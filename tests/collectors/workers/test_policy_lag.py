@@ -40,13 +40,11 @@ def test_no_batch_is_older_than_the_bound_and_none_is_lost(most, updates, transp
         assert (each["step"][1:] == torch.where(same, each["step"][:-1] + 1, 0)).all()
 
 
-def test_workers_are_not_held_back_needlessly():
-    with multi(ASYNC, "serial", policy=linear(), max_policy_lag=3, **RUN) as collector:
-        lags(collector, 8, 1)
-        assert len(collector.run._waiting()) == 3
-    with multi(ASYNC, "serial", policy=linear(), max_policy_lag=100, **RUN) as collector:
-        lags(collector, 8, 0)
-        assert len(collector.run._waiting()) == 6
+@pytest.mark.parametrize(("most", "updates", "waiting"), [(3, 1, 3), (100, 0, 6)])
+def test_workers_are_not_held_back_needlessly(most, updates, waiting):
+    with multi(ASYNC, "serial", policy=linear(), max_policy_lag=most, **RUN) as collector:
+        lags(collector, 8, updates)
+        assert len(collector.run._waiting()) == waiting
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -273,6 +273,7 @@ class WorkerLanes(WorkerPool):
         self.block.chosen[rows] = True
         return _Target(lanes, rows, workers)
 
+    @property
     def takes_options(self) -> bool:
         """Whether the simulators' resets take options."""
         return bool(self._call_in({0: ()}, "takes_options")[0])
@@ -280,10 +281,16 @@ class WorkerLanes(WorkerPool):
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], options: Sequence[Any] | None = None, /) -> None:
         """Start an episode in these lanes; with `options`, which no order can hold, by calls."""
         if options is not None:
-            given = dict(zip(lanes, zip(seeds, options, strict=True), strict=True))
-            with sending("options", "the worker processes", "pass plain data"):
-                packed = {i: cloudpickle.dumps([*map(given.get, some)]) for i, some in self._by_worker(lanes).items()}
-            self._call_in({i: (self._places(i, lanes), each) for i, each in packed.items()}, "reset")
+            calls: dict[int, Applied] = {}
+            for worker in sorted({self._worker_of[lane] for lane in lanes}):
+                start, own = (
+                    self._shares[worker].start,
+                    [i for i, at in enumerate(lanes) if self._worker_of[at] == worker],
+                )
+                with sending("options", "the worker processes", "pass plain data"):
+                    packed = cloudpickle.dumps(([seeds[i] for i in own], [options[i] for i in own]))
+                calls[worker] = [lanes[i] - start for i in own], packed
+            self._call_in(calls, "reset")
             return
         asked = dict(zip(lanes, seeds, strict=True))
         if self._restarted:
@@ -357,22 +364,14 @@ class WorkerLanes(WorkerPool):
         mend = "pass a function of a module, and plain arguments"
         with sending("function or its arguments", "the worker processes", mend):
             packed = cloudpickle.dumps((function, args))
-        own = self._by_worker(lanes)
-        calls: dict[int, Applied] = {worker: (self._places(worker, lanes), packed) for worker in own}
-        answers = self._call_in(calls, "apply")
-        results = dict(zip(itertools.chain(*own.values()), itertools.chain(*answers), strict=True))
-        return [results[lane] for lane in lanes]
-
-    def _by_worker(self, lanes: Sequence[int]) -> dict[int, list[int]]:
-        """These lanes by their workers."""
         own: dict[int, list[int]] = {}
         for lane in lanes:
             own.setdefault(self._worker_of[lane], []).append(lane)
-        return own
-
-    def _places(self, worker: int, lanes: Sequence[int]) -> list[int]:
-        """Those of these lanes that a worker has, counted from its first one."""
-        return [lane - self._shares[worker].start for lane in lanes if self._worker_of[lane] == worker]
+        starts = [share.start for share in self._shares]  # each worker counts from its first lane
+        calls: dict[int, Applied] = {i: ([lane - starts[i] for lane in some], packed) for i, some in own.items()}
+        answers = self._call_in(calls, "apply")
+        results = dict(zip(itertools.chain(*own.values()), itertools.chain(*answers), strict=True))
+        return [results[lane] for lane in lanes]
 
     def snapshot(self) -> list[Snapshot]:
         """The snapshots of all workers."""

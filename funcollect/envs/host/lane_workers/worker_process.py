@@ -22,7 +22,7 @@ from funcollect.processes.failures import Failure, UnsentResultError, check_send
 from funcollect.processes.memory import MemoryLayout, mapped
 from funcollect.processes.serving import Served, serve
 from funcollect.processes.system import SIGNS, run_on
-from funcollect.protocols import SavableSnapshots, Simulators, SimulatorsOfLanes, SimulatorsWithOptions
+from funcollect.protocols import SavableSnapshots, Simulators, SimulatorsOfLanes
 
 Applied = tuple[list[int], bytes]  # lanes, counted from the worker's first, and a function with its arguments, packed
 
@@ -193,12 +193,11 @@ class ServedLanes(Served):
 
     def takes_options(self) -> bool:
         """Whether the simulators' resets take options."""
-        return isinstance(self._simulators, SimulatorsWithOptions) and self._simulators.takes_options()
+        return getattr(self._simulators, "takes_options", False)
 
     def reset(self, lanes: list[int], packed: bytes) -> None:
-        """Start an episode in some lanes, from packed pairs of a seed and options."""
-        seeds, options = zip(*cloudpickle.loads(packed), strict=True)
-        self._simulators.reset(lanes, seeds, options)
+        """Start an episode in some lanes, from packed seeds and options."""
+        self._simulators.reset(lanes, *cloudpickle.loads(packed))
 
     def apply(self, lanes: list[int], packed: bytes) -> list[Any]:
         """Call a function with the environments of some lanes; UnsentResultError if the results cannot be sent."""
