@@ -91,7 +91,7 @@ class MultiSyncDataCollector(ProcessCollector):
 
 
 @collector
-class MultiaSyncDataCollector(ProcessCollector, AheadOptions):
+class MultiaSyncDataCollector(AheadOptions, ProcessCollector):
     """Batches of one rollout of one worker, in the order of their arrival.
 
     Batches are ``[P, T]``, ``T = ceil(frames_per_batch / P)``, and ``[T]`` for single environments; their lanes show

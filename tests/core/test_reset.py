@@ -82,7 +82,7 @@ def test_other_states_are_refused(name):
             fc.reset(env, late, MASK, to=wrong)
 
 
-class Placed(gymnasium.Env):
+class BeginsAt(gymnasium.Env):
     """It begins at the place in the options, else at a random one."""
 
     observation_space, action_space = spaces.Box(-99.0, 99.0, (1,)), spaces.Discrete(2)
@@ -100,7 +100,7 @@ class Placed(gymnasium.Env):
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}])
 def test_options_act_in_one_reset_of_the_chosen_lanes_and_in_copies_of_it(workers, tmp_path):
-    env = fc.make_env(Placed, num_envs=3, max_episode_steps=6, **workers)
+    env = fc.make_env(BeginsAt, num_envs=3, max_episode_steps=6, **workers)
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)
     state, _ = fc.rollout(env, policy, state, 2)
@@ -115,7 +115,7 @@ def test_options_act_in_one_reset_of_the_chosen_lanes_and_in_copies_of_it(worker
     fc.save(tmp_path / "run", state)
 
 
-VECTOR = gymnasium.vector.SyncVectorEnv([Placed] * 2, autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED)
+VECTOR = gymnasium.vector.SyncVectorEnv([BeginsAt] * 2, autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED)
 REFUSALS = [
     ("CartPole-v1", {"to": np.zeros((2, 4))}, "\\['to'\\] is not for HostEnv.*, expected options"),
     (JAX, {"options": {}}, "\\['options'\\] is not for JaxEnv.*, expected to"),

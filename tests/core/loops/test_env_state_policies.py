@@ -10,7 +10,7 @@ from funcollect.core.loops import over_jax
 from tests.support.compare import assert_close
 
 
-class Hidden(fc.envs.JaxEnvBase):
+class Wanting(fc.envs.JaxEnvBase):
     """The reward is 1 for the action that the state wants, of which observations show nothing."""
 
     observation_space, action_space = spaces.Box(0.0, 1.0, (1,)), spaces.Discrete(5)
@@ -25,7 +25,7 @@ class Hidden(fc.envs.JaxEnvBase):
         return fc.envs.Transition(after, jnp.zeros(1), reward, time >= 4, False)
 
 
-ENV = Hidden(num_envs=4)
+ENV = Wanting(num_envs=4)
 
 
 def plan(params, observation, env_state, *rest):
@@ -84,6 +84,6 @@ def test_other_environments_are_refused(name):
 def test_what_has_no_states_is_refused():
     _, batch = fc.rollout(ENV, planner(), fc.init(ENV, planner(), seed=0), 4)
     with pytest.raises(TypeError, match="which a batch does not hold"):
-        fc.evaluate_actions(planner(), None, fc.interop.to_jax(batch))
+        fc.evaluate_actions(planner(), None, fc.interop.to_jax(batch), env=ENV)
     with pytest.raises(TypeError, match=r"a function \(params, observation, env_state\) -> answer"):
         fc.jax_policy(lambda params, observation: observation, None, reads_env_state=True)
