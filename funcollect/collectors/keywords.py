@@ -79,6 +79,11 @@ def collector(cls: type[_Class]) -> type[_Class]:
         keywords = without_foreign("this collector", foreign, keywords)
         if unknown := sorted(keywords.keys() - known):
             _refuse(unknown, known)
+        if "frames_per_batch" not in keywords and keywords.get("trajs_per_batch") is None:
+            raise TypeError(
+                "frames_per_batch is not given, expected the frames in a batch, such as 1_000: pass them, or "
+                "trajs_per_batch for whole trajectories"
+            )
         plain(self, *args, **keywords)
 
     cls.__init__ = init

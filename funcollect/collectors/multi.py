@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from funcollect.arguments import check_flags
 from funcollect.collectors.keywords import collector
-from funcollect.collectors.options import LocalOptions, options_of
+from funcollect.collectors.options import FRAMES, AheadOptions, LocalOptions, options_of
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers import jobs
 from funcollect.collectors.workers.gathering import Join, in_this_process
@@ -25,7 +25,7 @@ class ProcessCollector(WorkerCollector, LocalOptions):
     in_process: bool = False
     """run the workers in this process, one after another, for a debugger."""
 
-    def _start(self, frames: Sequence[int], join: Join | None = None, *, prefetch: bool = False) -> None:
+    def _start(self, frames: Sequence[int], join: Join | None = None, *, ahead: int) -> None:
         """Check the keywords, and start a worker for each entry of `frames`: the frames of its rollouts."""
         check_flags(in_process=self.in_process)
         if jobs.listed(self.storing_device) is not None:
@@ -46,7 +46,7 @@ class ProcessCollector(WorkerCollector, LocalOptions):
 
             wanted = jobs.want_accelerators(made)  # without `join`, they take new weights before rollouts sent earlier
             means = over_processes(len(made), num_threads=self.num_threads, accelerators=wanted, eager=join is None)
-        self._launch(made, means, join, prefetch=prefetch, level=6)
+        self._launch(made, means, join, ahead=ahead, level=6)
 
 
 @collector
@@ -70,7 +70,7 @@ class MultiSyncDataCollector(ProcessCollector):
     >>> collector.shutdown()
     """
 
-    frames_per_batch: int | Sequence[int]
+    frames_per_batch: int | Sequence[int] = FRAMES
     """frames in a batch of all workers, in equal shares, each rounded up to a whole step of the worker's lanes; or a
     list with the frames of each."""
     cat_results: Join = "stack"
@@ -87,17 +87,17 @@ class MultiSyncDataCollector(ProcessCollector):
         frames = jobs.shares(self.frames_per_batch, count)
         if jobs.listed(self.frames_per_batch) is not None:
             self._fill(_given={"frames_per_batch": self.frames_per_batch}, frames_per_batch=sum(frames))
-        self._start(frames, self.cat_results, prefetch=self.prefetch)
+        self._start(frames, self.cat_results, ahead=int(self.prefetch))
 
 
 @collector
-class MultiaSyncDataCollector(ProcessCollector):
+class MultiaSyncDataCollector(AheadOptions, ProcessCollector):
     """Batches of one rollout of one worker, in the order of their arrival.
 
     Batches are ``[P, T]``, ``T = ceil(frames_per_batch / P)``, and ``[T]`` for single environments; their lanes show
     which worker collected them. The batches of one worker come in order. A worker continues while the reader is busy,
-    with up to two batches ready; new weights act from its next rollout on. Lanes, processes, failures and shared memory
-    are as in `MultiSyncDataCollector`.
+    with up to `max_unread` batches ready; new weights act from its next rollout on. Lanes, processes, failures and
+    shared memory are as in `MultiSyncDataCollector`.
 
     >>> import funcollect as fc
     >>> collector = MultiaSyncDataCollector(
@@ -108,7 +108,7 @@ class MultiaSyncDataCollector(ProcessCollector):
     >>> collector.shutdown()
     """
 
-    frames_per_batch: int | Sequence[int]
+    frames_per_batch: int | Sequence[int] = FRAMES
     """frames in a batch, which is one worker's rollout, rounded up to a whole step of its lanes; or a list with the
     frames of each worker."""
     cat_results: Join | None = None
@@ -118,11 +118,12 @@ class MultiaSyncDataCollector(ProcessCollector):
 
     def __post_init__(self) -> None:
         check_join(self.cat_results, None)
+        self._check_ahead()
         count = jobs.number_of_workers(self.create_env_fn, self.num_workers)
         frames = jobs.each_of("frames_per_batch", given := self.frames_per_batch, count)
         if jobs.listed(given) is not None:
             self._fill(_given={"frames_per_batch": given}, frames_per_batch=max(frames))
-        self._start(frames)
+        self._start(frames, ahead=self.max_unread)
 
     @override
     def __len__(self) -> int:

@@ -68,6 +68,9 @@ class Shard:
         return Shard(self.index * count + worker, self.count * count)
 
 
+FRAMES = 1000  # that are collected at a time for `trajs_per_batch`, where `frames_per_batch` is not given
+
+
 class WorkerShard(Shard):
     """A part of a run whose parts have different numbers of workers: `index` is its first worker, `count` are all."""
 
@@ -80,7 +83,7 @@ class WorkerShard(Shard):
 class RunOptions:
     """The keywords of every collector, each with its meaning below it."""
 
-    frames_per_batch: int | Sequence[int]
+    frames_per_batch: int | Sequence[int] = FRAMES
     """frames in a batch. A frame is one step of one environment."""
     total_frames: int = -1
     """frames after which the iteration ends, with a whole last batch; -1 for no end."""
@@ -111,8 +114,9 @@ class RunOptions:
     the episode ended there."""
     trajs_per_batch: int | None = None
     """deliver this many whole trajectories in each batch, as `rollout_trajectories` does: those that began first, of
-    all lanes or of the worker that delivers. `frames_per_batch` are collected at a time; `frames` and `total_frames`
-    count them, including those that wait for the next batch. None for batches of frames."""
+    all lanes or of the worker that delivers. `frames_per_batch` are collected at a time, 1,000 if they are not given;
+    `frames` and `total_frames` count them, including those that wait for the next batch. None for batches of frames,
+    which need `frames_per_batch`."""
     traj_format: TrajectoryFormat = "cat"
     """how `trajs_per_batch` delivers them: ``"cat"`` for one after another, ``[F]``; ``"padded"`` for ``[N, Tmax]``
     with zeros where ``("collector", "mask")`` is False."""
@@ -140,6 +144,24 @@ class RunOptions:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class AheadOptions:
+    """The keywords of collectors whose workers go on while the reader is busy."""
+
+    max_policy_lag: int | None = None
+    """the most versions by which the weights that acted in a batch may be older than the latest ones when it is
+    delivered; None for no bound. A worker then waits before a rollout that might be delivered too late, and no batch is
+    dropped. That counts on as many updates between two batches as there have been at most, so the first batch is
+    collected alone; batches that were begun before updates became more frequent may exceed the bound."""
+    max_unread: int = 2
+    """batches of each worker that may be ready, or under way, beyond the one that is delivered; then it waits."""
+
+    def _check_ahead(self) -> None:
+        check_positive("max_unread", self.max_unread, example=2)
+        if self.max_policy_lag is not None:
+            arguments.check_count("max_policy_lag", self.max_policy_lag)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class LocalOptions(RunOptions):
     """The further keywords of collectors that run on this machine."""
 
@@ -155,7 +177,7 @@ class LocalOptions(RunOptions):
 class RunnerOptions(LocalOptions):
     """The keywords of one runner: those of `SyncDataCollector`, and of each worker."""
 
-    frames_per_batch: int
+    frames_per_batch: int = FRAMES
     """frames in a batch, rounded up to a whole step of all lanes. A frame is one step of one environment."""
     device: Device = None
     """for `storing_device`, `env_device` and `policy_device` if they are not given."""

@@ -12,7 +12,7 @@ from funcollect.arguments import check_flags, check_kind, check_positive, checke
 from funcollect.collectors.cluster.jobs import actor_jobs, check_class, number_of_collectors
 from funcollect.collectors.keywords import collector
 from funcollect.collectors.multi import MultiaSyncDataCollector
-from funcollect.collectors.options import Device, Shard, options_of
+from funcollect.collectors.options import FRAMES, Device, Shard, options_of
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.gathering import Join
@@ -53,7 +53,7 @@ class RayCollector(WorkerCollector):
     [torch.Size([50]), torch.Size([50])]
     """
 
-    frames_per_batch: int
+    frames_per_batch: int = FRAMES
     """frames in a batch, which with `sync` is one of all collectors together, else of one."""
     storing_device: Device | Sequence[Device] = None
     """where batches are delivered; without `sync` also a list with one for each collector."""
@@ -96,8 +96,7 @@ class RayCollector(WorkerCollector):
         nested, workers = issubclass(self.collector_class, WorkerCollector), self.num_workers_per_collector
         own = {name: value for name, value in columns_of(self).items() if value is not defaults[name]}
         own |= {name: getattr(self, name) for name in (*_OF_ACTORS, *(_NESTED if nested else ()))}
-        if self.sync:
-            own["frames_per_batch"] = shares(self.frames_per_batch, count)[0]
+        own["frames_per_batch"] = shares(self.frames_per_batch, count)[0] if self.sync else self.frames_per_batch
         self._columns = own
         jobs = self._jobs(count, self._columns, Shard(0, count * workers), workers, self.policy)
         self._since = dict.fromkeys(range(count), 0)  # batches of each collector since it was sent weights
@@ -107,7 +106,7 @@ class RayCollector(WorkerCollector):
         means = over_ray(self.ray_init_config, num_threads=self.num_threads, accelerators=wanted, eager=not self.sync)
         self._in_one_order = self.sync and not issubclass(self.collector_class, MultiaSyncDataCollector)
         grace, join = _TO_REPORT if nested else 0.0, _STACK if self.sync else None
-        self._launch(jobs, means, join, prefetch=self.prefetch, level=5, grace=grace)
+        self._launch(jobs, means, join, ahead=int(self.prefetch) if self.sync else 2, level=5, grace=grace)
         self.num_collectors = count
 
     def _check_own(self) -> None:

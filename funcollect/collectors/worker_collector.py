@@ -96,14 +96,14 @@ class WorkerCollector(CollectorBase):
         self._check_statistics()
 
     def _launch(
-        self, jobs: Sequence[Job], means: Means, join: Join | None, *, prefetch: bool, level: int, grace: float = 0.0
+        self, jobs: Sequence[Job], means: Means, join: Join | None, *, ahead: int, level: int, grace: float = 0.0
     ) -> None:
         """Start the workers; `WorkerRun` describes `join`.
 
         `grace` is added to the timeouts, in seconds. The user's call of the constructor is `level` frames above.
         """
         failures = FailurePolicy(self.timeout + grace, self.start_timeout + grace, self.on_failure)
-        self.run = WorkerRun(jobs, means, failures, self.policy, join, prefetch)
+        self.run = WorkerRun(jobs, means, failures, self.policy, join, ahead, getattr(self, "max_policy_lag", None))
         self._finalizer = weakref.finalize(self, self.run.end)
         if self.policy is not None and self.policy_factory is not None:
             self.run.weights.publish(None, 0, None, own=False)
@@ -232,9 +232,11 @@ class WorkerCollector(CollectorBase):
         self._check_open()
         each = params if policy_or_weights is None else policy_or_weights
         by_worker = worker_ids is None and _has_int_keys(each) and not _has_int_keys(getattr(self.policy, "params", 0))
-        if (by_worker or worker_ids is not None) and (self.update_statistics or self.options.update_at_each_batch):
-            name = "update_statistics" if self.update_statistics else "update_at_each_batch"
-            raise ValueError(f"{name} is True, so all workers get the same weights for each batch: give none by worker")
+        if by_worker or worker_ids is not None:
+            for name in ("update_statistics", "update_at_each_batch", "max_policy_lag"):
+                if getattr(self, name, None) not in (None, False):
+                    what = f"{name} is {getattr(self, name)}, so all workers get the same weights for each batch"
+                    raise ValueError(f"{what}: give none by worker")
         if by_worker:
             workers = self.run.chosen([*each])
             for worker in workers:

@@ -188,11 +188,30 @@ def step(
     return run(env, policy, state, _request(1, params, exploration_type, exploration, None, with_time=False), "step")
 
 
-def reset(env: Env, state: CollectorState[Array], mask: Tensor | None = None) -> CollectorState[Array]:
+def reset(
+    env: Env,
+    state: CollectorState[Array],
+    mask: Tensor | None = None,
+    *,
+    to: Any = None,
+    options: Mapping[str, Any] | None = None,
+) -> CollectorState[Array]:
     """Return a state in which the lanes of `mask`, or all lanes, begin another episode under a new trajectory id.
 
-    Raises ValueError for a mask that is not bool [P], and over simulators StaleStateError as `rollout` does; see `fork`
-    and `recover`.
+    Args:
+        env: the environment that `state` was made with.
+        state: the state to continue from.
+        mask: [P] bool; None for all lanes.
+        to: over environments in JAX or Torch, the states where these episodes begin: a pytree [P, ...] like
+            ``state.env_state`` (in JAX its field ``current``), of which the lanes of `mask` are read; or a pair of
+            states and observations, if the environment has no function `observe`.
+        options: over single Gymnasium environments, those of the environments' own `reset`, for this reset alone.
+            `fork` repeats it; `save` needs ``episodes="restart"`` while such an episode runs.
+
+    Raises:
+        TypeError: for `to` or `options` in an environment that does not take them.
+        ValueError: for a mask that is not bool [P], or `to` of other structure, shapes or dtypes.
+        StaleStateError: over simulators, as `rollout` does; see `fork` and `recover`.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -202,11 +221,19 @@ def reset(env: Env, state: CollectorState[Array], mask: Tensor | None = None) ->
     >>> state.step.tolist(), state.traj_ids.tolist()
     ([0, 4], [2, 1])
     """
-    check_state(env, state, "reset", mask)
-    return _reset(env, state, mask)
+    check_state(env, state, "reset", (mask, to))
+    given: dict[str, Any] = {name: value for name, value in (("to", to), ("options", options)) if value is not None}
+    known = {"host": "options", "torch": "to", "jax": "to"}.get(env.backend)
+    if given.keys() - {known}:
+        raise TypeError(f"{shown([*given])} is not for {env!r}, expected {known or 'neither'}: leave the other out")
+    if options is not None:
+        check_kind("options", options, Mapping, "pass the dict that the environments' reset takes")
+    return _reset(env, state, mask, **given)
 
 
-def _reset(env: Env, state: CollectorState[Array], mask: Any, *, stale: bool = False) -> CollectorState[Array]:
+def _reset(
+    env: Env, state: CollectorState[Array], mask: Any, *, stale: bool = False, **starts: Any
+) -> CollectorState[Array]:
     place = state.lane.device if isinstance(state.lane, Tensor) else "cpu"  # over JAX, too
     every = lanes = torch.ones(state.num_lanes, dtype=torch.bool, device=place)
     if mask is not None:
@@ -218,7 +245,7 @@ def _reset(env: Env, state: CollectorState[Array], mask: Any, *, stale: bool = F
         if given != f"{every.dtype} {tuple(every.shape)}":
             raise ValueError(f"mask is {given}, expected bool {tuple(every.shape)}: pass one flag per lane")
     with memory_for(lambda: f"a reset of {state.num_lanes:,} environments"):
-        begun: CollectorState[Array] = _STATES[env.backend].reset(env, state, lanes, stale=stale)
+        begun: CollectorState[Array] = _STATES[env.backend].reset(env, state, lanes, stale=stale, **starts)
         return begun
 
 

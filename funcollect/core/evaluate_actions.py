@@ -78,7 +78,8 @@ def evaluate_actions(
         distribution has them, and all further outputs of the network. An ``epsilon`` or ``temperature`` is the batch's.
 
     Raises:
-        TypeError: for a policy that has no head or distribution, or whose function draws random numbers itself.
+        TypeError: for a policy that has no head or distribution, or whose function draws random numbers itself or
+            reads the environment's state.
         ValueError: for a batch without keys that are needed, or that does not fit `policy_state`.
 
     >>> import torch, funcollect as fc
@@ -176,6 +177,11 @@ def network_of(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
             raise TypeError(
                 f"the policy's function draws random numbers from its parameter {policy.takes_key!r}, which a batch "
                 "does not hold: leave the parameter out"
+            )
+        if policy.reads_env_state:
+            raise TypeError(
+                "the policy reads the environment's state (reads_env_state=True), which a batch does not hold: train a "
+                "policy that reads observations alone on the batch's actions and other outputs"
             )
         return partial(policy.called, policy.params if params is None else params)  # which may be traced
     module = TorchBacked.bound(policy, policy.prepare(params))  # not compiled: Torch differentiates it

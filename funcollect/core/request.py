@@ -294,6 +294,27 @@ def check_state(env: Env, state: CollectorState, function: str, values: Any = No
     check_origin(env, state)
 
 
+def split_states(env: Any, to: Any, call: Callable[[Any], Any], *, alone: bool) -> tuple[Any, Any]:
+    """The environment states in the `to` of a reset, and their observations, of states `alone` by `observe`."""
+    if not alone:
+        return to if type(to) is tuple and len(to) == 2 else (to, None)
+    if (observe := getattr(env, "observe", None)) is None:
+        raise TypeError(
+            f"to is environment states alone, from which {env!r} computes no observation, expected a pair: pass "
+            "(env_states, observations), or give the environment a function observe(env_state, params)"
+        )
+    return to, call(observe)
+
+
+def check_states(env: Any, what: str, difference: Any) -> None:
+    """Raise ValueError if states or observations in the `to` of a reset differ from the environment's own."""
+    if difference:
+        raise ValueError(
+            f"to has other {what} than {env!r}, expected its own form (first its own): {difference}: pass states like "
+            "those in state.env_state, or a pair of them and observations like state.observation, each [P, ...]"
+        )
+
+
 def check_traced_state(env: Any, state: Any) -> None:
     """Raise unless `state` is the state of one run of `env`, which is written in JAX."""
     check_jax(env)

@@ -26,7 +26,7 @@ from funcollect.interop.memo import memo_of
 from funcollect.messages import kind_of
 from funcollect.policies.base import check_policy
 from funcollect.policies.heads.head import FromDistribution
-from funcollect.policies.jax_functions.jax_policy import is_traceable
+from funcollect.policies.jax_functions.jax_policy import check_sees_all, is_traceable
 from funcollect.policies.normalized import Normalized, check_statistics
 from funcollect.policies.population import Population, TorchPopulation
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
@@ -57,6 +57,8 @@ def check_pair(env: Any, policy: Any) -> None:
     if env.backend in ("torch", "jax"):
         check_optional_positive(f"max_episode_steps of {env}", env.max_episode_steps)
     policy.check(env.action_spec)
+    if env.backend != "jax":
+        check_sees_all(policy, repr(env))
     if isinstance(policy, Normalized):
         check_statistics(policy, env.observation_leaves)
     remember_spaces(policy, env.observation_space, env.observation_leaves, env.action_spec)

@@ -132,7 +132,12 @@ def _record_data(simulation: Simulation, state: CollectorState) -> dict[str, Any
             f"{simulation.env} cannot be saved in mid-episode: functions were applied to its environments, which are "
             f"not saved: {_ADVICE}, and apply them again after loading"
         )
-    data = {name: value for name, value in vars(record).items() if name != "calls"}
+    if any(episode == record.episodes[lane] for lane, (episode, _) in record.options.items()):
+        raise ReplayError(
+            f"{simulation.env} cannot be saved in mid-episode: lanes were reset with options, which are not saved: "
+            f"{_ADVICE}"
+        )
+    data = {name: value for name, value in vars(record).items() if name not in ("calls", "options")}
     try:
         if simulation.env.forking == "snapshot" and isinstance(simulation.simulators, SavableSnapshots):
             data["snapshot"] = simulation.simulators.snapshot_data(record.snapshot)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy as copied
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect import protocols
+from funcollect.core.action_log import LARGEST_LOG, ActionLog
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import statistics_of
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
@@ -30,56 +31,9 @@ from funcollect.processes.failures import UnsentResultError
 from funcollect.threefry import hashed_in_numpy
 from funcollect.tree import Path
 
-LARGEST_LOG = 128 << 20  # bytes; almost twice what 1,000 steps of 1,024 lanes with 17 numbers each need
-_JOINED = 64  # steps of short rollouts in one chunk, since a tensor takes half a kilobyte besides its numbers
-_PROGRESS = ("key", "episodes", "steps", "unseeded", "last_outcome", "calls")  # of simulators, which a record copies
+# Of simulators, which a record copies.
+_PROGRESS = ("key", "episodes", "steps", "unseeded", "last_outcome", "calls", "options")
 _SEEDS = 64  # of a block of episodes, drawn at once
-
-
-class ActionLog:
-    """The actions of the last steps, [steps, P, ...], of at most `limit` bytes: no longer episode can be replayed."""
-
-    def __init__(self, num_lanes: int, limit: int = LARGEST_LOG) -> None:
-        self._chunks: deque[Tensor] = deque()  # of one rollout, or several short ones
-        self._length = 0
-        self._short: list[Tensor] = []  # those of the last short rollouts, which will be one chunk
-        self.limit = limit  # 0 if no replay will need the actions
-        self.ages = torch.zeros(num_lanes, dtype=torch.int64)  # [P], steps of the loop since each lane's reset
-
-    def extend(self, actions: Tensor, ages: Tensor) -> None:
-        """Add a rollout's actions, and drop those that no lane's episode needs."""
-        self.ages = ages
-        if not self.limit:
-            return
-        self._short.append(actions.clone() if len(actions) < _JOINED else actions)
-        if len(self._short) * len(actions) >= _JOINED:
-            self._join()
-
-    def _join(self) -> None:
-        actions = self._short[0] if len(self._short) == 1 else torch.cat(self._short)
-        self._short = []
-        needed = min(int(self.ages.max()), self.limit * len(actions) // max(actions.nbytes, 1))
-        self._chunks.append(actions[max(len(actions) - needed, 0) :].clone())
-        self._length += len(self._chunks[-1])
-        while self._chunks and self._length - len(self._chunks[0]) >= needed:
-            self._length -= len(self._chunks.popleft())
-        if self._length > needed:
-            self._chunks[0] = self._chunks[0][self._length - needed :]
-            self._length = needed
-
-    def since_reset(self) -> Tensor | None:
-        """Return the actions of the last ``ages.max()`` steps, or None if they are not all kept."""
-        if self._short:
-            self._join()
-        longest = int(self.ages.max())
-        if self._length < longest:
-            return None
-        return torch.cat(tuple(self._chunks))[-longest:] if longest else torch.empty(0, len(self.ages))
-
-    def resume(self, actions: Tensor | None, ages: Tensor) -> None:
-        """Continue the log with the result of another's `since_reset`, and its ages."""
-        given = [] if actions is None or not len(actions) else [actions]
-        self.ages, self._chunks, self._length, self._short = ages, deque(given), sum(map(len, given)), []
 
 
 class AppliedCall(NamedTuple):
@@ -104,6 +58,7 @@ class SimulationRecord:
     snapshot: Any  # of simulators that give one
     last_outcome: protocols.Outcome  # which finished lanes repeat
     calls: list[AppliedCall] = field(default_factory=list)  # of functions, in order
+    options: dict[int, tuple[int, Any]] = field(default_factory=dict)  # by lane: an episode, and its reset's options
 
 
 class LiveSimulators:
@@ -159,6 +114,7 @@ class Simulation(LiveSimulators):
         """Take further seeds from `key`, after the episodes with the numbers `episodes` [P] and so many steps."""
         self.key, self.episodes, self.steps = key, episodes, steps
         self.calls = [call._replace(episodes=[-1] * len(self.lanes)) for call in self.calls]
+        self.options: dict[int, tuple[int, Any]] = {}  # by lane: an episode, and the options of its reset
         self._seeds: list[tuple[int, list[int]]] = [(-1, [])] * len(self.lanes)  # of each lane's latest block
         self._draw_seeds(slice(None), (episodes[0] + 1) // _SEEDS)
         self.seed_again()
@@ -200,11 +156,20 @@ class Simulation(LiveSimulators):
         seeds = self._next_seeds(lanes)
         for lane in lanes:
             self.episodes[lane] += 1
-        self.simulators.reset(lanes, seeds)
+        if self.options and (options := [self._options(lane) for lane in lanes]) != [None] * len(lanes):
+            cast(Any, self.simulators).reset(lanes, seeds, options)
+        else:
+            self.simulators.reset(lanes, seeds)
         if self.unseeded:
             self.unseeded.difference_update(lanes)
         if self._announced and self.renewed is not None:
             self.renewed.announce(lanes, self._next_seeds(lanes))
+
+    def _options(self, lane: int) -> Any:
+        """A copy of the options of the reset that begins a lane's current episode; None for none."""
+        if lane in self.options and self.options[lane][0] != self.episodes[lane]:
+            del self.options[lane]
+        return deepcopy(self.options[lane][1]) if lane in self.options else None
 
     def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Call a function with the environment of each lane, and note that for copies."""
@@ -314,6 +279,7 @@ def rebuild(
     A `saved` record has its snapshot as plain data.
     """
     copy, returns = Simulation(env, record.key, state.lane, over and over.hand_over()), None
+    copy.options = copied(record.options)
     try:
         if record.calls:
             _restart(copy, range(len(record.episodes)), state)

@@ -21,8 +21,8 @@ from funcollect.core.env_params import traced_set_env_params as set_env_params
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.request import EXPLORATION, NO_VALUES, Request, check_jax, check_traced_state, exploration_values
 from funcollect.core.state import LEAVES, CollectorState, origin_of
-from funcollect.core.traced_step.episodes import TracedEpisodeStats, after_frame, episode_stats, frame_of, nothing_open
-from funcollect.core.traced_step.step import StepConfig, begin, by_path, restart, run_keys, varying
+from funcollect.core.traced_step.episodes import TracedEpisodeStats, after_frame, episode_stats, frame_of, no_stats
+from funcollect.core.traced_step.step import StepConfig, begin, by_path, continue_from, restart, run_keys, varying
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, check_functions
 from funcollect.errors import PolicyError
@@ -41,6 +41,7 @@ __all__ = [
     "episode_stats",
     "evaluate",
     "init",
+    "no_stats",
     "partition",
     "reset",
     "rollout",
@@ -125,8 +126,10 @@ def init(
     return copied
 
 
-def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorState:
+def reset(env: JaxEnv, state: CollectorState, mask: Any = None, *, to: Any = None) -> CollectorState:
     """Begin new episodes in all lanes or those of `mask`, under new trajectory ids. Raises ValueError unless bool [P].
+
+    `to` is as for `funcollect.reset`.
 
     >>> import jax, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
@@ -141,7 +144,7 @@ def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorStat
             f"mask is {lanes.dtype} {list(lanes.shape)}, expected bool {list(state.lane.shape)}: pass one flag per lane"
         )
     after: CollectorState = restart(env, state, run_keys(state.key, state.lane), lanes)
-    return after
+    return after if to is None else continue_from(env, after, lanes, to)
 
 
 def step(
@@ -263,7 +266,7 @@ def evaluate(
 
     returns = jnp.zeros((episodes, *first.returns.shape[1:]), first.returns.dtype)
     whole = TracedEpisodeStats(returns, jnp.zeros(episodes, jnp.int32), jnp.zeros(episodes, bool))
-    start = first, nothing_open(first.episode, first.returns), quota * 0, whole
+    start = first, no_stats(first, 1).open, quota * 0, whole
     ended: TracedEpisodeStats = jax.lax.while_loop(go_on, advance, start)[-1]
     return ended
 

@@ -103,10 +103,12 @@ def ends_episodes(env: object) -> bool:
     return bool(getattr(env, "truncates", False) or getattr(env, "max_episode_steps", None))
 
 
-def check_pure_functions(owner: str, reset: Any, step: Any) -> None:
+def check_pure_functions(owner: str, reset: Any, step: Any, observe: Any = None) -> None:
     """Raise TypeError unless the functions of a JAX or Torch environment take what the loops pass."""
     check_function(f"{owner}reset", reset, "a function of a key and the parameters", 2)
     check_function(f"{owner}step", step, "a function of a key, the state, an action and the parameters", 4)
+    if observe is not None:
+        check_function(f"{owner}observe", observe, "a function of the state and the parameters", 2)
 
 
 def checked_start(env: object, answer: Any) -> tuple[Any, Any]:

@@ -26,9 +26,10 @@ class TorchEnvBase(EnvBase, ABC):
     """Subclass this with `reset` and `step`, both pure functions over all P lanes.
 
     A subclass has an `observation_space` and an `action_space`, Gymnasium's of one environment. It may have `params`,
-    the last argument of both functions, a pytree of tensors; and `max_episode_steps`, after which the loop truncates
-    an episode. `num_envs` is P, or None for a single environment without a batch dimension; `device` is that of the
-    state, the CPU by default.
+    the last argument of both functions, a pytree of tensors; `max_episode_steps`, after which the loop truncates an
+    episode; and a function ``observe(env_state, params)`` that returns the observation of a state, for
+    `funcollect.reset` to states alone. `num_envs` is P, or None for a single environment without a batch dimension;
+    `device` is that of the state, the CPU by default.
 
     Raises ValueError for a `num_envs` below 1 or an unknown device, TypeError for a subclass without spaces, or with
     other parameters of `reset` or `step`.
@@ -55,7 +56,7 @@ class TorchEnvBase(EnvBase, ABC):
 
     def __init__(self, num_envs: int | None = None, *, device: torch.device | str | None = None) -> None:
         super().__init__(num_envs)
-        check_pure_functions(f"{type(self).__name__}.", self.reset, self.step)
+        check_pure_functions(f"{type(self).__name__}.", self.reset, self.step, getattr(self, "observe", None))
         self.device = checked_device(device) or torch.device("cpu")
 
     @abstractmethod
@@ -100,6 +101,10 @@ class CartPole(TorchEnvBase):
         coordinates = key.uniform(4) * 0.1 - 0.05
         return coordinates, coordinates.float()
 
+    def observe(self, env_state: Tensor, params: Any, /) -> Tensor:
+        """The same in float32."""
+        return env_state.float()
+
     def step(self, key: LaneKeys, env_state: Tensor, action: Tensor, params: Any, /) -> Transition:
         """One Euler step of `time_step` seconds."""
         position, velocity, angle, spin = env_state.unbind(-1)
@@ -143,7 +148,7 @@ class Pendulum(TorchEnvBase):
         """The angle uniform in (-pi, pi), the angular velocity in (-1, 1): [P, 2] float64."""
         angle, speed = (2 * key.uniform(2) - 1).unbind(-1)
         swing = torch.stack((angle * math.pi, speed), -1)
-        return swing, self._observe(swing)
+        return swing, self.observe(swing, params)
 
     def step(self, key: LaneKeys, env_state: Tensor, action: Tensor, params: Any, /) -> Transition:
         """One semi-implicit Euler step. The terms of the torque are float32, as in Gymnasium."""
@@ -155,12 +160,11 @@ class Pendulum(TorchEnvBase):
         faster = (speed + rate * self.time_step).clamp(-self.max_speed, self.max_speed)
         moved = torch.stack((angle + faster * self.time_step, faster), -1)
         never = torch.zeros_like(angle, dtype=torch.bool)
-        return Transition(moved, self._observe(moved), (-cost).float(), terminated=never, truncated=never)
+        return Transition(moved, self.observe(moved, params), (-cost).float(), terminated=never, truncated=never)
 
-    @staticmethod
-    def _observe(swing: Tensor) -> Tensor:
+    def observe(self, env_state: Tensor, params: Any, /) -> Tensor:
         """The observation [P, 3] float32 of a state [P, 2], which is the angle in radians and the angular velocity."""
-        angle, speed = swing.unbind(-1)
+        angle, speed = env_state.unbind(-1)
         return torch.stack((angle.cos(), angle.sin(), speed), -1).float()
 
 

@@ -25,7 +25,7 @@ def test_help_describes_every_keyword_once_with_type_and_default(kind):
     assert sorted(re.findall(r"^    (\w+): \S", section, re.M)) == sorted(parameters)
     assert not [each for each in parameters.values() if each.annotation is each.empty or type(each.annotation) is str]
     required = {name for name, each in parameters.items() if each.default is each.empty}
-    assert required == {"create_env_fn", "frames_per_batch"}
+    assert required == {"create_env_fn"}
     assert [*parameters][:3] == ["create_env_fn", "policy", "frames_per_batch"]
     positional = {name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD}
     assert positional == {"create_env_fn", "policy"}

@@ -26,7 +26,7 @@ from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, ROOT
 MADE = ("_build", "benchmarks")  # by `make docs`, which may run meanwhile
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.relative_to(ROOT).parts[1] not in MADE)
 NEEDS = {"from_purejaxrl": "gymnax>=1", "from_sb3": "torchrl", "from_torchrl": "torchrl"}
-NEEDS |= {"randomness": "gymnax>=1 brax", "evaluation": "gymnax>=1"}
+NEEDS |= {"randomness": "gymnax>=1 brax", "evaluation": "gymnax>=1", "search": "pgx"}
 # Pages that learn, that compile for long, or that start a cluster.
 EVENING = ("from_brax", "from_purejaxrl", "from_sb3", "randomness", "changing_environments", "one_gpu", "ray")
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))

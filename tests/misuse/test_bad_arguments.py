@@ -62,10 +62,10 @@ NOT_NONE = {
 SIZES = """
     length frames episodes max_frames frames_per_batch num_envs max_frames_per_traj batch_size max_size n_steps
     num_slices slice_len max_capacity steps frame_skip screen_size stack num_workers max_episode_steps episode_length
-    num_threads total_lanes window ndim lanes batches num_collectors num_workers_per_collector fps
+    num_threads total_lanes window ndim lanes batches num_collectors num_workers_per_collector fps max_unread
 """
 POSITIVE = set(SIZES.split())
-COUNTS = {"init_random_frames", "random_steps", "noop_max", "prefetch", "alpha", "beta", "eps"}
+COUNTS = {"init_random_frames", "max_policy_lag", "random_steps", "noop_max", "prefetch", "alpha", "beta", "eps"}
 BEYOND = {"seed": [-1, 2**64], "total_frames": [0, -2], "epsilon": [2.0, -0.5]}
 
 
@@ -260,6 +260,7 @@ GOOD = {
     "traced.evaluate": lambda: both(fused, params=None, key=jax.random.PRNGKey(0), episodes=2),
     "traced.init": lambda: both(fused, params=None, key=jax.random.PRNGKey(0)),
     "traced.partition": lambda: {"state": start(fused), "axis": "devices"},
+    "traced.no_stats": lambda: {"state": start(fused), "length": 4},
     "traced.reset": lambda: {"env": fused()[0], "state": start(fused)},
     "traced.rollout": lambda: both(fused, params=None, state=start(fused), length=2),
     "traced.set_env_params": lambda: {"env": fused()[0], "state": start(fused), "params": fused()[0].default_params},

@@ -325,3 +325,18 @@ def test_something_else_that_is_pending():
     env, policy = pair("CartPole-v1", "torch_mlp", 3)
     with pytest.raises(TypeError, match=r"pending is .*, expected PendingTrajectories"):
         fc.rollout_trajectories(env, policy, fc.init(env, policy, seed=0), 2, [])
+
+
+def test_frames_per_batch_may_be_left_out():
+    own = {key: value for key, value in RANDOM.items() if key != "frames_per_batch"}
+    for kind, given in (
+        (fc.SyncDataCollector, {}),
+        (fc.MultiSyncDataCollector, {"num_workers": 2, "in_process": True}),
+    ):
+        with (
+            kind("CartPole-v1", **own, **given) as collector,
+            kind("CartPole-v1", **{**RANDOM, **given, "frames_per_batch": 1000}) as other,
+        ):
+            assert_same(next(collector), next(other))
+        with pytest.raises(TypeError, match="frames_per_batch is not given, expected the frames in a batch"):
+            kind("CartPole-v1", **given)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +23,6 @@ from funcollect.tree import flatten, to_batch
 
 Join = Literal["stack", 0, -1]
 
-_AHEAD = 2  # batches that an asynchronous worker may have begun, or have ready, beyond the one the reader holds
 _ALIKE = {"num_envs": "num_envs", "leaves": "the observation", "action": "the action"}
 
 
@@ -32,6 +33,7 @@ class WorkerGroup(NamedTuple):
     lengths: tuple[int, ...]  # T of each
     join: Join | None  # how their rollouts make one batch; None for one worker alone
     single: bool  # whether their environments have no batch dimension
+    slots: int = 3  # for their batches: one that the reader holds, one that is ready, one that is being written
 
 
 @dataclass(eq=False)
@@ -40,6 +42,7 @@ class PendingBatch:
 
     calls: list[Call]
     slot: int = 0
+    version: int = 0  # of the weights: at first what it has at least, then the oldest in it
 
 
 class BatchAssembler:
@@ -48,6 +51,7 @@ class BatchAssembler:
     def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
         self._submit, self.group = submit, group
         self.under_way: deque[PendingBatch] = deque()  # the batches that the workers have begun
+        self.begun = 0  # batches, in all
         self.copies = 0  # batches that were delivered as copies, since the reader held views of every slot
 
     def room(self) -> bool:
@@ -110,21 +114,52 @@ class ReadyBatch(NamedTuple):
     final: FinalObservations | None  # of a compact batch
 
 
+class LagBound:
+    """Bounds the versions of the weights by which batches are behind when they are delivered.
+
+    It counts on as many updates between two batches as there have been at most; one waits alone before that is known.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._updates = most, 0
+        self._latest: int | None = None
+
+    def asked(self, latest: int) -> None:
+        """Note the latest version, as the reader asks for a batch."""
+        if self._latest is not None:
+            self._updates = max(1, self._updates, latest - self._latest)
+        self._latest = latest
+
+    def holds(self, versions: Iterable[int], held: int = 0) -> bool:
+        """Whether batches of these versions can be delivered in time, after `held` others."""
+        between, latest = self._updates or math.inf, self._latest or 0
+        places = enumerate(sorted(versions), held)
+        return all(latest - version + (place and place * between) <= self._most for place, version in places)
+
+
 class Gathering(WorkerPool):
     """The workers of one run, one for each of `jobs`, from which batches are collected.
 
     They act with the parameters of `policy`; for None they build their own. Batches are of all workers, put together by
-    `join`, and with `prefetch` begun ahead; for None each is of one worker, in the order of their arrival. None is
+    `join`; for None each is of one worker, in the order of their arrival, unless `lag` asks for another. None is
     dropped, and an exception (Ctrl-C, for example) loses none.
+
+    When a batch is delivered, `ahead` others of the same workers may have been begun, or be ready. That many updates
+    of the weights they are behind, if the reader makes one for each batch of these workers; `lag` bounds that.
     """
 
     def __init__(
-        self, jobs: Sequence[Job], means: Means, failures: FailurePolicy, policy: Any, join: Join | None, prefetch: bool
+        self,
+        jobs: Sequence[Job],
+        means: Means,
+        failures: FailurePolicy,
+        policy: Any,
+        join: Join | None,
+        ahead: int,
+        lag: int | None = None,
     ) -> None:
         self._means, self._join, self.together = means, join, join is not None
-        # How many batches of the same workers may have been begun, or be ready, when one is delivered: as many updates
-        # of the weights behind.
-        self._ahead = int(prefetch) if self.together else _AHEAD
+        self._ahead, self._lag = ahead, None if lag is None else LagBound(lag)
         self.assemblers: dict[tuple[int, ...], BatchAssembler] = {}  # by the workers whose rollouts make a batch
         self._arrived: deque[tuple[BatchAssembler, PendingBatch]] = deque()
         self.ready: deque[ReadyBatch] = deque()  # batches that are delivered before all others
@@ -181,46 +216,81 @@ class Gathering(WorkerPool):
 
     def next(self, *, more: bool) -> TensorDict:
         """The next batch; `more` is whether another one will be asked for."""
+        if self._lag is not None:
+            self._lag.asked(self.weights.version)
         if self.ready:
             ready = self.ready.popleft()
         else:
             most = max(self._ahead, 1)
-            if not self._arrived:
+            if self._in_time() is None:
                 self._go_on(most)
-            while not self._arrived:
+            while (place := self._in_time()) is None:
                 self.wait()
                 self._go_on(most)
-            ready = self._first()
+            ready = self._taken(place)
         if more and self._ahead:
-            self._go_on(self._ahead)
+            self._go_on(self._ahead, held=1)
         self.version, self.gathered = ready.version, ready.workers
         if ready.final is not None:
             attach(ready.batch, ready.final)
         return ready.batch
 
-    def _first(self) -> ReadyBatch:
-        assembler, pending = self._arrived[0]
+    def _in_time(self) -> int | None:
+        """The place of a batch that has arrived and may be delivered: the oldest, or one for which others can wait."""
+        for place, (_, pending) in enumerate(self._arrived):
+            if self._lag is None:
+                return place
+            others = self._waiting()
+            others.remove(pending.version)
+            if pending.version <= min(others, default=pending.version) or self._lag.holds(others, held=1):
+                return place
+        return None
+
+    def _waiting(self) -> list[int]:
+        """The versions of all batches that have been begun and not been delivered."""
+        begun = [pending for assembler in self.assemblers.values() for pending in assembler.under_way]
+        begun += [pending for _, pending in self._arrived]
+        return [each.version for each in self.ready] + [each.version for each in begun]
+
+    def _taken(self, place: int = 0) -> ReadyBatch:
+        assembler, pending = self._arrived[place]
         batch = assembler.deliver(pending)
-        self._arrived.popleft()
+        del self._arrived[place]
         reports: list[RolloutReport] = [call.value[-1] for call in pending.calls]
         parts = [report.final for report in reports if report.final is not None]
         final = FinalObservations.joined(parts) if parts else None
-        return ReadyBatch(batch, min(report.version for report in reports), [*assembler.group.workers], final)
+        return ReadyBatch(batch, pending.version, [*assembler.group.workers], final)
 
-    def _go_on(self, most: int) -> None:
+    def _go_on(self, most: int, held: int = 0) -> None:
         """Queue the batches that have arrived, and let workers begin others, until each group has so many."""
         self.weights.send()
-        for workers, assembler in self.assemblers.items():
+        for assembler in self.assemblers.values():
             under_way = assembler.under_way
             while under_way and all(call.done for call in under_way[0].calls) and assembler.complete(under_way[0]):
-                self._arrived.append((assembler, under_way.popleft()))
-            if len(under_way) < most:
+                self._arrive(assembler)
+        turns, groups = [most], [*self.assemblers.items()]
+        if self._lag is not None:  # not all may begin
+            turns = [*range(1, most + 1)]
+            groups.sort(key=lambda group: group[1].begun)
+        for count, (workers, assembler) in itertools.product(turns, groups):
+            under_way = assembler.under_way
+            if len(under_way) < count:
                 ready = sum(each.group.workers == workers for each, _ in self._arrived)
                 ready += sum(workers[0] in each.workers for each in self.ready)
-                while len(under_way) + ready < most and (self.together or assembler.room()):
+                while len(under_way) + ready < count and (self.together or assembler.room()):
                     if self.together:
                         self.weights.flush()  # all of them act with the latest weights
+                    version = 0 if self._lag is None else self.weights.sent_to(workers[0])
+                    if self._lag is not None and not self._lag.holds([*self._waiting(), version], held):
+                        break
                     under_way.append(assembler.begin())
+                    under_way[-1].version = version
+                    assembler.begun += 1
+
+    def _arrive(self, assembler: BatchAssembler) -> None:
+        pending = assembler.under_way.popleft()
+        pending.version = min(call.value[-1].version for call in pending.calls)
+        self._arrived.append((assembler, pending))
 
     def settle(self) -> None:
         """Complete the batches that have been begun, and keep them in `ready`: no worker is at work then."""
@@ -228,7 +298,9 @@ class Gathering(WorkerPool):
             self._complete(assembler)
         copies = {assembler: assembler.copies for assembler, _ in self._arrived}
         while self._arrived:
-            self.ready.append(self._first())
+            self.ready.append(self._taken())
+        if self._lag is not None:
+            self.ready = deque(sorted(self.ready, key=lambda each: each.version))
         for assembler, count in copies.items():
             assembler.copies = count  # it is not the reader that holds these batches
 
@@ -238,7 +310,7 @@ class Gathering(WorkerPool):
             self.finish((pending := assembler.under_way[0]).calls)
             while not assembler.complete(pending):
                 self.finish(pending.calls)
-            self._arrived.append((assembler, assembler.under_way.popleft()))
+            self._arrive(assembler)
 
     def set_workers(self, workers: Sequence[int]) -> None:
         """Collect from these workers from now on. Batches that have been begun are completed, and delivered."""
@@ -255,4 +327,5 @@ class Gathering(WorkerPool):
                 f"the workers' rollouts have {[*lengths]} steps, which cat_results={join!r} cannot put together: pass "
                 "cat_results=-1, or equal frames"
             )
-        return self._means.assembler(self.submit, WorkerGroup(workers, lengths, join, self.info.num_envs is None))
+        group = WorkerGroup(workers, lengths, join, self.info.num_envs is None, max(3, self._ahead + 1))
+        return self._means.assembler(self.submit, group)

@@ -27,7 +27,6 @@ from funcollect.processes.pool import Call
 from funcollect.processes.serving import ProcessTransport, serve
 from funcollect.tree import Path, aliased, nest
 
-_SLOTS = 3  # one that the reader holds, one that is ready, one that is being written
 _NUMBERS = itertools.count()  # of memories for weights
 
 
@@ -61,7 +60,7 @@ class BatchLayout:
         return {path: self._joined(column) for path, column in self.whole.leaves(memory).items()}
 
     def _joined(self, column: Tensor) -> Tensor:
-        _, lengths, join, single = self.group
+        _, lengths, join, single, _ = self.group
         if self._side_by_side:
             return column.flatten(1, 2).transpose(0, 1)
         if join == "stack":
@@ -125,7 +124,7 @@ class SlotAssembler(BatchAssembler):
     def _free(self) -> list[int]:
         """The slots that neither the reader nor a worker uses."""
         taken = self.lent | self._written
-        return [slot for slot in range(_SLOTS) if slot not in taken]
+        return [slot for slot in range(self.group.slots) if slot not in taken]
 
     @override
     def room(self) -> bool:
@@ -166,11 +165,11 @@ class SlotAssembler(BatchAssembler):
                 )
         self._layout = BatchLayout(columns[0], self.group)
         try:
-            self._fd, memories = shared_memory(_SLOTS, self._layout.whole.size)
+            self._fd, memories = shared_memory(self.group.slots, self._layout.whole.size)
         except MemoryError as error:
             raise WorkerError(
-                f"worker {workers[0]}: {error} as {_SLOTS} slots for rollouts: collect fewer frames at once, or "
-                "let the machine have more memory",
+                f"worker {workers[0]}: {error} as {self.group.slots} slots for rollouts: collect fewer frames at once, "
+                "or let the machine have more memory",
                 workers[0],
             ) from error
         self._slots = [BatchSlot(self._layout, memory) for memory in memories]
@@ -180,7 +179,7 @@ class SlotAssembler(BatchAssembler):
 
     @override
     def deliver(self, pending: PendingBatch) -> TensorDict:
-        copied = len(self.lent) == _SLOTS - 1
+        copied = len(self.lent) == self.group.slots - 1
         batch = self._slots[pending.slot].batch()
         if copied:
             self.copies += 1
@@ -290,7 +289,7 @@ class SlotWorker(Worker):
 
     def attach(self, layout: BatchLayout, part: int, fd: int) -> tuple[None, RolloutReport] | None:
         """Attach the slots, and write the rollout that was kept for one; None if none was kept."""
-        self._slots = [layout.part(memory, part) for memory in mapped(fd, _SLOTS, layout.whole.size)]
+        self._slots = [layout.part(memory, part) for memory in mapped(fd, layout.group.slots, layout.whole.size)]
         if self._held is None:
             return None
         (batch, report, slot), self._held = self._held, None

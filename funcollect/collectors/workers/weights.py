@@ -144,6 +144,11 @@ class Weights:
                 if each.sent is None and wanted is not None and wanted.number != each.copied:
                     each.sent = wanted, self._pool.submit(wanted.call(worker))
 
+    def sent_to(self, worker: int) -> int:
+        """The version of the weights that a rollout of this worker which begins now has at least."""
+        each = self._of[worker]
+        return (each.copied or 0) if each.sent is None else each.sent[0].number
+
     def set_workers(self, workers: Sequence[int]) -> None:
         """Send weights to these workers from now on, the latest ones to those that were added."""
         with self._pool.lock:

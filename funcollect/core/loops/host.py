@@ -47,13 +47,23 @@ def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: i
         raise
 
 
-def reset(env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False) -> CollectorState:
+def reset(
+    env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False, options: Any = None
+) -> CollectorState:
     """Implement `funcollect.reset` of the lanes of a mask [P]; with `stale`, `funcollect.recover`."""
+    if options is not None and not getattr(state.env_state.simulation.simulators, "takes_options", False):
+        raise TypeError(
+            f"options are given, but resets of {env} take none, expected single environments of Gymnasium's, other "
+            "than Atari games: make it from an id or a function, or leave options out"
+        )
     simulation: Simulation = state.env_state.claim(stale=stale)
     simulation.show(state.observation)
     if stale and simulation.renewed is not None and simulation.renewed.renew():
         simulation.seed_again()
-    simulation.restart(lanes.nonzero()[:, 0].tolist())
+    chosen = lanes.nonzero()[:, 0].tolist()
+    if options is not None:
+        simulation.options |= {lane: (simulation.episodes[lane] + 1, dict(options)) for lane in chosen}
+    simulation.restart(chosen)
     simulation.action_log.ages = torch.where(lanes, 0, simulation.action_log.ages)
     return state.replace(
         env_state=simulation.release(),

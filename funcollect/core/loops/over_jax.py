@@ -68,15 +68,15 @@ def _begun(env: JaxEnv, key: Any, first_lane: int, total_lanes: int, env_params:
     return begin(key=key, first_lane=first_lane, env_params=env_params)
 
 
-def reset(env: JaxEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False) -> CollectorState:
+def reset(env: JaxEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False, to: Any = None) -> CollectorState:
     """Implement `funcollect.reset` of the lanes of a mask [P]; with `stale`, `funcollect.recover`."""
     if stale and not is_live(state):  # an interrupted collector has used up its memory
         begun = _begun(env, state.key, int(state.lane_ids[0]), state.total_lanes, state.env_params)
         state = state.replace(env_state=begun.env_state.with_used_starts(), observation=begun.observation)
     place = place_of(state)
-    restart = compiled(env, "reset", partial(traced.reset, env), place=place)
+    restart = compiled(env, "reset", lambda state, mask, to: traced.reset(env, state, mask, to=to), place=place)
     follow_torch(*place.device_set)
-    after: CollectorState = restart(state.replace(policy_state=None), lanes.numpy())
+    after: CollectorState = restart(state.replace(policy_state=None), lanes.numpy(), to)
     return after.replace(policy_state=state.policy_state)
 
 

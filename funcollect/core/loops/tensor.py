@@ -20,8 +20,8 @@ from typing_extensions import override
 from funcollect.core.batch import NEXT_FLAGS, Book, deliver, reset_counters
 from funcollect.core.loops import eager
 from funcollect.core.loops.eager import Stepper, TrajectoryLimit, inputs_of, timed
-from funcollect.core.request import NOWHERE, Request, Rollout, step_limit
-from funcollect.core.state import CollectorState, first_state, origin_of
+from funcollect.core.request import NOWHERE, Request, Rollout, check_states, split_states, step_limit
+from funcollect.core.state import CollectorState, ReadOnlyDict, first_state, origin_of
 from funcollect.envs.base import checked_start, checked_transition
 from funcollect.errors import EnvError, LoweringError
 from funcollect.interop.cuda_graph import CaptureError, CudaGraph, written
@@ -56,12 +56,28 @@ def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: 
     return first_state(env, policy, key, lane, total_lanes, env_state=env_state, observation=observation)
 
 
-def reset(env: TorchEnv, state: CollectorState, lanes: Tensor, **_: bool) -> CollectorState:
+def reset(env: TorchEnv, state: CollectorState, lanes: Tensor, *, to: Any = None, **_: bool) -> CollectorState:
     """Implement `funcollect.reset` of the lanes of a mask [P]; states are values and never stale."""
     episode = state.episode + lanes
-    start = _begin(env, LaneKeys.of(state.key, Purpose.RESET, state.lane, episode), state.env_params)
+    keys = LaneKeys.of(state.key, Purpose.RESET, state.lane, episode)
+    start = _begin(env, keys, state.env_params) if to is None else _given_start(env, state, to)
     env_state, observation = select(lanes, start, (state.env_state, dict(state.observation)))
     return state.replace(env_state=env_state, observation=observation, **reset_counters(state, lanes, episode))
+
+
+def _given_start(env: TorchEnv, state: CollectorState, to: Any) -> Start:
+    """Return the states and observations [P, ...] in `to`, checked."""
+
+    def form(tree: Any) -> Any:
+        leaves, treedef = optree.tree_flatten(tree, namespace=NAMESPACE)
+        return treedef, [(getattr(leaf, "dtype", type(leaf)), tuple(getattr(leaf, "shape", ()))) for leaf in leaves]
+
+    own, seen = form(state.env_state), form(dict(state.observation))
+    env_state, observation = split_states(env, to, lambda call: call(to, state.env_params), alone=form(to) == own)
+    check_states(env, "environment states", form(env_state) != own and f"{own}, then {form(env_state)}")
+    root = dict(observation) if isinstance(observation, ReadOnlyDict) else by_path(env, observation)
+    check_states(env, "observations", form(root) != seen and f"{seen}, then {form(root)}")
+    return env_state, root
 
 
 def fork(env: TorchEnv, state: CollectorState) -> CollectorState:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
 
-from funcollect.arguments import check_kind
+from funcollect.arguments import check_kind, check_positive
+from funcollect.core.state import CollectorState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.policies.numerics import jax_numerics
 from funcollect.trajectories.split import check_time_first
@@ -99,6 +100,27 @@ def episode_stats(batch: Batch, previous: TracedEpisodeStats | None = None) -> T
             )
     open_, (returns, lengths, ended) = import_jax().lax.scan(after_frame, start, rows)
     return TracedEpisodeStats(returns, lengths, ended, open_)
+
+
+def no_stats(state: CollectorState, length: int) -> TracedEpisodeStats:
+    """Return the statistics of no episode, in the form of those of a rollout of `length` steps, to begin a `scan` with.
+
+    `state` is that of one run's lanes before the rollout, of which the shapes are read. Raises ValueError for a length
+    below 1.
+
+    >>> import jax, funcollect as fc
+    >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=4)
+    >>> state = fc.traced.init(env, fc.random_policy(env), None, key=jax.random.PRNGKey(0))
+    >>> stats = fc.traced.no_stats(state, 50)
+    >>> stats.returns.shape, int(stats.count)
+    ((50, 4), 0)
+    """
+    check_kind("state", state, CollectorState, "pass the state that init returned")
+    check_positive("length", length)
+    repeat, rows = import_jax().numpy.broadcast_to, import_jax().numpy.zeros_like(state.returns)
+    empty = (repeat(row, (length, *row.shape)) for row in (rows, state.lane * 0, state.lane != state.lane))
+    returns, lengths, ended = empty  # which vary over a mesh, as those of rollouts
+    return TracedEpisodeStats(returns, lengths, ended, nothing_open(state.episode, rows))
 
 
 class Frame(NamedTuple):

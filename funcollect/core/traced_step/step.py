@@ -11,7 +11,8 @@ import numpy as np
 
 from funcollect.core.batch import NEXT_FLAGS, ROOT_FLAGS
 from funcollect.core.env_params import LaneRows, call_in_lanes, map_rows, of_one_lane, recorded_params
-from funcollect.core.request import ANOTHER_POLICY, StepOptions, head_of
+from funcollect.core.request import ANOTHER_POLICY, StepOptions, check_states, head_of, split_states
+from funcollect.core.state import ReadOnlyDict
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, differing, reset_lane, step_lane
 from funcollect.errors import PolicyError
 from funcollect.interop import words
@@ -19,7 +20,13 @@ from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Purpose
 from funcollect.policies.checks import check_apart
-from funcollect.policies.jax_functions.jax_policy import match_log_prob, traced_policy, traced_random
+from funcollect.policies.jax_functions.jax_policy import (
+    WithEnvState,
+    match_log_prob,
+    reads_env_state,
+    traced_policy,
+    traced_random,
+)
 from funcollect.policies.jax_functions.program import TracedCall, drawing
 from funcollect.policies.numerics import jax_numerics
 from funcollect.protocols import BoundParams, JaxEnv, Policy, Transition
@@ -133,7 +140,10 @@ def _act(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
             f"{difference}: {ANOTHER_POLICY}"
         )
     remembered = where_lanes(state.step == 0, initial, state.policy_state)
-    policy_state, outputs = config.answer(bound, remembered, observation, drawing(keys.of(Purpose.NOISE), state.steps))
+    draw, seen = drawing(keys.of(Purpose.NOISE), state.steps), observation
+    if reads_env_state(config.policy):
+        seen = WithEnvState(observation, state.env_state.current)
+    policy_state, outputs = config.answer(bound, remembered, seen, draw)
     policy_state = varying(state.lane, without_weak_types(policy_state))
     if difference := differing(remembered, policy_state):
         raise PolicyError(
@@ -230,6 +240,20 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
         terminated=state.terminated & ~mask,
         truncated=state.truncated & ~mask,
     )
+
+
+def continue_from(env: JaxEnv, state: Traced, mask: Any, to: Any) -> Traced:
+    """Return the state whose lanes of `mask` [P] stand at environment states `to`, or at those in a pair with views."""
+    held = state.env_state.current, dict(state.observation)
+    to = to.current if isinstance(to, JaxEnvState) else to
+    alone, params = not differing(held[0], to), state.env_params
+    env_states, seen = split_states(env, to, lambda observe: call_in_lanes(observe, params, to), alone=alone)
+    env_states = env_states.current if isinstance(env_states, JaxEnvState) else env_states
+    check_states(env, "environment states", differing(held[0], env_states))
+    found = dict(seen) if isinstance(seen, ReadOnlyDict) else by_path(env, seen)
+    check_states(env, "observations", differing(held[1], found))
+    current, observation = where_lanes(mask, (env_states, found), held)
+    return state.changed(env_state=state.env_state._replace(current=current), observation=observation)
 
 
 def _kept_starts(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> tuple[Start, JaxEnvState]:

@@ -319,6 +319,8 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
 class AtariLanes(Lanes):
     """One Atari game per lane."""
 
+    takes_options = False  # a game's history has none
+
     def __init__(self, lanes: Sequence[GymEnv], env: SimulatedEnv) -> None:
         self._games = [RememberedGame(_with_next_lives(lane)) for lane in lanes]
         super().__init__(self._games, env)

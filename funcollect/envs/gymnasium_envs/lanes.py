@@ -113,12 +113,14 @@ class Lanes(SimulatorsBase):
         self._rows = Rows(env)
         self.observation = self._rows.arrays
 
+    takes_options = True  # whether resets take them, None or one for each lane
+
     @override
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], options: Sequence[Any] | None = None, /) -> None:
         resets, write, signs = self._resets, self._rows.write_lane, SIGNS.count
-        for lane, seed in zip(lanes, seeds, strict=True):
+        for lane, seed, own in zip(lanes, seeds, options or [None] * len(lanes), strict=True):
             try:
-                answer = resets[lane](seed=seed)
+                answer = resets[lane](seed=seed) if own is None else resets[lane](seed=seed, options=own)
             except Exception as error:
                 old = isinstance(error, TypeError) and "'seed'" in str(error)
                 mend = "use Gymnasium's reset API, reset(*, seed=None, options=None)" if old else ONWARD

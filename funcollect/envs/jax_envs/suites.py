@@ -195,6 +195,8 @@ def from_gymnax(
     facts = {"default_params": own, "param_keys": param_keys, "renderer": partial(_gymnax_renderer, raw, own)}
     with _like_gymnax(raw):
         observed, actions = _space(raw.observation_space(own), first_observation(reset)), _space(raw.action_space(own))
+    if ".classic_control." in (of := type(raw).__module__) or ".minatar." in of:  # `get_obs` of others draws, or differs
+        facts["observe"] = lambda state, given: raw.get_obs(state, own if given is None else given)
     common = (observed, actions, num_envs, one_hot, info_keys, starts)
     made = jax_env(f"gymnax/{raw.name}", reset, step, *common, truncates=True, **facts)
     if type(raw).__module__.partition(".")[0] != "gymnax":  # another package's class, as Craftax, or the user's
@@ -289,7 +291,8 @@ def from_navix(
 
     actions: Space = spaces.Discrete(int(raw.action_space.maximum) + 1)
     common = (space_like(first_observation(reset)), actions, num_envs, one_hot, info_keys, starts)
-    return jax_env(label, reset, step, *common, truncates=True, renderer=_navix_renderer)
+    facts: dict[str, Any] = {"renderer": _navix_renderer, "observe": lambda timestep, _: timestep.observation}
+    return jax_env(label, reset, step, *common, truncates=True, **facts)
 
 
 @contextmanager
@@ -322,7 +325,7 @@ def from_pgx(
     _, raw = of_suite("pgx", env, {})
     several = raw.num_players > 1
 
-    def observe(state: Any) -> dict[str, Any]:
+    def observe(state: Any, _: Any = None) -> dict[str, Any]:
         player = {"current_player": state.current_player} if several else {}
         return {"observation": state.observation, "action_mask": state.legal_action_mask} | player
 
@@ -341,4 +344,4 @@ def from_pgx(
     with own_generator():  # pgx begins a game to find the number of its actions
         actions: Space = spaces.Discrete(raw.num_actions)
     common = (spaces.Dict(observed), actions, num_envs, one_hot)
-    return jax_env(f"pgx/{raw.id}", reset, step, *common, max_episode_steps=max_episode_steps)
+    return jax_env(f"pgx/{raw.id}", reset, step, *common, max_episode_steps=max_episode_steps, observe=observe)

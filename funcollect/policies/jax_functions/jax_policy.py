@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import optree
@@ -37,6 +37,7 @@ def jax_policy(
     head: Head | None = None,
     initial_state: Any = None,
     record_state: bool = False,
+    reads_env_state: bool = False,
 ) -> JaxPolicy:
     """A policy from a JAX function.
 
@@ -50,6 +51,8 @@ def jax_policy(
         initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree
             without a batch dimension. The call is then ``apply(params, observation, state) -> (answer, next_state)``.
         record_state: as for `torch_policy`.
+        reads_env_state: `apply` also gets the environment's own state, a pytree [P, ...], after the observation, to
+            search with `env.step`; the batch does not record it. Such a policy acts in JAX environments only.
 
     `apply` is compiled. Whatever else it reads (attributes, global variables, a closure) keeps the value that it had
     then, so pass what changes in `params`. A rollout raises PolicyError if a variable that `apply` reads has been set
@@ -69,14 +72,18 @@ def jax_policy(
         )
     recurrent = initial_state is not None
     named = random_parameter(apply)
-    inputs = f"(params, observation{', state' * recurrent}{f', {named}' if named else ''})"
+    check_flags(record_state=record_state, reads_env_state=reads_env_state)
+    taken = ", env_state" * reads_env_state + ", state" * recurrent
+    inputs = f"(params, observation{taken}{f', {named}' if named else ''})"
     mend = "" if recurrent else " (a recurrent one: initial_state=)"
-    check_call("apply", apply, f"a function {inputs} -> answer{mend}", 2 + recurrent, *([named] if named else []))
+    count = 2 + reads_env_state + recurrent
+    check_call("apply", apply, f"a function {inputs} -> answer{mend}", count, *([named] if named else []))
     check_head(head)
     if initial_state is not None:
         check_arrays("initial_state", import_jax().tree.leaves(initial_state))
-    check_flags(record_state=record_state)
-    return JaxPolicy(apply, params, head, initial_state, record_state=record_state)
+    policy = JaxPolicy(apply, params, head, initial_state, record_state=record_state)
+    policy.reads_env_state = reads_env_state
+    return policy
 
 
 def random_parameter(apply: Callable[..., Any]) -> Literal["key", "keys"] | None:
@@ -85,10 +92,32 @@ def random_parameter(apply: Callable[..., Any]) -> Literal["key", "keys"] | None
     return "key" if "key" in names else "keys" if "keys" in names else None
 
 
+class WithEnvState(NamedTuple):
+    """What a policy that reads the environment's state gets for an observation."""
+
+    observation: Any  # [P, ...], in the structure of its space
+    env_state: Any  # the environment's own, a pytree [P, ...]
+
+
+def reads_env_state(policy: Policy) -> bool:
+    """Whether a policy takes `WithEnvState` in place of an observation."""
+    return isinstance(policy, FunctionPolicy) and policy.reads_env_state
+
+
+def check_sees_all(policy: Policy, where: str) -> None:
+    """Raise TypeError for a policy that reads the environment's state where there is none in JAX."""
+    if reads_env_state(policy):
+        raise TypeError(
+            f"the policy reads the environment's state (reads_env_state=True), but acts in {where}, expected an "
+            "environment written in JAX: make one (funcollect.envs), or leave reads_env_state out"
+        )
+
+
 class FunctionPolicy(base.HeadedPolicy):
     """Base class of policies over a traced function, with the arguments of `jax_policy`. Subclasses add `params`."""
 
     backend: Literal["jax"] = "jax"
+    reads_env_state = False
     ties = False  # whether only the first of several ones in a one-hot action counts
 
     def __init__(
@@ -153,7 +182,8 @@ class FunctionPolicy(base.HeadedPolicy):
 
     def called(self, params: Any, observation: Any, recurrent: Any, **keys: Any) -> tuple[Any, Any]:
         """The function's answer, and the next recurrent state, or None if it has none."""
-        inputs = (observation,) if recurrent is None else (observation, recurrent)
+        inputs = tuple(observation) if self.reads_env_state else (observation,)
+        inputs += () if recurrent is None else (recurrent,)
         try:
             with tracing("the policy's function"):
                 answer = self.apply(params, *inputs, **keys)
@@ -164,6 +194,7 @@ class FunctionPolicy(base.HeadedPolicy):
 
     @override
     def actor(self, inputs: ActorInputs, /) -> Actor:
+        check_sees_all(self, "a loop or a check without one")
         if isinstance(import_jax().tree.leaves(inputs.observation)[0], Tensor):
             return base.ProtocolActor(self, inputs, self._over_tensors(inputs))
         return JaxActor(self, inputs)

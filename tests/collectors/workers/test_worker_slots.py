@@ -13,7 +13,6 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.collectors.workers import slots
 from tests.support.compare import assert_same
 from tests.support.faulty.faulty_workers import Held, Plain
 from tests.support.running import scaled
@@ -30,7 +29,7 @@ def test_batches_that_are_all_kept_are_all_right(kind):
             batches = list(itertools.islice(collector, 50))
         copies = collector.stats()["copies"]
     assert [warning.filename for warning in caught] == [__file__]
-    assert copies >= 50 - 2 * (slots._SLOTS - 1)
+    assert copies >= 50 - 2 * (3 - 1)
     check_trajectories(batches)
     if kind is SYNC:
         with multi(kind, "serial", **TWO, frames_per_batch=40) as collector:

@@ -132,3 +132,18 @@ def test_wrong_arguments_are_named():
     ):
         with pytest.raises(error, match=message):
             fc.traced.episode_stats(*given)
+
+
+def test_a_scan_begins_with_no_stats():
+    def update(carry, _):
+        state, batch = fc.traced.rollout(ENV, POLICY, POLICY.params, carry[0], 20)
+        stats = fc.traced.episode_stats(batch, carry[1])
+        return (state, stats), stats
+
+    @jax.jit
+    def train():
+        state = fc.traced.init(ENV, POLICY, POLICY.params, key=KEY)
+        return jax.lax.scan(update, (state, fc.traced.no_stats(state, 20)), None, 3)[1]
+
+    parts = jax.jit(lambda: run([20] * 3)[1])()
+    assert jax.tree.all(jax.tree.map(lambda all_, *each: jnp.array_equal(all_, jnp.stack(each)), train(), *parts))

@@ -273,8 +273,25 @@ class WorkerLanes(WorkerPool):
         self.block.chosen[rows] = True
         return _Target(lanes, rows, workers)
 
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
-        """Start an episode in these lanes."""
+    @property
+    def takes_options(self) -> bool:
+        """Whether the simulators' resets take options."""
+        return bool(self._call_in({0: ()}, "takes_options")[0])
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], options: Sequence[Any] | None = None, /) -> None:
+        """Start an episode in these lanes; with `options`, which no order can hold, by calls."""
+        if options is not None:
+            calls: dict[int, Applied] = {}
+            for worker in sorted({self._worker_of[lane] for lane in lanes}):
+                start, own = (
+                    self._shares[worker].start,
+                    [i for i, at in enumerate(lanes) if self._worker_of[at] == worker],
+                )
+                with sending("options", "the worker processes", "pass plain data"):
+                    packed = cloudpickle.dumps(([seeds[i] for i in own], [options[i] for i in own]))
+                calls[worker] = [lanes[i] - start for i in own], packed
+            self._call_in(calls, "reset")
+            return
         asked = dict(zip(lanes, seeds, strict=True))
         if self._restarted:
             begun = [lane for lane, seed in asked.items() if self._restarted.pop(lane, _NEVER) == seed]

@@ -191,6 +191,14 @@ class ServedLanes(Served):
         plain = isinstance(self._simulators, SavableSnapshots) and not refusal
         self._simulators.restore(self._simulators.snapshot_from(lanes) if plain else lanes)
 
+    def takes_options(self) -> bool:
+        """Whether the simulators' resets take options."""
+        return getattr(self._simulators, "takes_options", False)
+
+    def reset(self, lanes: list[int], packed: bytes) -> None:
+        """Start an episode in some lanes, from packed seeds and options."""
+        self._simulators.reset(lanes, *cloudpickle.loads(packed))
+
     def apply(self, lanes: list[int], packed: bytes) -> list[Any]:
         """Call a function with the environments of some lanes; UnsentResultError if the results cannot be sent."""
         if not isinstance(self._simulators, SimulatorsOfLanes):
