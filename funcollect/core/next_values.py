@@ -61,12 +61,12 @@ def next_values(
     acting.check_arguments(policy, batch, env)
     check_key("key", key, required=True)
     in_torch = isinstance(policy, TorchPolicy | TensorDictPolicy)
-    carries = isinstance(policy, TensorDictPolicy) and reads_what_it_wrote(policy.module)
-    if carries or not (in_torch or isinstance(policy, FunctionPolicy)):
+    space = acting.spaces_of(policy, env) if in_torch or isinstance(policy, FunctionPolicy) else None
+    if space is None or _carries(policy, space):
         wanted = f"torch_policy, jax_policy, or tensordict_policy over a TensorDictModule, that returns {key!r}"
         raise TypeError(f"policy is {kind_of(policy)}, expected one of {wanted}: pass that")
     check_single_steps(batch)
-    path, space = as_path(key), acting.spaces_of(policy, env)
+    path = as_path(key)
     rows = flatten(next_observations(batch) if isinstance(batch, TensorDictBase) else batch)
     xp = TORCH if in_torch else jax_numerics()
     needed, outputs = _reading(xp, policy, space)
@@ -95,6 +95,12 @@ def next_values(
     traced = any(isinstance(leaf, import_jax().core.Tracer) for leaf in import_jax().tree.leaves(params))
     program = compiled(policy, ("next values", path, id(space[0])), partial(_in_jax, ask, path, needed))
     return program(params if traced else policy.prepare(params), rows)
+
+
+def _carries(policy: Any, spaces: acting.Spaces) -> bool:
+    """Whether a module reads what it wrote in the step before, which a batch does not say."""
+    given = [leaf.path for leaf in spaces[1]]
+    return isinstance(policy, TensorDictPolicy) and reads_what_it_wrote(policy.module, {*given, *policy.hidden_states})
 
 
 def _reading(xp: Any, policy: Any, spaces: acting.Spaces) -> tuple[list[Path], _Outputs]:

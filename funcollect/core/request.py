@@ -16,6 +16,7 @@ from torch import Tensor
 from funcollect import arguments
 from funcollect.arguments import check_kind
 from funcollect.core.state import CollectorState, check_origin
+from funcollect.envs.base import observer_of
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import kind_of, shown
@@ -263,7 +264,7 @@ def own_action_warning(policy: Policy, random_frames: int | None) -> str:
         f"init_random_frames is {random_frames} with a recurrent policy that chooses its action itself: if it carries "
         "that action from step to step, it carries one that was not executed in the random frames, expected the "
         "executed one: give the policy a head (funcollect.heads), read it as an observation (make_env(…, "
-        "observe=['prev_action'])), or leave init_random_frames out"
+        "inputs=['prev_action'])), or leave init_random_frames out"
     )
 
 
@@ -298,7 +299,7 @@ def split_states(env: Any, to: Any, call: Callable[[Any], Any], *, alone: bool) 
     """The environment states in the `to` of a reset, and their observations, of states `alone` by `observe`."""
     if not alone:
         return to if type(to) is tuple and len(to) == 2 else (to, None)
-    if (observe := getattr(env, "observe", None)) is None:
+    if (observe := observer_of(env)) is None:
         raise TypeError(
             f"to is environment states alone, from which {env!r} computes no observation, expected a pair: pass "
             "(env_states, observations), or give the environment a function observe(env_state, params)"

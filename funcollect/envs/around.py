@@ -22,7 +22,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from funcollect.arguments import check_choice, check_flags, check_keys
-from funcollect.envs.base import AdaptedEnv, box, checked_start, checked_transition
+from funcollect.envs.base import AdaptedEnv, box, checked_start, checked_transition, observer_of
 from funcollect.envs.host.host_env import (
     NOT_RECORDED,
     Opener,
@@ -39,31 +39,34 @@ from funcollect.protocols import Env, Outcome, Transition
 from funcollect.specs import Leaf, Space, observation_leaves, torch_dtype
 from funcollect.tree import Path
 
-OBSERVABLE = PREVIOUS_ACTION, PREVIOUS_REWARD, FIRST = "prev_action", "prev_reward", "is_first"
+INPUTS = PREVIOUS_ACTION, PREVIOUS_REWARD, FIRST = "prev_action", "prev_reward", "is_first"
 OWN_REWARD = "reward"  # the info with the rewards before they are clipped
-KEYWORDS = ("clip_actions", "clip_rewards", "observe")
+KEYWORDS = ("clip_actions", "clip_rewards", "inputs")
 _FLAG = np.dtype(bool)
-_OF_SOME = ("apply", "camera", "snapshot", "restore", "snapshot_data", "snapshot_from")  # what some simulators have
+# What some simulators have.
+_OF_SOME = ("apply", "camera", "snapshot", "restore", "snapshot_data", "snapshot_from", "takes_options")
 
 
-def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, observe: Sequence[str] = ()) -> Env:
+def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, inputs: Sequence[str] = ()) -> Env:
     """The environment `env` with what `make_env` describes under these keywords."""
     check_flags(clip_actions=clip_actions, clip_rewards=clip_rewards)
-    check_keys("observe", observe, FIRST)
-    for name in observe:
-        check_choice("observe", name, OBSERVABLE)
+    check_keys("inputs", inputs, FIRST)
+    for name in inputs:
+        check_choice("inputs", name, INPUTS)
     if clip_actions and not isinstance(env.action_space, spaces.Box):
         what = f"clip_actions=True was given for {env}, whose action space is {env.action_space}"
         raise ValueError(f"{what}, expected a Box: leave it out")
     if clip_rewards and OWN_REWARD in getattr(env, "info_keys", ()):
         raise ValueError(f"info_keys has {OWN_REWARD!r}, under which clip_rewards=True records rewards: leave it out")
-    between = _Between(env, clip_actions, clip_rewards, tuple(observe))
+    between = _Between(env, clip_actions, clip_rewards, tuple(inputs))
     if env.backend == "host":
         members = _host_members(between)
     elif env.backend == "device":
         members = {"opener": partial(_AroundTensors, between)}
     else:
         members = {"reset": between.of_reset(env.reset), "step": between.of_step(env.step)}
+        if (observe := observer_of(env)) is not None:
+            members["observe"] = lambda env_state, params: between.begun(observe(env_state, params))
         if not isinstance(env, AdaptedEnv):
             members = {name: staticmethod(function) for name, function in members.items()}
     members |= between.description()
@@ -83,12 +86,12 @@ class _Between:
     env: Any
     clips_actions: bool
     clips_rewards: bool
-    observe: tuple[str, ...]
+    inputs: tuple[str, ...]
 
     def leaves(self) -> tuple[Leaf, ...]:
-        """The leaves that are observed besides, in the order of `observe`."""
+        """The leaves that are observed besides, in the order of `inputs`."""
         return tuple(
-            leaf for name in self.observe for leaf in observation_leaves(spaces.Dict({name: self._space(name)}))
+            leaf for name in self.inputs for leaf in observation_leaves(spaces.Dict({name: self._space(name)}))
         )
 
     def _space(self, name: str) -> Space:
@@ -97,13 +100,13 @@ class _Between:
 
     def description(self) -> dict[str, Any]:
         """The observation space, and its leaves; nothing if they stay."""
-        if not self.observe:
+        if not self.inputs:
             return {}
         space = self.env.observation_space
         parts = dict(space.spaces) if isinstance(space, spaces.Dict) else {"observation": space}
-        if taken := sorted(parts.keys() & {*self.observe}):
-            raise ValueError(f"observe is {list(self.observe)}, and {self.env} observes {taken} itself: leave them out")
-        whole = spaces.Dict(OrderedDict(parts | {name: self._space(name) for name in self.observe}))
+        if taken := sorted(parts.keys() & {*self.inputs}):
+            raise ValueError(f"inputs are {list(self.inputs)}, and {self.env} observes {taken} itself: leave them out")
+        whole = spaces.Dict(OrderedDict(parts | {name: self._space(name) for name in self.inputs}))
         kept = {leaf.path: leaf for leaf in self.env.observation_leaves}
         leaves = tuple(kept.get(leaf.path, leaf) for leaf in observation_leaves(whole))
         return {"observation_space": whole, "observation_leaves": leaves}
@@ -164,7 +167,7 @@ class _Between:
 
     def begun(self, observation: Any) -> Any:
         """The observation at the start of an episode."""
-        if not self.observe:
+        if not self.inputs:
             return observation
         xp = self._arrays(observation)
         own = {leaf.name: xp.zeros((*xp.lanes, *leaf.shape), leaf.dtype) for leaf in self.leaves()}
@@ -172,13 +175,13 @@ class _Between:
 
     def moved(self, transition: Transition, action: Any) -> Transition:
         """The transition after an action, as the environment got it."""
-        if not (self.observe or self.clips_rewards):
+        if not (self.inputs or self.clips_rewards):
             return transition
         xp = self._arrays(transition.observation)
         reward = xp.cast(transition.reward, np.dtype(np.float32))
         if reward.ndim > len(xp.lanes):
             what = f"{self.env} has the rewards of several players, {list(reward.shape)}"
-            raise EnvError(f"{what}, expected one for `observe` and `clip_rewards`: leave both out")
+            raise EnvError(f"{what}, expected one for `inputs` and `clip_rewards`: leave both out")
         if self.clips_rewards:
             infos, reward = {**transition.info, OWN_REWARD: reward}, xp.sign(reward)
             transition = transition._replace(info=infos, reward=reward)
@@ -209,7 +212,7 @@ class _AroundTensors:
         between, action = self._between, self._between.action(action)
         moved, after = self._inner.step(action)
         last, begun = between.moved(moved, action), between.begun(after)
-        for name in between.observe:  # where no episode has begun, the last step is the one before
+        for name in between.inputs:  # where no episode has begun, the last step is the one before
             done = (last.terminated | last.truncated).view(-1, *[1] * (begun[name].ndim - 1))
             begun[name] = torch.where(done, begun[name], last.observation[name])
         return last, begun
@@ -220,9 +223,9 @@ def _host_members(between: _Between) -> dict[str, Any]:
     env = between.env
     members: dict[str, Any] = {"info_keys": (*env.info_keys, OWN_REWARD)} if between.clips_rewards else {}
     if not isinstance(env, SimulatedEnv):
-        if between.observe and env.forking == "snapshot":
+        if between.inputs and env.forking == "snapshot":
             mend = "take previous actions and rewards into its own observation"
-            raise TypeError(f"observe was given for {env}, whose snapshots would lack what is observed: {mend}")
+            raise TypeError(f"inputs were given for {env}, whose snapshots would lack what is observed: {mend}")
         kind = type(env)
         return members | {"open": lambda self: _AroundLanes(between, kind.open, self)}
     if env.open_group is None:
@@ -256,9 +259,9 @@ class _AroundLanes:
             self.snapshot, self.restore = self._snapshot, self._restore
             self.snapshot_data, self.snapshot_from = self._data_of, self._from_data
 
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], *options: Any) -> None:
         """See `Simulators`."""
-        self._inner.reset(lanes, seeds)
+        self._inner.reset(lanes, seeds, *options)
         for name, rows in self._own.items():
             rows[lanes] = name == FIRST
 

@@ -111,6 +111,11 @@ def check_pure_functions(owner: str, reset: Any, step: Any, observe: Any = None)
         check_function(f"{owner}observe", observe, "a function of the state and the parameters", 2)
 
 
+def observer_of(env: object) -> Callable[[Any, Any], Any] | None:
+    """The function ``observe(env_state, params)`` of a JAX or Torch environment; None if it has none."""
+    return getattr(env, "observe", None)
+
+
 def checked_start(env: object, answer: Any) -> tuple[Any, Any]:
     """Return what `reset` of a JAX or Torch environment returned; EnvError unless it is a state and an observation."""
     if not isinstance(answer, tuple) or len(answer) != 2:

@@ -45,7 +45,7 @@ def make_env(env: Any, **kwargs: Any) -> Env:
       action space. Batches have what the policy returned; see `funcollect.heads.clipped_normal`.
     - `clip_rewards`: True gives the signs of rewards, -1, 0 or 1, as is usual for Atari. Those of the environment are
       recorded ``[*B, T]`` float32 as the info ``"reward"``.
-    - `observe`: what a policy reads besides the observation, in the batch under these names, as keys of a dict with
+    - `inputs`: what a policy reads besides the observation, in the batch under these names, as keys of a dict with
       ``"observation"``: ``"prev_action"`` ``[*B, T, ...]``, the action that was executed in the step before;
       ``"prev_reward"`` ``[*B, T, 1]`` float32, as in the batch; ``"is_first"`` ``[*B, T, 1]`` bool, True at an
       episode's start, where both others are zeros.

@@ -11,7 +11,7 @@ from tests.envs.test_own_environments import JaxWalk, TorchWalk
 from tests.envs.test_torch_vector_env import LikeManiSkill
 from tests.support.compare import assert_same
 
-OBSERVE = ("prev_action", "prev_reward", "is_first")
+INPUTS = ("prev_action", "prev_reward", "is_first")
 
 
 class Hosted(fc.envs.HostEnvBase):
@@ -84,7 +84,7 @@ class Wide(nn.Module):
 @pytest.mark.parametrize("name", ENVS)
 def test_what_is_observed_is_what_was_executed(name):
     box = isinstance(made(name).action_space, spaces.Box)
-    env = made(name, observe=OBSERVE, clip_rewards=True, clip_actions=box)
+    env = made(name, inputs=INPUTS, clip_rewards=True, clip_actions=box)
     policy = wide(env)
     batches, state = [], fc.init(env, policy, seed=0)
     for steps in (1, 20, 13):
@@ -111,7 +111,7 @@ def test_what_is_observed_is_what_was_executed(name):
 @pytest.mark.parametrize("name", ["Gymnasium", "workers", "Torch", "JAX", "host class"])
 def test_the_environment_is_the_same_inside(name):
     """Random starts are uniform in the bounds, and observations do not change."""
-    plain, env = made(name), made(name, observe=OBSERVE, clip_actions=True)
+    plain, env = made(name), made(name, inputs=INPUTS, clip_actions=True)
     assert env.action_space == plain.action_space
     rollouts = [
         fc.rollout(each, policy, fc.init(each, policy, seed=3), 25)[1]
@@ -124,12 +124,12 @@ def test_the_environment_is_the_same_inside(name):
 
 @pytest.mark.parametrize("env", ["Pendulum-v1", "torch/Pendulum-v1", "gymnax/Pendulum-v1", Hosted])
 def test_they_pass_the_checks_of_environments(env):
-    fc.testing.check_env(fc.make_env(env, num_envs=2, observe=OBSERVE, clip_actions=True, clip_rewards=True))
+    fc.testing.check_env(fc.make_env(env, num_envs=2, inputs=INPUTS, clip_actions=True, clip_rewards=True))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_copies_of_games_go_on_with_the_last_step(workers, tmp_path):
-    env = fc.make_env("ale/Pong", num_envs=2, observe=OBSERVE, clip_rewards=True, num_workers=workers)
+    env = fc.make_env("ale/Pong", num_envs=2, inputs=INPUTS, clip_rewards=True, num_workers=workers)
     policy = fc.random_policy(env)
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 12)
     fc.save(tmp_path / "state", state)
@@ -152,7 +152,7 @@ def test_a_recurrent_policy_reads_its_executed_actions():
             memory = memory + observation["prev_reward"] + observation["prev_action"][:, None]
             return self.logits(torch.cat([memory, observation["is_first"].float()], -1)), memory
 
-    env = fc.make_env("CartPole-v1", num_envs=4, observe=OBSERVE)
+    env = fc.make_env("CartPole-v1", num_envs=4, inputs=INPUTS)
     policy = fc.torch_policy(Reads(), head=fc.heads.categorical, initial_state=torch.zeros(1), record_state=True)
     options = {"frames_per_batch": 80, "total_frames": 160, "init_random_frames": 40, "seed": 0}
     with fc.SyncDataCollector(env, policy, **options) as collector:
@@ -165,11 +165,11 @@ def test_a_recurrent_policy_reads_its_executed_actions():
     ("env", "given", "message"),
     [
         ("CartPole-v1", {"clip_actions": True}, "clip_actions=True was given for .*expected a Box: leave it out"),
-        ("CartPole-v1", {"observe": ["reward"]}, "observe is 'reward', expected one of .*prev_action"),
-        ("CartPole-v1", {"observe": "is_first"}, "observe is 'is_first', expected a list"),
+        ("CartPole-v1", {"inputs": ["reward"]}, "inputs is 'reward', expected one of .*prev_action"),
+        ("CartPole-v1", {"inputs": "is_first"}, "inputs is 'is_first', expected a list"),
         ("CartPole-v1", {"clip_rewards": 1}, "clip_rewards is 1, expected a bool"),
         ("Pendulum-v1", {"clip_rewards": True, "info_keys": ["reward"]}, "info_keys has 'reward'.*leave it out"),
-        (fc.make_env("CartPole-v1", observe=["is_first"]), {"observe": ["is_first"]}, "observes .'is_first'. itself"),
+        (fc.make_env("CartPole-v1", inputs=["is_first"]), {"inputs": ["is_first"]}, "observes .'is_first'. itself"),
     ],
 )
 def test_errors(env, given, message):

@@ -19,7 +19,7 @@ from funcollect.core.loops.eager import Stepper, TrajectoryLimit, timed
 from funcollect.core.request import Request, Rollout
 from funcollect.core.simulators import Simulation, SimulatorHandle, rebuild, record_of
 from funcollect.core.state import CollectorState, first_state
-from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome, check_outcome
+from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome, check_outcome, takes_options
 from funcollect.keys import Key
 from funcollect.policies.checks import check_32_bits
 from funcollect.protocols import Columns, HostEnv, Outcome, Policy, SnapshotSimulators
@@ -51,7 +51,7 @@ def reset(
     env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False, options: Any = None
 ) -> CollectorState:
     """Implement `funcollect.reset` of the lanes of a mask [P]; with `stale`, `funcollect.recover`."""
-    if options is not None and not getattr(state.env_state.simulation.simulators, "takes_options", False):
+    if options is not None and not takes_options(state.env_state.simulation.simulators):
         raise TypeError(
             f"options are given, but resets of {env} take none, expected single environments of Gymnasium's, other "
             "than Atari games: make it from an id or a function, or leave options out"

@@ -213,6 +213,11 @@ class SimulatedEnv(AdaptedEnv):
         return self.opener(self)
 
 
+def takes_options(simulators: Any) -> bool:
+    """Whether resets take a third argument, None or Gymnasium's options for each lane."""
+    return bool(getattr(simulators, "takes_options", False))
+
+
 def seeding_of(env: Env) -> Seeding:
     """Whether each episode can be seeded, each lane once, or only the whole run."""
     return env.seeding if env.backend in ("host", "device") else "episode"

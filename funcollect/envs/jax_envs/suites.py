@@ -195,7 +195,9 @@ def from_gymnax(
     facts = {"default_params": own, "param_keys": param_keys, "renderer": partial(_gymnax_renderer, raw, own)}
     with _like_gymnax(raw):
         observed, actions = _space(raw.observation_space(own), first_observation(reset)), _space(raw.action_space(own))
-    if ".classic_control." in (of := type(raw).__module__) or ".minatar." in of:  # `get_obs` of others draws, or differs
+    if (
+        ".classic_control." in (of := type(raw).__module__) or ".minatar." in of
+    ):  # `get_obs` of others draws, or differs
         facts["observe"] = lambda state, given: raw.get_obs(state, own if given is None else given)
     common = (observed, actions, num_envs, one_hot, info_keys, starts)
     made = jax_env(f"gymnax/{raw.name}", reset, step, *common, truncates=True, **facts)
@@ -208,9 +210,10 @@ def from_gymnax(
 @contextmanager
 def _like_gymnax(raw: Any, *more: type[Exception]) -> Iterator[None]:
     """Turn errors of an environment that lacks something of gymnax's, and `more` of them, into one TypeError."""
+    foreign: tuple[type[Exception], ...] = (AttributeError, LookupError, NotImplementedError, *more)
     try:
         yield
-    except (AttributeError, KeyError, IndexError, NotImplementedError, *more) as error:
+    except foreign as error:
         what = f"from_gymnax cannot adapt {type(raw).__name__}, which raised {error!r}"
         wanted = "gymnax's interface: state.time, params.max_steps_in_episode, and observations as in their space"
         mend = "pass its reset_env and step_env, in the form of two functions, to funcollect.envs.from_functions"

@@ -15,7 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from funcollect.envs.host.host_env import NOT_RECORDED, SimulatedEnv, bad_info, bad_outcome, check_outcome
+from funcollect.envs.host.host_env import (
+    NOT_RECORDED,
+    SimulatedEnv,
+    bad_info,
+    bad_outcome,
+    check_outcome,
+    takes_options,
+)
 from funcollect.envs.host.lane_workers.block import INFO_BYTES, NO_RESTART, NO_SEED, RESET, STEP, Bell, LaneBlock
 from funcollect.processes.channel import Channel
 from funcollect.processes.failures import Failure, UnsentResultError, check_sendable, sending
@@ -193,7 +200,7 @@ class ServedLanes(Served):
 
     def takes_options(self) -> bool:
         """Whether the simulators' resets take options."""
-        return getattr(self._simulators, "takes_options", False)
+        return takes_options(self._simulators)
 
     def reset(self, lanes: list[int], packed: bytes) -> None:
         """Start an episode in some lanes, from packed seeds and options."""
