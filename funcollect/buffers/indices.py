@@ -16,7 +16,7 @@ from funcollect.arguments import check_choice, check_flags, check_key, check_kin
 from funcollect.buffers import Arrays, Bools, Floats, Ints
 from funcollect.buffers.trajectory_index import Trajectories, TrajectoryIndex
 from funcollect.keys import Key, Purpose, seed_of
-from funcollect.trajectories.split import IS_FIRST, MASK
+from funcollect.trajectories.split import IS_FIRST, MASK, TRAJECTORY_IDS
 from funcollect.tree import Path, as_path
 
 _TRUNCATED: Path = ("next", "truncated")
@@ -74,6 +74,7 @@ class SampleIndices:
     last: Ints | slice | None = None  # the rows that end a slice
     init_key: str | Path | None = _INIT  # see `Slices`
     cut: tuple[Path, ...] = _CUT  # the flags that are True in the last row of a slice
+    across: bool = False  # whether slices go on across the ends of episodes
     taken: Ints | None = None  # what a sampler without replacement took; by default the slots
     info: Mapping[str, Tensor] = field(default_factory=dict)  # [N] by name, such as importance weights
 
@@ -96,19 +97,31 @@ class SampleIndices:
             return batch
         if type(batch) is not TensorDict:
             batch = batch.to_tensordict()
+        first = _with_episodes(batch, self.first) if self.across else self.first
         for path in self.cut:
             _set(_flags(batch, path, (1,)), self.last)
-        _set(_flags(batch, IS_FIRST, (), fresh=True), self.first)
+        _set(_flags(batch, IS_FIRST, (), fresh=True), first)
         if self.init_key is not None:
             if isinstance(self.init_key, str):
-                found = _mark(batch._tensordict, self.init_key, self.first)
+                found = _mark(batch._tensordict, self.init_key, first)
             elif found := isinstance(starts := batch.get(self.init_key, None), Tensor):
-                _set(starts, self.first)
+                _set(starts, first)
             if not found and self.init_key != _INIT:
                 raise ValueError(f"init_key is {self.init_key!r}, but frames have no such tensor: check the spelling")
         if self.mask is not None:
             batch.set(MASK, torch.from_numpy(self.mask).to(batch.device))
         return batch
+
+
+def _with_episodes(batch: TensorDict, first: Ints | slice) -> Ints:
+    """The rows that begin a slice, and those that begin an episode, by the ids or the flags of the row before."""
+    begins = np.zeros(len(batch), np.bool_)
+    begins[first] = True
+    if (done := batch.get(("next", "done"), None)) is not None:
+        begins[1:] |= done[:-1].reshape(len(batch) - 1).numpy(force=True)
+    if (ids := batch.get(TRAJECTORY_IDS, None)) is not None:
+        begins[1:] |= ids.diff().numpy(force=True) != 0
+    return np.flatnonzero(begins)
 
 
 def _flags(batch: TensorDict, path: Path, tail: tuple[int, ...], fresh: bool = False) -> Tensor:
@@ -232,6 +245,8 @@ class Slices:
             ``strict_length=False``.
         init_key: names the flags like ``is_init``: a string those of this name, in nested dicts too; a tuple one path.
             None leaves them as stored.
+        across_episodes: whether rows that begin an episode are marked, too, for rings with
+            ``Trajectories(across_episodes=True)``.
         over: ``"trajectories"`` draws the trajectory uniformly, then the slice's first frame in it; ``"windows"`` draws
             uniformly from all possible slices.
         truncated_key: the flag of a slice's last row, whose neighbour ``done`` is True there, too; None for neither.
@@ -252,6 +267,7 @@ class Slices:
     strict_length: bool = True
     pad_output: bool = False
     init_key: str | Path | None = _INIT
+    across_episodes: bool = False
     over: Literal["trajectories", "windows"] = "trajectories"
     truncated_key: str | Path | None = _TRUNCATED
     span: bool | int | tuple[bool | int, bool | int] = False
@@ -338,7 +354,7 @@ class Slices:
     def along(self, index: TrajectoryIndex, trajectory: Ints, begin: Ints, end: Ints | None = None) -> SampleIndices:
         """Slices from position `begin` of `trajectory` to `end` at most, all [num_slices]; short ones are padded."""
         position, first = begin[:, None] + np.arange(self.slice_len), slice(0, None, self.slice_len)
-        marks: dict[str, Any] = {"init_key": self.init_key, "cut": self.cut}
+        marks: dict[str, Any] = {"init_key": self.init_key, "cut": self.cut, "across": self.across_episodes}
         if self.strict_length and not any(self.missing):
             slots, last = index.get(trajectory[:, None], position), slice(self.slice_len - 1, None, self.slice_len)
             return SampleIndices(slots=slots.reshape(-1), first=first, last=last, **marks)

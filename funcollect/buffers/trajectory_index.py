@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from funcollect.arguments import check_key
+from funcollect.arguments import check_flags, check_key
 from funcollect.buffers import Arrays, Bools, Ints
-from funcollect.trajectories.split import STEP, STEPS_AHEAD, TRAJECTORY_IDS, readable
+from funcollect.trajectories.split import LANE, STEP, STEPS_AHEAD, TRAJECTORY_IDS, readable
 from funcollect.tree import Path, as_path
 
 _IDS: tuple[Path, ...] = (TRAJECTORY_IDS, ("episode",))  # the default keys; the first that a batch has is used
@@ -35,7 +35,8 @@ class Trajectories:
     Successive frames of a lane with the same id belong to one trajectory, also across batches. A trajectory ends with a
     frame whose end flag is True, and where ``collector.step``, if the batch has it, does not increase by one. Without
     ids, lane ``i`` of a batch continues in lane ``i`` of the next batch. The ids are under ``("collector",
-    "traj_ids")`` or, if there are none, ``"episode"``, and the end flags under ``("next", "done")``, by default.
+    "traj_ids")`` or, if there are none, ``"episode"``, and the end flags under ``("next", "done")``, by default. With
+    `across_episodes`, all frames of a lane are one trajectory, whose ids are under ``("collector", "lane")``.
 
     >>> import torch, funcollect as fc
     >>> from tensordict import TensorDict
@@ -48,8 +49,12 @@ class Trajectories:
 
     traj_key: str | Path | None = None  # of the ids, one number per frame
     end_key: str | Path | tuple[Path, ...] | None = None  # of the end flags; of several, any ends a trajectory
+    across_episodes: bool = False
 
     def __post_init__(self) -> None:
+        check_flags(across_episodes=self.across_episodes)
+        if self.across_episodes and self.end_key is not None:
+            raise ValueError("end_key is given with across_episodes=True, which has no ends: leave one of them out")
         check_key("traj_key", self.traj_key)
         for key in self._end_keys:
             check_key("end_key", key)
@@ -66,8 +71,8 @@ class Trajectories:
 
         ValueError if it lacks a key, or ids unless `by_lane`, or a leaf is not one number per frame.
         """
-        ids = _column(leaves, lead, self.traj_key, _IDS)
-        ends = self._ends(leaves, lead)
+        ids = _column(leaves, lead, self.traj_key, (LANE,) if self.across_episodes else _IDS)
+        ends = np.zeros(math.prod(lead), np.bool_) if self.across_episodes else self._ends(leaves, lead)
         ahead = _column(leaves, lead, None, (STEPS_AHEAD,))
         if ahead is not None and ends is not None and self.end_key is None:
             ends = ends.astype(np.bool_, copy=False) & (ahead == 1)  # the flags are those of later frames
@@ -79,7 +84,7 @@ class Trajectories:
             why = "which slices need to tell trajectories apart"
             what = f"the batch has neither {', '.join(usual)} nor next.done, {why}; it has {held}"
             raise ValueError(f"{what}: name a key with traj_key= or end_key=")
-        step = _column(leaves, lead, None, (STEP,))
+        step = None if self.across_episodes else _column(leaves, lead, None, (STEP,))
         steps, count = lead[-1], math.prod(lead)
         lanes = count // steps
         begins = np.zeros(count, np.bool_)

@@ -69,11 +69,10 @@ def _given_start(env: TorchEnv, state: CollectorState, to: Any) -> Start:
     """Return the states and observations [P, ...] in `to`, checked."""
 
     def form(tree: Any) -> Any:
-        leaves, treedef = optree.tree_flatten(tree, namespace=NAMESPACE)
-        return treedef, [(getattr(leaf, "dtype", type(leaf)), tuple(getattr(leaf, "shape", ()))) for leaf in leaves]
+        return optree.tree_map(lambda leaf: (getattr(leaf, "dtype", type(leaf)), *getattr(leaf, "shape", ())), tree)
 
-    own, seen = form(state.env_state), form(dict(state.observation))
-    env_state, observation = split_states(env, to, lambda call: call(to, state.env_params), alone=form(to) == own)
+    own, seen, params = form(state.env_state), form(dict(state.observation)), state.env_params
+    env_state, observation = split_states(env, to, lambda call: call(to, params), alone=form(to) == own)
     check_states(env, "environment states", form(env_state) != own and f"{own}, then {form(env_state)}")
     root = dict(observation) if isinstance(observation, ReadOnlyDict) else by_path(env, observation)
     check_states(env, "observations", form(root) != seen and f"{seen}, then {form(root)}")
