@@ -206,9 +206,10 @@ def from_gymnax(
 @contextmanager
 def _like_gymnax(raw: Any, *more: type[Exception]) -> Iterator[None]:
     """Turn errors of an environment that lacks something of gymnax's, and `more` of them, into one TypeError."""
+    errors: tuple[type[Exception], ...] = (AttributeError, KeyError, IndexError, NotImplementedError, *more)
     try:
         yield
-    except (AttributeError, KeyError, IndexError, NotImplementedError, *more) as error:
+    except errors as error:
         what = f"from_gymnax cannot adapt {type(raw).__name__}, which raised {error!r}"
         wanted = "gymnax's interface: state.time, params.max_steps_in_episode, and observations as in their space"
         mend = "pass its reset_env and step_env, in the form of two functions, to funcollect.envs.from_functions"
