@@ -117,10 +117,10 @@ def _with_episodes(batch: TensorDict, first: Ints | slice) -> Ints:
     """The rows that begin a slice, and those that begin an episode, by the ids or the flags of the row before."""
     begins = np.zeros(len(batch), np.bool_)
     begins[first] = True
-    if (done := batch.get(("next", "done"), None)) is not None:
-        begins[1:] |= done[:-1].reshape(len(batch) - 1).numpy(force=True)
     if (ids := batch.get(TRAJECTORY_IDS, None)) is not None:
         begins[1:] |= ids.diff().numpy(force=True) != 0
+    elif (done := batch.get(("next", "done"), None)) is not None:
+        begins[1:] |= done[:-1].reshape(len(batch) - 1).numpy(force=True)
     return np.flatnonzero(begins)
 
 

@@ -13,8 +13,10 @@ from funcollect.arguments import check_choice, check_flags, check_not_given, che
 from funcollect.buffers import Arrays, Floats, Ints, indices
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices
 from funcollect.buffers.priorities import SumTree, check_priorities, later, numbers_of
-from funcollect.buffers.single_frames import RandomSampler, takes_replacement
+from funcollect.buffers.single_frames import RandomSampler, returns_of, takes_replacement
 from funcollect.buffers.slice_samplers import SliceSampler
+from funcollect.buffers.trajectory_index import Trajectories
+from funcollect.tree import Path
 
 
 class PrioritizedSampler(RandomSampler):
@@ -33,6 +35,8 @@ class PrioritizedSampler(RandomSampler):
             none. This takes time in proportion to the capacity at each extend.
         reduction: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``: how a `TensorDictReplayBuffer` makes one priority
             of several numbers per frame.
+        n_steps, gamma: with both, frames have the n-step returns of `MultiStepSampler`.
+        traj_key, end_key: for these, see `ring.Trajectories`.
 
     >>> import funcollect as fc, torch
     >>> sampler = PrioritizedSampler(max_capacity=10, alpha=0.6, beta=0.4, eps=0)
@@ -53,6 +57,10 @@ class PrioritizedSampler(RandomSampler):
         *,
         max_priority_within_buffer: bool = False,
         reduction: Literal["max", "min", "mean", "median"] = "max",
+        n_steps: int | None = None,
+        gamma: float | None = None,
+        traj_key: str | Path | None = None,
+        end_key: str | Path | None = None,
     ) -> None:
         check_positive("max_capacity", max_capacity)
         for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
@@ -61,6 +69,10 @@ class PrioritizedSampler(RandomSampler):
         check_choice("reduction", reduction, ("max", "min", "mean", "median"))
         self.max_capacity, self._alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
         self.max_priority_within_buffer, self.reduction = max_priority_within_buffer, reduction
+        if (returns := returns_of(n_steps, gamma)) is not None:
+            self.returns, self.trajectories = returns, Trajectories(traj_key=traj_key, end_key=end_key)
+        elif not traj_key is end_key is None:
+            raise ValueError(f"traj_key={traj_key!r} and end_key={end_key!r} are for n_steps: leave them out")
         self.load({})
 
     @property
@@ -147,7 +159,7 @@ class PrioritizedSampler(RandomSampler):
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         self._check(memory)
         slots = self._priorities.find(random_source.uniform(batch_size))
-        return SampleIndices(slots=slots, info={"priority_weight": self._corrections(slots)})
+        return self.with_returns(memory, SampleIndices(slots=slots, info={"priority_weight": self._corrections(slots)}))
 
     def _corrections(self, slots: Ints) -> torch.Tensor:
         """The importance weights [N] float32 of the frames in `slots` [N]."""
@@ -204,7 +216,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             lambda begins, count: tree.find_among(begins, uniform(count)),
         )  # fmt: skip
         weights = self._corrections(slots.repeat(spec.slice_len))
-        return spec.sample(index, *index.places(slots), priority_weight=weights)
+        return self.with_returns(memory, spec.sample(index, *index.places(slots), priority_weight=weights))
 
     def __repr__(self) -> str:
         return f"{PrioritizedSampler.__repr__(self)[:-1]}, {super().__repr__().partition('(')[2]}"

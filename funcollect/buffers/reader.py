@@ -106,10 +106,12 @@ class ReplayReader:
 
 def check_readable(sampler: Any) -> None:
     """Raise TypeError unless a reader can use this sampler."""
-    sliced = type(sampler) is SliceSampler and sampler.over == "trajectories"
+    sliced = type(sampler) is SliceSampler and sampler.over == "trajectories" and sampler.returns is None
     if not sliced and type(sampler) is not RandomSampler:
-        what = f"sampler is {shown(sampler)}, expected a RandomSampler, or a SliceSampler over trajectories"
-        raise TypeError(f"the reader's {what}: the others need to be notified of each extend")
+        known = "a RandomSampler, or a SliceSampler over trajectories without n_steps"
+        raise TypeError(
+            f"the reader's sampler is {shown(sampler)}, expected {known}: the others need to be notified of each extend"
+        )
 
 
 class FileView:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import torch
 from typing_extensions import override
 
 from funcollect.arguments import check_flags
 from funcollect.buffers import Arrays, Ints, indices
-from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler
+from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Sampler, Slices
 from funcollect.buffers.keywords import takes_foreign
+from funcollect.trajectories.returns import MultiStep
+from funcollect.trajectories.split import MASK
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 _flat = lru_cache(typed=True)(indices.Flat)  # to check the arguments again would take as long as to draw
@@ -47,6 +51,7 @@ class RandomSampler(Sampler):
 
     without_replacement: ClassVar[type[RandomSampler]]
     replacement: ClassVar[bool] = True
+    returns: MultiStep | None = None  # of the steps that follow a frame; the sampler has `trajectories` then
 
     @takes_replacement
     def __init__(self) -> None:
@@ -58,10 +63,52 @@ class RandomSampler(Sampler):
 
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        return self.spec(batch_size).draw(memory, random_source)
+        return self.with_returns(memory, self.spec(batch_size).draw(memory, random_source))
+
+    def with_returns(self, memory: BufferView, drawn: SampleIndices) -> SampleIndices:
+        """A sample whose frames get the returns of the steps that follow them, if the sampler computes these."""
+        if self.returns is None:
+            return drawn
+        index, count = indices.trajectory_index_of(memory), self.returns.n_steps
+        ahead = Slices(num_slices=len(drawn.slots), slice_len=count, strict_length=False, pad_output=True)
+        rows = ahead.along(index, *index.places(drawn.slots))
+        mask: Any = rows.mask
+        if drawn.mask is not None:
+            mask = mask & drawn.mask.repeat(count)
+        return _Lookahead(slots=rows.slots, mask=mask, info=drawn.info, returns=self.returns, of=drawn)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+def returns_of(n_steps: int | None, gamma: float | None) -> MultiStep | None:
+    """What sums the rewards of `n_steps` steps; ValueError if only one of both is given."""
+    if (n_steps is None) != (gamma is None):
+        what = f"n_steps is {n_steps} and gamma {gamma}"
+        raise ValueError(f"{what}, expected both or neither: pass for example n_steps=3, gamma=0.99")
+    return None if n_steps is None or gamma is None else MultiStep(gamma, n_steps)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Lookahead(SampleIndices):
+    """The frames of another sample, each with the `n_steps - 1` that follow it."""
+
+    returns: MultiStep
+    of: SampleIndices
+
+    @property
+    @override
+    def index(self) -> Ints:
+        return self.of.index
+
+    @override
+    def finish(self, batch: Any) -> Any:
+        table = batch.reshape(-1, self.returns.n_steps)
+        had = table.get("collector", None)
+        if had is not None:
+            table.set("collector", had.clone(False))
+        table.set(MASK, torch.from_numpy(self.mask).to(batch.device).reshape(table.shape))
+        return self.of.finish(self.returns(table)[:, 0].exclude("collector" if had is None else MASK))
 
 
 class SamplerWithoutReplacement(RandomSampler):

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from typing_extensions import override
 
 from funcollect.arguments import check_key, check_not_given
-from funcollect.buffers import Ints, indices
+from funcollect.buffers import indices
 from funcollect.buffers.indices import BufferView, RandomSource, SampleIndices, Slices
-from funcollect.buffers.single_frames import RandomSampler, SamplerWithoutReplacement, takes_replacement
+from funcollect.buffers.single_frames import RandomSampler, SamplerWithoutReplacement, returns_of, takes_replacement
 from funcollect.buffers.trajectory_index import Trajectories
 from funcollect.messages import shown
 from funcollect.trajectories.returns import MultiStep
-from funcollect.trajectories.split import MASK
 from funcollect.tree import Path, as_path
 
 
@@ -34,6 +32,9 @@ class SliceSampler(RandomSampler):
         trajectory_key: another name for `traj_key`.
         end_keys: several keys of end flags, any of which ends a trajectory, in place of `end_key`; those that the
             frames lack are left out.
+        across_episodes: whether slices go on across the ends of episodes, over all frames of a lane (`traj_key` names
+            lanes then). ``("collector", "is_first")`` and `init_key` are True where an episode begins, too.
+        n_steps, gamma: with both, frames have the n-step returns of `MultiStepSampler`.
         strict_length, pad_output, init_key, over, truncated_key, span: see `ring.Slices`. With `span`, or without
             `strict_length`, a sample may have fewer than ``batch_size`` frames. Of windows, one number of `span` is
             that at the end.
@@ -65,6 +66,9 @@ class SliceSampler(RandomSampler):
         over: Literal["trajectories", "windows"] = "trajectories",
         truncated_key: str | Path | None = ("next", "truncated"),
         span: bool | int | Sequence[bool | int] = False,
+        across_episodes: bool = False,
+        n_steps: int | None = None,
+        gamma: float | None = None,
     ) -> None:
         if (num_slices is None) == (slice_len is None):
             got = "neither of num_slices and slice_len" if num_slices is None else "both of num_slices and slice_len"
@@ -77,13 +81,15 @@ class SliceSampler(RandomSampler):
         if end_keys is not None and (not isinstance(end_keys, (list, tuple)) or not end_keys):
             raise TypeError(f"end_keys is {shown(end_keys)}, expected a list of keys: pass one alone as end_key")
         ends = end_key if end_keys is None else tuple(map(as_path, end_keys))
-        self.trajectories = Trajectories(traj_key=trajectory_key if traj_key is None else traj_key, end_key=ends)
+        ids = trajectory_key if traj_key is None else traj_key
+        self.trajectories = Trajectories(traj_key=ids, end_key=ends, across_episodes=across_episodes)
+        self.returns = returns_of(n_steps, gamma)
         self.num_slices, self.slice_len = num_slices, slice_len
         both = tuple(span) if isinstance(span, (tuple, list)) else (span if over == "trajectories" else False, span)
         one, other = (1 << 30 if size is None else size for size in (num_slices, slice_len))
         self._like = Slices(
             num_slices=one, slice_len=other, strict_length=strict_length, pad_output=pad_output, init_key=init_key,
-            over=over, truncated_key=truncated_key, span=both,
+            over=over, truncated_key=truncated_key, span=both, across_episodes=across_episodes,
         )  # fmt: skip
         self._specs: dict[tuple[int, int], Slices] = {}
         # What the sampler was built with, by TorchRL's names.
@@ -140,7 +146,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
             what = f"{spec.num_slices} slices are wanted, {len(long_enough)} trajectories are long enough"
             raise ValueError(f"{what}: sample fewer, or pass drop_last=False")
         number = self._take(spec.num_slices, len(long_enough), random_source)
-        drawn = spec.draw_in(index, long_enough[number], random_source)
+        drawn = self.with_returns(memory, spec.draw_in(index, long_enough[number], random_source))
         drawn.taken = number
         return drawn
 
@@ -150,25 +156,6 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
 
 
 SliceSampler.without_replacement = SliceSamplerWithoutReplacement
-
-
-@dataclass(kw_only=True, slots=True)
-class _Lookahead(SampleIndices):
-    returns: MultiStep  # the slots are those of N frames, each with the `n_steps - 1` that follow it
-
-    @property
-    @override
-    def index(self) -> Ints:
-        return self.slots[:: self.returns.n_steps]
-
-    @override
-    def finish(self, batch: Any) -> Any:
-        table = batch.reshape(-1, self.returns.n_steps)
-        had = table.get("collector", None)
-        if had is not None:
-            table.set("collector", had.clone(False))
-        table.set(MASK, torch.from_numpy(self.mask).to(batch.device).reshape(table.shape))
-        return self.returns(table)[:, 0].exclude("collector" if had is None else MASK)
 
 
 class MultiStepSampler(RandomSampler):
@@ -191,15 +178,8 @@ class MultiStepSampler(RandomSampler):
     def __init__(
         self, *, gamma: float, n_steps: int, traj_key: str | Path | None = None, end_key: str | Path | None = None
     ) -> None:
-        self.returns = MultiStep(gamma, n_steps)
+        self._gamma, self._n_steps, self.returns = gamma, n_steps, MultiStep(gamma, n_steps)
         self.trajectories = Trajectories(traj_key=traj_key, end_key=end_key)
 
-    @override
-    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        index, slots = indices.trajectory_index_of(memory), random_source.below(len(memory), batch_size)
-        spec = Slices(num_slices=batch_size, slice_len=self.returns.n_steps, strict_length=False, pad_output=True)
-        drawn = spec.along(index, *index.places(slots))
-        return _Lookahead(slots=drawn.slots, mask=drawn.mask, returns=self.returns)
-
     def __repr__(self) -> str:
-        return f"MultiStepSampler(gamma={self.returns.gamma}, n_steps={self.returns.n_steps})"
+        return f"MultiStepSampler(gamma={self._gamma}, n_steps={self._n_steps})"

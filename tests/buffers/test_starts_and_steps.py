@@ -200,3 +200,76 @@ def test_frames_without_other_keys():
     batch["next", "reward"] = torch.ones(4, 1)
     memory = filled(batch, 9, fc.MultiStepSampler(gamma=0.5, n_steps=2))
     assert set(memory.sample(20).keys()) == {*batch.keys(), "original_reward", "steps_to_next_obs", "gamma"}
+
+
+LOOKING_AHEAD = {
+    "frames": lambda **steps: fc.MultiStepSampler(**steps),
+    "by priority": lambda **steps: fc.PrioritizedSampler(100, 1.0, 1.0, **steps),
+    "slices": lambda **steps: fc.SliceSampler(slice_len=LENGTH, **steps),
+    "padded slices": lambda **steps: fc.SliceSampler(slice_len=10, strict_length=False, pad_output=True, **steps),
+    "slices by priority": lambda **steps: fc.PrioritizedSliceSampler(100, 1.0, 1.0, slice_len=LENGTH, **steps),
+    "slices across": lambda **steps: fc.SliceSampler(slice_len=LENGTH, across_episodes=True, **steps),
+    "each once": lambda **steps: fc.SliceSamplerWithoutReplacement(slice_len=LENGTH, **steps),
+}
+
+
+@pytest.mark.parametrize("name", LOOKING_AHEAD)
+def test_any_sample_may_have_n_step_returns(name):
+    """The sums are cut at the ends of episodes only, not at those of slices."""
+    batch, gamma = episodes(), 0.5
+    reward, done = batch["next", "reward"][..., 0], batch["next", "done"][..., 0]
+    sums = torch.zeros_like(reward)
+    for lane, step in np.ndindex(*reward.shape):
+        for ahead in range(3):
+            if step + ahead < reward.shape[1]:
+                sums[lane, step] += gamma**ahead * reward[lane, step + ahead]
+            if step + ahead >= reward.shape[1] or done[lane, step + ahead]:
+                break
+    sampler = LOOKING_AHEAD[name](n_steps=3, gamma=gamma)
+    sample, info = buffer_of("tensors", batch, sampler, 4 * (10 if "padded" in name else LENGTH)).sample(
+        return_info=True
+    )
+    held = sample.get(("collector", "mask"), torch.ones(len(sample), dtype=torch.bool))
+    wanted = {(ids, step): value for ids, step, value in zip(*_columns(batch), sums.flatten().tolist(), strict=True)}
+    for ids, step, found in zip(*_columns(sample[held]), sample["next", "reward"][held, 0].tolist(), strict=True):
+        assert found == pytest.approx(wanted[ids, step])
+    assert not sample["next", "reward"][~held].any()
+    assert len(info["index"]) == len(sample)
+    if "slices" in name:
+        assert sample[IS_FIRST].any()
+
+
+def _columns(batch):
+    return [batch["collector", name].flatten().tolist() for name in ("traj_ids", "step")]
+
+
+def test_n_step_keywords_come_together():
+    with pytest.raises(ValueError, match=r"n_steps is 3 and gamma None, expected both or neither: pass"):
+        fc.PrioritizedSampler(10, 1.0, 1.0, n_steps=3)
+    with pytest.raises(ValueError, match=r"traj_key='episode' and end_key=None are for n_steps: leave them out"):
+        fc.PrioritizedSampler(10, 1.0, 1.0, traj_key="episode")
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_slices_go_on_across_episodes(ids):
+    batch = episodes() if ids else episodes().exclude("collector")
+    number = torch.arange(batch.numel()).reshape(batch.shape)
+    buffer = buffer_of("tensors", batch.set("number", number), fc.SliceSampler(slice_len=12, across_episodes=True), 96)
+    sample = buffer.sample().view(8, 12)
+    assert (sample["number"].diff() == 1).all()
+    starts = sample["is_init"][..., 0]
+    assert torch.equal(sample[IS_FIRST], starts)
+    assert starts[:, 0].all()
+    assert 0 < starts[:, 1:].sum() < 16
+    assert torch.equal(sample["next", "truncated"][..., 0].nonzero()[:, 1], torch.full((8,), 11))
+    with pytest.raises(ValueError, match="end_key is given with across_episodes=True, which has no ends"):
+        fc.SliceSampler(slice_len=2, across_episodes=True, end_key="done")
+
+
+def test_arrays_are_stored_as_tensors():
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), batch_size=4)
+    buffer.extend({"a": np.arange(4.0), "b": {"c": np.zeros((4, 2), np.uint8)}})
+    assert buffer[:]["a"].tolist() == [0, 1, 2, 3]
+    assert buffer[0]["b"]["c"].dtype == torch.uint8
+    with pytest.raises(TypeError, match="a is ndarray, expected a tensor"):
+        buffer.extend({"a": np.array(["x"]), "b": {"c": np.zeros((1, 2), np.uint8)}})

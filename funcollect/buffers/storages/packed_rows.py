@@ -81,9 +81,11 @@ def form_of(batch: TensorDict, leaves: list[Tensor]) -> list[Any]:
 
 
 def _checked(path: Path, leaf: Any) -> Tensor:
-    """The leaf; TypeError unless it is a tensor."""
+    """The leaf as a tensor; TypeError unless it is one, or an array of numbers."""
     if isinstance(leaf, Tensor):
         return leaf
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+        return torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
     wanted = "a tensor" if path else "a TensorDict, a tensor, or a tree of tensors"
     mend = f"leave it out (batch.exclude({path!r})), make a tensor of it, or store it in a ListStorage"
     if not path:
