@@ -16,7 +16,7 @@ from funcollect.arguments import check_choice, check_flags, check_key, check_kin
 from funcollect.buffers import Arrays, Bools, Floats, Ints
 from funcollect.buffers.trajectory_index import Trajectories, TrajectoryIndex
 from funcollect.keys import Key, Purpose, seed_of
-from funcollect.trajectories.split import IS_FIRST, MASK, TRAJECTORY_IDS
+from funcollect.trajectories.split import IS_FIRST, MASK, STEP, TRAJECTORY_IDS
 from funcollect.tree import Path, as_path
 
 _TRUNCATED: Path = ("next", "truncated")
@@ -97,7 +97,7 @@ class SampleIndices:
             return batch
         if type(batch) is not TensorDict:
             batch = batch.to_tensordict()
-        first = _with_episodes(batch, self.first) if self.across else self.first
+        first = _with_episodes(batch, self.first, self.mask) if self.across else self.first
         for path in self.cut:
             _set(_flags(batch, path, (1,)), self.last)
         _set(_flags(batch, IS_FIRST, (), fresh=True), first)
@@ -113,15 +113,17 @@ class SampleIndices:
         return batch
 
 
-def _with_episodes(batch: TensorDict, first: Ints | slice) -> Ints:
-    """The rows that begin a slice, and those that begin an episode, by the ids or the flags of the row before."""
+def _with_episodes(batch: TensorDict, first: Ints | slice, mask: Bools | None) -> Ints:
+    """The rows that begin a slice, and those that do not follow on the row before, by ids and steps, or by its flags."""
     begins = np.zeros(len(batch), np.bool_)
     begins[first] = True
     if (ids := batch.get(TRAJECTORY_IDS, None)) is not None:
-        begins[1:] |= ids.diff().numpy(force=True) != 0
+        begins[1:] |= ids.reshape(-1).diff().numpy(force=True) != 0
+        if (steps := batch.get(STEP, None)) is not None:  # other runs may have the same ids
+            begins[1:] |= steps.reshape(-1).diff().numpy(force=True) != 1
     elif (done := batch.get(("next", "done"), None)) is not None:
         begins[1:] |= done[:-1].reshape(len(batch) - 1).numpy(force=True)
-    return np.flatnonzero(begins)
+    return np.flatnonzero(begins if mask is None else begins & mask)
 
 
 def _flags(batch: TensorDict, path: Path, tail: tuple[int, ...], fresh: bool = False) -> Tensor:

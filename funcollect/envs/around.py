@@ -56,6 +56,10 @@ def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, 
     if clip_actions and not isinstance(env.action_space, spaces.Box):
         what = f"clip_actions=True was given for {env}, whose action space is {env.action_space}"
         raise ValueError(f"{what}, expected a Box: leave it out")
+    inside = getattr(env, "between", None)
+    if inside is not None and ((inputs and inside.clips_actions) or (clip_rewards and inside.inputs)):
+        what = f"{env} was made with some of {', '.join(KEYWORDS)}, and others were given for it"
+        raise ValueError(f"{what}, expected one call, as inputs are clipped, too: pass all of them together")
     if clip_rewards and OWN_REWARD in getattr(env, "info_keys", ()):
         raise ValueError(f"info_keys has {OWN_REWARD!r}, under which clip_rewards=True records rewards: leave it out")
     between = _Between(env, clip_actions, clip_rewards, tuple(inputs))
@@ -69,7 +73,7 @@ def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, 
             members["observe"] = lambda env_state, params: between.begun(observe(env_state, params))
         if not isinstance(env, AdaptedEnv):
             members = {name: staticmethod(function) for name, function in members.items()}
-    members |= between.description()
+    members |= between.description() | {"between": between}
     if isinstance(env, AdaptedEnv):
         return replace(env, **members)  # type: ignore[return-value]
     changed: Any = copy.copy(env)
@@ -127,8 +131,8 @@ class _Between:
             return action
         low, high = self.env.action_space.low, self.env.action_space.high
         if isinstance(action, Tensor):
-            like = partial(torch.as_tensor, dtype=action.dtype, device=action.device)
-            return action.clamp(like(low), like(high))
+            low, high = (torch.as_tensor(bound, device=action.device) for bound in (low, high))
+            return action.clamp(low, high)  # in float64 if the space is: rounded bounds may lie outside
         return action.clip(low, high)
 
     def of_reset(self, reset: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -226,6 +226,7 @@ class AdaptedEnv:
     observation_leaves: tuple[Leaf, ...]
     backend: Backend
     truncates: bool = False  # whether every episode ends after some number of steps
+    between: Any = field(default=None, compare=False)  # what `funcollect.envs.around` has put around it
 
     @property
     def action_space(self) -> Space:

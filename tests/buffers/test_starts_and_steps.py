@@ -266,6 +266,16 @@ def test_slices_go_on_across_episodes(ids):
         fc.SliceSampler(slice_len=2, across_episodes=True, end_key="done")
 
 
+def test_slices_across_episodes_mark_the_frames_of_another_run():
+    """Two runs have the same lanes and ids. Padding begins nothing."""
+    run = batch_of([frames_of(lane, [30]) for lane in range(2)])
+    sampler = fc.SliceSampler(slice_len=70, across_episodes=True, strict_length=False, pad_output=True)
+    buffer = buffer_of("tensors", torch.cat([run[:, :10], run[:, :20], run[:, 10:]], 1), sampler, 140)
+    sample = buffer.sample().view(2, 70)
+    assert sample[IS_FIRST].nonzero()[:, 1].tolist() == [0, 10, 30] * 2
+    assert not sample["collector", "mask"].all()
+
+
 def test_arrays_are_stored_as_tensors():
     buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), batch_size=4)
     buffer.extend({"a": np.arange(4.0), "b": {"c": np.zeros((4, 2), np.uint8)}})

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.envs.classic_control import PendulumEnv
 from torch import nn
 
 import funcollect as fc
@@ -122,6 +123,20 @@ def test_the_environment_is_the_same_inside(name):
         assert torch.equal(rollouts[0][key], rollouts[1][key])
 
 
+def test_clipped_actions_are_in_bounds_that_float32_would_round_outwards():
+    class Thirds(PendulumEnv):
+        def __init__(self):
+            super().__init__()
+            self.action_space = spaces.Box(-1 / 3, 1 / 3, (1,), np.float64)
+
+        def step(self, action):
+            assert self.action_space.contains(action)
+            return super().step(action)
+
+    env = fc.make_env(Thirds, num_envs=2, clip_actions=True)
+    fc.rollout(env, wide(env), fc.init(env, wide(env), seed=0), 20)
+
+
 @pytest.mark.parametrize("env", ["Pendulum-v1", "torch/Pendulum-v1", "gymnax/Pendulum-v1", Hosted])
 def test_they_pass_the_checks_of_environments(env):
     fc.testing.check_env(fc.make_env(env, num_envs=2, inputs=INPUTS, clip_actions=True, clip_rewards=True))
@@ -170,6 +185,8 @@ def test_a_recurrent_policy_reads_its_executed_actions():
         ("CartPole-v1", {"clip_rewards": 1}, "clip_rewards is 1, expected a bool"),
         ("Pendulum-v1", {"clip_rewards": True, "info_keys": ["reward"]}, "info_keys has 'reward'.*leave it out"),
         (fc.make_env("CartPole-v1", inputs=["is_first"]), {"inputs": ["is_first"]}, "observes .'is_first'. itself"),
+        (fc.make_env("Pendulum-v1", clip_actions=True), {"inputs": ["prev_action"]}, "expected one call.*all of them"),
+        (fc.make_env("CartPole-v1", inputs=["prev_reward"]), {"clip_rewards": True}, "expected one call.*all of them"),
     ],
 )
 def test_errors(env, given, message):
