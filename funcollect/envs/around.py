@@ -49,6 +49,30 @@ _OF_SOME = ("apply", "camera", "snapshot", "restore", "snapshot_data", "snapshot
 
 def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, inputs: Sequence[str] = ()) -> Env:
     """The environment `env` with what `make_env` describes under these keywords."""
+    _check(env, clip_actions, clip_rewards, inputs)
+    between = _Between(env, clip_actions, clip_rewards, tuple(inputs))
+    if env.backend == "host":
+        members = _host_members(between)
+    elif env.backend == "device":
+        members = {"opener": partial(_AroundTensors, between)}
+    else:
+        members = {"reset": between.of_reset(env.reset), "step": between.of_step(env.step)}
+        if (observe := observer_of(env)) is not None:
+            members["observation_of"] = lambda env_state, params: between.begun(observe(env_state, params))
+        if not isinstance(env, AdaptedEnv):
+            members = {name: staticmethod(function) for name, function in members.items()}
+    members |= between.description() | {"between": between}
+    if isinstance(env, AdaptedEnv):
+        return replace(env, **members)  # type: ignore[return-value]
+    changed: Any = copy.copy(env)
+    for name in members:
+        vars(changed).pop(name, None)
+    changed.__class__ = type(type(env).__name__, (type(env),), members)  # which may have properties of these names
+    return cast(Env, changed)
+
+
+def _check(env: Any, clip_actions: bool, clip_rewards: bool, inputs: Sequence[str]) -> None:
+    """Raise TypeError or ValueError for keywords that an environment cannot have."""
     check_flags(clip_actions=clip_actions, clip_rewards=clip_rewards)
     check_keys("inputs", inputs, FIRST)
     for name in inputs:
@@ -62,25 +86,6 @@ def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, 
         raise ValueError(f"{what}, expected one call, as inputs are clipped, too: pass all of them together")
     if clip_rewards and OWN_REWARD in getattr(env, "info_keys", ()):
         raise ValueError(f"info_keys has {OWN_REWARD!r}, under which clip_rewards=True records rewards: leave it out")
-    between = _Between(env, clip_actions, clip_rewards, tuple(inputs))
-    if env.backend == "host":
-        members = _host_members(between)
-    elif env.backend == "device":
-        members = {"opener": partial(_AroundTensors, between)}
-    else:
-        members = {"reset": between.of_reset(env.reset), "step": between.of_step(env.step)}
-        if (observe := observer_of(env)) is not None:
-            members["observe"] = lambda env_state, params: between.begun(observe(env_state, params))
-        if not isinstance(env, AdaptedEnv):
-            members = {name: staticmethod(function) for name, function in members.items()}
-    members |= between.description() | {"between": between}
-    if isinstance(env, AdaptedEnv):
-        return replace(env, **members)  # type: ignore[return-value]
-    changed: Any = copy.copy(env)
-    for name in members:
-        vars(changed).pop(name, None)
-    changed.__class__ = type(type(env).__name__, (type(env),), members)  # which may have properties of these names
-    return cast(Env, changed)
 
 
 @dataclass(frozen=True)
