@@ -181,12 +181,12 @@ class ReplayBuffer(BufferAccess):
     def _index(self, slots: Ints) -> Tensor:
         """The slots as a tensor, at whose memory it is noted how many frames the buffer has been given."""
         index = torch.from_numpy(slots)
-        self._note(index, self._before + self._memory.written)
+        if self._by_priority:
+            self._note(index, self._before + self._memory.written)
         return index
 
     def _note(self, index: Tensor, written: int | None) -> None:
-        if self._by_priority:
-            setattr(index.untyped_storage(), _WRITTEN, written)
+        setattr(index.untyped_storage(), _WRITTEN, written)
 
     def _read(self, drawn: SampleIndices) -> Any:
         return drawn.finish(self.storage.read(drawn.slots, drawn.mask))
