@@ -180,7 +180,7 @@ BAD = {
     "single frame": (lambda: filled(numbers(1)[0]), ValueError, "stack single frames, or give them to add"),
     "list of none": (lambda: filled([]), ValueError, "the list has no items"),
     "tuple": (lambda: filled((numbers(1),)), TypeError, r"0 is TensorDict, expected a tensor: .* torch\.stack"),
-    "arrays of text": (lambda: filled(np.array(["a"])), TypeError, "the data is ndarray, expected a TensorDict, a tensor"),
+    "arrays of text": (lambda: filled(np.array(["a"])), TypeError, "the data is ndarray, expected a TensorDict"),
     "no items": (lambda: fc.ReplayBuffer().extend(5), TypeError, "expected a sequence of items"),
 }  # fmt: skip
 
