@@ -114,7 +114,7 @@ class SampleIndices:
 
 
 def _with_episodes(batch: TensorDict, first: Ints | slice, mask: Bools | None) -> Ints:
-    """The rows that begin a slice, and those that do not follow on the row before, by ids and steps, or by its flags."""
+    """The rows that begin a slice or do not follow on the row before, by ids and steps, or by its flags."""
     begins = np.zeros(len(batch), np.bool_)
     begins[first] = True
     if (ids := batch.get(TRAJECTORY_IDS, None)) is not None:
