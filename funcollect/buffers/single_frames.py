@@ -108,6 +108,7 @@ class _Lookahead(SampleIndices):
         had = table.get("collector", None)
         if had is not None:
             table.set("collector", had.clone(False))
+        # `MultiStep` ends sums where the mask changes, which is at the end of an episode.
         table.set(MASK, torch.from_numpy(self.mask).to(batch.device).reshape(table.shape))
         return self.of.finish(self.returns(table)[:, 0].exclude("collector" if had is None else MASK))
 

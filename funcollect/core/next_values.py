@@ -70,10 +70,10 @@ def next_values(
     rows = flatten(next_observations(batch) if isinstance(batch, TensorDictBase) else batch)
     xp = TORCH if in_torch else jax_numerics()
     needed, outputs = _reading(xp, policy, space)
-    if missing := [".".join(each) for each in (path, *needed) if each not in rows and each[0] != "next"]:
+    if lacking := [".".join(each) for each in (path, *needed) if each not in rows and each[0] != "next"]:
         wanted = "the policy's value under key, and its recurrent states"
         mend = "return the value from the network, pass key=, make the policy with record_state=True"
-        raise ValueError(f"the batch lacks {missing}, expected {wanted}: {mend}")
+        raise ValueError(f"the batch lacks {lacking}, expected {wanted}: {mend}")
     acting.check_keys(xp, rows, [path, LANE, STEP, *needed])
     rows = {each: rows[each] for each in {path, LANE, STEP, TRAJECTORY_IDS, MASK, TIME_MAJOR, *needed} if each in rows}
 
@@ -86,7 +86,7 @@ def next_values(
 
     if isinstance(policy, TorchPolicy | TensorDictPolicy):
         with torch.no_grad():
-            values, missing, flat, shape = _copied(xp, path, needed, rows)
+            values, missing, flat, shape = _from_next_rows(xp, path, needed, rows)
             if len(index := missing.nonzero()[:, 0]):
                 picked: Any = {path: leaf[index] for path, leaf in flat.items()}
                 picked = moved(picked, policy.run_device) if policy.run_device else picked
@@ -132,8 +132,8 @@ def _reading(xp: Any, policy: Any, spaces: acting.Spaces) -> tuple[list[Path], _
     return [*nexts, *names, *(roots if names else [])], of_network
 
 
-def _copied(xp: Any, path: Path, needed: Sequence[Path], rows: Leaves) -> tuple[Any, Any, dict[Path, Any], Any]:
-    """For N frames, flat: the values of next rows, where they are missing, the inputs; and the shape of the result."""
+def _from_next_rows(xp: Any, path: Path, needed: Sequence[Path], rows: Leaves) -> tuple[Any, Any, dict[Path, Any], Any]:
+    """For N frames, flat: the values of the next rows, where they are missing, the inputs; and the result's shape."""
     lead, value = tuple(rows[LANE].shape), rows[path]
     turn, back = acting.turning(rows, lead)
     by_time, last, tail = turn(value), turn(rows[LANE])[:1], tuple(value.shape[len(lead) :])
@@ -150,9 +150,10 @@ def _in_jax(ask: Callable[..., Any], path: Path, needed: Sequence[Path], params:
     """Traced: call the network for as many rows at a time, and as often as there are missing ones."""
     jax = import_jax()
     params, rows = jax.lax.stop_gradient((params, rows))
-    values, missing, flat, shape = _copied(jax_numerics(), path, needed, rows)
+    values, missing, flat, shape = _from_next_rows(jax_numerics(), path, needed, rows)
     count, left, lead = len(values), missing.sum(), rows[LANE].shape
-    size = min(count, max(count // lead[0 if TIME_MAJOR in rows else -1], _FEWEST))  # at least the last step
+    lanes = count // lead[0 if TIME_MAJOR in rows else -1]
+    size = min(count, max(lanes, _FEWEST))  # every lane lacks its last value
     order = jax.numpy.nonzero(missing, size=-(-count // size) * size, fill_value=count)[0]
 
     def advance(carry: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -1,7 +1,6 @@
 """What `make_env` puts between a policy and an environment of any kind: clipped actions and rewards, and the last step.
 
-All of it is a function of one step, so that no state of an environment changes. Simulators have it where they live, in
-worker processes too.
+All of it follows from one step, so an environment's state stays as it is. Around simulators it runs in their process.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ INPUTS = PREVIOUS_ACTION, PREVIOUS_REWARD, FIRST = "prev_action", "prev_reward",
 OWN_REWARD = "reward"  # the info with the rewards before they are clipped
 KEYWORDS = ("clip_actions", "clip_rewards", "inputs")
 _FLAG = np.dtype(bool)
-# What some simulators have.
+# Members that only some simulators have, and that pass through.
 _OF_SOME = ("apply", "camera", "snapshot", "restore", "snapshot_data", "snapshot_from", "takes_options")
 
 
@@ -72,7 +71,7 @@ def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, 
 
 
 def _check(env: Any, clip_actions: bool, clip_rewards: bool, inputs: Sequence[str]) -> None:
-    """Raise TypeError or ValueError for keywords that an environment cannot have."""
+    """Raise TypeError or ValueError for what cannot be around this environment."""
     check_flags(clip_actions=clip_actions, clip_rewards=clip_rewards)
     check_keys("inputs", inputs, FIRST)
     for name in inputs:
@@ -199,6 +198,7 @@ class _Between:
         return transition._replace(observation=self._joined(transition.observation, own))
 
     def _joined(self, observation: Any, own: Mapping[str, Any]) -> Any:
+        """The environment's observation and its `own` further leaves, by name, as one dict."""
         if not own:
             return observation
         is_dict = isinstance(self.env.observation_space, spaces.Dict)
@@ -254,7 +254,7 @@ class _AroundLanes:
         """Open those inside: of `env`, which has what is observed besides, and in a worker some of the lanes."""
         inner, num_envs, memory = opener(between.bare(env)), env.num_envs or 1, getattr(env, "memory", None)
         self._between, self._inner = between, inner
-        self.close, self._sent = inner.close, deque[Any]()
+        self.close, self._sent = inner.close, deque[Any]()  # actions whose outcomes are not received yet, oldest first
         for name in (each for each in _OF_SOME if hasattr(inner, each)):
             setattr(self, name, getattr(inner, name))
         self._decode = batch_decoder(between.env.action_spec)

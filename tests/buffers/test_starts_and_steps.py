@@ -281,5 +281,9 @@ def test_arrays_are_stored_as_tensors():
     buffer.extend({"a": np.arange(4.0), "b": {"c": np.zeros((4, 2), np.uint8)}})
     assert buffer[:]["a"].tolist() == [0, 1, 2, 3]
     assert buffer[0]["b"]["c"].dtype == torch.uint8
+    buffer.extend(
+        {"a": np.arange(2.0, dtype=">f8"), "b": {"c": np.arange(4, dtype=np.uint8).reshape(2, 2)[::-1, ::-1]}}
+    )
+    assert (buffer[4:]["a"].tolist(), buffer[4:]["b"]["c"].tolist()) == ([0, 1], [[3, 2], [1, 0]])
     with pytest.raises(TypeError, match="a is ndarray, expected a tensor"):
         buffer.extend({"a": np.array(["x"]), "b": {"c": np.zeros((1, 2), np.uint8)}})

@@ -180,7 +180,7 @@ def test_a_recurrent_policy_reads_its_executed_actions():
     ("env", "given", "message"),
     [
         ("CartPole-v1", {"clip_actions": True}, "clip_actions=True was given for .*expected a Box: leave it out"),
-        ("CartPole-v1", {"inputs": ["reward"]}, "inputs must be one of .*prev_action.*, but is 'reward'"),
+        ("CartPole-v1", {"inputs": ["reward"]}, "inputs must be one of .*prev_action.*but is 'reward'"),
         ("CartPole-v1", {"inputs": "is_first"}, "inputs is 'is_first', expected a list"),
         ("CartPole-v1", {"clip_rewards": 1}, "clip_rewards is 1, expected a bool"),
         ("Pendulum-v1", {"clip_rewards": True, "info_keys": ["reward"]}, "info_keys has 'reward'.*leave it out"),

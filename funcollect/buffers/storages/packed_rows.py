@@ -85,7 +85,8 @@ def _checked(path: Path, leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-        return torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+        plain = leaf.flags.writeable and leaf.dtype.isnative and min(leaf.strides, default=0) >= 0
+        return torch.from_numpy(leaf if plain else leaf.astype(leaf.dtype.newbyteorder("=")))
     wanted = "a tensor" if path else "a TensorDict, a tensor, or a tree of tensors"
     mend = f"leave it out (batch.exclude({path!r})), make a tensor of it, or store it in a ListStorage"
     if not path:

@@ -83,7 +83,8 @@ def from_gymnasium(
         one_hot: discrete actions as one-hot int64 rows, TorchRL's encoding, instead of integers.
         replayable: False keeps no actions of the current episodes, from which `fork` and `save` replay them. Both then
             raise `ReplayError`, except ``save(…, episodes="restart")``.
-        drop: keys of a Dict observation that are left out, whatever their spaces, such as MiniGrid's ``["mission"]``.
+        drop: keys of a Dict observation that are left out, whatever their spaces, such as MiniGrid's ``["mission"]``;
+            ``"a.x"`` is the key ``x`` of a Dict ``a`` in it.
         text: Text spaces become uint8 [text]: the bytes of the text in UTF-8, and zeros after them. A longer text is an
             EnvError, which names its length.
         autoreset_mode: how a `VectorEnv` that does not say so resets its lanes, ``"DISABLED"``, ``"NEXT_STEP"`` or

@@ -29,12 +29,8 @@ class TextBox(spaces.Box):
 def plain_observations(space: Space, drop: Sequence[str], text: int | None) -> Space:
     """The space without the keys `drop`, and with `TextBox` of `text` bytes for Text; ValueError if it has neither."""
     check_keys("drop", drop, "mission")
-    if drop:
-        known = [*space.spaces] if isinstance(space, spaces.Dict) else []
-        if unknown := [key for key in drop if key not in known]:
-            has = f"the keys of the observation, which are {known}" if known else f"a Dict observation, not {space}"
-            raise ValueError(f"drop names {unknown}, expected {has}: correct the names")
-        space = spaces.Dict({name: child for name, child in space.spaces.items() if name not in drop})  # type: ignore[attr-defined]
+    for key in drop:
+        space = _without(space, key)
     if text is None:
         return space
     check_positive("text", text, 256)
@@ -42,6 +38,19 @@ def plain_observations(space: Space, drop: Sequence[str], text: int | None) -> S
     if encoded == space:
         raise ValueError(f"text={text} was given, but the observation space {space} has no Text: leave it out")
     return encoded
+
+
+def _without(space: Space, key: str) -> Space:
+    """The space without a key; dots lead into Dicts, unless a key has them."""
+    parts, (outer, _, inner) = dict(space.spaces) if isinstance(space, spaces.Dict) else {}, key.partition(".")
+    if key in parts:
+        del parts[key]
+    elif inner and outer in parts:
+        parts[outer] = _without(parts[outer], inner)
+    else:
+        has = f"the keys of the observation, which are {[*parts]}" if parts else f"a Dict observation, not {space}"
+        raise ValueError(f"drop names {[key]}, expected {has}: correct the names")
+    return spaces.Dict(parts)
 
 
 def _encoded(space: Space, length: int) -> Space:
@@ -65,10 +74,12 @@ def plain_actions(space: Space) -> Space:
         return space
     parts = disassemble(space, space)
     if parts and all(isinstance(part, _CHOICES) for part in parts):
-        most = [getattr(part, "nvec", 2 if part.shape else part.n) for part in parts]
-        both = most, [getattr(part, "start", 0) for part in parts]
-        shaped = [[np.broadcast_to(one, p.shape).ravel() for one, p in zip(each, parts, strict=True)] for each in both]
-        return spaces.MultiDiscrete(np.concatenate(shaped[0]), start=np.concatenate(shaped[1]))
+
+        def joined(values: list[Any]) -> Any:
+            return np.concatenate([np.broadcast_to(v, p.shape).ravel() for v, p in zip(values, parts, strict=True)])
+
+        choices = [getattr(part, "nvec", 2 if part.shape else part.n) for part in parts]  # a MultiBinary has two each
+        return spaces.MultiDiscrete(joined(choices), start=joined([getattr(part, "start", 0) for part in parts]))
     if parts and all(isinstance(part, spaces.Box) for part in parts) and len({p.dtype.kind == "f" for p in parts}) == 1:
         dtype: Any = np.result_type(*[part.dtype for part in parts]).type
         low, high = (np.concatenate([getattr(part, name).ravel() for part in parts]) for name in ("low", "high"))

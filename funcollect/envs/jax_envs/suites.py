@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
-from funcollect.envs.base import SUITES, box, import_extra
+from funcollect.envs.base import SUITES, adapter_of, box, import_extra
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, check_functions, jax_env
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, own_generator
@@ -76,7 +76,8 @@ def _check_instance(suite: str, name: str, env: object) -> None:
     _, members = SUITES[suite]
     made = f"the class {env.__name__}: make an instance" if isinstance(env, type) else type(env).__name__
     if isinstance(env, type) or not all(hasattr(env, name) for name in members):
-        raise TypeError(f"env is {made}, expected an environment of {name}, with {', '.join(members)}")
+        mend = "" if isinstance(env, type) else f": {adapter_of(env)}"
+        raise TypeError(f"env is {made}, expected an environment of {name}, with {', '.join(members)}{mend}")
 
 
 def first_observation(reset: Callable[[Any, Any], tuple[Any, Any]]) -> Any:

@@ -81,6 +81,14 @@ def test_an_action_is_in_the_environments_own_space_and_forks():
     fc.testing.check_env(functools.partial(Missions, BOXES), num_envs=2, text=16)
 
 
+def test_a_key_within_a_key_is_left_out():
+    nested = functools.partial(Missions, talk=spaces.Dict(said=spaces.Text(9), loud=spaces.Discrete(2)))
+    env = fc.make_env(nested, drop=["mission", "talk.said"])
+    assert [leaf.path for leaf in env.observation_leaves] == [("image",), ("talk", "loud")]
+    with pytest.raises(ValueError, match=r"drop names \['heard'\], expected the keys .*\['said', 'loud'\]"):
+        fc.make_env(nested, drop=["mission", "talk.heard"])
+
+
 def test_the_flat_space():
     flat = plain_actions(CHOICES)
     assert flat == spaces.MultiDiscrete([3, 4, 5, 2, 2], start=[2, 0, 0, 0, 0])
