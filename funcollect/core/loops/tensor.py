@@ -68,7 +68,7 @@ def reset(env: TorchEnv, state: CollectorState, lanes: Tensor, *, to: Any = None
 def _given_start(env: TorchEnv, state: CollectorState, to: Any) -> Start:
     """Return the states and observations [P, ...] in `to`, checked."""
     describe = lambda leaf: (getattr(leaf, "dtype", type(leaf)), *getattr(leaf, "shape", ()))  # noqa: E731
-    form = partial(optree.tree_map, describe, namespace=NAMESPACE)
+    form: Any = partial(optree.tree_map, describe, namespace=NAMESPACE)
     own, seen, params = form(state.env_state), form(dict(state.observation)), state.env_params
     env_state, observation = split_states(env, to, lambda call: call(to, params), alone=form(to) == own)
     check_states(env, "environment states", form(env_state) != own and f"{own}, then {form(env_state)}")
