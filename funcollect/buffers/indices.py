@@ -114,7 +114,7 @@ class SampleIndices:
 
 
 def _with_episodes(batch: TensorDict, first: Ints | slice, mask: Bools | None) -> Ints:
-    """The rows that begin a slice or do not follow on the row before, by ids and steps, or by its flags."""
+    """The rows that begin a slice or do not follow on the row before: by ids and steps, or by that row's flags."""
     begins = np.zeros(len(batch), np.bool_)
     begins[first] = True
     if (ids := batch.get(TRAJECTORY_IDS, None)) is not None:
@@ -277,7 +277,7 @@ class Slices:
     def __post_init__(self) -> None:
         check_positive("num_slices", self.num_slices)
         check_positive("slice_len", self.slice_len)
-        check_flags(strict_length=self.strict_length, pad_output=self.pad_output)
+        check_flags(strict_length=self.strict_length, pad_output=self.pad_output, across_episodes=self.across_episodes)
         missing = self.missing
         if self.pad_output and self.strict_length and not any(missing):
             what = "pad_output=True is incompatible with strict_length=True: no slice is short"

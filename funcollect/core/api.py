@@ -204,7 +204,7 @@ def reset(
         mask: [P] bool; None for all lanes.
         to: over environments in JAX or Torch, the states where these episodes begin: a pytree [P, ...] like
             ``state.env_state`` (in JAX its field ``current``), of which the lanes of `mask` are read; or a pair of
-            states and observations, if the environment has no function `observe`.
+            states and observations, if the environment has no function `observation_of`.
         options: over single Gymnasium environments, those of the environments' own `reset`, for this reset alone.
             `fork` repeats it; `save` needs ``episodes="restart"`` while such an episode runs.
 

@@ -296,13 +296,13 @@ def check_state(env: Env, state: CollectorState, function: str, values: Any = No
 
 
 def split_states(env: Any, to: Any, call: Callable[[Any], Any], *, alone: bool) -> tuple[Any, Any]:
-    """The environment states in the `to` of a reset, and their observations, of states `alone` by `observe`."""
+    """The environment states in the `to` of a reset, and their observations, of states `alone` by `observation_of`."""
     if not alone:
         return to if type(to) is tuple and len(to) == 2 else (to, None)
     if (observe := observer_of(env)) is None:
         raise TypeError(
             f"to is environment states alone, from which {env!r} computes no observation, expected a pair: pass "
-            "(env_states, observations), or give the environment a function observe(env_state, params)"
+            "(env_states, observations), or give the environment a function observation_of(env_state, params)"
         )
     return to, call(observe)
 

@@ -57,7 +57,7 @@ def around(env: Any, *, clip_actions: bool = False, clip_rewards: bool = False, 
     else:
         members = {"reset": between.of_reset(env.reset), "step": between.of_step(env.step)}
         if (observe := observer_of(env)) is not None:
-            members["observe"] = lambda env_state, params: between.begun(observe(env_state, params))
+            members["observation_of"] = lambda env_state, params: between.begun(observe(env_state, params))
         if not isinstance(env, AdaptedEnv):
             members = {name: staticmethod(function) for name, function in members.items()}
     members |= between.description() | {"between": between}

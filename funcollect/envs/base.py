@@ -108,12 +108,12 @@ def check_pure_functions(owner: str, reset: Any, step: Any, observe: Any = None)
     check_function(f"{owner}reset", reset, "a function of a key and the parameters", 2)
     check_function(f"{owner}step", step, "a function of a key, the state, an action and the parameters", 4)
     if observe is not None:
-        check_function(f"{owner}observe", observe, "a function of the state and the parameters", 2)
+        check_function(f"{owner}observation_of", observe, "a function of the state and the parameters", 2)
 
 
 def observer_of(env: object) -> Callable[[Any, Any], Any] | None:
-    """The function ``observe(env_state, params)`` of a JAX or Torch environment; None if it has none."""
-    return getattr(env, "observe", None)
+    """The function ``observation_of(env_state, params)`` of a JAX or Torch environment; None if it has none."""
+    return getattr(env, "observation_of", None)
 
 
 def checked_start(env: object, answer: Any) -> tuple[Any, Any]:

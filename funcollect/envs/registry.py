@@ -23,6 +23,7 @@ from funcollect.envs.base import (
     suite_of,
     with_time_limit,
 )
+from funcollect.envs.gymnasium_envs.lanes import Made
 from funcollect.envs.host.lane_workers.block import REMOVED
 from funcollect.envs.torch_env import TORCH_ENVS
 from funcollect.protocols import Env, is_env, is_policy
@@ -112,7 +113,17 @@ _SUITES = ("ale", "brax", "envpool", "gymnax", "jumanji", "navix", "pgx", "playg
 _NAMESPACES: dict[str, Callable[..., Env]] = {name: getattr(envs, f"from_{name}") for name in _SUITES}
 _NAMESPACES["torch"] = _torch_env
 WORKER_ARGUMENTS = ("num_workers", "parallel", "timeout", *REMOVED)
-_ADAPTER_ARGUMENTS = ("num_envs", *WORKER_ARGUMENTS, "info_keys", "dtype", "one_hot", "replayable", "drop", "text")
+_ADAPTER_ARGUMENTS = (
+    "num_envs",
+    *WORKER_ARGUMENTS,
+    "info_keys",
+    "dtype",
+    "one_hot",
+    "replayable",
+    "drop",
+    "text",
+    "autoreset_mode",
+)
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
@@ -134,4 +145,6 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
     if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)) and suite_of(made) is None:
         known = "an Env, a gymnasium.Env or anything else that make_env takes: return the environment"
         raise TypeError(f"the environment's factory returned {type(made).__name__}, expected {known}")
+    if isinstance(made, VectorEnv):
+        return envs.from_gymnasium(Made(made, partial(factory, **own)), **given)
     return make_env(made, **given)

@@ -17,7 +17,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from funcollect.arguments import checked_device
-from funcollect.envs.base import EnvBase, check_pure_functions
+from funcollect.envs.base import EnvBase, check_pure_functions, observer_of
 from funcollect.keys import LaneKeys
 from funcollect.protocols import Transition
 
@@ -27,7 +27,7 @@ class TorchEnvBase(EnvBase, ABC):
 
     A subclass has an `observation_space` and an `action_space`, Gymnasium's of one environment. It may have `params`,
     the last argument of both functions, a pytree of tensors; `max_episode_steps`, after which the loop truncates an
-    episode; and a function ``observe(env_state, params)`` that returns the observation of a state, for
+    episode; and a function ``observation_of(env_state, params)`` that returns the observation of a state, for
     `funcollect.reset` to states alone. `num_envs` is P, or None for a single environment without a batch dimension;
     `device` is that of the state, the CPU by default.
 
@@ -56,7 +56,7 @@ class TorchEnvBase(EnvBase, ABC):
 
     def __init__(self, num_envs: int | None = None, *, device: torch.device | str | None = None) -> None:
         super().__init__(num_envs)
-        check_pure_functions(f"{type(self).__name__}.", self.reset, self.step, getattr(self, "observe", None))
+        check_pure_functions(f"{type(self).__name__}.", self.reset, self.step, observer_of(self))
         self.device = checked_device(device) or torch.device("cpu")
 
     @abstractmethod
@@ -101,7 +101,7 @@ class CartPole(TorchEnvBase):
         coordinates = key.uniform(4) * 0.1 - 0.05
         return coordinates, coordinates.float()
 
-    def observe(self, env_state: Tensor, params: Any, /) -> Tensor:
+    def observation_of(self, env_state: Tensor, params: Any, /) -> Tensor:
         """The same in float32."""
         return env_state.float()
 
@@ -148,7 +148,7 @@ class Pendulum(TorchEnvBase):
         """The angle uniform in (-pi, pi), the angular velocity in (-1, 1): [P, 2] float64."""
         angle, speed = (2 * key.uniform(2) - 1).unbind(-1)
         swing = torch.stack((angle * math.pi, speed), -1)
-        return swing, self.observe(swing, params)
+        return swing, self.observation_of(swing, params)
 
     def step(self, key: LaneKeys, env_state: Tensor, action: Tensor, params: Any, /) -> Transition:
         """One semi-implicit Euler step. The terms of the torque are float32, as in Gymnasium."""
@@ -160,9 +160,9 @@ class Pendulum(TorchEnvBase):
         faster = (speed + rate * self.time_step).clamp(-self.max_speed, self.max_speed)
         moved = torch.stack((angle + faster * self.time_step, faster), -1)
         never = torch.zeros_like(angle, dtype=torch.bool)
-        return Transition(moved, self.observe(moved, params), (-cost).float(), terminated=never, truncated=never)
+        return Transition(moved, self.observation_of(moved, params), (-cost).float(), terminated=never, truncated=never)
 
-    def observe(self, env_state: Tensor, params: Any, /) -> Tensor:
+    def observation_of(self, env_state: Tensor, params: Any, /) -> Tensor:
         """The observation [P, 3] float32 of a state [P, 2], which is the angle in radians and the angular velocity."""
         angle, speed = env_state.unbind(-1)
         return torch.stack((angle.cos(), angle.sin(), speed), -1).float()

@@ -355,10 +355,10 @@ def test_vector_environments_of_gymnasium_change_the_mode_of_no_other_one():
     assert both[0].metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
     try:
         assert fc.envs.from_torch_vector_env(LikeIsaacLab).num_envs == P
-        assert fc.make_env(both[0]).num_envs == 1
-        both[0].metadata["autoreset_mode"] = AutoresetMode.DISABLED
-        with pytest.raises(ValueError, match=r"resets its lanes itself \(autoreset_mode=NEXT_STEP\)"):
-            fc.make_env(both[1])
+        for vector, mode in zip(both, ("DISABLED", "NEXT_STEP"), strict=True):
+            both[0].metadata["autoreset_mode"] = AutoresetMode.SAME_STEP
+            with pytest.raises(ValueError, match=f"and SyncVectorEnv declares {mode}"):
+                fc.make_env(vector, autoreset_mode="SAME_STEP")
     finally:
         del gymnasium.Env.metadata["autoreset_mode"]
 

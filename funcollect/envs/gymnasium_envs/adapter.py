@@ -1,4 +1,4 @@
-"""Gymnasium environments: an id, a factory, an instance, a list of these, or a `VectorEnv`; and Atari games."""
+"""Gymnasium environments: an id, a factory, an instance, a list of these, or a `VectorEnv`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -14,21 +13,21 @@ import gymnasium
 import numpy.typing as npt
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
-from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, OrderEnforcing, TimeLimit
+from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
 from funcollect import arguments
 from funcollect.envs import base
-from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, EpisodicLife, FireReset, check_lives, is_atari
+from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, check_lives, is_atari
 from funcollect.envs.gymnasium_envs.lanes import (
     TAKEN,
     GymEnv,
     GymVectorEnv,
     Lanes,
     Made,
-    over_vector,
     own_spaces,
     rebuild,
 )
+from funcollect.envs.gymnasium_envs.vector_lanes import GAMES, is_of_kind, over_vector
 from funcollect.envs.host.host_env import Opener, OpenerOf, SimulatedEnv
 from funcollect.envs.host.lane_workers.block import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
@@ -56,6 +55,7 @@ def from_gymnasium(
     replayable: bool = True,
     drop: Sequence[str] = (),
     text: int | None = None,
+    autoreset_mode: str | None = None,
     **kwargs: Any,
 ) -> SimulatedEnv:
     """A host environment over Gymnasium's.
@@ -87,11 +87,14 @@ def from_gymnasium(
             ``"a.x"`` is the key ``x`` of a Dict ``a`` in it.
         text: Text spaces become uint8 [text]: the bytes of the text in UTF-8, and zeros after them. A longer text is an
             EnvError, which names its length.
+        autoreset_mode: how a `VectorEnv` that does not say so resets its lanes, ``"DISABLED"``, ``"NEXT_STEP"`` or
+            ``"SAME_STEP"``; see the guide to many simulators.
         **kwargs: for `gymnasium.make`, or for the factory.
 
     Raises ValueError for an unknown id, a count that does not fit, an instance given twice, spaces that differ between
-    lanes, a vector environment that resets itself, keys that collide with a batch's own, or ``replayable=False`` for an
-    Atari game; TypeError for anything else as `env`, and for spaces without arrays of fixed size.
+    lanes, a vector environment that loses ends or starts of episodes, keys that collide with a batch's own, or
+    ``replayable=False`` for an Atari game; TypeError for anything else as `env`, and for spaces without arrays of fixed
+    size.
 
     >>> from_gymnasium("CartPole-v1", num_envs=8)
     HostEnv('CartPole-v1', num_envs=8)
@@ -99,18 +102,22 @@ def from_gymnasium(
     refuse_removed(kwargs)
     arguments.check_keys("info_keys", info_keys, "x_position")
     arguments.check_flags(one_hot=one_hot, replayable=replayable)
-    first: Any = env
-    workers, open_group = None, None
+    first, build = (env.env, env.build) if isinstance(env, Made) else (env, None)
+    workers, open_group, seeding, replayed = None, None, None, True
     opener: Opener
-    if isinstance(env, VectorEnv):
+    if isinstance(first, VectorEnv):
+        env = first
         own = {"num_envs": num_envs, "parallel": parallel or None, "num_workers": num_workers or None}
         _refuse("a VectorEnv", **own, timeout=None if timeout == LaneWorkers.timeout else timeout, **kwargs)
-        num_envs, opener, limited = env.num_envs, over_vector(env), base.has_time_limit(env)
+        num_envs, limited = env.num_envs, base.has_time_limit(env) or is_of_kind(env, GAMES)
+        opener, seeding, replayed = over_vector(env, build, autoreset_mode)
         check_lives(env)
         label = f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__
         spaces = env.single_observation_space, env.single_action_space
     else:
-        sources, num_envs = _sources_of(env, num_envs)
+        if autoreset_mode is not None:
+            raise ValueError(f"autoreset_mode={autoreset_mode!r} is for a VectorEnv, got {env!r}: leave it out")
+        sources, num_envs = _sources_of(first, num_envs)
         workers = LaneWorkers.checked(len(sources), parallel=parallel, num_workers=num_workers, timeout=timeout)
         made, open_group = _made(sources, kwargs, in_workers=workers is not None)
         first, opener = made[0], WorkerLanes if workers else open_group(0, len(sources))
@@ -126,7 +133,7 @@ def from_gymnasium(
     statistics, atari = base.running_statistics(first), is_atari(first)
     if atari and not replayable:
         raise ValueError("replayable=False was given for Atari games, which are copied by snapshots: leave it out")
-    copying: Forking = "snapshot" if atari else "replay" if replayable else "none"
+    copying: Forking = "snapshot" if atari else "replay" if replayable and replayed else "none"
     return SimulatedEnv(
         label=f"{label} in {workers}" if workers else label,
         num_envs=num_envs,
@@ -135,7 +142,7 @@ def from_gymnasium(
         observation_leaves=leaves,
         opener=opener,
         info_keys=tuple(info_keys),
-        seeding="lane" if atari else "episode",
+        seeding=seeding or ("lane" if atari else "episode"),
         forking="none" if statistics else copying,
         running_statistics=statistics,
         workers=workers,
@@ -143,92 +150,6 @@ def from_gymnasium(
         open_group=open_group if workers else None,
         own_spaces=spaces,
     )
-
-
-_NOT_OURS = {
-    "frameskip": "its name here is frame_skip",
-    "obs_type": "observations are screens, in colour with grayscale=False",
-    "sound_obs": "observations are screens",
-    "continuous": "actions are discrete",
-}
-
-
-def from_ale(
-    game: str,
-    *,
-    num_envs: int | None = None,
-    frame_skip: int = 4,
-    noop_max: int = 30,
-    screen_size: int = 84,
-    stack: int = 4,
-    grayscale: bool = True,
-    terminal_on_life_loss: bool = False,
-    fire_reset: bool = False,
-    repeat_action_probability: float = 0.25,
-    max_episode_steps: int | None = None,
-    info_keys: Sequence[str] = (),
-    one_hot: bool = False,
-    num_workers: int = 0,
-    parallel: bool = False,
-    timeout: float = 60.0,
-    **kwargs: Any,
-) -> SimulatedEnv:
-    """A host environment over an Atari game, seeded by lane: a seeded reset reloads the game, which takes 90 ms.
-
-    Observations are ``[stack, screen_size, screen_size]`` uint8, in colour with a last dimension of 3. Rewards are the
-    game's own.
-
-    Args:
-        game: its name in ``ALE/<game>-v5``, such as ``"Pong"``.
-        frame_skip: frames of the game per step; the action is held.
-        noop_max: the largest number of frames without an action at the start of an episode; 0 for none.
-        grayscale: whether colours are left out.
-        terminal_on_life_loss: whether an episode also terminates when a life is lost. The next one goes on with the
-            next life, after a step without an action; a limit on frames and a reset within a life begin another game.
-        fire_reset: whether each reset, that to a next life too, presses FIRE and then takes action 2, in games with
-            FIRE. As in Stable-Baselines3's `AtariWrapper`, all frames of a step are then taken before a lost life ends
-            an episode; without `fire_reset`, Gymnasium's preprocessing ends the step at the frame of the loss.
-        repeat_action_probability: that a frame repeats the last action: 0.25 as in Machado et al., 2018, or for example
-            0.0 as in Mnih et al., 2015.
-        max_episode_steps: steps after which an episode is truncated; the game itself truncates after 108,000 frames.
-        **kwargs: for the game: `mode`, `difficulty`, `full_action_space`, `max_num_frames_per_episode`, and
-            `render_mode`, ``"rgb_array"`` for `funcollect.record`.
-        num_envs, info_keys, one_hot, num_workers, parallel, timeout: see `from_gymnasium`.
-
-    Raises ImportError if ale-py or OpenCV is not installed, and otherwise the errors of `from_gymnasium`.
-
-    >>> env = from_ale("Pong", num_envs=4)
-    >>> env, env.observation_space.shape, env.seeding
-    (HostEnv('ALE/Pong-v5', num_envs=4), (4, 84, 84), 'lane')
-    """
-    arguments.check_not_given("an Atari game", kwargs, _NOT_OURS)
-    base.import_extra("cv2", "opencv-python-headless", "envs")
-    screens = {"frame_skip": frame_skip, "screen_size": screen_size}
-    for name, value in {**screens, "stack": stack}.items():
-        arguments.check_positive(name, value)
-    arguments.check_count("noop_max", noop_max)
-    arguments.check_number("repeat_action_probability", repeat_action_probability, most=1, example=0.25)
-    arguments.check_flags(grayscale=grayscale, terminal_on_life_loss=terminal_on_life_loss, fire_reset=fire_reset)
-    breaks_off = terminal_on_life_loss and not fire_reset
-    lives = {"noop_max": noop_max, "terminal_on_life_loss": breaks_off, "grayscale_obs": grayscale}
-    wrappers = [AtariPreprocessing.wrapper_spec(**screens, **lives)]
-    if fire_reset:
-        wrappers += [EpisodicLife.wrapper_spec()] * terminal_on_life_loss + [FireReset.wrapper_spec()]
-    wrappers.append(FrameStackObservation.wrapper_spec(stack_size=stack))
-    if max_episode_steps is not None:
-        arguments.check_positive("max_episode_steps", max_episode_steps)
-        wrappers.append(TimeLimit.wrapper_spec(max_episode_steps=max_episode_steps))
-    gymnasium.register_envs(base.import_extra("ale_py", "ale-py", "envs"))
-    try:
-        spec = deepcopy(gymnasium.spec(f"ALE/{game}-v5"))
-    except gymnasium.error.Error as error:
-        raise ValueError(f"there is no Atari game {game!r} ({error}): for 'ALE/Pong-v5' write 'Pong'") from error
-    spec.additional_wrappers = tuple(wrappers)
-    spec.kwargs |= {"frameskip": 1, "repeat_action_probability": repeat_action_probability}
-    if grayscale:
-        spec.kwargs["obs_type"] = "grayscale"  # cheaper to fetch, and no wrapper reads colours
-    workers: Any = {"num_workers": num_workers, "parallel": parallel, "timeout": timeout}
-    return from_gymnasium(spec, num_envs=num_envs, info_keys=info_keys, one_hot=one_hot, **workers, **kwargs)
 
 
 def _sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> tuple[list[EnvSource], int | None]:

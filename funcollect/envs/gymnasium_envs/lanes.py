@@ -1,26 +1,22 @@
-"""Simulators over Gymnasium's environments: one for each lane, or a `VectorEnv`, whose lanes the library resets."""
+"""Simulators over Gymnasium's environments, one for each lane."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing.connection import wait
 from typing import Any
 from weakref import WeakValueDictionary
 
 import gymnasium
 import numpy as np
-import numpy.typing as npt
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
-from gymnasium.vector.async_vector_env import AsyncState
+from gymnasium.vector import AutoresetMode, VectorEnv
 from typing_extensions import override
 
-from funcollect.envs.base import autoreset_mode, info_names, info_place
+from funcollect.envs.base import info_names, info_place
 from funcollect.envs.host import host_env
-from funcollect.envs.host.host_env import ONWARD, Camera, Opener, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
-from funcollect.envs.host.plain_spaces import STRUCTURED, batch_structure, lane_structures
+from funcollect.envs.host.host_env import ONWARD, Camera, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
+from funcollect.envs.host.plain_spaces import STRUCTURED, lane_structures
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.processes.system import SIGNS
@@ -34,9 +30,8 @@ GymVectorEnv = VectorEnv[Any, Any, Any]
 TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()
 # The types of most numbers and flags: nobody can change such a value.
 _FIXED = frozenset({bool, int, float, *(np.dtype(code).type for code in "?bhilqBHILQefd")})
-_API = "use Gymnasium's step API"
-_FIVE_VALUES = f"expected the five values (observation, reward, terminated, truncated, info): {_API}"
-_TO_DIE = 1.0  # seconds that a process may take to end after its pipe was closed
+API = "use Gymnasium's step API"
+_FIVE_VALUES = f"expected the five values (observation, reward, terminated, truncated, info): {API}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +122,7 @@ class Lanes(SimulatorsBase):
                 where = f"lane {self._first_lane + lane}"
                 raise EnvError(f"{where}: reset(seed={seed}) raised {error!r}: {mend}") from error
             if not isinstance(answer, tuple) or len(answer) != 2:
-                raise _bad_reset(f"lane {self._first_lane + lane}", answer)
+                raise bad_reset(f"lane {self._first_lane + lane}", answer)
             write(lane, answer[0])
             signs[0] += 1
 
@@ -189,7 +184,7 @@ class Lanes(SimulatorsBase):
         except (KeyError, TypeError) as error:
             for key in self._info_keys:
                 if not isinstance(info, Mapping) or (place := info_place(info, key))[1] not in place[0]:
-                    raise _no_info_key(self._first_lane + lane, key, info) from error
+                    raise no_info_key(self._first_lane + lane, key, info) from error
             raise
 
     def _not_five(self, lane: int, answer: Any) -> EnvError:
@@ -235,147 +230,15 @@ def _copied(value: Any) -> Any:
         return value
 
 
-def _bad_reset(where: str, answer: Any) -> EnvError:
+def bad_reset(where: str, answer: Any) -> EnvError:
+    """The EnvError for what a reset returned."""
     says = "expected the two values (observation, info): use Gymnasium's reset API"
     return EnvError(f"{where}: reset returned {shown(answer)}, {says}")
 
 
-def _no_info_key(lane: int, key: str, info: Any) -> EnvError:
+def no_info_key(lane: int, key: str, info: Any) -> EnvError:
+    """The EnvError for a lane whose step returned no info of this name."""
     if not isinstance(info, Mapping):
         return EnvError(f"lane {lane}: step returned the info {shown(info)}, expected a dict: return one")
     mend = f"there are {info_names(info)}; name one that every step returns"
     return EnvError(f"lane {lane}: step returned no info key {key!r}, which info_keys names: {mend}")
-
-
-def over_vector(vector: GymVectorEnv) -> Opener:
-    """The opener over a vector environment; ValueError if that resets its lanes itself."""
-    if (mode := autoreset_mode(vector)) != "DISABLED":
-        mend = f"build {type(vector).__name__} with that argument, or pass the list of its functions"
-        if vector.spec is not None:
-            name, kind = vector.spec.id, "async" if isinstance(vector.unwrapped, AsyncVectorEnv) else "sync"
-            mend = (
-                f"pass {name!r} with num_envs={vector.num_envs}, or build it by gymnasium.make_vec({name!r}, "
-                f"num_envs={vector.num_envs}, vectorization_mode={kind!r}, "
-                'vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED})'
-            )
-        what = f"the vector environment resets its lanes itself (autoreset_mode={mode})"
-        raise ValueError(f"{what}, expected autoreset_mode=AutoresetMode.DISABLED: {mend}")
-    return partial(VectorLanes, Made(vector, partial(rebuild, vector)))
-
-
-class VectorLanes(SimulatorsBase):
-    """A vector environment, of which later states get copies: it is stepped as a whole, and reset by masks."""
-
-    def __init__(self, made: Made, env: SimulatedEnv) -> None:
-        self._env, self._rebuild = made(), made.build
-        TAKEN[id(self._env)] = self._env
-        self._broken_off = False  # whether the last call of the environment raised, so its processes may be unusable
-        self._info_keys = env.info_keys
-        self._started = False  # whether all lanes have been reset
-        own, decode = own_spaces(env)[1], batch_decoder(env.action_spec)
-        self._decode = batch_structure(own, decode) if isinstance(own, STRUCTURED) else decode
-        self._ended: npt.NDArray[np.bool_] = np.zeros(self._env.num_envs, bool)  # [P]: the last step ended an episode
-        self._rows = Rows(env)
-        self.observation = self._rows.arrays
-
-    @override
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
-        if not lanes:
-            return  # Gymnasium takes no empty mask
-        mask = np.isin(np.arange(self._env.num_envs), lanes)
-        given = dict(zip(lanes, seeds, strict=True))
-        by_lane = [given.get(lane) for lane in range(self._env.num_envs)]
-        if self._broken_off and mask.all() and isinstance(self._env, AsyncVectorEnv):
-            self._end_processes()  # they accept no call, since an answer is pending or a process has ended
-            self._env = self._rebuild()
-        some = self._started and not mask.all()
-        self._broken_off = True
-        try:
-            answer = self._env.reset(seed=by_lane, options={"reset_mask": mask} if some else None)
-        except Exception as error:
-            raise self._failed(f"lanes {list(lanes)}: reset(seed={by_lane})", error) from error
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            raise _bad_reset("the vector environment", answer)
-        self._started = True
-        self._ended[mask] = False
-        self._broken_off = False
-        self._rows.write_batch(answer[0], lanes, of_all=True)
-
-    @override
-    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
-        everyone = len(lanes) == self._env.num_envs
-        actions = self._decode(
-            action if everyone else host_env.of_everyone(np.asarray(action), lanes, self._env.num_envs)
-        )
-        self._broken_off = True
-        try:
-            if not everyone and (over := self._ended & np.isin(np.arange(len(self._ended)), lanes, invert=True)).any():
-                self._env.reset(options={"reset_mask": over})  # Gymnasium forbids to step a lane after its end
-            observation, *answer, info = self._env.step(actions)
-        except Exception as error:
-            raise self._failed("the vector environment: step", error) from error
-        self._broken_off = False
-        outcome = self._checked(answer)
-        flags = outcome[1:] > 0
-        self._ended = np.any(flags, axis=0)
-        picked = self._pick(info)
-        self._rows.write_batch(observation, lanes, of_all=True)
-        if not everyone:
-            outcome, flags = outcome[:, list(lanes)], flags[:, list(lanes)]
-            picked = [tuple(values[lane] for lane in lanes) for values in picked]
-        return outcome[0].tolist(), flags[0].tolist(), flags[1].tolist(), picked
-
-    def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
-        """Reward, terminated and truncated of a step as one array [3, P]; EnvError for other than P values each."""
-        try:
-            outcome = np.array(answer, np.float64)
-        except (TypeError, ValueError):
-            outcome = np.empty(0)
-        if outcome.shape != (3, self._env.num_envs):
-            what = f"the vector environment: step returned {shown(answer, 120)} between observation and info"
-            wanted = f"reward, terminated and truncated with {self._env.num_envs} values each"
-            raise EnvError(f"{what}, expected {wanted}: {_API}")
-        return outcome
-
-    def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
-        """For each recorded info key, its P values; EnvError if a lane lacks one."""
-        picked = []
-        for key in self._info_keys:
-            holder, name = info_place(info, key)
-            present = holder.get(f"_{name}", name in holder)  # Gymnasium marks the lanes that returned the key
-            if not np.all(present):
-                raise _no_info_key(int(np.argmin(present)), key, info)
-            if isinstance(holder[name], Mapping):
-                raise host_env.bad_info(key, [holder[name]], TypeError("a dict"))
-            picked.append(tuple(holder[name]))
-        return picked
-
-    def _failed(self, call: str, error: Exception) -> EnvError:
-        """The EnvError for a `call`, in words, that raised. If a process has ended, it names that one instead."""
-        if isinstance(self._env, AsyncVectorEnv) and isinstance(error, (EOFError, OSError)):
-            ended = wait([process.sentinel for process in self._env.processes], _TO_DIE)
-            for lane, process in enumerate(self._env.processes):
-                if process.sentinel in ended:
-                    process.join()  # a process closes its pipes shortly before its exit code can be read
-                    return EnvError(f"lane {lane}: its process is gone (exit code {process.exitcode}): {ONWARD}")
-        return EnvError(f"{call} raised {error!r}: {ONWARD}")
-
-    def _end_processes(self) -> None:
-        """Kill the processes of an `AsyncVectorEnv`, which may be busy, hung or gone."""
-        for process in self._env.processes:
-            process.kill()
-        self._env._state = AsyncState.DEFAULT  # otherwise `close` would wait for answers that do not come
-        self._env.close(terminate=True)
-
-    @override
-    def close(self) -> None:
-        processes = isinstance(self._env, AsyncVectorEnv)
-        if processes and self._broken_off:
-            self._end_processes()
-            return
-        try:
-            self._env.close()
-        except (EOFError, OSError):
-            if not processes:
-                raise
-            self._end_processes()  # one has ended

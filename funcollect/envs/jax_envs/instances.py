@@ -128,7 +128,7 @@ def _over_states(label: str, raw: Any, physics: str, drawn: Any, common: Any, fa
 
     observed, actions = space_like(first_observation(reset)), box((raw.action_size,), "float32", -1.0, 1.0)
     own = getattr(raw.unwrapped, physics, None)
-    facts = {"default_params": own, "renderer": renderer, "observe": lambda state, _: state.obs, **facts}
+    facts = {"default_params": own, "renderer": renderer, "observation_of": lambda state, _: state.obs, **facts}
     return jax_env(label, reset, step, observed, actions, *common, **facts)
 
 

@@ -34,7 +34,7 @@ class JaxEnvBase(EnvBase, ABC):
 
     The attributes, `num_envs` and the errors are the same as in `TorchEnvBase`; `params` is a pytree of JAX arrays, and
     ``starts="cached"`` starts every episode of a lane as its first one. An optional function
-    ``observe(env_state, params)``, which returns the observation of a state, lets `funcollect.reset` take states alone.
+    ``observation_of(env_state, params)``, the observation of a state, lets `funcollect.reset` take states alone.
 
     >>> import gymnasium, jax, jax.numpy as jnp
     >>> import funcollect as fc
@@ -60,7 +60,7 @@ class JaxEnvBase(EnvBase, ABC):
 
     def __init__(self, num_envs: int | None = None) -> None:
         super().__init__(num_envs)
-        base.check_pure_functions(f"{type(self).__name__}.", self.reset, self.step, getattr(self, "observe", None))
+        base.check_pure_functions(f"{type(self).__name__}.", self.reset, self.step, base.observer_of(self))
 
     @abstractmethod
     def reset(self, key: Any, params: Any, /) -> tuple[Any, Any]:
@@ -83,7 +83,7 @@ class FunctionsEnv(AdaptedEnv):
     default_params: Any = None  # used where the functions get None: a pytree, or None if there are none
     param_keys: tuple[str, ...] = ()  # those that batches record under ``env_params``
     renderer: Open | None = None  # None if it cannot be filmed
-    observe: Callable[[Any, Any], Any] | None = None  # None if a state does not show its observation
+    observation_of: Callable[[Any, Any], Any] | None = None  # None if a state does not show its observation
     backend: Literal["jax"] = "jax"
 
 
@@ -116,7 +116,7 @@ def from_functions(
     starts: Starts = "fresh",
     params: Any = None,
     param_keys: Sequence[str] = (),
-    observe: Callable[[Any, Any], Any] | None = None,
+    observation_of: Callable[[Any, Any], Any] | None = None,
     name: str = "functions",
 ) -> FunctionsEnv:
     """A JAX environment from two pure functions of one lane, which the library batches, compiles and resets.
@@ -135,7 +135,7 @@ def from_functions(
         starts: ``"cached"`` starts every episode of a lane as its first one: less work, and less variety.
         params: the last argument of both functions, a pytree of arrays, or None; `set_env_params` changes them.
         param_keys: the names of parameters that a batch records under ``env_params``, with dots between those of nodes.
-        observe: ``(env_state, params) -> observation``, for `funcollect.reset` to states alone; None for none.
+        observation_of: ``(env_state, params) -> observation``, for `funcollect.reset` to states alone; None for none.
         name: its name in messages.
 
     Raises TypeError for a `step` that returns something else, EnvError for results that do not fit each other or the
@@ -154,10 +154,10 @@ def from_functions(
     JaxEnv('walk', num_envs=64)
     """
     check_kind("name", name, str, "pass for example 'walk'")
-    base.check_pure_functions("", reset, step, observe)
+    base.check_pure_functions("", reset, step, observation_of)
     common = (observation_space, action_space, num_envs, one_hot, info_keys, starts)
-    facts = {"max_episode_steps": max_episode_steps, "params": params, "param_keys": param_keys, "observe": observe}
-    env = jax_env(name, reset, step, *common, **facts)
+    limits = {"max_episode_steps": max_episode_steps, "params": params, "param_keys": param_keys}
+    env = jax_env(name, reset, step, *common, **limits, observation_of=observation_of)
     check_functions(env, env.params)
     return env
 

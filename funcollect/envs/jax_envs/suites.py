@@ -199,7 +199,7 @@ def from_gymnax(
     if (
         ".classic_control." in (of := type(raw).__module__) or ".minatar." in of
     ):  # `get_obs` of others draws, or differs
-        facts["observe"] = lambda state, given: raw.get_obs(state, own if given is None else given)
+        facts["observation_of"] = lambda state, given: raw.get_obs(state, own if given is None else given)
     common = (observed, actions, num_envs, one_hot, info_keys, starts)
     made = jax_env(f"gymnax/{raw.name}", reset, step, *common, truncates=True, **facts)
     if type(raw).__module__.partition(".")[0] != "gymnax":  # another package's class, as Craftax, or the user's
@@ -295,7 +295,7 @@ def from_navix(
 
     actions: Space = spaces.Discrete(int(raw.action_space.maximum) + 1)
     common = (space_like(first_observation(reset)), actions, num_envs, one_hot, info_keys, starts)
-    facts: dict[str, Any] = {"renderer": _navix_renderer, "observe": lambda timestep, _: timestep.observation}
+    facts: dict[str, Any] = {"renderer": _navix_renderer, "observation_of": lambda timestep, _: timestep.observation}
     return jax_env(label, reset, step, *common, truncates=True, **facts)
 
 
@@ -348,4 +348,4 @@ def from_pgx(
     with own_generator():  # pgx begins a game to find the number of its actions
         actions: Space = spaces.Discrete(raw.num_actions)
     common = (spaces.Dict(observed), actions, num_envs, one_hot)
-    return jax_env(f"pgx/{raw.id}", reset, step, *common, max_episode_steps=max_episode_steps, observe=observe)
+    return jax_env(f"pgx/{raw.id}", reset, step, *common, max_episode_steps=max_episode_steps, observation_of=observe)

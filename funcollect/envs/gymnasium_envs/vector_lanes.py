@@ -1,0 +1,268 @@
+"""Simulators over a Gymnasium `VectorEnv`, whichever way it resets its lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import wait
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AsyncVectorEnv
+from gymnasium.vector.async_vector_env import AsyncState
+from typing_extensions import override
+
+from funcollect.arguments import check_choice
+from funcollect.envs.base import autoreset_mode, info_place
+from funcollect.envs.gymnasium_envs.lanes import (
+    API,
+    TAKEN,
+    Made,
+    bad_reset,
+    no_info_key,
+    own_spaces,
+    rebuild,
+)
+from funcollect.envs.host import host_env
+from funcollect.envs.host.host_env import ONWARD, Opener, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
+from funcollect.envs.host.plain_spaces import STRUCTURED, batch_structure
+from funcollect.errors import EnvError
+from funcollect.messages import shown
+from funcollect.protocols import Outcome, Seeding
+from funcollect.tree import Path
+
+_MODES = ("DISABLED", "NEXT_STEP", "SAME_STEP")
+GAMES = "AtariVectorEnv"  # of ale-py, which takes one seed for each lane that is reset
+_MASKED = ("SyncVectorEnv", "AsyncVectorEnv", GAMES)  # whose resets take a mask in every mode
+_FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, and its older one
+_TO_DIE = 1.0  # seconds that a process may take to end after its pipe was closed
+
+
+def over_vector(vector: Any, build: Callable[[], Any] | None, mode: str | None) -> tuple[Opener, Seeding, bool]:
+    """The opener over a vector environment, how that is seeded, and whether its episodes can be replayed.
+
+    It resets its lanes by `mode`, or by the one that it declares. Copies are made by `build`, or rebuilt. ValueError
+    for an unknown mode, and for one in which an episode's last observation, or a transition, would be lost.
+    """
+    declared = autoreset_mode(vector)
+    if mode is not None:
+        check_choice("autoreset_mode", mode, _MODES)
+    if mode is not None and declared is not None and mode != declared:
+        what = f"autoreset_mode is {mode!r}, and {type(vector).__name__} declares {declared}"
+        raise ValueError(f"{what}: leave it out, or build that so")
+    masked, games = is_of_kind(vector, *_MASKED), is_of_kind(vector, GAMES)
+    if (mode := mode or declared) is None or (mode == "NEXT_STEP" and not masked):
+        what = f"{type(vector).__name__} resets its lanes itself (autoreset_mode={mode})"
+        wanted = "one that resets by DISABLED or SAME_STEP, or takes options={'reset_mask': …} in NEXT_STEP"
+        mend = "pass autoreset_mode= if it does not say" if mode is None else "build it so"
+        if vector.spec is not None:
+            mend = f"pass {vector.spec.id!r} with num_envs={vector.num_envs}"
+        raise ValueError(f"{what}, expected {wanted}: {mend}, or pass the list of its functions")
+    kind = SelfResettingLanes if mode == "SAME_STEP" else VectorLanes
+    opener = partial(kind, Made(vector, build or partial(rebuild, vector)))
+    alone = mode == "SAME_STEP" or games  # its generators go on from episode to episode
+    return opener, "lane" if alone else "episode", not alone
+
+
+def is_of_kind(vector: Any, *names: str) -> bool:
+    """Whether a class of the environment inside has one of these names."""
+    return any(kind.__name__ in names for kind in type(vector.unwrapped).__mro__)
+
+
+class VectorLanes(SimulatorsBase):
+    """A vector environment, of which later states get copies: it is stepped as a whole, and reset by masks.
+
+    If it would reset a lane in the next step, the library has done so before.
+    """
+
+    resets_itself = False  # whether an episode begins in the step in which another ends
+
+    def __init__(self, made: Made, env: SimulatedEnv) -> None:
+        self._env, self._rebuild = made(), made.build
+        TAKEN[id(self._env)] = self._env
+        self._broken_off = False  # whether the last call of the environment raised, so its processes may be unusable
+        self._info_keys = env.info_keys
+        self._started = False  # whether all lanes have been reset
+        self._takes_masks, self._games = is_of_kind(self._env, *_MASKED), is_of_kind(self._env, GAMES)
+        own, decode = own_spaces(env)[1], batch_decoder(env.action_spec)
+        self._decode = batch_structure(own, decode) if isinstance(own, STRUCTURED) else decode
+        self._ended: npt.NDArray[np.bool_] = np.zeros(self._env.num_envs, bool)  # [P]: the last step ended an episode
+        self._rows = Rows(env)
+        self.observation = self._rows.arrays
+
+    @override
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
+        if not lanes:
+            return  # Gymnasium takes no empty mask
+        mask = np.isin(np.arange(self._env.num_envs), lanes)
+        given = dict(zip(lanes, seeds, strict=True))
+        by_lane: Any = [given.get(lane) for lane in range(self._env.num_envs)]
+        if self._games:
+            numbers = (given[lane] for lane in sorted(given))
+            by_lane = np.array([-1 if seed is None else seed % 2**31 for seed in numbers])
+        elif not self._takes_masks and autoreset_mode(self._env) != "DISABLED":
+            by_lane = seeds[0]  # of all lanes together
+        if self._broken_off and mask.all() and isinstance(self._env, AsyncVectorEnv):
+            self._end_processes()  # they accept no call, since an answer is pending or a process has ended
+            self._env = self._rebuild()
+        some = self._started and not mask.all()
+        self._broken_off = True
+        try:
+            answer = self._env.reset(seed=by_lane, options={"reset_mask": mask} if some else None)
+        except Exception as error:
+            raise self._failed(f"lanes {list(lanes)}: reset(seed={by_lane})", error) from error
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise bad_reset("the vector environment", answer)
+        self._started = True
+        self._ended[mask] = False
+        self._broken_off = False
+        self._rows.write_batch(answer[0], lanes, of_all=True)
+
+    @override
+    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
+        everyone = len(lanes) == self._env.num_envs
+        actions = self._decode(
+            action if everyone else host_env.of_everyone(np.asarray(action), lanes, self._env.num_envs)
+        )
+        self._broken_off = True
+        try:
+            if not everyone and not self.resets_itself:
+                over = self._ended & np.isin(np.arange(len(self._ended)), lanes, invert=True)
+                if over.any():
+                    self._env.reset(options={"reset_mask": over})  # Gymnasium forbids to step a lane after its end
+            observation, *answer, info = self._env.step(actions)
+        except Exception as error:
+            raise self._failed("the vector environment: step", error) from error
+        self._broken_off = False
+        outcome = self._checked(answer)
+        flags = outcome[1:] > 0
+        self._ended = np.any(flags, axis=0)
+        picked = self._pick(info)
+        self._observe(observation, info, lanes)
+        if not everyone:
+            outcome, flags = outcome[:, list(lanes)], flags[:, list(lanes)]
+            picked = [tuple(values[lane] for lane in lanes) for values in picked]
+        return outcome[0].tolist(), flags[0].tolist(), flags[1].tolist(), picked
+
+    def _observe(self, observation: Any, info: Mapping[str, Any], lanes: Sequence[int]) -> None:
+        """Write the observations of these lanes after a step."""
+        self._rows.write_batch(observation, lanes, of_all=True)
+
+    def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
+        """Reward, terminated and truncated of a step as one array [3, P]; EnvError for other than P values each."""
+        try:
+            outcome = np.array(answer, np.float64)
+        except (TypeError, ValueError):
+            outcome = np.empty(0)
+        if outcome.shape != (3, self._env.num_envs):
+            what = f"the vector environment: step returned {shown(answer, 120)} between observation and info"
+            wanted = f"reward, terminated and truncated with {self._env.num_envs} values each"
+            raise EnvError(f"{what}, expected {wanted}: {API}")
+        return outcome
+
+    def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """For each recorded info key, its P values; EnvError if a lane lacks one."""
+        picked = []
+        for key in self._info_keys:
+            holder, name = info_place(info, key)
+            present = holder.get(f"_{name}", name in holder)  # Gymnasium marks the lanes that returned the key
+            if not np.all(present):
+                raise no_info_key(int(np.argmin(present)), key, info)
+            if isinstance(holder[name], Mapping):
+                raise host_env.bad_info(key, [holder[name]], TypeError("a dict"))
+            picked.append(tuple(holder[name]))
+        return picked
+
+    def _failed(self, call: str, error: Exception) -> EnvError:
+        """The EnvError for a `call`, in words, that raised. If a process has ended, it names that one instead."""
+        if isinstance(self._env, AsyncVectorEnv) and isinstance(error, (EOFError, OSError)):
+            ended = wait([process.sentinel for process in self._env.processes], _TO_DIE)
+            for lane, process in enumerate(self._env.processes):
+                if process.sentinel in ended:
+                    process.join()  # a process closes its pipes shortly before its exit code can be read
+                    return EnvError(f"lane {lane}: its process is gone (exit code {process.exitcode}): {ONWARD}")
+        return EnvError(f"{call} raised {error!r}: {ONWARD}")
+
+    def _end_processes(self) -> None:
+        """Kill the processes of an `AsyncVectorEnv`, which may be busy, hung or gone."""
+        for process in self._env.processes:
+            process.kill()
+        self._env._state = AsyncState.DEFAULT  # otherwise `close` would wait for answers that do not come
+        self._env.close(terminate=True)
+
+    @override
+    def close(self) -> None:
+        processes = isinstance(self._env, AsyncVectorEnv)
+        if processes and self._broken_off:
+            self._end_processes()
+            return
+        try:
+            self._env.close()
+        except (EOFError, OSError):
+            if not processes:
+                raise
+            self._end_processes()  # one has ended
+
+
+class SelfResettingLanes(VectorLanes):
+    """A vector environment that begins an episode in the step in which another ends, whose last observation it reports.
+
+    Its lanes are seeded once. Other resets need a mask that it takes, or are of all lanes.
+    """
+
+    resets_itself = True
+    _begun: Mapping[Path, Any] = MappingProxyType({})  # the rows [P, ...] after the last step, begun episodes included
+
+    @override
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
+        asked = [*zip(lanes, seeds, strict=True)]
+        others = [(lane, seed) for lane, seed in asked if not (self._started and self._ended[lane])]
+        if others and self._started and not self._takes_masks and len(lanes) < self._env.num_envs:
+            what = f"lanes {[lane for lane, _ in others]}: a reset within an episode (a limit, or a mask)"
+            mend = "set the limit in the simulators, and reset all lanes"
+            raise EnvError(f"{what}, but the vector environment resets its lanes itself, expected none: {mend}")
+        if others:
+            others = others if self._takes_masks else asked
+            super().reset(*zip(*others, strict=True))
+        for lane in {*lanes} - {lane for lane, _ in others}:
+            self._ended[lane] = False
+            for path, rows in self.observation.items():
+                rows[lane] = self._begun[path][lane]
+
+    @override
+    def _observe(self, observation: Any, info: Mapping[str, Any], lanes: Sequence[int]) -> None:
+        super()._observe(observation, info, lanes)
+        if not (ended := [lane for lane in lanes if self._ended[lane]]):
+            return
+        self._begun = {path: rows.copy() for path, rows in self.observation.items()}
+        if (name := next((name for name in _FINAL if name in info), None)) is None:
+            what = "the vector environment begins other episodes itself and does not report the last observations"
+            raise EnvError(f"{what}, expected them in the infos as {_FINAL[0]!r}: add them there; {ONWARD}")
+        for lane in ended:
+            self._rows.write_lane(lane, _of_lane(info[name], lane))
+
+    @override
+    def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """The infos of lanes that ended come from ``"final_info"``."""
+        if not (self._info_keys and self._ended.any()):
+            return super()._pick(info)
+        columns, final = [], info.get("final_info", {})
+        for key in self._info_keys:
+            values = []
+            for lane, ended in enumerate(self._ended):
+                holder, name = info_place(final if ended else info, key)
+                marks = holder.get(f"_{name}", True)
+                if name not in holder or not (marks is True or marks[lane]):
+                    raise no_info_key(lane, key, final if ended else info)
+                values.append(holder[name][lane])
+            columns.append(tuple(values))
+        return columns
+
+
+def _of_lane(observations: Any, lane: int) -> Any:
+    """A lane's observation, of an array over lanes or of a structure of these."""
+    if isinstance(observations, Mapping):
+        return {name: _of_lane(each, lane) for name, each in observations.items()}
+    return tuple(_of_lane(each, lane) for each in observations) if type(observations) is tuple else observations[lane]

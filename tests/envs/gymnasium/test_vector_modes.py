@@ -1,0 +1,168 @@
+"""Vector environments that reset their lanes in any of Gymnasium's ways: no last observation and no step is lost."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+import funcollect as fc
+from tests.support.compare import assert_same
+from tests.support.running import FORKS_OF_RAY
+
+pytestmark = FORKS_OF_RAY  # and those of `AsyncVectorEnv`
+DISABLED, NEXT_STEP, SAME_STEP = AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
+P = 3
+
+
+def cartpole():
+    return gymnasium.make("CartPole-v1", max_episode_steps=15)
+
+
+class Informed(gymnasium.Env):
+    """Counts to an end that differs between episodes; its observation is a dict."""
+
+    observation_space = spaces.Dict(count=spaces.Box(0, 99, (1,)), end=spaces.Discrete(9))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count, self.end = 0, int(self.np_random.integers(3, 9))
+        return self.seen(), {"left": self.end}
+
+    def seen(self):
+        return {"count": np.full(1, self.count, np.float32), "end": self.end}
+
+    def step(self, action):
+        self.count += 1
+        left = self.end - self.count
+        return self.seen(), float(action), left == 0, False, {"left": left}
+
+
+def data(vector, steps=(1, 25, 14), *, seed=0, limit=None, **kwargs):
+    env = fc.make_env(vector, **kwargs)
+    policy, batches = fc.random_policy(env), []
+    state = fc.init(env, policy, seed=seed)
+    for count in steps:
+        state, batch = fc.rollout(env, policy, state, count, max_frames_per_traj=limit)
+        batches.append(batch)
+    return torch.cat(batches, 1)
+
+
+@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+@pytest.mark.parametrize("limit", [None, 6])
+def test_a_mask_comes_before_the_next_step(kind, limit):
+    """So the data of NEXT_STEP are those of DISABLED, also where a limit cuts, and can be forked."""
+    disabled, next_step = (
+        data(kind([cartpole] * P, autoreset_mode=mode), limit=limit) for mode in (DISABLED, NEXT_STEP)
+    )
+    assert_same(disabled, next_step)
+    env = fc.make_env(kind([cartpole] * P, autoreset_mode=NEXT_STEP))
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=1), 9)
+    other = fc.fork(env, state)
+    assert_same(fc.rollout(env, policy, state, 9)[1], fc.rollout(env, policy, other, 9)[1])
+
+
+@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+@pytest.mark.parametrize("limit", [None, 2])
+def test_what_begins_in_the_same_step(kind, limit):
+    batch = data(kind([Informed] * P, autoreset_mode=SAME_STEP), info_keys=["left"], limit=limit)
+    count, ends = batch["next", "count"][..., 0], batch["next", "terminated"][..., 0]
+    assert torch.equal(batch["count"][..., 0], count - 1)
+    assert torch.equal(ends, count == batch["end"])
+    assert torch.equal(batch["next", "info", "left"].float(), batch["end"] - count)
+    done = batch["next", "done"][..., 0]
+    assert torch.equal(batch["count"][:, 1:, 0] == 0, done[:, :-1])
+    assert done.sum() > P
+    assert torch.equal(batch["collector", "step"].float(), batch["count"][..., 0])
+
+
+def test_resets_of_what_resets_itself():
+    """By a mask that it takes, or of all lanes."""
+    env = fc.make_env(lambda: SyncVectorEnv([Informed] * P, autoreset_mode=SAME_STEP))
+    assert (env.seeding, env.forking) == ("lane", "none")
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 2)
+    state = fc.reset(env, state, torch.tensor([False, True, False]))
+    _, batch = fc.rollout(env, policy, state, 1)
+    assert batch["count"][:, 0, 0].tolist() == [2, 0, 2]
+    assert fc.evaluate(env, policy, episodes=4, seed=0).lengths.min() >= 3
+    fc.testing.check_env(env, steps=30)
+
+
+class Plain(VectorEnv):
+    """Lanes without a mask, which count to four; it does not say how it resets."""
+
+    num_envs, spec = P, None
+    single_observation_space, single_action_space = spaces.Box(0, 9, (1,)), spaces.Discrete(2)
+    reports = True
+
+    def reset(self, *, seed=None, options=None):
+        assert options is None
+        assert seed is None or isinstance(seed, int)
+        self.count = np.arange(P)
+        return self.seen(), {}
+
+    def seen(self):
+        return self.count[:, None].astype(np.float32)
+
+    def step(self, actions):
+        self.count = self.count + 1
+        over, final = self.count >= 4, self.seen()
+        self.count = np.where(over, 0, self.count)
+        return self.seen(), np.ones(P), over, over & False, {"final_obs": final} if self.reports else {}
+
+
+class Silent(Plain):
+    reports = False
+
+
+def test_a_mode_that_is_not_declared():
+    batch = data(Plain(), autoreset_mode="SAME_STEP", steps=(1, 7))
+    assert batch["next", "observation"][0, :, 0].tolist() == [1, 2, 3, 4, 1, 2, 3, 4]
+    assert batch["observation"][1, :, 0].tolist() == [1, 2, 3, 0, 1, 2, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("do", "error", "says"),
+    [
+        (lambda: fc.make_env(Plain()), ValueError, r"autoreset_mode=None.*: pass autoreset_mode= if it does not say"),
+        (lambda: fc.make_env(Plain(), autoreset_mode="NEXT_STEP"), ValueError, "takes options=.*reset_mask"),
+        (lambda: fc.make_env(Plain(), autoreset_mode="same"), ValueError, "autoreset_mode must be one of|is 'same'"),
+        (lambda: fc.make_env("CartPole-v1", autoreset_mode="DISABLED"), ValueError, "is for a VectorEnv.*leave it out"),
+        (lambda: data(Plain(), autoreset_mode="SAME_STEP", limit=3), fc.EnvError, "a reset within an episode"),
+        (lambda: data(Silent(), autoreset_mode="SAME_STEP"), fc.EnvError, "does not report the last observations"),
+    ],
+)
+def test_errors(do, error, says):
+    with pytest.raises(error, match=says):
+        do()
+
+
+@pytest.mark.parametrize("mode", [NEXT_STEP, SAME_STEP])
+def test_atari_in_threads_is_the_raw_vector(mode):
+    from ale_py.vector_env import AtariVectorEnv
+
+    def build():
+        return AtariVectorEnv("pong", num_envs=2, autoreset_mode=mode, max_num_frames_per_episode=60, noop_max=0)
+
+    batch = data(build, steps=(40,))
+    raw, screens, flags = build(), [], []
+    env = fc.make_env(build)
+    state = fc.init(env, fc.random_policy(env), seed=0)
+    seeds = np.array([state.env_state.simulation._seed(lane, 0) % 2**31 for lane in range(2)])
+    screen, _ = raw.reset(seed=seeds)
+    for t in range(40):
+        seen, _, _, truncated, info = raw.step(batch["action"][:, t].numpy())
+        last = info["final_obs"] if mode is SAME_STEP and truncated.any() else seen
+        assert np.array_equal(batch["observation"][:, t].numpy(), screen)
+        assert np.array_equal(batch["next", "observation"][:, t].numpy(), last)
+        screen = seen
+        if mode is NEXT_STEP and truncated.any():
+            screen, _ = raw.reset(options={"reset_mask": truncated})
+        screens.append(seen)
+        flags.append(truncated)
+    assert np.array_equal(batch["next", "truncated"][..., 0].numpy().T, np.array(flags))
+    assert np.array(flags).sum() >= 4
