@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ GymVectorEnv = VectorEnv[Any, Any, Any]
 TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()
 # The types of most numbers and flags: nobody can change such a value.
 _FIXED = frozenset({bool, int, float, *(np.dtype(code).type for code in "?bhilqBHILQefd")})
+_NO_OPTIONS = itertools.repeat(None)
 API = "use Gymnasium's step API"
 _FIVE_VALUES = f"expected the five values (observation, reward, terminated, truncated, info): {API}"
 
@@ -113,7 +115,7 @@ class Lanes(SimulatorsBase):
     @override
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], options: Sequence[Any] | None = None, /) -> None:
         resets, write, signs = self._resets, self._rows.write_lane, SIGNS.count
-        for lane, seed, own in zip(lanes, seeds, options or [None] * len(lanes), strict=True):
+        for lane, seed, own in zip(lanes, seeds, options or _NO_OPTIONS):  # noqa: B905  (these have no end)
             try:
                 answer = resets[lane](seed=seed) if own is None else resets[lane](seed=seed, options=own)
             except Exception as error:
