@@ -159,7 +159,8 @@ class PrioritizedSampler(RandomSampler):
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         self._check(memory)
         slots = self._priorities.find(random_source.uniform(batch_size))
-        return self.with_returns(memory, SampleIndices(slots=slots, info={"priority_weight": self._corrections(slots)}))
+        drawn = SampleIndices(slots=slots, info={"priority_weight": self._corrections(slots)})
+        return drawn if self.returns is None else self.with_returns(memory, drawn)
 
     def _corrections(self, slots: Ints) -> torch.Tensor:
         """The importance weights [N] float32 of the frames in `slots` [N]."""

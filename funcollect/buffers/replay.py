@@ -182,7 +182,7 @@ class ReplayBuffer(BufferAccess):
         """The slots as a tensor, at whose memory it is noted how many frames the buffer has been given."""
         index = torch.from_numpy(slots)
         if self._by_priority:
-            self._note(index, self._before + self._memory.written)
+            setattr(index.untyped_storage(), _WRITTEN, self._before + self._memory.written)  # `_note` without its call
         return index
 
     def _note(self, index: Tensor, written: int | None) -> None:
