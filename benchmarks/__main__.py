@@ -23,6 +23,7 @@ NAMES = (
     "step",
     "suites",
     "vector",
+    "uneven",
     "torchrl",
     "fused",
     "policies",

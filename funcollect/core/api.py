@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.arguments import check_function, check_kind
-from funcollect.core.loops import device, host, over_jax, tensor
+from funcollect.core.loops import device, host, over_jax, own_pace, tensor
 from funcollect.core.request import NO_VALUES, Request, Value, check_eager, check_state, exploration_values, with_values
 from funcollect.core.routes import check_pair as check_pair
 from funcollect.core.routes import of_lanes, route_of, run_in_jax
@@ -30,7 +30,7 @@ from funcollect.specs import ExplorationType
 _STATES: dict[str, Any] = {"host": host, "torch": tensor, "jax": over_jax, "device": device}  # by an Env's backend
 RunLoop = Callable[[Any, Policy, CollectorState, Request], tuple[CollectorState, TensorDict]]
 LOOPS: dict[str, RunLoop] = {  # by `Route.loop`
-    "host": host.run,
+    "host": own_pace.run,
     "torch": tensor.run,
     "device": device.run,
     "captured": tensor.run_captured,

@@ -103,6 +103,8 @@ class Simulation(LiveSimulators):
         super().__init__(env, env.open() if simulators is None else simulators)
         self._each_episode = env.seeding == "episode"
         self.lanes: list[int] = lanes.tolist()
+        paced = isinstance(self.simulators, protocols.PacedSimulators)
+        self.least_ready = cast(protocols.PacedSimulators, self.simulators).least_ready if paced else 0
         self._announced = False  # whether those know the seeds of the next episodes
         self.calls: list[AppliedCall] = []
         self.changed_in_part = False  # whether a function raised, so that only some lanes' environments have changed

@@ -112,7 +112,7 @@ def _torch_env(name: str, **kwargs: Any) -> Env:
 _SUITES = ("ale", "brax", "envpool", "gymnax", "jumanji", "navix", "pgx", "playground")
 _NAMESPACES: dict[str, Callable[..., Env]] = {name: getattr(envs, f"from_{name}") for name in _SUITES}
 _NAMESPACES["torch"] = _torch_env
-WORKER_ARGUMENTS = ("num_workers", "parallel", "timeout", *REMOVED)
+WORKER_ARGUMENTS = ("num_workers", "parallel", "timeout", "wait", "min_ready", *REMOVED)
 _ADAPTER_ARGUMENTS = (
     "num_envs",
     *WORKER_ARGUMENTS,

@@ -36,6 +36,8 @@ def from_torchrl(
     num_workers: int = 0,
     parallel: bool = False,
     timeout: float = 60.0,
+    wait: str = "all",
+    min_ready: int | None = None,
     dtype: npt.DTypeLike | None = None,
     **kwargs: Any,
 ) -> SimulatedEnv:
@@ -69,7 +71,9 @@ def from_torchrl(
     if is_torchrl(env) and (apart or kwargs):
         names = [*kwargs, *(["num_envs, or workers,"] if apart else [])]
         raise TypeError(f"{', '.join(names)} cannot be given with an environment that is built: pass a factory")
-    workers = LaneWorkers.checked(num_envs or 1, parallel=parallel, num_workers=num_workers, timeout=timeout)
+    workers = LaneWorkers.checked(
+        num_envs or 1, parallel=parallel, num_workers=num_workers, timeout=timeout, wait=wait, min_ready=min_ready
+    )
     made = partial(_make, env, kwargs)
     first = env if is_torchrl(env) else made()
     if apart and first.batch_size:

@@ -128,6 +128,21 @@ class Simulators(Protocol):
 
 
 @runtime_checkable
+class PacedSimulators(Simulators, Protocol):
+    """Simulators of which some lanes may be stepped while others are still under way."""
+
+    @property
+    def least_ready(self) -> int:
+        """The number of lanes to wait for; 0 to step all lanes together by `send` and `receive`."""
+
+    def send_some(self, lanes: Sequence[int], action: Any, /) -> None:
+        """Begin a step of these k lanes, none of which is under way, with the actions [k, ...]."""
+
+    def receive_some(self, least: int, /) -> tuple[Sequence[int], Outcome]:
+        """Wait for at least so many of the lanes that are under way; return those that have answered, as `receive`."""
+
+
+@runtime_checkable
 class SimulatorsOfLanes(Simulators, Protocol):
     """Simulators with an object for each lane, for `funcollect.apply`."""
 

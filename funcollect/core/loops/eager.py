@@ -77,6 +77,10 @@ class Stepper:
         """Prepare another rollout of a request like the last; False if that takes another stepper."""
         return False
 
+    def bind(self, inputs: ActorInputs) -> Any:
+        """Return the policy bound to the rollout, an `Actor`."""
+        return self.policy.actor(inputs)
+
     def begin(self) -> None:
         """Use the state, which may be possible once: bad arguments have raised."""
 
@@ -84,6 +88,16 @@ class Stepper:
         """Record the observations that the policy reads at step `t`, before it may write into them."""
         for column, row in self.roots:
             column[t] = row
+
+    def make_steps(self, act: Callable[[Any], Any], restart: Callable[[Any], None]) -> None:
+        """Make the steps of a rollout; whoever waits for this process sees a sign of life at each."""
+        record, step, signs = self.record, self.step, SIGNS.count
+        for t in range(self.request.length):
+            signs[0] += 1
+            record(t)
+            begun = step(t, act(t))
+            if begun is not None:
+                restart(begun)
 
     def step(self, t: int, action: Any) -> Any:
         """Step all lanes; return those that began another episode, as `Actor.restart` takes them, or None."""
@@ -121,7 +135,7 @@ class Opened(OpenFor):
         self._inputs = inputs_of(stepper, self._noise(stepper.state))
         self._actor = actor = open_actor(stepper, self._inputs)
         self._policy_calls = timed("policy", actor.act), timed("policy", actor.restart)
-        self._all, self._finish = timed("steps", step_all), timed("finish", actor.finish)
+        self._all, self._finish = timed("steps", stepper.make_steps), timed("finish", actor.finish)
         self._deliver = timed("delivery", stepper.deliver)
 
     def rollout(self, env: Env, policy: Policy, state: CollectorState, request: Request) -> Rollout | None:
@@ -154,7 +168,7 @@ class Opened(OpenFor):
         stepper.begin()
         with reads_together() if stepper.waits else _NOTHING:
             with actor.running():
-                self._all(stepper, *self._policy_calls)
+                self._all(*self._policy_calls)
                 policy_state, outputs = self._finish()
             counters, batch = self._deliver(outputs)
         after = stepper.after(policy_state, counters)
@@ -179,17 +193,6 @@ def run(
     """
     done: Rollout | None = state.opened and state.opened.rollout(env, policy, state, request)
     return done or Opened(make(env, policy, state, request), draw).run()
-
-
-def step_all(stepper: Stepper, act: Callable[[int], Any], restart: Callable[[Any], None]) -> None:
-    """Make the steps of a rollout; whoever waits for this process sees a sign of life at each."""
-    record, step, signs = stepper.record, stepper.step, SIGNS.count
-    for t in range(stepper.request.length):
-        signs[0] += 1
-        record(t)
-        begun = step(t, act(t))
-        if begun is not None:
-            restart(begun)
 
 
 class NoiseAhead:
@@ -250,7 +253,7 @@ def inputs_of(stepper: Stepper, noise: Tensor | None) -> ActorInputs:
 def open_actor(stepper: Stepper, inputs: ActorInputs) -> Any:
     """Return the policy bound to a stepper's rollout, an `Actor`."""
     policy, state, request = stepper.policy, stepper.state, stepper.request
-    actor: Any = policy.actor(inputs)
+    actor: Any = stepper.bind(inputs)
     random_left = min(request.random_steps - state.steps_made, request.length)
     if random_left > 0:
         actor = RandomStart(actor, inputs, state.key, state.lane_ids, state.steps_made, random_left, head_of(policy))

@@ -14,9 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.core.batch import reset_counters
-from funcollect.core.loops import eager
 from funcollect.core.loops.eager import Stepper, TrajectoryLimit, timed
-from funcollect.core.request import Request, Rollout
+from funcollect.core.request import Request
 from funcollect.core.simulators import Simulation, SimulatorHandle, rebuild, record_of
 from funcollect.core.state import CollectorState, first_state
 from funcollect.envs.host.host_env import NOT_RECORDED, bad_info, bad_outcome, check_outcome, takes_options
@@ -82,13 +81,7 @@ def fork(env: HostEnv, state: CollectorState) -> CollectorState:
     return state.changed(env_state=rebuild(source.env, record_of(source, "forked", advice), state))
 
 
-def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
-    """Implement `funcollect.rollout`."""
-    state.env_state.check()
-    return eager.run(_HostStepper, env, policy, state, request)
-
-
-class _HostStepper(Stepper):
+class HostStepper(Stepper):
     """Steps simulators, and restarts lanes whose episode ends unless they stay finished."""
 
     in_numpy = True
@@ -114,7 +107,7 @@ class _HostStepper(Stepper):
         self._nexts = [*zip(columns[len(rows) : -1], rows)]  # noqa: B905  (none if they are compact)
         self._reward, self._terminated, self._truncated = columns[-1], self.book.terminated, self.book.truncated
         self._values: dict[str, list[Any]] = {key: [] for key in self._info_keys} if self._info_keys else {}
-        self._final: list[tuple[int, Any, list[Any]]] = []  # next observations without a column: step, lanes, rows
+        self._final: list[tuple[Any, Any, list[Any]]] = []  # next observations without a column: step, lanes, rows
         most = request.max_frames_per_traj
         self._limit = TrajectoryLimit(state.step.numpy(), most) if most else None
         # the first step at which a lane reaches the limit, or one after the rollout

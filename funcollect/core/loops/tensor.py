@@ -389,7 +389,7 @@ def _steps(
         )
     )
     with actor.running():
-        eager.step_all(stepper, actor.act, actor.restart)
+        stepper.make_steps(actor.act, actor.restart)
         following = before._replace(
             lanes=stepper.lanes(), recurrent=actor.recurrent, tensors=before.tensors | policy.buffers()
         )

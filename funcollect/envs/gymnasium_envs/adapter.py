@@ -49,6 +49,8 @@ def from_gymnasium(
     num_workers: int = 0,
     parallel: bool = False,
     timeout: float = 60.0,
+    wait: str = "all",
+    min_ready: int | None = None,
     info_keys: Sequence[str] = (),
     dtype: npt.DTypeLike | None = None,
     one_hot: bool = False,
@@ -76,6 +78,10 @@ def from_gymnasium(
             same. The guide to many simulators says when they pay, what can be sent to them, and what a lost one means.
         parallel: True means one worker for each lane.
         timeout: seconds after which a worker that has neither answered nor stepped a lane counts as hung.
+        wait: ``"any"`` lets each worker make the steps of a rollout at its own pace: the policy is called for all lanes
+            as soon as `min_ready` have answered, and only the end of the rollout is a barrier. The data are those of
+            ``"all"``. For slow simulators whose steps or resets take unequal time.
+        min_ready: the number of lanes for ``wait="any"``; by default an eighth of all.
         info_keys: keys of `info` that a batch records under ``next.info``. Every step has to return them
             (`RecordEpisodeStatistics` returns ``episode`` at ends only: use `funcollect.episode_stats`).
             ``"rewards.x"`` is ``info["rewards"]["x"]``, or the info of that very name if there is one.
@@ -107,7 +113,8 @@ def from_gymnasium(
     opener: Opener
     if isinstance(first, VectorEnv):
         env = first
-        own = {"num_envs": num_envs, "parallel": parallel or None, "num_workers": num_workers or None}
+        own: dict[str, Any] = {"num_envs": num_envs, "parallel": parallel or None, "num_workers": num_workers or None}
+        own |= {"wait": None if wait == "all" else wait, "min_ready": min_ready}
         _refuse("a VectorEnv", **own, timeout=None if timeout == LaneWorkers.timeout else timeout, **kwargs)
         num_envs, limited = env.num_envs, base.has_time_limit(env) or is_of_kind(env, GAMES)
         opener, seeding, replayed = over_vector(env, build, autoreset_mode)
@@ -118,7 +125,9 @@ def from_gymnasium(
         if autoreset_mode is not None:
             raise ValueError(f"autoreset_mode={autoreset_mode!r} is for a VectorEnv, got {env!r}: leave it out")
         sources, num_envs = _sources_of(first, num_envs)
-        workers = LaneWorkers.checked(len(sources), parallel=parallel, num_workers=num_workers, timeout=timeout)
+        workers = LaneWorkers.checked(
+            len(sources), parallel=parallel, num_workers=num_workers, timeout=timeout, wait=wait, min_ready=min_ready
+        )
         made, open_group = _made(sources, kwargs, in_workers=workers is not None)
         first, opener = made[0], WorkerLanes if workers else open_group(0, len(sources))
         # In workers, lanes with sources of their own are made there only.

@@ -41,6 +41,8 @@ def from_ale(
     num_workers: int = 0,
     parallel: bool = False,
     timeout: float = 60.0,
+    wait: str = "all",
+    min_ready: int | None = None,
     **kwargs: Any,
 ) -> SimulatedEnv:
     """A host environment over an Atari game, seeded by lane: a seeded reset reloads the game, which takes 90 ms.
@@ -63,7 +65,7 @@ def from_ale(
         max_episode_steps: steps after which an episode is truncated; the game itself truncates after 108,000 frames.
         **kwargs: for the game: `mode`, `difficulty`, `full_action_space`, `max_num_frames_per_episode`, and
             `render_mode`, ``"rgb_array"`` for `funcollect.record`.
-        num_envs, info_keys, one_hot, num_workers, parallel, timeout: see `from_gymnasium`.
+        num_envs, info_keys, one_hot, num_workers, parallel, timeout, wait, min_ready: see `from_gymnasium`.
 
     Raises ImportError if ale-py or OpenCV is not installed, and otherwise the errors of `from_gymnasium`.
 
@@ -98,4 +100,5 @@ def from_ale(
     if grayscale:
         spec.kwargs["obs_type"] = "grayscale"  # cheaper to fetch, and no wrapper reads colours
     workers: Any = {"num_workers": num_workers, "parallel": parallel, "timeout": timeout}
+    workers |= {"wait": wait, "min_ready": min_ready}
     return from_gymnasium(spec, num_envs=num_envs, info_keys=info_keys, one_hot=one_hot, **workers, **kwargs)

@@ -13,7 +13,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.core.loops import tensor
-from funcollect.core.loops.eager import Clock, step_all
+from funcollect.core.loops.eager import Clock
 from funcollect.core.request import Request, step_limit
 from funcollect.envs import Transition
 from funcollect.errors import LoweringError
@@ -303,7 +303,7 @@ def test_nothing_is_read_before_the_batch_is_delivered(name, kwargs, monkeypatch
     still = SimpleNamespace(act=lambda t: action, restart=lambda lanes: None)
     actions = {("action",): action.expand(30, *action.shape)}
     with reads_together(), NoReads():
-        step_all(stepper, still.act, still.restart)
+        stepper.make_steps(still.act, still.restart)
         stepper.deliver(actions)
 
 

@@ -46,8 +46,8 @@ def test_steps_of_torch_do_not_wait(device, env_id, monkeypatch):
     env = fc.make_env(env_id, num_envs=8, device=device)
     (inputs,), head = env.observation_space.shape, fc.heads.categorical if env_id == CARTPOLE else fc.heads.normal
     policy, calls = network(inputs, 2, device, head), []
-    batch = twice(env, policy, lambda: calls.append(forbid_waits(monkeypatch, eager, "step_all", device)))
-    assert calls == [["step_all"]]
+    batch = twice(env, policy, lambda: calls.append(forbid_waits(monkeypatch, eager.Stepper, "make_steps", device)))
+    assert calls == [["make_steps"]]
     assert {leaf.device.type for leaf in batch.values(True, True)} == {device}
 
 

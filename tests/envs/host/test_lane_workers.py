@@ -145,16 +145,20 @@ DEEDS = {
 }
 
 
-def doomed(folder, deed, lane, step):
+def doomed(folder, deed, lane, step, wait="all"):
     """Six lanes over three workers, one of which does `deed` at a step of its life."""
     (folder / f"{lane} {step}").write_text(deed)
     factories = [partial(Doomed, str(folder), lane) for lane in range(6)]
-    return fc.make_env(factories, num_workers=3, info_keys=INFOS, timeout=2.0)
+    return fc.make_env(factories, num_workers=3, info_keys=INFOS, timeout=2.0, wait=wait)
 
 
-@pytest.mark.parametrize(("deed", "length"), [*((deed, 9) for deed in DEEDS), ("hang", 4)])  # also in the last step
-def test_a_lost_worker_is_reported_with_its_lanes_and_a_recovery_goes_on(deed, length, tmp_path):
-    env, policy, state = begun(doomed(tmp_path, deed, 3, 4))
+LOSSES = [*((deed, 9, "all") for deed in DEEDS), ("hang", 4, "all")]  # also in the last step
+LOSSES += [(deed, 9, "any") for deed in ("die", "raise", "hang")]
+
+
+@pytest.mark.parametrize(("deed", "length", "wait"), LOSSES)
+def test_a_lost_worker_is_reported_with_its_lanes_and_a_recovery_goes_on(deed, length, wait, tmp_path):
+    env, policy, state = begun(doomed(tmp_path, deed, 3, 4, wait))
     with pytest.raises(EnvError, match=rf"{DEEDS[deed]}.*funcollect.recover\(env, state\)") as caught:
         fc.rollout(env, policy, state, length)
     assert re.match(r"lane 3: step|lanes 2 to 3 \(worker 1\)", str(caught.value))
@@ -244,8 +248,9 @@ def test_a_script_needs_no_main_guard_and_leaves_nothing(tmp_path):
     assert done.stdout.splitlines() == ["begun", f"(2, 5) {script} None"]
 
 
-def test_rollouts_that_are_interrupted_at_any_moment_are_followed_by_new_episodes():
-    env, policy, state = begun(Nested, num_envs=4, num_workers=2)
+@pytest.mark.parametrize("wait", ["all", "any"])
+def test_rollouts_that_are_interrupted_at_any_moment_are_followed_by_new_episodes(wait):
+    env, policy, state = begun(Nested, num_envs=4, num_workers=2, wait=wait)
     moments, pids = random.Random(1), pids_of(state)
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
@@ -377,6 +382,11 @@ def over_two(what, says, env="CartPole-v1", error=ValueError, **kwargs):
     over_two("too many", "num_workers is 6, expected at most num_envs=4 … num_envs=6, or fewer", num_workers=6),
     over_two("two numbers", "parallel=True means num_workers=4 … num_workers=2 was given", parallel=True),
     over_two("no time", "timeout is 0, expected a positive number … pass for example timeout=60", timeout=0),
+    over_two("another wait", "wait must be one of ['all', 'any'], but is 'some' … choose", wait="some"),
+    given("nobody waits", "wait='any' was given without workers … pass num_workers", num_envs=4, wait="any"),
+    over_two("a number for all", "min_ready=2 was given, which is for wait='any' … pass that", min_ready=2),
+    over_two("too many ready", "min_ready is 5, expected at most num_envs=4 … fewer", wait="any", min_ready=5),
+    given("a vector's wait", "wait, min_ready cannot … with a VectorEnv … leave", VECTOR(), wait="any", min_ready=1),
     over_two("TorchRL's", "SerialEnv, which is a batch of 2 already … a factory of a single", serial, num_envs=2),
     *(over_two("old", f"overlap {OLD}", env, TypeError, overlap=2) for env in ("ale/Pong", Nested, transformed)),
     *(over_two("old", f"on_failure {OLD}", env, TypeError, on_failure="restart") for env in ("ale/Pong", Nested)),

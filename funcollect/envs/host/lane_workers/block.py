@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy.typing as npt
 import torch
 
-from funcollect.arguments import check_count, check_flags, check_number
+from funcollect.arguments import check_choice, check_count, check_flags, check_number, check_positive
 from funcollect.processes.memory import LeafPlace, Memory, MemoryLayout
 from funcollect.processes.system import PORTABLE, check_platform
 from funcollect.protocols import HostEnv
@@ -40,13 +40,17 @@ class LaneWorkers:
     """Worker processes of an environment."""
 
     num_workers: int
+    least_ready: int = 0  # lanes for which the policy waits, while each lane makes its steps at its own pace; 0 for all
     timeout: float = 60.0  # seconds after which a worker that has neither answered nor stepped a lane counts as hung
 
     def __str__(self) -> str:
-        return f"{self.num_workers} worker process{'es' * (self.num_workers != 1)}"
+        pace = ", each at its own pace" * bool(self.least_ready)
+        return f"{self.num_workers} worker process{'es' * (self.num_workers != 1)}{pace}"
 
     @classmethod
-    def checked(cls, num_envs: int, *, parallel: bool, num_workers: int, timeout: float) -> Self | None:
+    def checked(
+        cls, num_envs: int, *, parallel: bool, num_workers: int, timeout: float, wait: str, min_ready: int | None
+    ) -> Self | None:
         """The workers that an adapter's arguments ask for; None for none. Raises the errors of `from_gymnasium`."""
         check_flags(parallel=parallel)
         check_count("num_workers", num_workers)
@@ -62,7 +66,17 @@ class LaneWorkers:
             )
         if count:
             check_platform("leave num_workers and parallel out")
-        return cls(num_workers=count, timeout=timeout) if count else None
+        check_choice("wait", wait, ("all", "any"))
+        if wait == "any" and not count:
+            raise ValueError("wait='any' was given without workers, which it is for: pass num_workers")
+        if min_ready is not None and wait == "all":
+            raise ValueError(f"min_ready={min_ready} was given, which is for wait='any': pass that, or leave it out")
+        if min_ready is not None:
+            check_positive("min_ready", min_ready)
+        if (min_ready or 1) > num_envs:
+            raise ValueError(f"min_ready is {min_ready}, expected at most num_envs={num_envs}: pass fewer")
+        least = (min_ready or max(1, num_envs // 8)) if wait == "any" else 0
+        return cls(num_workers=count, timeout=timeout, least_ready=least) if count else None
 
     def shares(self, num_envs: int) -> list[range]:
         """The lanes of each worker, in order; the first ones may have one lane more."""
@@ -81,6 +95,7 @@ def refuse_removed(given: Mapping[str, Any]) -> None:
 STEP = 0  # all its lanes
 STEP_CHOSEN = 1  # those that are marked
 RESET = 2  # marked lanes
+STEP_APART = 3  # marked lanes, of which those whose episodes end restart as after `STEP`
 
 _OF_LANES = {  # [P]
     "reward": torch.float64,
@@ -92,6 +107,7 @@ _OF_LANES = {  # [P]
 }
 _OF_WORKERS = {  # [W]
     "asked": torch.int64,  # the number of the last order
+    "carried_out": torch.int64,  # the number of the last order whose results are in the block
     "answered": torch.int64,  # the number of the last order after whose answer the bell rang
     "order": torch.int8,  # see above
     "failed": torch.bool,  # whether the last order has failed

@@ -18,7 +18,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.envs.host.host_env import ONWARD, Camera, SimulatedEnv, bad_info
-from funcollect.envs.host.lane_workers.block import NO_RESTART, RESET, STEP, STEP_CHOSEN, Array, Bell, LaneBlock
+from funcollect.envs.host.lane_workers.block import (
+    NO_RESTART,
+    RESET,
+    STEP,
+    STEP_APART,
+    STEP_CHOSEN,
+    Array,
+    Bell,
+    LaneBlock,
+)
 from funcollect.envs.host.lane_workers.worker_process import Applied, LaneJob, Snapshot
 from funcollect.errors import ClosedError, EnvError, NotCalledError
 from funcollect.processes.failures import Failure, UnsentResultError, sending
@@ -61,6 +70,8 @@ class WorkerLanes(WorkerPool):
         self._next_seeds: dict[int, Any] = dict.fromkeys(range(num_envs), _NEVER)  # by lane, as announced
         self._restarted: dict[int, Any] = {}  # by lane that has begun its next episode already: the seed
         self._target = self._every  # of the last `send`
+        self._under_way: set[int] = set()  # workers of `send_some`
+        self.least_ready = env.workers.least_ready
         self._heard = 0  # answers to orders that nobody has taken yet
         self._open = 0  # workers with an order whose answer nobody has taken, more if one was broken off
         self._lost: set[int] = set()  # workers that `renew` has to replace
@@ -159,18 +170,35 @@ class WorkerLanes(WorkerPool):
 
     def await_answers(self, workers: Sequence[int]) -> None:
         """Wait until these workers have carried out their orders; raise an exception of one, or EnvError for a loss."""
-        count, self._checked = len(workers), time.monotonic()
-        while self._heard < count:
-            if rings := self._answers.wait(SLICE):
-                self._heard += rings
-                continue
-            for worker in sorted(self._ended):
-                self._lose(worker, Loss(self.records[worker].handle.how()))
+        self._checked = time.monotonic()
+        while self._heard < len(workers):
+            self._listen()
+        self._take(workers)
+
+    def _await_some(self, workers: Sequence[int], done: Callable[[list[int]], bool]) -> list[int]:
+        """Wait, with others under way, until those of these workers that have carried out their orders are enough."""
+        block, rows = self.block, list(workers)
+        while not done(found := [*itertools.compress(rows, block.carried_out[rows] == block.asked[rows])]):
+            self._listen()
             self._look_for_hangs()
-        self._heard -= count
+        self._take(found)
+        return found
+
+    def _listen(self) -> None:
+        """Wait for rings of workers, not for long; raise EnvError for one that has ended or hangs."""
+        if rings := self._answers.wait(SLICE):
+            self._heard += rings
+            return
+        for worker in sorted(self._ended):
+            self._lose(worker, Loss(self.records[worker].handle.how()))
+        self._look_for_hangs()
+
+    def _take(self, workers: Sequence[int]) -> None:
+        """Take the answers of these workers; raise an exception of one. A ring may be heard later than its answer."""
+        self._heard -= len(workers)
         if any(self.block.failed[self.block.rows(workers)].tolist()):
             self.finish([self.call(worker, "raised") for worker in workers if self.block.failed[worker]])
-        self._open -= count
+        self._open -= len(workers)
 
     def _call_in(self, arguments: Mapping[int, Sequence[Any]], name: str) -> list[Any]:
         """Call a method of `ServedLanes` in all these workers, with their arguments; in none if one of them has ended.
@@ -211,10 +239,11 @@ class WorkerLanes(WorkerPool):
             self._replace(worker)
         self.finish([call for worker in gone for call in self.records[worker].calls])
         self._watch(gone)
-        self.block.answered[:] = self.block.asked
+        self.block.answered[:] = self.block.carried_out[:] = self.block.asked
         self.block.failed[:] = False
         self._answers.heard()
         self._heard = self._open = 0
+        self._under_way.clear()
         self._lost.clear()
         return bool(gone)
 
@@ -299,10 +328,12 @@ class WorkerLanes(WorkerPool):
             for lane in begun:
                 del asked[lane]
         if asked:
+            if not self._under_way:
+                self._checked = time.monotonic()
             target = self._some([*asked])
             self.block.seeds[target.rows] = LaneBlock.numbers([*asked.values()])
             self.order(RESET, target.workers)
-            self.await_answers(target.workers)
+            self._await_some(target.workers, lambda found: len(found) == len(target.workers))
 
     def announce(self, lanes: Sequence[int], seeds: Sequence[int | None] | None, /) -> None:
         """Let workers restart these lanes with these seeds as soon as their episodes end; for None, not any more."""
@@ -329,12 +360,35 @@ class WorkerLanes(WorkerPool):
 
     def receive(self) -> tuple[Sequence[int], Outcome]:
         """Wait for the workers of the last `send`."""
-        target = self._target
-        self.await_answers(target.workers)
+        self.await_answers(self._target.workers)
+        return self._outcome(self._target, restarts=self._target is self._every)
+
+    def send_some(self, lanes: Sequence[int], action: Any, /) -> None:
+        """Let the workers of these lanes step them; others may be under way."""
+        if not self._under_way:
+            self._checked = time.monotonic()
+        target = self._some(lanes)
+        self.block.action[target.rows] = action
+        self._under_way.update(target.workers)
+        self.order(STEP_APART, target.workers)
+
+    def receive_some(self, least: int, /) -> tuple[Sequence[int], Outcome]:
+        """Wait for the workers of at least so many lanes out of those that are under way."""
+
+        def marked(workers: Sequence[int]) -> list[int]:
+            return [lane for worker in workers for lane in self._shares[worker] if self.block.chosen[lane]]
+
+        workers = self._await_some(sorted(self._under_way), lambda found: len(marked(found)) >= least)
+        self._under_way.difference_update(workers)
+        lanes = marked(workers)
+        return self._outcome(_Target(lanes, lanes, workers), restarts=True)
+
+    def _outcome(self, target: _Target, *, restarts: bool) -> tuple[Sequence[int], Outcome]:
+        """The lanes of a target and the outcome of their step, after which workers may have restarted some."""
         block, rows = self.block, target.rows
         terminated, truncated = block.terminated[rows].tolist(), block.truncated[rows].tolist()
         infos = self._infos(target) if self._info_keys else ()
-        if target is self._every and (any(terminated) or any(truncated)):
+        if restarts and (any(terminated) or any(truncated)):
             ended = itertools.compress(target.lanes, map(operator.or_, terminated, truncated))
             restarted = {lane: seed for lane in ended if (seed := self._next_seeds[lane]) is not _NEVER}
             if restarted:  # until `reset`, their rows are the last observations of the episodes that have ended

@@ -23,7 +23,16 @@ from funcollect.envs.host.host_env import (
     check_outcome,
     takes_options,
 )
-from funcollect.envs.host.lane_workers.block import INFO_BYTES, NO_RESTART, NO_SEED, RESET, STEP, Bell, LaneBlock
+from funcollect.envs.host.lane_workers.block import (
+    INFO_BYTES,
+    NO_RESTART,
+    NO_SEED,
+    RESET,
+    STEP,
+    STEP_APART,
+    Bell,
+    LaneBlock,
+)
 from funcollect.processes.channel import Channel
 from funcollect.processes.failures import Failure, UnsentResultError, check_sendable, sending
 from funcollect.processes.memory import MemoryLayout, mapped
@@ -117,23 +126,24 @@ class ServedLanes(Served):
             return  # its bell was rung twice
         try:
             if order == STEP:
-                self._step(range(len(self._lanes)), self._lanes, self._rows)
+                self._step(range(len(self._lanes)), self._lanes, self._rows, restarts=True)
             else:
                 own = block.chosen[self._rows].nonzero()[0]
                 rows = own + self._lanes.start
                 if order == RESET:
                     self._simulators.reset(own.tolist(), _seeds(block.seeds[rows]))
                 else:
-                    self._step(own.tolist(), rows.tolist(), rows)
+                    self._step(own.tolist(), rows.tolist(), rows, restarts=order == STEP_APART)
         except BaseException as error:
             self._failure, failed = Failure.of(error), True
         block.failed[index] = failed
+        block.carried_out[index] = number
         SIGNS.count[0] += 1
         self._answers.ring()
         block.answered[index] = number
 
-    def _step(self, own: Sequence[int], lanes: Sequence[int], rows: Any) -> None:
-        """Step lanes, by their numbers here and in all. If all step, those with a next seed restart at once."""
+    def _step(self, own: Sequence[int], lanes: Sequence[int], rows: Any, *, restarts: bool) -> None:
+        """Step lanes, by their numbers here and in all; with `restarts`, those with a next seed restart at once."""
         block = self._block
         self._simulators.send(own, block.action[rows])
         _, outcome = self._simulators.receive()
@@ -144,19 +154,17 @@ class ServedLanes(Served):
             raise bad_outcome(outcome, lanes) from error
         if infos:  # before a restart, which may write over them
             self._inform(infos)
-        if lanes is self._lanes:
-            over = block.terminated[rows] | block.truncated[rows]
-            if over.any():
-                self._restart(over)
+        if restarts and (over := block.terminated[rows] | block.truncated[rows]).any():
+            self._restart(np.array(lanes)[over])
 
-    def _restart(self, over: npt.NDArray[np.bool_]) -> None:
-        """Begin the next episodes of lanes that are over, [k] bool, if that was announced."""
-        block, rows = self._block, self._rows
-        seeds = block.next_seeds[rows]
-        own = (over & (seeds != NO_RESTART)).nonzero()[0]
+    def _restart(self, over: npt.NDArray[np.int64]) -> None:
+        """Begin the next episodes of lanes that are over, if that was announced."""
+        block = self._block
+        seeds = block.next_seeds[over]
+        lanes, seeds = over[seeds != NO_RESTART], seeds[seeds != NO_RESTART]
         for path, ends in block.ends.items():
-            ends[rows][own] = block.observation[path][rows][own]
-        self._simulators.reset(own.tolist(), _seeds(seeds[own]))
+            ends[lanes] = block.observation[path][lanes]
+        self._simulators.reset((lanes - self._lanes.start).tolist(), _seeds(seeds))
 
     def _inform(self, infos: Sequence[Any]) -> None:
         """Pass on a step's infos, an array for each key, in the block if they fit; EnvError if they are no numbers."""

@@ -1,0 +1,153 @@
+"""Lanes that do not wait for each other: the data are those of lanes in step, whoever answers first."""
+
+import random
+import time
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+import funcollect as fc
+from funcollect.errors import PolicyError
+from tests.envs.conftest import begun
+from tests.support.cases import POLICIES
+from tests.support.compare import assert_same, collect
+from tests.support.running import scaled
+
+LANES = 6
+
+
+class Sleepy(gymnasium.Env):
+    """Steps and resets take any time; episodes have 2 to 12 steps, and say how many are left."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (3,))
+    action_space = spaces.Discrete(4)
+
+    def __init__(self, most=0.002):
+        self.most, self.schedule = most, random.Random()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = int(self.np_random.integers(2, 13))
+        return self._observed()
+
+    def _observed(self):
+        time.sleep(self.schedule.uniform(0, self.most))
+        return self.np_random.normal(size=3).astype(np.float32), {"left": self.left}
+
+    def step(self, action):
+        self.left -= 1
+        observation, info = self._observed()
+        return observation, float(action) + self.np_random.random(), self.left == 0, False, info
+
+
+def both(make=Sleepy, **more):
+    """Lanes in step, and lanes at their own pace."""
+    spread = {"num_envs": LANES, "num_workers": 3, "info_keys": ["left"]} | more
+    return [fc.make_env(make, **spread, **wait) for wait in ({}, {"wait": "any", "min_ready": 1})]
+
+
+KINDS = ["random", "torch_mlp", "torch_recurrent", "jax_mlp", "jax_recurrent"]
+REQUESTS = [{}, {"max_frames_per_traj": 5}]
+
+
+@pytest.mark.parametrize("place", range(scaled(7)))
+def test_the_data_are_those_of_lanes_in_step(place):
+    kind, request = KINDS[place % len(KINDS)], REQUESTS[place % len(REQUESTS)]
+    ends = []
+    for env in both():
+        policy = POLICIES[kind](env)
+        state, batches = fc.init(env, policy, seed=place), []
+        for length in (9, 1, 14, 6):
+            state, batch = fc.rollout(env, policy, state, length, **request)
+            batches.append(batch)
+        ends.append((batches, state))
+        fc.close(state)
+    for one, other in zip(*(batches for batches, _ in ends), strict=True):
+        assert_same(one, other)
+    for name in ("episode", "step", "returns"):
+        assert torch.equal(*(getattr(state, name) for _, state in ends))
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("CartPole-v1", {"num_workers": 2}),
+        ("HalfCheetah-v5", {"max_episode_steps": 8}),
+        ("ale/Pong", {"max_episode_steps": 8}),
+    ],
+)
+def test_environments(name, more):
+    _, batch = (collect(env, fc.random_policy(env), 20, 11) for env in both(name, info_keys=[], **more))
+    assert_same(_, batch)
+
+
+def test_forks_files_evaluations_and_collectors(tmp_path):
+    scores, frames = [], []
+    for env in both():
+        _, policy, state = begun(env, 9, seed=3)
+        fc.save(tmp_path / "state", state)
+        fork, loaded = fc.fork(env, state), fc.load(tmp_path / "state", env, policy)
+        _, batch = fc.rollout(env, policy, state, 9)
+        for other in (fork, loaded):
+            assert_same(batch, fc.rollout(env, policy, other, 9)[1])
+        scores.append(fc.evaluate(env, policy, episodes=7, seed=4).returns)
+        options = {"frames_per_batch": 48, "total_frames": 144, "init_random_frames": 48, "max_frames_per_traj": 7}
+        with fc.SyncDataCollector(env, policy, compact_obs=True, seed=1, **options) as collector:
+            frames.append([fc.next_observations(each) for each in collector])
+    assert torch.equal(*scores)
+    for one, other in zip(*frames, strict=True):
+        assert_same(one, other)
+
+
+def test_no_lane_waits_for_a_slow_one(tmp_path):
+    """The slow lane's worker makes its first step only after the others have made all of theirs."""
+    done = [tmp_path / str(lane) for lane in range(3)]
+    env = fc.make_env([partial(Patient, lane, done) for lane in range(3)], num_workers=3, wait="any", min_ready=1)
+    _, batch = fc.rollout(env, policy := fc.random_policy(env), fc.init(env, policy, seed=0), 8)
+    assert batch["next", "observation"][..., 0].eq(torch.arange(1, 9.0)).all()
+
+
+class Patient(gymnasium.Env):
+    observation_space, action_space = spaces.Box(0, 99, (1,)), spaces.Discrete(2)
+
+    def __init__(self, lane, done):
+        self.lane, self.done, self.steps = lane, done, 0
+
+    def reset(self, **options):
+        super().reset(**options)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        while self.lane == 0 and not all(file.exists() for file in self.done[1:]):
+            time.sleep(1e-3)
+        self.steps += 1
+        if self.steps == 8:
+            self.done[self.lane].touch()
+        return np.full(1, self.steps, np.float32), 0.0, False, False, {}
+
+
+def keyed(env):
+    return fc.jax_policy(lambda params, x, key: x @ params, np.ones((3, 4), np.float32), head=fc.heads.categorical)
+
+
+NORMED = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4))
+DROPPED = nn.Sequential(nn.Linear(3, 4), nn.Dropout())
+REFUSED = {
+    "takes `key`": keyed,
+    "BatchNorm1d in training mode": lambda env: fc.torch_policy(NORMED, head=fc.heads.categorical),
+    "draws from Torch's generator": lambda env: fc.torch_policy(DROPPED, head=fc.heads.categorical),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_a_policy_whose_data_would_depend_on_the_schedule(says):
+    in_step, apart = both()
+    policy = REFUSED[says](apart)
+    with pytest.raises(PolicyError, match=f"{says}.*wait='all'"):
+        fc.rollout(apart, policy, fc.init(apart, policy, seed=0), 4)
+    fc.close(fc.rollout(in_step, policy, fc.init(in_step, policy, seed=0), 4)[0])
