@@ -103,8 +103,10 @@ class Simulation(LiveSimulators):
         super().__init__(env, env.open() if simulators is None else simulators)
         self._each_episode = env.seeding == "episode"
         self.lanes: list[int] = lanes.tolist()
-        paced = isinstance(self.simulators, protocols.PacedSimulators)
-        self.least_ready = cast(protocols.PacedSimulators, self.simulators).least_ready if paced else 0
+        paced: Any = self.simulators if isinstance(self.simulators, protocols.PacedSimulators) else None
+        self.least_ready: int = paced.least_ready if paced else 0
+        self.most_ahead: int = paced.most_ahead if paced else 0
+        self.carried: Any = None  # the rows that lanes have made beyond the last rollout
         self._announced = False  # whether those know the seeds of the next episodes
         self.calls: list[AppliedCall] = []
         self.changed_in_part = False  # whether a function raised, so that only some lanes' environments have changed

@@ -23,7 +23,6 @@ from funcollect.specs import ActionSpec, Space, observation_leaves
 _OURS = {
     "seed": "pass it to funcollect.init, or to a collector",
     "env_seed": "pass a seed to funcollect.init, or to a collector",
-    "batch_size": "all lanes are stepped together",
     "env_type": "Gymnasium's interface is used",
     **dict.fromkeys(("parallel", "num_workers"), "EnvPool is parallel itself: num_threads="),
 }
@@ -34,6 +33,8 @@ def from_envpool(
     *,
     num_envs: int | None = None,
     num_threads: int = 1,
+    batch_size: int | None = None,
+    max_carry: int = 1024,
     info_keys: Sequence[str] = (),
     dtype: npt.DTypeLike | None = None,
     one_hot: bool = False,
@@ -44,6 +45,10 @@ def from_envpool(
     Lanes that are done are reset in the same step, while EnvPool itself would reset them in the next one. EnvPool
     reports an episode that terminates at its time limit as truncated, not as terminated. With ``episodic_life=True``,
     an Atari game goes on after a lost life; a limit on frames and a reset within a life begin another game.
+
+    With `batch_size`, a divisor of `num_envs`, the pool is asynchronous: the policy is called whenever so many lanes
+    have answered, and none waits, so that some run ahead of a rollout. At most `max_carry` rows of a lane open the next
+    batch, with the `policy_version` that made them; which ones depends on time, a lane's own data do not.
 
     `task_id` is one of `envpool.list_all_envs`, such as ``"Pong-v5"``, and `num_threads` step the lanes; the data do
     not depend on their number. `kwargs` are for `envpool.make_gymnasium`: `max_episode_steps`, and the task's own
@@ -63,10 +68,13 @@ def from_envpool(
         )
     check_keys("info_keys", info_keys, "x_position")
     check_num_envs(num_envs)
-    check_positive("num_threads", num_threads)
+    for name, value in {"num_threads": num_threads, "batch_size": batch_size or 1, "max_carry": max_carry}.items():
+        check_positive(name, value)
+    if (num_envs or 1) % (batch_size or 1):
+        raise ValueError(f"batch_size is {batch_size}, expected a divisor of num_envs={num_envs or 1}: pass one")
     check_not_given("EnvPool here", kwargs, _OURS)
     envpool = import_extra("envpool", "envpool", "envs")
-    config = kwargs | {"num_envs": num_envs or 1, "num_threads": num_threads}
+    config = kwargs | {"num_envs": num_envs or 1, "num_threads": num_threads, "batch_size": batch_size or num_envs or 1}
     spec = _spec_of(envpool, task_id, config, info_keys)
     with warnings.catch_warnings(action="ignore"):  # Gymnasium warns about the bounds of EnvPool's boxes
         space, action_spec = _widened(spec.observation_space), ActionSpec(spec.action_space, one_hot)
@@ -77,13 +85,16 @@ def from_envpool(
             _ = pool.observation_space  # EnvPool makes it on first use, with a warning: here, not at the first step
         return pool
 
+    lives = getattr(spec.config, "episodic_life", False)
+    apart = batch_size not in (None, num_envs)
+    opener = partial(AsynchronousLanes, batch_size or 1, max_carry) if apart else EnvPoolLanes
     return SimulatedEnv(
         label=f"envpool/{task_id}",
         num_envs=num_envs,
         observation_space=space,
         action_spec=action_spec,
         observation_leaves=observation_leaves(space, dtype),
-        opener=partial(EnvPoolLanes, build, getattr(spec.config, "episodic_life", False)),
+        opener=partial(opener, build, lives),
         info_keys=tuple(info_keys),
         seeding="run",
         forking="none",
@@ -163,13 +174,15 @@ class EnvPoolLanes(SimulatorsBase):
 
     def _begin(self, index: npt.NDArray[np.int32]) -> list[tuple[npt.NDArray[np.int32], Any]]:
         """Reset the lanes of these indices; return the indices in parts, each with its observations."""
-        if not self._lives:
-            return [(index, self._pool.reset(index)[0])]
-        ended = self._ended[index]
-        self._ended[index] = False
-        lives, games = index[ended], index[~ended]
+        lives, games = self._parts(index)
         begun = [(lives, self._pool.step(self._no_action[lives], lives)[0])] if lives.size else []
         return [*begun, (games, self._pool.reset(games)[0])] if games.size else begun
+
+    def _parts(self, index: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """The lanes that go on with another life, and those that begin another game."""
+        ended = self._ended[index]
+        self._ended[index] = False
+        return index[ended], index[~ended]
 
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
@@ -190,3 +203,60 @@ class EnvPoolLanes(SimulatorsBase):
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+
+class AsynchronousLanes(EnvPoolLanes):
+    """The lanes of a pool in asynchronous mode, which answers for `batch_size` lanes at a time, of any under way."""
+
+    def __init__(self, batch_size: int, max_carry: int, *others: Any) -> None:
+        super().__init__(*others)
+        self.least_ready, self.most_ahead = batch_size, max_carry
+        self.busy: set[int] = set()
+        self._begins = np.zeros(self._num_envs, bool)  # [P]: the lane's next answer is that of a reset
+
+    @override
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
+        anew = any(seed is not None for seed in seeds)
+        if not anew and (waiting := sorted(self.busy.intersection(lanes))):
+            what = f"lanes {waiting}: a reset of lanes whose answers are under way, expected none"
+            raise EnvError(f"{what}: begin another run with funcollect.init, or leave batch_size out")
+        super().reset(lanes, seeds)
+        while anew and self._begins.any():
+            self._answer()
+
+    @override
+    def _begin(self, index: npt.NDArray[np.int32]) -> list[tuple[npt.NDArray[np.int32], Any]]:
+        lives, games = self._parts(index)
+        if lives.size:
+            self._pool.send(self._no_action[lives], lives)
+        if games.size:
+            self._pool._reset(games)
+        self._begins[index] = True
+        self.busy.update(index.tolist())
+        return []  # whose observations come with later answers
+
+    def _answer(self) -> tuple[npt.NDArray[np.int32], Any]:
+        """Wait for the pool; return the lanes whose steps have been made, and for these reward, flags and infos."""
+        observation, *outcome, info = self._pool.recv()
+        lanes = info["env_id"]
+        self._rows.write_batch(observation, lanes)
+        self.busy.difference_update(lanes.tolist())
+        made, self._begins[lanes] = ~self._begins[lanes], False
+        infos = [holder[name][made] for holder, name in (info_place(info, key) for key in self._info_keys)]
+        return lanes[made], (*(each[made] for each in outcome), infos)
+
+    def send_some(self, lanes: Sequence[int], action: Any, /) -> None:
+        """Let the pool step these lanes."""
+        if lanes:
+            self._pool.send(self._decode(action), np.array(lanes, np.int32))
+            self.busy.update(lanes)
+
+    def receive_some(self, least: int, /) -> tuple[Sequence[int], Outcome]:
+        """Wait for the answers of as many lanes as the pool returns at once; some may be of resets."""
+        try:
+            lanes, (reward, terminated, truncated, infos) = self._answer()
+        except Exception as error:
+            raise EnvError(f"EnvPool's step raised {error!r}: {ONWARD}") from error
+        if self._lives:
+            self._ended[lanes] = terminated | truncated
+        return lanes.tolist(), (reward, terminated.tolist(), truncated.tolist(), infos)

@@ -123,6 +123,7 @@ _ADAPTER_ARGUMENTS = (
     "drop",
     "text",
     "autoreset_mode",
+    "max_carry",
 )
 
 

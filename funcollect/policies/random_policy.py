@@ -134,13 +134,17 @@ class RandomStart:
     def finish(self) -> tuple[Any, Columns]:
         """The policy's outputs, with the actions and log-probabilities of the random steps replaced."""
         policy_state, columns = self._actor.finish()
-        actions = self._random.actions
-        beside = {"action": actions} if self._head is None else self._head.record(TORCH, actions, self._spec)
-        for name, column in {**beside, "action": actions}.items():
-            columns[name,][: self._count] = column
-        if (column := columns.get(("action_log_prob",))) is not None:
-            column[: self._count] = in_shares(self._random.log_prob, column.shape)
+        put_random(columns, self._random, self._head, self._spec, slice(self._count))
         return policy_state, columns
+
+
+def put_random(columns: Columns, drawn: RandomActor, head: Head | None, spec: ActionSpec, rows: Any) -> None:
+    """Replace these rows of a policy's outputs, what follows from its action included, by random ones."""
+    beside = {} if head is None else head.record(TORCH, drawn.actions, spec)
+    for name, column in {**beside, "action": drawn.actions}.items():
+        columns[name,][rows] = column[rows]
+    if (column := columns.get(("action_log_prob",))) is not None:
+        column[rows] = in_shares(drawn.log_prob, column.shape)[rows]
 
 
 def _draw(spec: ActionSpec, uniform: Tensor, observation: Any) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
@@ -134,6 +134,14 @@ class PacedSimulators(Simulators, Protocol):
     @property
     def least_ready(self) -> int:
         """The number of lanes to wait for; 0 to step all lanes together by `send` and `receive`."""
+
+    @property
+    def most_ahead(self) -> int:
+        """The most rows by which a lane may run ahead of a rollout, if none can wait at its end; 0 if lanes wait."""
+
+    @property
+    def busy(self) -> Set[int]:
+        """The lanes that are under way, or whose reset comes with a later answer."""
 
     def send_some(self, lanes: Sequence[int], action: Any, /) -> None:
         """Begin a step of these k lanes, none of which is under way, with the actions [k, ...]."""

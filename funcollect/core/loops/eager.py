@@ -46,6 +46,7 @@ class Stepper:
     waits = False  # whether to read a tensor is to wait for a device, so that none is read before the last step
     in_numpy = False  # whether steps are recorded in arrays of NumPy
     ended = True  # whether a step has ended an episode, as far as that is known
+    fresh = True  # whether lanes at the first step of an episode begin it now
     small = False  # whether to keep the memory of a rollout costs nothing
 
     def __init__(self, env: Any, policy: Policy, state: CollectorState, request: Request) -> None:
@@ -257,7 +258,8 @@ def open_actor(stepper: Stepper, inputs: ActorInputs) -> Any:
     random_left = min(request.random_steps - state.steps_made, request.length)
     if random_left > 0:
         actor = RandomStart(actor, inputs, state.key, state.lane_ids, state.steps_made, random_left, head_of(policy))
-    restart_fresh(actor, policy, state)
+    if stepper.fresh:
+        restart_fresh(actor, policy, state)
     return actor
 
 

@@ -58,6 +58,7 @@ def from_gymnasium(
     drop: Sequence[str] = (),
     text: int | None = None,
     autoreset_mode: str | None = None,
+    max_carry: int = 1024,
     **kwargs: Any,
 ) -> SimulatedEnv:
     """A host environment over Gymnasium's.
@@ -95,6 +96,9 @@ def from_gymnasium(
             EnvError, which names its length.
         autoreset_mode: how a `VectorEnv` that does not say so resets its lanes, ``"DISABLED"``, ``"NEXT_STEP"`` or
             ``"SAME_STEP"``; see the guide to many simulators.
+        max_carry: the most rows by which a lane of a `VectorEnv` may run ahead of a rollout, where a reset takes a step
+            of all lanes (``"NEXT_STEP"`` without masks). They open the next batch, with the `policy_version` that made
+            them.
         **kwargs: for `gymnasium.make`, or for the factory.
 
     Raises ValueError for an unknown id, a count that does not fit, an instance given twice, spaces that differ between
@@ -117,7 +121,7 @@ def from_gymnasium(
         own |= {"wait": None if wait == "all" else wait, "min_ready": min_ready}
         _refuse("a VectorEnv", **own, timeout=None if timeout == LaneWorkers.timeout else timeout, **kwargs)
         num_envs, limited = env.num_envs, base.has_time_limit(env) or is_of_kind(env, GAMES)
-        opener, seeding, replayed = over_vector(env, build, autoreset_mode)
+        opener, seeding, replayed = over_vector(env, build, autoreset_mode, max_carry)
         check_lives(env)
         label = f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__
         spaces = env.single_observation_space, env.single_action_space

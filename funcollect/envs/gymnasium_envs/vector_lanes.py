@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from gymnasium.vector import AsyncVectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 from typing_extensions import override
 
-from funcollect.arguments import check_choice
+from funcollect.arguments import check_choice, check_positive
 from funcollect.envs.base import autoreset_mode, info_place
 from funcollect.envs.gymnasium_envs.lanes import (
     API,
@@ -40,7 +41,9 @@ _FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, a
 _TO_DIE = 1.0  # seconds that a process may take to end after its pipe was closed
 
 
-def over_vector(vector: Any, build: Callable[[], Any] | None, mode: str | None) -> tuple[Opener, Seeding, bool]:
+def over_vector(
+    vector: Any, build: Callable[[], Any] | None, mode: str | None, max_carry: int
+) -> tuple[Opener, Seeding, bool]:
     """The opener over a vector environment, how that is seeded, and whether its episodes can be replayed.
 
     It resets its lanes by `mode`, or by the one that it declares. Copies are made by `build`, or rebuilt. ValueError
@@ -53,17 +56,16 @@ def over_vector(vector: Any, build: Callable[[], Any] | None, mode: str | None) 
         what = f"autoreset_mode is {mode!r}, and {type(vector).__name__} declares {declared}"
         raise ValueError(f"{what}: leave it out, or build that so")
     masked, games = is_of_kind(vector, *_MASKED), is_of_kind(vector, GAMES)
-    if (mode := mode or declared) is None or (mode == "NEXT_STEP" and not masked):
-        what = f"{type(vector).__name__} resets its lanes itself (autoreset_mode={mode})"
-        wanted = "one that resets by DISABLED or SAME_STEP, or takes options={'reset_mask': …} in NEXT_STEP"
-        mend = "pass autoreset_mode= if it does not say" if mode is None else "build it so"
-        if vector.spec is not None:
-            mend = f"pass {vector.spec.id!r} with num_envs={vector.num_envs}"
-        raise ValueError(f"{what}, expected {wanted}: {mend}, or pass the list of its functions")
+    if (mode := mode or declared) is None:
+        what = f"{type(vector).__name__} does not say how it resets its lanes, expected one of {_MODES}"
+        raise ValueError(f"{what}: pass it as autoreset_mode=, or the list of its functions")
+    made = Made(vector, build or partial(rebuild, vector))
+    if mode == "NEXT_STEP" and not masked:
+        check_positive("max_carry", max_carry)
+        return partial(LateLanes, made, max_carry), "lane", False
     kind = SelfResettingLanes if mode == "SAME_STEP" else VectorLanes
-    opener = partial(kind, Made(vector, build or partial(rebuild, vector)))
     alone = mode == "SAME_STEP" or games  # its generators go on from episode to episode
-    return opener, "lane" if alone else "episode", not alone
+    return partial(kind, made), "lane" if alone else "episode", not alone
 
 
 def is_of_kind(vector: Any, *names: str) -> bool:
@@ -89,6 +91,7 @@ class VectorLanes(SimulatorsBase):
         own, decode = own_spaces(env)[1], batch_decoder(env.action_spec)
         self._decode = batch_structure(own, decode) if isinstance(own, STRUCTURED) else decode
         self._ended: npt.NDArray[np.bool_] = np.zeros(self._env.num_envs, bool)  # [P]: the last step ended an episode
+        self._late: npt.NDArray[np.bool_] = np.zeros(self._env.num_envs, bool)  # [P]: the next step resets the lane
         self._rows = Rows(env)
         self.observation = self._rows.arrays
 
@@ -128,7 +131,7 @@ class VectorLanes(SimulatorsBase):
         )
         self._broken_off = True
         try:
-            if not everyone and not self.resets_itself:
+            if not everyone and not self.resets_itself and self._takes_masks:
                 over = self._ended & np.isin(np.arange(len(self._ended)), lanes, invert=True)
                 if over.any():
                     self._env.reset(options={"reset_mask": over})  # Gymnasium forbids to step a lane after its end
@@ -168,7 +171,7 @@ class VectorLanes(SimulatorsBase):
         for key in self._info_keys:
             holder, name = info_place(info, key)
             present = holder.get(f"_{name}", name in holder)  # Gymnasium marks the lanes that returned the key
-            if not np.all(present):
+            if not np.all(present := present | self._late):
                 raise no_info_key(int(np.argmin(present)), key, info)
             if isinstance(holder[name], Mapping):
                 raise host_env.bad_info(key, [holder[name]], TypeError("a dict"))
@@ -259,6 +262,49 @@ class SelfResettingLanes(VectorLanes):
                 values.append(holder[name][lane])
             columns.append(tuple(values))
         return columns
+
+
+class LateLanes(VectorLanes):
+    """A vector environment that resets lanes in the step after their end, which moves all others on."""
+
+    least_ready = 1
+
+    def __init__(self, made: Made, max_carry: int, env: SimulatedEnv) -> None:
+        super().__init__(made, env)
+        self.most_ahead, spec = max_carry, env.action_spec
+        self._unread = torch.zeros(self._env.num_envs, *spec.shape, dtype=spec.dtype).numpy() + spec.bounds[0].numpy()
+
+    @property
+    def busy(self) -> set[int]:
+        """The lanes that the next step resets."""
+        return {*self._late.nonzero()[0].tolist()}
+
+    @override
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
+        if self._started and seeds.count(None) == len(seeds) and self._ended[list(lanes)].all():
+            self._late[list(lanes)] = True
+        elif len(lanes) < self._env.num_envs:
+            what = f"lanes {list(lanes)}: a reset within an episode (a limit, or a mask)"
+            mend = "set the limit in the simulators, and reset all lanes"
+            raise EnvError(f"{what}, but the vector environment resets its lanes itself, expected none: {mend}")
+        else:
+            self._late[:] = False
+            super().reset(lanes, seeds)
+
+    def send_some(self, lanes: Sequence[int], action: Any, /) -> None:
+        """Keep the actions for `receive_some`."""
+        self._sent = lanes, action
+
+    def receive_some(self, least: int, /) -> tuple[Sequence[int], Outcome]:
+        """Step all lanes; return those whose step was none of a reset."""
+        lanes, action = self._sent
+        outcome = self.step(lanes, action) if lanes else self.step(range(self._env.num_envs), self._unread)
+        self._late[:] = False
+        return lanes, outcome
+
+    @override
+    def _observe(self, observation: Any, info: Mapping[str, Any], lanes: Sequence[int]) -> None:
+        super()._observe(observation, info, range(self._env.num_envs))
 
 
 def _of_lane(observations: Any, lane: int) -> Any:

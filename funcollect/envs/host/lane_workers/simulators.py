@@ -71,7 +71,7 @@ class WorkerLanes(WorkerPool):
         self._restarted: dict[int, Any] = {}  # by lane that has begun its next episode already: the seed
         self._target = self._every  # of the last `send`
         self._under_way: set[int] = set()  # workers of `send_some`
-        self.least_ready = env.workers.least_ready
+        self.least_ready, self.most_ahead, self.busy = env.workers.least_ready, 0, frozenset[int]()
         self._heard = 0  # answers to orders that nobody has taken yet
         self._open = 0  # workers with an order whose answer nobody has taken, more if one was broken off
         self._lost: set[int] = set()  # workers that `renew` has to replace
