@@ -245,3 +245,27 @@ assert got == wanted, (got, wanted)
 def test_the_import_leaves_the_global_generators_alone():
     done = subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "lives"), [("CartPole-v1", {}), ("Breakout-v5", {"episodic_life": True, "noop_max": 3})]
+)
+def test_an_asynchronous_pool_has_the_data_of_a_synchronous_one(name, lives):
+    """Whichever lanes answer first; those ahead of a rollout open the next one."""
+    batches = []
+    for apart in ({}, {"batch_size": 2, "num_threads": 2}):
+        env = fc.make_env(f"envpool/{name}", num_envs=6, info_keys=["elapsed_step"], **lives, **apart)
+        batches.append(collect(env, fc.random_policy(env), 40, 1, 33, 70, seed=2, max_frames_per_traj=30))
+    assert_same(*batches)
+    assert batches[0]["next", "terminated"].any()
+
+
+def test_an_asynchronous_pool_goes_on_after_a_broken_call_and_refuses_what_it_cannot_do(monkeypatch):
+    env, policy, state = begun("envpool/CartPole-v1", 20, num_envs=6, batch_size=2)
+    with pytest.raises(fc.EnvError, match="under way.*leave batch_size out"):
+        fc.reset(env, state)
+    state = fc.recover(env, state)
+    state, batch = fc.rollout(env, policy, state, 9)
+    assert batch["collector", "step"][:, 0].eq(0).all()
+    with pytest.raises(ValueError, match="batch_size is 4, expected a divisor of num_envs=6"):
+        fc.make_env("envpool/CartPole-v1", num_envs=6, batch_size=4)

@@ -28,17 +28,10 @@ def dummy():
     return DummyVecEnv([gym])
 
 
-VECTORS = ("resets its lanes itself (autoreset_mode=NEXT_STEP)", "expected one that resets by DISABLED or SAME_STEP")
 LANES = "funcollect.make_env([make_one] * 4)"
 
 
 @table(
-    (
-        "a vector with a spec",
-        lambda: gymnasium.make_vec(CARTPOLE, 2),
-        ValueError,
-        (*VECTORS, "'CartPole-v1' with num_envs=2"),
-    ),
     ("one of SB3", dummy, TypeError, ("Stable-Baselines3's DummyVecEnv", LANES)),
     ("a list of SB3's", lambda: [dummy()], TypeError, ("Stable-Baselines3's DummyVecEnv", LANES)),
     ("a factory of SB3's", lambda: dummy, TypeError, ("Stable-Baselines3's DummyVecEnv", LANES)),

@@ -223,9 +223,7 @@ class SelfResettingLanes(VectorLanes):
         asked = [*zip(lanes, seeds, strict=True)]
         others = [(lane, seed) for lane, seed in asked if not (self._started and self._ended[lane])]
         if others and self._started and not self._takes_masks and len(lanes) < self._env.num_envs:
-            what = f"lanes {[lane for lane, _ in others]}: a reset within an episode (a limit, or a mask)"
-            mend = "set the limit in the simulators, and reset all lanes"
-            raise EnvError(f"{what}, but the vector environment resets its lanes itself, expected none: {mend}")
+            raise _no_reset([lane for lane, _ in others])
         if others:
             others = others if self._takes_masks else asked
             super().reset(*zip(*others, strict=True))
@@ -284,9 +282,7 @@ class LateLanes(VectorLanes):
         if self._started and seeds.count(None) == len(seeds) and self._ended[list(lanes)].all():
             self._late[list(lanes)] = True
         elif len(lanes) < self._env.num_envs:
-            what = f"lanes {list(lanes)}: a reset within an episode (a limit, or a mask)"
-            mend = "set the limit in the simulators, and reset all lanes"
-            raise EnvError(f"{what}, but the vector environment resets its lanes itself, expected none: {mend}")
+            raise _no_reset(lanes)
         else:
             self._late[:] = False
             super().reset(lanes, seeds)
@@ -305,6 +301,12 @@ class LateLanes(VectorLanes):
     @override
     def _observe(self, observation: Any, info: Mapping[str, Any], lanes: Sequence[int]) -> None:
         super()._observe(observation, info, range(self._env.num_envs))
+
+
+def _no_reset(lanes: Sequence[int]) -> EnvError:
+    what = f"lanes {list(lanes)}: a reset within an episode (a limit, or a mask)"
+    mend = "set the limit in the simulators, and reset all lanes"
+    return EnvError(f"{what}, but the vector environment resets its lanes itself, expected none: {mend}")
 
 
 def _of_lane(observations: Any, lane: int) -> Any:

@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 import funcollect as fc
+from tests.support.cases import POLICIES
 from tests.support.compare import assert_same
 from tests.support.running import FORKS_OF_RAY
 
@@ -125,11 +127,87 @@ def test_a_mode_that_is_not_declared():
     assert batch["observation"][1, :, 0].tolist() == [1, 2, 3, 0, 1, 2, 3, 0]
 
 
+LATE = 5
+
+
+def late(max_episode_steps=15):
+    """Takes no mask, and resets a lane in the next step, with one generator for all lanes."""
+    return CartPoleVectorEnv(num_envs=LATE, max_episode_steps=max_episode_steps)
+
+
+def compact(vector):
+    with fc.SyncDataCollector(fc.make_env(vector), None, frames_per_batch=50, compact_obs=True) as collector:
+        next(collector)
+
+
+@pytest.mark.parametrize("kind", ["random", "torch_recurrent", "jax_mlp"])
+def test_lanes_that_make_their_next_step_later(kind):
+    """The transitions are those of the raw vector, without the steps that reset; rows beyond open the next batch."""
+    env = fc.make_env(late)
+    policy, lengths, most = POLICIES[kind](env), (1, 25, 14, 2, 60), 0
+    state, batches = fc.init(env, policy, seed=0), []
+    seed = state.env_state.simulation._seed(0, 0)
+    for length in lengths:
+        state, batch = fc.rollout(env, policy, state.replace(policy_version=len(batches)), length)
+        batches.append(batch)
+        most = max(most, state.env_state.simulation.carried.ahead.max())
+    batch = torch.cat(batches, 1)
+    raw, made, resets = late(), np.zeros(LATE, int), np.zeros(LATE, bool)
+    seen, _ = raw.reset(seed=seed)
+    action = batch["action"].numpy()
+    while made.min() < sum(lengths):
+        before, sent = seen, np.array([action[lane, min(each, len(action[0]) - 1)] for lane, each in enumerate(made)])
+        seen, reward, terminated, truncated, _ = raw.step(sent)
+        for lane in np.flatnonzero(~resets & (made < sum(lengths))):
+            frame = batch[lane, made[lane]]
+            assert np.array_equal(frame["observation"], before[lane])
+            assert np.array_equal(frame["next", "observation"], seen[lane])
+            assert frame["next", "reward"] == reward[lane]
+            assert frame["next", "terminated"] == terminated[lane]
+            assert frame["next", "truncated"] == truncated[lane]
+        made += ~resets
+        resets = (terminated | truncated) & ~resets
+        if (made >= sum(lengths)).any():
+            break  # the actions of rows beyond are not in the batch
+    assert most >= 1
+    assert_same(batch.exclude(("collector", "policy_version")), data_of(kind, sum(lengths)))
+    versions = batch["collector", "policy_version"]
+    assert (versions.diff(dim=1) >= 0).all()
+    borders = torch.tensor(lengths).cumsum(0)[:-1]
+    assert (versions[:, borders] < torch.arange(1, 5)).any()
+
+
+def data_of(kind, length):
+    env = fc.make_env(late)
+    policy = POLICIES[kind](env)
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), length)
+    return batch.exclude(("collector", "policy_version"))
+
+
+def test_random_first_frames_of_lanes_that_run_ahead():
+    env = fc.make_env(late)
+    never = fc.torch_policy(
+        lambda observation: torch.tensor([50.0, 0.0]).expand(len(observation), 2), head=fc.heads.categorical
+    )
+    options = {"frames_per_batch": 20 * LATE, "total_frames": 80 * LATE, "init_random_frames": 40 * LATE, "seed": 0}
+    with fc.SyncDataCollector(env, never, **options) as collector:
+        batch = torch.cat([each.clone() for each in collector], 1)
+    assert batch["action"][:, :40].float().mean() > 0.3
+    assert (batch["action"][:, 40:] == 0).all()
+
+
 @pytest.mark.parametrize(
     ("do", "error", "says"),
     [
-        (lambda: fc.make_env(Plain()), ValueError, r"autoreset_mode=None.*: pass autoreset_mode= if it does not say"),
-        (lambda: fc.make_env(Plain(), autoreset_mode="NEXT_STEP"), ValueError, "takes options=.*reset_mask"),
+        (lambda: fc.make_env(Plain()), ValueError, r"Plain does not say how it resets.*: pass it as autoreset_mode="),
+        (lambda: data(late(), limit=14), fc.EnvError, "a reset within an episode"),
+        (lambda: data(late(), max_carry=0), ValueError, "max_carry is 0"),
+        (
+            lambda: data(late(), max_carry=1, steps=(900,)),
+            fc.EnvError,
+            "lane [0-4] is 1 steps ahead.*pass more to make_env",
+        ),
+        (lambda: compact(late()), fc.EnvError, "moves all lanes together.*leave compact_obs out"),
         (lambda: fc.make_env(Plain(), autoreset_mode="same"), ValueError, "autoreset_mode must be one of|is 'same'"),
         (lambda: fc.make_env("CartPole-v1", autoreset_mode="DISABLED"), ValueError, "is for a VectorEnv.*leave it out"),
         (lambda: data(Plain(), autoreset_mode="SAME_STEP", limit=3), fc.EnvError, "a reset within an episode"),
