@@ -262,7 +262,7 @@ def test_an_asynchronous_pool_has_the_data_of_a_synchronous_one(name, lives):
 
 def test_an_asynchronous_pool_goes_on_after_a_broken_call_and_refuses_what_it_cannot_do(monkeypatch):
     env, policy, state = begun("envpool/CartPole-v1", 20, num_envs=6, batch_size=2)
-    with pytest.raises(fc.EnvError, match="under way.*leave batch_size out"):
+    with pytest.raises(fc.EnvError, match=r"under way.*leave batch_size out"):
         fc.reset(env, state)
     state = fc.recover(env, state)
     state, batch = fc.rollout(env, policy, state, 9)
