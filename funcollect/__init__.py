@@ -91,6 +91,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.policies import heads as heads
     from funcollect.policies.as_policy import make_policy as make_policy
     from funcollect.policies.base import PolicyBase as PolicyBase
+    from funcollect.policies.by_group import by_group as by_group
     from funcollect.policies.jax_functions.jax_policy import jax_policy as jax_policy
     from funcollect.policies.normalized import normalized as normalized
     from funcollect.policies.population import population as population

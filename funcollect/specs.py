@@ -6,9 +6,11 @@ whatever batch dimensions there are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from tensordict.nn import InteractionType as ExplorationType
 from funcollect.arguments import check_flags, check_kind
 from funcollect.tree import Path
 
-__all__ = ["ActionSpec", "ExplorationType", "Leaf", "observation_leaves"]
+__all__ = ["ActionSpec", "ExplorationType", "Group", "GroupedSpec", "Leaf", "observation_leaves"]
 
 Space = spaces.Space[Any]
 _ARRAYS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
@@ -215,3 +217,48 @@ class ActionSpec:
         if not self.start.any():
             return chosen  # which spares a copy to another device
         return chosen + (torch.as_tensor(self.start, device=action.device) if numpy is torch else self.start)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Agents whose rows are stacked in a batch: ``(group, "observation")`` is [*B, T, n, ...].
+
+    >>> from gymnasium import spaces
+    >>> Group(("left", "right"), spaces.Box(-1, 1, (3,)), spaces.Discrete(2)).n
+    2
+    """
+
+    names: tuple[str, ...]  # of the agents, in the order of their rows
+    observation_space: Space  # of one agent
+    action_space: Space  # of one agent
+    comes_and_goes: bool = False  # whether a batch has a ``mask`` [*B, T, n] bool of the agents that are there
+
+    @property
+    def n(self) -> int:
+        """The number of agents."""
+        return len(self.names)
+
+    @cached_property
+    def action_spec(self) -> ActionSpec:
+        """How the action of one agent looks in a batch."""
+        return ActionSpec(self.action_space)
+
+
+@dataclass(frozen=True)
+class GroupedSpec(ActionSpec):
+    """The actions of all agents, which loops pass on as one array: by group and agent in their order, flattened."""
+
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    order: tuple[str, ...] = ()  # all agents, in an order that does not depend on their groups
+
+    @cached_property
+    def parts(self) -> dict[str, slice]:
+        """Where the actions of each group lie."""
+        sizes = [group.n * math.prod(group.action_spec.shape) for group in self.groups.values()]
+        ends = np.cumsum([0, *sizes]).tolist()
+        return {name: slice(*own) for name, own in zip(self.groups, pairwise(ends), strict=True)}
+
+    def of_group(self, name: str, action: Any) -> Any:
+        """A group's actions [..., n, *shape], of one array [..., A] of all."""
+        group = self.groups[name]
+        return action[..., self.parts[name]].reshape(*action.shape[:-1], group.n, *group.action_spec.shape)

@@ -18,6 +18,7 @@ from funcollect.core.routes import check_pair as check_pair
 from funcollect.core.routes import of_lanes, route_of, run_in_jax
 from funcollect.core.simulators import SimulatorHandle
 from funcollect.core.state import Array, CollectorState
+from funcollect.envs.agents import presented
 from funcollect.interop.memory import memory_for
 from funcollect.keys import key_from_seed
 from funcollect.messages import shown
@@ -25,7 +26,7 @@ from funcollect.policies.base import check_policy
 from funcollect.policies.population import Population
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import Env, Policy, SimulatorsOfLanes
-from funcollect.specs import ExplorationType
+from funcollect.specs import ExplorationType, GroupedSpec
 
 _STATES: dict[str, Any] = {"host": host, "torch": tensor, "jax": over_jax, "device": device}  # by an Env's backend
 RunLoop = Callable[[Any, Policy, CollectorState, Request], tuple[CollectorState, TensorDict]]
@@ -143,7 +144,7 @@ def run(
         with memory_for(what):
             done = opened.rollout(env, policy, state, known)
         if done is not None:
-            return done[0], with_values(done[1], known.exploration)
+            return done[0], _delivered(env, with_values(done[1], known.exploration))
     check_policy(policy)
     params = policy.params if policy.backend == "jax" and request.params is None else request.params
     check_state(env, state, function, params)
@@ -161,7 +162,12 @@ def run(
             after, batch = run_in_jax(inner, state, lambda entered: run_loop(env, inner, entered, request))
     if after.opened is not None:
         after.opened.remember(asked, request if inner is asking else None)
-    return after, with_values(batch, values)
+    return after, _delivered(env, with_values(batch, values))
+
+
+def _delivered(env: Env, batch: TensorDict) -> TensorDict:
+    spec = env.action_spec
+    return presented(batch, spec) if isinstance(spec, GroupedSpec) else batch
 
 
 def _what(request: Request, state: CollectorState) -> str:

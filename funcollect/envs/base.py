@@ -27,7 +27,7 @@ from funcollect.arguments import check_function, check_num_envs, check_positive
 from funcollect.errors import EnvError
 from funcollect.messages import form
 from funcollect.protocols import Backend, DeviceEnv, JaxEnv, TorchEnv, Transition
-from funcollect.specs import ActionSpec, Leaf, Space, disassemble, observation_leaves
+from funcollect.specs import ActionSpec, Group, Leaf, Space, disassemble, observation_leaves
 
 if TYPE_CHECKING:  # a cached property does not fit a protocol's property for pyright
     cached_property = property
@@ -232,6 +232,11 @@ class AdaptedEnv:
     def action_space(self) -> Space:
         """The action space of one environment."""
         return self.action_spec.space
+
+    @property
+    def groups(self) -> Mapping[str, Group]:
+        """The groups of agents; empty for an environment of one."""
+        return getattr(self.action_spec, "groups", {})
 
     @override
     def __repr__(self) -> str:

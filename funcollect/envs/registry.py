@@ -109,7 +109,7 @@ def _torch_env(name: str, **kwargs: Any) -> Env:
     return TORCH_ENVS[name](**kwargs)
 
 
-_SUITES = ("ale", "brax", "envpool", "gymnax", "jumanji", "navix", "pgx", "playground")
+_SUITES = ("ale", "brax", "envpool", "gymnax", "jumanji", "navix", "pettingzoo", "pgx", "playground")
 _NAMESPACES: dict[str, Callable[..., Env]] = {name: getattr(envs, f"from_{name}") for name in _SUITES}
 _NAMESPACES["torch"] = _torch_env
 WORKER_ARGUMENTS = ("num_workers", "parallel", "timeout", "wait", "min_ready", *REMOVED)

@@ -1,0 +1,132 @@
+"""Environments of several agents, in groups: how their rows lie in the spaces of one lane, and in a batch.
+
+To a loop, such an environment is like any other: its observation is a dict by group, its action is one array, and each
+agent's reward is an info. What it delivers is put under the keys of groups afterwards, as views.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import optree
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
+from tensordict import TensorDict
+from torch import Tensor
+
+from funcollect.envs.base import box
+from funcollect.envs.host.plain_spaces import plain_actions
+from funcollect.specs import Group, GroupedSpec, Space
+from funcollect.tree import NAMESPACE, Path
+
+REWARD = "reward"  # the info of each group, [n] float32
+FLAGS = ("terminated", "truncated")  # of each agent, part of what is observed: [n, 1] bool
+PRESENT = "mask"
+STATE = "state"  # a shared observation, at the root
+
+
+def groups_of(env: object) -> Mapping[str, Group]:
+    """The groups of an environment; empty if it has no agents of its own."""
+    return getattr(env.action_spec, "groups", {})  # type: ignore[attr-defined]
+
+
+def grouped(agents: Mapping[str, tuple[Space, Space]], given: Any, *, comes_and_goes: bool) -> dict[str, Group]:
+    """The groups of agents with their observation and action spaces: those `given`, a dict of lists of names.
+
+    Without these, agents whose names differ in a number at the end make a group if their spaces are equal, and all
+    others are alone. Raises ValueError for groups that do not hold every agent once, or agents with other spaces.
+    """
+    if given is None:
+        given = {}
+        for name in agents:
+            given.setdefault(re.sub(r"_?\d+$", "", name) or name, []).append(name)
+        alike = {key: all(agents[name] == agents[names[0]] for name in names) for key, names in given.items()}
+        given = {key: names for key, names in given.items() if alike[key]} | {
+            name: [name] for key, names in given.items() if not alike[key] for name in names
+        }
+    listed = [name for names in given.values() for name in names]
+    if sorted(listed) != sorted(agents):
+        raise ValueError(f"groups are {given}, expected every agent of {[*agents]} once: correct the names")
+    for key, names in given.items():
+        for name in names:
+            if agents[name] != agents[names[0]]:
+                raise ValueError(
+                    f"the group {key!r} holds {name} with the spaces {agents[name]} and {names[0]} with "
+                    f"{agents[names[0]]}, expected equal spaces: put them into groups of their own"
+                )
+    return {key: Group(tuple(names), *agents[names[0]], comes_and_goes) for key, names in given.items()}
+
+
+def observation_space(groups: Mapping[str, Group], state: Space | None = None) -> spaces.Dict:
+    """The observation space of a lane: by group, its agents' rows and flags and, if they come and go, a mask."""
+    whole: dict[str, Space] = {}
+    for name, group in groups.items():
+        rows: dict[str, Space] = {"observation": batch_space(group.observation_space, group.n)}
+        rows |= {flag: box((group.n, 1), bool) for flag in FLAGS}
+        if group.comes_and_goes:
+            rows[PRESENT] = box((group.n,), bool)
+        whole[name] = spaces.Dict(rows)
+    return spaces.Dict(whole | ({} if state is None else {STATE: state}))
+
+
+def action_space(groups: Mapping[str, Group]) -> spaces.Dict:
+    """The action space of a lane: by group, the actions of its agents [n, ...]."""
+    return spaces.Dict({name: stacked_actions(group.action_space, group.n) for name, group in groups.items()})
+
+
+def stacked_actions(space: Space, n: int) -> Space:
+    """The space of the actions of n agents."""
+    if isinstance(space, spaces.MultiDiscrete):
+        return spaces.MultiDiscrete(np.stack([space.nvec] * n), start=np.stack([space.start] * n))
+    return batch_space(space, n)
+
+
+def stacked(space: Space, rows: Sequence[Any]) -> Any:
+    """The observations of n agents as one, zeros for None."""
+    if isinstance(space, spaces.Dict):
+        parts = space.spaces.items()
+        return {key: stacked(child, [None if row is None else row[key] for row in rows]) for key, child in parts}
+    empty = np.zeros(space.shape or (), space.dtype)
+    return np.stack([empty if row is None else np.asarray(row, space.dtype) for row in rows])
+
+
+def action_spec(groups: Mapping[str, Group], order: Sequence[str]) -> GroupedSpec:
+    """How the actions of all groups look in a loop; TypeError for groups of different kinds of actions."""
+    return GroupedSpec(plain_actions(action_space(groups)), groups=groups, order=tuple(order))
+
+
+def there(observation: Any, mask: Tensor) -> Any:
+    """Observations [..., n, ...], with zeros for agents that are not there by the mask [..., n]."""
+    return optree.tree_map(
+        lambda leaf: leaf * mask.reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim)), observation, namespace=NAMESPACE
+    )
+
+
+def presented(batch: TensorDict, spec: GroupedSpec) -> TensorDict:
+    """A rollout's batch [*B, T] with the actions, rewards and infos of agents under the keys of their groups, as views.
+
+    The nodes of groups are [*B, T, n], as in TorchRL.
+    """
+    batch.unlock_()
+    action, infos = batch.pop("action"), batch["next"].pop("info", {})
+    columns: dict[Path, Tensor] = {}
+    for key, value in infos.items():
+        name, _, what = key.partition(".")
+        own = (name, what) if what == REWARD else (name, "info", what)
+        columns["next", *(own if name in spec.groups and what else ("info", key))] = value
+    for name, group in spec.groups.items():
+        if ("next", name, REWARD) in columns:
+            columns["next", name, REWARD] = columns["next", name, REWARD].unsqueeze(-1)
+        columns[name, "action"] = spec.of_group(name, action)
+        for node in (batch, batch["next"]):
+            own = dict(node.get(name).items())
+            if node is batch and group.comes_and_goes and not own[PRESENT].all():
+                own["observation"] = there(own["observation"], own[PRESENT])
+            own["done"] = own["terminated"] | own["truncated"]
+            node[name] = TensorDict(own, [*batch.batch_size, group.n], names=[*batch.names, None])
+    for path, value in columns.items():
+        batch[path] = value
+    return batch.lock_()

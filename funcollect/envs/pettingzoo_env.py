@@ -1,0 +1,144 @@
+"""PettingZoo's environments of several agents, whose lanes are simulators like Gymnasium's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+from typing_extensions import override
+
+from funcollect.arguments import check_choice
+from funcollect.envs import agents
+from funcollect.envs.agents import PRESENT, REWARD, STATE
+from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
+from funcollect.envs.host.host_env import SimulatedEnv
+from funcollect.specs import Group
+
+_PACKAGES = {"mpe": "mpe2"}  # of families that have moved
+_ENDS = ("all", "any")
+
+
+def from_pettingzoo(
+    env: Any,
+    *,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    done: str = "all",
+    state: bool = False,
+    info_keys: Sequence[str] = (),
+    num_envs: int | None = None,
+    env_kwargs: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> SimulatedEnv:
+    """A host environment over PettingZoo's parallel environments: each step, every agent that is there acts.
+
+    Agents of a group are rows of its columns: ``(group, "observation")`` ``[*B, T, n, ...]``, ``(group, "action")``, and
+    in ``next`` ``(group, "reward")`` ``[*B, T, n, 1]`` and the flags. ``(group, "mask")`` ``[*B, T, n]`` bool says who is
+    there; rows of the others are zeros, and their actions are not used. ``("next", "reward")`` is the sum over agents.
+
+    Args:
+        env: an id such as ``"mpe/simple_spread_v3"``, or a function that returns a parallel environment.
+        groups: the names of the agents of each group. By default agents whose names differ in a number at the end, such
+            as ``adversary_0``, make a group if their spaces are equal.
+        done: a lane's episode ends once ``"all"`` agents have left, or ``"any"``.
+        state: whether the shared state is observed, too, under ``"state"``.
+        info_keys: keys of the agents' infos, recorded as ``("next", group, "info", key)``.
+        env_kwargs: for the function, or the id's `parallel_env`.
+        **kwargs: see `from_gymnasium`, `num_workers` for example.
+
+    Raises ValueError for an unknown id, groups that do not hold every agent once, or that mix spaces.
+
+    >>> env = from_pettingzoo("mpe/simple_tag_v3", num_envs=2)
+    >>> {name: group.names for name, group in env.groups.items()}
+    {'adversary': ('adversary_0', 'adversary_1', 'adversary_2'), 'agent': ('agent_0',)}
+    """
+    check_choice("done", done, _ENDS)
+    build = partial(_built, env, dict(env_kwargs or {}))
+    first = build()
+    found = agents.grouped(
+        {name: (first.observation_space(name), first.action_space(name)) for name in first.possible_agents},
+        groups,
+        comes_and_goes=True,
+    )
+    first.close()
+    keys = [f"{name}.{key}" for name in found for key in (REWARD, *info_keys)]
+    make = partial(Lane, build, found, done == "any", state, tuple(info_keys))
+    made = from_gymnasium(make, num_envs=num_envs, info_keys=keys, **kwargs)
+    label = f"pettingzoo/{env}" if isinstance(env, str) else str(first)
+    return replace(made, label=label, action_spec=agents.action_spec(found, first.possible_agents))
+
+
+def _built(env: Any, kwargs: dict[str, Any]) -> Any:
+    if not isinstance(env, str):
+        return env(**kwargs)
+    family, _, name = env.partition("/")
+    try:
+        module = importlib.import_module(f"{_PACKAGES.get(family, f'pettingzoo.{family}')}.{name}")
+    except ModuleNotFoundError as error:
+        mend = "look the name up on its page, and install its family: pip install 'pettingzoo[…]', or mpe2"
+        raise ValueError(f"PettingZoo has no {env!r} here ({error}), expected family/name: {mend}") from error
+    return module.parallel_env(**kwargs)
+
+
+class Lane(gymnasium.Env[Any, Any]):
+    """A parallel environment as one of Gymnasium's: observations and actions are dicts by group."""
+
+    def __init__(
+        self, build: Callable[[], Any], groups: Mapping[str, Group], any_ends: bool, state: bool, keys: Sequence[str]
+    ) -> None:
+        self.inner = build()
+        self._groups, self._any_ends, self._state, self._keys = groups, any_ends, state, keys
+        self.observation_space = agents.observation_space(groups, self.inner.state_space if state else None)
+        self.action_space = agents.action_space(groups)
+        self.render_mode, self.metadata = getattr(self.inner, "render_mode", None), self.inner.metadata
+
+    @override
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        observation, _ = self.inner.reset(seed=seed, options=options)
+        self._over = {name: np.zeros((2, group.n), bool) for name, group in self._groups.items()}
+        return self._observed(observation), {}
+
+    def _observed(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+        present, whole = set(self.inner.agents), {}
+        for name, group in self._groups.items():
+            terminated, truncated = self._over[name][..., None]
+            rows = agents.stacked(group.observation_space, [observation.get(each) for each in group.names])
+            mask = np.array([each in present for each in group.names])
+            whole[name] = {"observation": rows, "terminated": terminated, "truncated": truncated, PRESENT: mask}
+        return whole | ({STATE: self.inner.state()} if self._state else {})
+
+    @override
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        present = set(self.inner.agents)
+        actions = {
+            each: row
+            for name, group in self._groups.items()
+            for each, row in zip(group.names, action[name], strict=True)
+            if each in present
+        }
+        observation, reward, terminated, truncated, info = self.inner.step(actions)
+        infos: dict[str, Any] = {}
+        for name, group in self._groups.items():
+            ends = [[flags.get(each, False) for each in group.names] for flags in (terminated, truncated)]
+            self._over[name] = self._over[name] | np.array(ends, bool)
+            own = {REWARD: np.array([reward.get(each, 0.0) for each in group.names], np.float32)}
+            for key in self._keys:
+                own[key] = np.array([info.get(each, {}).get(key, 0) for each in group.names])
+            infos[name] = own
+        whole = np.concatenate([*self._over.values()], -1)  # [2, agents]
+        ended = whole.any() if self._any_ends else not self.inner.agents or whole.any(0).all()
+        terminates = bool(ended and (whole[0].any() if self._any_ends else whole[0].all()))
+        return self._observed(observation), sum(reward.values()), terminates, bool(ended) and not terminates, infos
+
+    @override
+    def render(self) -> Any:
+        return self.inner.render()
+
+    @override
+    def close(self) -> None:
+        self.inner.close()

@@ -1,0 +1,309 @@
+"""A policy made of policies, one for each group of agents."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import optree
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from funcollect.arguments import check_kind
+from funcollect.envs.agents import stacked_actions
+from funcollect.errors import PolicyError
+from funcollect.interop.jax_setup import import_jax
+from funcollect.keys import Key, Noise
+from funcollect.policies.base import PolicyBase, check_policy, device_of, lane_mask
+from funcollect.policies.numerics import TORCH, jax_numerics
+from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy
+from funcollect.specs import ActionSpec, GroupedSpec
+from funcollect.tree import NAMESPACE
+
+
+def by_group(policies: Mapping[str, Policy], *, together: Sequence[str] = ()) -> GroupPolicy:
+    """A policy made of policies, by the names of an environment's groups.
+
+    The policy of a group is called with rows of its agents, observations ``[P * n, ...]``, and each has a recurrent
+    state of its own. What it returns is recorded under ``(group, …)``, ``[*B, T, n, ...]``: an action, and its
+    log-probability, for each agent. One that acts for all agents of a group `together` gets ``[P, n, ...]``, and its
+    head reads the parameters of n actions; it has one log-probability for all, ``[*B, T]``.
+
+    The noise of an agent follows from its lane, its step, and its place among all agents of the environment. Parameters
+    are a dict by group, exploration has names such as ``"adversary.epsilon"``.
+
+    Raises TypeError for something else than policies; `funcollect.init` raises ValueError for other groups.
+
+    >>> import torch, funcollect as fc
+    >>> env = fc.make_env("pettingzoo/mpe/simple_tag_v3", num_envs=2)
+    >>> heads = {"adversary": torch.nn.Linear(16, 5), "agent": torch.nn.Linear(14, 5)}
+    >>> policy = by_group({name: fc.torch_policy(net, head=fc.heads.categorical) for name, net in heads.items()})
+    >>> _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    >>> batch["adversary", "action"].shape, batch["adversary", "action_log_prob"].shape
+    (torch.Size([2, 8, 3]), torch.Size([2, 8, 3]))
+    """
+    check_kind("policies", policies, Mapping, 'pass for example {"adversary": p, "agent": q}')
+    for policy in policies.values():
+        check_policy(policy)
+    if unknown := sorted({*together} - policies.keys()):
+        raise ValueError(f"together names {unknown}, expected groups out of {[*policies]}: correct the names")
+    return GroupPolicy(policies, together)
+
+
+class GroupPolicy(PolicyBase):
+    """See `by_group`."""
+
+    def __init__(self, policies: Mapping[str, Policy], together: Sequence[str]) -> None:
+        self.policies, self.together = dict(policies), frozenset(together)
+        self._sizes: dict[str, int] = {}  # rows of each group in a lane, once they are known
+        self.backend = "jax" if {policy.backend for policy in policies.values()} == {"jax"} else "torch"
+
+    @property
+    @override
+    def params(self) -> Any:  # type: ignore[override]
+        return {name: policy.params for name, policy in self.policies.items()}
+
+    @property
+    @override
+    def exploration(self) -> Mapping[str, float]:  # type: ignore[override]
+        own = ((name, policy.exploration) for name, policy in self.policies.items())
+        return {f"{name}.{key}": value for name, values in own for key, value in values.items()}
+
+    def of_group(self, name: str, exploration: Exploration) -> Exploration:
+        """How the policy of a group explores."""
+        prefix = f"{name}."
+        values = exploration.values.items()
+        return exploration._replace(values={k.removeprefix(prefix): v for k, v in values if k.startswith(prefix)})
+
+    @override
+    def prepare(self, params: Any, /) -> Any:
+        given = self._given(params)
+        return {name: policy.prepare(given[name]) for name, policy in self.policies.items()}
+
+    def _given(self, params: Any) -> Mapping[str, Any]:
+        """Parameters by group, from a dict of them, the result of `state_dict`, or None."""
+        if params is None:
+            return dict.fromkeys(self.policies)
+        check_kind("params", params, Mapping, f"pass a dict with the keys {[*self.policies]}")
+        if params.keys() == self.policies.keys():
+            return params
+        parts: dict[str, dict[str, Any]] = {name: {} for name in self.policies}
+        for path, leaf in params.items():
+            name, _, rest = path.partition(".")
+            if name not in parts:
+                raise ValueError(f"params have the key {path!r}, expected {[*self.policies]}: pass parameters by group")
+            parts[name][rest] = leaf
+        return {name: part or None for name, part in parts.items()}
+
+    @override
+    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
+        given = self._given(params)
+        parts = {name: policy.state_dict(given[name]) for name, policy in self.policies.items()}
+        return {f"{name}.{path}": leaf for name, part in parts.items() for path, leaf in part.items()}
+
+    @override
+    def load(self, params: Any) -> None:
+        for name, own in self._given(params).items():
+            self.policies[name].load(own)
+
+    def spec_of(self, name: str, spec: GroupedSpec) -> ActionSpec:
+        """The action spec that the policy of a group gets: that of one agent, or of all together."""
+        if name not in self.together:
+            return spec.groups[name].action_spec
+        return ActionSpec(stacked_actions(spec.groups[name].action_space, spec.groups[name].n))
+
+    @override
+    def check(self, spec: ActionSpec, /) -> None:
+        groups = getattr(spec, "groups", None)
+        if not groups or groups.keys() != self.policies.keys():
+            had = f"the groups {[*groups]}" if groups else "no groups of agents"
+            raise ValueError(
+                f"a policy by_group acts for {[*self.policies]}, and the environment has {had}, expected the same "
+                "names: correct them"
+            )
+        sizes = {name: 1 if name in self.together else group.n for name, group in groups.items()}
+        recurrent = any(getattr(each, "initial_state", None) is not None for each in self.policies.values())
+        if recurrent and self._sizes not in ({}, sizes):
+            what = f"a recurrent policy by_group acts for {self._sizes} agents, and the environment has {sizes}"
+            raise ValueError(f"{what}, expected the same: make another one")
+        self._sizes = sizes
+        for name, policy in self.policies.items():
+            policy.check(self.spec_of(name, spec))
+
+    def _noises(self, spec: GroupedSpec) -> dict[str, Noise | None]:
+        return {name: policy.noise(self.spec_of(name, spec)) for name, policy in self.policies.items()}
+
+    @override
+    def noise(self, spec: ActionSpec, /) -> Noise | None:
+        places = self.places(spec)
+        return Noise(kind="uniform", shape=(max(map(max, places.values())) + 1,)) if places else None
+
+    def places(self, spec: Any) -> dict[str, list[int]]:
+        """The numbers of a step that are the noise of each group: by agent, in the order of the group."""
+        noises, widths = self._noises(spec), {}
+        for name, noise in noises.items():
+            if noise is not None and noise.kind in ("key", "keys"):
+                raise PolicyError(
+                    f"the policy of the group {name!r} takes keys of JAX, expected noise of a head: give it a head"
+                )
+            agents = spec.groups[name].names[: 1 if name in self.together else None]
+            widths |= dict.fromkeys(agents, noise.words if noise else 0)
+        ends = np.cumsum([widths.get(agent, 0) for agent in spec.order])
+        first = {agent: int(end) - widths.get(agent, 0) for agent, end in zip(spec.order, ends, strict=True)}
+        places: dict[str, list[int]] = {}
+        for name, noise in noises.items():
+            if noise is not None:
+                agents = [agent for agent in spec.groups[name].names if agent in widths]
+                places[name] = [first[agent] + word for agent in agents for word in range(noise.words)]
+        return places
+
+    @override
+    def init(self, key: Key, num_envs: int, /) -> Any:
+        return {name: policy.init(key, num_envs * self._sizes.get(name, 1)) for name, policy in self.policies.items()}
+
+    @override
+    def remembers(self, policy_state: Any, /) -> bool:
+        return any(policy.remembers(policy_state[name]) for name, policy in self.policies.items())
+
+    @override
+    def actor(self, inputs: ActorInputs, /) -> Actor:
+        return GroupActor(self, inputs)
+
+    @override
+    def finish(self, columns: Columns, spec: ActionSpec, /) -> Columns:
+        return columns  # the policies of groups have done that
+
+    @override
+    def __call__(
+        self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Exploration, /
+    ) -> tuple[Any, Mapping[str, Any]]:
+        after, outputs, actions = {}, {}, []
+        num_envs = len(optree.tree_leaves(observation, namespace=NAMESPACE)[0])
+        for name, part in self.parts(spec).items():
+            drawn = None if noise is None else part.noise(noise)
+            rows, values = part.rows(observation), self.of_group(name, exploration)
+            after[name], found = part.policy(params[name], state[name], rows, drawn, part.spec, values)
+            actions.append(found["action"].reshape(num_envs, -1))
+            own = {key: value for key, value in found.items() if key != "action"}
+            outputs |= {f"{name}.{key}": part.apart(value, num_envs) for key, value in own.items()}
+        return after, {"action": _joined(actions, spec), **outputs}
+
+    def parts(self, spec: GroupedSpec) -> dict[str, _Part]:
+        """What the policy of each group sees of an environment."""
+        noises, places = self._noises(spec), self.places(spec)
+        return {
+            name: _Part(
+                name,
+                policy,
+                self.spec_of(name, spec),
+                0 if name in self.together else spec.groups[name].n,
+                noises[name],
+                places.get(name, []),
+            )
+            for name, policy in self.policies.items()
+        }
+
+
+class _Part(NamedTuple):
+    """The policy of a group, and how its rows are made of those of all."""
+
+    name: str
+    policy: Policy
+    spec: ActionSpec
+    n: int  # agents, each of which is a row; 0 if they act together
+    kind: Noise | None
+    places: Sequence[int]  # of its noise
+
+    def rows(self, observation: Any) -> Any:
+        """The observations [P * n, ...] of its agents, views of [P, n, ...]; these themselves if they act together."""
+        own = observation[self.name]["observation"]
+        if not self.n:
+            return own
+        return optree.tree_map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), own, namespace=NAMESPACE)
+
+    def noise(self, uniform: Any) -> Any:
+        """Its noise [..., P * n, *shape], of uniform numbers [..., P, m] for all agents."""
+        if self.kind is None:
+            return None
+        drawn = uniform[..., list(self.places)]
+        xp: Any = TORCH if isinstance(drawn, Tensor) else jax_numerics()
+        if self.kind.kind == "gumbel":
+            drawn = -xp.log(-xp.log(drawn))
+        elif self.kind.kind == "normal":
+            drawn = xp.ndtri(drawn)
+        return drawn.reshape(*drawn.shape[:-2], drawn.shape[-2] * max(self.n, 1), *self.kind.shape)
+
+    def apart(self, value: Any, num_envs: int, lead: Sequence[int] = ()) -> Any:
+        """An output [*lead, P * n, ...] as [*lead, P, n, ...]."""
+        return value.reshape(*lead, num_envs, self.n, *value.shape[len(lead) + 1 :]) if self.n else value
+
+
+def _joined(actions: Sequence[Any], spec: ActionSpec) -> Any:
+    """The actions [..., A] of all groups as one array."""
+    if all(isinstance(action, np.ndarray) for action in actions):
+        return np.concatenate(actions, -1)
+    if any(isinstance(action, Tensor) for action in actions):
+        return torch.cat([torch.as_tensor(action).to(spec.dtype) for action in actions], -1)
+    return import_jax().numpy.concatenate(actions, -1)
+
+
+class GroupActor(Actor):
+    """The actors of all groups, whose observations are views of the loop's."""
+
+    def __init__(self, policy: GroupPolicy, inputs: ActorInputs) -> None:
+        self._policy, self._parts, self._inputs = policy, policy.parts(inputs.spec), inputs  # type: ignore[arg-type]
+        self._actors: dict[str, Any] = {
+            name: part.policy.actor(self._of_group(part, inputs)) for name, part in self._parts.items()
+        }
+
+    def _of_group(self, part: _Part, inputs: ActorInputs) -> ActorInputs:
+        name, observation = part.name, part.rows(inputs.observation)
+        if part.policy.backend == "jax" and self._policy.backend == "torch" and device_of(observation).type == "cpu":
+            observation = optree.tree_map(lambda leaf: leaf.numpy(), observation, namespace=NAMESPACE)
+        return inputs._replace(
+            observation=observation,
+            params=inputs.params[name],
+            policy_state=inputs.policy_state[name],
+            initial_state=inputs.initial_state[name],
+            noise=None if inputs.noise is None else part.noise(inputs.noise),
+            exploration=self._policy.of_group(name, inputs.exploration),
+            spec=part.spec,
+            num_envs=inputs.num_envs * max(part.n, 1),
+            single=False,
+        )
+
+    @override
+    def again(self, inputs: ActorInputs, /) -> bool:
+        self._inputs = inputs
+        return all(self._actors[name].again(self._of_group(part, inputs)) for name, part in self._parts.items())
+
+    @override
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        stack = contextlib.ExitStack()
+        for actor in self._actors.values():
+            stack.enter_context(actor.running())
+        return stack
+
+    @override
+    def act(self, t: int) -> Any:
+        rows = self._inputs.num_envs
+        return _joined([actor.act(t).reshape(rows, -1) for actor in self._actors.values()], self._inputs.spec)
+
+    @override
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
+        mask = lane_mask(lanes, self._inputs.num_envs)
+        for name, part in self._parts.items():
+            self._actors[name].restart(mask.repeat_interleave(part.n) if part.n else mask)
+
+    @override
+    def finish(self) -> tuple[Any, Columns]:
+        states, columns, actions = {}, Columns(), []
+        lead, num_envs = (self._inputs.length,), self._inputs.num_envs
+        for name, part in self._parts.items():
+            states[name], own = self._actors[name].finish()
+            actions.append(own.pop(("action",)).reshape(*lead, num_envs, -1))
+            columns |= {(name, *path): part.apart(column, num_envs, lead) for path, column in own.items()}
+        return states, {("action",): _joined(actions, self._inputs.spec), **columns}
