@@ -106,27 +106,19 @@ def there(observation: Any, mask: Tensor) -> Any:
 
 
 def presented(batch: TensorDict, spec: GroupedSpec) -> TensorDict:
-    """A rollout's batch [*B, T] with the actions, rewards and infos of agents under the keys of their groups, as views.
-
-    The nodes of groups are [*B, T, n], as in TorchRL.
-    """
+    """A rollout's batch [*B, T] with what belongs to agents under the keys of their groups, as views."""
     batch.unlock_()
     action, infos = batch.pop("action"), batch["next"].pop("info", {})
-    columns: dict[Path, Tensor] = {}
     for key, value in infos.items():
         name, _, what = key.partition(".")
-        own = (name, what) if what == REWARD else (name, "info", what)
-        columns["next", *(own if name in spec.groups and what else ("info", key))] = value
+        path: Path = (name, what) if what == REWARD else (name, "info", what)
+        batch["next", *(path if name in spec.groups and what else ("info", key))] = value
     for name, group in spec.groups.items():
-        if ("next", name, REWARD) in columns:
-            columns["next", name, REWARD] = columns["next", name, REWARD].unsqueeze(-1)
-        columns[name, "action"] = spec.of_group(name, action)
+        if ("next", name, REWARD) in batch.keys(include_nested=True):
+            batch["next", name, REWARD] = batch["next", name, REWARD].unsqueeze(-1)
+        batch[name, "action"] = spec.of_group(name, action)
         for node in (batch, batch["next"]):
-            own = dict(node.get(name).items())
-            if node is batch and group.comes_and_goes and not own[PRESENT].all():
-                own["observation"] = there(own["observation"], own[PRESENT])
-            own["done"] = own["terminated"] | own["truncated"]
-            node[name] = TensorDict(own, [*batch.batch_size, group.n], names=[*batch.names, None])
-    for path, value in columns.items():
-        batch[path] = value
+            node[name, "done"] = node[name, "terminated"] | node[name, "truncated"]
+        if group.comes_and_goes and not batch[name, PRESENT].all():
+            batch[name, "observation"] = there(batch[name, "observation"], batch[name, PRESENT])
     return batch.lock_()

@@ -36,9 +36,10 @@ def from_pettingzoo(
 ) -> SimulatedEnv:
     """A host environment over PettingZoo's parallel environments: each step, every agent that is there acts.
 
-    Agents of a group are rows of its columns: ``(group, "observation")`` ``[*B, T, n, ...]``, ``(group, "action")``, and
-    in ``next`` ``(group, "reward")`` ``[*B, T, n, 1]`` and the flags. ``(group, "mask")`` ``[*B, T, n]`` bool says who is
-    there; rows of the others are zeros, and their actions are not used. ``("next", "reward")`` is the sum over agents.
+    Agents of a group are rows of its columns: ``(group, "observation")`` ``[*B, T, n, ...]``, ``(group, "action")``,
+    and in ``next`` ``(group, "reward")`` ``[*B, T, n, 1]`` and the flags. ``(group, "mask")`` ``[*B, T, n]`` bool says
+    who is there; rows of the others are zeros, and their actions are not used. ``("next", "reward")`` is the sum over
+    agents.
 
     Args:
         env: an id such as ``"mpe/simple_spread_v3"``, or a function that returns a parallel environment.

@@ -63,7 +63,7 @@ class GroupPolicy(PolicyBase):
 
     @property
     @override
-    def params(self) -> Any:  # type: ignore[override]
+    def params(self) -> Any:
         return {name: policy.params for name, policy in self.policies.items()}
 
     @property
@@ -89,7 +89,7 @@ class GroupPolicy(PolicyBase):
             return dict.fromkeys(self.policies)
         check_kind("params", params, Mapping, f"pass a dict with the keys {[*self.policies]}")
         if params.keys() == self.policies.keys():
-            return params
+            return dict(params)
         parts: dict[str, dict[str, Any]] = {name: {} for name in self.policies}
         for path, leaf in params.items():
             name, _, rest = path.partition(".")
@@ -116,7 +116,7 @@ class GroupPolicy(PolicyBase):
         return ActionSpec(stacked_actions(spec.groups[name].action_space, spec.groups[name].n))
 
     @override
-    def check(self, spec: ActionSpec, /) -> None:
+    def check(self, spec: Any, /) -> None:
         groups = getattr(spec, "groups", None)
         if not groups or groups.keys() != self.policies.keys():
             had = f"the groups {[*groups]}" if groups else "no groups of agents"
@@ -143,7 +143,8 @@ class GroupPolicy(PolicyBase):
 
     def places(self, spec: Any) -> dict[str, list[int]]:
         """The numbers of a step that are the noise of each group: by agent, in the order of the group."""
-        noises, widths = self._noises(spec), {}
+        noises = self._noises(spec)
+        widths: dict[str, int] = {}
         for name, noise in noises.items():
             if noise is not None and noise.kind in ("key", "keys"):
                 raise PolicyError(
@@ -180,7 +181,9 @@ class GroupPolicy(PolicyBase):
     def __call__(
         self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Exploration, /
     ) -> tuple[Any, Mapping[str, Any]]:
-        after, outputs, actions = {}, {}, []
+        after: dict[str, Any] = {}
+        outputs: dict[str, Any] = {}
+        actions = []
         num_envs = len(optree.tree_leaves(observation, namespace=NAMESPACE)[0])
         for name, part in self.parts(spec).items():
             drawn = None if noise is None else part.noise(noise)
@@ -246,7 +249,8 @@ def _joined(actions: Sequence[Any], spec: ActionSpec) -> Any:
     if all(isinstance(action, np.ndarray) for action in actions):
         return np.concatenate(actions, -1)
     if any(isinstance(action, Tensor) for action in actions):
-        return torch.cat([torch.as_tensor(action).to(spec.dtype) for action in actions], -1)
+        tensors = (each if isinstance(each, Tensor) else torch.from_numpy(np.array(each)) for each in actions)
+        return torch.cat([each.to(spec.dtype) for each in tensors], -1)
     return import_jax().numpy.concatenate(actions, -1)
 
 

@@ -1,0 +1,228 @@
+"""Several agents: PettingZoo's environments beside a raw loop, and one policy for each group."""
+
+import gymnasium
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from pettingzoo import ParallelEnv
+from torch import nn
+
+import funcollect as fc
+from tests.support.cases import Recurrent, jax_weights, mlp
+from tests.support.compare import assert_same, collect
+
+
+class Leaving(ParallelEnv):
+    """Agents leave at times of their own, by a flag of their own; a lane ends with its last one."""
+
+    metadata = {"name": "leaving"}  # noqa: RUF012
+
+    def __init__(self, names=("ant_0", "ant_1", "bee_0"), sizes=(2, 2, 3)):
+        self.possible_agents, self.sizes = list(names), dict(zip(names, sizes, strict=True))
+        self.render_mode = None
+
+    def observation_space(self, agent):
+        return spaces.Box(-9, 99, (self.sizes[agent],), np.float32)
+
+    def action_space(self, agent):
+        return spaces.Discrete(3)
+
+    def reset(self, seed=None, options=None):
+        if seed is not None:
+            self.random = np.random.default_rng(seed)
+        self.agents, self.time = list(self.possible_agents), 0
+        self.ends = {name: int(self.random.integers(2, 9)) for name in self.agents}
+        return self.seen(self.agents), {name: {} for name in self.agents}
+
+    def seen(self, names):
+        return {name: np.full(self.sizes[name], self.time + self.ends[name] / 10, np.float32) for name in names}
+
+    def step(self, actions):
+        assert set(actions) == set(self.agents)
+        self.time += 1
+        names, over = self.agents, {name: self.time >= self.ends[name] for name in self.agents}
+        by_time = {name: over[name] and self.ends[name] % 2 == 0 for name in names}
+        self.agents = [name for name in names if not over[name]]
+        reward = {name: float(actions[name]) + self.ends[name] for name in names}
+        terminated = {name: over[name] and not by_time[name] for name in names}
+        return self.seen(names), reward, terminated, by_time, {name: {"time": self.time} for name in names}
+
+    def state(self):
+        return np.array([self.time], np.float32)
+
+    state_space = spaces.Box(0, 99, (1,), np.float32)
+
+
+def head(outputs, **kwargs):
+    return {"ant": fc.torch_policy(mlp(2, 3), head=fc.heads.categorical), "bee": outputs, **kwargs}
+
+
+def jax_policy(inputs):
+    return fc.jax_policy(lambda params, x: jnp.tanh(x) @ params, jax_weights(inputs, 3, 0), head=fc.heads.categorical)
+
+
+def recurrent(inputs):
+    return fc.torch_policy(Recurrent(inputs, 3), head=fc.heads.categorical, initial_state=torch.zeros(5))
+
+
+POLICIES = {
+    "random": lambda env: fc.random_policy(env),
+    "torch": lambda env: fc.by_group(head(fc.torch_policy(mlp(3, 3), head=fc.heads.epsilon_greedy(0.3)))),
+    "jax": lambda env: fc.by_group({"ant": jax_policy(2), "bee": jax_policy(3)}),
+    "mixed": lambda env: fc.by_group(head(jax_policy(3))),
+    "recurrent": lambda env: fc.by_group({"ant": recurrent(2), "bee": recurrent(3)}),
+    "together": lambda env: fc.by_group(
+        {
+            "ant": fc.torch_policy(nn.Sequential(nn.Flatten(), mlp(4, 6)), head=fc.heads.categorical),
+            "bee": fc.torch_policy(mlp(3, 3), head=fc.heads.categorical),
+        },
+        together=["ant"],
+    ),
+}
+LENGTHS = (7, 1, 20)
+
+
+def made(**kwargs):
+    return fc.envs.from_pettingzoo(Leaving, num_envs=3, info_keys=["time"], state=True, **kwargs)
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_the_rows_are_those_of_a_raw_loop(kind):
+    env = made()
+    policy = POLICIES[kind](env)
+    state = fc.init(env, policy, seed=1)
+    seeds = state.env_state.simulation._seed
+    batches = []
+    for length in LENGTHS:
+        state, batch = fc.rollout(env, policy, state, length)
+        batches.append(batch)
+    batch = torch.cat(batches, 1)
+    for lane in range(3):
+        raw, episode = Leaving(), 0
+        seen, _ = raw.reset(seed=seeds(lane, 0))
+        over = dict.fromkeys(raw.possible_agents, (False, False))
+        for frame in batch[lane].unbind(0):
+            present = list(raw.agents)
+            actions, shared = {}, raw.state()
+            for name in raw.possible_agents:
+                group, row = name.split("_")[0], int(name[-1])
+                own = frame[group]
+                assert own["mask"][row] == (name in present)
+                assert np.array_equal(own["observation"][row], seen[name] if name in present else 0 * seen[name])
+                assert (own["terminated"][row], own["truncated"][row]) == over[name]
+                actions |= {name: int(own["action"][row])} if name in present else {}
+            assert frame["state"] == shared
+            after, reward, terminated, truncated, info = raw.step(actions)
+            seen = seen | after
+            for name in raw.possible_agents:
+                group, row = name.split("_")[0], int(name[-1])
+                own = frame["next", group]
+                assert own["reward"][row] == reward.get(name, 0)
+                if name in present:
+                    over[name] = terminated[name], truncated[name]
+                    assert np.array_equal(own["observation"][row], after[name])
+                    assert own["info", "time"][row] == info[name]["time"]
+                assert (own["terminated"][row], own["truncated"][row]) == over[name]
+                assert own["done"][row] == any(over[name])
+            assert frame["next", "reward"] == sum(reward.values())
+            assert frame["next", "done"] == (not raw.agents)
+            assert frame["next", "terminated"] == (not raw.agents and all(flags[0] for flags in over.values()))
+            if not raw.agents:
+                episode += 1
+                seen, _ = raw.reset(seed=seeds(lane, episode))
+                over = dict.fromkeys(raw.possible_agents, (False, False))
+    assert episode > 1
+    assert_same(batch, collect(made(num_workers=2), POLICIES[kind](made()), *LENGTHS, seed=1))
+
+
+@pytest.mark.parametrize("kind", ["torch", "together"])
+def test_log_probabilities_are_those_of_each_agent(kind):
+    env = made()
+    policy = POLICIES[kind](env)
+    batch = collect(env, policy, 12, seed=2)
+    network = policy.policies["ant"].module
+    logits = network(batch["ant", "observation"].flatten(0, 1)) if kind == "together" else None
+    if kind == "together":
+        wanted = (
+            torch.distributions.Categorical(logits=logits.view(3, 12, 2, 3)).log_prob(batch["ant", "action"]).sum(-1)
+        )
+    else:
+        wanted = torch.distributions.Categorical(logits=network(batch["ant", "observation"])).log_prob(
+            batch["ant", "action"]
+        )
+    present = batch["ant", "mask"].all(-1) if kind == "together" else batch["ant", "mask"]
+    torch.testing.assert_close(batch["ant", "action_log_prob"][present], wanted[present])
+
+
+def test_noise_belongs_to_an_agent_whichever_group_it_is_in():
+    net = mlp(2, 3)
+    batches = []
+    for groups in ({"ant": ["ant_0", "ant_1"], "bee": ["bee_0"]}, {"b": ["ant_1"], "a": ["ant_0"], "bee": ["bee_0"]}):
+        env = made(groups=groups)
+        own = {name: fc.torch_policy(net if name != "bee" else mlp(3, 3), head=fc.heads.categorical) for name in groups}
+        batches.append(collect(env, fc.by_group(own), 15, seed=4))
+    together, apart = batches
+    assert torch.equal(together["ant", "action"], torch.cat([apart["a", "action"], apart["b", "action"]], -1))
+
+
+def test_parameters_files_and_collectors(tmp_path):
+    env = made()
+    policy = POLICIES["torch"](env)
+    saved = policy.state_dict()
+    assert {name.split(".")[0] for name in saved} == {"ant", "bee"}
+    other = {name: torch.zeros_like(leaf) for name, leaf in saved.items()}
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 6, params=other)
+    assert batch["ant", "action_log_prob"].exp().sub(1 / 3).abs().max() < 1e-6
+    policy.load(other)
+    assert all((leaf == 0).all() for leaf in policy.state_dict().values())
+    policy.load(saved)
+    frames = []
+    for kind in (fc.SyncDataCollector, fc.MultiSyncDataCollector):
+        make = made if kind is fc.SyncDataCollector else [made]
+        with kind(make, policy, frames_per_batch=30, total_frames=60, seed=5) as collector:
+            frames.append(torch.cat([each.clone() for each in collector], -1).reshape(3, 20))
+    assert_same(*frames)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=3), 9)
+    fc.save(tmp_path / "state", state)
+    _, batch = fc.rollout(env, policy, state, 9)
+    assert_same(batch, fc.rollout(env, policy, fc.load(tmp_path / "state", env, policy), 9)[1])
+    assert fc.evaluate(env, policy, episodes=4, seed=0).returns.min() > 0
+
+
+@pytest.mark.parametrize("done", ["all", "any"])
+def test_when_a_lane_ends(done):
+    batch = collect(made(done=done), fc.random_policy(made()), 30, seed=0)
+    present = torch.cat([batch["next", name, "mask"] for name in ("ant", "bee")], -1)
+    ended = batch["next", "done"][..., 0]
+    assert torch.equal(ended, ~present.any(-1) if done == "all" else ~present.all(-1))
+
+
+@pytest.mark.parametrize(
+    ("do", "error", "says"),
+    [
+        (lambda: made(groups={"ant": ["ant_0"]}), ValueError, "expected every agent of .*'bee_0'.* once"),
+        (lambda: made(groups={"x": ["ant_0", "ant_1", "bee_0"]}), ValueError, "'x' holds bee_0 .* groups of their own"),
+        (lambda: made(done="one"), ValueError, "done must be one of"),
+        (lambda: fc.make_env("pettingzoo/mpe/no_v1"), ValueError, "PettingZoo has no 'mpe/no_v1' here"),
+        (lambda: fc.by_group({"ant": 3}), TypeError, "expected a Policy"),
+        (lambda: fc.by_group(3), TypeError, "policies is"),
+        (lambda: fc.by_group(head(jax_policy(3)), together=["cat"]), ValueError, r"together names \['cat'\]"),
+        (lambda: collect(made(), fc.by_group({"ant": jax_policy(2)}), 3), ValueError, r"the groups \['ant', 'bee'\]"),
+        (lambda: collect(fc.make_env("CartPole-v1"), fc.by_group(head(jax_policy(3))), 3), ValueError, "no groups of"),
+    ],
+)
+def test_errors(do, error, says):
+    with pytest.raises(error, match=says):
+        do()
+
+
+def test_a_real_environment():
+    env = fc.make_env("pettingzoo/mpe/simple_tag_v3", num_envs=2, env_kwargs={"max_cycles": 8})
+    assert isinstance(env.action_space, gymnasium.spaces.MultiDiscrete)
+    assert [group.n for group in env.groups.values()] == [3, 1]
+    batch = collect(env, fc.random_policy(env), 20, seed=0)
+    assert batch["adversary", "action"].shape == (2, 20, 3)
+    assert batch["next", "adversary", "truncated"][:, 7].all()
+    assert batch["next", "truncated"][:, 7].all()
