@@ -31,7 +31,7 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e .[envs,viz]
 	touch $@
 $(VENV)/.test: $(VENV)/.core
-	$(PIP_INSTALL) -e .[envs,jax-envs,viz,ray,test,bench,docs]
+	$(PIP_INSTALL) -e .[envs,jax-envs,agents,viz,ray,test,bench,docs]
 	touch $@
 
 # What CI runs, on two cores: every promise once.

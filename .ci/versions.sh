@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python311=${PYTHON311:-python3.11} python312=${PYTHON312:-python3.12}
-extras=envs,jax-envs,viz,ray,test
+extras=envs,jax-envs,agents,viz,ray,test
 
 make_environment() { # INTERPRETER
     "$1" -m venv "$folder"

@@ -19,6 +19,7 @@ from funcollect.interop.memo import memo_of
 from funcollect.keys import key_from_seed
 from funcollect.messages import kind_of, shown
 from funcollect.policies.base import read_answer, recurrent_names, split_recurrent
+from funcollect.policies.by_group import GroupPolicy
 from funcollect.policies.checks import checked_lead
 from funcollect.policies.heads.head import Head
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
@@ -30,7 +31,7 @@ from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy, is_env
-from funcollect.specs import ActionSpec, Leaf, Space, assemble
+from funcollect.specs import ActionSpec, GroupedSpec, Leaf, Space, assemble, observation_leaves
 from funcollect.trajectories.split import IS_FIRST, LANE, STEP, TRAJECTORY_IDS
 from funcollect.tree import Path, flatten, moved, to_tensordict
 
@@ -46,7 +47,11 @@ _SCORING = tensordict_nn.ProbabilisticTensorDictModule | tensordict_nn.Probabili
 
 
 def remember_spaces(policy: Policy, space: Space, leaves: Sequence[Leaf], spec: ActionSpec) -> None:
-    """Keep the spaces of an environment that a policy acts in, for `evaluate_actions`."""
+    """Keep the spaces of an environment that a policy acts in, for `evaluate_actions`; in a group, of an agent."""
+    if isinstance(policy, GroupPolicy) and isinstance(spec, GroupedSpec):
+        for name in policy.policies.keys() - policy.together:
+            own = spec.groups[name].observation_space
+            remember_spaces(policy.policies[name], own, observation_leaves(own), spec.groups[name].action_spec)
     known: list[Spaces] = memo_of(policy).setdefault("spaces", [])
     paths = [leaf.path for leaf in leaves]
     if not any(spec == other and [leaf.path for leaf in own] == paths for _, own, other in known):

@@ -24,10 +24,10 @@ from funcollect.protocols import (
     TorchEnv,
     Transition,
 )
-from funcollect.specs import ActionSpec, Group, observation_leaves
+from funcollect.specs import ActionSpec, observation_leaves
 
 __all__ = [
-    "ActionSpec", "CartPole", "DeviceEnv", "Group", "HostEnv", "HostEnvBase", "JaxEnv", "JaxEnvBase", "LaneKeys",
+    "ActionSpec", "CartPole", "DeviceEnv", "HostEnv", "HostEnvBase", "JaxEnv", "JaxEnvBase", "LaneKeys",
     "Outcome", "Pendulum", "Renderer", "SavableSnapshots", "Simulators", "SimulatorsBase", "SnapshotSimulators",
     "TorchEnv", "TorchEnvBase", "Transition", "from_ale", "from_brax", "from_envpool", "from_functional",
     "from_functions", "from_gymnasium", "from_gymnax", "from_jumanji", "from_navix", "from_pettingzoo", "from_pgx",

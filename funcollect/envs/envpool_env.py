@@ -68,7 +68,8 @@ def from_envpool(
         )
     check_keys("info_keys", info_keys, "x_position")
     check_num_envs(num_envs)
-    for name, value in {"num_threads": num_threads, "batch_size": batch_size or 1, "max_carry": max_carry}.items():
+    given = {"num_threads": num_threads, "max_carry": max_carry}
+    for name, value in (given if batch_size is None else given | {"batch_size": batch_size}).items():
         check_positive(name, value)
     if (num_envs or 1) % (batch_size or 1):
         raise ValueError(f"batch_size is {batch_size}, expected a divisor of num_envs={num_envs or 1}: pass one")

@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 from typing_extensions import override
 
-from funcollect.arguments import check_choice
+from funcollect.arguments import check_choice, check_flags, check_keys, check_kind
 from funcollect.envs import agents
 from funcollect.envs.agents import PRESENT, REWARD, STATE
 from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
@@ -58,6 +58,11 @@ def from_pettingzoo(
     {'adversary': ('adversary_0', 'adversary_1', 'adversary_2'), 'agent': ('agent_0',)}
     """
     check_choice("done", done, _ENDS)
+    check_flags(state=state)
+    check_keys("info_keys", info_keys, "x")
+    for name, value in {"groups": groups, "env_kwargs": env_kwargs}.items():
+        if value is not None:
+            check_kind(name, value, Mapping, "pass a dict")
     build = partial(_built, env, dict(env_kwargs or {}))
     first = build()
     found = agents.grouped(

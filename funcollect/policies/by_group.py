@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_kind
+from funcollect.arguments import check_keys, check_kind
 from funcollect.envs.agents import stacked_actions
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
@@ -48,6 +48,7 @@ def by_group(policies: Mapping[str, Policy], *, together: Sequence[str] = ()) ->
     check_kind("policies", policies, Mapping, 'pass for example {"adversary": p, "agent": q}')
     for policy in policies.values():
         check_policy(policy)
+    check_keys("together", together, "agent")
     if unknown := sorted({*together} - policies.keys()):
         raise ValueError(f"together names {unknown}, expected groups out of {[*policies]}: correct the names")
     return GroupPolicy(policies, together)

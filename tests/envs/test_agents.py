@@ -192,6 +192,39 @@ def test_parameters_files_and_collectors(tmp_path):
 
 
 @pytest.mark.parametrize("done", ["all", "any"])
+def test_agents_as_lanes_of_their_own(done):
+    """Advantages, statistics and log-probabilities of a group are those of each agent alone."""
+    env = made(done=done)
+    policy = POLICIES["torch"](env)
+    batch = collect(env, policy, 40, seed=6)
+    rows = fc.agents_as_rows(batch, "ant")
+    assert rows.batch_size == (3, 2, 40)
+    assert rows["state"].shape == (3, 2, 40, 1)
+    value = torch.rand(3, 2, 40, 1)
+    after = torch.rand(3, 2, 40, 1)
+    advantage, _ = fc.gae(rows, value, after)
+    for lane in range(3):
+        for agent in range(2):
+            carried = 0.0
+            for t in reversed(range(40)):
+                frame, own = batch[lane, t], batch[lane, t]["next", "ant"]
+                if not frame["ant", "mask"][agent]:
+                    carried = 0.0
+                    continue
+                leaves = bool(own["done"][agent]) or bool(frame["next", "done"])
+                rest = 0.0 if own["terminated"][agent] else after[lane, agent, t].item()
+                delta = own["reward"][agent].item() + 0.99 * rest - value[lane, agent, t].item()
+                carried = delta + 0.99 * 0.95 * (0.0 if leaves else carried)
+                assert abs(advantage[lane, agent, t].item() - carried) < 1e-4
+    stats = fc.episode_stats(rows)
+    ended = (rows["next", "done"] & ~rows["done"])[..., 0]
+    assert len(stats) == ended.sum()
+    log_prob = fc.evaluate_actions(policy.policies["ant"], None, rows)["action_log_prob"]
+    present = rows["mask"]
+    torch.testing.assert_close(log_prob[present], rows["action_log_prob"][present])
+
+
+@pytest.mark.parametrize("done", ["all", "any"])
 def test_when_a_lane_ends(done):
     batch = collect(made(done=done), fc.random_policy(made()), 30, seed=0)
     present = torch.cat([batch["next", name, "mask"] for name in ("ant", "bee")], -1)

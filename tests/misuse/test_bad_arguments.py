@@ -63,6 +63,7 @@ SIZES = """
     length frames episodes max_frames frames_per_batch num_envs max_frames_per_traj batch_size max_size n_steps
     num_slices slice_len max_capacity steps frame_skip screen_size stack num_workers max_episode_steps episode_length
     num_threads total_lanes window ndim lanes batches num_collectors num_workers_per_collector fps max_unread
+    min_ready max_carry
 """
 POSITIVE = set(SIZES.split())
 COUNTS = {"init_random_frames", "max_policy_lag", "random_steps", "noop_max", "prefetch", "alpha", "beta", "eps"}
@@ -180,6 +181,7 @@ SUITES = {
     "jumanji": {"env": "Snake-v1"},
     "navix": {"env": "Navix-Empty-5x5-v0"},
     "pgx": {"env": "tic_tac_toe"},
+    "pettingzoo": {"env": "mpe/simple_spread_v3"},
     "playground": {"env": "CartpoleBalance"},
 }
 NOTHING = "RandomSampler ReplayBuffer SamplerWithoutReplacement envs.CartPole envs.Pendulum ring.Trajectories"
@@ -216,6 +218,8 @@ GOOD = {
     "lower": lambda: {"module": nn.Linear(4, 2), "example": torch.zeros(1, 4)},
     "lower_policy": lambda: {"policy": linear(), "env": fused()[0]},
     "make_policy": lambda: {"name": "mlp", "env": host()[0]},
+    "agents_as_rows": lambda: {"batch": batch(), "group": "agent"},
+    "by_group": lambda: {"policies": {"agent": linear()}},
     "population": lambda: {"policy": linear(), "params": STACKED},
     "normalized": lambda: {"policy": linear(), "stats": statistics()},
     "random_policy": lambda: {"env": host()[0]},
