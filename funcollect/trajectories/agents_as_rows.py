@@ -31,10 +31,8 @@ def agents_as_rows(batch: TensorDictBase, group: str) -> TensorDict:
     (torch.Size([2, 3, 8]), torch.Size([2, 3, 8, 16]))
     """
     check_kind("batch", batch, TensorDictBase, "pass the batch of a rollout")
-    if group not in batch.keys():  # noqa: SIM118  (a TensorDict refuses the other form)
-        raise ValueError(
-            f"group is {shown(group)}, expected a key of the batch, {[*batch.keys()]}: name one of env.groups"
-        )
+    if group not in (keys := [*batch.keys()]):
+        raise ValueError(f"group is {shown(group)}, expected a key of the batch, {keys}: name one of env.groups")
     time, n = batch.ndim - 1, batch["next", group, "reward"].shape[batch.ndim]
 
     def shared(leaf: Tensor) -> Tensor:  # [*B, T, ...] to [*B, n, T, ...]
