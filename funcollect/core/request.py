@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcollect import arguments
 from funcollect.arguments import check_kind
-from funcollect.core.state import CollectorState, check_origin
+from funcollect.core.state import CollectorState, ReadOnlyDict, check_origin
 from funcollect.envs.base import observer_of
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
@@ -295,20 +295,27 @@ def check_state(env: Env, state: CollectorState, function: str, values: Any = No
     check_origin(env, state)
 
 
-def split_states(env: Any, to: Any, call: Callable[[Any], Any], *, alone: bool) -> tuple[Any, Any]:
-    """The environment states in the `to` of a reset, and their observations, of states `alone` by `observation_of`."""
-    if not alone:
-        return to if type(to) is tuple and len(to) == 2 else (to, None)
-    if (observe := observer_of(env)) is None:
-        raise TypeError(
-            f"to is environment states alone, from which {env!r} computes no observation, expected a pair: pass "
-            "(env_states, observations), or give the environment a function observation_of(env_state, params)"
-        )
-    return to, call(observe)
+def given_starts(env: Any, held: tuple[Any, Any], to: Any, call: Any, differing: Any, by_path: Any) -> tuple[Any, Any]:
+    """The environment states in the `to` of a reset, and their observations by path, each like those `held`.
+
+    `call` gives observations of states alone, by the environment's own function; `differing` says how pytrees differ.
+    """
+    bare = lambda each: each.current if isinstance(each, JaxEnvState) else each  # noqa: E731
+    if not differing(held[0], bare(to)):
+        if (observe := observer_of(env)) is None:
+            raise TypeError(
+                f"to is environment states alone, from which {env!r} computes no observation, expected a pair: pass "
+                "(env_states, observations), or give the environment a function observation_of(env_state, params)"
+            )
+        to = to, call(observe, bare(to))
+    env_states, seen = to if type(to) is tuple and len(to) == 2 else (to, None)
+    _check_like(env, "environment states", differing(held[0], bare(env_states)))
+    root = dict(seen) if isinstance(seen, ReadOnlyDict) else by_path(env, seen)
+    _check_like(env, "observations", differing(held[1], root))
+    return bare(env_states), root
 
 
-def check_states(env: Any, what: str, difference: Any) -> None:
-    """Raise ValueError if states or observations in the `to` of a reset differ from the environment's own."""
+def _check_like(env: Any, what: str, difference: str) -> None:
     if difference:
         raise ValueError(
             f"to has other {what} than {env!r}, expected its own form (first its own): {difference}: pass states like "

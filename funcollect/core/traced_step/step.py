@@ -11,8 +11,7 @@ import numpy as np
 
 from funcollect.core.batch import NEXT_FLAGS, ROOT_FLAGS
 from funcollect.core.env_params import LaneRows, call_in_lanes, map_rows, of_one_lane, recorded_params
-from funcollect.core.request import ANOTHER_POLICY, StepOptions, check_states, head_of, split_states
-from funcollect.core.state import ReadOnlyDict
+from funcollect.core.request import ANOTHER_POLICY, StepOptions, given_starts, head_of
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, differing, reset_lane, step_lane
 from funcollect.errors import PolicyError
 from funcollect.interop import words
@@ -244,15 +243,9 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
 
 def continue_from(env: JaxEnv, state: Traced, mask: Any, to: Any) -> Traced:
     """Return the state whose lanes of `mask` [P] stand at environment states `to`, or at those in a pair with views."""
-    held = state.env_state.current, dict(state.observation)
-    to = to.current if isinstance(to, JaxEnvState) else to
-    alone, params = not differing(held[0], to), state.env_params
-    env_states, seen = split_states(env, to, lambda observe: call_in_lanes(observe, params, to), alone=alone)
-    env_states = env_states.current if isinstance(env_states, JaxEnvState) else env_states
-    check_states(env, "environment states", differing(held[0], env_states))
-    found = dict(seen) if isinstance(seen, ReadOnlyDict) else by_path(env, seen)
-    check_states(env, "observations", differing(held[1], found))
-    current, observation = where_lanes(mask, (env_states, found), held)
+    held, params = (state.env_state.current, dict(state.observation)), state.env_params
+    given = given_starts(env, held, to, lambda observe, to: call_in_lanes(observe, params, to), differing, by_path)
+    current, observation = where_lanes(mask, given, held)
     return state.changed(env_state=state.env_state._replace(current=current), observation=observation)
 
 
