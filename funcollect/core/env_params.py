@@ -184,9 +184,7 @@ def _given(env: Env, state: CollectorState, params: Any) -> _Given:
     for (path, like), leaf in zip(named, leaves, strict=True):
         name, kinds = jax.tree_util.keystr(path), (jax.numpy.result_type(like), jax.numpy.result_type(leaf))
         if jax.numpy.issubdtype(kinds[0], np.integer) and jax.numpy.issubdtype(kinds[1], np.inexact):  # it would be cut
-            raise ValueError(
-                f"params{name} is {shown(leaf)}, expected an integer: convert it, such as by int or astype(int)"
-            )
+            raise ValueError(f"params{name} is {shown(leaf)}, expected an integer: convert it, such as by int")
         by_lane.append(_is_by_lane(name, leaf, np.shape(like), state.num_lanes))
     return _Given(treedef, [like for _, like in named], leaves, by_lane, state.num_lanes)
 

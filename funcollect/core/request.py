@@ -135,10 +135,8 @@ class OpenFor:
 def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:
     """Raise ValueError for a limit on trajectories together with lanes that stay finished."""
     if not reset_when_done and max_frames_per_traj is not None and max_frames_per_traj > 0:
-        raise ValueError(
-            "max_frames_per_traj cuts a trajectory so that the lane begins another, reset_when_done=False keeps it "
-            "finished: give one of them"
-        )
+        why = "max_frames_per_traj cuts a trajectory so that the lane begins another"
+        raise ValueError(f"{why}, reset_when_done=False keeps it finished: give one of them")
 
 
 def step_limit(env: TorchEnv | JaxEnv, request: Request) -> int | None:
@@ -155,10 +153,8 @@ def check_exploration(value: Any) -> None:
 def check_values(exploration: Any) -> None:
     """Raise TypeError unless `exploration` is a dict from names to values."""
     if not isinstance(exploration, Mapping) or not all(isinstance(name, str) for name in exploration):
-        raise TypeError(
-            f"exploration is {shown(exploration)}, expected a dict from names to numbers: pass for example "
-            '{"epsilon": 0.1}, or {"epsilon": lambda frames: max(0.05, 1 - frames / 1e5)}'
-        )
+        mend = 'pass for example {"epsilon": 0.1}, or {"epsilon": lambda frames: max(0.05, 1 - frames / 1e5)}'
+        raise TypeError(f"exploration is {shown(exploration)}, expected a dict from names to numbers: {mend}")
 
 
 def are_numbers(exploration: Mapping[str, Any]) -> bool:
@@ -187,9 +183,7 @@ def exploration_values(
     """
     functions = [name for name, value in given.items() if callable(value)]
     if traced and functions:
-        raise TypeError(
-            f"exploration has functions for {functions}, expected numbers in traced code: call them, pass the results"
-        )
+        raise TypeError(f"exploration has functions for {functions}, expected numbers in traced code: call them first")
     if functions:
         given = {**given, **{name: given[name](state.steps_made * state.total_lanes) for name in functions}}
     values = _checked(policy, given, state.total_lanes, import_jax().numpy if traced else np)
@@ -209,10 +203,8 @@ def _checked(policy: Policy, given: Mapping[str, Any], lanes: int | None, xp: An
     """All values, numbers or arrays [L] float32 of `xp`, in the ranges of the policy's head."""
     own = policy.exploration
     if unknown := sorted(given.keys() - own.keys()):
-        raise ValueError(
-            f"exploration has {unknown}, expected names out of {sorted(own)}, the numbers that the policy's head has: "
-            "check the spelling, or leave them out"
-        )
+        wanted = f"names out of {sorted(own)}, the numbers that the policy's head has"
+        raise ValueError(f"exploration has {unknown}, expected {wanted}: check the spelling, or leave them out")
     values = {name: _value(name, value, lanes, xp) for name, value in {**own, **given}.items()}
     if values and (head := head_of(policy)):
         arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
@@ -226,9 +218,8 @@ def _value(name: str, value: Any, lanes: int | None, xp: Any) -> Any:
     try:
         array = xp.array(value.detach().float().cpu().numpy() if isinstance(value, Tensor) else value, np.float32)
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"exploration[{name!r}] is {shown(value)}, expected a number: pass for example {{{name!r}: 0.1}}"
-        ) from error
+        wanted = f"a number: pass for example {{{name!r}: 0.1}}"
+        raise TypeError(f"exploration[{name!r}] is {shown(value)}, expected {wanted}") from error
     if array.ndim > 1 or (array.ndim and lanes not in (None, len(array))):
         wanted = f"a number or [{lanes or 'L'}], one for each of the {lanes or 'L'} lanes of the whole run"
         raise ValueError(f"exploration[{name!r}] has shape {list(array.shape)}, expected {wanted}: pass these")
@@ -271,10 +262,8 @@ def own_action_warning(policy: Policy, random_frames: int | None) -> str:
 def check_state_kind(policy_state: Any, wanted: type) -> None:
     """Raise ValueError for a policy state that is of another kind of policy."""
     if type(policy_state) is not wanted:
-        raise ValueError(
-            f"the state holds the policy state {type(policy_state).__name__}, this policy wants {wanted.__name__}: "
-            f"{ANOTHER_POLICY}"
-        )
+        what = f"the state holds the policy state {type(policy_state).__name__}, this policy wants {wanted.__name__}"
+        raise ValueError(f"{what}: {ANOTHER_POLICY}")
 
 
 def check_state(env: Env, state: CollectorState, function: str, values: Any = None, *, live: bool = True) -> None:
@@ -344,25 +333,19 @@ def check_eager(function: str, values: Any = ()) -> None:
     jax = import_jax()
     outside = getattr(jax._src.core, "trace_state_clean", lambda: True)  # private; traced arguments are seen without it
     if not outside() or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
-        raise TypeError(
-            f"funcollect.{function} got values that JAX traces, expected arrays: inside jit, vmap, grad or scan call "
-            f"funcollect.traced.{function} over a JAX environment; over others call it outside"
-        )
+        mend = f"inside of jit, vmap, grad or scan call funcollect.traced.{function} over a JAX environment"
+        raise TypeError(f"funcollect.{function} got values that JAX traces, expected arrays: {mend}")
 
 
 def _check_one_run(state: CollectorState) -> None:
     """Raise TypeError for a state whose key is of another kind, ValueError for one with dimensions of a `vmap`."""
     key: Any = state.key
     if getattr(key, "dtype", None) != np.uint32 or key.shape[-1:] != (2,):
-        raise TypeError(
-            f"the state's key is {shown(key)}, expected uint32 [2]: pass funcollect.keys.key_from_seed(0) to "
-            "state.replace, or jax.random.key_data of a typed key"
-        )
+        mend = "pass funcollect.keys.key_from_seed(0) to state.replace, or jax.random.key_data of a typed key"
+        raise TypeError(f"the state's key is {shown(key)}, expected uint32 [2]: {mend}")
     if key.ndim > 1:
-        raise ValueError(
-            f"the state is of {list(state.key.shape[:-1])} runs, expected one: call funcollect.traced.rollout inside "
-            "the jax.vmap over the runs"
-        )
+        mend = "call funcollect.traced.rollout inside the jax.vmap over the runs"
+        raise ValueError(f"the state is of {list(key.shape[:-1])} runs, expected one: {mend}")
 
 
 def is_live(state: CollectorState) -> bool:

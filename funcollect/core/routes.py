@@ -80,10 +80,8 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
     if isinstance(policy, TorchBacked) and asked == "cudagraph":
         if env.backend != "torch" or not can_capture(env.device):
             where = f"runs on {env.device}" if env.backend == "torch" else "is not written in Torch"
-            raise LoweringError(
-                f"compile='cudagraph' captures the steps of a Torch environment on a CUDA device, and {env!r} {where}: "
-                "make it there (device='cuda'), or leave compile out"
-            )
+            what = f"compile='cudagraph' captures the steps of a Torch environment on a CUDA device, and {env!r}"
+            raise LoweringError(f"{what} {where}: make it there (device='cuda'), or leave compile out")
         if (place := policy.run_device) not in (None, env.device):
             raise LoweringError(f"the policy runs on {place}, the environment on {env.device}: move the module")
         return Route("captured", policy)
@@ -139,9 +137,8 @@ def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> 
     if isinstance(policy, LoweredPolicy):
         return policy
     if not isinstance(policy, TorchPolicy | TensorDictPolicy):
-        raise TypeError(
-            f"policy is {type(policy).__name__}, expected one over a Torch module: make it with funcollect.torch_policy"
-        )
+        wanted = "one over a Torch module: make it with funcollect.torch_policy"
+        raise TypeError(f"policy is {type(policy).__name__}, expected {wanted}")
     if isinstance(lowered := _lowered(env, policy, exploration_type), LoweringError):
         raise lowered
     return lowered

@@ -37,10 +37,8 @@ class ReadOnlyDict(dict[Path, Any]):
     """A dict by path that refuses every change; a node in optree's `NAMESPACE` and in JAX."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(
-            "the observation of a state cannot be changed: make another state with "
-            "state.replace(observation={**state.observation, ...})"
-        )
+        mend = "make another state with state.replace(observation={**state.observation, ...})"
+        raise TypeError(f"the observation of a state cannot be changed: {mend}")
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
@@ -155,10 +153,8 @@ class CollectorState(Generic[Array]):
         Other `env_params` act at once, and are the same for all lanes; see also `set_env_params`.
         """
         if "observation" not in changes and changes.get("env_state", self.env_state) is not self.env_state:
-            raise ValueError(
-                "state.replace got env_state without observation, expected both: the policy would act on the "
-                "observation of another state; pass observation=other.observation, too"
-            )
+            why = "the policy would act on the observation of another state; pass observation=other.observation, too"
+            raise ValueError(f"state.replace got env_state without observation, expected both: {why}")
         if unknown := sorted(changes.keys() - _FIELDS.keys()):
             names = f"fields of a CollectorState ({', '.join(_FIELDS)})"
             raise TypeError(f"state.replace got {unknown}, expected {names}: check the spelling")

@@ -97,9 +97,7 @@ def init(
     players = check_functions(env, of_one_lane(env_params))
     key, count = _raw(key), env.num_envs or 1
     if np.shape(first_lane) or not np.issubdtype(getattr(first_lane, "dtype", type(first_lane)), np.integer):
-        raise TypeError(
-            f"first_lane is {shown(first_lane)}, expected an int or an integer array []: give a lane's number"
-        )
+        raise TypeError(f"first_lane is {shown(first_lane)}, expected an int or an integer array []: give a lane")
     if not isinstance(first_lane, jax.core.Tracer) and first_lane < 0:
         raise ValueError(f"first_lane is {first_lane}, expected at least 0: give a lane's number")
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
@@ -140,9 +138,8 @@ def reset(env: JaxEnv, state: CollectorState, mask: Any = None, *, to: Any = Non
     check_traced_state(env, state)
     lanes = state.lane == state.lane if mask is None else import_jax().numpy.asarray(mask)
     if (lanes.shape, lanes.dtype) != (state.lane.shape, bool):
-        raise ValueError(
-            f"mask is {lanes.dtype} {list(lanes.shape)}, expected bool {list(state.lane.shape)}: pass one flag per lane"
-        )
+        wanted = f"bool {list(state.lane.shape)}: pass one flag per lane"
+        raise ValueError(f"mask is {lanes.dtype} {list(lanes.shape)}, expected {wanted}")
     after: CollectorState = restart(env, state, run_keys(state.key, state.lane), lanes)
     return after if to is None else continue_from(env, after, lanes, to)
 
@@ -308,16 +305,12 @@ def _checked_config(
     check_traced_state(env, state)
     source = policy.source if isinstance(policy, LoweredPolicy) else policy
     if isinstance(source, Population) and state.num_lanes != state.total_lanes:
-        raise PolicyError(
-            f"a population acts in {state.num_lanes} of {state.total_lanes} lanes, expected all of them in traced "
-            "code: use funcollect.rollout for a part of them, or no shard_map"
-        )
+        what = f"a population acts in {state.num_lanes} of {state.total_lanes} lanes, expected all in traced code"
+        raise PolicyError(f"{what}: use funcollect.rollout for a part of them, or no shard_map")
     config = StepConfig.of(env, policy, state.num_lanes, request.step_options(env))
     if params is None and import_jax().tree.leaves(policy.params):
-        raise TypeError(
-            "params is None, expected the policy's parameters: pass policy.params as an argument of the function that "
-            "you compile (a value closed over would be baked into it)"
-        )
+        mend = "pass policy.params as an argument of the function that you compile, which would bake in other values"
+        raise TypeError(f"params is None, expected the policy's parameters: {mend}")
     return config, (params, traced_values(exploration_values(policy, request.exploration, state, traced=True)))
 
 
@@ -328,7 +321,6 @@ def _raw(key: Any) -> Any:
         key = jax.random.key_data(key)
     if getattr(key, "shape", None) != (2,) or key.dtype != jax.numpy.uint32:
         got = f"{key.dtype} {list(key.shape)}" if hasattr(key, "dtype") else repr(key)[:80]
-        raise TypeError(
-            f"key is {got}, expected uint32 [2] or a typed key: pass for example jax.random.key(0, impl='threefry2x32')"
-        )
+        mend = "pass for example jax.random.key(0, impl='threefry2x32')"
+        raise TypeError(f"key is {got}, expected uint32 [2] or a typed key: {mend}")
     return jax.numpy.asarray(key)

@@ -225,10 +225,8 @@ def start_of(policy: Policy, state: CollectorState) -> Any:
         held, wanted = state.policy_state.recurrent, initial_state.recurrent
         shapes, own = ([list(leaf.shape) for leaf in optree.tree_leaves(each)] for each in (held, wanted))
         if own != shapes or optree.tree_structure(held) != optree.tree_structure(wanted):
-            raise ValueError(
-                "the state holds the policy state of another policy, with recurrent states of the shapes "
-                f"{shapes}, this policy wants {own}: {ANOTHER_POLICY}"
-            )
+            what = f"the state holds recurrent states of the shapes {shapes}, this policy wants {own}"
+            raise ValueError(f"{what}: {ANOTHER_POLICY}")
     return initial_state
 
 

@@ -158,14 +158,10 @@ def _checked(arrays: Any) -> Row:
     flat = flatten(arrays)
     needed = [("action",), REWARD, _DONE, _EPISODE, _LANE]
     if missing := [".".join(path) for path in needed if path not in flat]:
-        raise ValueError(
-            f"the arrays lack {missing}, expected all arrays that traced.rollout returned: pass the whole result"
-        )
+        raise ValueError(f"the arrays lack {missing}, expected all that traced.rollout returned: pass the whole result")
     if flat[_DONE].ndim < 2:
-        raise ValueError(
-            f"next.done has shape {list(flat[_DONE].shape)}, expected [T, P]: give what traced.step returned a time "
-            "dimension, jax.tree.map(lambda leaf: leaf[None], arrays)"
-        )
+        mend = "give the result of traced.step a time dimension, jax.tree.map(lambda leaf: leaf[None], arrays)"
+        raise ValueError(f"next.done has shape {list(flat[_DONE].shape)}, expected [T, P]: {mend}")
     return flat
 
 

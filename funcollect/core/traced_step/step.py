@@ -134,10 +134,8 @@ def _act(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
     observation = assemble(config.env.observation_space, state.observation)
     initial = config.policy.init(state.key, state.num_lanes)
     if difference := differing(state.policy_state, initial):
-        raise ValueError(
-            f"the state holds the policy state of another policy (first its own, then what this policy wants): "
-            f"{difference}: {ANOTHER_POLICY}"
-        )
+        what = "the state holds the policy state of another policy (first its own, then what this policy wants)"
+        raise ValueError(f"{what}: {difference}: {ANOTHER_POLICY}")
     remembered = where_lanes(state.step == 0, initial, state.policy_state)
     draw, seen = drawing(keys.of(Purpose.NOISE), state.steps), observation
     if reads_env_state(config.policy):
@@ -145,10 +143,8 @@ def _act(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
     policy_state, outputs = config.answer(bound, remembered, seen, draw)
     policy_state = varying(state.lane, without_weak_types(policy_state))
     if difference := differing(remembered, policy_state):
-        raise PolicyError(
-            f"the policy's state changes in a step: {difference}; a compiled loop wants the same structure, shapes and "
-            "dtypes at every step: cast it, or give initial_state as the steps return it"
-        )
+        mend = "a compiled loop wants the same at every step: cast it, or give initial_state as the steps return it"
+        raise PolicyError(f"the policy's state changes in a step: {difference}; {mend}")
     if config.options.random_steps:
         outputs = _random_start(config, state, keys, observation, outputs)
     return policy_state, outputs
@@ -263,10 +259,8 @@ def _kept_starts(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> tuple[
         next_start: Start = jax.lax.cond(refill, start_anew, lambda: lanes.next_start)
     except TypeError as error:
         if difference := differing(lanes.next_start, jax.eval_shape(start_anew)):
-            raise ValueError(
-                f"the state does not fit the environment as JAX traces it now: {difference}; jax_enable_x64 may have "
-                "been set in between: make another state with init"
-            ) from error
+            what = f"the state does not fit the environment as JAX traces it now: {difference}"
+            raise ValueError(f"{what}; jax_enable_x64 may have been set: make another state with init") from error
         raise
     used = (lanes.next_start_used & ~refill) | (mask & (env.starts == "fresh"))
     return next_start, JaxEnvState(lanes.current, next_start, used)
