@@ -88,7 +88,7 @@ def differentiable_rollout(
     def run(entered: CollectorState) -> tuple[CollectorState, TensorDict]:
         own = SimpleNamespace(policy=lowered, program=program, state=entered, values=traced_values(values))
         columns = apply(own, *(tensors[name] for name in lowered.lowered.names))
-        return own.state, batch_of(env, lowered, state, dict(zip(own.paths, columns, strict=True)))
+        return own.state, batch_of(env, lowered, state, dict(zip(own.paths, columns, strict=True)), request)
 
     after, batch = run_in_jax(lowered, state, run)
     return after, with_values(batch, values)

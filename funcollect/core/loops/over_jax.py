@@ -109,8 +109,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
         if done is None:
             return _Opened(env, policy, state, request).made(bound, state)
         after, leaves = done
-        leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
-        return after, batch_of(env, policy, state, leaves, with_time=request.with_time)
+        return after, batch_of(env, policy, state, leaves, request)
 
 
 class _Opened(OpenFor):
@@ -147,8 +146,8 @@ class _Opened(OpenFor):
         env, policy, request = self._env, self._policy, self._request
         after, columns, places = self._program(bound, state, self._length)
         if places is None:
-            leaves = {path: torch_view(column)[: request.length] for path, column in columns.items()}
-            return after, batch_of(env, policy, state, leaves, with_time=request.with_time)
+            leaves = {path: torch_view(column) for path, column in columns.items()}
+            return after, batch_of(env, policy, state, leaves, request)
         if self._shown is None:
             self._shown = BatchOfBytes(places, env, outputs_in((path for path, *_ in places.of), state), request)
         return after, self._shown.of(torch_view(columns), lambda outputs: policy.finish(outputs, env.action_spec))
@@ -225,13 +224,11 @@ def outputs_in(paths: Iterable[Path], state: CollectorState) -> list[Path]:
     return [path for path in paths if len(path) == 1 and path not in ROOT_FLAGS and path not in state.observation]
 
 
-def batch_of(
-    env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor], *, with_time: bool = True
-) -> TensorDict:
-    """Return the batch of columns [T, P, ...], checked."""
-    leaves = typed(leaves, env)
+def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, columns: Columns, request: Request) -> TensorDict:
+    """Return the batch of columns [T or more, P, ...], checked."""
+    leaves = typed({path: column[: request.length] for path, column in columns.items()}, env)
     outputs = policy.finish({path: leaves.pop(path) for path in outputs_in(leaves, state)}, env.action_spec)
-    return checked_batch(env, leaves | outputs, with_time=with_time)
+    return checked_batch(env, leaves | outputs, with_time=request.with_time)
 
 
 def run_crossing(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
