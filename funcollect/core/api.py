@@ -222,7 +222,7 @@ def reset(
     ([0, 4], [2, 1])
     """
     check_state(env, state, "reset", (mask, to))
-    given: dict[str, Any] = {name: value for name, value in (("to", to), ("options", options)) if value is not None}
+    given = {name: value for name, value in {"to": to, "options": options}.items() if value is not None}
     known = {"host": "options", "torch": "to", "jax": "to"}.get(env.backend)
     if given.keys() - {known}:
         raise TypeError(f"{shown([*given])} is not for {env!r}, expected {known or 'neither'}: leave the other out")
@@ -327,11 +327,8 @@ def apply(
     check_function("function", function, "a function of one lane's environment and args", 1 + len(args))
     handle = state.env_state
     if not isinstance(handle, SimulatorHandle) or not isinstance(handle.simulation.simulators, SimulatorsOfLanes):
-        raise TypeError(
-            f"{env} has no object for each lane that a function could be called with, expected an environment over "
-            "single environments of Gymnasium's or TorchRL's: over JAX use funcollect.set_env_params, over Torch "
-            "state.replace(env_params=...)"
-        )
+        mend = "over JAX use funcollect.set_env_params, over Torch state.replace(env_params=...)"
+        raise TypeError(f"{env} has no object for each lane, as Gymnasium's or TorchRL's single ones have: {mend}")
     simulation = handle.claim()
     try:
         results = simulation.apply(function, args)

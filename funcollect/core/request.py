@@ -190,8 +190,8 @@ def exploration_values(
     for name, value in values.items():
         if np.ndim(value):
             if not traced and state.lane_ids[-1] >= len(value):
-                had, mend = f"the {len(value)} lanes that the run began with", "pass a number"
-                raise ValueError(f"exploration[{name!r}] has values for {had}, not for lanes added later: {mend}")
+                what = f"exploration[{name!r}] has values for the {len(value)} lanes that the run began with"
+                raise ValueError(f"{what}, not for lanes added later: pass a number")
             values[name] = value[state.lane if traced else state.lane_ids]
             if policy.backend == "torch":
                 place = state.lane.device if isinstance(state.lane, Tensor) else "cpu"
@@ -221,8 +221,8 @@ def _value(name: str, value: Any, lanes: int | None, xp: Any) -> Any:
         wanted = f"a number: pass for example {{{name!r}: 0.1}}"
         raise TypeError(f"exploration[{name!r}] is {shown(value)}, expected {wanted}") from error
     if array.ndim > 1 or (array.ndim and lanes not in (None, len(array))):
-        wanted = f"a number or [{lanes or 'L'}], one for each of the {lanes or 'L'} lanes of the whole run"
-        raise ValueError(f"exploration[{name!r}] has shape {list(array.shape)}, expected {wanted}: pass these")
+        wanted = f"a number or [{lanes or 'L'}], one for each lane of the whole run: pass these"
+        raise ValueError(f"exploration[{name!r}] has shape {list(array.shape)}, expected {wanted}")
     return array if array.ndim else float(array) if xp is np else value
 
 
@@ -252,10 +252,9 @@ def own_action_warning(policy: Policy, random_frames: int | None) -> str:
     if isinstance(source, TensorDictPolicy):
         carries = carries_action(source.module, [*source.written.values(), *read_and_written(source.module)])
     return carries * (
-        f"init_random_frames is {random_frames} with a recurrent policy that chooses its action itself: if it carries "
-        "that action from step to step, it carries one that was not executed in the random frames, expected the "
-        "executed one: give the policy a head (funcollect.heads), read it as an observation (make_env(…, "
-        "inputs=['prev_action'])), or leave init_random_frames out"
+        f"init_random_frames is {random_frames} with a recurrent policy that chooses its action itself: an action that "
+        "it carries from step to step was not executed in the random frames: give the policy a head (funcollect.heads),"
+        " read the action as an observation (make_env(…, inputs=['prev_action'])), or leave init_random_frames out"
     )
 
 
@@ -274,11 +273,8 @@ def check_state(env: Env, state: CollectorState, function: str, values: Any = No
     check_eager(function, (state.lane, values))
     _check_one_run(state)
     if live and isinstance(state.env_state, JaxEnvState) and not is_live(state):
-        raise ValueError(
-            "the state was donated or deleted, expected a live one: continue with the state that the compiled function "
-            "returned, or leave the state out of its donate_argnums; of a collector's state, which it uses up on a "
-            "GPU, take a funcollect.fork before the next batch"
-        )
+        mend = "continue with the state that was returned; of a collector's, used up on a GPU, take a funcollect.fork"
+        raise ValueError(f"the state was donated or deleted, expected a live one: {mend} before the next batch")
     if state.num_lanes != (env.num_envs or 1):
         raise ValueError(f"the state has {state.num_lanes} lanes, {env!r} has {env.num_envs or 1}: pass its own env")
     check_origin(env, state)

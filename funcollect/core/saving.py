@@ -106,12 +106,12 @@ def snapshot(state: CollectorState, episodes: Episodes | None = "continue") -> d
     if runs := [*np.shape(state.key)[:-1]]:
         mend = "save each of them, which is jax.tree.map(lambda leaf: leaf[i], state)"
         raise ValueError(f"the state is of {runs} runs, expected one: {mend}")
-    handle, policy_state, env_state = state.env_state, state.policy_state, None
-    if isinstance(handle, SimulatorHandle) and episodes is not None:
-        handle.check()
+    held, policy_state, env_state = state.env_state, state.policy_state, None
+    live = isinstance(held, SimulatorHandle)
+    if live and episodes is not None:
+        held.check()
     if episodes == "continue":
-        own = handle.simulation if isinstance(handle, SimulatorHandle) else None
-        env_state = flatten_part(handle)[0] if own is None else _record_data(own, state)
+        env_state = _record_data(held.simulation, state) if live else flatten_part(held)[0]
     return {
         "description": _description(state),
         "lanes": state.lane_ids.tolist(),
@@ -152,13 +152,13 @@ def restore(
     if len(lanes := data["lanes"]) != (env.num_envs or 1):
         raise ValueError(f"the saved state has {len(lanes)} lanes, {env!r} {env.num_envs or 1}: build it with as many")
     goes_on, total = episodes == "continue" and data["env_state"] is not None, data["total_lanes"]
-    seed = seed_of(np.asarray(data["fields"]["key"][0]))
+    key = np.asarray(data["fields"]["key"][0])
     if env.backend == "host" and goes_on:
-        lane, key, leaves = torch.tensor(lanes), key_from_seed(seed), env.observation_leaves
-        rows = {leaf.path: torch.zeros(len(lane), *leaf.shape, dtype=torch_dtype(leaf.dtype)) for leaf in leaves}
-        state = first_state(env, policy, key, lane, total, env_state=None, observation=rows)
+        count, leaves = len(lanes), env.observation_leaves
+        rows = {leaf.path: torch.zeros(count, *leaf.shape, dtype=torch_dtype(leaf.dtype)) for leaf in leaves}
+        state = first_state(env, policy, key, torch.tensor(lanes), total, env_state=None, observation=rows)
     else:
-        state = over or init_lanes(env, policy, seed=seed, first_lane=lanes[0], total_lanes=total)
+        state = over or init_lanes(env, policy, seed=seed_of(key), first_lane=lanes[0], total_lanes=total)
     try:
         _check_description(data["description"], state, env)
         state = like_described(env, state, data["varying_params"])
@@ -179,7 +179,6 @@ def restore(
 
 
 def _check_description(saved: Mapping[str, Any], state: CollectorState, env: Env) -> None:
-    """Raise ValueError unless the state of this environment has what a saved one had."""
     for name, value in _description(state, env).items():
         if saved[name] != value:
             what = f"the {name} of the saved state's environment is {shown(saved[name])}, of {env!r} {shown(value)}"
@@ -225,8 +224,7 @@ def counts_in(data: Mapping[str, Any], *, copies: bool = False) -> dict[str, Any
 def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> CollectorState:
     """Begin new episodes after the saved counts, with the parts of the state that `counts_in` has kept."""
     if (lanes := len(saved["episode"])) != (own := state.num_lanes):
-        mend = "build the collector with the same number of environments"
-        raise ValueError(f"the saved state has {lanes} lanes, this one {own}: {mend}")
+        raise ValueError(f"the saved state has {lanes} lanes, this one {own}: build the collector with as many")
     if "varying_params" in saved:
         state = like_described(env, state, saved["varying_params"])
     parts = {name: put_back(name, getattr(state, name), saved[name]) for name in _PARTS if name in saved}
@@ -244,23 +242,22 @@ def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> Collect
 
 def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> CollectorState:
     """Begin new episodes under another seed. Before the first step, the result equals `init` with this seed."""
-    return go_on(env, policy, state, episode=None if state.steps_made else -1, key=key_from_seed(seed))
+    return go_on(env, policy, state.replace(key=key_from_seed(seed)), episode=None if state.steps_made else -1)
 
 
 def go_on(
-    env: Env, policy: Policy, state: CollectorState, *, steps: int | None = None, episode: int | None, key: Any = None
+    env: Env, policy: Policy, state: CollectorState, *, steps: int | None = None, episode: int | None
 ) -> CollectorState:
-    """Begin new episodes, as if all lanes had made so many steps and begun the episodes up to this one, under a key."""
-    key = state.key if key is None else key
-    policy_state = policy_start(policy, key, state.num_lanes, int(state.lane_ids[0]), steps or 0)
-    counts = counts_in(snapshot(state.replace(key=key), None))
+    """Begin new episodes, as if all lanes had made so many steps and begun the episodes up to this one."""
+    policy_state = policy_start(policy, state.key, state.num_lanes, int(state.lane_ids[0]), steps or 0)
     given = {"steps": steps, "episode": None if episode is None else torch.full((state.num_lanes,), episode)}
+    counts = {name: value for name, value in counts_in(snapshot(state, None)).items() if name in COUNTS}
     counts |= {name: value for name, value in given.items() if value is not None}
-    return resume(env, state.replace(policy_state=policy_state), {name: counts[name] for name in COUNTS})
+    return resume(env, state.replace(policy_state=policy_state), counts)
 
 
 def _flattened(part: Any) -> tuple[list[Any], Any]:
-    """Flatten a part of a state, but for the keys that a TensorDict policy carries: a new state has none."""
+    # a new state has none of the keys that a TensorDict policy carries
     return flatten_part(part._replace(carried=None) if isinstance(part, TorchPolicyState) else part)
 
 
