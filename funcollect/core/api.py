@@ -114,13 +114,12 @@ def rollout(
     return run(env, policy, state, asked)
 
 
-_plain = lru_cache(maxsize=256)(Request)
+_plain = lru_cache(maxsize=256)(Request)  # of plain values
 
 
 def _request(
     length: Any, params: Any, exploration_type: Any, exploration: Any, limit: Any, *, with_time: bool
 ) -> Request:
-    """The checked request of a rollout. Those of plain values are kept."""
     plain = exploration is NO_VALUES and type(length) is int and type(exploration_type) is ExplorationType
     if plain and (limit is None or type(limit) is int):
         return _plain(length, None, exploration_type, max_frames_per_traj=limit, with_time=with_time).given(params)

@@ -174,7 +174,6 @@ def _changed(env: Env, state: CollectorState, params: Any, at_once: bool, change
 
 
 def _wrong_structure(params: Any, leaves: int, found: str, wanted: str) -> ValueError:
-    """The error for parameters of another structure than an environment's own, which have so many leaves."""
     if isinstance(params, tuple) and len(params) == 2 and len(import_jax().tree.leaves(params[0])) == leaves:
         mend = "pass the first part, the model if a function for domain randomisation returned it with in_axes"
         return ValueError(f"params is a pair, expected a pytree like env.default_params: {mend}")
@@ -258,12 +257,12 @@ def param_shapes(env: Env) -> list[tuple[int, ...]] | None:
 
 def part_of_lanes(params: Any, shapes: list[tuple[int, ...]], lanes: int, part: slice) -> Any:
     """The parameters, as NumPy arrays, of a part of `lanes` lanes; ValueError for a leaf of another shape."""
-    tree_util = import_jax().tree_util
-    named, treedef = tree_util.tree_flatten_with_path(params)
-    if len(named) != len(shapes):
-        raise _wrong_structure(params, len(shapes), f"has {len(named)} leaves", str(len(shapes)))
-    own = []
-    for (path, leaf), shape in zip(named, shapes, strict=True):
+    tree_util, own = import_jax().tree_util, iter(shapes)
+    if (count := len(import_jax().tree.leaves(params))) != len(shapes):
+        raise _wrong_structure(params, len(shapes), f"has {count} leaves", str(len(shapes)))
+
+    def cut(path: Any, leaf: Any) -> Any:
         array = np.asarray(leaf)
-        own.append(array[part] if _is_by_lane(tree_util.keystr(path), array, shape, lanes) else array)
-    return treedef.unflatten(own)
+        return array[part] if _is_by_lane(tree_util.keystr(path), array, next(own), lanes) else array
+
+    return tree_util.tree_map_with_path(cut, params)

@@ -115,7 +115,6 @@ def check_arguments(policy: Policy, batch: Any, env: Env | None) -> None:
 def _by_head(
     policy: TorchPolicy | FunctionPolicy, head: Head, params: Any, rows: Leaves, spaces: Spaces, policy_state: Any
 ) -> dict[str, Any]:
-    """What the policy's head thinks of the actions, and the other outputs, by name."""
     space, leaves, spec = spaces
     xp = TORCH if isinstance(policy, TorchPolicy) else jax_numerics()
     exploration: list[Path] = [(*EXPLORATION, name) for name in head.values]
@@ -197,8 +196,8 @@ def _recurrent(xp: Any, policy: TorchPolicy | FunctionPolicy, rows: Leaves, poli
         if any((name,) not in rows for name in names):
             what = f"the batch lacks {names}, the recurrent state before each step, and policy_state is not given"
             raise ValueError(f"{what}: make the policy with record_state=True, or pass policy_state from before it")
-        columns = iter(names)
-        return _Recurrent(initial, True, xp.map(lambda _: rows[next(columns),], initial))
+        columns = iter([rows[name,] for name in names])
+        return _Recurrent(initial, True, xp.map(lambda _: next(columns), initial))
     if isinstance(policy_state, TorchPolicyState):
         policy_state = policy_state.on(rows[_ACTION].device).recurrent
     given, own = ([tuple(leaf.shape) for leaf in xp.leaves(state)] for state in (policy_state, initial))
@@ -279,7 +278,6 @@ def turning(rows: Leaves, lead: Sequence[int]) -> tuple[Callable[[Any], Any], Ca
 
 
 def _by_distribution(policy: TensorDictPolicy, params: Any, rows: Leaves) -> dict[str, Any]:
-    """What the distribution of a TensorDict policy thinks of the actions, and the other outputs, by dotted name."""
     module = policy.bound(policy.prepare(params))
     if not isinstance(module, _SCORING):
         wanted = "one with a distribution, such as TorchRL's ProbabilisticActor: pass that"

@@ -382,7 +382,6 @@ def _reasons(route: Route, steps: str, in_jax: bool) -> Iterator[str]:
 
 
 def _copies(env: Env, route: Route, copies: str) -> str:
-    """Which data are copied on this route, and when."""
     policy = route.policy
     if isinstance(policy, LoweredPolicy):
         return f"parameters and buffers into JAX's layout, at every rollout; {copies.removeprefix('nothing: ')}"

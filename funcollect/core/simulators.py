@@ -163,7 +163,6 @@ class Simulation(LiveSimulators):
         self.unseeded = set(range(len(self.lanes)))
 
     def _draw_seeds(self, lanes: slice, block: int) -> None:
-        """Draw the seeds of a block of episodes of some lanes, at once."""
         keys = lane_keys(self.key, Purpose.RESET, np.array(self.lanes))
         episodes = np.arange(block * _SEEDS, (block + 1) * _SEEDS, dtype=np.uint32)
         pair = keys[0][lanes, None], keys[1][lanes, None]
@@ -371,7 +370,6 @@ def _repeat_calls(copy: Simulation, record: SimulationRecord, steps: int | None 
 
 
 def _compare(copy: Simulation, returns: npt.NDArray[np.float64] | None, state: CollectorState, otherwise: str) -> None:
-    """Raise ReplayError unless the copy has the observations of the state, and its replay brought the same rewards."""
     for path, value in copy.observation().items():
         wanted = state.observation[path]
         wrong = ~torch.isclose(value, wanted, rtol=0, atol=0, equal_nan=True).reshape(len(wanted), -1).all(-1)

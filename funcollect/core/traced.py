@@ -303,7 +303,6 @@ def _checked_config(
 
 
 def _raw(key: Any) -> Any:
-    """Return a key as uint32[2]; raise TypeError for something else."""
     jax = import_jax()
     if jax.numpy.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
         key = jax.random.key_data(key)

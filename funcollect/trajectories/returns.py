@@ -167,7 +167,6 @@ def _in_jax(batch: Any) -> bool:
 
 
 def _check_factor(name: str, factor: Any, in_jax: bool) -> None:
-    """Raise unless `factor` is a number in [0, 1] or, for a JAX batch, any scalar JAX array."""
     if in_jax and isinstance(factor, import_jax().Array) and not factor.ndim:
         return  # within `jit` it may have no value yet
     check_number(name, factor, most=1, example=0.99)

@@ -182,7 +182,6 @@ def counted_frames(batch: TensorDictBase) -> tuple[CountedFrames, Tensor]:
 
 
 def _check_one_run(batch: TensorDictBase, frames: CountedFrames) -> None:
-    """Raise ValueError unless, in each lane, ids never decrease and steps with the same id always increase."""
     order = frames.lanes.argsort(stable=True)
     lanes, ids, steps = frames.lanes[order], frames.traj_ids[order], frames.steps[order]
     back = (ids[1:] < ids[:-1]) | ((ids[1:] == ids[:-1]) & (steps[1:] <= steps[:-1]))

@@ -38,8 +38,8 @@ from funcollect.core.traced_step.step import (
     StepConfig,
     Traced,
     after_block,
+    begin,
     run_keys,
-    spare_starts,
     starts_are_cheap,
 )
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
@@ -203,8 +203,9 @@ def _block(
     before: JaxEnvState = moved[0]
     state = rest.replace(env_state=before.current, observation=moved[1])
     bound, keys = opened(bound), run_keys(state.key, state.lane)
-    since, begun_at = state.episode, state.steps
-    spares = () if made_each_step else spare_starts(config.env, state, keys)
+    env, since, begun_at = config.env, state.episode, state.steps
+    count = 0 if made_each_step else SPARES if env.starts == "fresh" else 1  # if episodes of a lane start alike
+    spares = tuple(begin(env, keys, state.lane, since + 1 + i, state.env_params) for i in range(count))
 
     def body(t: Any, carry: tuple[Traced, Packed]) -> tuple[Traced, Packed]:
         state, rows = carry
@@ -217,9 +218,9 @@ def _block(
 
     state, rows = jax.lax.fori_loop(0, steps, body, (state, rows), unroll=unroll)
     begun = state.episode - since
-    if spares and config.env.starts == "fresh":
+    if spares and env.starts == "fresh":
         short = short | (begun > SPARES).any()
-    lanes = after_block(config.env, before, state.env_state, begun > 0)
+    lanes = after_block(env, before, state.env_state, begun > 0)
     made = words.add(begun_at, jax.numpy.clip(left, 0, steps))
     moved, rest = _apart(state.changed(env_state=lanes, steps=made))
     return moved, rows, rest, left - steps, short

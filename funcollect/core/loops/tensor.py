@@ -87,7 +87,6 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
 
 
 def _begin(env: TorchEnv, keys: LaneKeys, params: Any) -> Start:
-    """Return state and observation of all lanes at the start of their episodes: a function of the arguments."""
     env_state, observation = checked_start(env, timed("environment", env.reset)(keys, params))
     return env_state, by_path(env, observation)
 
@@ -106,7 +105,6 @@ def check_tensors(env: TorchEnv | DeviceEnv, root: dict[Path, Tensor], num_lanes
 
 
 def _check_step(env: TorchEnv | DeviceEnv, answer: Any, num_lanes: int) -> None:
-    """Raise EnvError unless `step` returned reward and flags [P], the flags bool, and an observation of the space."""
     transition = checked_transition(env, answer)
     for name in ("reward", "terminated", "truncated"):
         value = getattr(transition, name)

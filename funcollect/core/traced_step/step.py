@@ -173,7 +173,6 @@ def _random_start(
 
 
 def _move(config: StepConfig, state: Traced, action: Any, keys: RunKeys) -> Transition:
-    """Step the environment in all lanes, and truncate those that reach the limit."""
     own = keys.at(Purpose.DYNAMICS, state.steps[1], state.steps[0]), state.env_state.current, action
     moved: Transition = call_in_lanes(partial(step_lane, config.env), state.env_params, *own)
     truncated = moved.truncated
@@ -273,12 +272,6 @@ def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any, params: Any) -> S
     env_state, observation = call_in_lanes(partial(reset_lane, env), params, own, coming=True)
     begun: Start = varying(lane, (without_weak_types(env_state), observation))
     return begun
-
-
-def spare_starts(env: JaxEnv, state: Traced, keys: RunKeys) -> tuple[Start, ...]:
-    """Return the spares of lanes in this state; one suffices where all episodes of a lane start alike."""
-    count = SPARES if env.starts == "fresh" else 1
-    return tuple(begin(env, keys, state.lane, state.episode + 1 + i, state.env_params) for i in range(count))
 
 
 def after_block(env: JaxEnv, before: JaxEnvState, current: Any, begun: Any) -> JaxEnvState:
