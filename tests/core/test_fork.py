@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
 from tests.support.cases import ENVS, KINDS, POLICIES, make_env, pair, pairs
-from tests.support.compare import COPIES, assert_same, joined
+from tests.support.compare import COPIES, assert_same, fresh, joined
 from tests.support.envs.own_envs import HostWalk, SnapshotWalkers, Walkers
 from tests.support.misuse import Rigged
 from tests.support.running import once, scaled
@@ -205,9 +205,7 @@ class Secret(Rigged):
 @pytest.mark.parametrize(("at", "length"), [("reset", 0), ("step", 1), ("step", 6)])
 def test_an_environment_that_cannot_be_replayed_is_named_and_the_state_stays_good(at, length):
     made = []
-    env = fc.make_env([lambda: Secret(None, made), lambda: Secret(at, made)])
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = fresh([lambda: Secret(None, made), lambda: Secret(at, made)])
     if length:
         state, _ = fc.rollout(env, policy, state, length)
     with pytest.raises(fc.ReplayError, match=r"lane 1: replaying .* gave another observation") as caught:

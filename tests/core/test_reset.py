@@ -8,17 +8,16 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from tests.support.compare import assert_same
+from tests.support.compare import assert_same, fresh
 
 MASK = torch.tensor([True, False, True])
 JAX, TORCH = "gymnax/CartPole-v1", "torch/CartPole-v1"
 
 
-def two_states(env):
-    """A state, and one of the same run some steps later."""
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
-    return policy, state, fc.rollout(env, policy, state, 5)[0]
+def two_states(name, num_envs=3):
+    """An environment and a policy, a state, and one of the same run some steps later."""
+    env, policy, state = fresh(name, num_envs=num_envs)
+    return env, policy, state, fc.rollout(env, policy, state, 5)[0]
 
 
 def given(state, *, pair):
@@ -30,8 +29,7 @@ def given(state, *, pair):
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("name", [JAX, TORCH])
 def test_masked_lanes_continue_from_given_states_under_new_ids(name, pair):
-    env = fc.make_env(name, num_envs=3)
-    policy, early, late = two_states(env)
+    env, policy, early, late = two_states(name)
     plain = fc.reset(env, late, MASK)
     there = fc.reset(env, late, MASK, to=given(early, pair=pair))
     assert np.asarray(there.step).tolist() == [0, late.step[1], 0]
@@ -45,8 +43,7 @@ def test_masked_lanes_continue_from_given_states_under_new_ids(name, pair):
 
 
 def test_traced_resets_take_states_too():
-    env = fc.make_env(JAX, num_envs=3)
-    _, early, late = two_states(env)
+    env, _, early, late = two_states(JAX)
     mask = MASK.numpy()
     traced = jax.jit(lambda state, to: fc.traced.reset(env, state, mask, to=to))(late, early.env_state)
     eager = fc.reset(env, late, MASK, to=early.env_state)
@@ -54,8 +51,7 @@ def test_traced_resets_take_states_too():
 
 
 def test_states_that_do_not_show_their_observation_come_with_it():
-    env = fc.make_env("gymnax/MemoryChain-bsuite", num_envs=3)  # whose `get_obs` returns something else
-    _, early, late = two_states(env)
+    env, _, early, late = two_states("gymnax/MemoryChain-bsuite")  # whose `get_obs` returns something else
     with pytest.raises(TypeError, match="computes no observation, expected a pair"):
         fc.reset(env, late, MASK, to=early.env_state)
     there = fc.reset(env, late, MASK, to=(early.env_state, early.observation["observation",]))
@@ -66,8 +62,7 @@ def test_states_that_do_not_show_their_observation_come_with_it():
     "name", ["gymnax/Pendulum-v1", "torch/Pendulum-v1", "brax/inverted_pendulum", "pgx/tic_tac_toe"]
 )
 def test_states_show_the_observations_of_their_steps(name):
-    env = fc.make_env(name, num_envs=2)
-    _, _, late = two_states(env)
+    env, _, _, late = two_states(name, num_envs=2)
     again = fc.reset(env, late, to=late.env_state)
     for path, row in late.observation.items():
         assert np.allclose(np.asarray(row), np.asarray(again.observation[path]), atol=1e-6)
@@ -75,8 +70,7 @@ def test_states_show_the_observations_of_their_steps(name):
 
 @pytest.mark.parametrize("name", [JAX, TORCH])
 def test_other_states_are_refused(name):
-    env = fc.make_env(name, num_envs=3)
-    _, early, late = two_states(env)
+    env, _, early, late = two_states(name)
     for wrong in ({"x": np.zeros(3)}, (given(early, pair=False), early.observation["observation",][:, :2])):
         with pytest.raises(ValueError, match=r"to has other (environment states|observations) than .*, expected "):
             fc.reset(env, late, MASK, to=wrong)
@@ -100,10 +94,7 @@ class BeginsAt(gymnasium.Env):
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}])
 def test_options_act_in_one_reset_of_the_chosen_lanes_and_in_copies_of_it(workers, tmp_path):
-    env = fc.make_env(BeginsAt, num_envs=3, max_episode_steps=6, **workers)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
-    state, _ = fc.rollout(env, policy, state, 2)
+    env, policy, state = fresh(BeginsAt, num_envs=3, max_episode_steps=6, **workers, steps=2)
     state = fc.reset(env, state, MASK, options={"place": 50.0})
     assert (state.observation["observation",][:, 0] == 50).tolist() == MASK.tolist()
     state, _ = fc.rollout(env, policy, state, 3)
@@ -126,8 +117,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("name", "given", "message"), REFUSALS)
 def test_what_an_environment_does_not_take_is_refused(name, given, message):
-    env = fc.make_env(name, num_envs=None if name is VECTOR else 2)
-    state = fc.init(env, fc.random_policy(env), seed=0)
+    env, _, state = fresh(name, num_envs=None if name is VECTOR else 2)
     with pytest.raises(TypeError, match=message):
         fc.reset(env, state, **given)
     fc.reset(env, state)

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 import funcollect as fc
 from funcollect.core import api
 from funcollect.core.saving import counts_in, go_on, resume, snapshot
+from tests.support.compare import fresh
 
 NAMES = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 PATH = ("x",)
@@ -37,9 +38,7 @@ CHANGES = [
 
 @pytest.fixture(params=NAMES)
 def state(request):
-    env = fc.make_env(request.param, num_envs=2)
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    _, _, state = fresh(request.param, num_envs=2, steps=3)
     yield state
     fc.close(state)
 
@@ -65,9 +64,7 @@ def test_the_observation_cannot_be_changed_and_another_one_makes_another_state(s
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_field_and_what_is_no_key_is_refused(name):
-    env = fc.make_env(name, num_envs=2)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = fresh(name, num_envs=2)
     with pytest.raises(TypeError, match=r"got \['keys'\], expected fields of a CollectorState"):
         state.replace(keys=state.key)
     for key in (3, jax.random.key(0), np.zeros(2, np.int64), np.zeros(3, np.uint32)):
@@ -108,8 +105,7 @@ def test_trajectory_ids_are_those_of_the_next_batch(name, first_lane, total_lane
 
 
 def test_trajectory_ids_in_traced_code_are_an_error():
-    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
-    state = fc.init(env, fc.random_policy(env), seed=0)
+    _, _, state = fresh("gymnax/CartPole-v1", num_envs=2)
     with pytest.raises(TypeError, match="traced array"):
         jax.jit(lambda state: state.traj_ids)(state)
     assert jax.jit(lambda number: number + state.traj_ids[1])(1) == 2  # a state that is no argument is an array
@@ -182,9 +178,8 @@ def test_a_policy_state_of_nodes_that_only_jax_knows(name, initial):
     (lambda place: {"a": (place, None), "b": []}, lambda state: state["a"][0]),
 ])  # fmt: skip
 def test_a_torch_environment_with_nodes_of_optree(wrap, unwrap):
-    env = WrappedWalk(wrap, unwrap)
-    policy = fc.random_policy(env)
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    env, policy, state = fresh(WrappedWalk(wrap, unwrap))
+    state, batch = fc.rollout(env, policy, state, 8)
     plain = WrappedWalk(lambda place: place, lambda state: state)
     _, known = fc.rollout(plain, policy, fc.init(plain, policy, seed=0), 8)
     assert torch.equal(batch["next", "observation"], known["next", "observation"])
@@ -209,9 +204,7 @@ def test_a_torch_environment_with_leaves_that_cannot_be_selected_by_lane(wrap, g
 
 @pytest.mark.parametrize("name", ["torch/CartPole-v1", "gymnax/CartPole-v1"])
 def test_the_state_of_an_environment_is_replaced_with_its_observation(name):
-    env = fc.make_env(name, num_envs=2)
-    policy = fc.random_policy(env)
-    first, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    env, policy, first = fresh(name, num_envs=2, steps=3)
     later, batch = fc.rollout(env, policy, first, 4)
     with pytest.raises(ValueError, match=r"env_state without observation, expected both: .* pass observation"):
         later.replace(env_state=first.env_state)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 import funcollect as fc
+from funcollect.protocols import is_env
 
 
 def leaves(batch):
@@ -57,6 +58,14 @@ def digest(batch):
         total.update(f"{path} {leaf.dtype} {tuple(leaf.shape)}".encode())
         total.update(bits(leaf))
     return total.hexdigest()
+
+
+def fresh(env, policy=None, *, seed=0, steps=0, **options):
+    """An environment, or what `make_env` takes, a random policy unless one is given, and a state after some steps."""
+    env = env if is_env(env) else fc.make_env(env, **options)
+    policy = fc.random_policy(env) if policy is None else policy
+    state = fc.init(env, policy, seed=seed)
+    return env, policy, fc.rollout(env, policy, state, steps)[0] if steps else state
 
 
 def collect(env, policy, *lengths, seed=1, **options):

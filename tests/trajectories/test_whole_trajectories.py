@@ -10,7 +10,7 @@ from gymnasium.wrappers import TimeLimit
 import funcollect as fc
 from funcollect.trajectories.whole_trajectories import PendingTrajectories
 from tests.support.cases import pair, torch_mlp
-from tests.support.compare import assert_same, leaves
+from tests.support.compare import assert_same, fresh, leaves
 from tests.support.envs.counting import always, make_counting
 from tests.support.envs.light_envs import Nested
 from tests.support.running import FORKS_OF_RAY, in_soak
@@ -152,9 +152,8 @@ class Declared(Nested):
     ("env", "limit"), [(Declared, {}), (Nested, {"max_episode_steps": 9}), ([Nested] * 2, {"max_episode_steps": 9})]
 )
 def test_environments_of_gymnasium_declare_it_or_get_a_limit(env, limit):
-    env = fc.make_env(env, num_envs=2, **limit)
-    policy = fc.random_policy(env)
-    _, batch, _ = fc.rollout_trajectories(env, policy, fc.init(env, policy, seed=0), 4)
+    env, policy, state = fresh(env, num_envs=2, **limit)
+    _, batch, _ = fc.rollout_trajectories(env, policy, state, 4)
     lengths = batch["collector", "step"][batch["next", "done"][:, 0]] + 1
     assert len(lengths) == 4
     assert lengths.max() <= limit.get("max_episode_steps", 100)

@@ -7,7 +7,7 @@ import torch
 
 import funcollect as fc
 from funcollect.core.state import trajectory_ids
-from tests.support.compare import leaves
+from tests.support.compare import fresh, leaves
 from tests.support.envs.counting import always, check, make_counting
 from tests.support.running import scaled
 
@@ -55,9 +55,7 @@ def test_every_leaf_without_a_batch_dimension(backend):
 
 @pytest.mark.parametrize("backend", SINGLE)
 def test_a_single_environment_goes_on(backend):
-    env = make_counting(backend, ONE, batched=False)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=5)
+    env, policy, state = fresh(make_counting(backend, ONE, batched=False), seed=5)
     for words in ("0.0 0.1", "0.2t", "1.0 1.1t 2.0 2.1 2.2t", "3.0"):
         state, batch = fc.rollout(env, policy, state, len(words.split()))
         check(batch, words, batched=False)
@@ -108,9 +106,7 @@ def test_any_run_against_a_count(backend, seed):
         {"lengths": [choose.randint(1, 6) for _ in range(3)], "truncated": choose.sample(range(20), 5)}
         for _ in range(choose.randint(1, 4))
     ]
-    env = make_counting(backend, *lanes)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=seed)
+    env, policy, state = fresh(make_counting(backend, *lanes), seed=seed)
     at = [(0, 0) for _ in lanes]
     for _ in range(6):
         if choose.random() < 0.5:

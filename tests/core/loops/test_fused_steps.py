@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from tests.support.compare import assert_same
+from tests.support.compare import assert_same, fresh
 from tests.support.envs.jax_counting import counting
 from tests.support.running import entered
 
@@ -73,9 +73,7 @@ def test_a_donated_state_is_refused():
 
 
 def test_large_columns_stay_apart():
-    env = counting(3)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = fresh(counting(3))
     whole = fc.rollout(env, policy, state, 3000)[1]
     for t in range(0, 40, 10):
         state, part = fc.rollout(env, policy, state, 10)
