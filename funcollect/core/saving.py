@@ -224,7 +224,8 @@ def counts_in(data: Mapping[str, Any], *, copies: bool = False) -> dict[str, Any
 def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> CollectorState:
     """Begin new episodes after the saved counts, with the parts of the state that `counts_in` has kept."""
     if (lanes := len(saved["episode"])) != (own := state.num_lanes):
-        raise ValueError(f"the saved state has {lanes} lanes, this one {own}: build the collector with as many")
+        mend = "build the collector with the same number of environments"
+        raise ValueError(f"the saved state has {lanes} lanes, this one {own}: {mend}")
     if "varying_params" in saved:
         state = like_described(env, state, saved["varying_params"])
     parts = {name: put_back(name, getattr(state, name), saved[name]) for name in _PARTS if name in saved}
