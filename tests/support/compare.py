@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 import funcollect as fc
+from funcollect.core.api import run
+from funcollect.core.request import Request
 from funcollect.protocols import is_env
 
 
@@ -69,9 +71,10 @@ def fresh(env, policy=None, *, seed=0, steps=0, **options):
 
 
 def collect(env, policy, *lengths, seed=1, **options):
+    """The batch of a run in rollouts of these lengths, with options of `funcollect.rollout` or of collectors."""
     state, batches = fc.init(env, policy, seed=seed), []
     for length in lengths:
-        state, batch = fc.rollout(env, policy, state, length, **options)
+        state, batch = run(env, policy, state, Request(length, **options))
         batches.append(batch)
     fc.close(state)
     return joined(batches)

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 import funcollect as fc
-from funcollect.core.api import run
 from funcollect.core.loops import over_jax
-from funcollect.core.request import Request
 from funcollect.envs.jax_envs.suites import from_gymnax
 from funcollect.keys import Purpose, key_from_seed, lane_keys, random_words
 from tests.support.cases import tensordict_actor, tensordict_module, torch_mlp, torch_normal, torch_recurrent
@@ -54,12 +52,7 @@ def test_gives_what_the_fused_loop_gives(num_envs, options):
     env = from_gymnax("CartPole-v1", num_envs=num_envs)
     crossing = fc.torch_policy(lambda x: (x[:, 2] > 0).long(), compile="eager")
     fused = fc.jax_policy(lambda params, x: (x[:, 2] > 0).astype(jnp.int32), None)
-    batches = []
-    for policy in (crossing, fused):
-        state = fc.init(env, policy, seed=0)
-        for length in (40, 40):
-            state, batch = run(env, policy, state, Request(length=length, **options))
-        batches.append(batch)
+    batches = [collect(env, policy, 40, 40, seed=0, **options) for policy in (crossing, fused)]
     assert_same(*batches)
     assert batches[0]["next", "done"].any()
     assert batches[0]["action"].dtype == torch.int64

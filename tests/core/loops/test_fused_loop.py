@@ -98,18 +98,10 @@ def test_a_limit_truncates():
     assert_same(collect(env, policy, 7, max_frames_per_traj=2**40), collect(env, policy, 7))
 
 
-def run(env, policy, *lengths, **options):
-    state, batches = fc.init(env, policy, seed=1), []
-    for length in lengths:
-        state, batch = api.run(env, policy, state, Request(length=length, **options))
-        batches.append(batch)
-    return torch.cat(batches, -1)
-
-
 def test_finished_lanes_stay_finished():
     env, policy = foretold(3)
-    batch = run(env, policy, 2, 7, 2, reset_when_done=False)
-    assert_same(batch, run(env, policy, 7, 2, 2, reset_when_done=False))
+    batch = collect(env, policy, 2, 7, 2, reset_when_done=False)
+    assert_same(batch, collect(env, policy, 7, 2, 2, reset_when_done=False))
     normal = collect(env, policy, 7, 2, 2)
     for rows, usual in zip(batch, normal, strict=True):
         end = int(usual["next", "done"][:, 0].nonzero()[0]) + 1
@@ -124,8 +116,8 @@ def test_finished_lanes_stay_finished():
 
 def test_random_steps_end_where_they_should():
     env, policy = foretold(3)
-    batch = run(env, policy, 2, 7, 7, random_steps=10)
-    assert_same(batch, run(env, policy, 7, 7, 2, random_steps=10))
+    batch = collect(env, policy, 2, 7, 7, random_steps=10)
+    assert_same(batch, collect(env, policy, 7, 7, 2, random_steps=10))
     policys = (batch["start"][..., 0] % 3 + 2 * batch["count"] + 1) % 3
     assert torch.equal(batch["action"][:, 10:], policys[:, 10:])
     assert not torch.equal(batch["action"][:, :10], policys[:, :10])
