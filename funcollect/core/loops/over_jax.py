@@ -25,17 +25,8 @@ from funcollect.core.loops.blocks import OPTIONS as BLOCKS
 from funcollect.core.loops.blocks import BlockLoop, BlockOptions
 from funcollect.core.request import OpenFor, Request, Rollout, StepOptions, check_state_kind, is_live
 from funcollect.core.state import CollectorState, origin_of, policy_start
-from funcollect.core.traced_step.columns import (
-    BatchOfBytes,
-    bucket,
-    constant_columns,
-    empty_columns,
-    packed,
-    recorded_step,
-    typed,
-    write_row,
-)
-from funcollect.core.traced_step.step import Row, SpareStarts, StepConfig, after_block, run_keys, starts_are_cheap
+from funcollect.core.traced_step.columns import BatchOfBytes, bucket, memory, packed, recorded_step, typed, write_row
+from funcollect.core.traced_step.step import Row, SpareStarts, StepConfig, run_keys, starts_are_cheap
 from funcollect.envs.jax_envs.jax_env import check_unchanged
 from funcollect.interop.bridge import follow_torch, jax_view, opened, torch_followed, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
@@ -212,11 +203,11 @@ def _loop(
         state, row = recorded_step(config, bound, carry[0], keys)
         return state, write_row(carry[1], row, t)
 
-    columns = empty_columns(config, bound, state, capacity)
+    columns, constants = memory(config, bound, state, capacity)
     after, columns = import_jax().lax.fori_loop(0, length, body, (state, columns))
     never = import_jax().numpy.zeros((capacity, state.num_lanes), bool)
     flags = dict.fromkeys(ROOT_FLAGS, never) if options.reset_when_done else {}
-    return after, *packed(columns | constant_columns(state, capacity) | flags)
+    return after, *packed(columns | constants | flags)
 
 
 def outputs_in(paths: Iterable[Path], state: CollectorState) -> list[Path]:
@@ -316,8 +307,9 @@ class _CrossingStepper(eager.Stepper):
     def after(self, policy_state: Any, counters: dict[str, Tensor]) -> CollectorState:
         after: CollectorState = self._now
         if not self._config.branches:
-            begun, current = after.episode != self._before.episode, after.env_state.current
-            after = after.changed(env_state=after_block(self.env, self._before.env_state, current, begun))
+            lanes, used = self._before.env_state, (after.episode != self._before.episode) & (self.env.starts == "fresh")
+            lanes = lanes._replace(current=after.env_state.current, next_start_used=lanes.next_start_used | used)
+            after = after.changed(env_state=lanes)
         return after.replace(policy_state=policy_state)
 
 
@@ -326,12 +318,12 @@ def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[Co
     jax = import_jax()
     spec = config.env.action_spec
     action = jax.ShapeDtypeStruct((state.num_lanes, *spec.shape), _jax_dtype(spec))
-    columns = empty_columns(config, action, state, capacity)
+    columns, constants = memory(config, action, state, capacity)
     del columns["action",]  # the actor records the policy's outputs
     copied: CollectorState = jax.tree.map(jax.numpy.copy, state)
     if not config.branches:  # starts are made at each step
         copied = copied.changed(env_state=SpareStarts(copied.env_state.current, (), jax.numpy.copy(state.episode)))
-    return copied, columns, constant_columns(state, capacity), run_keys(state.key, state.lane)
+    return copied, columns, constants, run_keys(state.key, state.lane)
 
 
 def _advance(config: StepConfig, state: CollectorState, columns: Row, keys: Any, t: Any, action: Any) -> Any:

@@ -74,10 +74,11 @@ def constant_columns(state: Traced, capacity: int) -> Row:
     return {path: jnp.broadcast_to(row, (capacity, *row.shape)) for path, row in rows}
 
 
-def empty_columns(config: StepConfig, bound: Any, state: Traced, capacity: int) -> Row:
-    """Trace columns of zeros for `recorded_row`."""
+def memory(config: StepConfig, bound: Any, state: Traced, capacity: int) -> tuple[Row, Row]:
+    """Trace columns of zeros for `recorded_row`, and the constant ones."""
     zeros, row = import_jax().numpy.zeros, recorded_row(config, bound, state)
-    return {path: zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in row.items()}
+    columns = {path: zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in row.items()}
+    return columns, constant_columns(state, capacity)
 
 
 def write_row(columns: dict[Name, Any], row: dict[Name, Any], t: Any) -> dict[Name, Any]:

@@ -19,13 +19,7 @@ from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Purpose
 from funcollect.policies.checks import check_apart
-from funcollect.policies.jax_functions.jax_policy import (
-    WithEnvState,
-    match_log_prob,
-    reads_env_state,
-    traced_policy,
-    traced_random,
-)
+from funcollect.policies.jax_functions import jax_policy
 from funcollect.policies.jax_functions.program import TracedCall, drawing
 from funcollect.policies.numerics import jax_numerics
 from funcollect.protocols import BoundParams, JaxEnv, Policy, Transition
@@ -89,7 +83,7 @@ class StepConfig:
     @classmethod
     def of(cls, env: JaxEnv, policy: Policy, num_lanes: int, options: StepOptions, **own: bool) -> StepConfig:
         """The configuration for a policy that can be traced."""
-        answer = traced_policy(policy, env.action_spec, num_lanes, options.exploration_type)
+        answer = jax_policy.traced_policy(policy, env.action_spec, num_lanes, options.exploration_type)
         return cls(env=env, policy=policy, answer=answer, options=options, **own)
 
 
@@ -138,8 +132,8 @@ def _act(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
         raise ValueError(f"{what}: {difference}: {ANOTHER_POLICY}")
     remembered = where_lanes(state.step == 0, initial, state.policy_state)
     draw, seen = drawing(keys.of(Purpose.NOISE), state.steps), observation
-    if reads_env_state(config.policy):
-        seen = WithEnvState(observation, state.env_state.current)
+    if jax_policy.reads_env_state(config.policy):
+        seen = jax_policy.WithEnvState(observation, state.env_state.current)
     policy_state, outputs = config.answer(bound, remembered, seen, draw)
     policy_state = varying(state.lane, without_weak_types(policy_state))
     if difference := differing(remembered, policy_state):
@@ -157,12 +151,12 @@ def _random_start(
 
     def randomly() -> dict[str, Any]:
         draw = drawing(keys.of(Purpose.RANDOM_ACTION), state.steps)
-        action, log_prob = traced_random(config.env.action_spec, draw, observation)
+        action, log_prob = jax_policy.traced_random(config.env.action_spec, draw, observation)
         head = head_of(config.policy)
         beside = {"action": action} if head is None else head.record(jax_numerics(), action, config.env.action_spec)
         drawn = {name: value.astype(outputs[name].dtype) for name, value in beside.items()}
         if "action_log_prob" in outputs:
-            drawn["action_log_prob"] = match_log_prob(log_prob, outputs["action_log_prob"])
+            drawn["action_log_prob"] = jax_policy.match_log_prob(log_prob, outputs["action_log_prob"])
         return outputs | drawn
 
     early = (state.steps[1] == 0) & (state.steps[0] < np.uint32(config.options.random_steps))
@@ -272,11 +266,6 @@ def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any, params: Any) -> S
     env_state, observation = call_in_lanes(partial(reset_lane, env), params, own, coming=True)
     begun: Start = varying(lane, (without_weak_types(env_state), observation))
     return begun
-
-
-def after_block(env: JaxEnv, before: JaxEnvState, current: Any, begun: Any) -> JaxEnvState:
-    """Return the lanes' state after a block: the kept starts of lanes that have `begun` an episode [P] are used."""
-    return before._replace(current=current, next_start_used=before.next_start_used | (begun & (env.starts == "fresh")))
 
 
 def starts_are_cheap(env: JaxEnv, params: Any) -> bool:
