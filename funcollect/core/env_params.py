@@ -54,12 +54,10 @@ def map_rows(function: Callable[[LaneRows], Any], params: Any, other: Callable[[
 
 def _held(node: Any, pick: Callable[[LaneRows], Any] = lambda rows: rows.current) -> Any:
     """The leaf in a node; of one with rows what `pick` takes."""
-    if isinstance(node, LaneRows):
-        return pick(node)
-    return node.leaf if isinstance(node, Unchanged) else node
+    return pick(node) if isinstance(node, LaneRows) else node.leaf if isinstance(node, Unchanged) else node
 
 
-def _as_env(params: Any, pick: Callable[[LaneRows], Any]) -> Any:
+def _as_env(params: Any, pick: Callable[[LaneRows], Any] = lambda rows: rows.current) -> Any:
     """The parameters in the environment's own structure, with what `pick` takes from each `LaneRows`."""
     return import_jax().tree.map(partial(_held, pick=pick), params, is_leaf=_is_node)
 
@@ -209,11 +207,6 @@ def call_in_lanes(function: Callable[..., Any], params: Any, *arguments: Any, co
     return import_jax().vmap(of_lane)(rows, *arguments)
 
 
-def of_current(params: Any) -> Any:
-    """The parameters of the episodes that lanes are in, in the environment's own structure."""
-    return _as_env(params, lambda rows: rows.current)
-
-
 def of_one_lane(params: Any) -> Any:
     """The parameters as the environment's functions take them, those of the first lane if lanes differ."""
     return _as_env(params, lambda rows: rows.current[0])
@@ -224,7 +217,7 @@ def recorded_params(env: JaxEnv, params: Any, num_lanes: int) -> dict[Path, Any]
     jnp, row = import_jax().numpy, dict[Path, Any]()
     for name in param_keys(env):
         held = default_params(env) if params is None else params
-        value, one = (param_of(each, name) for each in (of_current(held), of_one_lane(held)))
+        value, one = (param_of(each, name) for each in (_as_env(held), of_one_lane(held)))
         row["env_params", *name.split(".")] = jnp.broadcast_to(jnp.asarray(value), (num_lanes, *jnp.shape(one)))
     return row
 

@@ -59,11 +59,8 @@ def gae(
     >>> value_target[:, 0]
     tensor([1.7500, 1.5000, 1.0000])
     """
-    in_jax = _in_jax(batch)
-    _check_factor("gamma", gamma, in_jax)
-    _check_factor("lmbda", lmbda, in_jax)
     values = {"value": value, "next_value": next_value}
-    if in_jax:
+    if _in_jax(batch, gamma=gamma, lmbda=lmbda):
         return _estimate(import_jax().numpy, gamma, lmbda, _arrays_of(batch, values))
     advantage, target = _estimate(torch, gamma, lmbda, _tensors_of(batch, values))
     return advantage.movedim(0, -2), target.movedim(0, -2)
@@ -162,14 +159,13 @@ def _check_values(name: str, values: Any, floating: bool, shape: tuple[int, ...]
         raise ValueError(f"{name} has shape {list(got)}, expected {list(shape)} as next.reward: {mend}")
 
 
-def _in_jax(batch: Any) -> bool:
-    return isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase)
-
-
-def _check_factor(name: str, factor: Any, in_jax: bool) -> None:
-    if in_jax and isinstance(factor, import_jax().Array) and not factor.ndim:
-        return  # within `jit` it may have no value yet
-    check_number(name, factor, most=1, example=0.99)
+def _in_jax(batch: Any, **factors: Any) -> bool:
+    """Whether a batch is one of JAX; raise unless factors are in [0, 1], or in JAX scalar arrays."""
+    in_jax = isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase)
+    for name, factor in factors.items():
+        if not (in_jax and isinstance(factor, import_jax().Array) and not factor.ndim):  # which may have no value yet
+            check_number(name, factor, most=1, example=0.99)
+    return in_jax
 
 
 class MultiStep:
@@ -293,8 +289,7 @@ def scale_rewards(
     >>> int(scaling.statistics.count)
     100
     """
-    in_jax = _in_jax(batch)
-    _check_factor("gamma", gamma, in_jax)
+    in_jax = _in_jax(batch, gamma=gamma)
     check_number("clip", clip, positive=True, example=10.0)
     check_kind("scaling", scaling, (tuple, type(None)), "pass the second result of the last call")
     if scaling is not None and isinstance(scaling[1], RewardScaling):
