@@ -105,11 +105,9 @@ def _warn_of_stops(env: JaxEnv, state: CollectorState) -> None:
     step = jax.make_jaxpr(partial(step_lane, env))(key, begun, action, params)
     memo["stops"] = "stop_gradient" in operations(step.jaxpr)
     if memo["stops"]:
-        warnings.warn(
-            f"{env} stops gradients in its step (jax.lax.stop_gradient), so they do not pass from one step to the next "
-            "where it does: take an environment that lets them pass, such as brax's or your own",
-            stacklevel=3,
-        )
+        what = f"{env} stops gradients in its step (jax.lax.stop_gradient), so they do not pass to the step before"
+        mend = "take an environment that lets them pass, such as brax's or your own"
+        warnings.warn(f"{what}: {mend}", stacklevel=3)
 
 
 class _Rollout(torch.autograd.Function):

@@ -149,10 +149,8 @@ def _changed(env: Env, state: CollectorState, params: Any, at_once: bool, change
     """The parameters after a change: leaves have rows if given or held so, or changed from the next episodes on."""
     check_flags(at_once=at_once)
     if not isinstance(state.env_state, JaxEnvState) or (own := default_params(env)) is None:
-        raise TypeError(
-            f"{env!r} has no parameters that can be set here, expected an environment in JAX that has some: over Torch "
-            "pass state.replace(env_params=...), over simulators use funcollect.apply"
-        )
+        mend = "over Torch pass state.replace(env_params=...), over simulators use funcollect.apply"
+        raise TypeError(f"{env!r} has no parameters that can be set here, as environments in JAX may have: {mend}")
     jax, jnp = import_jax(), import_jax().numpy
     named, treedef = jax.tree_util.tree_flatten_with_path(own)
     leaves, structure = jax.tree.flatten(params)

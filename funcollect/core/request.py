@@ -96,13 +96,8 @@ class Request:
     def column(self, path: Path, row: Tensor, count: int = 1) -> Tensor:
         """Return memory [count, T, P, ...] for rows like `row` [P, ...]."""
         shape, given = (self.length, *row.shape), self.columns.get(path)
-        if (
-            given is not None
-            and count == 1
-            and (given.shape, given.dtype, given.device) == (shape, row.dtype, row.device)
-        ):
-            return given[None]
-        return row.new_empty(count, *shape)
+        fits = given is not None and (given.shape, given.dtype, given.device) == (shape, row.dtype, row.device)
+        return given[None] if given is not None and fits and count == 1 else row.new_empty(count, *shape)
 
     def step_options(self, env: TorchEnv | JaxEnv) -> StepOptions:
         """Return the options of a step."""
@@ -288,10 +283,9 @@ def given_starts(env: Any, held: tuple[Any, Any], to: Any, call: Any, differing:
     bare = lambda each: each.current if isinstance(each, JaxEnvState) else each  # noqa: E731
     if not differing(held[0], bare(to)):
         if (observe := observer_of(env)) is None:
-            raise TypeError(
-                f"to is environment states alone, from which {env!r} computes no observation, expected a pair: pass "
-                "(env_states, observations), or give the environment a function observation_of(env_state, params)"
-            )
+            what = f"to is environment states alone, from which {env!r} computes no observation, expected a pair"
+            mend = "pass (env_states, observations), or give it a function observation_of(env_state, params)"
+            raise TypeError(f"{what}: {mend}")
         to = to, call(observe, bare(to))
     env_states, seen = to if type(to) is tuple and len(to) == 2 else (to, None)
     _check_like(env, "environment states", differing(held[0], bare(env_states)))
@@ -302,10 +296,8 @@ def given_starts(env: Any, held: tuple[Any, Any], to: Any, call: Any, differing:
 
 def _check_like(env: Any, what: str, difference: str) -> None:
     if difference:
-        raise ValueError(
-            f"to has other {what} than {env!r}, expected its own form (first its own): {difference}: pass states like "
-            "those in state.env_state, or a pair of them and observations like state.observation, each [P, ...]"
-        )
+        mend = "pass states like state.env_state, or a pair of them and observations like state.observation, [P, ...]"
+        raise ValueError(f"to has other {what} than {env!r}, expected its own (first its own): {difference}: {mend}")
 
 
 def check_traced_state(env: Any, state: Any) -> None:

@@ -155,10 +155,8 @@ def _lowered(env: Env, source: Source, exploration_type: ExplorationType) -> Low
         return error
     if which not in known:
         if sum(each[:2] == which[:2] for each in known) >= _MOST_SETTINGS:
-            return LoweringError(
-                f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again: keep "
-                "what changes in buffers"
-            )
+            what = f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again"
+            return LoweringError(f"{what}: keep what changes in buffers")
         single = env.num_envs is None and isinstance(source, TensorDictPolicy)
         rows = source.lanes if isinstance(source, TorchPopulation) else min(env.num_envs or 1, _MOST_ROWS)
         try:

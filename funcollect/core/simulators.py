@@ -113,10 +113,8 @@ class LiveSimulators:
         self.renewed = simulators if isinstance(simulators, WorkerLanes) else None
 
     def __reduce__(self) -> Any:
-        raise TypeError(  # copies of MuJoCo and ALE would silently take another course
-            f"the simulators of {self.env} cannot be copied or pickled: take funcollect.fork(env, state), or "
-            "funcollect.save(path, state)"
-        )
+        mend = "take funcollect.fork(env, state), or funcollect.save(path, state)"  # of MuJoCo they would go another way
+        raise TypeError(f"the simulators of {self.env} cannot be copied or pickled: {mend}")
 
     def seed_again(self) -> None:
         """Give every lane a seed at its next reset: after a call that did not end, simulators may stand anywhere."""
@@ -374,15 +372,12 @@ def _compare(copy: Simulation, returns: npt.NDArray[np.float64] | None, state: C
         wanted = state.observation[path]
         wrong = ~torch.isclose(value, wanted, rtol=0, atol=0, equal_nan=True).reshape(len(wanted), -1).all(-1)
         if bool(wrong.any()):
-            raise ReplayError(
-                f"lane {int(wrong.nonzero()[0])}: replaying the episode's seed and actions gave another "
-                f"{'.'.join(path)}, expected the same: the environment is not a function of these. Let it draw from "
-                f"self.np_random, not from a global generator, or {otherwise}"
-            )
+            what = f"lane {int(wrong.nonzero()[0])}: replaying the episode's seed and actions gave another"
+            why = "expected the same: the environment is not a function of these. Let it draw from self.np_random"
+            raise ReplayError(f"{what} {'.'.join(path)}, {why}, not from a global generator, or {otherwise}")
     if returns is not None and (different := returns != state.returns.numpy()).any():
         lane = int(different.argmax())
-        raise ReplayError(
-            f"lane {lane}: replaying the episode's seed and actions gave the return {returns[lane]}, expected "
-            f"{float(state.returns[lane])}: a wrapper keeps numbers from earlier episodes, such as a running mean of "
-            f"rewards. Scale rewards in the batch instead (funcollect.scale_rewards), or {otherwise}"
-        )
+        what = f"lane {lane}: replaying the episode's seed and actions gave the return {returns[lane]}, expected"
+        why = "a wrapper keeps numbers from earlier episodes, such as a running mean of rewards"
+        mend = f"Scale rewards in the batch instead (funcollect.scale_rewards), or {otherwise}"
+        raise ReplayError(f"{what} {float(state.returns[lane])}: {why}. {mend}")

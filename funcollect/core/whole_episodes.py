@@ -59,10 +59,8 @@ def evaluate(
     check_positive("episodes", episodes)
     check_positive("max_frames", max_frames)
     if kept := statistics_of(env):
-        raise EvaluationError(
-            f"{env} cannot be evaluated: {kept}, which new simulators lack: use funcollect.normalized and "
-            "scale_rewards, or wrappers frozen with a copy of the trained statistics (update_running_mean=False)"
-        )
+        mend = "use funcollect.normalized and scale_rewards, or wrappers frozen with a copy of the trained statistics"
+        raise EvaluationError(f"{env} cannot be evaluated: {kept}, which new simulators lack: {mend}")
     state = init(env, policy, seed=seed)
     first = dict(state.observation)
     lanes = torch.arange(state.num_lanes)
@@ -95,12 +93,10 @@ def _warn_if_kept(env: Env, state: CollectorState, first: Mapping[Path, torch.Te
         simulation.restart([0])
         again = simulation.observation()
         if not all(torch.equal(again[path][0].nan_to_num(), row[0].nan_to_num()) for path, row in first.items()):
-            warnings.warn(
-                f"{env}: an episode begun again from its seed begins with another observation. The environment keeps "
-                "something from episode to episode (a wrapper's running statistics?), which an evaluation on new "
-                "simulators lacks, or it draws from an unseeded generator: run funcollect.testing.check_env",
-                stacklevel=3,
-            )
+            why = "keeps something from episode to episode (running statistics?), which an evaluation on new ones lacks"
+            what = f"{env}: an episode begun again from its seed begins with another observation. The environment {why}"
+            mend = "or it draws from an unseeded generator: run funcollect.testing.check_env"
+            warnings.warn(f"{what}, {mend}", stacklevel=3)
 
 
 def rollout_trajectories(

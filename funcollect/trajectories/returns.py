@@ -128,11 +128,9 @@ def _arrays_of(batch: Mapping[str, Any], values: Mapping[str, Any], needed: Iter
     for name, leaf in given.items():
         fits = leaf.shape == done.shape or (name == "reward" and leaf.shape[:-1] == done.shape)
         if not fits or done.ndim not in (1, 2):
-            raise ValueError(
-                f"{'.'.join(paths[name])} has shape {list(leaf.shape)}, next.done {list(done.shape)}, expected [T, P], "
-                "and [T, P, players] for rewards of several players: time first, no trailing 1, several runs under "
-                "jax.vmap"
-            )
+            what = f"{'.'.join(paths[name])} has shape {list(leaf.shape)}, next.done {list(done.shape)}"
+            wanted = "[T, P], and [T, P, players] for rewards of several: time first, no trailing 1, runs under vmap"
+            raise ValueError(f"{what}, expected {wanted}")
     for name, leaf in values.items():
         _check_values(name, leaf, jnp.issubdtype(leaf.dtype, jnp.floating), reward.shape)
     split.check_time_first(flat.get(split.LANE))

@@ -78,9 +78,8 @@ class PendingTrajectories:
         check_batch(batch)
         batch = batch.clone(recurse=False).unlock_()
         final = detach(batch)
-        lane, ids, step = (
-            require(batch, path, tail=()).reshape(-1).cpu().numpy() for path in (LANE, TRAJECTORY_IDS, STEP)
-        )
+        counters = (require(batch, path, tail=()) for path in (LANE, TRAJECTORY_IDS, STEP))
+        lane, ids, step = (counter.reshape(-1).cpu().numpy() for counter in counters)
         by_lane = np.argsort(lane, kind="stable")
         lanes, first, count = np.unique(lane[by_lane], return_index=True, return_counts=True)
         now = max(self._steps.values(), default=0)

@@ -185,10 +185,8 @@ def place_of(state: CollectorState) -> Any:
     """Return the sharding of a state; raise ValueError if it lies on several devices, since Torch cannot read it."""
     place = state.lane.sharding
     if len(place.device_set) > 1:
-        raise ValueError(
-            f"the state lies on {len(place.device_set)} devices, expected one: call funcollect.traced.rollout in your "
-            "own shard_map and funcollect.deliver on its result, or gather the state with jax.device_put"
-        )
+        mend = "call funcollect.traced.rollout in a shard_map, and funcollect.deliver, or gather it by jax.device_put"
+        raise ValueError(f"the state lies on {len(place.device_set)} devices, expected one: {mend}")
     return place
 
 

@@ -49,10 +49,9 @@ def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: 
     for leaf in optree.tree_leaves(env_state, namespace=NAMESPACE):
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != lane.shape:
             got = tuple(leaf.shape) if isinstance(leaf, Tensor) else shown(leaf)
-            raise EnvError(
-                f"the env_state that reset of {env} returned holds {got}, expected tensors [{len(lane)}, ...] in nodes "
-                f"that optree knows: keep constants in params, register classes with optree in {NAMESPACE!r}"
-            )
+            wanted = f"tensors [{len(lane)}, ...] in nodes that optree knows"
+            mend = f"keep constants in params, register classes with optree in {NAMESPACE!r}"
+            raise EnvError(f"the env_state that reset of {env} returned holds {got}, expected {wanted}: {mend}")
     return first_state(env, policy, key, lane, total_lanes, env_state=env_state, observation=observation)
 
 
@@ -352,10 +351,9 @@ def _launch(
     try:
         graph = CudaGraph(partial(_steps, env, policy, request, inputs), leaves, treedef, env.device)
     except CaptureError as error:
-        raise LoweringError(
-            f"compile='cudagraph' cannot capture the steps of {env!r} with this policy ({shown(error, 300)}): read no "
-            "value of a tensor on the host and make none there, in environment and module, or leave compile out"
-        ) from error
+        what = f"compile='cudagraph' cannot capture the steps of {env!r} with this policy ({shown(error, 300)})"
+        mend = "read no value of a tensor on the host and make none there, or leave compile out"
+        raise LoweringError(f"{what}: {mend}") from error
     graphs[:] = [*graphs[1 - _MOST_GRAPHS :], (which, graph)]
     return graph(leaves)
 
