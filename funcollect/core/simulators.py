@@ -113,7 +113,7 @@ class LiveSimulators:
         self.renewed = simulators if isinstance(simulators, WorkerLanes) else None
 
     def __reduce__(self) -> Any:
-        mend = "take funcollect.fork(env, state), or funcollect.save(path, state)"  # of MuJoCo they would go another way
+        mend = "take funcollect.fork(env, state), or funcollect.save(path, state)"  # copies of MuJoCo would diverge
         raise TypeError(f"the simulators of {self.env} cannot be copied or pickled: {mend}")
 
     def seed_again(self) -> None:

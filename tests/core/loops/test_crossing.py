@@ -94,23 +94,17 @@ def test_one_program_for_all_rollouts():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_host_waits_for_nothing(monkeypatch):
-    env = from_gymnax("CartPole-v1", num_envs=64)
-    policy = fc.torch_policy(nn.Linear(4, 2).cuda(), head=fc.heads.categorical, compile="eager")
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 32)  # compiles
-    calls = forbid_waits(monkeypatch, over_jax._CrossingStepper, "step", "cuda")
-    _, batch = fc.rollout(env, policy, state, 32)
-    assert len(calls) == 32
-    assert {leaf.device.type for leaf in leaves(batch).values()} == {"cuda"}
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_cuts_change_nothing():
+def test_on_a_gpu_the_host_waits_for_nothing_and_cuts_change_nothing(monkeypatch):
     env = from_gymnax("CartPole-v1", num_envs=64)
     network = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)).cuda()
     policy = fc.torch_policy(network, head=fc.heads.categorical, compile="eager")
     with torch.cuda.stream(torch.cuda.Stream()):
         assert_same(collect(env, policy, 200), collect(env, policy, 1, 2, 7, 190))
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 32)  # compiles
+    calls = forbid_waits(monkeypatch, over_jax._CrossingStepper, "step", "cuda")
+    _, batch = fc.rollout(env, policy, state, 32)
+    assert len(calls) == 32
+    assert {leaf.device.type for leaf in leaves(batch).values()} == {"cuda"}
 
 
 @pytest.mark.parametrize(("lanes", "length", "width"), [(64, 33, 9), (64, 100, 1), (2000, 2, 2), (3, 4, 5)])
