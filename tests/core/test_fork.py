@@ -106,8 +106,7 @@ def test_a_finished_lane_is_finished_in_the_copy(name, copied):
 
 @pytest.mark.parametrize(("kind", "num_envs", "name"), once(POLICIES, (None, 3), VALUES))
 def test_an_old_state_over_values_gives_the_same_answer_again(name, kind, num_envs):
-    env, policy = pair(name, kind, num_envs)
-    old, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 13)
+    env, policy, old = fresh(*pair(name, kind, num_envs), steps=13)
     kept = fc.reset(env, old)
     answers = [rollouts(env, policy, old, lengths)[1] for lengths in ([20], [3, 17], [20])]
     assert_same(answers[0], answers[1])
@@ -125,8 +124,7 @@ def values(state):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ENVS)
 def test_a_state_never_changes(name, kind):
-    env, policy = pair(name, kind, 3)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 13)
+    env, policy, state = fresh(*pair(name, kind, 3), steps=13)
     states, kept = [state], [values(state)]
     for change in (
         lambda state: fc.rollout(env, policy, state, 11)[0],

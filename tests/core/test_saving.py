@@ -53,8 +53,7 @@ def test_counts_beyond_32_bits_are_kept(tmp_path):
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
 def test_new_episodes_begin_under_new_ids(name, tmp_path):
-    env, policy = make_env(name, 3), fc.random_policy(make_env(name, 3))
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=1), 40)
+    env, policy, state = fresh(make_env(name, 3), seed=1, steps=40)
     fc.save(tmp_path / "whole", state)
     fc.save(tmp_path / "counts", state, episodes="restart")
     afresh = fc.reset(env, fc.load(tmp_path / "whole", env, policy))
@@ -167,8 +166,7 @@ class _Trap:
 
 
 def test_a_full_disk_leaves_the_earlier_file(tmp_path):
-    env, policy = pair("torch/CartPole-v1", "torch_mlp", 3)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=5), 9)
+    env, policy, state = fresh(*pair("torch/CartPole-v1", "torch_mlp", 3), seed=5, steps=9)
     fc.save(tmp_path / "state", state)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)  # beyond it, writing fails as it does on a full disk
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))

@@ -155,8 +155,7 @@ def counter(initial):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("initial", [0.0, np.float32(0), jnp.float32(0)], ids=lambda each: type(each).__name__)
 def test_a_policy_state_of_nodes_that_only_jax_knows(name, initial):
-    env, policy = fc.make_env(name, num_envs=2), counter(initial)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = fresh(fc.make_env(name, num_envs=2), counter(initial))
     for _ in range(2):
         leaves = optree.tree_leaves(state, namespace=fc.NAMESPACE)
         assert all(one is two for one, two in zip(leaves, jax.tree.leaves(state), strict=True))

@@ -98,8 +98,7 @@ def test_a_state_that_is_a_value_serves_two_threads():
     with ThreadPoolExecutor(4) as threads:
         runs = list(threads.map(lambda _: steps(env, policy, state, 50)[1], range(8)))
     for run in runs[1:]:
-        for one, two in zip(run, runs[0], strict=True):
-            assert_same(one, two)
+        assert_same(run, runs[0])
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
@@ -115,8 +114,7 @@ def test_to_write_into_a_batch_changes_no_other(name):
             for leaf in leaves(batch).values() if writes else ():
                 leaf.fill_(1)
         runs.append(batches)
-    for one, two in zip(*runs, strict=True):
-        assert_same(one, two)
+    assert_same(*runs)
 
 
 class Planner(fc.PolicyBase):

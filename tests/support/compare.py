@@ -28,7 +28,11 @@ def bits(leaf):
 
 
 def assert_same(one, two):
-    """The same keys, shapes, dtypes and bits."""
+    """The same keys, shapes, dtypes and bits: of two batches, or of those in two sequences."""
+    if isinstance(one, (list, tuple)):
+        for pair in zip(one, two, strict=True):
+            assert_same(*pair)
+        return
     for path, leaf, other in _pairs(one, two):
         assert bits(leaf) == bits(other), f"{path} differs: {differing(leaf, other)}"
 
