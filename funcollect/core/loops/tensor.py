@@ -74,11 +74,6 @@ def _differing(one: Any, other: Any) -> str:
     return "" if forms[0] == forms[1] else f"{forms[0]}, then {forms[1]}"
 
 
-def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
-    """Implement `funcollect.fork`: the state itself, which is a value."""
-    return state
-
-
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
     """Implement `funcollect.rollout`."""
     lanes, limit = TensorLanes.of(state), step_limit(env, request)
@@ -296,9 +291,7 @@ def run_captured(env: TorchEnv, policy: Policy, state: CollectorState, request: 
         policy_state, initial_state = (each.on(env.device) for each in (inputs.policy_state, inputs.initial_state))
         inputs = inputs._replace(policy_state=policy_state, initial_state=initial_state)
     before: Any = _before(env, policy, state, inputs)
-    generator = inputs.policy_state.generator.clone()
-    columns: dict[Path, Tensor] = {}
-    recorded: list[Tensor] = []
+    generator, columns, recorded = inputs.policy_state.generator.clone(), dict[Path, Tensor](), list[Tensor]()
     with torch_generator(generator, env.device):
         for start in range(0, request.length, STEPS):
             steps = slice(start, min(start + STEPS, request.length))
