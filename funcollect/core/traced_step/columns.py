@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from funcollect.specs import torch_dtype
 from funcollect.trajectories.split import LANE, STEP, TRAJECTORY_IDS, check_time_first
 from funcollect.tree import Path, flatten, form_of
 
-Name = TypeVar("Name")
 Dtypes = dict[Path, torch.dtype]
 Packed = dict[str, Any]  # arrays [R] of a row, or [T, R] of columns, by the name of their dtype; and the large leaves
 _LARGE = 1 << 22  # bytes of a leaf: to write them takes longer than a kernel does by itself
@@ -81,7 +80,7 @@ def memory(config: StepConfig, bound: Any, state: Traced, capacity: int) -> tupl
     return columns, constant_columns(state, capacity)
 
 
-def write_row(columns: dict[Name, Any], row: dict[Name, Any], t: Any) -> dict[Name, Any]:
+def write_row(columns: dict[Any, Any], row: dict[Any, Any], t: Any) -> dict[Any, Any]:
     """Trace the columns with row `t` written; a row may have keys without a column."""
     write = import_jax().lax.dynamic_update_index_in_dim
     return {path: write(column, row[path], t, 0) for path, column in columns.items()}
@@ -234,13 +233,6 @@ class Places:
     of: tuple[tuple[Path, int, tuple[int, ...], torch.dtype], ...]
     size: int  # bytes
 
-    def columns(self, memory: Tensor) -> dict[Path, Tensor]:
-        """The columns over the array [size]."""
-        return {
-            path: memory[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for path, first, shape, dtype in self.of
-        }
-
 
 with_jax(lambda jax: jax.tree_util.register_static(Places))
 
@@ -285,8 +277,10 @@ class BatchOfBytes:
             place = leaf.size(), leaf.stride(), int(leaf.storage_offset())
             return View(leaf.dtype, place, dtypes.get(path, leaf.dtype))
 
-        columns = places.columns(torch.empty(places.size, dtype=torch.uint8, device="meta"))
-        columns = {path: _whole(column, dtypes.get(path))[: request.length] for path, column in columns.items()}
+        memory, columns = torch.empty(places.size, dtype=torch.uint8, device="meta"), dict[Path, Tensor]()
+        for path, first, shape, dtype in places.of:
+            column = memory[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            columns[path] = _whole(column, dtypes.get(path))[: request.length]
         self._outputs = {path: view(path, columns.pop(path)) for path in outputs}
         self._reward = view(REWARD, columns[REWARD])
         self._shown: Any = {"single": env.num_envs is None, "with_time": request.with_time}
