@@ -119,9 +119,7 @@ def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at
 
 
 class _Change(NamedTuple):
-    """A leaf before and after a change."""
-
-    old: Any
+    old: Any  # a leaf before a change
     new: Any
     same: bool  # whether both are equal, as far as that is known
     shared: Any  # `new`, as a state holds it for all lanes

@@ -272,8 +272,6 @@ class _Before(NamedTuple):
 
 
 class _After(NamedTuple):
-    """What a graph computes."""
-
     next: _Before  # where the next steps begin: mostly the memory that the graph reads, so that nothing is copied
     columns: dict[Path, Tensor]  # [K, P, ...]
     recorded: list[Tensor]  # of the policy

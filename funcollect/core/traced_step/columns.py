@@ -163,8 +163,6 @@ def _checked(arrays: Any) -> Row:
 
 
 class _Place(NamedTuple):
-    """Where a leaf lies in a row."""
-
     carrier: str  # the dtype of the array that holds it
     first: int
     shape: tuple[int, ...]
