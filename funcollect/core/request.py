@@ -280,7 +280,7 @@ def given_starts(env: Any, held: tuple[Any, Any], to: Any, call: Any, differing:
 
     `call` gives observations of states alone, by the environment's own function; `differing` says how pytrees differ.
     """
-    bare = lambda each: each.current if isinstance(each, JaxEnvState) else each  # noqa: E731
+    bare: Any = lambda each: each.current if isinstance(each, JaxEnvState) else each  # noqa: E731
     if not differing(held[0], bare(to)):
         if (observe := observer_of(env)) is None:
             what = f"to is environment states alone, from which {env!r} computes no observation, expected a pair"

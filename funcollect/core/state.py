@@ -142,8 +142,8 @@ class CollectorState(Generic[Array]):
         """[P] int64, the trajectories that the lanes are in; NumPy over JAX, whose traced code lacks them."""
         own: Any = self.lane, self.episode
         if not isinstance(own[0], Tensor):
-            own = (np.asarray(each).astype(np.uint32).astype(np.int64) for each in own)
-        ids: Tensor | npt.NDArray[np.int64] = trajectory_ids(*own, self.total_lanes)
+            own = [np.asarray(each).astype(np.uint32).astype(np.int64) for each in own]
+        ids: Tensor | npt.NDArray[np.int64] = trajectory_ids(own[0], own[1], self.total_lanes)
         return ids
 
     def replace(self, **changes: Any) -> CollectorState[Array]:

@@ -155,7 +155,7 @@ def step(
     >>> jax.jit(lambda state: fc.traced.step(env, policy, None, state))(state)[1]["observation"].shape
     (2, 4)
     """
-    more = {"random_steps": random_steps, "reset_when_done": reset_when_done}
+    more: dict[str, Any] = {"random_steps": random_steps, "reset_when_done": reset_when_done}
     request = Request(1, params, exploration_type, exploration, max_frames_per_traj, **more)
     config, bound = _checked_config(env, policy, state, request)
     return _step(config, bound, state, run_keys(state.key, state.lane))
@@ -194,7 +194,7 @@ def rollout(
     >>> mean_reward(policy.params, jax.random.PRNGKey(0))
     Array(1., dtype=float32)
     """
-    more = {"random_steps": random_steps, "reset_when_done": reset_when_done}
+    more: dict[str, Any] = {"random_steps": random_steps, "reset_when_done": reset_when_done}
     request = Request(length, params, exploration_type, exploration, max_frames_per_traj, **more)
     config, bound = _checked_config(env, policy, state, request)
     keys = run_keys(state.key, state.lane)
