@@ -221,7 +221,7 @@ def given(state, *, pair):
 
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("name", [JAX, TORCH])
-def test_masked_lanes_continue_from_argumentsstates_under_new_ids(name, pair):
+def test_masked_lanes_continue_from_given_states_under_new_ids(name, pair):
     env, policy, early, late = two_states(name)
     plain = fc.reset(env, late, MASK)
     there = fc.reset(env, late, MASK, to=given(early, pair=pair))
