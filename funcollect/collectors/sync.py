@@ -23,10 +23,10 @@ from funcollect.collectors.options import Options, RunnerOptions, RunnerSpec, So
 from funcollect.core import api
 from funcollect.core.env_params import set_env_params
 from funcollect.core.loops.device import check_uncut
+from funcollect.core.loops.eager import TimedLoops
 from funcollect.core.request import NOWHERE, OwnColumns, check_given, own_action_warning
 from funcollect.core.saving import COUNTS, Episodes, counts_in, go_on, reseed, restore, resume, snapshot
 from funcollect.core.state import CollectorState
-from funcollect.core.timing import TimedLoops
 from funcollect.core.whole_episodes import check_limited, is_limited
 from funcollect.errors import InUseError
 from funcollect.files import from_data, to_data
@@ -348,7 +348,7 @@ class RunnerTimer:
 
     def __init__(self, runner: SyncDataCollector) -> None:
         self._runner, self._frames = runner, runner.frames
-        self._loops = runner.loops = TimedLoops()
+        self._loops = runner.loops = TimedLoops(api.LOOPS)
         self._cpu, self._began = time.process_time(), time.perf_counter()
 
     def stop(self) -> RolloutTimes:

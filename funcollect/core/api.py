@@ -115,13 +115,12 @@ def rollout(
     return run(env, policy, state, asked)
 
 
-_plain = lru_cache(maxsize=256)(Request)
+_plain = lru_cache(maxsize=256)(Request)  # of plain values
 
 
 def _request(
     length: Any, params: Any, exploration_type: Any, exploration: Any, limit: Any, *, with_time: bool
 ) -> Request:
-    """The checked request of a rollout. Those of plain values are kept."""
     plain = exploration is NO_VALUES and type(length) is int and type(exploration_type) is ExplorationType
     if plain and (limit is None or type(limit) is int):
         return _plain(length, None, exploration_type, max_frames_per_traj=limit, with_time=with_time).given(params)
@@ -228,7 +227,7 @@ def reset(
     ([0, 4], [2, 1])
     """
     check_state(env, state, "reset", (mask, to))
-    given: dict[str, Any] = {name: value for name, value in (("to", to), ("options", options)) if value is not None}
+    given = {name: value for name, value in {"to": to, "options": options}.items() if value is not None}
     known = {"host": "options", "torch": "to", "jax": "to"}.get(env.backend)
     if given.keys() - {known}:
         raise TypeError(f"{shown([*given])} is not for {env!r}, expected {known or 'neither'}: leave the other out")
@@ -296,6 +295,8 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     True
     """
     check_state(env, state, "fork")
+    if env.backend == "torch":
+        return state  # which is a value
     with memory_for(lambda: f"a copy of the state of {state.num_lanes:,} environments"):
         copied: CollectorState[Array] = _STATES[env.backend].fork(env, state)
         return copied
@@ -333,11 +334,8 @@ def apply(
     check_function("function", function, "a function of one lane's environment and args", 1 + len(args))
     handle = state.env_state
     if not isinstance(handle, SimulatorHandle) or not isinstance(handle.simulation.simulators, SimulatorsOfLanes):
-        raise TypeError(
-            f"{env} has no object for each lane that a function could be called with, expected an environment over "
-            "single environments of Gymnasium's or TorchRL's: over JAX use funcollect.set_env_params, over Torch "
-            "state.replace(env_params=...)"
-        )
+        mend = "over JAX use funcollect.set_env_params, over Torch state.replace(env_params=...)"
+        raise TypeError(f"{env} has no object for each lane, as Gymnasium's or TorchRL's single ones have: {mend}")
     simulation = handle.claim()
     try:
         results = simulation.apply(function, args)

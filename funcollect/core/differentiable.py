@@ -88,7 +88,7 @@ def differentiable_rollout(
     def run(entered: CollectorState) -> tuple[CollectorState, TensorDict]:
         own = SimpleNamespace(policy=lowered, program=program, state=entered, values=traced_values(values))
         columns = apply(own, *(tensors[name] for name in lowered.lowered.names))
-        return own.state, batch_of(env, lowered, state, dict(zip(own.paths, columns, strict=True)))
+        return own.state, batch_of(env, lowered, state, dict(zip(own.paths, columns, strict=True)), request)
 
     after, batch = run_in_jax(lowered, state, run)
     return after, with_values(batch, values)
@@ -105,11 +105,9 @@ def _warn_of_stops(env: JaxEnv, state: CollectorState) -> None:
     step = jax.make_jaxpr(partial(step_lane, env))(key, begun, action, params)
     memo["stops"] = "stop_gradient" in operations(step.jaxpr)
     if memo["stops"]:
-        warnings.warn(
-            f"{env} stops gradients in its step (jax.lax.stop_gradient), so they do not pass from one step to the next "
-            "where it does: take an environment that lets them pass, such as brax's or your own",
-            stacklevel=3,
-        )
+        what = f"{env} stops gradients in its step (jax.lax.stop_gradient), so they do not pass to the step before"
+        mend = "take an environment that lets them pass, such as brax's or your own"
+        warnings.warn(f"{what}: {mend}", stacklevel=3)
 
 
 class _Rollout(torch.autograd.Function):

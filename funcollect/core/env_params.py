@@ -5,7 +5,8 @@ A state holds the environment's own pytree, with the nodes below in place of som
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,9 +52,14 @@ def map_rows(function: Callable[[LaneRows], Any], params: Any, other: Callable[[
     )
 
 
-def _as_env(params: Any, pick: Callable[[LaneRows], Any]) -> Any:
+def _held(node: Any, pick: Callable[[LaneRows], Any] = lambda rows: rows.current) -> Any:
+    """The leaf in a node; of one with rows what `pick` takes."""
+    return pick(node) if isinstance(node, LaneRows) else node.leaf if isinstance(node, Unchanged) else node
+
+
+def _as_env(params: Any, pick: Callable[[LaneRows], Any] = lambda rows: rows.current) -> Any:
     """The parameters in the environment's own structure, with what `pick` takes from each `LaneRows`."""
-    return map_rows(pick, params, lambda node: node.leaf if isinstance(node, Unchanged) else node)
+    return import_jax().tree.map(partial(_held, pick=pick), params, is_leaf=_is_node)
 
 
 def set_env_params(
@@ -82,13 +88,7 @@ def set_env_params(
             [24.8000, 24.8000, 24.8000]])
     """
     check_state(env, state, "set_env_params")
-    check_flags(at_once=at_once)
-    given = _given(env, state, params)
-    before = default_params(env) if state.env_params is None else state.env_params
-    old, new = given.arrays_of(import_jax().tree.leaves(of_current(before))), given.arrays_of(given.leaves)
-    pairs = [(np.asarray(one), np.asarray(other)) for one, other in zip(new, old, strict=True)]
-    same = [np.array_equal(*pair, equal_nan=pair[0].dtype.kind == "f") for pair in pairs]
-    return state.replace(env_params=given.for_lanes(_nodes(before), same, new, old, new, at_once=at_once))
+    return state.replace(env_params=_changed(env, state, params, at_once, _compared))
 
 
 def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at_once: bool = False) -> CollectorState:
@@ -100,68 +100,42 @@ def traced_set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at
     >>> import jax, jax.numpy as jnp, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=4, param_keys=["gravity"])
     >>> policy = fc.random_policy(env)
-    >>> def pull(state, gravity):
-    ...     params = env.default_params.replace(gravity=gravity)
-    ...     return fc.traced.set_env_params(env, state, params, at_once=True)
     >>> def update(state, gravity):
-    ...     state, batch = fc.traced.rollout(env, policy, None, pull(state, gravity), 8)
+    ...     params = env.default_params.replace(gravity=gravity)
+    ...     state = fc.traced.set_env_params(env, state, params, at_once=True)
+    ...     state, batch = fc.traced.rollout(env, policy, None, state, 8)
     ...     return state, batch["env_params"]["gravity"].mean()
     >>> @jax.jit
     ... def run(key, gravities):
-    ...     state = pull(fc.traced.init(env, policy, None, key=key), gravities[0])
+    ...     state, _ = update(fc.traced.init(env, policy, None, key=key), gravities[0])
     ...     return jax.lax.scan(update, state, gravities)[1]
     >>> run(jax.random.PRNGKey(0), jnp.array([2.0, 4.0, 8.0]))
     Array([2., 4., 8.], dtype=float32)
     """
     check_traced_state(env, state)
-    check_flags(at_once=at_once)
-    given = _given(env, state, params)
-    own = [leaf is like for leaf, like in zip(given.leaves, given.own, strict=True)]
-    before = state.env_params
-    if before is None:
-        before = given.treedef.unflatten([Unchanged(leaf) for leaf in given.arrays_of(given.own)])
-    nodes, held = _nodes(before), import_jax().tree.leaves(of_current(before))
-    # XLA would compute with constants otherwise than with arguments, which parameters of the eager function are.
-    barrier = import_jax().lax.optimization_barrier
-    old, new = [barrier(leaf) for leaf in held], [barrier(leaf) for leaf in given.arrays_of(given.leaves)]
-    same = [
-        leaf is node or (is_own and isinstance(node, Unchanged))
-        for leaf, node, is_own in zip(given.leaves, nodes, own, strict=True)
-    ]
-    new = [before if kept else leaf for before, leaf, kept in zip(old, new, same, strict=True)]
-    shared = [Unchanged(leaf) if is_own else leaf for leaf, is_own in zip(new, own, strict=True)]
-    made = given.for_lanes(nodes, same, shared, old, new, at_once=at_once)
+    made = _changed(env, state, params, at_once, _identified)
     lane, select = state.lane, jax_numerics().select  # rows vary over a mesh, as those of later states
     return state.replace(env_params=map_rows(lambda rows: select(lane == lane, rows, rows), made))
 
 
-class _Given(NamedTuple):
-    """Parameters that a user gives for P lanes, leaf by leaf."""
+class _Change(NamedTuple):
+    old: Any  # a leaf before a change
+    new: Any
+    same: bool  # whether both are equal, as far as that is known
+    shared: Any  # `new`, as a state holds it for all lanes
 
-    treedef: Any
-    own: list[Any]  # the environment's own leaves
-    leaves: list[Any]  # the user's
-    by_lane: list[bool]  # whether the user's leaf has a first dimension P more than the environment's own
-    num_lanes: int
 
-    def arrays_of(self, leaves: Sequence[Any]) -> list[Any]:
-        """Leaves as JAX arrays, in the dtypes of the environment's own."""
-        jnp = import_jax().numpy
-        return [jnp.asarray(leaf, jnp.asarray(like).dtype) for leaf, like in zip(leaves, self.own, strict=True)]
+def _compared(like: Any, leaf: Any, node: Any, old: Any, new: Any) -> _Change:
+    one, other = np.asarray(new), np.asarray(old)
+    return _Change(old, new, np.array_equal(one, other, equal_nan=one.dtype.kind == "f"), new)
 
-    def for_lanes(
-        self, nodes: list[Any], same: list[bool], shared: Sequence[Any], old: Any, new: Any, *, at_once: bool
-    ) -> Any:
-        """The parameters after a change from `old` leaves, held in `nodes`, to `new` ones; those without rows `shared`.
 
-        Leaves have rows if they were given or held so, or change from each lane's next episode on.
-        """
-        made = []
-        each = zip(self.own, self.by_lane, nodes, same, shared, old, new, strict=True)
-        for like, by_lane, node, kept, leaf, before, after in each:
-            rows = by_lane or isinstance(node, LaneRows) or not (at_once or kept)
-            made.append(_rows(self.num_lanes, like, after if at_once else before, after) if rows else leaf)
-        return without_weak_types(self.treedef.unflatten(made))
+def _identified(like: Any, leaf: Any, node: Any, old: Any, new: Any) -> _Change:
+    # XLA would compute with constants otherwise than with arguments, which parameters of the eager function are.
+    old, new = map(import_jax().lax.optimization_barrier, (old, new))
+    same = leaf is node or (leaf is like and isinstance(node, Unchanged))
+    new = old if same else new
+    return _Change(old, new, same, Unchanged(new) if leaf is like else new)
 
 
 def _rows(num_lanes: int, like: Any, current: Any, coming: Any) -> LaneRows:
@@ -169,35 +143,34 @@ def _rows(num_lanes: int, like: Any, current: Any, coming: Any) -> LaneRows:
     return LaneRows(*(import_jax().numpy.broadcast_to(leaf, shape) for leaf in (current, coming)))
 
 
-def _given(env: Env, state: CollectorState, params: Any) -> _Given:
+def _changed(env: Env, state: CollectorState, params: Any, at_once: bool, change: Callable[..., _Change]) -> Any:
+    """The parameters after a change: leaves have rows if given or held so, or changed from the next episodes on."""
+    check_flags(at_once=at_once)
     if not isinstance(state.env_state, JaxEnvState) or (own := default_params(env)) is None:
-        raise TypeError(
-            f"{env!r} has no parameters that can be set here, expected an environment in JAX that has some: over Torch "
-            "pass state.replace(env_params=...), over simulators use funcollect.apply"
-        )
-    jax = import_jax()
+        mend = "over Torch pass state.replace(env_params=...), over simulators use funcollect.apply"
+        raise TypeError(f"{env!r} has no parameters that can be set here, as environments in JAX may have: {mend}")
+    jax, jnp = import_jax(), import_jax().numpy
     named, treedef = jax.tree_util.tree_flatten_with_path(own)
     leaves, structure = jax.tree.flatten(params)
     if structure != treedef:
         raise _wrong_structure(params, len(named), f"is {clipped(str(structure))}", clipped(str(treedef)))
-    by_lane = []
-    for (path, like), leaf in zip(named, leaves, strict=True):
-        name, kinds = jax.tree_util.keystr(path), (jax.numpy.result_type(like), jax.numpy.result_type(leaf))
-        if jax.numpy.issubdtype(kinds[0], np.integer) and jax.numpy.issubdtype(kinds[1], np.inexact):  # it would be cut
-            raise ValueError(
-                f"params{name} is {shown(leaf)}, expected an integer: convert it, such as by int or astype(int)"
-            )
-        by_lane.append(_is_by_lane(name, leaf, np.shape(like), state.num_lanes))
-    return _Given(treedef, [like for _, like in named], leaves, by_lane, state.num_lanes)
+    nodes = [Unchanged(leaf) for _, leaf in named] if state.env_params is None else _nodes(state.env_params)
+    made = []
+    for (path, like), leaf, node in zip(named, leaves, nodes, strict=True):
+        name, dtype = jax.tree_util.keystr(path), jnp.asarray(like).dtype
+        if jnp.issubdtype(dtype, np.integer) and jnp.issubdtype(jnp.result_type(leaf), np.inexact):  # it would be cut
+            raise ValueError(f"params{name} is {shown(leaf)}, expected an integer: convert it, such as by int")
+        by_lane = _is_by_lane(name, leaf, np.shape(like), state.num_lanes)
+        old, new, same, shared = change(like, leaf, node, jnp.asarray(_held(node), dtype), jnp.asarray(leaf, dtype))
+        in_rows = by_lane or isinstance(node, LaneRows) or not (at_once or same)
+        made.append(_rows(state.num_lanes, like, new if at_once else old, new) if in_rows else shared)
+    return without_weak_types(treedef.unflatten(made))
 
 
 def _wrong_structure(params: Any, leaves: int, found: str, wanted: str) -> ValueError:
-    """The error for parameters of another structure than an environment's own, which have so many leaves."""
     if isinstance(params, tuple) and len(params) == 2 and len(import_jax().tree.leaves(params[0])) == leaves:
-        return ValueError(
-            "params is a pair, expected a pytree like env.default_params: pass the first part, which is the model if a "
-            "function for domain randomisation returned it with in_axes"
-        )
+        mend = "pass the first part, the model if a function for domain randomisation returned it with in_axes"
+        return ValueError(f"params is a pair, expected a pytree like env.default_params: {mend}")
     return ValueError(f"params {found}, expected {wanted}: change leaves of env.default_params")
 
 
@@ -230,11 +203,6 @@ def call_in_lanes(function: Callable[..., Any], params: Any, *arguments: Any, co
     return import_jax().vmap(of_lane)(rows, *arguments)
 
 
-def of_current(params: Any) -> Any:
-    """The parameters of the episodes that lanes are in, in the environment's own structure."""
-    return _as_env(params, lambda rows: rows.current)
-
-
 def of_one_lane(params: Any) -> Any:
     """The parameters as the environment's functions take them, those of the first lane if lanes differ."""
     return _as_env(params, lambda rows: rows.current[0])
@@ -245,7 +213,7 @@ def recorded_params(env: JaxEnv, params: Any, num_lanes: int) -> dict[Path, Any]
     jnp, row = import_jax().numpy, dict[Path, Any]()
     for name in param_keys(env):
         held = default_params(env) if params is None else params
-        value, one = (param_of(each, name) for each in (of_current(held), of_one_lane(held)))
+        value, one = (param_of(each, name) for each in (_as_env(held), of_one_lane(held)))
         row["env_params", *name.split(".")] = jnp.broadcast_to(jnp.asarray(value), (num_lanes, *jnp.shape(one)))
     return row
 
@@ -278,12 +246,12 @@ def param_shapes(env: Env) -> list[tuple[int, ...]] | None:
 
 def part_of_lanes(params: Any, shapes: list[tuple[int, ...]], lanes: int, part: slice) -> Any:
     """The parameters, as NumPy arrays, of a part of `lanes` lanes; ValueError for a leaf of another shape."""
-    tree_util = import_jax().tree_util
-    named, treedef = tree_util.tree_flatten_with_path(params)
-    if len(named) != len(shapes):
-        raise _wrong_structure(params, len(shapes), f"has {len(named)} leaves", str(len(shapes)))
-    own = []
-    for (path, leaf), shape in zip(named, shapes, strict=True):
+    tree_util, own = import_jax().tree_util, iter(shapes)
+    if (count := len(import_jax().tree.leaves(params))) != len(shapes):
+        raise _wrong_structure(params, len(shapes), f"has {count} leaves", str(len(shapes)))
+
+    def cut(path: Any, leaf: Any) -> Any:
         array = np.asarray(leaf)
-        own.append(array[part] if _is_by_lane(tree_util.keystr(path), array, shape, lanes) else array)
-    return treedef.unflatten(own)
+        return array[part] if _is_by_lane(tree_util.keystr(path), array, next(own), lanes) else array
+
+    return tree_util.tree_map_with_path(cut, params)

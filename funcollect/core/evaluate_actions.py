@@ -102,10 +102,8 @@ def evaluate_actions(
         mend = "torch_policy(module, head=funcollect.heads.categorical), or another head"
         if isinstance(policy, tensordict_nn.TensorDictModuleBase):
             mend = "funcollect.tensordict_policy(module), as which it has collected the batch"
-        raise TypeError(
-            f"policy is {type(policy).__name__} without a head, expected one whose head or distribution scores "
-            f"actions: pass {mend}"
-        )
+        what = f"policy is {type(policy).__name__} without a head, expected one whose head or distribution scores"
+        raise TypeError(f"{what} actions: pass {mend}")
     return _by_head(policy, policy.head, params, flatten(batch), spaces_of(policy, env), policy_state)
 
 
@@ -115,16 +113,13 @@ def check_arguments(policy: Policy, batch: Any, env: Env | None) -> None:
     if env is not None and not is_env(env):
         raise TypeError(f"env is {kind_of(env)}, expected an Env or None: pass the environment of the batch")
     if isinstance(policy.source if isinstance(policy, LoweredPolicy) else policy, Population):
-        raise TypeError(
-            "policy is a population, expected one member: pass that with its own parameters and lanes of the batch, "
-            "for all members under jax.vmap or torch.func.vmap"
-        )
+        mend = "pass that with its own parameters and lanes of the batch, all under jax.vmap or torch.func.vmap"
+        raise TypeError(f"policy is a population, expected one member: {mend}")
 
 
 def _by_head(
     policy: TorchPolicy | FunctionPolicy, head: Head, params: Any, rows: Leaves, spaces: Spaces, policy_state: Any
 ) -> dict[str, Any]:
-    """What the policy's head thinks of the actions, and the other outputs, by name."""
     space, leaves, spec = spaces
     xp = TORCH if isinstance(policy, TorchPolicy) else jax_numerics()
     exploration: list[Path] = [(*EXPLORATION, name) for name in head.values]
@@ -170,24 +165,18 @@ def check_keys(xp: Any, rows: Leaves, wanted: Sequence[Path]) -> None:
         raise ValueError(f"the batch lacks {missing}, expected {['.'.join(path) for path in wanted]}: pass all of it")
     if isinstance(first := rows[wanted[0]], Tensor) is not (xp is TORCH):
         name, mend = ("Torch", "the TensorDict itself") if xp is TORCH else ("JAX", "funcollect.interop.to_jax(batch)")
-        raise TypeError(
-            f"the batch holds a {type(first).__name__}, expected what a policy in {name} takes: pass {mend}"
-        )
+        raise TypeError(f"the batch has a {type(first).__name__}, expected what a policy in {name} takes: pass {mend}")
 
 
 def network_of(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
     """The policy's module or function with these parameters, from an observation and the recurrent state, or None."""
     if isinstance(policy, FunctionPolicy):
         if policy.takes_key:
-            raise TypeError(
-                f"the policy's function draws random numbers from its parameter {policy.takes_key!r}, which a batch "
-                "does not hold: leave the parameter out"
-            )
+            what = f"the policy's function draws random numbers from its parameter {policy.takes_key!r}"
+            raise TypeError(f"{what}, which a batch does not hold: leave the parameter out")
         if policy.reads_env_state:
-            raise TypeError(
-                "the policy reads the environment's state (reads_env_state=True), which a batch does not hold: train a "
-                "policy that reads observations alone on the batch's actions and other outputs"
-            )
+            what = "the policy reads the environment's state (reads_env_state=True), which a batch does not hold"
+            raise TypeError(f"{what}: train one that reads observations alone on the batch's actions and other outputs")
         return partial(policy.called, policy.params if params is None else params)  # which may be traced
     module = TorchBacked.bound(policy, policy.prepare(params))  # not compiled: Torch differentiates it
 
@@ -210,20 +199,16 @@ def _recurrent(xp: Any, policy: TorchPolicy | FunctionPolicy, rows: Leaves, poli
     if policy_state is None:
         names = recurrent_names(xp.leaves(initial))
         if any((name,) not in rows for name in names):
-            raise ValueError(
-                f"the batch lacks {names}, the recurrent state before each step, and policy_state is not given: make "
-                "the policy with record_state=True, or pass the state.policy_state from before the rollout"
-            )
-        columns = iter(names)
-        return _Recurrent(initial, True, xp.map(lambda _: rows[next(columns),], initial))
+            what = f"the batch lacks {names}, the recurrent state before each step, and policy_state is not given"
+            raise ValueError(f"{what}: make the policy with record_state=True, or pass policy_state from before it")
+        columns = iter([rows[name,] for name in names])
+        return _Recurrent(initial, True, xp.map(lambda _: next(columns), initial))
     if isinstance(policy_state, TorchPolicyState):
         policy_state = policy_state.on(rows[_ACTION].device).recurrent
     given, own = ([tuple(leaf.shape) for leaf in xp.leaves(state)] for state in (policy_state, initial))
     if [shape[1:] for shape in given] != [shape[1:] for shape in own]:
-        raise ValueError(
-            f"policy_state has leaves of the shapes {given}, expected those of a state of this policy, "
-            f"{[('P', *shape[1:]) for shape in own]}: pass state.policy_state"
-        )
+        wanted = [("P", *shape[1:]) for shape in own]
+        raise ValueError(f"policy_state has leaves of the shapes {given}, expected {wanted}: pass state.policy_state")
     return _Recurrent(initial, False, policy_state)
 
 
@@ -267,10 +252,8 @@ def _check_whole(lane: Any, step: Any, lanes: int) -> None:
         return  # only the number of lanes is known
     mixed = (lane != lane[:1]).any() | (lane[0, 1:] <= lane[0, :-1]).any()
     if bool(mixed | (step[1:] - step[:-1] > 1).any()):
-        raise ValueError(
-            f"the batch has the lanes {shown(lane[0].tolist())} at first, expected increasing ones with consecutive "
-            f"steps, to continue from policy_state: {mend}"
-        )
+        what = f"the batch has the lanes {shown(lane[0].tolist())} at first, expected increasing ones"
+        raise ValueError(f"{what} with consecutive steps, to continue from policy_state: {mend}")
 
 
 def breaks(turn: Callable[[Any], Any], rows: Leaves) -> Any:
@@ -300,13 +283,10 @@ def turning(rows: Leaves, lead: Sequence[int]) -> tuple[Callable[[Any], Any], Ca
 
 
 def _by_distribution(policy: TensorDictPolicy, params: Any, rows: Leaves) -> dict[str, Any]:
-    """What the distribution of a TensorDict policy thinks of the actions, and the other outputs, by dotted name."""
     module = policy.bound(policy.prepare(params))
     if not isinstance(module, _SCORING):
-        raise TypeError(
-            f"policy is a {type(module).__name__}, expected one with a distribution, such as TorchRL's "
-            "ProbabilisticActor: pass that"
-        )
+        wanted = "one with a distribution, such as TorchRL's ProbabilisticActor: pass that"
+        raise TypeError(f"policy is a {type(module).__name__}, expected {wanted}")
     in_keys = paths_of(module, "in_keys")
     check_keys(TORCH, rows, [_ACTION, *in_keys])
     rows = moved(rows, policy.run_device) if policy.run_device else rows

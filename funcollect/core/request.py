@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcollect import arguments
 from funcollect.arguments import check_kind
-from funcollect.core.state import CollectorState, check_origin
+from funcollect.core.state import CollectorState, ReadOnlyDict, check_origin
 from funcollect.envs.base import observer_of
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
@@ -96,13 +96,8 @@ class Request:
     def column(self, path: Path, row: Tensor, count: int = 1) -> Tensor:
         """Return memory [count, T, P, ...] for rows like `row` [P, ...]."""
         shape, given = (self.length, *row.shape), self.columns.get(path)
-        if (
-            given is not None
-            and count == 1
-            and (given.shape, given.dtype, given.device) == (shape, row.dtype, row.device)
-        ):
-            return given[None]
-        return row.new_empty(count, *shape)
+        fits = given is not None and (given.shape, given.dtype, given.device) == (shape, row.dtype, row.device)
+        return given[None] if given is not None and fits and count == 1 else row.new_empty(count, *shape)
 
     def step_options(self, env: TorchEnv | JaxEnv) -> StepOptions:
         """Return the options of a step."""
@@ -135,10 +130,8 @@ class OpenFor:
 def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:
     """Raise ValueError for a limit on trajectories together with lanes that stay finished."""
     if not reset_when_done and max_frames_per_traj is not None and max_frames_per_traj > 0:
-        raise ValueError(
-            "max_frames_per_traj cuts a trajectory so that the lane begins another, reset_when_done=False keeps it "
-            "finished: give one of them"
-        )
+        why = "max_frames_per_traj cuts a trajectory so that the lane begins another"
+        raise ValueError(f"{why}, reset_when_done=False keeps it finished: give one of them")
 
 
 def step_limit(env: TorchEnv | JaxEnv, request: Request) -> int | None:
@@ -155,10 +148,8 @@ def check_exploration(value: Any) -> None:
 def check_values(exploration: Any) -> None:
     """Raise TypeError unless `exploration` is a dict from names to values."""
     if not isinstance(exploration, Mapping) or not all(isinstance(name, str) for name in exploration):
-        raise TypeError(
-            f"exploration is {shown(exploration)}, expected a dict from names to numbers: pass for example "
-            '{"epsilon": 0.1}, or {"epsilon": lambda frames: max(0.05, 1 - frames / 1e5)}'
-        )
+        mend = 'pass for example {"epsilon": 0.1}, or {"epsilon": lambda frames: max(0.05, 1 - frames / 1e5)}'
+        raise TypeError(f"exploration is {shown(exploration)}, expected a dict from names to numbers: {mend}")
 
 
 def are_numbers(exploration: Mapping[str, Any]) -> bool:
@@ -187,17 +178,15 @@ def exploration_values(
     """
     functions = [name for name, value in given.items() if callable(value)]
     if traced and functions:
-        raise TypeError(
-            f"exploration has functions for {functions}, expected numbers in traced code: call them, pass the results"
-        )
+        raise TypeError(f"exploration has functions for {functions}, expected numbers in traced code: call them first")
     if functions:
         given = {**given, **{name: given[name](state.steps_made * state.total_lanes) for name in functions}}
     values = _checked(policy, given, state.total_lanes, import_jax().numpy if traced else np)
     for name, value in values.items():
         if np.ndim(value):
             if not traced and state.lane_ids[-1] >= len(value):
-                had, mend = f"the {len(value)} lanes that the run began with", "pass a number"
-                raise ValueError(f"exploration[{name!r}] has values for {had}, not for lanes added later: {mend}")
+                what = f"exploration[{name!r}] has values for the {len(value)} lanes that the run began with"
+                raise ValueError(f"{what}, not for lanes added later: pass a number")
             values[name] = value[state.lane if traced else state.lane_ids]
             if policy.backend == "torch":
                 place = state.lane.device if isinstance(state.lane, Tensor) else "cpu"
@@ -209,10 +198,8 @@ def _checked(policy: Policy, given: Mapping[str, Any], lanes: int | None, xp: An
     """All values, numbers or arrays [L] float32 of `xp`, in the ranges of the policy's head."""
     own = policy.exploration
     if unknown := sorted(given.keys() - own.keys()):
-        raise ValueError(
-            f"exploration has {unknown}, expected names out of {sorted(own)}, the numbers that the policy's head has: "
-            "check the spelling, or leave them out"
-        )
+        wanted = f"names out of {sorted(own)}, the numbers that the policy's head has"
+        raise ValueError(f"exploration has {unknown}, expected {wanted}: check the spelling, or leave them out")
     values = {name: _value(name, value, lanes, xp) for name, value in {**own, **given}.items()}
     if values and (head := head_of(policy)):
         arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
@@ -226,12 +213,11 @@ def _value(name: str, value: Any, lanes: int | None, xp: Any) -> Any:
     try:
         array = xp.array(value.detach().float().cpu().numpy() if isinstance(value, Tensor) else value, np.float32)
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"exploration[{name!r}] is {shown(value)}, expected a number: pass for example {{{name!r}: 0.1}}"
-        ) from error
+        wanted = f"a number: pass for example {{{name!r}: 0.1}}"
+        raise TypeError(f"exploration[{name!r}] is {shown(value)}, expected {wanted}") from error
     if array.ndim > 1 or (array.ndim and lanes not in (None, len(array))):
-        wanted = f"a number or [{lanes or 'L'}], one for each of the {lanes or 'L'} lanes of the whole run"
-        raise ValueError(f"exploration[{name!r}] has shape {list(array.shape)}, expected {wanted}: pass these")
+        wanted = f"a number or [{lanes or 'L'}], one for each lane of the whole run: pass these"
+        raise ValueError(f"exploration[{name!r}] has shape {list(array.shape)}, expected {wanted}")
     return array if array.ndim else float(array) if xp is np else value
 
 
@@ -261,20 +247,17 @@ def own_action_warning(policy: Policy, random_frames: int | None) -> str:
     if isinstance(source, TensorDictPolicy):
         carries = carries_action(source.module, [*source.written.values(), *read_and_written(source.module)])
     return carries * (
-        f"init_random_frames is {random_frames} with a recurrent policy that chooses its action itself: if it carries "
-        "that action from step to step, it carries one that was not executed in the random frames, expected the "
-        "executed one: give the policy a head (funcollect.heads), read it as an observation (make_env(…, "
-        "inputs=['prev_action'])), or leave init_random_frames out"
+        f"init_random_frames is {random_frames} with a recurrent policy that chooses its action itself: an action that "
+        "it carries from step to step was not executed in the random frames: give the policy a head (funcollect.heads),"
+        " read the action as an observation (make_env(…, inputs=['prev_action'])), or leave init_random_frames out"
     )
 
 
 def check_state_kind(policy_state: Any, wanted: type) -> None:
     """Raise ValueError for a policy state that is of another kind of policy."""
     if type(policy_state) is not wanted:
-        raise ValueError(
-            f"the state holds the policy state {type(policy_state).__name__}, this policy wants {wanted.__name__}: "
-            f"{ANOTHER_POLICY}"
-        )
+        what = f"the state holds the policy state {type(policy_state).__name__}, this policy wants {wanted.__name__}"
+        raise ValueError(f"{what}: {ANOTHER_POLICY}")
 
 
 def check_state(env: Env, state: CollectorState, function: str, values: Any = None, *, live: bool = True) -> None:
@@ -285,35 +268,36 @@ def check_state(env: Env, state: CollectorState, function: str, values: Any = No
     check_eager(function, (state.lane, values))
     _check_one_run(state)
     if live and isinstance(state.env_state, JaxEnvState) and not is_live(state):
-        raise ValueError(
-            "the state was donated or deleted, expected a live one: continue with the state that the compiled function "
-            "returned, or leave the state out of its donate_argnums; of a collector's state, which it uses up on a "
-            "GPU, take a funcollect.fork before the next batch"
-        )
+        mend = "continue with the state that was returned; of a collector's, used up on a GPU, take a funcollect.fork"
+        raise ValueError(f"the state was donated or deleted, expected a live one: {mend} before the next batch")
     if state.num_lanes != (env.num_envs or 1):
         raise ValueError(f"the state has {state.num_lanes} lanes, {env!r} has {env.num_envs or 1}: pass its own env")
     check_origin(env, state)
 
 
-def split_states(env: Any, to: Any, call: Callable[[Any], Any], *, alone: bool) -> tuple[Any, Any]:
-    """The environment states in the `to` of a reset, and their observations, of states `alone` by `observation_of`."""
-    if not alone:
-        return to if type(to) is tuple and len(to) == 2 else (to, None)
-    if (observe := observer_of(env)) is None:
-        raise TypeError(
-            f"to is environment states alone, from which {env!r} computes no observation, expected a pair: pass "
-            "(env_states, observations), or give the environment a function observation_of(env_state, params)"
-        )
-    return to, call(observe)
+def given_starts(env: Any, held: tuple[Any, Any], to: Any, call: Any, differing: Any, by_path: Any) -> tuple[Any, Any]:
+    """The environment states in the `to` of a reset, and their observations by path, each like those `held`.
+
+    `call` gives observations of states alone, by the environment's own function; `differing` says how pytrees differ.
+    """
+    bare: Any = lambda each: each.current if isinstance(each, JaxEnvState) else each  # noqa: E731
+    if not differing(held[0], bare(to)):
+        if (observe := observer_of(env)) is None:
+            what = f"to is environment states alone, from which {env!r} computes no observation, expected a pair"
+            mend = "pass (env_states, observations), or give it a function observation_of(env_state, params)"
+            raise TypeError(f"{what}: {mend}")
+        to = to, call(observe, bare(to))
+    env_states, seen = to if type(to) is tuple and len(to) == 2 else (to, None)
+    _check_like(env, "environment states", differing(held[0], bare(env_states)))
+    root = dict(seen) if isinstance(seen, ReadOnlyDict) else by_path(env, seen)
+    _check_like(env, "observations", differing(held[1], root))
+    return bare(env_states), root
 
 
-def check_states(env: Any, what: str, difference: Any) -> None:
-    """Raise ValueError if states or observations in the `to` of a reset differ from the environment's own."""
+def _check_like(env: Any, what: str, difference: str) -> None:
     if difference:
-        raise ValueError(
-            f"to has other {what} than {env!r}, expected its own form (first its own): {difference}: pass states like "
-            "those in state.env_state, or a pair of them and observations like state.observation, each [P, ...]"
-        )
+        mend = "pass states like state.env_state, or a pair of them and observations like state.observation, [P, ...]"
+        raise ValueError(f"to has other {what} than {env!r}, expected its own (first its own): {difference}: {mend}")
 
 
 def check_traced_state(env: Any, state: Any) -> None:
@@ -337,25 +321,19 @@ def check_eager(function: str, values: Any = ()) -> None:
     jax = import_jax()
     outside = getattr(jax._src.core, "trace_state_clean", lambda: True)  # private; traced arguments are seen without it
     if not outside() or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
-        raise TypeError(
-            f"funcollect.{function} got values that JAX traces, expected arrays: inside jit, vmap, grad or scan call "
-            f"funcollect.traced.{function} over a JAX environment; over others call it outside"
-        )
+        mend = f"inside of jit, vmap, grad or scan call funcollect.traced.{function} over a JAX environment"
+        raise TypeError(f"funcollect.{function} got values that JAX traces, expected arrays: {mend}")
 
 
 def _check_one_run(state: CollectorState) -> None:
     """Raise TypeError for a state whose key is of another kind, ValueError for one with dimensions of a `vmap`."""
     key: Any = state.key
     if getattr(key, "dtype", None) != np.uint32 or key.shape[-1:] != (2,):
-        raise TypeError(
-            f"the state's key is {shown(key)}, expected uint32 [2]: pass funcollect.keys.key_from_seed(0) to "
-            "state.replace, or jax.random.key_data of a typed key"
-        )
+        mend = "pass funcollect.keys.key_from_seed(0) to state.replace, or jax.random.key_data of a typed key"
+        raise TypeError(f"the state's key is {shown(key)}, expected uint32 [2]: {mend}")
     if key.ndim > 1:
-        raise ValueError(
-            f"the state is of {list(state.key.shape[:-1])} runs, expected one: call funcollect.traced.rollout inside "
-            "the jax.vmap over the runs"
-        )
+        mend = "call funcollect.traced.rollout inside the jax.vmap over the runs"
+        raise ValueError(f"the state is of {list(key.shape[:-1])} runs, expected one: {mend}")
 
 
 def is_live(state: CollectorState) -> bool:

@@ -80,10 +80,8 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
     if isinstance(policy, TorchBacked) and asked == "cudagraph":
         if env.backend != "torch" or not can_capture(env.device):
             where = f"runs on {env.device}" if env.backend == "torch" else "is not written in Torch"
-            raise LoweringError(
-                f"compile='cudagraph' captures the steps of a Torch environment on a CUDA device, and {env!r} {where}: "
-                "make it there (device='cuda'), or leave compile out"
-            )
+            what = f"compile='cudagraph' captures the steps of a Torch environment on a CUDA device, and {env!r}"
+            raise LoweringError(f"{what} {where}: make it there (device='cuda'), or leave compile out")
         if (place := policy.run_device) not in (None, env.device):
             raise LoweringError(f"the policy runs on {place}, the environment on {env.device}: move the module")
         return Route("captured", policy)
@@ -94,12 +92,12 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
         return Route("fused", policy)
     if asked in ("eager", "inductor") or not isinstance(policy, TorchPolicy | TensorDictPolicy):
         return Route("crossing", policy)
-    lowered = _lowered(env, policy, exploration_type)
-    if not isinstance(lowered, LoweringError):
-        return Route("fused" if env.backend == "jax" else env.backend, lowered)
-    if asked is not None:
-        raise lowered
-    return Route("crossing", policy, (f"not lowered: {lowered}",))
+    try:
+        return Route("fused" if env.backend == "jax" else env.backend, lowered_for(env, policy, exploration_type))
+    except LoweringError as error:
+        if asked is not None:
+            raise
+        return Route("crossing", policy, (f"not lowered: {error.with_traceback(None)}",))  # it is kept, not its frames
 
 
 def of_lanes(env: Env, policy: Policy, state: CollectorState) -> Policy:
@@ -135,42 +133,30 @@ def lower_policy(policy: Policy, env: Env) -> LoweredPolicy:
 
 
 def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> LoweredPolicy:
-    """Do what `lower_policy` does, for a TensorDict policy under this exploration type."""
+    """Do what `lower_policy` does, for a TensorDict policy under this type. Cached for each space and setting."""
     if isinstance(policy, LoweredPolicy):
         return policy
     if not isinstance(policy, TorchPolicy | TensorDictPolicy):
-        raise TypeError(
-            f"policy is {type(policy).__name__}, expected one over a Torch module: make it with funcollect.torch_policy"
-        )
-    if isinstance(lowered := _lowered(env, policy, exploration_type), LoweringError):
-        raise lowered
-    return lowered
-
-
-def _lowered(env: Env, source: Source, exploration_type: ExplorationType) -> LoweredPolicy | LoweringError:
-    """Return the lowered policy, or the `LoweringError`. Cached for each kind of space and each setting."""
-    known: dict[Any, LoweredPolicy | LoweringError] = memo_of(source).setdefault("lowered", {})
-    if not isinstance(source, TensorDictPolicy):  # other modules do not depend on it: they do not sample
-        exploration_type = ExplorationType.RANDOM
-    try:
-        which = (exploration_type, _seen_of(env), source.settings)
-    except LoweringError as error:
-        return error
+        wanted = "one over a Torch module: make it with funcollect.torch_policy"
+        raise TypeError(f"policy is {type(policy).__name__}, expected {wanted}")
+    known: dict[Any, LoweredPolicy | LoweringError] = memo_of(policy).setdefault("lowered", {})
+    in_tensordicts = isinstance(policy, TensorDictPolicy)  # other modules do not depend on the type: they do not sample
+    which = (exploration_type if in_tensordicts else ExplorationType.RANDOM, _seen_of(env), policy.settings)
     if which not in known:
         if sum(each[:2] == which[:2] for each in known) >= _MOST_SETTINGS:
-            return LoweringError(
-                f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again: keep "
-                "what changes in buffers"
-            )
-        single = env.num_envs is None and isinstance(source, TensorDictPolicy)
-        rows = source.lanes if isinstance(source, TorchPopulation) else min(env.num_envs or 1, _MOST_ROWS)
+            what = f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again"
+            raise LoweringError(f"{what}: keep what changes in buffers")
+        rows = policy.lanes if isinstance(policy, TorchPopulation) else min(env.num_envs or 1, _MOST_ROWS)
         try:
-            _check_lowerable(source)
+            _check_lowerable(policy)
             given = example(env.observation_space, env.observation_leaves, rows)
-            known[which] = LoweredPolicy(source, given, exploration_type, single=single)
+            known[which] = LoweredPolicy(policy, given, which[0], single=env.num_envs is None and in_tensordicts)
         except LoweringError as error:
             known[which] = error.with_traceback(None)
-    return known[which]
+    found = known[which]
+    if isinstance(found, LoweringError):
+        raise found
+    return found
 
 
 def _check_lowerable(source: TorchBacked) -> None:
@@ -385,7 +371,6 @@ def _reasons(route: Route, steps: str, in_jax: bool) -> Iterator[str]:
 
 
 def _copies(env: Env, route: Route, copies: str) -> str:
-    """Which data are copied on this route, and when."""
     policy = route.policy
     if isinstance(policy, LoweredPolicy):
         return f"parameters and buffers into JAX's layout, at every rollout; {copies.removeprefix('nothing: ')}"

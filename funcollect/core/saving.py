@@ -103,17 +103,15 @@ def check_episodes(episodes: Any) -> None:
 
 def snapshot(state: CollectorState, episodes: Episodes | None = "continue") -> dict[str, Any]:
     """A state as plain data; raises as `save` does. For None it is for `counts_in`, and the state may be superseded."""
-    if (dims := np.ndim(state.key)) > 1:
-        raise ValueError(
-            f"the state is of {[*np.shape(state.key)[: dims - 1]]} runs, expected one: save each of them, which is "
-            "jax.tree.map(lambda leaf: leaf[i], state)"
-        )
-    handle, policy_state, env_state = state.env_state, state.policy_state, None
-    if isinstance(handle, SimulatorHandle) and episodes is not None:
-        handle.check()
+    if runs := [*np.shape(state.key)[:-1]]:
+        mend = "save each of them, which is jax.tree.map(lambda leaf: leaf[i], state)"
+        raise ValueError(f"the state is of {runs} runs, expected one: {mend}")
+    held, policy_state, env_state = state.env_state, state.policy_state, None
+    live = isinstance(held, SimulatorHandle)
+    if live and episodes is not None:
+        held.check()
     if episodes == "continue":
-        own = handle.simulation if isinstance(handle, SimulatorHandle) else None
-        env_state = flatten_part(handle)[0] if own is None else _record_data(own, state)
+        env_state = _record_data(held.simulation, state) if live else flatten_part(held)[0]
     return {
         "description": _description(state),
         "lanes": state.lane_ids.tolist(),
@@ -126,27 +124,22 @@ def snapshot(state: CollectorState, episodes: Episodes | None = "continue") -> d
 
 
 def _record_data(simulation: Simulation, state: CollectorState) -> dict[str, Any]:
-    record = record_of(simulation, "saved in mid-episode", _ADVICE)
+    record, what = record_of(simulation, "saved in mid-episode", _ADVICE), ""
     if record.calls:
-        raise ReplayError(
-            f"{simulation.env} cannot be saved in mid-episode: functions were applied to its environments, which are "
-            f"not saved: {_ADVICE}, and apply them again after loading"
-        )
+        what = "functions were applied to its environments"
     if any(episode == record.episodes[lane] for lane, (episode, _) in record.options.items()):
-        raise ReplayError(
-            f"{simulation.env} cannot be saved in mid-episode: lanes were reset with options, which are not saved: "
-            f"{_ADVICE}"
-        )
+        what = "lanes were reset with options"
+    if what:
+        raise ReplayError(f"{simulation.env} cannot be saved in mid-episode: {what}, which are not saved: {_ADVICE}")
     data = {name: value for name, value in vars(record).items() if name not in ("calls", "options")}
     try:
         if simulation.env.forking == "snapshot" and isinstance(simulation.simulators, SavableSnapshots):
             data["snapshot"] = simulation.simulators.snapshot_data(record.snapshot)
         to_data(data["snapshot"])
     except TypeError as error:
-        raise ReplayError(
-            f"{simulation.env} cannot be saved in mid-episode: in its snapshot, {error}: {_ADVICE}; or give the "
-            "simulators snapshot_data and snapshot_from (funcollect.envs.SavableSnapshots)"
-        ) from error
+        mend = f"{_ADVICE}; or give the simulators snapshot_data and snapshot_from (funcollect.envs.SavableSnapshots)"
+        what = f"{simulation.env} cannot be saved in mid-episode: in its snapshot, {error}"
+        raise ReplayError(f"{what}: {mend}") from error
     if not bool((state.terminated | state.truncated).any()):
         data["last_outcome"] = ((), (), (), ())  # only finished lanes repeat it
     return data
@@ -159,13 +152,13 @@ def restore(
     if len(lanes := data["lanes"]) != (env.num_envs or 1):
         raise ValueError(f"the saved state has {len(lanes)} lanes, {env!r} {env.num_envs or 1}: build it with as many")
     goes_on, total = episodes == "continue" and data["env_state"] is not None, data["total_lanes"]
-    seed = seed_of(np.asarray(data["fields"]["key"][0]))
+    key = np.asarray(data["fields"]["key"][0])
     if env.backend == "host" and goes_on:
-        lane, key, leaves = torch.tensor(lanes), key_from_seed(seed), env.observation_leaves
-        rows = {leaf.path: torch.zeros(len(lane), *leaf.shape, dtype=torch_dtype(leaf.dtype)) for leaf in leaves}
-        state = first_state(env, policy, key, lane, total, env_state=None, observation=rows)
+        count, leaves = len(lanes), env.observation_leaves
+        rows = {leaf.path: torch.zeros(count, *leaf.shape, dtype=torch_dtype(leaf.dtype)) for leaf in leaves}
+        state = first_state(env, policy, key, torch.tensor(lanes), total, env_state=None, observation=rows)
     else:
-        state = over or init_lanes(env, policy, seed=seed, first_lane=lanes[0], total_lanes=total)
+        state = over or init_lanes(env, policy, seed=seed_of(key), first_lane=lanes[0], total_lanes=total)
     try:
         _check_description(data["description"], state, env)
         state = like_described(env, state, data["varying_params"])
@@ -176,10 +169,8 @@ def restore(
             return whole.changed(env_state=put_back("env_state", state.env_state, data["env_state"]))
         simulation = over and over.env_state.simulation
         if simulation and simulation.calls:
-            raise ReplayError(
-                f"{env} cannot go back to the saved state: functions were applied to its environments since, which "
-                "nothing undoes: restore into a new collector, with a new instance"
-            )
+            what = f"{env} cannot go back to the saved state: functions were applied to its environments since"
+            raise ReplayError(f"{what}, which nothing undoes: restore into a new collector, with a new instance")
         record = SimulationRecord(**data["env_state"])
         return whole.changed(env_state=rebuild(env, record, whole, saved=True, over=simulation))
     except BaseException:
@@ -188,13 +179,10 @@ def restore(
 
 
 def _check_description(saved: Mapping[str, Any], state: CollectorState, env: Env) -> None:
-    """Raise ValueError unless the state of this environment has what a saved one had."""
     for name, value in _description(state, env).items():
         if saved[name] != value:
-            raise ValueError(
-                f"the {name} of the saved state's environment is {shown(saved[name])}, of {env!r} {shown(value)}: pass "
-                "an environment like the one that the state was made with"
-            )
+            what = f"the {name} of the saved state's environment is {shown(saved[name])}, of {env!r} {shown(value)}"
+            raise ValueError(f"{what}: pass an environment like the one that the state was made with")
 
 
 def _with_fields(state: CollectorState, data: Mapping[str, Any]) -> CollectorState:
@@ -255,23 +243,22 @@ def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> Collect
 
 def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> CollectorState:
     """Begin new episodes under another seed. Before the first step, the result equals `init` with this seed."""
-    return go_on(env, policy, state, episode=None if state.steps_made else -1, key=key_from_seed(seed))
+    return go_on(env, policy, state.replace(key=key_from_seed(seed)), episode=None if state.steps_made else -1)
 
 
 def go_on(
-    env: Env, policy: Policy, state: CollectorState, *, steps: int | None = None, episode: int | None, key: Any = None
+    env: Env, policy: Policy, state: CollectorState, *, steps: int | None = None, episode: int | None
 ) -> CollectorState:
-    """Begin new episodes, as if all lanes had made so many steps and begun the episodes up to this one, under a key."""
-    key = state.key if key is None else key
-    policy_state = policy_start(policy, key, state.num_lanes, int(state.lane_ids[0]), steps or 0)
-    counts = counts_in(snapshot(state.replace(key=key), None))
+    """Begin new episodes, as if all lanes had made so many steps and begun the episodes up to this one."""
+    policy_state = policy_start(policy, state.key, state.num_lanes, int(state.lane_ids[0]), steps or 0)
     given = {"steps": steps, "episode": None if episode is None else torch.full((state.num_lanes,), episode)}
+    counts = {name: value for name, value in counts_in(snapshot(state, None)).items() if name in COUNTS}
     counts |= {name: value for name, value in given.items() if value is not None}
-    return resume(env, state.replace(policy_state=policy_state), {name: counts[name] for name in COUNTS})
+    return resume(env, state.replace(policy_state=policy_state), counts)
 
 
 def _flattened(part: Any) -> tuple[list[Any], Any]:
-    """Flatten a part of a state, but for the keys that a TensorDict policy carries: a new state has none."""
+    # a new state has none of the keys that a TensorDict policy carries
     return flatten_part(part._replace(carried=None) if isinstance(part, TorchPolicyState) else part)
 
 
@@ -288,16 +275,12 @@ def put_back(name: str, like: Any, leaves: Sequence[Any], *, in_place: bool = Fa
     owner = "policy" if name == "policy_state" else "environment"
     found, wanted = ([tuple(np.shape(leaf)) for leaf in each] for each in (leaves, own))
     if found != wanted:
-        raise ValueError(
-            f"the saved {name} has leaves of the shapes {shown(found)}, here they have {shown(wanted)}: "
-            f"build it with the same {owner}"
-        )
+        what = f"the saved {name} has leaves of the shapes {shown(found)}, here they have {shown(wanted)}"
+        raise ValueError(f"{what}: build it with the same {owner}")
     for leaf, saved in zip(own, leaves, strict=True):
         if (was := _dtype(saved)) != (now := _dtype(leaf)) and was and now:
-            raise ValueError(
-                f"a leaf of the saved {name} is {was}, here it is {now}: build it with the same {owner}, and with "
-                "jax_enable_x64 as it was"
-            )
+            mend = f"build it with the same {owner}, and with jax_enable_x64 as it was"
+            raise ValueError(f"a leaf of the saved {name} is {was}, here it is {now}: {mend}")
     return treedef.unflatten(_like(*each, in_place) for each in zip(own, leaves, strict=True))
 
 

@@ -1,13 +1,10 @@
-"""Live simulators behind a state, which one state at a time holds, and copies of them.
-
-A `Simulation` keeps what a state that is a value would hold itself: which version of the state is the current one, how
-many episodes each lane has begun, and the actions since, from which `fork` and `load` replay them.
-"""
+"""Live simulators behind a state, which one state at a time holds, and copies of them."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy as copied
 from copy import deepcopy
@@ -21,7 +18,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect import protocols
-from funcollect.core.action_log import LARGEST_LOG, ActionLog
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import statistics_of
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
@@ -31,9 +27,10 @@ from funcollect.processes.failures import UnsentResultError
 from funcollect.threefry import hashed_in_numpy
 from funcollect.tree import Path
 
-# Of simulators, which a record copies.
-_PROGRESS = ("key", "episodes", "steps", "unseeded", "last_outcome", "calls", "options")
+_PROGRESS = ("key", "episodes", "steps", "unseeded", "last_outcome", "calls", "options")  # that a record copies
 _SEEDS = 64  # of a block of episodes, drawn at once
+LARGEST_LOG = 128 << 20  # bytes; almost twice what 1,000 steps of 1,024 lanes with 17 numbers each need
+_JOINED = 64  # steps of short rollouts in one chunk, since a tensor takes half a kilobyte besides its numbers
 
 
 class AppliedCall(NamedTuple):
@@ -61,6 +58,49 @@ class SimulationRecord:
     options: dict[int, tuple[int, Any]] = field(default_factory=dict)  # by lane: an episode, and its reset's options
 
 
+class ActionLog:
+    """The actions of the last steps, [steps, P, ...], of at most `limit` bytes: no longer episode can be replayed."""
+
+    def __init__(self, num_lanes: int, limit: int = LARGEST_LOG) -> None:
+        self._chunks: deque[Tensor] = deque()  # of one rollout, or several short ones
+        self._short: list[Tensor] = []  # those of the last short rollouts, which will be one chunk
+        self.limit = limit  # 0 if no replay will need the actions
+        self.ages = torch.zeros(num_lanes, dtype=torch.int64)  # [P], steps of the loop since each lane's reset
+
+    def extend(self, actions: Tensor, ages: Tensor) -> None:
+        """Add a rollout's actions, and drop those that no lane's episode needs."""
+        self.ages = ages
+        if self.limit:
+            self._short.append(actions.clone() if len(actions) < _JOINED else actions)
+            if len(self._short) * len(actions) >= _JOINED:
+                self._join()
+
+    def _join(self) -> None:
+        actions = self._short[0] if len(self._short) == 1 else torch.cat(self._short)
+        self._short = []
+        needed = min(int(self.ages.max()), self.limit * len(actions) // max(actions.nbytes, 1))
+        self._chunks.append(actions[max(len(actions) - needed, 0) :].clone())
+        surplus = sum(map(len, self._chunks)) - needed
+        while self._chunks and surplus >= len(self._chunks[0]):
+            surplus -= len(self._chunks.popleft())
+        if surplus > 0:
+            self._chunks[0] = self._chunks[0][surplus:]
+
+    def since_reset(self) -> Tensor | None:
+        """Return the actions of the last ``ages.max()`` steps, or None if they are not all kept."""
+        if self._short:
+            self._join()
+        longest = int(self.ages.max())
+        if sum(map(len, self._chunks)) < longest:
+            return None
+        return torch.cat(tuple(self._chunks))[-longest:] if longest else torch.empty(0, len(self.ages))
+
+    def resume(self, actions: Tensor | None, ages: Tensor) -> None:
+        """Continue the log with the result of another's `since_reset`, and its ages."""
+        given = [] if actions is None or not len(actions) else [actions]
+        self.ages, self._chunks, self._short = ages, deque(given), []
+
+
 class LiveSimulators:
     """Simulators on the host or on a device, and the version of the state that may use them."""
 
@@ -73,10 +113,8 @@ class LiveSimulators:
         self.renewed = simulators if isinstance(simulators, WorkerLanes) else None
 
     def __reduce__(self) -> Any:
-        raise TypeError(  # copies of MuJoCo and ALE would silently take another course
-            f"the simulators of {self.env} cannot be copied or pickled: take funcollect.fork(env, state), or "
-            "funcollect.save(path, state)"
-        )
+        mend = "take funcollect.fork(env, state), or funcollect.save(path, state)"  # copies of MuJoCo would diverge
+        raise TypeError(f"the simulators of {self.env} cannot be copied or pickled: {mend}")
 
     def seed_again(self) -> None:
         """Give every lane a seed at its next reset: after a call that did not end, simulators may stand anywhere."""
@@ -99,7 +137,6 @@ class Simulation(LiveSimulators):
     simulators: protocols.Simulators
 
     def __init__(self, env: protocols.HostEnv, key: Key, lanes: Tensor, simulators: Any = None) -> None:
-        """Open simulators, or use those of another simulation."""
         super().__init__(env, env.open() if simulators is None else simulators)
         self._each_episode = env.seeding == "episode"
         self.lanes: list[int] = lanes.tolist()
@@ -128,36 +165,30 @@ class Simulation(LiveSimulators):
         self.unseeded = set(range(len(self.lanes)))
 
     def _draw_seeds(self, lanes: slice, block: int) -> None:
-        """Draw the seeds of a block of episodes of some lanes, at once."""
         keys = lane_keys(self.key, Purpose.RESET, np.array(self.lanes))
         episodes = np.arange(block * _SEEDS, (block + 1) * _SEEDS, dtype=np.uint32)
         pair = keys[0][lanes, None], keys[1][lanes, None]
         seeds = hashed_in_numpy(pair, np.zeros((), np.uint32), episodes)[0].tolist()
         self._seeds[lanes] = [(block, each) for each in seeds]
 
-    def _seed(self, lane: int, episode: int) -> int:
-        """The seed of an episode of a lane, the first word of its key."""
-        block, index = divmod(episode, _SEEDS)
+    def _next_seed(self, lane: int) -> int | None:
+        """The seed of a lane's next episode, the first word of its key; None if an earlier generator continues."""
+        if not self._each_episode and lane not in self.unseeded:
+            return None
+        block, index = divmod(self.episodes[lane] + 1, _SEEDS)
         if self._seeds[lane][0] != block:
             self._draw_seeds(slice(lane, lane + 1), block)
         return self._seeds[lane][1][index]
-
-    def _next_seeds(self, lanes: Sequence[int]) -> list[int | None]:
-        """The seeds of the next episodes of some lanes, None where the generator of an earlier episode continues."""
-        return [
-            self._seed(lane, self.episodes[lane] + 1) if self._each_episode or lane in self.unseeded else None
-            for lane in lanes
-        ]
 
     def announce(self, restarting: bool) -> None:
         """Announce whether, and how, lanes will be restarted to simulators that can use it."""
         if self.renewed is not None:
             every, self._announced = range(len(self.lanes)), restarting
-            self.renewed.announce(every, self._next_seeds(every) if restarting else None)
+            self.renewed.announce(every, [*map(self._next_seed, every)] if restarting else None)
 
     def restart(self, lanes: Sequence[int]) -> None:
         """Begin the next episode of each of `lanes`."""
-        seeds = self._next_seeds(lanes)
+        seeds = [*map(self._next_seed, lanes)]
         for lane in lanes:
             self.episodes[lane] += 1
         if self.options and (options := [self._options(lane) for lane in lanes]) != [None] * len(lanes):
@@ -167,13 +198,12 @@ class Simulation(LiveSimulators):
         if self.unseeded:
             self.unseeded.difference_update(lanes)
         if self._announced and self.renewed is not None:
-            self.renewed.announce(lanes, self._next_seeds(lanes))
+            self.renewed.announce(lanes, [*map(self._next_seed, lanes)])
 
     def _options(self, lane: int) -> Any:
         """A copy of the options of the reset that begins a lane's current episode; None for none."""
-        if lane in self.options and self.options[lane][0] != self.episodes[lane]:
-            del self.options[lane]
-        return deepcopy(self.options[lane][1]) if lane in self.options else None
+        episode, options = self.options.get(lane, (-1, None))
+        return deepcopy(options) if episode == self.episodes[lane] else None
 
     def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Call a function with the environment of each lane, and note that for copies."""
@@ -243,33 +273,24 @@ To continue after an exception, begin new episodes: state = funcollect.recover(e
 
 def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
     """Describe simulators for `rebuild`; ReplayError if they cannot be rebuilt, for an `aim` such as "forked"."""
-    env = source.env
-    if kept := statistics_of(env):
-        raise ReplayError(
-            f"{env} cannot be {aim}: {kept}, which a replay does not restore: normalise in the policy instead "
-            "(funcollect.normalized; funcollect.scale_rewards for rewards)"
-        )
-    if env.forking == "none" and env.seeding == "episode":
-        raise ReplayError(
-            f"{env} keeps no actions to replay, so it cannot be {aim}: make it without replayable=False (in "
-            f"a class of your own, without forking='none'), or {advice}"
-        )
-    if env.forking == "none":
-        raise ReplayError(f"{env} is seeded by {env.seeding} and gives no snapshot, so it cannot be {aim}: {advice}")
-    if source.changed_in_part:
-        raise ReplayError(
-            f"{env} cannot be {aim}: a function was applied and raised in one lane, so that others may have been "
-            "changed alone: make a new state with funcollect.init"
-        )
-    log = source.action_log
+    env, log, why = source.env, source.action_log, ""
     actions = log.since_reset() if env.forking == "replay" else None
-    if env.forking == "replay" and actions is None:
-        lane = int(log.ages.argmax())
-        raise ReplayError(
+    if kept := statistics_of(env):
+        why = f"{kept}, which a replay does not restore: use funcollect.normalized and scale_rewards in their place"
+    elif env.forking == "none" and env.seeding == "episode":
+        why = f"it keeps no actions to replay: make it without replayable=False (or forking='none'), or {advice}"
+    elif env.forking == "none":
+        why = f"it is seeded by {env.seeding} and gives no snapshot: {advice}"
+    elif source.changed_in_part:
+        why = "a function was applied and raised in one lane, others may have changed: begin anew with funcollect.init"
+    elif env.forking == "replay" and actions is None:
+        lane, kept = int(log.ages.argmax()), f"{log.limit >> 20} MiB of all lanes' actions"
+        why = (
             f"the episode of lane {lane} is too long to be replayed ({int(log.ages[lane]):,} steps; a state keeps "
-            f"{log.limit >> 20} MiB of all lanes' actions), so {env} cannot be {aim}: begin another with "
-            "funcollect.reset(env, state, mask), or limit episodes by max_episode_steps"
+            f"{kept}): begin another with funcollect.reset(env, state, mask), or limit them by max_episode_steps"
         )
+    if why:
+        raise ReplayError(f"{env} cannot be {aim}: {why}")
     snapshot = cast(protocols.SnapshotSimulators, source.simulators).snapshot() if env.forking == "snapshot" else None
     progress = {name: copied(getattr(source, name)) for name in _PROGRESS}
     return SimulationRecord(**progress, ages=log.ages, actions=actions, snapshot=snapshot)
@@ -351,20 +372,16 @@ def _repeat_calls(copy: Simulation, record: SimulationRecord, steps: int | None 
 
 
 def _compare(copy: Simulation, returns: npt.NDArray[np.float64] | None, state: CollectorState, otherwise: str) -> None:
-    """Raise ReplayError unless the copy has the observations of the state, and its replay brought the same rewards."""
     for path, value in copy.observation().items():
         wanted = state.observation[path]
         wrong = ~torch.isclose(value, wanted, rtol=0, atol=0, equal_nan=True).reshape(len(wanted), -1).all(-1)
         if bool(wrong.any()):
-            raise ReplayError(
-                f"lane {int(wrong.nonzero()[0])}: replaying the episode's seed and actions gave another "
-                f"{'.'.join(path)}, expected the same: the environment is not a function of these. Let it draw from "
-                f"self.np_random, not from a global generator, or {otherwise}"
-            )
+            what = f"lane {int(wrong.nonzero()[0])}: replaying the episode's seed and actions gave another"
+            why = "expected the same: the environment is not a function of these. Let it draw from self.np_random"
+            raise ReplayError(f"{what} {'.'.join(path)}, {why}, not from a global generator, or {otherwise}")
     if returns is not None and (different := returns != state.returns.numpy()).any():
         lane = int(different.argmax())
-        raise ReplayError(
-            f"lane {lane}: replaying the episode's seed and actions gave the return {returns[lane]}, expected "
-            f"{float(state.returns[lane])}: a wrapper keeps numbers from earlier episodes, such as a running mean of "
-            f"rewards. Scale rewards in the batch instead (funcollect.scale_rewards), or {otherwise}"
-        )
+        what = f"lane {lane}: replaying the episode's seed and actions gave the return {returns[lane]}, expected"
+        why = "a wrapper keeps numbers from earlier episodes, such as a running mean of rewards"
+        mend = f"Scale rewards in the batch instead (funcollect.scale_rewards), or {otherwise}"
+        raise ReplayError(f"{what} {float(state.returns[lane])}: {why}. {mend}")

@@ -37,10 +37,8 @@ class ReadOnlyDict(dict[Path, Any]):
     """A dict by path that refuses every change; a node in optree's `NAMESPACE` and in JAX."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(
-            "the observation of a state cannot be changed: make another state with "
-            "state.replace(observation={**state.observation, ...})"
-        )
+        mend = "make another state with state.replace(observation={**state.observation, ...})"
+        raise TypeError(f"the observation of a state cannot be changed: {mend}")
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
@@ -142,11 +140,10 @@ class CollectorState(Generic[Array]):
     @property
     def traj_ids(self) -> Tensor | npt.NDArray[np.int64]:
         """[P] int64, the trajectories that the lanes are in; NumPy over JAX, whose traced code lacks them."""
-        lane: Any = self.lane
-        episode: Any = self.episode
-        if not isinstance(lane, Tensor):
-            lane, episode = (np.asarray(each).astype(np.uint32).astype(np.int64) for each in (lane, episode))
-        ids: Tensor | npt.NDArray[np.int64] = trajectory_ids(lane, episode, self.total_lanes)
+        own: Any = self.lane, self.episode
+        if not isinstance(own[0], Tensor):
+            own = [np.asarray(each).astype(np.uint32).astype(np.int64) for each in own]
+        ids: Tensor | npt.NDArray[np.int64] = trajectory_ids(own[0], own[1], self.total_lanes)
         return ids
 
     def replace(self, **changes: Any) -> CollectorState[Array]:
@@ -155,13 +152,10 @@ class CollectorState(Generic[Array]):
         Other `env_params` act at once, and are the same for all lanes; see also `set_env_params`.
         """
         if "observation" not in changes and changes.get("env_state", self.env_state) is not self.env_state:
-            raise ValueError(
-                "state.replace got env_state without observation, expected both: the policy would act on the "
-                "observation of another state; pass observation=other.observation, too"
-            )
+            why = "the policy would act on the observation of another state; pass observation=other.observation, too"
+            raise ValueError(f"state.replace got env_state without observation, expected both: {why}")
         if unknown := sorted(changes.keys() - _FIELDS.keys()):
-            names = f"fields of a CollectorState ({', '.join(_FIELDS)})"
-            raise TypeError(f"state.replace got {unknown}, expected {names}: check the spelling")
+            raise TypeError(f"state.replace got {unknown}, expected fields of a CollectorState: check the spelling")
         return self.changed(**changes)
 
     def changed(self, **changes: Any) -> CollectorState[Array]:

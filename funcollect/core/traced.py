@@ -27,7 +27,7 @@ from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, check_functions
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, without_weak_types
-from funcollect.messages import shown
+from funcollect.messages import kinds, shown
 from funcollect.policies.jax_functions.jax_policy import check_traceable
 from funcollect.policies.jax_functions.program import PROBE
 from funcollect.policies.population import Population
@@ -36,18 +36,8 @@ from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.specs import ExplorationType
 from funcollect.tree import Path, nest
 
-__all__ = [
-    "TracedEpisodeStats",
-    "episode_stats",
-    "evaluate",
-    "init",
-    "no_stats",
-    "partition",
-    "reset",
-    "rollout",
-    "set_env_params",
-    "step",
-]
+__all__ = ["TracedEpisodeStats", "episode_stats", "evaluate", "init", "no_stats", "partition", "reset", "rollout"]
+__all__ += ["set_env_params", "step"]
 
 Batch = dict[str, Any]  # nested, of JAX arrays
 
@@ -97,9 +87,7 @@ def init(
     players = check_functions(env, of_one_lane(env_params))
     key, count = _raw(key), env.num_envs or 1
     if np.shape(first_lane) or not np.issubdtype(getattr(first_lane, "dtype", type(first_lane)), np.integer):
-        raise TypeError(
-            f"first_lane is {shown(first_lane)}, expected an int or an integer array []: give a lane's number"
-        )
+        raise TypeError(f"first_lane is {shown(first_lane)}, expected an int or an integer array []: give a lane")
     if not isinstance(first_lane, jax.core.Tracer) and first_lane < 0:
         raise ValueError(f"first_lane is {first_lane}, expected at least 0: give a lane's number")
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
@@ -140,9 +128,8 @@ def reset(env: JaxEnv, state: CollectorState, mask: Any = None, *, to: Any = Non
     check_traced_state(env, state)
     lanes = state.lane == state.lane if mask is None else import_jax().numpy.asarray(mask)
     if (lanes.shape, lanes.dtype) != (state.lane.shape, bool):
-        raise ValueError(
-            f"mask is {lanes.dtype} {list(lanes.shape)}, expected bool {list(state.lane.shape)}: pass one flag per lane"
-        )
+        wanted = f"bool {list(state.lane.shape)}: pass one flag per lane"
+        raise ValueError(f"mask is {lanes.dtype} {list(lanes.shape)}, expected {wanted}")
     after: CollectorState = restart(env, state, run_keys(state.key, state.lane), lanes)
     return after if to is None else continue_from(env, after, lanes, to)
 
@@ -168,8 +155,9 @@ def step(
     >>> jax.jit(lambda state: fc.traced.step(env, policy, None, state))(state)[1]["observation"].shape
     (2, 4)
     """
-    options = exploration_type, exploration, max_frames_per_traj, random_steps, reset_when_done
-    config, bound = _checked_config(env, policy, params, state, 1, *options)
+    more: dict[str, Any] = {"random_steps": random_steps, "reset_when_done": reset_when_done}
+    request = Request(1, params, exploration_type, exploration, max_frames_per_traj, **more)
+    config, bound = _checked_config(env, policy, state, request)
     return _step(config, bound, state, run_keys(state.key, state.lane))
 
 
@@ -206,8 +194,9 @@ def rollout(
     >>> mean_reward(policy.params, jax.random.PRNGKey(0))
     Array(1., dtype=float32)
     """
-    options = exploration_type, exploration, max_frames_per_traj, random_steps, reset_when_done
-    config, bound = _checked_config(env, policy, params, state, length, *options)
+    more: dict[str, Any] = {"random_steps": random_steps, "reset_when_done": reset_when_done}
+    request = Request(length, params, exploration_type, exploration, max_frames_per_traj, **more)
+    config, bound = _checked_config(env, policy, state, request)
     keys = run_keys(state.key, state.lane)
     after: tuple[CollectorState, Batch] = import_jax().lax.scan(
         lambda carry, _: _step(config, bound, carry, keys), state, None, length=length
@@ -245,7 +234,7 @@ def evaluate(
     jax = import_jax()
     jnp = jax.numpy
     first = init(env, policy, params, key=key, env_params=env_params)
-    config, bound = _checked_config(env, policy, params, first, 1, exploration_type)
+    config, bound = _checked_config(env, policy, first, Request(1, params, exploration_type))
     keys, count = run_keys(first.key, first.lane), first.num_lanes
     quota = episodes // count + (jnp.arange(count) < episodes % count).astype(jnp.int32)
     place = jnp.cumsum(quota) - quota  # of each lane's first episode
@@ -298,37 +287,27 @@ def _step(config: StepConfig, bound: BoundParams, state: CollectorState, keys: A
     return after, nest({places.get(path, path): value for path, value in row.items() if path != (PROBE,)})
 
 
-_OPTIONS = ("exploration_type", "exploration", "max_frames_per_traj", "random_steps", "reset_when_done")
-
-
 def _checked_config(
-    env: JaxEnv, policy: Policy, params: Any, state: CollectorState, length: int, *options: Any
+    env: JaxEnv, policy: Policy, state: CollectorState, request: Request
 ) -> tuple[StepConfig, BoundParams]:
-    request = Request(length=length, **dict(zip(_OPTIONS, options, strict=False)))
     check_traced_state(env, state)
     source = policy.source if isinstance(policy, LoweredPolicy) else policy
     if isinstance(source, Population) and state.num_lanes != state.total_lanes:
-        raise PolicyError(
-            f"a population acts in {state.num_lanes} of {state.total_lanes} lanes, expected all of them in traced "
-            "code: use funcollect.rollout for a part of them, or no shard_map"
-        )
+        what = f"a population acts in {state.num_lanes} of {state.total_lanes} lanes, expected all in traced code"
+        raise PolicyError(f"{what}: use funcollect.rollout for a part of them, or no shard_map")
     config = StepConfig.of(env, policy, state.num_lanes, request.step_options(env))
-    if params is None and import_jax().tree.leaves(policy.params):
-        raise TypeError(
-            "params is None, expected the policy's parameters: pass policy.params as an argument of the function that "
-            "you compile (a value closed over would be baked into it)"
-        )
-    return config, (params, traced_values(exploration_values(policy, request.exploration, state, traced=True)))
+    if request.params is None and import_jax().tree.leaves(policy.params):
+        mend = "pass policy.params as an argument of the function that you compile, which would bake in other values"
+        raise TypeError(f"params is None, expected the policy's parameters: {mend}")
+    return config, (request.params, traced_values(exploration_values(policy, request.exploration, state, traced=True)))
 
 
 def _raw(key: Any) -> Any:
-    """Return a key as uint32[2]; raise TypeError for something else."""
     jax = import_jax()
     if jax.numpy.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
         key = jax.random.key_data(key)
     if getattr(key, "shape", None) != (2,) or key.dtype != jax.numpy.uint32:
-        got = f"{key.dtype} {list(key.shape)}" if hasattr(key, "dtype") else repr(key)[:80]
-        raise TypeError(
-            f"key is {got}, expected uint32 [2] or a typed key: pass for example jax.random.key(0, impl='threefry2x32')"
-        )
+        got = kinds(key) if hasattr(key, "dtype") else shown(key)
+        mend = "pass for example jax.random.key(0, impl='threefry2x32')"
+        raise TypeError(f"key is {got}, expected uint32 [2] or a typed key: {mend}")
     return jax.numpy.asarray(key)

@@ -59,11 +59,8 @@ def evaluate(
     check_positive("episodes", episodes)
     check_positive("max_frames", max_frames)
     if kept := statistics_of(env):
-        raise EvaluationError(
-            f"{env} cannot be evaluated: {kept}, which new simulators lack: normalise in the policy "
-            "(funcollect.normalized; funcollect.scale_rewards for rewards), or evaluate over wrappers that hold a copy "
-            "of the trained statistics and are frozen (update_running_mean=False)"
-        )
+        mend = "use funcollect.normalized and scale_rewards, or wrappers frozen with a copy of the trained statistics"
+        raise EvaluationError(f"{env} cannot be evaluated: {kept}, which new simulators lack: {mend}")
     state = init(env, policy, seed=seed)
     first = dict(state.observation)
     lanes = torch.arange(state.num_lanes)
@@ -73,10 +70,8 @@ def evaluate(
     try:
         while bool((finished < quota).any()):
             if state.frames >= max_frames:
-                raise EvaluationError(
-                    f"{int(finished.minimum(quota).sum())} of {episodes} episodes ended within max_frames={max_frames}"
-                    ": raise max_frames, or give the environment a time limit"
-                )
+                what = f"{int(finished.minimum(quota).sum())} of {episodes} episodes ended within {max_frames=}"
+                raise EvaluationError(f"{what}: raise max_frames, or give the environment a time limit")
             length = min(_STEPS_AT_ONCE, -(-(max_frames - state.frames) // state.num_lanes))
             state, batch = rollout(env, policy, state, length, params=params, exploration_type=exploration_type)
             parts.append(episode_stats(batch, parts[-1] if parts else None))
@@ -98,12 +93,10 @@ def _warn_if_kept(env: Env, state: CollectorState, first: Mapping[Path, torch.Te
         simulation.restart([0])
         again = simulation.observation()
         if not all(torch.equal(again[path][0].nan_to_num(), row[0].nan_to_num()) for path, row in first.items()):
-            warnings.warn(
-                f"{env}: an episode begun again from its seed begins with another observation. The environment keeps "
-                "something from episode to episode (a wrapper's running statistics?), which an evaluation on new "
-                "simulators lacks, or it draws from an unseeded generator: run funcollect.testing.check_env",
-                stacklevel=3,
-            )
+            why = "keeps something from episode to episode (running statistics?), which an evaluation on new ones lacks"
+            what = f"{env}: an episode begun again from its seed begins with another observation. The environment {why}"
+            mend = "or it draws from an unseeded generator: run funcollect.testing.check_env"
+            warnings.warn(f"{what}, {mend}", stacklevel=3)
 
 
 def rollout_trajectories(
@@ -163,7 +156,5 @@ def is_limited(env: Env, max_frames_per_traj: int | None) -> bool:
 def check_limited(limited: bool, env: str) -> None:
     """Raise ValueError if trajectories of the environment with this name may never end."""
     if not limited:
-        raise ValueError(
-            f"{env} is not known to truncate episodes, so a whole trajectory might be waited for without end: pass "
-            "max_frames_per_traj or, if it ends them by itself, give its class an attribute truncates = True"
-        )
+        mend = "pass max_frames_per_traj or, if it ends them by itself, give its class an attribute truncates = True"
+        raise ValueError(f"{env} is not known to truncate episodes, so a whole trajectory may never come: {mend}")

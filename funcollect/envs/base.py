@@ -142,7 +142,7 @@ def checked_transition(env: JaxEnv | TorchEnv | DeviceEnv, answer: Any) -> Trans
     return answer
 
 
-def leaves_of(env: JaxEnv | DeviceEnv | AdaptedEnv, observation: Any, name: str) -> list[tuple[Leaf, Any]]:
+def leaves_of(env: JaxEnv | TorchEnv | DeviceEnv | AdaptedEnv, observation: Any, name: str) -> list[tuple[Leaf, Any]]:
     """The leaves of an observation, each after its description; EnvError, which names it, for another structure."""
     space = env.observation_space
     try:

@@ -55,10 +55,8 @@ class FinalObservations:
         again = row[number[:count]]
         pairs = ((leaf, leaf[again.to(leaf.device)]) for leaf in self.leaves.values())
         if not all(torch.equal(*(leaf.reshape(-1).view(torch.uint8) for leaf in pair)) for pair in pairs):  # as bits
-            raise ValueError(
-                "the batch joins several runs with equal trajectory ids: call next_observations for each run before "
-                "that"
-            )
+            mend = "call next_observations for each run before that"
+            raise ValueError(f"the batch joins several runs with equal trajectory ids: {mend}")
         return row[number[count:]]
 
     @override

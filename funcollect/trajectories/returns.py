@@ -59,11 +59,8 @@ def gae(
     >>> value_target[:, 0]
     tensor([1.7500, 1.5000, 1.0000])
     """
-    in_jax = _in_jax(batch)
-    _check_factor("gamma", gamma, in_jax)
-    _check_factor("lmbda", lmbda, in_jax)
     values = {"value": value, "next_value": next_value}
-    if in_jax:
+    if _in_jax(batch, gamma=gamma, lmbda=lmbda):
         return _estimate(import_jax().numpy, gamma, lmbda, _arrays_of(batch, values))
     advantage, target = _estimate(torch, gamma, lmbda, _tensors_of(batch, values))
     return advantage.movedim(0, -2), target.movedim(0, -2)
@@ -131,11 +128,9 @@ def _arrays_of(batch: Mapping[str, Any], values: Mapping[str, Any], needed: Iter
     for name, leaf in given.items():
         fits = leaf.shape == done.shape or (name == "reward" and leaf.shape[:-1] == done.shape)
         if not fits or done.ndim not in (1, 2):
-            raise ValueError(
-                f"{'.'.join(paths[name])} has shape {list(leaf.shape)}, next.done {list(done.shape)}, expected [T, P], "
-                "and [T, P, players] for rewards of several players: time first, no trailing 1, several runs under "
-                "jax.vmap"
-            )
+            what = f"{'.'.join(paths[name])} has shape {list(leaf.shape)}, next.done {list(done.shape)}"
+            wanted = "[T, P], and [T, P, players] for rewards of several: time first, no trailing 1, runs under vmap"
+            raise ValueError(f"{what}, expected {wanted}")
     for name, leaf in values.items():
         _check_values(name, leaf, jnp.issubdtype(leaf.dtype, jnp.floating), reward.shape)
     split.check_time_first(flat.get(split.LANE))
@@ -162,15 +157,13 @@ def _check_values(name: str, values: Any, floating: bool, shape: tuple[int, ...]
         raise ValueError(f"{name} has shape {list(got)}, expected {list(shape)} as next.reward: {mend}")
 
 
-def _in_jax(batch: Any) -> bool:
-    return isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase)
-
-
-def _check_factor(name: str, factor: Any, in_jax: bool) -> None:
-    """Raise unless `factor` is a number in [0, 1] or, for a JAX batch, any scalar JAX array."""
-    if in_jax and isinstance(factor, import_jax().Array) and not factor.ndim:
-        return  # within `jit` it may have no value yet
-    check_number(name, factor, most=1, example=0.99)
+def _in_jax(batch: Any, **factors: Any) -> bool:
+    """Whether a batch is one of JAX; raise unless factors are in [0, 1], or in JAX scalar arrays."""
+    in_jax = isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase)
+    for name, factor in factors.items():
+        if not (in_jax and isinstance(factor, import_jax().Array) and not factor.ndim):  # which may have no value yet
+            check_number(name, factor, most=1, example=0.99)
+    return in_jax
 
 
 class MultiStep:
@@ -294,8 +287,7 @@ def scale_rewards(
     >>> int(scaling.statistics.count)
     100
     """
-    in_jax = _in_jax(batch)
-    _check_factor("gamma", gamma, in_jax)
+    in_jax = _in_jax(batch, gamma=gamma)
     check_number("clip", clip, positive=True, example=10.0)
     check_kind("scaling", scaling, (tuple, type(None)), "pass the second result of the last call")
     if scaling is not None and isinstance(scaling[1], RewardScaling):

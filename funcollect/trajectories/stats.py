@@ -110,11 +110,8 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     """
     stats, missing = stats_and_missing(batch, previous)
     if missing and previous is None:
-        warnings.warn(
-            f"{missing} episodes of the batch began before it and are left out, here or when they end, so the others "
-            "are the short ones: pass previous=, the result for the batch before, which a checkpoint saves as a value",
-            stacklevel=2,
-        )
+        what = f"{missing} episodes of the batch began before it and are left out, so the others are the short ones"
+        warnings.warn(f"{what}: pass previous=, the result for the batch before (checkpoints save it)", stacklevel=2)
     return stats
 
 
@@ -127,8 +124,7 @@ def stats_and_missing(batch: TensorDictBase, previous: EpisodeStats | None) -> t
     trajectories, of_frame = _trajectories(frames, opened)
     present = set(lanes.tolist())
     elsewhere = {traj_id: head for traj_id, head in opened.items() if head.lane not in present}
-    ends = frames.done.nonzero()[:, 0]
-    ends = ends[trajectories.whole[of_frame[ends]]]
+    ends = (frames.done & trajectories.whole[of_frame]).nonzero()[:, 0]
     ends = ends[frames.order[ends].argsort()]
     stats = EpisodeStats(
         returns=_by_player(trajectories.returns[of_frame[ends]]),
@@ -186,16 +182,14 @@ def counted_frames(batch: TensorDictBase) -> tuple[CountedFrames, Tensor]:
 
 
 def _check_one_run(batch: TensorDictBase, frames: CountedFrames) -> None:
-    """Raise ValueError unless, in each lane, ids never decrease and steps with the same id always increase."""
     order = frames.lanes.argsort(stable=True)
     lanes, ids, steps = frames.lanes[order], frames.traj_ids[order], frames.steps[order]
     back = (ids[1:] < ids[:-1]) | ((ids[1:] == ids[:-1]) & (steps[1:] <= steps[:-1]))
     back &= lanes[1:] == lanes[:-1]
     if back.any():
-        lane, what = int(lanes[1:][back][0]), f"the batch {list(batch.batch_size)} holds several runs"
-        why = f"since frames of lane {lane} are in it twice or out of order, expected one run"
-        mend = "take the runs one at a time, [episode_stats(run) for run in batch.unbind(0)]"
-        raise ValueError(f"{what}, {why}: {mend}")
+        lane, mend = int(lanes[1:][back][0]), "take them one at a time, [episode_stats(run) for run in batch.unbind(0)]"
+        what = f"the batch {list(batch.batch_size)} holds several runs, since lane {lane} is in it twice or unordered"
+        raise ValueError(f"{what}: {mend}")
 
 
 def _column(batch: TensorDictBase, key: Path, tail: tuple[int, ...], *, default: bool | None = None) -> Tensor:
@@ -209,13 +203,11 @@ def _trajectories(frames: CountedFrames, opened: Mapping[int, OpenReturn]) -> tu
     """The trajectories of the frames, continued from `opened`, and the index of each frame's ``[F]`` int64."""
     run_ids, run, sizes = torch.unique_consecutive(frames.traj_ids, return_inverse=True, return_counts=True)
     traj_ids, of_run = torch.unique(run_ids, return_inverse=True)
-    of_frame, final = of_run[run], sizes.cumsum(0) - 1
-    lengths, returns = _heads(opened, traj_ids, frames.rewards.shape[1])
+    of_frame, final, players = of_run[run], sizes.cumsum(0) - 1, frames.rewards.shape[1]
+    lengths, returns = _heads(opened, traj_ids, players)
     lengths.index_add_(0, of_run, sizes)
-    # `index_add_` adds in order if there is one dimension.
-    players = returns.shape[1]
     place = of_frame[:, None] * players + torch.arange(players)
-    returns.view(-1).index_add_(0, place.reshape(-1), frames.rewards.reshape(-1))
+    returns.view(-1).index_add_(0, place.reshape(-1), frames.rewards.reshape(-1))  # in order, over one dimension
     last = torch.zeros_like(traj_ids).scatter_reduce_(0, of_run, frames.steps[final], "amax", include_self=False)
     return _Trajectories(
         traj_ids=traj_ids,

@@ -78,9 +78,8 @@ class PendingTrajectories:
         check_batch(batch)
         batch = batch.clone(recurse=False).unlock_()
         final = detach(batch)
-        lane, ids, step = (
-            require(batch, path, tail=()).reshape(-1).cpu().numpy() for path in (LANE, TRAJECTORY_IDS, STEP)
-        )
+        counters = (require(batch, path, tail=()) for path in (LANE, TRAJECTORY_IDS, STEP))
+        lane, ids, step = (counter.reshape(-1).cpu().numpy() for counter in counters)
         by_lane = np.argsort(lane, kind="stable")
         lanes, first, count = np.unique(lane[by_lane], return_index=True, return_counts=True)
         now = max(self._steps.values(), default=0)
@@ -128,22 +127,19 @@ class PendingTrajectories:
 
     def _frames(self, taken: _Table) -> TensorDictBase:
         """The frames [F] of these rows of the table."""
-        pieces = np.unique(taken["piece"])
-        places = [(taken["piece"] == piece).nonzero()[0] for piece in pieces]
-        parts = [self._rows(piece, taken["row"][place]) for piece, place in zip(pieces, places, strict=True)]
+        places = {piece: (taken["piece"] == piece).nonzero()[0] for piece in np.unique(taken["piece"])}
+        parts = [self._rows(piece, taken["row"][place]) for piece, place in places.items()]
         frames: Any = parts[0]
         if len(parts) > 1:
-            frames = torch.cat(parts)[torch.from_numpy(np.concatenate(places).argsort())]
+            frames = torch.cat(parts)[torch.from_numpy(np.concatenate([*places.values()]).argsort())]
         attach(frames.refine_names("time"), self._ends(taken))
         return frames
 
     def _rows(self, piece: int, rows: npt.NDArray[np.int64]) -> TensorDictBase:
-        """Frames of one piece, copied, by their places in it."""
         batch = self._pieces[piece]
         return batch[tuple(map(torch.from_numpy, np.unravel_index(rows, tuple(batch.batch_size))))]
 
     def _ends(self, table: _Table) -> FinalObservations | None:
-        """The final observations of the ends in a table."""
         if self._final is None:
             return None
         ends = table[table["done"] > 0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from tests.support.compare import assert_same
+from tests.support.compare import assert_same, fresh
 from tests.support.faulty.faulty_workers import pids_of, workers_of
 from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, in_soak
 from tests.support.workers import TRANSPORTS, multi, ray_collector
@@ -51,17 +51,14 @@ def stumble(lane):
 ENVS = {"one": {}, "several": {"num_envs": 3}, "workers": {"num_envs": 4, "num_workers": 2}}
 
 
-def begun(name):
-    """An environment, a policy, and the state of a run that begins."""
-    env = fc.make_env(make, **ENVS[name])
-    policy = fc.random_policy(env)
-    return env, policy, fc.init(env, policy, seed=0)
+def begun(name, steps=0):
+    """An environment, a policy, and a state."""
+    return fresh(make, steps=steps, **ENVS[name])
 
 
 @pytest.mark.parametrize("name", ENVS)
 def test_a_function_acts_from_the_next_step_on(name):
-    env, policy, state = begun(name)
-    state, _ = fc.rollout(env, policy, state, 5)
+    env, policy, state = begun(name, steps=5)
     state, counts = fc.apply(env, state, set_force, 100.0)
     lanes = env.num_envs or 1
     assert counts == [1] * lanes
@@ -119,9 +116,8 @@ def add_bonus(lane, number):
 @pytest.mark.parametrize("options", [{}, *in_soak([{"num_workers": 1}])], ids=str)
 @pytest.mark.parametrize("steps", [3, 300])
 def test_a_game_is_changed_and_copied_as_it_was_changed(steps, options):
-    env = fc.make_env(lambda: Bonus(gymnasium.make("ale_py:ALE/Pong-v5")), num_envs=2, **options)
-    policy = fc.random_policy(env)
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), steps)
+    env, policy, state = fresh(lambda: Bonus(gymnasium.make("ale_py:ALE/Pong-v5")), num_envs=2, **options)
+    state, batch = fc.rollout(env, policy, state, steps)
     assert batch["next", "reward"].abs().max() <= 1
     for _ in range(2):
         state, _ = fc.apply(env, state, add_bonus, 5.0)
@@ -166,13 +162,9 @@ def test_a_function_that_raises_names_the_lane_and_a_recovery_goes_on():
 
 @pytest.mark.parametrize("name", ["torch/CartPole-v1", "gymnax/CartPole-v1", "envpool/CartPole-v1", "vector"])
 def test_environments_without_an_object_for_each_lane_are_refused(name):
-    if name == "vector":
-        mode = gymnasium.vector.AutoresetMode.DISABLED
-        env = fc.make_env(gymnasium.make_vec("CartPole-v1", 2, "sync", vector_kwargs={"autoreset_mode": mode}))
-    else:
-        env = fc.make_env(name, num_envs=2)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    kwargs = {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}
+    vector = {"vector": gymnasium.make_vec("CartPole-v1", 2, "sync", vector_kwargs=kwargs)}
+    env, policy, state = fresh(vector.get(name, name), num_envs=None if name == "vector" else 2)
     with pytest.raises(TypeError, match="has no object for each lane"):
         fc.apply(env, state, force_of)
     fc.rollout(env, policy, state, 2)  # the state has not been used

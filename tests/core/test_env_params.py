@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 import funcollect as fc
 from tests.support.cases import jax_mlp, torch_mlp
-from tests.support.compare import assert_same, compilations
+from tests.support.compare import assert_same, compilations, fresh
 from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, in_soak
 from tests.support.workers import TRANSPORTS, multi, ray_collector
 
@@ -45,9 +45,9 @@ def make(num_envs=3):
     )  # fmt: skip
 
 
-def start(env, kind="random"):
-    policy = {"random": fc.random_policy, "jax": jax_mlp, "torch": torch_mlp}[kind](env)
-    return policy, fc.init(env, policy, seed=0)
+def begun(kind="random"):
+    env = make()
+    return fresh(env, {"random": fc.random_policy, "jax": jax_mlp, "torch": torch_mlp}[kind](env))
 
 
 def gains(batch):
@@ -57,8 +57,7 @@ def gains(batch):
 
 @pytest.mark.parametrize("kind", ["random", "jax", "torch"])
 def test_at_once_it_acts_in_the_current_episode_and_in_the_next_start(kind):
-    env = make()
-    policy, state = start(env, kind)
+    env, policy, state = begun(kind)
     state, _ = fc.rollout(env, policy, state, 2)
     state = fc.set_env_params(env, state, PARAMS | {"gain": 3.0}, at_once=True)
     state, batch = fc.rollout(env, policy, state, 6)
@@ -78,23 +77,21 @@ def test_at_once_it_acts_in_the_current_episode_and_in_the_next_start(kind):
 @pytest.mark.parametrize("kind", ["random", "jax", "torch"])
 @pytest.mark.parametrize("new", [3.0, [3.0, 4.0, 5.0]])
 def test_from_the_next_episode_on(kind, new):
-    env = make()
-    policy, state = start(env, kind)
+    env, policy, state = begun(kind)
     state, _ = fc.rollout(env, policy, state, 2)
     state = fc.reset(env, state, torch.tensor([False, True, False]))
     state = fc.set_env_params(env, state, PARAMS | {"gain": jnp.array(new)})
     for length in (1, 5):
         state, batch = fc.rollout(env, policy, state, length)
-        begun = batch["collector", "traj_ids"] > torch.tensor([[0], [4], [2]])
-        want = torch.where(begun, torch.tensor(new).reshape(-1, 1), 1.0)
+        later = batch["collector", "traj_ids"] > torch.tensor([[0], [4], [2]])
+        want = torch.where(later, torch.tensor(new).reshape(-1, 1), 1.0)
         assert torch.equal(batch["next", "reward"][..., 0], want)
         assert torch.equal(batch["env_params", "gain"], want)
         assert torch.equal(gains(batch)[0], want)
 
 
 def test_later_changes_of_the_same_leaves_compile_nothing():
-    env = make()
-    policy, state = start(env, "jax")
+    env, policy, state = begun("jax")
     for at_once in (False, True):
         for gain in (1.5, jnp.array([1.0, 2.0, 3.0])):
             state = fc.set_env_params(env, state, PARAMS | {"gain": gain}, at_once=at_once)
@@ -115,8 +112,7 @@ def test_later_changes_of_the_same_leaves_compile_nothing():
 
 
 def test_runs_are_the_same_however_they_are_cut_and_old_states_stay():
-    env = make()
-    policy, state = start(env, "jax")
+    env, policy, state = begun("jax")
     state = fc.set_env_params(env, state, PARAMS | {"wind": jnp.arange(6.0).reshape(3, 2)})
     _, whole = fc.rollout(env, policy, state, 12)
     after, batches = state, []
@@ -132,8 +128,7 @@ def test_runs_are_the_same_however_they_are_cut_and_old_states_stay():
 @pytest.mark.parametrize("change", ["never", "shared", "by lane"])
 @pytest.mark.parametrize("episodes", ["continue", "restart"])
 def test_states_are_saved_with_them(change, episodes, tmp_path):
-    env = make()
-    policy, state = start(env, "jax")
+    env, policy, state = begun("jax")
     if change != "never":
         gain = 3.0 if change == "shared" else jnp.array([2.0, 3.0, 4.0])
         state = fc.set_env_params(env, state, PARAMS | {"gain": gain}, at_once=change == "shared")
@@ -222,8 +217,7 @@ def test_ray(workers):
 
 
 def test_gymnax_on_other_planets():
-    env = fc.make_env("gymnax/CartPole-v1", num_envs=4, param_keys=["gravity", "force_mag"])
-    policy, state = start(env)
+    env, policy, state = fresh("gymnax/CartPole-v1", num_envs=4, param_keys=["gravity", "force_mag"])
     gravity = jnp.array([1.6, 3.7, 9.8, 24.8])
     state = fc.set_env_params(env, state, env.default_params.replace(gravity=gravity), at_once=True)
     _, batch = fc.rollout(env, policy, state, 30)
@@ -236,8 +230,7 @@ def test_gymnax_on_other_planets():
 
 
 def test_the_time_limit_is_a_parameter_too_and_a_float_for_an_integer_is_not_cut_off():
-    env = fc.make_env("gymnax/Pendulum-v1", num_envs=2)
-    policy, state = start(env)
+    env, policy, state = fresh("gymnax/Pendulum-v1", num_envs=2)
     short = env.default_params.replace(max_steps_in_episode=5)
     state = fc.set_env_params(env, state, short, at_once=True)
     state, batch = fc.rollout(env, policy, state, 10)
@@ -252,8 +245,7 @@ def test_the_time_limit_is_a_parameter_too_and_a_float_for_an_integer_is_not_cut
 )
 def test_masses_drawn_for_each_lane_as_a_suite_has_them(name, key):
     """Domain randomisation as brax and MuJoCo Playground have it: masses with a first dimension."""
-    env = fc.make_env(name, num_envs=3, param_keys=[key])
-    policy, state = start(env)
+    env, policy, state = fresh(name, num_envs=3, param_keys=[key])
     masses = functools.reduce(getattr, key.split("."), env.default_params)
     factors = jax.random.uniform(jax.random.key(0), (3,), minval=0.5, maxval=2.0)
     masses = masses * factors.reshape(3, *[1] * masses.ndim)
@@ -267,8 +259,7 @@ def test_masses_drawn_for_each_lane_as_a_suite_has_them(name, key):
 
 
 def test_partitions_split_what_lanes_have_of_their_own():
-    env = make()
-    _, state = start(env)
+    env, _, state = begun()
     state = fc.set_env_params(env, state, PARAMS | {"gain": jnp.arange(3.0)})
     parts = fc.traced.partition(state, "devices")
     spec = jax.sharding.PartitionSpec
@@ -283,23 +274,20 @@ def test_partitions_split_what_lanes_have_of_their_own():
     (PARAMS | {"wind": jnp.ones((2, 2))}, r"params\['wind'\] has the shape \[2, 2\], expected \[2\], or \[3, 2\]"),
 ])  # fmt: skip
 def test_params_that_do_not_fit(params, message):
-    env = make()
+    env, _, state = begun()
     with pytest.raises(ValueError, match=message):
-        fc.set_env_params(env, start(env)[1], params)
+        fc.set_env_params(env, state, params)
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "pgx/tic_tac_toe"])
 def test_environments_without_parameters(name):
-    env = fc.make_env(name, num_envs=2)
+    env, _, state = fresh(name, num_envs=2)
     with pytest.raises(TypeError, match="has no parameters that can be set here"):
-        fc.set_env_params(env, start(env)[1], None)
+        fc.set_env_params(env, state, None)
     with (
         fc.MultiSyncDataCollector([name], frames_per_batch=4, in_process=True) as collector,
         pytest.raises(TypeError, match="has no parameters that can be set"),
     ):
         collector.set_env_params(None)
-
-
-def test_a_key_that_is_no_parameter():
     with pytest.raises(ValueError, match=r"param_keys has 'gravitas', which the parameters .* lack"):
         fc.make_env("gymnax/CartPole-v1", param_keys=["gravitas"])

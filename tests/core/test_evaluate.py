@@ -3,6 +3,7 @@ import pytest
 import torch
 
 import funcollect as fc
+from tests.support.compare import fresh
 from tests.support.envs.counting import Counting, always, make_counting
 
 # An environment that counts its resets begins otherwise when it is reset again.
@@ -55,9 +56,7 @@ def test_params_act_in_place_of_the_policys_own():
 
 def test_a_run_goes_on_undisturbed_during_an_evaluation():
     """An instance backs the run; the evaluation is on one rebuilt from its spec."""
-    env = fc.make_env(gymnasium.make("CartPole-v1"))
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
+    env, policy, state = fresh(gymnasium.make("CartPole-v1"), steps=20)
     fc.evaluate(env, policy, episodes=2, seed=1)
     observation = fc.rollout(env, policy, state, 20)[1]["observation"]
     other = fc.make_env("CartPole-v1")

@@ -318,6 +318,10 @@ TO_JAX, GREEDY = fc.interop.to_jax, fc.torch_policy(cases.mlp(4, 2), head=fc.hea
 HEADLESS = "without a head, expected one whose head or distribution scores"
 
 
+def acted(change):
+    return lambda batch: {**batch.to_dict(), "action": change(batch["action"])}
+
+
 @pytest.mark.parametrize(("policy", "change", "error", "words"), [
     (fc.torch_policy(lambda x: (x[:, 0] > 0).long()), None, TypeError, HEADLESS),
     (fc.random_policy(ENV), None, TypeError, HEADLESS),
@@ -326,22 +330,14 @@ HEADLESS = "without a head, expected one whose head or distribution scores"
     (POLICY, TO_JAX, TypeError, "policy in Torch takes: pass the TensorDict itself"),
     (IN_JAX, None, TypeError, r"policy in JAX takes: pass funcollect.interop.to_jax"),
     (GREEDY, None, ValueError, r"the batch lacks \['collector.exploration.epsilon'\]"),
+    (POLICY, acted(torch.Tensor.float), ValueError, "action has dtype torch.float32|wants torch.int64: cast it"),
+    (POLICY, acted(lambda a: a[..., None]), ValueError, r"action has shape \[2, 8, 1\] beside 'observation' of \[2, 8"),
+    (POLICY, acted(lambda a: a.T), ValueError, r"action has shape \[8, 2\] beside .* expected \[2, 8\]"),
 ])  # fmt: skip
 def test_policies_and_batches_that_do_not_fit(policy, change, error, words):
     _, batch = collected(POLICY, ENV, 8)
     with pytest.raises(error, match=words):
         fc.evaluate_actions(policy, None, batch if change is None else change(batch), env=ENV)
-
-
-@pytest.mark.parametrize(("change", "words"), [
-    (torch.Tensor.float, "action has dtype torch.float32|wants torch.int64: cast it"),
-    (lambda action: action[..., None], r"action has shape \[2, 8, 1\] beside 'observation' of \[2, 8\] frames"),
-    (lambda action: action.T, r"action has shape \[8, 2\] beside .* expected \[2, 8\]"),
-])  # fmt: skip
-def test_actions_that_do_not_fit_the_observations(change, words):
-    _, batch = collected(POLICY, ENV, 8)
-    with pytest.raises(ValueError, match=words):
-        fc.evaluate_actions(POLICY, None, {**batch.to_dict(), "action": change(batch["action"])})
 
 
 @pytest.mark.parametrize("one_hot", [False, True])
@@ -370,16 +366,8 @@ def test_an_environment_that_is_not_known_or_known_from_traced_code():
     np.testing.assert_allclose(score, arrays["action_log_prob"], rtol=1e-5)
 
 
-def test_a_policy_state_of_another_policy():
-    policy = recurrent("torch", record=True)
-    _, batch = collected(policy, ENV, 8)
-    other = fc.torch_policy(policy.module, head=policy.head, initial_state=torch.zeros(3))
-    with pytest.raises(ValueError, match=r"policy_state has leaves of the shapes .* pass state.policy_state"):
-        again(policy, batch, policy_state=other.init(np.zeros(2, np.uint32), 2))
-
-
 @pytest.mark.parametrize("kind", ["torch", "jax"])
-def test_a_part_of_a_rollout_with_the_state_before_the_whole(kind):
+def test_a_part_of_a_rollout_with_the_state_before_the_whole_or_of_another_policy(kind):
     policy = recurrent(kind, record=False)
     before, batch = collected(policy, fc.make_env("CartPole-v1", num_envs=4), 8)
     for part, message in (
@@ -391,6 +379,9 @@ def test_a_part_of_a_rollout_with_the_state_before_the_whole(kind):
         with pytest.raises(ValueError, match=message):
             again(policy, part, policy_state=before)
     assert_recorded(again(policy, batch[:, :5], policy_state=before), batch[:, :5])
+    other = np.zeros((4, 3), np.float32) if kind == "jax" else before._replace(recurrent=torch.zeros(4, 3))
+    with pytest.raises(ValueError, match=r"policy_state has leaves of the shapes .* pass state.policy_state"):
+        again(policy, batch, policy_state=other)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
 from tests.support.cases import ENVS, KINDS, POLICIES, make_env, pair, pairs
-from tests.support.compare import COPIES, assert_same, joined
+from tests.support.compare import COPIES, assert_same, fresh, joined
 from tests.support.envs.own_envs import HostWalk, SnapshotWalkers, Walkers
 from tests.support.misuse import Rigged
 from tests.support.running import once, scaled
@@ -106,8 +106,7 @@ def test_a_finished_lane_is_finished_in_the_copy(name, copied):
 
 @pytest.mark.parametrize(("kind", "num_envs", "name"), once(POLICIES, (None, 3), VALUES))
 def test_an_old_state_over_values_gives_the_same_answer_again(name, kind, num_envs):
-    env, policy = pair(name, kind, num_envs)
-    old, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 13)
+    env, policy, old = fresh(*pair(name, kind, num_envs), steps=13)
     kept = fc.reset(env, old)
     answers = [rollouts(env, policy, old, lengths)[1] for lengths in ([20], [3, 17], [20])]
     assert_same(answers[0], answers[1])
@@ -125,8 +124,7 @@ def values(state):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ENVS)
 def test_a_state_never_changes(name, kind):
-    env, policy = pair(name, kind, 3)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 13)
+    env, policy, state = fresh(*pair(name, kind, 3), steps=13)
     states, kept = [state], [values(state)]
     for change in (
         lambda state: fc.rollout(env, policy, state, 11)[0],
@@ -205,9 +203,7 @@ class Secret(Rigged):
 @pytest.mark.parametrize(("at", "length"), [("reset", 0), ("step", 1), ("step", 6)])
 def test_an_environment_that_cannot_be_replayed_is_named_and_the_state_stays_good(at, length):
     made = []
-    env = fc.make_env([lambda: Secret(None, made), lambda: Secret(at, made)])
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = fresh([lambda: Secret(None, made), lambda: Secret(at, made)])
     if length:
         state, _ = fc.rollout(env, policy, state, length)
     with pytest.raises(fc.ReplayError, match=r"lane 1: replaying .* gave another observation") as caught:

@@ -18,7 +18,7 @@ import funcollect as fc
 from funcollect import files
 from funcollect.interop.words import from_number
 from tests.support.cases import make_env, pair
-from tests.support.compare import assert_same, by_file
+from tests.support.compare import assert_same, by_file, fresh
 from tests.support.envs.counting import Counting
 from tests.support.envs.jax_suites import SUITES
 from tests.support.misuse import refused
@@ -27,9 +27,7 @@ from tests.support.running import in_soak
 
 @pytest.mark.parametrize("name", ["gymnax", "pgx", *in_soak(name for name in SUITES if name not in ("gymnax", "pgx"))])
 def test_every_jax_suite_continues(name):
-    env = SUITES[name]().env
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=4), 13)
+    env, policy, state = fresh(SUITES[name]().env, seed=4, steps=13)
     copy = by_file(env, policy, state)
     assert_same(fc.rollout(env, policy, state, 30)[1], fc.rollout(env, policy, copy, 30)[1])
 
@@ -46,9 +44,7 @@ def test_a_state_that_crosses_or_is_fused_may_be_loaded_for_the_other():
 def test_counts_beyond_32_bits_are_kept(tmp_path):
     steps = 7 * 2**32 + 5
     for name in ("CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"):
-        env = make_env(name, 2)
-        policy = fc.random_policy(env)
-        state = fc.init(env, policy, seed=0)
+        env, policy, state = fresh(make_env(name, 2))
         state = state.replace(steps=from_number(steps) if name.startswith("gymnax") else steps)
         for episodes in ("continue", "restart"):
             fc.save(tmp_path / "state", state, episodes=episodes)
@@ -57,8 +53,7 @@ def test_counts_beyond_32_bits_are_kept(tmp_path):
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
 def test_new_episodes_begin_under_new_ids(name, tmp_path):
-    env, policy = make_env(name, 3), fc.random_policy(make_env(name, 3))
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=1), 40)
+    env, policy, state = fresh(make_env(name, 3), seed=1, steps=40)
     fc.save(tmp_path / "whole", state)
     fc.save(tmp_path / "counts", state, episodes="restart")
     afresh = fc.reset(env, fc.load(tmp_path / "whole", env, policy))
@@ -77,9 +72,7 @@ def test_new_episodes_begin_under_new_ids(name, tmp_path):
     (lambda: fc.make_env(lambda: NormalizeObservation(gymnasium.make("CartPole-v1"))), ("cannot be saved",)),
 ])  # fmt: skip
 def test_what_cannot_be_rebuilt_is_refused_and_may_begin_again(make, words, tmp_path):
-    env = make()
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=1), 12)
+    env, policy, state = fresh(make(), seed=1, steps=12)
     with refused(fc.ReplayError, words):
         fc.save(tmp_path / "state", state)
     fc.save(tmp_path / "state", state, episodes="restart")
@@ -173,8 +166,7 @@ class _Trap:
 
 
 def test_a_full_disk_leaves_the_earlier_file(tmp_path):
-    env, policy = pair("torch/CartPole-v1", "torch_mlp", 3)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=5), 9)
+    env, policy, state = fresh(*pair("torch/CartPole-v1", "torch_mlp", 3), seed=5, steps=9)
     fc.save(tmp_path / "state", state)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)  # beyond it, writing fails as it does on a full disk
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
@@ -189,8 +181,7 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path):
 
 
 def test_a_link_stays_and_a_pipe_is_refused(tmp_path):
-    env = fc.make_env("CartPole-v1", num_envs=2)
-    state = fc.init(env, fc.random_policy(env), seed=0)
+    env, _, state = fresh("CartPole-v1", num_envs=2)
     link, file, pipe = tmp_path / "latest", tmp_path / "runs" / "first", tmp_path / "pipe"
     link.symlink_to(file)
     for _ in range(2):
@@ -214,9 +205,7 @@ def test_params_in_bfloat16_and_typed_keys_are_kept():
 
     spaces = {"observation_space": Box(-99, 99, (1,)), "action_space": Discrete(2)}
     params = {"key": jax.random.key(3), "start": jnp.zeros(1, jnp.bfloat16)}
-    env = fc.envs.from_functions(begin, move, **spaces, params=params, num_envs=2)
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    env, policy, state = fresh(fc.envs.from_functions(begin, move, **spaces, params=params, num_envs=2), steps=4)
     copy = by_file(env, policy, state)
     assert copy.env_params["start"].dtype == jnp.bfloat16
     assert_same(fc.rollout(env, policy, state, 20)[1], fc.rollout(env, policy, copy, 20)[1])
@@ -237,9 +226,8 @@ class Earlier(gymnasium.Wrapper):
 
 
 def test_rewards_that_depend_on_earlier_episodes_are_found(tmp_path):
-    env = fc.make_env(lambda: Earlier(gymnasium.make("CartPole-v1")), num_envs=2)
-    policy = fc.random_policy(env)
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 120)
+    env, policy, state = fresh(lambda: Earlier(gymnasium.make("CartPole-v1")), num_envs=2)
+    state, batch = fc.rollout(env, policy, state, 120)
     assert batch["next", "done"].any()
     fc.save(tmp_path / "state", state)
     for copied in (lambda: fc.fork(env, state), lambda: fc.load(tmp_path / "state", env, policy)):

@@ -10,7 +10,7 @@ from gymnasium import spaces
 import funcollect as fc
 from funcollect.core import simulators
 from funcollect.core.simulators import LARGEST_LOG, ActionLog
-from tests.support.compare import assert_same
+from tests.support.compare import assert_same, fresh
 
 LIVE = []
 
@@ -44,18 +44,12 @@ def live():
     LIVE.clear()
 
 
-@pytest.fixture
-def env():
-    return fc.make_env([Simulator, Simulator])
+def begun(**options):
+    return fresh([Simulator, Simulator], **options)
 
 
-@pytest.fixture
-def policy(env):
-    return fc.random_policy(env)
-
-
-def test_recover_accepts_a_stale_state(env, policy):
-    old = fc.init(env, policy, seed=0)
+def test_recover_accepts_a_stale_state():
+    env, policy, old = begun()
     newer, _ = fc.rollout(env, policy, old, 3)
     seen = []
     for made in (3, 5, 7):
@@ -69,8 +63,9 @@ def test_recover_accepts_a_stale_state(env, policy):
     assert len(set(seen)) == 6
 
 
-def test_there_is_a_way_back_after_an_interrupt(env, policy):
-    state, first = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+def test_there_is_a_way_back_after_an_interrupt():
+    env, policy, state = begun()
+    state, first = fc.rollout(env, policy, state, 3)
     LIVE[-1].fail_at = 5
     with pytest.raises(KeyboardInterrupt):
         fc.rollout(env, policy, state, 9)
@@ -90,8 +85,8 @@ def test_there_is_a_way_back_after_an_interrupt(env, policy):
     assert LIVE[-1].closed == 1
 
 
-def test_close_frees_the_simulators_once(env, policy):
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+def test_close_frees_the_simulators_once():
+    *_, state = begun(steps=3)
     for _ in range(2):
         fc.close(state)
         assert [simulator.closed for simulator in LIVE] == [1, 1]
@@ -100,8 +95,9 @@ def test_close_frees_the_simulators_once(env, policy):
     assert [simulator.closed for simulator in LIVE] == [1, 1]
 
 
-def test_simulators_are_closed_when_their_state_is_collected(env, policy):
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+def test_simulators_are_closed_when_their_state_is_collected():
+    env, policy, state = begun()
+    state, batch = fc.rollout(env, policy, state, 3)
     simulators = [weakref.ref(simulator) for simulator in LIVE[1:]]
     kept = LIVE[-1]
     LIVE.clear()
@@ -132,7 +128,7 @@ def test_an_instance_backs_one_state_and_is_rebuilt_for_others():
 
 
 def test_the_action_log_is_bounded_by_its_bytes():
-    """An episode that never ends costs no more, and others can be replayed after it."""
+    """An episode that never ends costs no more, others can be replayed after it, and those of ordinary length fit."""
     log, actions = ActionLog(2, 80), torch.arange(24).reshape(12, 2)
     for first in range(0, 12, 3):
         log.extend(actions[first : first + 3], torch.tensor([first + 3, 1]))
@@ -140,9 +136,6 @@ def test_the_action_log_is_bounded_by_its_bytes():
         assert sum(chunk.nbytes for chunk in log._chunks) <= 80
     log.ages = torch.tensor([0, 5])
     assert torch.equal(log.since_reset(), actions[-5:])
-
-
-def test_episodes_of_ordinary_length_fit_into_the_log():
     for steps, lanes, numbers in ((27_000, 1, 17), (1_000, 1_024, 17), (10_000, 64, 17)):
         assert steps * lanes * numbers * 4 <= LARGEST_LOG
 
@@ -166,9 +159,6 @@ def test_a_state_without_its_actions_is_saved_without_its_episodes(monkeypatch, 
         collector.load_state_dict(collector.state_dict())
         assert next(collector)["collector", "step"].max() == 49
     assert fc.load(tmp_path / "state", env, fc.random_policy(env)).steps == 50
-
-
-def test_atari_games_need_no_actions():
     with pytest.raises(ValueError, match=r"replayable=False was given for Atari games, .* leave it out"):
         fc.make_env("ale/Pong", replayable=False)
 

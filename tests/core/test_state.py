@@ -1,4 +1,4 @@
-"""The state is a value: what it holds cannot be changed, and it is the same tree to optree and to JAX."""
+"""The state is a value, the same tree to optree and to JAX; lanes of it are reset, also to given states."""
 
 import copy
 import pickle
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,27 +20,17 @@ from tensordict import TensorDict
 import funcollect as fc
 from funcollect.core import api
 from funcollect.core.saving import counts_in, go_on, resume, snapshot
+from tests.support.compare import assert_same, fresh
 
 NAMES = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 PATH = ("x",)
-CHANGES = [
-    lambda observation: observation.__setitem__(PATH, 1),
-    lambda observation: observation.__setitem__(next(iter(observation)), 1),
-    lambda observation: observation.__delitem__(next(iter(observation))),
-    lambda observation: observation.update({PATH: 1}),
-    lambda observation: observation.__ior__({PATH: 1}),
-    lambda observation: observation.pop(next(iter(observation))),
-    lambda observation: observation.popitem(),
-    lambda observation: observation.setdefault(PATH, 1),
-    lambda observation: observation.clear(),
-]
+CHANGES = {"__setitem__": (PATH, 1), "__delitem__": (PATH,), "update": ({PATH: 1},), "__ior__": ({PATH: 1},)}
+CHANGES |= {"pop": (PATH,), "popitem": (), "setdefault": (PATH, 1), "clear": ()}
 
 
 @pytest.fixture(params=NAMES)
 def state(request):
-    env = fc.make_env(request.param, num_envs=2)
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    _, _, state = fresh(request.param, num_envs=2, steps=3)
     yield state
     fc.close(state)
 
@@ -47,9 +38,9 @@ def state(request):
 def test_the_observation_cannot_be_changed_and_another_one_makes_another_state(state):
     before = dict(state.observation)
     (path,) = before
-    for change in CHANGES:
+    for change, arguments in CHANGES.items():
         with pytest.raises(TypeError, match=r"cannot be changed: .* state.replace"):
-            change(state.observation)
+            getattr(state.observation, change)(*arguments)
     assert dict(state.observation) == before
     other = {path: state.observation[path] + 1}
     for mapping in (dict, OrderedDict, MappingProxyType, lambda each: defaultdict(list, each)):
@@ -65,9 +56,7 @@ def test_the_observation_cannot_be_changed_and_another_one_makes_another_state(s
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_field_and_what_is_no_key_is_refused(name):
-    env = fc.make_env(name, num_envs=2)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = fresh(name, num_envs=2)
     with pytest.raises(TypeError, match=r"got \['keys'\], expected fields of a CollectorState"):
         state.replace(keys=state.key)
     for key in (3, jax.random.key(0), np.zeros(2, np.int64), np.zeros(3, np.uint32)):
@@ -91,7 +80,7 @@ def test_a_state_and_its_observation_have_the_same_leaves_in_optree_and_in_jax(s
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("first_lane", "total_lanes"), [(0, 2), (4, 6), (6, 4)])
+@pytest.mark.parametrize(("first_lane", "total_lanes"), [(0, 2), (4, 6), (6, 4), (9, 4)])
 def test_trajectory_ids_are_those_of_the_next_batch(name, first_lane, total_lanes):
     env = fc.make_env(name, num_envs=2)
     policy = fc.random_policy(env)
@@ -104,15 +93,12 @@ def test_trajectory_ids_are_those_of_the_next_batch(name, first_lane, total_lane
         lanes = np.array([first_lane, first_lane + 1])
         wanted = (lanes // total_lanes << 40) + lanes % total_lanes + (episode + 1) * total_lanes
         assert ids.tolist() == batch["collector", "traj_ids"][:, 0].tolist() == wanted.tolist()
+    if env.backend == "jax":
+        with pytest.raises(TypeError, match="traced array"):
+            jax.jit(lambda state: state.traj_ids)(state)
+        own = state.traj_ids[1]  # a state that is no argument is an array
+        assert jax.jit(lambda number: number + (state.traj_ids[1] - own))(1) == 1
     fc.close(state)
-
-
-def test_trajectory_ids_in_traced_code_are_an_error():
-    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
-    state = fc.init(env, fc.random_policy(env), seed=0)
-    with pytest.raises(TypeError, match="traced array"):
-        jax.jit(lambda state: state.traj_ids)(state)
-    assert jax.jit(lambda number: number + state.traj_ids[1])(1) == 2  # a state that is no argument is an array
 
 
 @jax.tree_util.register_dataclass
@@ -160,8 +146,7 @@ def counter(initial):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("initial", [0.0, np.float32(0), jnp.float32(0)], ids=lambda each: type(each).__name__)
 def test_a_policy_state_of_nodes_that_only_jax_knows(name, initial):
-    env, policy = fc.make_env(name, num_envs=2), counter(initial)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = fresh(fc.make_env(name, num_envs=2), counter(initial))
     for _ in range(2):
         leaves = optree.tree_leaves(state, namespace=fc.NAMESPACE)
         assert all(one is two for one, two in zip(leaves, jax.tree.leaves(state), strict=True))
@@ -182,9 +167,8 @@ def test_a_policy_state_of_nodes_that_only_jax_knows(name, initial):
     (lambda place: {"a": (place, None), "b": []}, lambda state: state["a"][0]),
 ])  # fmt: skip
 def test_a_torch_environment_with_nodes_of_optree(wrap, unwrap):
-    env = WrappedWalk(wrap, unwrap)
-    policy = fc.random_policy(env)
-    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    env, policy, state = fresh(WrappedWalk(wrap, unwrap))
+    state, batch = fc.rollout(env, policy, state, 8)
     plain = WrappedWalk(lambda place: place, lambda state: state)
     _, known = fc.rollout(plain, policy, fc.init(plain, policy, seed=0), 8)
     assert torch.equal(batch["next", "observation"], known["next", "observation"])
@@ -209,9 +193,7 @@ def test_a_torch_environment_with_leaves_that_cannot_be_selected_by_lane(wrap, g
 
 @pytest.mark.parametrize("name", ["torch/CartPole-v1", "gymnax/CartPole-v1"])
 def test_the_state_of_an_environment_is_replaced_with_its_observation(name):
-    env = fc.make_env(name, num_envs=2)
-    policy = fc.random_policy(env)
-    first, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    env, policy, first = fresh(name, num_envs=2, steps=3)
     later, batch = fc.rollout(env, policy, first, 4)
     with pytest.raises(ValueError, match=r"env_state without observation, expected both: .* pass observation"):
         later.replace(env_state=first.env_state)
@@ -219,3 +201,116 @@ def test_the_state_of_an_environment_is_replaced_with_its_observation(name):
     back = later.replace(env_state=first.env_state, observation=first.observation)
     _, again = fc.rollout(env, policy, back, 1)
     assert torch.equal(again["observation"][:, 0], batch["observation"][:, 0])
+
+
+MASK = torch.tensor([True, False, True])
+JAX, TORCH = "gymnax/CartPole-v1", "torch/CartPole-v1"
+
+
+def two_states(name, num_envs=3):
+    """An environment and a policy, a state, and one of the same run some steps later."""
+    env, policy, state = fresh(name, num_envs=num_envs)
+    return env, policy, state, fc.rollout(env, policy, state, 5)[0]
+
+
+def given(state, *, pair):
+    """What a reset `to` a state's takes."""
+    env_state = getattr(state.env_state, "current", state.env_state)
+    return (env_state, state.observation) if pair else env_state
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("name", [JAX, TORCH])
+def test_masked_lanes_continue_from_given_states_under_new_ids(name, pair):
+    env, policy, early, late = two_states(name)
+    plain = fc.reset(env, late, MASK)
+    there = fc.reset(env, late, MASK, to=given(early, pair=pair))
+    assert np.asarray(there.step).tolist() == [0, late.step[1], 0]
+    assert there.traj_ids.tolist() == plain.traj_ids.tolist()
+    for path, row in there.observation.items():
+        wanted = np.where(MASK[:, None], np.asarray(early.observation[path]), np.asarray(late.observation[path]))
+        assert np.array_equal(np.asarray(row), wanted)
+    one, two = (fc.rollout(env, policy, state, 4)[1] for state in (there, plain))
+    assert torch.equal(one["observation"][1], two["observation"][1])  # the other lane goes on
+    assert not torch.equal(one["observation"][0], two["observation"][0])
+
+
+def test_traced_resets_take_states_too():
+    env, _, early, late = two_states(JAX)
+    mask = MASK.numpy()
+    traced = jax.jit(lambda state, to: fc.traced.reset(env, state, mask, to=to))(late, early.env_state)
+    eager = fc.reset(env, late, MASK, to=early.env_state)
+    assert jax.tree.all(jax.tree.map(np.array_equal, traced, eager))
+
+
+def test_states_that_do_not_show_their_observation_come_with_it():
+    env, _, early, late = two_states("gymnax/MemoryChain-bsuite")  # whose `get_obs` returns something else
+    with pytest.raises(TypeError, match="computes no observation, expected a pair"):
+        fc.reset(env, late, MASK, to=early.env_state)
+    there = fc.reset(env, late, MASK, to=(early.env_state, early.observation["observation",]))
+    assert np.array_equal(there.observation["observation",][0], early.observation["observation",][0])
+
+
+@pytest.mark.parametrize(
+    "name", ["gymnax/Pendulum-v1", "torch/Pendulum-v1", "brax/inverted_pendulum", "pgx/tic_tac_toe"]
+)
+def test_states_show_the_observations_of_their_steps(name):
+    env, _, _, late = two_states(name, num_envs=2)
+    again = fc.reset(env, late, to=late.env_state)
+    for path, row in late.observation.items():
+        assert np.allclose(np.asarray(row), np.asarray(again.observation[path]), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [JAX, TORCH])
+def test_other_states_are_refused(name):
+    env, _, early, late = two_states(name)
+    for wrong in ({"x": np.zeros(3)}, (given(early, pair=False), early.observation["observation",][:, :2])):
+        with pytest.raises(ValueError, match=r"to has other (environment states|observations) than .*, expected "):
+            fc.reset(env, late, MASK, to=wrong)
+
+
+class BeginsAt(gymnasium.Env):
+    """It begins at the place in the options, else at a random one."""
+
+    observation_space, action_space = spaces.Box(-99.0, 99.0, (1,)), spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = self.np_random.random() if options is None else options["place"]
+        options and options.clear()
+        return np.array([self.place], np.float32), {}
+
+    def step(self, action):
+        self.place += action
+        return np.array([self.place], np.float32), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}])
+def test_options_act_in_one_reset_of_the_chosen_lanes_and_in_copies_of_it(workers, tmp_path):
+    env, policy, state = fresh(BeginsAt, num_envs=3, max_episode_steps=6, **workers, steps=2)
+    state = fc.reset(env, state, MASK, options={"place": 50.0})
+    assert (state.observation["observation",][:, 0] == 50).tolist() == MASK.tolist()
+    state, _ = fc.rollout(env, policy, state, 3)
+    with pytest.raises(fc.ReplayError, match="reset with options, which are not saved"):
+        fc.save(tmp_path / "run", state)
+    (_, one), (state, two) = (fc.rollout(env, policy, each, 12) for each in (fc.fork(env, state), state))
+    assert_same(one, two)
+    assert (two["observation"][:, -1] < 10).all()  # later episodes begin without options
+    fc.save(tmp_path / "run", state)
+
+
+VECTOR = gymnasium.vector.SyncVectorEnv([BeginsAt] * 2, autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED)
+REFUSALS = [
+    ("CartPole-v1", {"to": np.zeros((2, 4))}, "\\['to'\\] is not for HostEnv.*, expected options"),
+    (JAX, {"options": {}}, "\\['options'\\] is not for JaxEnv.*, expected to"),
+    (VECTOR, {"options": {}}, "resets of .* take none"),
+    ("CartPole-v1", {"options": 3}, "options is 3"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "message"), REFUSALS)
+def test_what_an_environment_does_not_take_is_refused(name, given, message):
+    env, _, state = fresh(name, num_envs=None if name is VECTOR else 2)
+    with pytest.raises(TypeError, match=message):
+        fc.reset(env, state, **given)
+    fc.reset(env, state)

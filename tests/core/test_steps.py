@@ -3,13 +3,16 @@
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 from torch import nn
 
 import funcollect as fc
 from tests.support.cases import mlp, torch_mlp
-from tests.support.compare import assert_same, leaves
+from tests.support.compare import assert_same, fresh, leaves
+from tests.support.envs.jax_counting import counting
 from tests.support.running import entered
 
 SOLO = {"exploration_type": fc.ExplorationType.DETERMINISTIC}
@@ -24,13 +27,25 @@ def steps(env, policy, state, count):
     return state, batches
 
 
-@pytest.mark.parametrize(("num_envs", "most"), [(None, 250), (1, 250), (8, 400)])
-def test_a_step_enters_few_functions(num_envs, most):
+def linear(kind):
+    torch.manual_seed(0)
+    if kind == "torch":
+        return fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical)
+    return fc.jax_policy(lambda params, x: x @ params, jnp.full((4, 2), 0.1), head=fc.heads.categorical)
+
+
+NET = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+IN_TORCH = fc.torch_policy(NET, head=fc.heads.categorical)
+
+
+@pytest.mark.parametrize(("name", "policy", "num_envs", "most"), [
+    ("CartPole-v1", IN_TORCH, None, 250), ("CartPole-v1", IN_TORCH, 1, 250), ("CartPole-v1", IN_TORCH, 8, 400),
+    ("gymnax/CartPole-v1", linear("torch"), 3, 300), ("gymnax/CartPole-v1", linear("jax"), 3, 140),
+])  # fmt: skip
+def test_a_step_enters_few_functions(name, policy, num_envs, most):
     """Those of the environment and of the network, some 45 for each lane's step, are among them."""
-    env = fc.make_env("CartPole-v1", num_envs=num_envs)
-    net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
-    policy = fc.torch_policy(net, head=fc.heads.categorical)
-    state, _ = steps(env, policy, fc.init(env, policy, seed=0), 3)
+    env, _, state = fresh(name, policy, num_envs=num_envs)
+    state, _ = steps(env, policy, state, 3)
     names = entered(fc.step, env, policy, state)
     assert len(names) <= most, names
 
@@ -83,8 +98,7 @@ def test_a_state_that_is_a_value_serves_two_threads():
     with ThreadPoolExecutor(4) as threads:
         runs = list(threads.map(lambda _: steps(env, policy, state, 50)[1], range(8)))
     for run in runs[1:]:
-        for one, two in zip(run, runs[0], strict=True):
-            assert_same(one, two)
+        assert_same(run, runs[0])
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
@@ -100,8 +114,7 @@ def test_to_write_into_a_batch_changes_no_other(name):
             for leaf in leaves(batch).values() if writes else ():
                 leaf.fill_(1)
         runs.append(batches)
-    for one, two in zip(*runs, strict=True):
-        assert_same(one, two)
+    assert_same(*runs)
 
 
 class Planner(fc.PolicyBase):
@@ -153,3 +166,52 @@ def test_after_an_exception_others_go_on():
     assert [batch["collector", "step"].tolist() for batch in batches] == [[0, 0], [1, 1], [2, 2]]
     _, (batch,) = steps(env, policy, other, 1)
     assert batch["collector", "step"].tolist() == [3, 3]
+
+
+@pytest.fixture(scope="module", params=["jax", "torch"])
+def open_pair(request):
+    env, policy, state = fresh("gymnax/CartPole-v1", linear(request.param), num_envs=3)
+    return request.param, env, policy, steps(env, policy, state, 3)[0]
+
+
+def test_states_are_values_and_pairs_alternate(open_pair):
+    kind, env, policy, state = open_pair
+    other = linear(kind)
+    first = fc.step(env, policy, state)
+    others = fc.step(env, other, state)
+    rollouts = [fc.rollout(env, policy, state, 4)[1] for _ in range(2)]
+    again, alike = fc.step(env, policy, state), fc.step(env, other, state)
+    assert_same(first[1], again[1])
+    assert_same(others[1], alike[1])
+    assert_same(*rollouts)
+    assert_same(rollouts[0][:, 0], first[1])
+    assert_same(fc.step(env, policy, first[0])[1], rollouts[0][:, 1])
+
+
+def test_other_parameters_act_at_once(open_pair):
+    kind, env, policy, state = open_pair
+    before = fc.step(env, policy, state)[1]
+    if kind == "torch":
+        with torch.no_grad():
+            policy.module.weight.mul_(-3.0)
+    else:
+        policy.params = policy.params.at[:, 0].set(5.0)
+    after = fc.step(env, policy, state)[1]
+    assert not torch.equal(after["action_log_prob"], before["action_log_prob"])
+    assert_same(after, fc.rollout(env, policy, state.replace(step=state.step + 0), 1)[1][:, 0])
+
+
+def test_a_donated_state_is_refused():
+    env, policy, state = fresh("gymnax/CartPole-v1", linear("jax"), num_envs=3, steps=1)
+    jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 0, state), donate_argnums=0)(state)
+    with pytest.raises(ValueError, match="donated or deleted"):
+        fc.step(env, policy, state)
+
+
+def test_large_columns_stay_apart():
+    env, policy, state = fresh(counting(3))
+    whole = fc.rollout(env, policy, state, 3000)[1]
+    for t in range(0, 40, 10):
+        state, part = fc.rollout(env, policy, state, 10)
+        assert_same(part, whole[:, t : t + 10])
+    assert whole["count"].untyped_storage().nbytes() < 3000 * 64

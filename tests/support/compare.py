@@ -10,6 +10,9 @@ import numpy as np
 import torch
 
 import funcollect as fc
+from funcollect.core.api import run
+from funcollect.core.request import Request
+from funcollect.protocols import is_env
 
 
 def leaves(batch):
@@ -25,7 +28,11 @@ def bits(leaf):
 
 
 def assert_same(one, two):
-    """The same keys, shapes, dtypes and bits."""
+    """The same keys, shapes, dtypes and bits: of two batches, or of those in two sequences."""
+    if isinstance(one, (list, tuple)):
+        for pair in zip(one, two, strict=True):
+            assert_same(*pair)
+        return
     for path, leaf, other in _pairs(one, two):
         assert bits(leaf) == bits(other), f"{path} differs: {differing(leaf, other)}"
 
@@ -59,10 +66,19 @@ def digest(batch):
     return total.hexdigest()
 
 
+def fresh(env, policy=None, *, seed=0, steps=0, **options):
+    """An environment, or what `make_env` takes, a random policy unless one is given, and a state after some steps."""
+    env = env if is_env(env) else fc.make_env(env, **options)
+    policy = fc.random_policy(env) if policy is None else policy
+    state = fc.init(env, policy, seed=seed)
+    return env, policy, fc.rollout(env, policy, state, steps)[0] if steps else state
+
+
 def collect(env, policy, *lengths, seed=1, **options):
+    """The batch of a run in rollouts of these lengths, with options of `funcollect.rollout` or of collectors."""
     state, batches = fc.init(env, policy, seed=seed), []
     for length in lengths:
-        state, batch = fc.rollout(env, policy, state, length, **options)
+        state, batch = run(env, policy, state, Request(length, **options))
         batches.append(batch)
     fc.close(state)
     return joined(batches)

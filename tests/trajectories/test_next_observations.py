@@ -80,6 +80,9 @@ def test_batches_may_be_taken_apart_and_joined():
     for join, dim in ((torch.cat, 0), (torch.cat, 1), (torch.stack, 0)):
         one, two = (join([each[which] for each in pairs], dim) for which in (0, 1))
         assert_same(fc.next_observations(two), one)
+    for there in (whole, fc.next_observations(compact)):  # which is returned as it is
+        assert fc.next_observations(there) is there
+    assert ("next", "observation") not in compact.keys(True)
 
 
 def test_split_trajectories_keep_them():
@@ -87,14 +90,6 @@ def test_split_trajectories_keep_them():
         assert_same(fc.next_observations(fc.split_trajectories(compact)), fc.split_trajectories(whole))
     for whole, compact in both(ENVS["several"], split_trajs=True):
         check(whole, compact)
-
-
-def test_a_batch_that_has_them_is_returned_as_it_is():
-    whole, compact = next(both(ENVS["several"]))
-    assert fc.next_observations(whole) is whole
-    again = fc.next_observations(compact)
-    assert fc.next_observations(again) is again
-    assert ("next", "observation") not in compact.keys(True)
 
 
 def test_rewards_of_several_steps_and_plots_use_them():
@@ -107,15 +102,11 @@ def test_rewards_of_several_steps_and_plots_use_them():
     assert one == two
 
 
-def test_runs_whose_ids_are_the_same_are_refused_together():
+def test_runs_with_equal_ids_and_frames_that_were_cut_or_shuffled_are_refused():
     runs = [next(both(ENVS["several"], seed=seed))[1] for seed in (0, 1)]
-    with pytest.raises(ValueError, match=r"the batch joins several runs .* call next_observations for each run before"):
-        fc.next_observations(torch.stack(runs))
-
-
-def test_frames_that_were_cut_or_shuffled_are_refused():
     _, compact = next(both(ENVS["counting"]))
     for given, message in (
+        (torch.stack(runs), r"the batch joins several runs .* call next_observations for each run before"),
         (compact[:, :8], r"lacks the frame after step 1 of trajectory 9, .* call next_observations"),
         (compact.reshape(-1)[torch.arange(29, -1, -1)], "before frames are shuffled or cut"),
     ):

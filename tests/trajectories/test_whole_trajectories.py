@@ -10,7 +10,7 @@ from gymnasium.wrappers import TimeLimit
 import funcollect as fc
 from funcollect.trajectories.whole_trajectories import PendingTrajectories
 from tests.support.cases import pair, torch_mlp
-from tests.support.compare import assert_same, leaves
+from tests.support.compare import assert_same, fresh, leaves
 from tests.support.envs.counting import always, make_counting
 from tests.support.envs.light_envs import Nested
 from tests.support.running import FORKS_OF_RAY, in_soak
@@ -88,10 +88,12 @@ def test_no_frame_is_lost_or_repeated():
     assert_same(run[again], delivered)
 
 
-def test_an_earlier_value_gives_the_same_again():
+def test_an_earlier_value_gives_the_same_again_and_nothing_else_may_be_pending():
     env, policy = pair("torch/CartPole-v1", "torch_mlp", 3)
     state, _, pending = fc.rollout_trajectories(env, policy, fc.init(env, policy, seed=0), 2)
     assert_same(*(fc.rollout_trajectories(env, policy, state, 5, pending)[1] for _ in range(2)))
+    with pytest.raises(TypeError, match=r"pending is .*, expected PendingTrajectories"):
+        fc.rollout_trajectories(env, policy, state, 2, [])
 
 
 def test_padded():
@@ -138,7 +140,9 @@ def limited():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_lane_of_a_list_has_to_truncate(workers):
+def test_every_lane_of_a_list_has_to_truncate_and_only_environments_of_gymnasium_get_a_limit(workers):
+    with pytest.raises(TypeError, match=r"max_episode_steps was given .* made str, expected a gymnasium.Env"):
+        fc.make_env(lambda: "CartPole-v1", max_episode_steps=3)
     for other, truncates in ((limited, True), (lambda: limited(), not workers), (Nested, False)):
         # With workers, another factory is called in a worker only.
         assert fc.make_env([limited, other], num_workers=workers).truncates == truncates
@@ -152,17 +156,11 @@ class Declared(Nested):
     ("env", "limit"), [(Declared, {}), (Nested, {"max_episode_steps": 9}), ([Nested] * 2, {"max_episode_steps": 9})]
 )
 def test_environments_of_gymnasium_declare_it_or_get_a_limit(env, limit):
-    env = fc.make_env(env, num_envs=2, **limit)
-    policy = fc.random_policy(env)
-    _, batch, _ = fc.rollout_trajectories(env, policy, fc.init(env, policy, seed=0), 4)
+    env, policy, state = fresh(env, num_envs=2, **limit)
+    _, batch, _ = fc.rollout_trajectories(env, policy, state, 4)
     lengths = batch["collector", "step"][batch["next", "done"][:, 0]] + 1
     assert len(lengths) == 4
     assert lengths.max() <= limit.get("max_episode_steps", 100)
-
-
-def test_only_environments_of_gymnasium_get_a_limit():
-    with pytest.raises(TypeError, match=r"max_episode_steps was given .* made str, expected a gymnasium.Env"):
-        fc.make_env(lambda: "CartPole-v1", max_episode_steps=3)
 
 
 @pytest.mark.parametrize("form", ["cat", "padded"])
@@ -319,12 +317,6 @@ def test_statistics_are_those_of_the_frames_delivered(form):
 def test_keywords_that_do_not_go_together(keywords, message):
     with pytest.raises(ValueError, match=message):
         fc.SyncDataCollector("CartPole-v1", **(RANDOM | keywords))
-
-
-def test_something_else_that_is_pending():
-    env, policy = pair("CartPole-v1", "torch_mlp", 3)
-    with pytest.raises(TypeError, match=r"pending is .*, expected PendingTrajectories"):
-        fc.rollout_trajectories(env, policy, fc.init(env, policy, seed=0), 2, [])
 
 
 def test_frames_per_batch_may_be_left_out():

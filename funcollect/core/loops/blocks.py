@@ -31,17 +31,7 @@ from funcollect.core.traced_step.columns import (
     recorded_step,
     write_row,
 )
-from funcollect.core.traced_step.step import (
-    SPARES,
-    Row,
-    SpareStarts,
-    StepConfig,
-    Traced,
-    after_block,
-    run_keys,
-    spare_starts,
-    starts_are_cheap,
-)
+from funcollect.core.traced_step.step import SPARES, SpareStarts, StepConfig, Traced, begin, run_keys, starts_are_cheap
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop import words
 from funcollect.interop.bridge import opened, torch_view
@@ -203,8 +193,9 @@ def _block(
     before: JaxEnvState = moved[0]
     state = rest.replace(env_state=before.current, observation=moved[1])
     bound, keys = opened(bound), run_keys(state.key, state.lane)
-    since, begun_at = state.episode, state.steps
-    spares = () if made_each_step else spare_starts(config.env, state, keys)
+    env, since, begun_at = config.env, state.episode, state.steps
+    count = 0 if made_each_step else SPARES if env.starts == "fresh" else 1  # if episodes of a lane start alike
+    spares = tuple(begin(env, keys, state.lane, since + 1 + i, state.env_params) for i in range(count))
 
     def body(t: Any, carry: tuple[Traced, Packed]) -> tuple[Traced, Packed]:
         state, rows = carry
@@ -217,9 +208,10 @@ def _block(
 
     state, rows = jax.lax.fori_loop(0, steps, body, (state, rows), unroll=unroll)
     begun = state.episode - since
-    if spares and config.env.starts == "fresh":
+    if spares and env.starts == "fresh":
         short = short | (begun > SPARES).any()
-    lanes = after_block(config.env, before, state.env_state, begun > 0)
+    used = before.next_start_used | ((begun > 0) & (env.starts == "fresh"))
+    lanes = before._replace(current=state.env_state, next_start_used=used)
     made = words.add(begun_at, jax.numpy.clip(left, 0, steps))
     moved, rest = _apart(state.changed(env_state=lanes, steps=made))
     return moved, rows, rest, left - steps, short
@@ -232,13 +224,13 @@ def _copy(moved: Moved) -> Moved:
 
 def _one_block(
     plan: _Plan, moved: Moved, rest: Traced, bound: BoundParams, left: Any, short: Any
-) -> tuple[Moved, Traced, Any, Row, Packed]:
+) -> tuple[Moved, Traced, Any, dict[Path, Any], Packed]:
     constants, rows = constant_columns(rest, plan.steps), plan.layout.zeros(plan.steps)
     moved, rows, rest, _, short = _block(plan, moved, rows, rest, bound, left, short)
     return moved, rest, short, constants, rows
 
 
-def _begin(layout: PackedRows, steps: int, capacity: int, state: Traced) -> tuple[Row, Packed, Packed]:
+def _begin(layout: PackedRows, steps: int, capacity: int, state: Traced) -> tuple[dict[Path, Any], Packed, Packed]:
     """Trace the columns that are the same at each step, and zeros for a block's rows and for all columns."""
     return constant_columns(state, capacity), layout.zeros(steps), layout.zeros(capacity)
 

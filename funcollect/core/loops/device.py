@@ -89,9 +89,7 @@ def fork(env: DeviceEnv, state: CollectorState) -> CollectorState:
 def check_uncut(env: DeviceEnv, limit: int | None) -> None:
     """Raise ValueError for a limit on trajectories, which the simulators would not notice."""
     if limit is not None and limit > 0:
-        raise ValueError(
-            f"max_frames_per_traj is {limit}, but {env} resets its lanes itself: set a limit in the simulators"
-        )
+        raise ValueError(f"max_frames_per_traj is {limit}, but {env} resets its lanes itself: set a limit there")
 
 
 def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
@@ -108,10 +106,8 @@ class _DeviceStepper(TensorStepper):
     def begin(self) -> None:
         held: SimulatorHandle = self.state.env_state
         if held.simulation.has_finished and self.request.reset_when_done:
-            raise ValueError(
-                f"lanes of the state are finished, and {self.env} has begun other episodes in them: begin new ones "
-                "with funcollect.reset(env, state)"
-            )
+            mend = "begin other episodes with funcollect.reset(env, state)"
+            raise ValueError(f"lanes of the state are finished, and {self.env} has begun others in them: {mend}")
         self._simulation: _DeviceSimulation = held.claim()
         self.waits = True
         self._move = timed("environment", self._simulation.simulators.step)

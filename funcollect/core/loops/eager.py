@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -18,10 +19,11 @@ from torch import Tensor
 from funcollect.core.batch import REWARD, Book, Page, deliver
 from funcollect.core.request import ANOTHER_POLICY, OpenFor, Request, Rollout, check_state_kind, head_of
 from funcollect.core.state import CollectorState
+from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memory import reads_together
 from funcollect.keys import draw_ahead, random_words
 from funcollect.policies.random_policy import RandomStart
-from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
+from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.processes.system import SIGNS
 from funcollect.protocols import ActorInputs, Columns, Env, Exploration, Policy
 from funcollect.threefry import Words
@@ -227,10 +229,8 @@ def start_of(policy: Policy, state: CollectorState) -> Any:
         held, wanted = state.policy_state.recurrent, initial_state.recurrent
         shapes, own = ([list(leaf.shape) for leaf in optree.tree_leaves(each)] for each in (held, wanted))
         if own != shapes or optree.tree_structure(held) != optree.tree_structure(wanted):
-            raise ValueError(
-                "the state holds the policy state of another policy, with recurrent states of the shapes "
-                f"{shapes}, this policy wants {own}: {ANOTHER_POLICY}"
-            )
+            what = f"the state holds recurrent states of the shapes {shapes}, this policy wants {own}"
+            raise ValueError(f"{what}: {ANOTHER_POLICY}")
     return initial_state
 
 
@@ -325,3 +325,57 @@ def timed(part: str, function: Function) -> Function:
     """Return the function itself, or one that is timed, in a rollout that is."""
     clock: Any = CLOCK.get()
     return function if clock is None else clock.timed(part, function)
+
+
+_COMPILED = ("fused", "captured")  # loops in which nothing can be timed, since one program does it all
+
+
+class TimedLoops(dict[str, Callable[..., Rollout]]):
+    """Loops by name, for `funcollect.core.api.run`; they add up the time of their rollouts."""
+
+    def __init__(self, loops: Mapping[str, Callable[..., Rollout]]) -> None:
+        super().__init__({name: partial(self._run, name, loop) for name, loop in loops.items()})
+        self.loop = ""  # the name of the loop that ran last
+        self.cpu = 0.0  # seconds of this process's CPU time in rollouts
+        self.seconds: dict[str, float] = defaultdict(float)  # by part: "rollout" alone in a loop that is one program
+
+    def _run(self, name: str, loop: Callable[..., Rollout], env: Env, policy: Policy, *given: Any) -> Rollout:
+        clock = Clock(torch.cuda.synchronize if _on_accelerator(env, policy) else None)
+        token = CLOCK.set(None if name in _COMPILED else clock)
+        cpu, began = time.process_time(), time.perf_counter()
+        try:
+            result = loop(env, policy, *given)
+        finally:
+            CLOCK.reset(token)
+        seconds = time.perf_counter() - began
+        parts = {"rollout": seconds} if name in _COMPILED else _parts(seconds, clock.seconds, name == "crossing")
+        for part, spent in parts.items():
+            self.seconds[part] += spent
+        self.loop, self.cpu = name, self.cpu + time.process_time() - cpu
+        return result
+
+
+def _parts(whole: float, spent: dict[str, float], compiled_env: bool) -> dict[str, float]:
+    """The seconds of a rollout by part, from those of its calls.
+
+    Recording is the time of the steps outside of the calls; over a compiled environment it is a part of that.
+    """
+    recording = max(spent["steps"] - spent["environment"] - spent["policy"], 0.0)
+    return {
+        "environment": spent["environment"] + recording * compiled_env,
+        "policy": spent["policy"] + spent["finish"],
+        **({} if compiled_env else {"recording": recording}),
+        "preparation": max(whole - spent["steps"] - spent["finish"] - spent["delivery"], 0.0),
+        "delivery": spent["delivery"],
+    }
+
+
+def _on_accelerator(env: Env, policy: Policy) -> bool:
+    """Whether calls of the environment or of the policy may return before their work is done."""
+    if not torch.cuda.is_available():
+        return False
+    own = policy.run_device if isinstance(policy, TorchBacked) else None
+    places = [env.device] if env.backend in ("torch", "device") else []
+    if any(str(place).startswith("cuda") for place in (own, *places)):
+        return True
+    return "jax" in (env.backend, policy.backend) and import_jax().default_backend() == "gpu"

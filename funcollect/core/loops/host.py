@@ -34,10 +34,9 @@ def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: i
     simulation = Simulation(env, key, lane)
     try:
         if env.forking == "snapshot" and not isinstance(simulation.simulators, SnapshotSimulators):
-            raise TypeError(
-                f"{type(simulation.simulators).__name__} lacks snapshot() or restore(), expected both, since {env} "
-                "has forking='snapshot': write both (see funcollect.envs.SnapshotSimulators), or change forking"
-            )
+            what = f"{type(simulation.simulators).__name__} lacks snapshot() or restore(), expected both"
+            mend = "write both (see funcollect.envs.SnapshotSimulators), or change forking"
+            raise TypeError(f"{what}, since {env} has forking='snapshot': {mend}")
         simulation.restart(range(len(lane)))
         observation, env_state = simulation.observation(), simulation.release()
         return first_state(env, policy, key, lane, total_lanes, env_state=env_state, observation=observation)
@@ -51,10 +50,8 @@ def reset(
 ) -> CollectorState:
     """Implement `funcollect.reset` of the lanes of a mask [P]; with `stale`, `funcollect.recover`."""
     if options is not None and not takes_options(state.env_state.simulation.simulators):
-        raise TypeError(
-            f"options are given, but resets of {env} take none, expected single environments of Gymnasium's, other "
-            "than Atari games: make it from an id or a function, or leave options out"
-        )
+        mend = "make it from an id or a function of Gymnasium's, not of Atari games, or leave options out"
+        raise TypeError(f"options are given, but resets of {env} take none: {mend}")
     simulation: Simulation = state.env_state.claim(stale=stale)
     simulation.show(state.observation)
     if stale and simulation.renewed is not None and simulation.renewed.renew():
@@ -186,9 +183,8 @@ class HostStepper(Stepper):
         if not outputs["action",].is_cpu:
             outputs = {path: column.cpu() for path, column in outputs.items()}
         if self.policy.backend == "jax":
-            check_32_bits(
-                {path: torch.from_numpy(each) for path, (each, _) in zip(self._rows, self.roots, strict=True)}
-            )
+            roots = zip(self._rows, self.roots, strict=True)
+            check_32_bits({path: torch.from_numpy(column) for path, (column, _) in roots})
         if self._values:
             self.infos = {("next", "info", key): _info_column(key, values) for key, values in self._values.items()}
         log = self._simulation.action_log

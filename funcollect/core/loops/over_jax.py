@@ -25,17 +25,8 @@ from funcollect.core.loops.blocks import OPTIONS as BLOCKS
 from funcollect.core.loops.blocks import BlockLoop, BlockOptions
 from funcollect.core.request import OpenFor, Request, Rollout, StepOptions, check_state_kind, is_live
 from funcollect.core.state import CollectorState, origin_of, policy_start
-from funcollect.core.traced_step.columns import (
-    BatchOfBytes,
-    bucket,
-    constant_columns,
-    empty_columns,
-    packed,
-    recorded_step,
-    typed,
-    write_row,
-)
-from funcollect.core.traced_step.step import Row, SpareStarts, StepConfig, after_block, run_keys, starts_are_cheap
+from funcollect.core.traced_step.columns import BatchOfBytes, bucket, memory, packed, recorded_step, typed, write_row
+from funcollect.core.traced_step.step import Row, SpareStarts, StepConfig, run_keys, starts_are_cheap
 from funcollect.envs.jax_envs.jax_env import check_unchanged
 from funcollect.interop.bridge import follow_torch, jax_view, opened, torch_followed, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
@@ -109,8 +100,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
         if done is None:
             return _Opened(env, policy, state, request).made(bound, state)
         after, leaves = done
-        leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
-        return after, batch_of(env, policy, state, leaves, with_time=request.with_time)
+        return after, batch_of(env, policy, state, leaves, request)
 
 
 class _Opened(OpenFor):
@@ -147,8 +137,8 @@ class _Opened(OpenFor):
         env, policy, request = self._env, self._policy, self._request
         after, columns, places = self._program(bound, state, self._length)
         if places is None:
-            leaves = {path: torch_view(column)[: request.length] for path, column in columns.items()}
-            return after, batch_of(env, policy, state, leaves, with_time=request.with_time)
+            leaves = {path: torch_view(column) for path, column in columns.items()}
+            return after, batch_of(env, policy, state, leaves, request)
         if self._shown is None:
             self._shown = BatchOfBytes(places, env, outputs_in((path for path, *_ in places.of), state), request)
         return after, self._shown.of(torch_view(columns), lambda outputs: policy.finish(outputs, env.action_spec))
@@ -195,10 +185,8 @@ def place_of(state: CollectorState) -> Any:
     """Return the sharding of a state; raise ValueError if it lies on several devices, since Torch cannot read it."""
     place = state.lane.sharding
     if len(place.device_set) > 1:
-        raise ValueError(
-            f"the state lies on {len(place.device_set)} devices, expected one: call funcollect.traced.rollout in your "
-            "own shard_map and funcollect.deliver on its result, or gather the state with jax.device_put"
-        )
+        mend = "call funcollect.traced.rollout in a shard_map, and funcollect.deliver, or gather it by jax.device_put"
+        raise ValueError(f"the state lies on {len(place.device_set)} devices, expected one: {mend}")
     return place
 
 
@@ -213,11 +201,11 @@ def _loop(
         state, row = recorded_step(config, bound, carry[0], keys)
         return state, write_row(carry[1], row, t)
 
-    columns = empty_columns(config, bound, state, capacity)
+    columns, constants = memory(config, bound, state, capacity)
     after, columns = import_jax().lax.fori_loop(0, length, body, (state, columns))
     never = import_jax().numpy.zeros((capacity, state.num_lanes), bool)
     flags = dict.fromkeys(ROOT_FLAGS, never) if options.reset_when_done else {}
-    return after, *packed(columns | constant_columns(state, capacity) | flags)
+    return after, *packed(columns | constants | flags)
 
 
 def outputs_in(paths: Iterable[Path], state: CollectorState) -> list[Path]:
@@ -225,13 +213,11 @@ def outputs_in(paths: Iterable[Path], state: CollectorState) -> list[Path]:
     return [path for path in paths if len(path) == 1 and path not in ROOT_FLAGS and path not in state.observation]
 
 
-def batch_of(
-    env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor], *, with_time: bool = True
-) -> TensorDict:
-    """Return the batch of columns [T, P, ...], checked."""
-    leaves = typed(leaves, env)
+def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, columns: Columns, request: Request) -> TensorDict:
+    """Return the batch of columns [T or more, P, ...], checked."""
+    leaves = typed({path: column[: request.length] for path, column in columns.items()}, env)
     outputs = policy.finish({path: leaves.pop(path) for path in outputs_in(leaves, state)}, env.action_spec)
-    return checked_batch(env, leaves | outputs, with_time=with_time)
+    return checked_batch(env, leaves | outputs, with_time=request.with_time)
 
 
 def run_crossing(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
@@ -319,8 +305,9 @@ class _CrossingStepper(eager.Stepper):
     def after(self, policy_state: Any, counters: dict[str, Tensor]) -> CollectorState:
         after: CollectorState = self._now
         if not self._config.branches:
-            begun, current = after.episode != self._before.episode, after.env_state.current
-            after = after.changed(env_state=after_block(self.env, self._before.env_state, current, begun))
+            lanes, used = self._before.env_state, (after.episode != self._before.episode) & (self.env.starts == "fresh")
+            lanes = lanes._replace(current=after.env_state.current, next_start_used=lanes.next_start_used | used)
+            after = after.changed(env_state=lanes)
         return after.replace(policy_state=policy_state)
 
 
@@ -329,12 +316,12 @@ def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[Co
     jax = import_jax()
     spec = config.env.action_spec
     action = jax.ShapeDtypeStruct((state.num_lanes, *spec.shape), _jax_dtype(spec))
-    columns = empty_columns(config, action, state, capacity)
+    columns, constants = memory(config, action, state, capacity)
     del columns["action",]  # the actor records the policy's outputs
     copied: CollectorState = jax.tree.map(jax.numpy.copy, state)
     if not config.branches:  # starts are made at each step
         copied = copied.changed(env_state=SpareStarts(copied.env_state.current, (), jax.numpy.copy(state.episode)))
-    return copied, columns, constant_columns(state, capacity), run_keys(state.key, state.lane)
+    return copied, columns, constants, run_keys(state.key, state.lane)
 
 
 def _advance(config: StepConfig, state: CollectorState, columns: Row, keys: Any, t: Any, action: Any) -> Any:

@@ -20,9 +20,9 @@ from typing_extensions import override
 from funcollect.core.batch import NEXT_FLAGS, Book, deliver, reset_counters
 from funcollect.core.loops import eager
 from funcollect.core.loops.eager import Stepper, TrajectoryLimit, inputs_of, timed
-from funcollect.core.request import NOWHERE, Request, Rollout, check_states, split_states, step_limit
-from funcollect.core.state import CollectorState, ReadOnlyDict, first_state, origin_of
-from funcollect.envs.base import checked_start, checked_transition
+from funcollect.core.request import NOWHERE, Request, Rollout, given_starts, step_limit
+from funcollect.core.state import CollectorState, first_state, origin_of
+from funcollect.envs.base import checked_start, checked_transition, leaves_of
 from funcollect.errors import EnvError, LoweringError
 from funcollect.interop.cuda_graph import CaptureError, CudaGraph, written
 from funcollect.interop.memo import memo_of
@@ -49,37 +49,29 @@ def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: 
     for leaf in optree.tree_leaves(env_state, namespace=NAMESPACE):
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != lane.shape:
             got = tuple(leaf.shape) if isinstance(leaf, Tensor) else shown(leaf)
-            raise EnvError(
-                f"the env_state that reset of {env} returned holds {got}, expected tensors [{len(lane)}, ...] in nodes "
-                f"that optree knows: keep constants in params, register classes with optree in {NAMESPACE!r}"
-            )
+            wanted = f"tensors [{len(lane)}, ...] in nodes that optree knows"
+            mend = f"keep constants in params, register classes with optree in {NAMESPACE!r}"
+            raise EnvError(f"the env_state that reset of {env} returned holds {got}, expected {wanted}: {mend}")
     return first_state(env, policy, key, lane, total_lanes, env_state=env_state, observation=observation)
 
 
 def reset(env: TorchEnv, state: CollectorState, lanes: Tensor, *, to: Any = None, **_: bool) -> CollectorState:
     """Implement `funcollect.reset` of the lanes of a mask [P]; states are values and never stale."""
-    episode = state.episode + lanes
-    keys = LaneKeys.of(state.key, Purpose.RESET, state.lane, episode)
-    start = _begin(env, keys, state.env_params) if to is None else _given_start(env, state, to)
-    env_state, observation = select(lanes, start, (state.env_state, dict(state.observation)))
+    episode, held, params = state.episode + lanes, (state.env_state, dict(state.observation)), state.env_params
+    if to is None:
+        start = _begin(env, LaneKeys.of(state.key, Purpose.RESET, state.lane, episode), params)
+    else:
+        start = given_starts(env, held, to, lambda observe, states: observe(states, params), _differing, by_path)
+    env_state, observation = select(lanes, start, held)
     return state.replace(env_state=env_state, observation=observation, **reset_counters(state, lanes, episode))
 
 
-def _given_start(env: TorchEnv, state: CollectorState, to: Any) -> Start:
-    """Return the states and observations [P, ...] in `to`, checked."""
-    describe = lambda leaf: (getattr(leaf, "dtype", type(leaf)), *getattr(leaf, "shape", ()))  # noqa: E731
-    form: Any = partial(optree.tree_map, describe, namespace=NAMESPACE)
-    own, seen, params = form(state.env_state), form(dict(state.observation)), state.env_params
-    env_state, observation = split_states(env, to, lambda call: call(to, params), alone=form(to) == own)
-    check_states(env, "environment states", form(env_state) != own and f"{own}, then {form(env_state)}")
-    root = dict(observation) if isinstance(observation, ReadOnlyDict) else by_path(env, observation)
-    check_states(env, "observations", form(root) != seen and f"{seen}, then {form(root)}")
-    return env_state, root
+def _differing(one: Any, other: Any) -> str:
+    def form(leaf: Any) -> Any:
+        return getattr(leaf, "dtype", type(leaf)), *getattr(leaf, "shape", ())
 
-
-def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
-    """Implement `funcollect.fork`: the state itself, which is a value."""
-    return state
+    forms: Any = [optree.tree_map(form, each, namespace=NAMESPACE) for each in (one, other)]
+    return "" if forms[0] == forms[1] else f"{forms[0]}, then {forms[1]}"
 
 
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
@@ -89,21 +81,14 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
 
 
 def _begin(env: TorchEnv, keys: LaneKeys, params: Any) -> Start:
-    """Return state and observation of all lanes at the start of their episodes: a function of the arguments."""
     env_state, observation = checked_start(env, timed("environment", env.reset)(keys, params))
     return env_state, by_path(env, observation)
 
 
 def by_path(env: TorchEnv | DeviceEnv, observation: Any) -> dict[Path, Tensor]:
     """Return the leaves of an observation by their keys in a batch; EnvError if it lacks its space's structure."""
-    try:
-        leaves = disassemble(env.observation_space, observation)
-        return {leaf.path: value for leaf, value in zip(env.observation_leaves, leaves, strict=True)}
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EnvError(
-            f"the observation of {env} is {type(observation).__name__} and lacks the structure of its space "
-            f"{env.observation_space} ({error!r}): correct the environment or the space"
-        ) from error
+    leaves = leaves_of(env, observation, f"the observation of {type(env).__name__}")
+    return {leaf.path: value for leaf, value in leaves}
 
 
 def check_tensors(env: TorchEnv | DeviceEnv, root: dict[Path, Tensor], num_lanes: int) -> None:
@@ -114,7 +99,6 @@ def check_tensors(env: TorchEnv | DeviceEnv, root: dict[Path, Tensor], num_lanes
 
 
 def _check_step(env: TorchEnv | DeviceEnv, answer: Any, num_lanes: int) -> None:
-    """Raise EnvError unless `step` returned reward and flags [P], the flags bool, and an observation of the space."""
     transition = checked_transition(env, answer)
     for name in ("reward", "terminated", "truncated"):
         value = getattr(transition, name)
@@ -288,8 +272,6 @@ class _Before(NamedTuple):
 
 
 class _After(NamedTuple):
-    """What a graph computes."""
-
     next: _Before  # where the next steps begin: mostly the memory that the graph reads, so that nothing is copied
     columns: dict[Path, Tensor]  # [K, P, ...]
     recorded: list[Tensor]  # of the policy
@@ -307,9 +289,7 @@ def run_captured(env: TorchEnv, policy: Policy, state: CollectorState, request: 
         policy_state, initial_state = (each.on(env.device) for each in (inputs.policy_state, inputs.initial_state))
         inputs = inputs._replace(policy_state=policy_state, initial_state=initial_state)
     before: Any = _before(env, policy, state, inputs)
-    generator = inputs.policy_state.generator.clone()
-    columns: dict[Path, Tensor] = {}
-    recorded: list[Tensor] = []
+    generator, columns, recorded = inputs.policy_state.generator.clone(), dict[Path, Tensor](), list[Tensor]()
     with torch_generator(generator, env.device):
         for start in range(0, request.length, STEPS):
             steps = slice(start, min(start + STEPS, request.length))
@@ -362,10 +342,9 @@ def _launch(
     try:
         graph = CudaGraph(partial(_steps, env, policy, request, inputs), leaves, treedef, env.device)
     except CaptureError as error:
-        raise LoweringError(
-            f"compile='cudagraph' cannot capture the steps of {env!r} with this policy ({shown(error, 300)}): read no "
-            "value of a tensor on the host and make none there, in environment and module, or leave compile out"
-        ) from error
+        what = f"compile='cudagraph' cannot capture the steps of {env!r} with this policy ({shown(error, 300)})"
+        mend = "read no value of a tensor on the host and make none there, or leave compile out"
+        raise LoweringError(f"{what}: {mend}") from error
     graphs[:] = [*graphs[1 - _MOST_GRAPHS :], (which, graph)]
     return graph(leaves)
 

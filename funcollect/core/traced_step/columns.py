@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +22,9 @@ from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax, with_jax
 from funcollect.protocols import Columns, JaxEnv
 from funcollect.specs import torch_dtype
-from funcollect.trajectories.split import LANE, check_time_first
+from funcollect.trajectories.split import LANE, STEP, TRAJECTORY_IDS, check_time_first
 from funcollect.tree import Path, flatten, form_of
 
-Name = TypeVar("Name")
 Dtypes = dict[Path, torch.dtype]
 Packed = dict[str, Any]  # arrays [R] of a row, or [T, R] of columns, by the name of their dtype; and the large leaves
 _LARGE = 1 << 22  # bytes of a leaf: to write them takes longer than a kernel does by itself
@@ -33,10 +32,9 @@ _SMALL = 1 << 17  # bytes of columns
 _AS_TENSORS = 64  # bytes: each such column begins at a multiple, since Torch's bits depend on the alignment
 _ALIGNED = 16  # bytes: each leaf begins at a multiple, so that Torch can view two words as an int64
 
-_EPISODE, _LANE, _VERSION = ("collector", "episode"), ("collector", "lane"), ("collector", "policy_version")
-_TRAJECTORY = ("collector", "traj_ids")
-_CONSTANT = [_LANE, _VERSION]  # the same at every step
-_COUNTERS: Dtypes = dict.fromkeys((_TRAJECTORY, ("collector", "step"), *_CONSTANT), torch.int64)
+_EPISODE = ("collector", "episode")
+_CONSTANT = [LANE, ("collector", "policy_version")]  # the same at every step
+_COUNTERS: Dtypes = dict.fromkeys((TRAJECTORY_IDS, STEP, *_CONSTANT), torch.int64)
 _DONE = ("next", "done")
 
 
@@ -70,18 +68,19 @@ def bucket(length: int) -> int:
 def constant_columns(state: Traced, capacity: int) -> Row:
     """Trace the columns [capacity, P] of the entries that are the same at every step."""
     jnp = import_jax().numpy
-    lanes = {path: jnp.broadcast_to(getattr(state, path[-1]), state.lane.shape) for path in _CONSTANT}
-    rows = {path: words.int64(values) for path, values in lanes.items()}
-    return {path: jnp.broadcast_to(row, (capacity, *row.shape)) for path, row in rows.items()}
+    lanes = (jnp.broadcast_to(getattr(state, path[-1]), state.lane.shape) for path in _CONSTANT)
+    rows = zip(_CONSTANT, map(words.int64, lanes), strict=True)
+    return {path: jnp.broadcast_to(row, (capacity, *row.shape)) for path, row in rows}
 
 
-def empty_columns(config: StepConfig, bound: Any, state: Traced, capacity: int) -> Row:
-    """Trace columns of zeros for `recorded_row`."""
+def memory(config: StepConfig, bound: Any, state: Traced, capacity: int) -> tuple[Row, Row]:
+    """Trace columns of zeros for `recorded_row`, and the constant ones."""
     zeros, row = import_jax().numpy.zeros, recorded_row(config, bound, state)
-    return {path: zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in row.items()}
+    columns = {path: zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in row.items()}
+    return columns, constant_columns(state, capacity)
 
 
-def write_row(columns: dict[Name, Any], row: dict[Name, Any], t: Any) -> dict[Name, Any]:
+def write_row(columns: dict[Any, Any], row: dict[Any, Any], t: Any) -> dict[Any, Any]:
     """Trace the columns with row `t` written; a row may have keys without a column."""
     write = import_jax().lax.dynamic_update_index_in_dim
     return {path: write(column, row[path], t, 0) for path, column in columns.items()}
@@ -97,20 +96,19 @@ def dtypes_of(env: JaxEnv) -> Dtypes:
 
 def _widen(row: Row, *, dtypes: Dtypes, total_lanes: int) -> Row:
     """Trace 64-bit integers, as words [..., 2] of int32 if JAX has no int64, and trajectory ids from episodes."""
-    row = dict(row)
-    episode, lane = row.pop(_EPISODE), row[_LANE]
+    ids = words.trajectory_ids(row[LANE], row[_EPISODE], total_lanes)
     wide = {path: words.int64(value) for path, value in row.items() if dtypes.get(path) == torch.int64}
-    return row | wide | {_TRAJECTORY: words.trajectory_ids(lane, episode, total_lanes)}
+    return {path: value for path, value in (row | wide).items() if path != _EPISODE} | {TRAJECTORY_IDS: ids}
 
 
 def typed(leaves: dict[Path, Tensor], of: JaxEnv | Dtypes) -> dict[Path, Tensor]:
     """Return the leaves in the dtypes of a batch: words as int64 over the same memory, others converted."""
     dtypes = of if isinstance(of, dict) else dtypes_of(of)
-    wanted = ((path, leaf, dtypes.get(path, leaf.dtype)) for path, leaf in leaves.items())
-    return {
-        path: words.as_int64(leaf) if (dtype, leaf.dtype) == (torch.int64, torch.int32) else leaf.to(dtype)
-        for path, leaf, dtype in wanted
-    }
+    return {path: _whole(leaf, dtypes.get(path)).to(dtypes.get(path, leaf.dtype)) for path, leaf in leaves.items()}
+
+
+def _whole(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return words.as_int64(leaf) if (dtype, leaf.dtype) == (torch.int64, torch.int32) else leaf
 
 
 def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes: int | None = None) -> TensorDict:
@@ -133,12 +131,10 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
     check_kind("env", env, (JaxEnv, type(None)), "pass that of the rollout")
     check_optional_positive("total_lanes", total_lanes)
     flat = _checked(arrays)
-    check_time_first(flat.get(LANE))
-    total = flat[_DONE].shape[-1] if total_lanes is None else total_lanes
-    integers = np.dtype(flat["action",].dtype).kind in "iu"
-    guessed = _COUNTERS | ({("action",): torch.int64} if integers else {})
-    dtypes = guessed if env is None else dtypes_of(env)
-    columns = _widening(frozenset(dtypes.items()), total)(flat)
+    dtypes = _COUNTERS if env is None else dtypes_of(env)
+    if env is None and np.dtype(flat["action",].dtype).kind in "iu":
+        dtypes = dtypes | {("action",): torch.int64}
+    columns = _widening(frozenset(dtypes.items()), total_lanes or flat[_DONE].shape[-1])(flat)
     devices = {device for column in columns.values() for device in column.sharding.device_set}
     if len(devices) > 1:  # DLPack does not support several
         columns = import_jax().device_put(columns, min(devices, key=lambda each: each.id))
@@ -156,22 +152,17 @@ def _widening(dtypes: frozenset[tuple[Path, torch.dtype]], total_lanes: int) -> 
 def _checked(arrays: Any) -> Row:
     check_kind("arrays", arrays, Mapping, "pass the dict that traced.rollout returned")
     flat = flatten(arrays)
-    needed = [("action",), REWARD, _DONE, _EPISODE, _LANE]
+    needed = [("action",), REWARD, _DONE, _EPISODE, LANE]
     if missing := [".".join(path) for path in needed if path not in flat]:
-        raise ValueError(
-            f"the arrays lack {missing}, expected all arrays that traced.rollout returned: pass the whole result"
-        )
+        raise ValueError(f"the arrays lack {missing}, expected all that traced.rollout returned: pass the whole result")
     if flat[_DONE].ndim < 2:
-        raise ValueError(
-            f"next.done has shape {list(flat[_DONE].shape)}, expected [T, P]: give what traced.step returned a time "
-            "dimension, jax.tree.map(lambda leaf: leaf[None], arrays)"
-        )
+        mend = "give the result of traced.step a time dimension, jax.tree.map(lambda leaf: leaf[None], arrays)"
+        raise ValueError(f"next.done has shape {list(flat[_DONE].shape)}, expected [T, P]: {mend}")
+    check_time_first(flat[LANE])
     return flat
 
 
 class _Place(NamedTuple):
-    """Where a leaf lies in a row."""
-
     carrier: str  # the dtype of the array that holds it
     first: int
     shape: tuple[int, ...]
@@ -179,13 +170,9 @@ class _Place(NamedTuple):
 
 
 class PackedRows:
-    """The places of a row's leaves. All but large ones share an array of integers with others of the same size.
+    """The places of a row's leaves. All but large ones share an array of integers with others of the same size."""
 
-    Args:
-        row: arrays, or their shapes and dtypes.
-    """
-
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: Row) -> None:  # of arrays, or their shapes and dtypes
         self._places: dict[Path, _Place] = {}
         self._sizes: dict[str, int] = {}
         self._alone: dict[str, tuple[Path, Any]] = {}  # large leaves
@@ -244,13 +231,6 @@ class Places:
     of: tuple[tuple[Path, int, tuple[int, ...], torch.dtype], ...]
     size: int  # bytes
 
-    def columns(self, memory: Tensor) -> dict[Path, Tensor]:
-        """The columns over the array [size]."""
-        return {
-            path: memory[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for path, first, shape, dtype in self.of
-        }
-
 
 with_jax(lambda jax: jax.tree_util.register_static(Places))
 
@@ -276,14 +256,12 @@ class View(NamedTuple):
     """Where a leaf lies in an array of bytes."""
 
     read: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    first: int  # in elements
+    place: tuple[torch.Size, tuple[int, ...], int]  # size, stride, and the first element
     dtype: torch.dtype  # that it has in a batch
 
     def of(self, arrays: Mapping[torch.dtype, Tensor]) -> Tensor:
         """The leaf, from the array in each dtype."""
-        leaf = arrays[self.read].as_strided(self.size, self.stride, self.first)
+        leaf = arrays[self.read].as_strided(*self.place)
         return leaf if self.dtype is self.read else leaf.to(self.dtype)
 
 
@@ -295,12 +273,12 @@ class BatchOfBytes:
 
         def view(path: Path, leaf: Tensor) -> View:
             place = leaf.size(), leaf.stride(), int(leaf.storage_offset())
-            return View(leaf.dtype, *place, dtypes.get(path, leaf.dtype))
+            return View(leaf.dtype, place, dtypes.get(path, leaf.dtype))
 
-        columns = places.columns(torch.empty(places.size, dtype=torch.uint8, device="meta"))
-        wide = [path for path, leaf in columns.items() if (dtypes.get(path), leaf.dtype) == (torch.int64, torch.int32)]
-        columns = typed(columns, dict.fromkeys(wide, torch.int64))
-        columns = {path: column[: request.length] for path, column in columns.items()}
+        memory, columns = torch.empty(places.size, dtype=torch.uint8, device="meta"), dict[Path, Tensor]()
+        for path, first, shape, dtype in places.of:
+            column = memory[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            columns[path] = _whole(column, dtypes.get(path))[: request.length]
         self._outputs = {path: view(path, columns.pop(path)) for path in outputs}
         self._reward = view(REWARD, columns[REWARD])
         self._shown: Any = {"single": env.num_envs is None, "with_time": request.with_time}

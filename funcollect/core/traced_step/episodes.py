@@ -95,9 +95,7 @@ def episode_stats(batch: Batch, previous: TracedEpisodeStats | None = None) -> T
         check_kind("previous.open", previous.open, OpenEpisodes, "pass the result of traced.episode_stats")
         start = previous.open
         if (before := start.returns.shape) != (now := rows.reward.shape[1:]):
-            raise ValueError(
-                f"the batch before had rewards {list(before)}, this one has {list(now)}: give one run's batches"
-            )
+            raise ValueError(f"the batch before had rewards {list(before)}, this one has {list(now)}: give one run's")
     open_, (returns, lengths, ended) = import_jax().lax.scan(after_frame, start, rows)
     return TracedEpisodeStats(returns, lengths, ended, open_)
 
@@ -152,14 +150,10 @@ def _rows(batch: Any) -> Frame:
     try:
         rows = frame_of(batch)
     except KeyError as error:
-        raise ValueError(
-            f"the batch lacks {error}, expected all arrays that traced.rollout returned: pass the whole result"
-        ) from None
+        raise ValueError(f"the batch lacks {error}, expected all that traced.rollout returned: pass it all") from None
     if rows.done.ndim != 2:
-        raise ValueError(
-            f"next.done has shape {list(rows.done.shape)}, expected [T, P]: call this inside vmap for batches of "
-            "several runs, and give the result of traced.step a time dimension"
-        )
+        mend = "call this inside vmap for batches of several runs, give the result of traced.step a time dimension"
+        raise ValueError(f"next.done has shape {list(rows.done.shape)}, expected [T, P]: {mend}")
     check_time_first(batch["collector"].get("lane"))
     return rows
 

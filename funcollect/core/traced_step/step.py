@@ -11,8 +11,7 @@ import numpy as np
 
 from funcollect.core.batch import NEXT_FLAGS, ROOT_FLAGS
 from funcollect.core.env_params import LaneRows, call_in_lanes, map_rows, of_one_lane, recorded_params
-from funcollect.core.request import ANOTHER_POLICY, StepOptions, check_states, head_of, split_states
-from funcollect.core.state import ReadOnlyDict
+from funcollect.core.request import ANOTHER_POLICY, StepOptions, given_starts, head_of
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, differing, reset_lane, step_lane
 from funcollect.errors import PolicyError
 from funcollect.interop import words
@@ -20,13 +19,7 @@ from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Purpose
 from funcollect.policies.checks import check_apart
-from funcollect.policies.jax_functions.jax_policy import (
-    WithEnvState,
-    match_log_prob,
-    reads_env_state,
-    traced_policy,
-    traced_random,
-)
+from funcollect.policies.jax_functions import jax_policy
 from funcollect.policies.jax_functions.program import TracedCall, drawing
 from funcollect.policies.numerics import jax_numerics
 from funcollect.protocols import BoundParams, JaxEnv, Policy, Transition
@@ -90,7 +83,7 @@ class StepConfig:
     @classmethod
     def of(cls, env: JaxEnv, policy: Policy, num_lanes: int, options: StepOptions, **own: bool) -> StepConfig:
         """The configuration for a policy that can be traced."""
-        answer = traced_policy(policy, env.action_spec, num_lanes, options.exploration_type)
+        answer = jax_policy.traced_policy(policy, env.action_spec, num_lanes, options.exploration_type)
         return cls(env=env, policy=policy, answer=answer, options=options, **own)
 
 
@@ -135,21 +128,17 @@ def _act(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
     observation = assemble(config.env.observation_space, state.observation)
     initial = config.policy.init(state.key, state.num_lanes)
     if difference := differing(state.policy_state, initial):
-        raise ValueError(
-            f"the state holds the policy state of another policy (first its own, then what this policy wants): "
-            f"{difference}: {ANOTHER_POLICY}"
-        )
+        what = "the state holds the policy state of another policy (first its own, then what this policy wants)"
+        raise ValueError(f"{what}: {difference}: {ANOTHER_POLICY}")
     remembered = where_lanes(state.step == 0, initial, state.policy_state)
     draw, seen = drawing(keys.of(Purpose.NOISE), state.steps), observation
-    if reads_env_state(config.policy):
-        seen = WithEnvState(observation, state.env_state.current)
+    if jax_policy.reads_env_state(config.policy):
+        seen = jax_policy.WithEnvState(observation, state.env_state.current)
     policy_state, outputs = config.answer(bound, remembered, seen, draw)
     policy_state = varying(state.lane, without_weak_types(policy_state))
     if difference := differing(remembered, policy_state):
-        raise PolicyError(
-            f"the policy's state changes in a step: {difference}; a compiled loop wants the same structure, shapes and "
-            "dtypes at every step: cast it, or give initial_state as the steps return it"
-        )
+        mend = "a compiled loop wants the same at every step: cast it, or give initial_state as the steps return it"
+        raise PolicyError(f"the policy's state changes in a step: {difference}; {mend}")
     if config.options.random_steps:
         outputs = _random_start(config, state, keys, observation, outputs)
     return policy_state, outputs
@@ -162,12 +151,12 @@ def _random_start(
 
     def randomly() -> dict[str, Any]:
         draw = drawing(keys.of(Purpose.RANDOM_ACTION), state.steps)
-        action, log_prob = traced_random(config.env.action_spec, draw, observation)
+        action, log_prob = jax_policy.traced_random(config.env.action_spec, draw, observation)
         head = head_of(config.policy)
         beside = {"action": action} if head is None else head.record(jax_numerics(), action, config.env.action_spec)
         drawn = {name: value.astype(outputs[name].dtype) for name, value in beside.items()}
         if "action_log_prob" in outputs:
-            drawn["action_log_prob"] = match_log_prob(log_prob, outputs["action_log_prob"])
+            drawn["action_log_prob"] = jax_policy.match_log_prob(log_prob, outputs["action_log_prob"])
         return outputs | drawn
 
     early = (state.steps[1] == 0) & (state.steps[0] < np.uint32(config.options.random_steps))
@@ -178,7 +167,6 @@ def _random_start(
 
 
 def _move(config: StepConfig, state: Traced, action: Any, keys: RunKeys) -> Transition:
-    """Step the environment in all lanes, and truncate those that reach the limit."""
     own = keys.at(Purpose.DYNAMICS, state.steps[1], state.steps[0]), state.env_state.current, action
     moved: Transition = call_in_lanes(partial(step_lane, config.env), state.env_params, *own)
     truncated = moved.truncated
@@ -244,15 +232,9 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
 
 def continue_from(env: JaxEnv, state: Traced, mask: Any, to: Any) -> Traced:
     """Return the state whose lanes of `mask` [P] stand at environment states `to`, or at those in a pair with views."""
-    held = state.env_state.current, dict(state.observation)
-    to = to.current if isinstance(to, JaxEnvState) else to
-    alone, params = not differing(held[0], to), state.env_params
-    env_states, seen = split_states(env, to, lambda observe: call_in_lanes(observe, params, to), alone=alone)
-    env_states = env_states.current if isinstance(env_states, JaxEnvState) else env_states
-    check_states(env, "environment states", differing(held[0], env_states))
-    found = dict(seen) if isinstance(seen, ReadOnlyDict) else by_path(env, seen)
-    check_states(env, "observations", differing(held[1], found))
-    current, observation = where_lanes(mask, (env_states, found), held)
+    held, params = (state.env_state.current, dict(state.observation)), state.env_params
+    given = given_starts(env, held, to, lambda observe, to: call_in_lanes(observe, params, to), differing, by_path)
+    current, observation = where_lanes(mask, given, held)
     return state.changed(env_state=state.env_state._replace(current=current), observation=observation)
 
 
@@ -270,10 +252,8 @@ def _kept_starts(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> tuple[
         next_start: Start = jax.lax.cond(refill, start_anew, lambda: lanes.next_start)
     except TypeError as error:
         if difference := differing(lanes.next_start, jax.eval_shape(start_anew)):
-            raise ValueError(
-                f"the state does not fit the environment as JAX traces it now: {difference}; jax_enable_x64 may have "
-                "been set in between: make another state with init"
-            ) from error
+            what = f"the state does not fit the environment as JAX traces it now: {difference}"
+            raise ValueError(f"{what}; jax_enable_x64 may have been set: make another state with init") from error
         raise
     used = (lanes.next_start_used & ~refill) | (mask & (env.starts == "fresh"))
     return next_start, JaxEnvState(lanes.current, next_start, used)
@@ -286,17 +266,6 @@ def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any, params: Any) -> S
     env_state, observation = call_in_lanes(partial(reset_lane, env), params, own, coming=True)
     begun: Start = varying(lane, (without_weak_types(env_state), observation))
     return begun
-
-
-def spare_starts(env: JaxEnv, state: Traced, keys: RunKeys) -> tuple[Start, ...]:
-    """Return the spares of lanes in this state; one suffices where all episodes of a lane start alike."""
-    count = SPARES if env.starts == "fresh" else 1
-    return tuple(begin(env, keys, state.lane, state.episode + 1 + i, state.env_params) for i in range(count))
-
-
-def after_block(env: JaxEnv, before: JaxEnvState, current: Any, begun: Any) -> JaxEnvState:
-    """Return the lanes' state after a block: the kept starts of lanes that have `begun` an episode [P] are used."""
-    return before._replace(current=current, next_start_used=before.next_start_used | (begun & (env.starts == "fresh")))
 
 
 def starts_are_cheap(env: JaxEnv, params: Any) -> bool:

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 import funcollect as fc
-from funcollect.core.api import run
 from funcollect.core.loops import over_jax
-from funcollect.core.request import Request
 from funcollect.envs.jax_envs.suites import from_gymnax
 from funcollect.keys import Purpose, key_from_seed, lane_keys, random_words
 from tests.support.cases import tensordict_actor, tensordict_module, torch_mlp, torch_normal, torch_recurrent
@@ -54,12 +52,7 @@ def test_gives_what_the_fused_loop_gives(num_envs, options):
     env = from_gymnax("CartPole-v1", num_envs=num_envs)
     crossing = fc.torch_policy(lambda x: (x[:, 2] > 0).long(), compile="eager")
     fused = fc.jax_policy(lambda params, x: (x[:, 2] > 0).astype(jnp.int32), None)
-    batches = []
-    for policy in (crossing, fused):
-        state = fc.init(env, policy, seed=0)
-        for length in (40, 40):
-            state, batch = run(env, policy, state, Request(length=length, **options))
-        batches.append(batch)
+    batches = [collect(env, policy, 40, 40, seed=0, **options) for policy in (crossing, fused)]
     assert_same(*batches)
     assert batches[0]["next", "done"].any()
     assert batches[0]["action"].dtype == torch.int64
@@ -101,23 +94,17 @@ def test_one_program_for_all_rollouts():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_host_waits_for_nothing(monkeypatch):
-    env = from_gymnax("CartPole-v1", num_envs=64)
-    policy = fc.torch_policy(nn.Linear(4, 2).cuda(), head=fc.heads.categorical, compile="eager")
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 32)  # compiles
-    calls = forbid_waits(monkeypatch, over_jax._CrossingStepper, "step", "cuda")
-    _, batch = fc.rollout(env, policy, state, 32)
-    assert len(calls) == 32
-    assert {leaf.device.type for leaf in leaves(batch).values()} == {"cuda"}
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_cuts_change_nothing():
+def test_on_a_gpu_the_host_waits_for_nothing_and_cuts_change_nothing(monkeypatch):
     env = from_gymnax("CartPole-v1", num_envs=64)
     network = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)).cuda()
     policy = fc.torch_policy(network, head=fc.heads.categorical, compile="eager")
     with torch.cuda.stream(torch.cuda.Stream()):
         assert_same(collect(env, policy, 200), collect(env, policy, 1, 2, 7, 190))
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 32)  # compiles
+    calls = forbid_waits(monkeypatch, over_jax._CrossingStepper, "step", "cuda")
+    _, batch = fc.rollout(env, policy, state, 32)
+    assert len(calls) == 32
+    assert {leaf.device.type for leaf in leaves(batch).values()} == {"cuda"}
 
 
 @pytest.mark.parametrize(("lanes", "length", "width"), [(64, 33, 9), (64, 100, 1), (2000, 2, 2), (3, 4, 5)])

@@ -17,7 +17,7 @@ from funcollect.core.traced_step.columns import PackedRows, write_row
 from funcollect.envs.jax_envs.suites import from_gymnax
 from funcollect.interop import to_jax, words
 from funcollect.interop.bridge import torch_view
-from tests.support.compare import assert_same, bits, collect, compilations, leaves
+from tests.support.compare import assert_same, bits, collect, compilations, fresh, leaves
 from tests.support.envs.jax_counting import counting, counting_policy, plain_loop, reset
 from tests.support.running import SCALE, once
 
@@ -98,18 +98,10 @@ def test_a_limit_truncates():
     assert_same(collect(env, policy, 7, max_frames_per_traj=2**40), collect(env, policy, 7))
 
 
-def run(env, policy, *lengths, **options):
-    state, batches = fc.init(env, policy, seed=1), []
-    for length in lengths:
-        state, batch = api.run(env, policy, state, Request(length=length, **options))
-        batches.append(batch)
-    return torch.cat(batches, -1)
-
-
 def test_finished_lanes_stay_finished():
     env, policy = foretold(3)
-    batch = run(env, policy, 2, 7, 2, reset_when_done=False)
-    assert_same(batch, run(env, policy, 7, 2, 2, reset_when_done=False))
+    batch = collect(env, policy, 2, 7, 2, reset_when_done=False)
+    assert_same(batch, collect(env, policy, 7, 2, 2, reset_when_done=False))
     normal = collect(env, policy, 7, 2, 2)
     for rows, usual in zip(batch, normal, strict=True):
         end = int(usual["next", "done"][:, 0].nonzero()[0]) + 1
@@ -124,8 +116,8 @@ def test_finished_lanes_stay_finished():
 
 def test_random_steps_end_where_they_should():
     env, policy = foretold(3)
-    batch = run(env, policy, 2, 7, 7, random_steps=10)
-    assert_same(batch, run(env, policy, 7, 7, 2, random_steps=10))
+    batch = collect(env, policy, 2, 7, 7, random_steps=10)
+    assert_same(batch, collect(env, policy, 7, 7, 2, random_steps=10))
     policys = (batch["start"][..., 0] % 3 + 2 * batch["count"] + 1) % 3
     assert torch.equal(batch["action"][:, 10:], policys[:, 10:])
     assert not torch.equal(batch["action"][:, :10], policys[:, :10])
@@ -137,8 +129,7 @@ def test_no_leaf_shares_memory_and_every_leaf_can_be_written(reset_when_done):
     def apply(params, observation):
         return params * jnp.stack([observation["count"], observation["start"][:, 0] % 5, observation["count"] % 2], -1)
 
-    env, policy = counting(3), fc.jax_policy(apply, jnp.float32(0.3), head=fc.heads.categorical)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    env, policy, state = fresh(counting(3), fc.jax_policy(apply, jnp.float32(0.3), head=fc.heads.categorical), steps=3)
     run = functools.partial(api.run, env, policy, request=Request(length=10, reset_when_done=reset_when_done))
     after, batch = run(state)
     expected, follow = run(state)[1].clone(), run(after)[1].clone()
@@ -230,8 +221,7 @@ def test_lengths_of_one_bucket_share_a_program():
 
 
 def test_frames_beyond_32_bits():
-    env, policy = foretold(3)
-    state = fc.init(env, policy, seed=5)
+    env, policy, state = fresh(*foretold(3), seed=5)
     near = state.replace(steps=np.array([2**32 - 3, 0], np.uint32))
     assert near.frames == 3 * (2**32 - 3)
     after, batch = fc.rollout(env, policy, near, 8)
@@ -244,8 +234,7 @@ def test_frames_beyond_32_bits():
 
 
 def test_ids_and_steps_beyond_32_bits():
-    env, policy = foretold(3)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = fresh(*foretold(3))
     late = {"episode": np.full(3, 2**31 - 1, np.int32), "step": np.full(3, 2**31 - 2, np.int32)}
     far = state.replace(**late, lane=state.lane + 70_000, total_lanes=69_999)
     _, batch = fc.rollout(env, policy, far, 6)

@@ -17,6 +17,7 @@ from torch.distributions import Categorical
 import funcollect as fc
 from funcollect import running_statistics
 from tests.support.cases import HIDDEN, Recurrent, mlp
+from tests.support.compare import fresh
 from tests.support.devices import each_device
 from tests.support.envs.light_envs import BOX, Sampling
 
@@ -153,8 +154,7 @@ def test_a_run_that_stores_on_the_device_is_saved_and_goes_on(device, tmp_path):
 
 @each_device
 def test_a_copy_of_the_run_goes_on_by_itself(device):
-    env, policy = make("discrete"), recurrent(device)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), LENGTH)
+    env, policy, state = fresh(make("discrete"), recurrent(device), steps=LENGTH)
     copy = fc.fork(env, state)
     _, one = fc.rollout(env, policy, state, LENGTH)
     _, two = fc.rollout(env, policy, copy, LENGTH)

@@ -14,7 +14,7 @@ import funcollect as fc
 from funcollect.envs.jax_envs.suites import from_gymnax
 from funcollect.errors import EnvError, PolicyError
 from funcollect.interop import words
-from tests.support.compare import assert_same, leaves
+from tests.support.compare import assert_same, collect, leaves
 from tests.support.envs.jax_counting import counting, counting_policy, reset, step
 from tests.support.running import ROOT, in_soak
 
@@ -41,8 +41,7 @@ def run(env, policy, params, key, length, **options):
 def test_rollout_is_deliver_after_a_traced_rollout(num_envs, options):
     env = counting(num_envs)
     arrays = jax.jit(lambda params, key: run(env, POLICY, params, key, 30, **options))(POLICY.params, KEY)
-    _, wanted = fc.rollout(env, POLICY, fc.init(env, POLICY, seed=7), 30, **options)
-    assert_same(fc.deliver(arrays, env), wanted)
+    assert_same(fc.deliver(arrays, env), collect(env, POLICY, 30, seed=7, **options))
     assert fc.deliver(arrays, env).is_locked
     assert arrays["collector"]["episode"].shape == (30, num_envs or 1)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(arrays["collector"])} == {"int32"}
@@ -55,8 +54,7 @@ def test_steps_add_up_to_a_rollout_also_in_delivered_form():
         state, row = step(POLICY.params, state)
         rows.append(row)
     joined = jax.tree.map(lambda *parts: jnp.stack(parts), *rows)
-    _, wanted = fc.rollout(PLAIN, POLICY, fc.init(PLAIN, POLICY, seed=7), 12)
-    assert_same(fc.deliver(joined, PLAIN), wanted)
+    assert_same(fc.deliver(joined, PLAIN), collect(PLAIN, POLICY, 12, seed=7))
     with pytest.raises(ValueError, match=r"shape \[3\], expected \[T, P\]"):
         fc.deliver(rows[0], PLAIN)
 
@@ -74,19 +72,14 @@ def test_deliver_without_an_environment():
     assert torch.equal(ids, ((lane // 2) << 40) + episode * 2 + lane % 2)
 
 
-def test_deliver_compiles_once_for_batches_alike(monkeypatch):
+def test_deliver_compiles_once_for_batches_alike_and_their_memory_is_their_own(monkeypatch):
     traces, ids = [], words.trajectory_ids
     monkeypatch.setattr(words, "trajectory_ids", lambda *args: traces.append(args) or ids(*args))
     arrays = run(PLAIN, POLICY, POLICY.params, KEY, 11)
-    for _ in range(3):
-        fc.deliver(arrays, PLAIN, total_lanes=17)
-    assert len(traces) == 1
-
-
-def test_delivered_memory_is_the_batchs_own():
-    arrays = run(PLAIN, POLICY, POLICY.params, KEY, 9)
     before = jax.tree.map(np.array, arrays)
-    batch = fc.deliver(arrays, PLAIN)
+    for _ in range(3):
+        batch = fc.deliver(arrays, PLAIN, total_lanes=17)
+    assert len(traces) == 1
     for leaf in leaves(batch).values():
         leaf.zero_()
     jax.tree.map(np.testing.assert_array_equal, arrays, before)
@@ -134,22 +127,16 @@ def cartpole(num_envs=4):
     return env, fc.jax_policy(lambda params, x: x @ params, weights, head=fc.heads.categorical)
 
 
-def test_vmap_over_seeds_gives_each_seeds_own_run():
-    keys = jnp.stack([KEY, KEY.at[1].set(8)])
+def test_vmap_over_seeds_and_over_a_population_of_parameters_gives_each_its_own_run():
+    keys, biases = jnp.stack([KEY, KEY.at[1].set(8)]), jnp.arange(3, dtype=jnp.int32)
     many = jax.jit(jax.vmap(lambda key: run(PLAIN, POLICY, POLICY.params, key, 20)))(keys)
     batch = fc.deliver(many, PLAIN)
     assert batch.batch_size == (2, 3, 20)
     for part, seed in zip(batch, (7, 8), strict=True):
-        _, wanted = fc.rollout(PLAIN, POLICY, fc.init(PLAIN, POLICY, seed=seed), 20)
-        assert_same(part, wanted)
-
-
-def test_vmap_over_a_population_of_parameters():
-    biases = jnp.arange(3, dtype=jnp.int32)
+        assert_same(part, collect(PLAIN, POLICY, 20, seed=seed))
     many = jax.jit(jax.vmap(lambda params: run(PLAIN, POLICY, params, KEY, 20)))(biases)
     for part, bias in zip(fc.deliver(many, PLAIN), biases, strict=True):
-        _, wanted = fc.rollout(PLAIN, POLICY, fc.init(PLAIN, POLICY, seed=7), 20, params=bias)
-        assert_same(part, wanted)
+        assert_same(part, collect(PLAIN, POLICY, 20, seed=7, params=bias))
 
 
 def test_a_scan_over_updates_of_the_parameters():
@@ -242,12 +229,15 @@ def test_an_environment_that_disagrees_with_itself_is_named_at_init(changes, say
 
 TORCH = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
 ROWS = fc.jax_policy(lambda params, x: x["start"], 1)
+LANE = r"first_lane is .*, expected an int or an integer array \[\]"
 
 
 @pytest.mark.parametrize(("call", "error", "says"), [
     (lambda: start(fc.make_env("CartPole-v1")), TypeError, "expected JaxEnv"),
     (lambda: start(key=3), TypeError, "key is 3, expected uint32"),
     (lambda: start(key=jnp.zeros(4, jnp.uint32)), TypeError, r"uint32 \[4\], expected"),
+    *((lambda lane=lane: start(first_lane=lane), TypeError, LANE) for lane in (1.5, jnp.arange(4), jnp.float32(1))),
+    (lambda: start(first_lane=-1), ValueError, "first_lane is -1, expected at least 0"),
     (lambda: fc.traced.rollout(PLAIN, POLICY, start(), 0, 5), TypeError, "state is 0, expected CollectorState"),
     (lambda: fc.traced.rollout(PLAIN, POLICY, None, start(), 5), TypeError, "params is None"),
     (lambda: fc.traced.rollout(PLAIN, POLICY, 1, start(), 0), ValueError, "length is 0"),
