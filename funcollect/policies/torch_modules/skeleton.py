@@ -26,8 +26,9 @@ import torch
 from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 
+from funcollect.interop.memo import content_of
 from funcollect.policies.torch_modules import settings
-from funcollect.policies.torch_modules.settings import REGISTERED, Look, content_of, referents
+from funcollect.policies.torch_modules.settings import REGISTERED, Look, referents
 
 _MOST_REFERENTS = 1_000  # that are looked through for one function
 _TENSORS = ("_parameters", "_buffers")
