@@ -52,8 +52,7 @@ def _head(env: Env) -> tuple[heads.Head, tuple[int, ...]]:
         head = heads.tanh_normal if space.is_bounded() else heads.normal
         return head, (*space.shape[:-1], 2 * space.shape[-1])
     raise ValueError(
-        f"the policy mlp needs a Discrete, MultiDiscrete or floating Box action space with a dimension, {env} has "
-        f"{space}: use the policy random"
+        f"mlp needs a Discrete, MultiDiscrete or floating Box of actions, {env} has {space}: use the policy random"
     )
 
 

@@ -196,9 +196,7 @@ class NormalizedTorch(Normalized, TorchPolicy):
             check_kind("the statistics in params", stats, RunningStatistics, "pass the pair (trainable, statistics)")
             trainable = {} if trainable is None else trainable
             if not isinstance(trainable, (nn.Module, Mapping, TensorDictBase)):
-                raise TypeError(
-                    f"params is {shown(params)}, expected the pair (trainable, statistics): pass policy.params"
-                )
+                raise TypeError(f"params is {shown(params)}, expected (trainable, statistics): pass policy.params")
         own = super().by_name(trainable)
         if not paired and own.keys() <= self.tensors(None).keys():
             return own
