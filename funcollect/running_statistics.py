@@ -51,6 +51,10 @@ class RunningStatistics(NamedTuple):
     variance: dict[str, Any]  # in the same layout; 1 before the first update
 
 
+_MEND = "pass the result of init, update or merge, or RunningStatistics(*saved)"
+_check: Any = partial(check_kind, kind=RunningStatistics, mend=_MEND)
+
+
 def init(space: Space, *, backend: Literal["torch", "jax"] = "torch") -> RunningStatistics:
     """Statistics of no observation: the mean 0 and the variance 1, so that `normalize` changes nothing.
 
@@ -117,10 +121,6 @@ def moments_of(batch: Any, stats: RunningStatistics, weights: Any = None) -> Run
                 "correct the environment, or exclude these frames with weights="
             )
     return made
-
-
-def _check(name: str, stats: Any) -> None:
-    check_kind(name, stats, RunningStatistics, "pass the result of init, update or merge, or RunningStatistics(*saved)")
 
 
 def _counting(batch: Any, dims: int) -> Any:

@@ -141,12 +141,10 @@ class ProtocolActor(Actor):
     def __init__(self, policy: Policy, inputs: ActorInputs, call: Callable[..., Any] | None = None) -> None:
         self._policy, self._inputs, self._call = policy, inputs, call or self._called
         self._in_jax, self._device = policy.backend == "jax", device_of(inputs.observation)
-        given: Any = (inputs.policy_state, inputs.initial_state, inputs.noise)
+        given, noise = (inputs.policy_state, inputs.initial_state), inputs.noise
         stays = self._in_jax or self._device.type == "cpu"
-        self._state, self._initial, noise = given if stays else moved(given, self._device)
-        if self._in_jax and noise is not None:
-            noise = noise.numpy()
-        self._noise = [None] * inputs.length if noise is None else noise
+        self._state, self._initial = given if stays else moved(given, self._device)
+        self._noise = iter(noise.numpy()) if self._in_jax and noise is not None else rows_of(noise, self._device)
         tensors = optree.tree_leaves(inputs.observation, namespace=NAMESPACE)
         self._crosses = self._in_jax and any(isinstance(leaf, Tensor) for leaf in tensors)
         self._as_tensor: Callable[[Any], Tensor] = tensor_over if self._crosses else torch.as_tensor
@@ -161,7 +159,7 @@ class ProtocolActor(Actor):
     def _called(self, state: Any, observation: Any, t: int) -> tuple[Any, Mapping[str, Any]]:
         inputs = self._inputs
         with own_generator() if self._in_jax else contextlib.nullcontext():
-            answer = self._policy(inputs.params, state, observation, self._noise[t], inputs.spec, inputs.exploration)
+            answer = self._policy(inputs.params, state, observation, next(self._noise), inputs.spec, inputs.exploration)
         return split_call(answer)
 
     @override
@@ -335,7 +333,10 @@ def rows_of(columns: Tensor | None, device: torch.device) -> Iterator[Any]:
     """Each row of columns [T, ...] on `device`, made 64 at a time, as in `Recorder`; None forever for None."""
     if columns is None:
         return itertools.repeat(None)
-    return itertools.chain.from_iterable(map(torch.unbind, torch.split(columns.to(device), _HELD_STEPS)))
+    columns = columns if columns.device == device else columns.to(device)
+    if len(columns) <= _HELD_STEPS:
+        return iter(columns.unbind())  # in a third of the time
+    return itertools.chain.from_iterable(map(torch.unbind, torch.split(columns, _HELD_STEPS)))
 
 
 @cache

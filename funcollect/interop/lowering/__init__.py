@@ -178,7 +178,8 @@ class Lowered:
         if wrong or not leaves:
             what = f"example holds {wrong or 'nothing'}, expected tensors"
             raise TypeError(f"{what}: pass the module's inputs, and fix others in a module around it")
-        self.module, self.modes, self._paths = module, _modes_of(module), _paths_of(inputs)
+        self.module, self._paths = module, _paths_of(inputs)
+        self.modes = [part.training for part in module.modules()]
         self._kinds = [(leaf.dtype, leaf.device) for leaf in leaves]
         self._programs = [LoweredProgram(module, self._treespec, leaves)]
         own, parameters = {name for name, _ in module.named_parameters()}, self._programs[0].parameters
@@ -241,7 +242,7 @@ class Lowered:
         for program in self._programs:
             if program.fits(shapes):
                 return program
-        if _modes_of(self.module) != self.modes:
+        if [part.training for part in self.module.modules()] != self.modes:
             raise LoweringError(
                 f"{type(self.module).__name__} went from training to evaluation mode, or back, after it was lowered, "
                 "and these input shapes are new: lower it again"
@@ -250,10 +251,6 @@ class Lowered:
         leaves = [torch.zeros(shape, dtype=dtype, device=device) for shape, (dtype, device) in kinds]
         self._programs.append(LoweredProgram(self.module, self._treespec, leaves))
         return self._programs[-1]
-
-
-def _modes_of(module: nn.Module) -> tuple[bool, ...]:
-    return tuple(each.training for each in module.modules())
 
 
 def _paths_of(tree: Any) -> list[str]:

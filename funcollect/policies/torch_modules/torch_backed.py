@@ -175,7 +175,7 @@ class TorchBacked(HeadedPolicy):
         """Parameters in any form that `prepare` takes, but None, by dotted name."""
         if not isinstance(params, (nn.Module, Mapping, TensorDictBase)):
             raise TypeError(
-                f"params is {type(params).__name__}, expected a TensorDict or a state dict: pass policy.params, say"
+                f"params is {type(params).__name__}, expected a TensorDict or a state dict: pass module.state_dict()"
             )
         return named(params)
 

@@ -13,6 +13,7 @@ from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
 
 import funcollect as fc
 from funcollect.core.loops import tensor
+from funcollect.interop import to_torch
 from funcollect.specs import assemble
 from tests.policies.test_policy_protocol import Noisy
 from tests.support.cases import jax_keyed, jax_mlp, jax_recurrent, make_env
@@ -92,12 +93,6 @@ each_loop = pytest.mark.parametrize("name", [*ENVS, GYMNAX])
 
 def push(x):
     return (x[:, 2] > 0).astype(jnp.int32)
-
-
-def to_torch(array):
-    if array.dtype == jnp.bfloat16:
-        return torch.from_numpy(np.array(array.astype(jnp.float32))).bfloat16()
-    return torch.from_numpy(np.array(array))
 
 
 DTYPES = ["bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16"]
