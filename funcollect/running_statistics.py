@@ -31,7 +31,7 @@ from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
 from funcollect.specs import FINAL, Space, map_leaves, observation_leaves
-from funcollect.tree import flatten, key_of, moved, ranked
+from funcollect.tree import flatten, moved, ranked
 
 __all__ = ["RunningStatistics", "denormalize", "init", "merge", "normalize", "update"]
 
@@ -49,6 +49,10 @@ class RunningStatistics(NamedTuple):
     count: Any  # of observations: int64 [], or over JAX uint32 [2], low word first
     mean: dict[str, Any]  # by the observation's key, its parts joined by dots: [*shape] float64, or float32 over JAX
     variance: dict[str, Any]  # in the same layout; 1 before the first update
+
+
+_MEND = "pass the result of init, update or merge, or RunningStatistics(*saved)"
+_check: Any = partial(check_kind, kind=RunningStatistics, mend=_MEND)
 
 
 def init(space: Space, *, backend: Literal["torch", "jax"] = "torch") -> RunningStatistics:
@@ -119,10 +123,6 @@ def moments_of(batch: Any, stats: RunningStatistics, weights: Any = None) -> Run
     return made
 
 
-def _check(name: str, stats: Any) -> None:
-    check_kind(name, stats, RunningStatistics, "pass the result of init, update or merge, or RunningStatistics(*saved)")
-
-
 def _counting(batch: Any, dims: int) -> Any:
     """Which frames of a batch with so many dimensions count: neither padding nor repeated ones; None for all."""
     flat = flatten(batch)
@@ -145,9 +145,7 @@ def _moments(stats: RunningStatistics, values: Mapping[str, Any], weights: Any, 
         chosen = xp.array(weights, stats.count).reshape(-1)
         is_mask = chosen.dtype == xp.library.bool
         if not is_mask and not _hold((chosen == 0) | (chosen == 1)):
-            raise ValueError(
-                f"weights is {shown(weights)}, expected bools, or zeros and ones: pass a mask of the rows that count"
-            )
+            raise ValueError(f"weights is {shown(weights)}, expected bools, or zeros and ones: pass a mask of rows")
         chosen = chosen if is_mask else chosen != 0
     count, mean, variance = xp.count(size if chosen is None else chosen.sum()), {}, {}
     for name, before in stats.mean.items():
@@ -198,10 +196,6 @@ def _jax() -> Any:
         missing = apart.sum(0) / number
         return rough + missing, jnp.maximum((apart**2).sum(0) / number - missing**2, 0)
 
-    def total(one: Any, other: Any) -> Any:
-        low = one[0] + other[0]
-        return jnp.stack([low, one[1] + other[1] + (low < one[0]).astype(np.uint32)])
-
     def number(count: Any) -> Any:
         return count[0].astype(np.float32) + count[1].astype(np.float32) * np.float32(2.0**32)
 
@@ -212,7 +206,7 @@ def _jax() -> Any:
         array=array,
         count=partial(words.add, np.zeros(2, np.uint32)),
         moments=moments,
-        total=total,
+        total=lambda one, other: words.add(one, other[0]) + other[1] * np.array([0, 1], np.uint32),
         share=lambda part, total: number(part) / jnp.maximum(number(total), 1),
     )
 
@@ -300,7 +294,17 @@ def denormalize(stats: RunningStatistics, observation: Any) -> Any:
 def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any, Any, Any], Any]) -> Any:
     """The result of a function of (value, mean, deviation) for each leaf that has statistics."""
     _check("stats", stats)
-    leaf = partial(_applied_to, stats, function)
+
+    def leaf(name: str, value: Any) -> Any:
+        if (name := name.removeprefix("next.")) not in stats.mean:
+            return value
+        value = value if hasattr(value, "dtype") else np.asarray(value)
+        own = tuple(stats.mean[name].shape)
+        if tuple(value.shape[value.ndim - len(own) :]) != own:
+            raise ValueError(f"{name!r} is {list(value.shape)}, expected [..., *{list(own)}]: pass those of the space")
+        deviation = (stats.variance[name] + EPSILON) ** 0.5
+        return function(value, *(ranked(_like(each, value), value) for each in (stats.mean[name], deviation)))
+
     if not isinstance(observation, (TensorDictBase, Mapping, tuple)):
         if len(stats.mean) > 1:
             names = sorted(stats.mean)
@@ -308,31 +312,12 @@ def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any
         return leaf(next(iter(stats.mean)), observation)
     if missing := sorted(stats.mean.keys() - {name.removeprefix("next.") for name in _by_name(observation)}):
         raise KeyError(f"the observation lacks {missing}, which the statistics have: pass all keys")
+    scaled = map_leaves(leaf, observation)
     if not isinstance(observation, TensorDictBase):
-        return map_leaves(leaf, observation)
+        return scaled
     if observation.get(FINAL, None) is not None:
-        raise ValueError(
-            "the batch lacks next observations (compact_obs=True): pass funcollect.next_observations(batch)"
-        )
-    result = observation.copy()
-    for path, value in flatten(observation).items():
-        if (name := ".".join(path)).removeprefix("next.") in stats.mean:
-            result.set(key_of(path), leaf(name, value))
-    return result
-
-
-def _applied_to(stats: RunningStatistics, function: Callable[[Any, Any, Any], Any], name: str, value: Any) -> Any:
-    name = name.removeprefix("next.")
-    if name not in stats.mean:
-        return value
-    value = value if hasattr(value, "dtype") else np.asarray(value)
-    own = tuple(stats.mean[name].shape)
-    if tuple(value.shape[value.ndim - len(own) :]) != own:
-        raise ValueError(
-            f"{name!r} is {list(value.shape)}, expected [..., *{list(own)}]: pass values of the space's shape"
-        )
-    deviation = (stats.variance[name] + EPSILON) ** 0.5
-    return function(value, *(ranked(_like(each, value), value) for each in (stats.mean[name], deviation)))
+        raise ValueError("the batch has compact_obs, so no next observations: pass funcollect.next_observations(batch)")
+    return observation.copy().update(scaled)
 
 
 def _like(moment: Any, value: Any) -> Any:

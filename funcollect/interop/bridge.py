@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -45,24 +45,21 @@ def follow_torch(device: Any) -> None:
         wait(jax_view(torch.zeros(1, device=stream.device)))
 
 
-class torch_followed:  # noqa: N801  (used as a function)
+@contextlib.contextmanager
+def torch_followed(device: Any) -> Iterator[None]:
     """Do what `follow_torch` does at the end of a block that makes Torch copy what programs read.
 
     If Torch had nothing else to do, the host waits for the copy, which is cheaper than to let JAX's stream wait.
     """
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-
-    def __enter__(self) -> None:
-        self._stream = _stream_of_torch(self._device)
-        self._idle = self._stream is not None and self._stream.query()
-
-    def __exit__(self, *_: object) -> None:
-        if self._stream and self._idle:
-            self._stream.synchronize()
+    stream = _stream_of_torch(device)
+    idle = stream is not None and stream.query()
+    try:
+        yield
+    finally:
+        if stream and idle:
+            stream.synchronize()
         else:
-            follow_torch(self._device)
+            follow_torch(device)
 
 
 def _stream_of_torch(device: Any) -> torch.cuda.Stream | None:
@@ -300,10 +297,7 @@ def _prepare_jax(jax: Any) -> None:
     )
 
     def refuse(batch: Any) -> NoReturn:
-        raise BridgeError(
-            f"JAX got a {type(batch).__name__}, expected arrays: pass funcollect.interop.to_jax(batch), a nested "
-            "dict of them"
-        )
+        raise BridgeError(f"JAX got a {type(batch).__name__}, expected arrays: pass funcollect.interop.to_jax(batch)")
 
     with contextlib.suppress(ImportError, AttributeError):  # a private module, which other versions may lack
         from jax._src.core import pytype_aval_mappings

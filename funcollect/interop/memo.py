@@ -70,11 +70,14 @@ def set_since_use(user: Any, variables: Sequence[Variable]) -> list[str]:
 def _content(name: str, owner: Any) -> Any:
     if isinstance(owner, FunctionType):
         return owner.__globals__.get(name)
-    if not isinstance(owner, CellType):
-        return getattr(owner, name, None)
+    return content_of(owner) if isinstance(owner, CellType) else getattr(owner, name, None)
+
+
+def content_of(cell: CellType) -> Any:
+    """The object in a closure cell; None for an empty one."""
     try:
-        return owner.cell_contents
-    except ValueError:  # it is empty
+        return cell.cell_contents
+    except ValueError:
         return None
 
 

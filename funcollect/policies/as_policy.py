@@ -50,10 +50,10 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
     """
     place = checked_device(device, "policy_device")
     if isinstance(policy, type):
-        raise TypeError(
-            f"policy is the class {policy.__name__}, expected an instance: build it, {policy.__name__}(...)"
-        )
-    if policy is None or _is_random_without_spec(policy):
+        raise TypeError(f"policy is the class {policy.__name__}, expected an instance: build it, {policy.__name__}()")
+    kind = type(policy)
+    theirs = kind.__name__ == "RandomPolicy" and kind.__module__.startswith("torchrl")
+    if policy is None or (theirs and policy.action_spec is None):  # which has got no spec yet
         return RandomPolicy(env.action_spec)
     if isinstance(policy, TorchPolicy) and place is not None and policy.run_device not in (None, place):
         return policy.on(place)
@@ -79,12 +79,6 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         wanted += f", or one for each of some of its keys {every}, by their names"
     check_call("policy", policy, wanted, len(keys) or 1)
     return TorchPolicy(policy, None, None, place, keys=keys)
-
-
-def _is_random_without_spec(policy: Any) -> bool:
-    """Whether it is TorchRL's `RandomPolicy` before it has got a spec."""
-    kind = type(policy)
-    return kind.__name__ == "RandomPolicy" and kind.__module__.startswith("torchrl") and policy.action_spec is None
 
 
 def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorDictPolicy:
@@ -146,19 +140,17 @@ def find_policy(name: str) -> PolicyPlugin:
     if not isinstance(name, str):
         raise TypeError(f"name is {shown(name)}, expected a str: pass for example 'mlp', or use the policy as it is")
     offers = offered_policies()
-    if name in offers:
-        return offers[name]
+    wanted = _canonical(name)
+    for short, plugin in offers.items():
+        if short == name or (plugin.package and _canonical(plugin.address) == wanted):
+            return plugin
     if same := {address: plugin for address, plugin in offers.items() if plugin.name == name}:
         raise ValueError(
             f"{' and '.join(plugin.origin for plugin in same.values())} each offer a policy {name!r}, expected one: "
             f"say which, {' or '.join(map(repr, same))}"
         )
-    for plugin in offers.values():
-        if plugin.package and _canonical(plugin.address) == _canonical(name):
-            return plugin
     raise ValueError(
-        f"there is no policy {name!r}, expected one of {list(offers)}: install the package that offers it into this "
-        f"environment, under the entry-point group {GROUP!r}"
+        f"there is no policy {name!r}, expected one of {list(offers)}: install the package that offers it ({GROUP})"
     )
 
 
@@ -256,8 +248,7 @@ class PolicyPlugin:
             policy = factory(env, **options)
         if not is_policy(policy):
             raise self._broken(
-                f"is {kind_of(policy)} as its factory returns it, expected a Policy: the factory should wrap it with "
-                "funcollect.jax_policy or funcollect.torch_policy"
+                f"is {kind_of(policy)} as its factory returns it, expected a Policy: use jax_policy or torch_policy"
             )
         return policy
 

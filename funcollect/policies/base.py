@@ -6,8 +6,9 @@ What can wait (stacking, log-probabilities, checks for NaN) is done once for all
 from __future__ import annotations
 
 import contextlib
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,7 @@ from funcollect.errors import PolicyError
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.keys import Key, Noise
-from funcollect.messages import form, kind_of
+from funcollect.messages import form, kind_of, kinds
 from funcollect.policies.checks import check_action, check_recurrent, check_rows, finish_columns
 from funcollect.policies.heads.head import Head
 from funcollect.policies.numerics import jax_numerics
@@ -140,12 +141,10 @@ class ProtocolActor(Actor):
     def __init__(self, policy: Policy, inputs: ActorInputs, call: Callable[..., Any] | None = None) -> None:
         self._policy, self._inputs, self._call = policy, inputs, call or self._called
         self._in_jax, self._device = policy.backend == "jax", device_of(inputs.observation)
-        given: Any = (inputs.policy_state, inputs.initial_state, inputs.noise)
+        given, noise = (inputs.policy_state, inputs.initial_state), inputs.noise
         stays = self._in_jax or self._device.type == "cpu"
-        self._state, self._initial, noise = given if stays else moved(given, self._device)
-        if self._in_jax and noise is not None:
-            noise = noise.numpy()
-        self._noise = [None] * inputs.length if noise is None else noise
+        self._state, self._initial = given if stays else moved(given, self._device)
+        self._noise = iter(noise.numpy()) if self._in_jax and noise is not None else rows_of(noise, self._device)
         tensors = optree.tree_leaves(inputs.observation, namespace=NAMESPACE)
         self._crosses = self._in_jax and any(isinstance(leaf, Tensor) for leaf in tensors)
         self._as_tensor: Callable[[Any], Tensor] = tensor_over if self._crosses else torch.as_tensor
@@ -160,7 +159,7 @@ class ProtocolActor(Actor):
     def _called(self, state: Any, observation: Any, t: int) -> tuple[Any, Mapping[str, Any]]:
         inputs = self._inputs
         with own_generator() if self._in_jax else contextlib.nullcontext():
-            answer = self._policy(inputs.params, state, observation, self._noise[t], inputs.spec, inputs.exploration)
+            answer = self._policy(inputs.params, state, observation, next(self._noise), inputs.spec, inputs.exploration)
         return split_call(answer)
 
     @override
@@ -212,8 +211,7 @@ def split_call(answer: Any) -> tuple[Any, Mapping[str, Any]]:
     """What a policy's call returned: its state, and its outputs, with an action; else PolicyError."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         raise PolicyError(
-            f"the policy's call returned {form(answer)}, expected the pair (policy_state, outputs): return both, with "
-            "the state that it was given if it has none"
+            f"the policy's call returned {form(answer)}, expected the pair (policy_state, outputs): return both"
         )
     action, extras = split_answer(answer[1], None)
     return answer[0], {"action": action, **extras}
@@ -226,9 +224,8 @@ def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]
     names = ("action",) if head is None else head.names
     if any(name not in answer for name in names):
         mend = "return the action, or a dict that holds it" if head is None else f"the head {head.name} reads them"
-        raise PolicyError(
-            f"the policy returned the keys {sorted(map(str, answer))}, expected {list(names)} among them: {mend}"
-        )
+        got = sorted(map(str, answer))
+        raise PolicyError(f"the policy returned the keys {got}, expected {list(names)} among them: {mend}")
     parts = tuple(answer[name] for name in names)
     extras = {name: value for name, value in answer.items() if head is not None or name != "action"}
     own = RESERVED if head is not None else RESERVED - {"action_log_prob"}
@@ -280,8 +277,7 @@ class Recorder:
             self.names = names
         elif names != self.names:
             raise PolicyError(
-                f"step {t} of this batch: the policy returned the extra keys {names} after {self.names}: keep them the "
-                "same at every step"
+                f"step {t} of this batch: it returned the extra keys {names} after {self.names}: keep them the same"
             )
         return [extras[name] for name in names]
 
@@ -315,11 +311,8 @@ class Recorder:
         self._held.clear()
 
     def _changed(self, start: int) -> PolicyError:
-        expected, *kinds = (
-            [f"{getattr(each, 'dtype', type(each).__name__)} {list(getattr(each, 'shape', ()))}" for each in outputs]
-            for outputs in (self._first, *self._held)
-        )
-        for step, got in enumerate(kinds, start):
+        expected, *others = map(kinds, (self._first, *self._held))
+        for step, got in enumerate(others, start):
             if got != expected:
                 return PolicyError(
                     f"step {step} of this batch: the policy returned {got} (action first) after {expected}: keep the "
@@ -334,6 +327,16 @@ class Recorder:
         if self._held:
             self._write()
         return self._columns
+
+
+def rows_of(columns: Tensor | None, device: torch.device) -> Iterator[Any]:
+    """Each row of columns [T, ...] on `device`, made 64 at a time, as in `Recorder`; None forever for None."""
+    if columns is None:
+        return itertools.repeat(None)
+    columns = columns if columns.device == device else columns.to(device)
+    if len(columns) <= _HELD_STEPS:
+        return iter(columns.unbind())  # in a third of the time
+    return itertools.chain.from_iterable(map(torch.unbind, torch.split(columns, _HELD_STEPS)))
 
 
 @cache

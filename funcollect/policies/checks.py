@@ -34,8 +34,7 @@ def check_action(action: Any, spec: ActionSpec, num_envs: int, kind: type = obje
     wanted = (num_envs, *spec.shape)
     if not hasattr(action, "shape"):
         raise PolicyError(
-            f"the policy's action is {type(action).__name__}, expected an array of shape {wanted}: return a tensor or "
-            "array"
+            f"the policy's action is {type(action).__name__}, expected an array of shape {wanted}: return one"
         )
     if tuple(action.shape) != wanted:
         raise PolicyError(
@@ -79,15 +78,12 @@ def checked_lead(action: Any, spec: ActionSpec, shapes: Mapping[Leaf, Sequence[i
                 f"{[*lead, *spec.shape]}, since one in {spec.space} has {list(spec.shape)}: pass actions as collected"
             )
     if not _takes(spec, action.dtype):
-        raise ValueError(
-            f"the batch's action has dtype {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it"
-        )
+        raise ValueError(f"the batch's action is {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it")
     dims = action.ndim - len(spec.shape)
     if spec.categories and not isinstance(action, (Tensor, import_jax().core.Tracer)):  # JAX would score another one
         for at in _outside(torch.from_numpy(np.array(action)), spec).nonzero()[:, :dims].tolist():
             raise ValueError(
-                f"the batch's action at {at} is {action[tuple(at)].tolist()}, expected one of {spec.space}: pass "
-                "actions as collected"
+                f"action {at} is {action[tuple(at)].tolist()}, expected one of {spec.space}: pass actions as collected"
             )
     return tuple(action.shape[:dims])
 
@@ -133,9 +129,7 @@ def check_recurrent(answer: Any, before: Any) -> None:
         got = f"has the shapes {shapes[0]}, expected {shapes[1]}"
         if kinds[0] != kinds[1]:
             got = f"is {type(answer[1]).__name__}, expected {type(before).__name__} as initial_state"
-        raise PolicyError(
-            f"the policy's next state {got}: return (answer, next_state), in this order, with the batch dimension"
-        )
+        raise PolicyError(f"the policy's next state {got}: return (answer, next_state), with the batch dimension")
 
 
 def check_32_bits(observation: Columns) -> None:

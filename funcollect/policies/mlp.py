@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from funcollect.policies import heads
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy, torch_policy
 from funcollect.protocols import Env
-from funcollect.specs import Space
+from funcollect.specs import Space, disassemble
 
 __all__ = ["Flatten", "mlp"]
 
@@ -52,8 +52,7 @@ def _head(env: Env) -> tuple[heads.Head, tuple[int, ...]]:
         head = heads.tanh_normal if space.is_bounded() else heads.normal
         return head, (*space.shape[:-1], 2 * space.shape[-1])
     raise ValueError(
-        f"the policy mlp needs a Discrete, MultiDiscrete or floating Box action space with a dimension, {env} has "
-        f"{space}: use the policy random"
+        f"mlp needs a Discrete, MultiDiscrete or floating Box of actions, {env} has {space}: use the policy random"
     )
 
 
@@ -66,24 +65,18 @@ class Flatten(nn.Module):
 
     def forward(self, observation: Any) -> Tensor:
         """One row for each environment."""
-        return torch.cat(list(_columns(self.space, observation)), -1)
+        pairs = zip(disassemble(self.space, self.space), disassemble(self.space, observation), strict=True)
+        return torch.cat([column for space, leaf in pairs for column in _columns(space, leaf)], -1)
 
 
-def _columns(space: Space, observation: Any) -> Iterator[Tensor]:
-    """Yield the leaves of an observation as float32 rows [P, n]; `Flatten` joins them."""
-    match space:
-        case spaces.Dict():
-            for name, child in space.spaces.items():
-                yield from _columns(child, observation[name])
-        case spaces.Tuple():
-            for child, part in zip(space.spaces, observation, strict=True):
-                yield from _columns(child, part)
-        case spaces.Discrete():
-            yield nn.functional.one_hot((observation - int(space.start)).long(), int(space.n)).float()
-        case spaces.MultiDiscrete():
-            indices = (observation - torch.as_tensor(space.start)).flatten(1)
-            for index, count in zip(indices.unbind(-1), space.nvec.ravel().tolist(), strict=True):
-                yield nn.functional.one_hot(index.long(), count).float()
-        case _:
-            row = observation.reshape(len(observation), -1).float()
-            yield row / 255 if space.dtype == np.uint8 else row
+def _columns(space: Space, leaf: Tensor) -> Iterator[Tensor]:
+    """Yield a leaf [P, ...] of an observation as float32 rows [P, n]."""
+    if isinstance(space, spaces.Discrete):
+        yield nn.functional.one_hot((leaf - int(space.start)).long(), int(space.n)).float()
+    elif isinstance(space, spaces.MultiDiscrete):
+        indices = (leaf - torch.as_tensor(space.start)).flatten(1)
+        for index, count in zip(indices.unbind(-1), space.nvec.ravel().tolist(), strict=True):
+            yield nn.functional.one_hot(index.long(), count).float()
+    else:
+        row = leaf.reshape(len(leaf), -1).float()
+        yield row / 255 if space.dtype == np.uint8 else row

@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import Tensor, nn
 from typing_extensions import override
 
 from funcollect import running_statistics
 from funcollect.arguments import check_kind, check_number
-from funcollect.messages import shown
 from funcollect.policies.jax_functions.jax_policy import JaxPolicy
 from funcollect.policies.population import Population
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
@@ -171,10 +169,7 @@ class NormalizedTorch(Normalized, TorchPolicy):
 
     @override
     def _act_with(self, stats: RunningStatistics) -> None:
-        own = dict(self._module.statistics.named_buffers())
-        with torch.no_grad():
-            for name, tensor in _buffers(stats).items():
-                own[name].copy_(tensor)
+        self._module.statistics.load_state_dict(_buffers(stats))
 
     @override
     def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
@@ -195,10 +190,6 @@ class NormalizedTorch(Normalized, TorchPolicy):
         if paired:
             check_kind("the statistics in params", stats, RunningStatistics, "pass the pair (trainable, statistics)")
             trainable = {} if trainable is None else trainable
-            if not isinstance(trainable, (nn.Module, Mapping, TensorDictBase)):
-                raise TypeError(
-                    f"params is {shown(params)}, expected the pair (trainable, statistics): pass policy.params"
-                )
         own = super().by_name(trainable)
         if not paired and own.keys() <= self.tensors(None).keys():
             return own

@@ -75,8 +75,7 @@ def population(policy: Policy, params: Any) -> TorchPopulation | JaxPopulation:
     if isinstance(policy, TorchPolicy) and isinstance(policy.module, nn.Module):
         return TorchPopulation(policy, params)
     raise TypeError(
-        f"policy is {shown(policy)}, expected one of funcollect.torch_policy over a module, or of "
-        "funcollect.jax_policy: make one of them"
+        f"policy is {shown(policy)}, expected one of funcollect.torch_policy over a module, or of jax_policy: make one"
     )
 
 
@@ -91,14 +90,12 @@ class MemberLanes(NamedTuple):
         """The members of a population that act for these lanes out of `total`."""
         if total % size:
             raise PolicyError(
-                f"a population of {size} acts in {total} lanes, expected a multiple of {size}: change num_envs, or the "
-                "number of workers"
+                f"a population of {size} acts in {total} lanes, expected a multiple of {size}: change num_envs"
             )
         members = np.asarray(lanes) * size // total
         if members[-1] >= size:
             raise PolicyError(
-                f"a population of {size} acts in the {total} lanes that its run began with, not in lanes added later: "
-                "begin with all collectors"
+                f"a population of {size} acts in {total} lanes, not in lanes added later: begin with all collectors"
             )
         return cls(int(members[0]), tuple(np.bincount(members - members[0]).tolist()))
 
@@ -108,9 +105,8 @@ class MemberLanes(NamedTuple):
         if count == sum(self.lanes):
             return self.lanes
         if len(set(self.lanes)) > 1 or count % members:
-            raise PolicyError(
-                f"{members} members of a population were given {count} rows, expected as many for each: pass a multiple"
-            )
+            given = f"{members} members of a population were given {count} rows"
+            raise PolicyError(f"{given}, expected as many for each: pass a multiple")
         return (count // members,) * members
 
     def answers(self, xp: Any, call: Callable[..., Any], params: Any, inputs: Any, *, mapped: bool) -> Any:

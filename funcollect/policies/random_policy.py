@@ -14,13 +14,11 @@ from typing_extensions import override
 
 from funcollect.keys import Key, Noise, Purpose, draw_ahead
 from funcollect.messages import kind_of
-from funcollect.policies.base import PolicyBase, device_of
+from funcollect.policies.base import PolicyBase, device_of, rows_of
 from funcollect.policies.heads.head import Head
 from funcollect.policies.numerics import TORCH, encode_choices
 from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, is_env
 from funcollect.specs import ActionSpec
-
-_STEPS = 1_000  # whose rows are tensors at a time: a tensor takes half a kilobyte
 
 
 def random_policy(env: Env) -> RandomPolicy:
@@ -89,18 +87,16 @@ class RandomActor(Actor):
             lead = noise.shape[:2]
             self.actions = torch.empty((*lead, *inputs.spec.shape), dtype=inputs.spec.dtype, device=noise.device)
             self.log_prob = torch.empty(lead, device=noise.device)
-        self._block, self._rows = -1, tuple[Tensor, ...]()
+        self._rows = rows_of(self.actions, noise.device)
         return True
 
     @override
     def act(self, t: int) -> Tensor:
-        block, row = divmod(t, _STEPS)
-        if block != self._block:
-            self._block, self._rows = block, self.actions[block * _STEPS :][:_STEPS].unbind(0)
+        row: Tensor = next(self._rows)
         if self._noise is not None:
             action, self.log_prob[t] = _draw(self._spec, self._noise[t], self._observation)
-            self._rows[row].copy_(action)
-        return self._rows[row]
+            row.copy_(action)
+        return row
 
     @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:

@@ -101,34 +101,32 @@ class LoweredPolicy(FunctionPolicy):
     @override
     def prepare(self, params: Any) -> dict[str, Any]:
         """Copies of parameters, laid out for JAX; `params` as the Torch policy takes them, or the result of this."""
-        return params if self._is_prepared(params) else self.laid_out(self._tensors(params))
+        return self._own(self.lend(params))
 
     def lend(self, params: Any) -> dict[str, Any] | Joined:
         """The same without a program that copies: only for this thread, until its next call of this or of `prepare`.
 
         Call it within `torch_followed`, since Torch may still be writing them.
         """
-        return params if self._is_prepared(params) else self._joined(self._tensors(params))
+        array = import_jax().Array
+        if isinstance(params, dict) and all(isinstance(leaf, array) for leaf in params.values()):
+            return params
+        return self._joined(self.source.tensors(self.source.prepare(params)))
 
     def laid_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Copies of tensors by name, as JAX has them."""
-        joined = self._joined(tensors)
-        if not isinstance(joined, Joined):
-            return joined
-        follow_torch(*next(iter(joined.arrays.values())).devices())
-        return self._copied("open", opened, joined)
+        return self._own(self._joined(tensors))
+
+    def _own(self, arrays: dict[str, Any] | Joined) -> dict[str, Any]:
+        if not isinstance(arrays, Joined):
+            return arrays
+        follow_torch(*next(iter(arrays.arrays.values())).devices())
+        return self._copied("open", opened, arrays)
 
     def _copied(self, which: str, function: Callable[[Any], Any], tensors: Any) -> dict[str, Any]:
         """The result of a program, complete before the memory of `tensors` is written again."""
         copies: dict[str, Any] = import_jax().block_until_ready(compiled(self, which, function)(tensors))
         return copies
-
-    def _is_prepared(self, params: Any) -> bool:
-        array = import_jax().Array
-        return isinstance(params, dict) and all(isinstance(leaf, array) for leaf in params.values())
-
-    def _tensors(self, params: Any) -> dict[str, Tensor]:
-        return self.source.tensors(self.source.prepare(params))
 
     def _joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | Joined:
         """The tensors as a program's argument; those that cannot be joined as copies by name."""
@@ -142,8 +140,7 @@ class LoweredPolicy(FunctionPolicy):
                 return self._copied("lay out", self.lowered.lay_out, arrays)
             memories = vars(memo.setdefault("joined", threading.local()))  # another thread may still read its own
             memories[which] = joining(read, self.lowered.lay_out)
-        joined: Joined = memories[which](read)
-        return joined
+        return memories[which](read)  # type: ignore[no-any-return]
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
         """A copy of `params`, or of the module's own, by name, as Torch tensors."""
@@ -245,16 +242,13 @@ def _checked_module(source: Source) -> nn.Module:
     """The policy's module; LoweringError if a change of it could not be noticed after it is lowered."""
     module = source.module
     if not isinstance(module, nn.Module) or isinstance(module, FunctionModule):
-        raise LoweringError(
-            "a plain function is not lowered, since the objects that it refers to may change: use a torch.nn.Module"
-        )
+        raise LoweringError("a plain function is not lowered, as what it refers to may change: use a torch.nn.Module")
     if isinstance(source, TensorDictPolicy) and not isinstance(module, TensorDictModuleBase):
         raise LoweringError("a function of a TensorDict is not lowered: use a TensorDictModule")
     for prefix, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise LoweringError(
-                f"{type(part).__name__} is a program of TorchScript, which torch.export does not take: pass the module "
-                "that it was made from"
+                f"{type(part).__name__} is a program of TorchScript, which torch.export does not take: pass its module"
             )
         for name, value in {**own_attributes(part), "forward": type(part).forward}.items():
             if any(isinstance(each, (Tensor, nn.Module)) and each is not part for each in _held(value)):

@@ -82,8 +82,7 @@ def check_dtypes(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None
     for name in sorted(own.keys() & saved.keys()):
         if own[name].dtype != saved[name].dtype:
             raise ValueError(
-                f"the policy's parameter {name} is {own[name].dtype}, the saved one {saved[name].dtype}: build the "
-                "policy as it was"
+                f"the parameter {name} is {own[name].dtype}, the saved one {saved[name].dtype}: build the policy so"
             )
 
 
@@ -117,8 +116,7 @@ def jax_arrays(tree: Any) -> Any:
                 ) from error
         if leaf.is_deleted():
             raise ValueError(
-                f"{name} was donated or deleted, expected a live array: set policy.params, or pass params=, to the "
-                "result of the function that took it"
+                f"{name} was donated or deleted, expected a live array: set policy.params, or pass params=, anew"
             )
         return strong(leaf)
 

@@ -135,7 +135,7 @@ def test_misuse():
     logistic = fc.heads.from_distribution(Logistic, "loc", "scale")
     for answer, head, message in (
         (lambda x: x[:, :1], BETA, r"wants \['concentration1', 'concentration0'\], an array each"),
-        (lambda x: (x[:, :1], 3), BETA, "an array each: return these"),
+        (lambda x: (x[:, :1], 3), BETA, "an array each: return them"),
         (lambda x: (x[:, :1], x[:, :1]), logistic, r"expected a torch.distributions.Distribution"),
     ):
         with pytest.raises(PolicyError, match=message):

@@ -13,6 +13,7 @@ from tests.support import cases
 from tests.support.compare import collect
 
 KEY = ("collector", "exploration", "epsilon")
+EACH = [0.0, 0.5, 1.0]  # of three lanes
 
 
 def values(framework, epsilon):
@@ -72,33 +73,40 @@ def test_another_value_compiles_nothing(kind):
 
 
 def test_values_are_arguments_of_traced_rollouts():
-    env, policy = fc.make_env("gymnax/CartPole-v1", num_envs=4), values("jax", 0.3)
+    env, policy = fc.make_env("gymnax/CartPole-v1", num_envs=3), values("jax", 0.3)
+    state = fc.traced.init(env, policy, policy.params, key=jax.random.key(0))
 
     @jax.jit
-    def run(state, epsilon):
-        return fc.traced.rollout(env, policy, policy.params, state, 32, exploration={"epsilon": epsilon})
+    def run(epsilon):
+        return fc.traced.rollout(env, policy, policy.params, state, 32, exploration={"epsilon": epsilon})[1]
 
-    state = fc.traced.init(env, policy, policy.params, key=jax.random.key(0))
-    state, batch = run(state, jnp.float32(1.0))
-    assert batch["collector"]["exploration"]["epsilon"].shape == (32, 4)
-    assert 0.3 < batch["action"].mean() < 0.7
-    state, batch = run(state, jnp.float32(0.0))
-    assert batch["action"].sum() == 0
-    delivered = fc.deliver(batch, env)
-    assert delivered[KEY].unique().tolist() == [0.0]
+    random, greedy, mixed = map(run, (jnp.float32(1.0), jnp.float32(0.0), jnp.array(EACH)))
+    assert random["collector"]["exploration"]["epsilon"].shape == (32, 3)
+    assert 0.3 < random["action"].mean() < 0.7
+    assert greedy["action"].sum() == 0
+    assert fc.deliver(greedy, env)[KEY].unique().tolist() == [0.0]
+    assert mixed["collector"]["exploration"]["epsilon"][5].tolist() == EACH
+    assert jnp.array_equal(mixed["action"][:, 2], random["action"][:, 2])
+    with pytest.raises(ValueError, match=r"has shape \[2\], expected a number or \[3\]"):
+        run(jnp.zeros(2))
 
 
 def schedule(frames):
     return max(0.0, 1 - frames / 200)
 
 
+OF_LANES = torch.tensor([0.125, 0.5, 0.625, 1.0])
+
+
 @pytest.mark.parametrize("in_process", [True, False])
-def test_lanes_in_workers_follow_the_schedule_of_the_run(in_process):
+@pytest.mark.parametrize("given", [schedule, OF_LANES])
+def test_lanes_in_workers_have_the_values_of_the_run(given, in_process):
     policy, two = values("torch", 0.3), lambda: fc.make_env("CartPole-v1", num_envs=2)
-    keywords = {"frames_per_batch": 100, "total_frames": 300, "seed": 0, "exploration": {"epsilon": schedule}}
+    keywords = {"frames_per_batch": 100, "total_frames": 300, "seed": 0, "exploration": {"epsilon": given}}
     with fc.MultiSyncDataCollector([two] * 2, policy, in_process=in_process, **keywords) as collector:
         batches = [batch.clone() for batch in collector]
-    assert [batch[KEY].unique().tolist() for batch in batches] == [[1.0], [0.5], [0.0]]
+    wanted = [OF_LANES.tolist()] * 3 if given is OF_LANES else [[number] * 4 for number in (1.0, 0.5, 0.0)]
+    assert [batch[KEY][..., 0].flatten().tolist() for batch in batches] == wanted
     with fc.SyncDataCollector(fc.make_env("CartPole-v1", num_envs=4), policy, **keywords) as collector:
         for batch, whole in zip(batches, collector, strict=True):
             assert torch.equal(batch["action"].flatten(0, 1), whole["action"])
@@ -115,11 +123,11 @@ class Nudged(fc.PolicyBase):
 
 
 def test_a_policy_of_ones_own_reads_its_numbers():
-    env = fc.make_env("CartPole-v1", num_envs=2)
-    for given, wanted in ({}, 0.25), ({"push": -1.0}, -1.0):
-        batch = collect(env, Nudged(), 4, exploration=given)
-        assert batch["push"].unique().tolist() == [wanted]
-        assert batch["collector", "exploration", "push"].unique().tolist() == [wanted]
+    cases = [(2, {}, [0.25] * 2), (2, {"push": -1.0}, [-1.0] * 2), (3, {"push": EACH}, EACH)]
+    for lanes, given, wanted in (*cases, (None, {"push": torch.tensor([0.5])}, [0.5])):
+        batch = collect(fc.make_env("CartPole-v1", num_envs=lanes), Nudged(), 4, exploration=given)
+        assert batch["push"].reshape(-1, 4)[:, 3].tolist() == wanted
+        assert torch.equal(batch["collector", "exploration", "push"], batch["push"])
 
 
 @pytest.mark.parametrize(("given", "error", "message"), [
@@ -143,9 +151,6 @@ def test_values_that_do_not_fit(given, error, message):
     other = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
     with pytest.raises(ValueError, match=r"expected names out of \[\]"):
         fc.rollout(env, other, fc.init(env, other, seed=0), 4, exploration={"epsilon": 0.1})
-
-
-EACH = [0.0, 0.5, 1.0]  # of three lanes
 
 
 def lowered(_, epsilon):
@@ -197,34 +202,3 @@ def test_values_per_lane_change_in_place_and_compile_nothing():
                 assert batch["collector", "exploration", "temperature"][:, 0].tolist() == [1.0, 2.0 + i]
                 seen.append(len(calls))
         assert seen[-1] == seen[-3]
-
-
-@pytest.mark.parametrize("in_process", [True, False])
-def test_a_worker_has_the_values_of_its_own_lanes(in_process):
-    policy, two = values("torch", 0.3), lambda: fc.make_env("CartPole-v1", num_envs=2)
-    each = torch.tensor([0.1, 0.4, 0.6, 1.0])
-    keywords = {"frames_per_batch": 40, "seed": 0, "exploration": {"epsilon": each}}
-    with fc.MultiSyncDataCollector([two] * 2, policy, in_process=in_process, **keywords) as collector:
-        batch = next(collector).clone()
-        assert batch[KEY][..., 0].flatten().tolist() == each.tolist()
-    with fc.SyncDataCollector(fc.make_env("CartPole-v1", num_envs=4), policy, **keywords) as collector:
-        assert torch.equal(batch["action"].flatten(0, 1), next(collector)["action"])
-
-
-def test_values_per_lane_in_traced_code_and_of_ones_own_policy():
-    env, policy = fc.make_env("gymnax/CartPole-v1", num_envs=3), values("jax", 0.3)
-    state = fc.traced.init(env, policy, policy.params, key=jax.random.key(0))
-
-    @jax.jit
-    def run(epsilon):
-        return fc.traced.rollout(env, policy, policy.params, state, 8, exploration={"epsilon": epsilon})[1]
-
-    batch = run(jnp.array(EACH))
-    assert batch["collector"]["exploration"]["epsilon"][5].tolist() == EACH
-    assert jnp.array_equal(batch["action"][:, 2], run(jnp.float32(1.0))["action"][:, 2])
-    with pytest.raises(ValueError, match=r"has shape \[2\], expected a number or \[3\]"):
-        run(jnp.zeros(2))
-    own = collect(fc.make_env("CartPole-v1", num_envs=3), Nudged(), 4, exploration={"push": EACH})
-    assert own["push"][:, 3].tolist() == EACH
-    one = collect(fc.make_env("CartPole-v1"), Nudged(), 4, exploration={"push": torch.tensor([0.5])})
-    assert one["push"].tolist() == [0.5] * 4

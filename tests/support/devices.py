@@ -14,7 +14,6 @@ from funcollect.core.loops import tensor
 from funcollect.interop import cuda_graph
 from funcollect.keys import LaneKeys, fold
 from funcollect.policies import numerics
-from funcollect.policies.torch_modules import torch_policy
 from funcollect.threefry import hashed
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")  # wait for an accelerator
@@ -88,7 +87,6 @@ def capture_on_the_cpu(patch):
         lambda value, device: numerics._kept(value.tobytes(), value.dtype.str, value.shape, device),
     )
     patch.setattr(tensor.LaneKeys, "of", keys_of)
-    patch.setattr(torch_policy.NoiseRows, "follow", lambda self, noise: setattr(self, "_rows", noise))
     return captures
 
 

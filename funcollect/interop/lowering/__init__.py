@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -15,7 +15,7 @@ from torch.fx.node import Node, map_aggregate
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import to_jax, to_torch
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.exporting import FlatModule, export, jax_dtype, leaves_of, place_of
+from funcollect.interop.lowering.exporting import FlatModule, export, is_check, jax_dtype, leaves_of, place_of
 from funcollect.interop.lowering.operators import rules
 from funcollect.tree import NAMESPACE, flatten
 
@@ -28,25 +28,38 @@ _TRANSPOSES = ("aten.permute.default", "aten.t.default", "aten.transpose.int")
 _WHERE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")  # arguments that JAX's arrays do not have
 
 
-class Placeholder(NamedTuple):
-    """What a placeholder of a graph stands for: a parameter by name, a constant, or (neither) the next input."""
+class LoweredProgram:
+    """The program of a module for inputs like some leaves of a tree; LoweringError if it cannot be lowered."""
 
-    node: Any
-    parameter: str | None = None
-    constant: Any = None
+    def __init__(self, module: nn.Module, treespec: Any, leaves: list[Tensor]) -> None:
+        answers: list[Any] = []
+        self.exported = exported = export(FlatModule(module, treespec, answers.append), leaves)
+        self.answer = answers[-1]  # the treespec of the output
+        self.parameters: dict[str, Any] = {}  # the placeholders of parameters and buffers, by name
+        self._inputs: list[Any] = []  # those of inputs
+        self._constants: dict[Any, Any] = {}  # the arrays of all others
+        nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
+        for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
+            kind = spec.kind.name
+            if kind == "USER_INPUT":
+                self._inputs.append(node)
+            elif kind in ("PARAMETER", "BUFFER"):
+                self.parameters[spec.target.removeprefix("module.")] = node
+            elif kind == "CONSTANT_TENSOR":
+                self._constants[node] = import_jax().device_get(to_jax(exported.constants[spec.target], copy=True))
+            elif kind == "TOKEN":
+                self._constants[node] = None
+            else:
+                what = f"the {kind.lower().replace('_', ' ')} {spec.target!r}"
+                raise LoweringError(f"the module holds {what}, expected tensors")
 
+        def like(tensor: Any) -> Any:
+            return import_jax().ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype))
 
-class LoweredProgram(NamedTuple):
-    """A program for inputs of some shapes."""
-
-    exported: ExportedProgram
-    slots: list[Placeholder]
-    answer: Any  # the treespec of the output
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The placeholders of parameters and buffers, by name."""
-        return {slot.parameter: slot.node for slot in self.slots if slot.parameter is not None}
+        params = {name: like(node.meta["val"]) for name, node in self.parameters.items() if node.users}
+        import_jax().eval_shape(
+            self.run, params, [*map(like, leaves)]
+        )  # so that rules raise now, not at the first call
 
     def layouts(self) -> dict[str, Layout]:
         """The permutations of parameters: what is only used as a weight [out, in, *kernel] becomes [*kernel, in, out].
@@ -63,11 +76,11 @@ class LoweredProgram(NamedTuple):
     def fits(self, shapes: list[Shape]) -> bool:
         """Whether inputs of these shapes take the way through the module that was exported."""
         bound: dict[str, int] = {}  # the sizes that the symbols of the program take
-        inputs = [slot.node.meta["val"] for slot in self.slots if slot.parameter is None and slot.constant is None]
-        for value, shape in zip(inputs, shapes, strict=True):
-            if len(value.shape) != len(shape):
+        for node, shape in zip(self._inputs, shapes, strict=True):
+            own = node.meta["val"].shape
+            if len(own) != len(shape):
                 return False
-            for dimension, size in zip(map(str, value.shape), shape, strict=True):
+            for dimension, size in zip(map(str, own), shape, strict=True):
                 if bound.setdefault(dimension, int(dimension) if dimension.isdecimal() else size) != size:
                     return False
         ranges = {str(symbol): limits for symbol, limits in self.exported.range_constraints.items()}
@@ -75,24 +88,25 @@ class LoweredProgram(NamedTuple):
         in_range = all(name in ranges and ranges[name].lower <= size <= ranges[name].upper for name, size in symbols)
         return bool(in_range) and _passes_guards(self.exported, shapes)
 
-    def run(self, values: list[Any]) -> tuple[Any, ...]:
-        """The outputs of the graph, evaluated with one value for each slot; LoweringError if an operator fails."""
+    def run(self, params: Mapping[str, Any], inputs: list[Any]) -> tuple[Any, ...]:
+        """The outputs for parameters by name, in Torch's layout, and inputs; LoweringError if an operator fails."""
         jax = import_jax()
-        known: dict[Any, Any] = {}
-        remaining = iter(values)
+        known = self._constants | {node: params.get(name) for name, node in self.parameters.items()}
+        known |= dict(zip(self._inputs, inputs, strict=True))
+        *nodes, output = self.exported.graph.nodes
+        specs = self.exported.graph_signature.output_specs
+        kept = [each for each, spec in zip(output.args[0], specs, strict=True) if spec.kind.name != "TOKEN"]
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            for node in self.exported.graph.nodes:
-                if node.op == "placeholder":
-                    known[node] = next(remaining)
-                elif node.op == "call_function":
+            for node in nodes:
+                if node.op == "call_function":
                     known[node] = _called(node, known)
-                elif node.op == "output":
-                    return tuple(_looked_up(node.args[0], known))
-        raise AssertionError("a graph ends with its output")
+            return tuple(_looked_up(kept, known))
 
 
 def _called(node: Any, known: dict[Any, Any]) -> Any:
     """The result of a node, evaluated by its rule from the `known` values of earlier nodes, in Torch's dtype."""
+    if is_check(node):
+        return None, None  # if it is an effect, a token and a result
     arguments = _looked_up(node.args, known)
     options = {name: value for name, value in _looked_up(node.kwargs, known).items() if name not in _WHERE}
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -148,54 +162,26 @@ def _passes_guards(program: ExportedProgram, shapes: list[Shape]) -> bool:
         return False  # the module is exported again, for these shapes
 
 
-def _exported(module: nn.Module, treespec: Any, leaves: list[Tensor]) -> LoweredProgram:
-    """The program of a module for inputs like these leaves of a tree; LoweringError if it cannot be lowered."""
-    answers: list[Any] = []
-    exported = export(FlatModule(module, treespec, answers.append), leaves)
-    nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
-    specs = exported.graph_signature.input_specs
-    slots = [_slot(node, spec, exported) for node, spec in zip(nodes, specs, strict=True)]
-    program = LoweredProgram(exported, slots, answers[-1])
-    remaining, values = iter(leaves), []
-    for slot in slots:
-        value = slot.constant
-        if value is None:
-            tensor = next(remaining) if slot.parameter is None else slot.node.meta["val"]
-            if slot.node.users:
-                value = import_jax().ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype))
-        values.append(value)
-    import_jax().eval_shape(program.run, values)  # so that rules raise their errors now, not at the first call
-    return program
-
-
-def _slot(node: Any, spec: Any, exported: ExportedProgram) -> Placeholder:
-    """The placeholder of a node by its input spec; LoweringError for anything but tensors."""
-    kind = spec.kind.name
-    if kind == "USER_INPUT":
-        return Placeholder(node)
-    if kind in ("PARAMETER", "BUFFER"):
-        return Placeholder(node, parameter=spec.target.removeprefix("module."))
-    if kind == "CONSTANT_TENSOR":
-        return Placeholder(node, constant=import_jax().device_get(to_jax(exported.constants[spec.target], copy=True)))
-    raise LoweringError(
-        f"the module holds the {kind.lower().replace('_', ' ')} {spec.target!r}, expected tensors alone"
-    )
-
-
 class Lowered:
-    """A Torch module as a pair of functions, `prepare` and `apply`; see `lower_module`.
+    """A Torch module, whose weights may change, as a pair of functions, `prepare` and `apply`; see `lower`.
 
     A program is exported for the example, and another one when `apply` is traced with input shapes that take another
     way through the module (a batch of one, another rank, a branch on a size).
     """
 
-    def __init__(self, module: nn.Module, example: tuple[Any, ...]) -> None:
-        self.module = module
-        self.modes = _modes_of(module)
-        leaves, self._treespec = leaves_of(example)
-        self._paths = _paths_of(example)
+    def __init__(self, module: nn.Module, example: Any) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module is {type(module).__name__}, expected a torch.nn.Module: wrap the function in one")
+        inputs = example if isinstance(example, tuple) and not hasattr(example, "_fields") else (example,)
+        leaves, self._treespec = leaves_of(inputs)
+        wrong = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]
+        if wrong or not leaves:
+            what = f"example holds {wrong or 'nothing'}, expected tensors"
+            raise TypeError(f"{what}: pass the module's inputs, and fix others in a module around it")
+        self.module, self._paths = module, _paths_of(inputs)
+        self.modes = [part.training for part in module.modules()]
         self._kinds = [(leaf.dtype, leaf.device) for leaf in leaves]
-        self._programs = [_exported(module, self._treespec, leaves)]
+        self._programs = [LoweredProgram(module, self._treespec, leaves)]
         own, parameters = {name for name, _ in module.named_parameters()}, self._programs[0].parameters
         self.names = sorted(name for name, node in parameters.items() if node.users or name in own)
         self._layouts = self._programs[0].layouts()
@@ -234,16 +220,14 @@ class Lowered:
         """
         leaves = self._checked(inputs)
         program = self._program_for([leaf.shape for leaf in leaves])
-        remaining = iter(leaves)
-        values = [self._value(slot, params, remaining) for slot in program.slots]
-        return program.answer.unflatten(program.run(values))
+        turn, read = import_jax().numpy.transpose, program.parameters.keys() & params.keys()
+        turned = {name: turn(params[name], _inverse(self._layouts[name])) for name in sorted(read)}
+        return program.answer.unflatten(program.run(turned, leaves))
 
     def _checked(self, inputs: tuple[Any, ...]) -> list[Any]:
         """The leaves of the inputs as JAX arrays; TypeError if structure or dtypes differ from the example's."""
         if (paths := _paths_of(inputs)) != self._paths:
-            raise TypeError(
-                f"the inputs are {paths}, expected {self._paths}, as the example's: pass the same structure"
-            )
+            raise TypeError(f"the inputs are {paths}, expected {self._paths}, as the example's: pass those")
         leaves = list(map(import_jax().numpy.asarray, leaves_of(inputs)[0]))
         for path, leaf, (dtype, _) in zip(paths, leaves, self._kinds, strict=True):
             if leaf.dtype != jax_dtype(dtype):
@@ -253,32 +237,20 @@ class Lowered:
                 )
         return leaves
 
-    def _value(self, slot: Placeholder, params: Mapping[str, Any], inputs: Any) -> Any:
-        """The value of a placeholder: a parameter in Torch's layout, a constant, or the next of the `inputs`."""
-        if slot.parameter is None:
-            return next(inputs) if slot.constant is None else slot.constant
-        if slot.parameter not in params:
-            return None  # no operator of the example's program reads it
-        return import_jax().numpy.transpose(params[slot.parameter], _inverse(self._layouts[slot.parameter]))
-
     def _program_for(self, shapes: list[Shape]) -> LoweredProgram:
         """The first program that fits these input shapes; exported now if there is none."""
         for program in self._programs:
             if program.fits(shapes):
                 return program
-        if _modes_of(self.module) != self.modes:
+        if [part.training for part in self.module.modules()] != self.modes:
             raise LoweringError(
                 f"{type(self.module).__name__} went from training to evaluation mode, or back, after it was lowered, "
                 "and these input shapes are new: lower it again"
             )
         kinds = zip(shapes, self._kinds, strict=True)
         leaves = [torch.zeros(shape, dtype=dtype, device=device) for shape, (dtype, device) in kinds]
-        self._programs.append(_exported(self.module, self._treespec, leaves))
+        self._programs.append(LoweredProgram(self.module, self._treespec, leaves))
         return self._programs[-1]
-
-
-def _modes_of(module: nn.Module) -> tuple[bool, ...]:
-    return tuple(each.training for each in module.modules())
 
 
 def _paths_of(tree: Any) -> list[str]:
@@ -286,19 +258,7 @@ def _paths_of(tree: Any) -> list[str]:
     return [".".join(map(str, path)) or "the input" for path in optree.tree_paths(tree, namespace=NAMESPACE)]
 
 
-def lower_module(module: nn.Module, example: Any) -> Lowered:
-    """Lower a Torch module whose weights will change; for arguments and errors, see `lower`."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is {type(module).__name__}, expected a torch.nn.Module: wrap the function in one")
-    inputs = example if isinstance(example, tuple) and not hasattr(example, "_fields") else (example,)
-    leaves = leaves_of(inputs)[0]
-    wrong = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]
-    if wrong or not leaves:
-        raise TypeError(
-            f"example holds {wrong or 'nothing'}, expected tensors: pass the module's inputs, and fix other "
-            "arguments in a module around it"
-        )
-    return Lowered(module, inputs)
+lower_module = Lowered
 
 
 def lower(module: nn.Module, example: Any) -> tuple[dict[str, Any], Callable[..., Any]]:
@@ -333,5 +293,5 @@ def lower(module: nn.Module, example: Any) -> tuple[dict[str, Any], Callable[...
     >>> jax.jit(apply)(params, jax.numpy.ones((3, 4))).shape
     (3, 2)
     """
-    lowered = lower_module(module, example)
+    lowered = Lowered(module, example)
     return lowered.prepare(), lowered.apply

@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ _OF_DATA = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_si
 _RESIZING = ("upsample_nearest1d", "upsample_nearest2d", "upsample_linear1d", "upsample_bilinear2d")
 _IMAGE = 3  # channels, height, width: sizes that a network is built for
 _SKIPPING = "torchrl/modules/tensordict_module/rnn.py"  # sets masked states to 0 only if the mask has any
-# Operators that return nothing: they raise an error, or do nothing.
+# Checks of data, which raise an error or do nothing, and return nothing; Torch may order them by tokens, as effects.
 _CHECKS = ("aten._linalg_check_errors.default", "aten._assert_async.default", "aten._assert_async.msg")
 _TORCH = f"{Path(torch.__file__).parent}/"  # Torch's folder
 _OURS = str(Path(__file__).parent)
@@ -49,10 +49,7 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+), in .+\n\s*(.*)')
 _WIDE = (torch.float64, torch.complex128)
 
 
-def leaves_of(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves, and the treespec that builds a tree of such leaves (`unflatten`)."""
-    leaves, treespec = optree.tree_flatten(tree, namespace=NAMESPACE)
-    return leaves, treespec
+leaves_of: Any = partial(optree.tree_flatten, namespace=NAMESPACE)  # the leaves of a tree, and its treespec
 
 
 def plain(tree: Any) -> Any:
@@ -117,7 +114,6 @@ def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
                 program = program.run_decompositions(table)
     except Exception as error:
         raise LoweringError(f"{name} cannot be lowered: {_reason(error)}") from error
-    _remove_checks(program)
     if faults := dict.fromkeys(_faults(program)):
         raise LoweringError(f"{name} cannot be lowered: " + "; ".join(faults))
     return program
@@ -214,33 +210,14 @@ def _is_covered(node: Any) -> bool:
     return not isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
-def _remove_checks(program: ExportedProgram) -> None:
-    """Remove the checks of data, and the tokens, by which Torch keeps effects in order, if no other effect is left."""
-    graph, signature = program.graph, program.graph_signature
-    for node in list(graph.nodes):
-        if _is_effect(node) and str(node.args[1]) in _CHECKS:
-            for following in list(node.users):  # they take the token that the check would have passed on
-                following.replace_all_uses_with(node.args[0])
-                graph.erase_node(following)
-            graph.erase_node(node)
-        elif str(node.target) in _CHECKS:
-            graph.erase_node(node)
-    if any(map(_is_effect, graph.nodes)):
-        return
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    output = next(node for node in graph.nodes if node.op == "output")
-    kept = [spec.kind.name != "TOKEN" for spec in signature.output_specs]
-    output.args = (tuple(value for value, keep in zip(output.args[0], kept, strict=True) if keep),)
-    signature.output_specs[:] = [spec for spec, keep in zip(signature.output_specs, kept, strict=True) if keep]
-    for node, spec in zip(placeholders, list(signature.input_specs), strict=True):
-        if spec.kind.name == "TOKEN":
-            graph.erase_node(node)
-            signature.input_specs.remove(spec)
-    program.graph_module.recompile()
-
-
-def _is_effect(node: Any) -> bool:
+def is_effect(node: Any) -> bool:
+    """Whether a node returns a token, and what an operator with an effect does: ``(token, operator, ...)``."""
     return node.target is torch.ops.higher_order.with_effects
+
+
+def is_check(node: Any) -> bool:
+    """Whether a node is a check of data, which is left out."""
+    return str(node.args[1] if is_effect(node) else node.target) in _CHECKS
 
 
 def _faults(program: ExportedProgram) -> Iterator[str]:
@@ -256,9 +233,11 @@ def _faults(program: ExportedProgram) -> Iterator[str]:
             return
     for node in program.graph.nodes:
         found = None
+        if is_check(node):
+            continue
         if isinstance(node.target, torch._ops.OpOverload):
             found = _refusal(str(node.target), node) or _unlike(str(node.target), node)
-        elif _is_effect(node):
+        elif is_effect(node):
             found = f"{node.args[1]} has a side effect", ": do that outside of the module"
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             found = f"there is no rule for {node.target}", ": call it outside of the module, or write it as arrays"

@@ -9,8 +9,8 @@ A network returns the distribution's parameters for P environments. It may also 
 that each head's docstring lists, together with further outputs to record. Actions have the dtype of the space.
 """
 
-from funcollect.policies.heads.built_in import boltzmann, categorical, epsilon_greedy, greedy, normal, tanh_normal
-from funcollect.policies.heads.clipped_normal import clipped_normal
+# ruff: noqa: F403, F405
+from funcollect.policies.heads.built_in import *
 from funcollect.policies.heads.head import Head, from_distribution
 
 __all__ = [

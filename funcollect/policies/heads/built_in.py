@@ -1,4 +1,4 @@
-"""Heads for Discrete and MultiDiscrete actions, and normal distributions for a floating Box."""
+"""Heads for Discrete and MultiDiscrete actions, and for a floating Box."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from funcollect.policies.numerics import encode_choices, in_32_bits
 from funcollect.specs import ActionSpec
 from funcollect.tree import ranked
 
-__all__ = ["boltzmann", "categorical", "epsilon_greedy", "greedy", "normal", "tanh_normal"]
+__all__ = ["boltzmann", "categorical", "clipped_normal", "epsilon_greedy", "greedy", "normal", "tanh_normal"]
 
 _BESIDE = "; with other outputs beside it, return a dict such as {'logits': …, 'value': …}"
 _UNSQUASHED = "action_unsquashed"
@@ -188,10 +188,8 @@ def epsilon_greedy(epsilon: float) -> Head:
     """A head that takes the choice with the largest value, or with probability `epsilon` one drawn uniformly from all.
 
     The network returns the same as for `greedy`. Each component of a MultiDiscrete action explores by itself. The
-    log-probability is the mixture's. Rollouts may be given another value, ``exploration={"epsilon": 0.1}``.
-
-    Raises:
-        TypeError, ValueError: if `epsilon` is not a number in [0, 1].
+    log-probability is the mixture's. Rollouts may be given another value, ``exploration={"epsilon": 0.1}``. Raises
+    TypeError or ValueError if `epsilon` is not a number in [0, 1].
 
     >>> epsilon_greedy(0.1).names
     ('action_value',)
@@ -204,10 +202,7 @@ def boltzmann(temperature: float) -> Head:
     """A head that samples a choice with a probability proportional to ``exp(value / temperature)``.
 
     The network returns the same as for `greedy`. The mode is the choice with the largest value. Rollouts may be given
-    another temperature, ``exploration={"temperature": 0.5}``.
-
-    Raises:
-        TypeError, ValueError: if `temperature` is not a positive number.
+    another temperature, ``exploration={"temperature": 0.5}``. Raises TypeError or ValueError for no positive number.
 
     >>> boltzmann(0.5).values
     {'temperature': 0.5}
@@ -234,8 +229,7 @@ class Normal(Head):
     def check(self, spec: ActionSpec) -> None:
         if not isinstance(spec.space, spaces.Box) or not np.issubdtype(spec.space.dtype, np.floating):
             raise ValueError(
-                f"the head {self.name} needs a floating Box action space, got {spec.space}: "
-                "use categorical for discrete actions"
+                f"the head {self.name} needs a floating Box action space, got {spec.space}: use categorical"
             )
 
     def noise(self, spec: ActionSpec) -> Noise | None:
@@ -337,6 +331,65 @@ class TanhNormal(Bounded):
     def _slope(self, xp: Any, raw: Any, low: Any, high: Any) -> Any:
         """The logarithm of the squashed action's slope; unlike Torch's softplus, no bit depends on a number's place."""
         return 2 * (math.log(2) - abs(raw) - xp.log1p(xp.exp(-2 * abs(raw)))) + xp.log((high - low) / 2)
+
+
+@dataclass(frozen=True)
+class ClippedNormal(Bounded):
+    """See `clipped_normal`."""
+
+    name: str = "clipped_normal"
+    names: tuple[str, ...] = ("loc",)
+    scale: Any = 0.0  # a number, arrays that broadcast against a batch [...], or nested lists [*action]
+
+    log_prob, entropy = Head.log_prob, Head.entropy
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scale, float):
+            check_number("scale", self.scale, example=0.1)
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return {} if isinstance(self.scale, list) else {"scale": self.scale}
+
+    def check(self, spec: ActionSpec) -> None:
+        super().check(spec)
+        if isinstance(self.scale, list) and (shape := np.shape(self.scale)) != spec.shape:
+            wanted = f"expected a number or {list(spec.shape)}, as an action has: pass a number for each component"
+            raise ValueError(f"scale has shape {list(shape)}, {wanted}")
+
+    def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
+        if tail_of(answer, len(spec.shape), rows=True) != spec.shape:
+            wanted = f"the head {self.name} wants {['P', *spec.shape]}: return the action"
+            raise PolicyError(f"the policy returned {form(answer)}, {wanted}")
+        return (in_32_bits(xp, answer),)
+
+    def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Outputs:
+        action, scale = parameters[0], self.scale
+        if noise is not None:
+            if isinstance(scale, list):
+                scale = xp.constant(np.asarray(scale, np.float32), action)
+            elif not isinstance(scale, float):
+                scale = scale.reshape((*scale.shape, *[1] * len(spec.shape)))
+            action = action + scale * noise
+        return {"action": xp.clip(action, *self._bounds(xp, spec, action))}
+
+
+def clipped_normal(scale: Any) -> Head:
+    """A head that adds normal noise to the network's action and clips the sum to the bounds of a floating Box.
+
+    DDPG and TD3 act so (Fujimoto et al., 2018, https://arxiv.org/abs/1802.09477). The network returns the action, [P,
+    *action] float; in a dict: ``loc``. The batch has the clipped action, the one that is executed. The mode has no
+    noise. There is no log-probability: an action at a bound has a probability, one inside a density. `scale` is the
+    standard deviation in units of the action, at least 0: a number, for which rollouts may be given another one,
+    ``exploration={"scale": 0.05}``, or a fixed array [*action]. Raises TypeError or ValueError for anything else.
+
+    >>> clipped_normal(0.1).values
+    {'scale': 0.1}
+    """
+    given = np.asarray(scale)
+    for number in given.ravel().tolist():
+        check_number("scale", number, example=0.1)
+    return ClippedNormal(scale=given.astype(float).tolist())
 
 
 categorical: Head = Categorical()

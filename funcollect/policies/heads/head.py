@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,6 +19,8 @@ from funcollect.policies.numerics import TORCH, in_32_bits
 from funcollect.specs import ActionSpec
 
 __all__ = ["Head", "from_distribution"]
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 Parameters = tuple[Any, ...]  # of the distribution, each [..., n]
 Outputs = Mapping[str, Any]  # by their keys in a batch
@@ -114,26 +116,19 @@ def from_distribution(distribution: Callable[..., Any], *names: str) -> FromDist
     """
     if not callable(distribution):
         raise TypeError(
-            f"distribution is {shown(distribution)}, expected a class or a function that returns a distribution: pass "
-            "for example torch.distributions.Beta"
+            f"distribution is {shown(distribution)}, expected a function returning one: pass torch.distributions.Beta"
         )
-    found = names or _required(distribution)
+    found: Sequence[Any] = names
+    if not names:  # the parameters without a default value
+        with contextlib.suppress(TypeError, ValueError):
+            parameters = inspect.signature(distribution).parameters.values()
+            found = [each.name for each in parameters if each.default is each.empty and each.kind in _NAMED]
     if not found or not all(isinstance(name, str) for name in found):
         raise TypeError(
             f"names is {shown(found)}, expected the parameters of {shown(distribution)} that the network returns: pass "
             "for example from_distribution(torch.distributions.Categorical, 'logits')"
         )
     return FromDistribution(f"from_distribution({name_of(distribution)})", tuple(found), distribution)
-
-
-def _required(distribution: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the parameters without a default value."""
-    try:
-        parameters = inspect.signature(distribution).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(each.name for each in parameters if each.default is each.empty and each.kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -150,8 +145,7 @@ class FromDistribution(Head):
         parts = tuple(answer) if isinstance(answer, (tuple, list)) else (answer,)
         if len(parts) != len(self.names) or not all(hasattr(part, "shape") for part in parts):
             raise PolicyError(
-                f"the policy returned {shown(answer)}, the head {self.name} wants {list(self.names)}, an array each: "
-                "return these"
+                f"the policy returned {shown(answer)}, {self.name} wants {list(self.names)}, an array each: return them"
             )
         return tuple(in_32_bits(xp, part) for part in parts)
 

@@ -264,10 +264,9 @@ class JaxActor(Actor):
         if which not in memo:  # the program holds the spec, so that no other one takes its id
             memo[which] = program.StepProgram(partial(policy.answer, inputs.spec, inputs.stochastic), inputs)
         self._made = made = memo[which]
-        self._step, self._plain, self._finish = made.step, made.plain, policy.finish
+        self._step, self._plain, self._outputs, self._finish = made.step, made.plain, made.outputs, policy.finish
         self._inputs, self._params = program.PackedInputs(inputs), None
-        self._action = made.dtypes["action"]
-        self._scalar = made.row["action"] == self._action == np.int32
+        self._scalar = made.outputs.row["action"] == made.outputs.dtypes["action"] == np.int32
         self.again(inputs)
 
     @override
@@ -280,7 +279,7 @@ class JaxActor(Actor):
             self._buffer = self._inputs.argument(params) if self._plain else self._inputs.buffer
             self._params = params
         self._noise: Any = [None] * inputs.length if inputs.noise is None else inputs.noise.numpy()
-        self._words = np.empty((inputs.length, inputs.num_envs, self._made.row.itemsize // 4), np.int32)
+        self._words = np.empty((inputs.length, inputs.num_envs, self._outputs.row.itemsize // 4), np.int32)
         return True
 
     @override
@@ -291,7 +290,7 @@ class JaxActor(Actor):
         else:
             self._recurrent, packed = self._step(self._params, self._buffer, self._recurrent, self._inputs.others)
         self._words[t] = words = np.asarray(packed)
-        return words[:, 0] if self._scalar else program.unpack(words, self._made.row, "action", self._action)
+        return words[:, 0] if self._scalar else self._outputs.unpack(words, "action")
 
     @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
@@ -301,8 +300,7 @@ class JaxActor(Actor):
 
     @override
     def finish(self) -> tuple[Any, Columns]:
-        outputs = program.unpacked(self._words, self._made.row, self._made.dtypes)
-        return self._recurrent, self._finish({(name,): each for name, each in outputs.items()}, self._rollout.spec)
+        return self._recurrent, self._finish(self._outputs.columns(self._words), self._rollout.spec)
 
 
 def is_traceable(policy: Policy) -> bool:
@@ -344,8 +342,7 @@ def traced_policy(
         for name, output in outputs.items():
             if jax.numpy.issubdtype(output.dtype, jax.dtypes.prng_key):
                 raise PolicyError(
-                    f"the policy's output {name!r} is typed PRNG keys, expected numbers: return jax.random.key_data of "
-                    "them"
+                    f"the policy's output {name!r} is typed PRNG keys, expected numbers: return jax.random.key_data"
                 )
         return policy_state, outputs
 

@@ -21,7 +21,7 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memory import aligned
 from funcollect.keys import Noise
 from funcollect.policies.checks import check_action, check_rows
-from funcollect.protocols import ActorInputs
+from funcollect.protocols import ActorInputs, Columns
 from funcollect.threefry import Pair, hashed_in_jax
 
 Words = npt.NDArray[np.int32]
@@ -47,8 +47,7 @@ class StepProgram:
         given = (actor_inputs.bound, actor_inputs.policy_state, actor_inputs.observation, noise)
         shapes = jax.eval_shape(answer, *given)[1]
         check_action(shapes["action"], actor_inputs.spec, actor_inputs.num_envs)
-        self.row = layout(shapes, actor_inputs.num_envs)
-        self.dtypes = {name: np.dtype(shape.dtype) for name, shape in shapes.items()}
+        self.outputs = PackedOutputs(shapes, actor_inputs.num_envs)
         self._ravel, unravel = _as_vector(actor_inputs.bound)
         self._raveled: tuple[Any, Any, Any] | None = None
         inputs = PackedInputs(actor_inputs)
@@ -56,7 +55,7 @@ class StepProgram:
         def step(params: Any, buffer: Any, policy_state: Any, others: list[Any]) -> tuple[Any, Any]:
             observation, drawn = inputs.unpack(buffer, others)
             policy_state, outputs = answer(unravel(params), policy_state, observation, drawn)
-            return policy_state, pack(outputs, self.row)
+            return policy_state, self.outputs.pack(outputs)
 
         self.plain = actor_inputs.policy_state is None and not inputs.others
         self.step = jax.jit(lambda params, buffer: step(params, buffer, None, [])[1]) if self.plain else jax.jit(step)
@@ -86,45 +85,44 @@ def _as_vector(params: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]
     return jax.jit(lambda tree: ravel_pytree(tree)[0]), ravel_pytree(params)[1]
 
 
-def _carrier(dtype: Any) -> Any:
+def _carrier(dtype: np.dtype[Any]) -> Any:
     """The 32- or 64-bit dtype in which values of `dtype` travel without loss; bfloat16 is of kind V."""
-    dtype = np.dtype(dtype)
     if dtype.itemsize == 8 or dtype == np.uint32:
         return dtype
     return np.float32 if dtype.kind in "fV" else np.int32
 
 
-def layout(outputs: Mapping[str, Any], num_envs: int) -> np.dtype[Any]:
-    """A lane's outputs as a row of words, the action first; PolicyError for a complex one, or one without a row."""
-    check_rows(outputs, num_envs)
-    names = sorted(outputs, key=lambda name: (name != "action", name))
-    for name in names:
-        if np.dtype(outputs[name].dtype).kind == "c":
-            raise PolicyError(f"the policy's output {name!r} is complex, expected real numbers: return two outputs")
-    return np.dtype([(name, _carrier(outputs[name].dtype), outputs[name].shape[1:]) for name in names])
+class PackedOutputs:
+    """A lane's outputs as a row of words, the action first, so that one read-back brings all of them to the host."""
 
+    def __init__(self, outputs: Mapping[str, Any], num_envs: int) -> None:
+        check_rows(outputs, num_envs)
+        names = sorted(outputs, key=lambda name: (name != "action", name))
+        self.dtypes = {name: np.dtype(outputs[name].dtype) for name in names}
+        if made := [name for name, dtype in self.dtypes.items() if dtype.kind == "c"]:
+            raise PolicyError(f"the policy's outputs {made} are complex, expected real numbers: return two for each")
+        self.row = np.dtype([(name, _carrier(dtype), outputs[name].shape[1:]) for name, dtype in self.dtypes.items()])
 
-def pack(outputs: Mapping[str, Any], row: np.dtype[Any]) -> Any:
-    """The outputs as int32 words [P, width], so that one read-back brings all of them to the host; traced."""
-    jax = import_jax()
-    parts = []
-    for name in row.names or ():
-        value = outputs[name].astype(row[name].base)
-        words = value if value.dtype == np.int32 else jax.lax.bitcast_convert_type(value, np.int32)
-        parts.append(words.reshape(value.shape[0], -1))
-    return jax.numpy.concatenate(parts, -1)
+    def pack(self, outputs: Mapping[str, Any]) -> Any:
+        """The outputs as int32 words [P, width]; traced."""
+        jax = import_jax()
+        parts = []
+        for name in self.dtypes:
+            value = outputs[name].astype(self.row[name].base)
+            words = value if value.dtype == np.int32 else jax.lax.bitcast_convert_type(value, np.int32)
+            parts.append(words.reshape(value.shape[0], -1))
+        return jax.numpy.concatenate(parts, -1)
 
+    def unpack(self, words: Words, name: str) -> npt.NDArray[Any]:
+        """One output [..., *shape] from words [..., width], in new memory; bfloat16, which NumPy lacks, as float32."""
+        dtype = self.dtypes[name]
+        return words.view(self.row)[..., 0][name].astype(np.float32 if dtype.kind == "V" else dtype)
 
-def unpack(words: Words, row: np.dtype[Any], name: str, dtype: Any) -> npt.NDArray[Any]:
-    """One output [..., *shape] from words [..., width], in new memory; bfloat16, which NumPy lacks, as float32."""
-    dtype = np.dtype(dtype)
-    return words.view(row)[..., 0][name].astype(np.float32 if dtype.kind == "V" else dtype)
-
-
-def unpacked(words: Words, row: np.dtype[Any], dtypes: Mapping[str, np.dtype[Any]]) -> dict[str, torch.Tensor]:
-    """All outputs as tensors, of the dtypes in which the policy returned them."""
-    tensors = {name: torch.from_numpy(unpack(words, row, name, dtypes[name])) for name in row.names or ()}
-    return {name: each.bfloat16() if dtypes[name].name == "bfloat16" else each for name, each in tensors.items()}
+    def columns(self, words: Words) -> Columns:
+        """All outputs as tensors, of the dtypes in which the policy returned them."""
+        tensors = {name: torch.from_numpy(self.unpack(words, name)) for name in self.dtypes}
+        halves = {name: each.bfloat16() for name, each in tensors.items() if self.dtypes[name].name == "bfloat16"}
+        return {(name,): each for name, each in (tensors | halves).items()}
 
 
 class PackedInputs:

@@ -66,9 +66,7 @@ def run_module(
             f"the policy reads the in_keys {names_of(wanted)}, the environment gives {names_of(inputs)}: name these"
         ) from error
     if not isinstance(answer, TensorDictBase):
-        raise PolicyError(
-            f"the policy returned {type(answer).__name__}, expected the TensorDict with its outputs: return it"
-        )
+        raise PolicyError(f"the policy returned {type(answer).__name__}, expected the TensorDict: return it")
     return answer
 
 
@@ -190,8 +188,7 @@ def initial_hidden_states(
 def _flat(given: Mapping[Any, Any]) -> dict[Path, Tensor]:
     if not isinstance(given, Mapping):
         raise TypeError(
-            f"initial_state is {type(given).__name__}, expected a dict of tensors by key: pass for example "
-            "{'hidden': torch.zeros(8)}"
+            f"initial_state is {type(given).__name__}, expected a dict of tensors: pass {{'hidden': torch.zeros(8)}}"
         )
     by_key = {key: value for key, value in given.items() if isinstance(key, tuple)}
     states = {**flatten({key: value for key, value in given.items() if key not in by_key}), **by_key}

@@ -167,9 +167,8 @@ class TensorDictActor(Actor):
     """
 
     def __init__(self, policy: TensorDictPolicy, inputs: ActorInputs) -> None:
-        self._policy, self._rollout, self._single = policy, inputs, inputs.single
-        self._module, self._device = policy.bound(inputs.params), policy.moves_to(inputs.observation)
-        self._generator, place = inputs.policy_state.generator.clone(), device_of(inputs.observation)
+        self._policy, self._single = policy, inputs.single
+        self._device, place = policy.moves_to(inputs.observation), device_of(inputs.observation)
         self._run_device = policy.run_device or place
         before, initial = (state.on(self._run_device) for state in (inputs.policy_state, inputs.initial_state))
         own = {path: before.recurrent[path] for path in policy.written}
@@ -193,14 +192,13 @@ class TensorDictActor(Actor):
 
     @override
     def again(self, inputs: ActorInputs, /) -> bool:
-        module = self._policy.bound(inputs.params)
-        if self._stateful or self._parts is not None or self._policy.bound_device not in (None, self._run_device):
-            return False
-        self._rollout, self._module, self._generator = inputs, module, inputs.policy_state.generator.clone()
         self._begin(inputs)
-        return True
+        alike = not self._stateful and self._parts is None
+        return alike and self._policy.bound_device in (None, self._run_device)
 
     def _begin(self, inputs: ActorInputs) -> None:
+        self._rollout, self._module = inputs, self._policy.bound(inputs.params)
+        self._generator = inputs.policy_state.generator.clone()
         self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self._stateful)
 
     @override
@@ -232,8 +230,7 @@ class TensorDictActor(Actor):
         outputs = self._called() if t else self._first()
         if t and not outputs.keys() >= self._wrote:
             raise PolicyError(
-                f"step {t} of this batch: the policy wrote {names_of(outputs)} after {names_of(self._wrote)}: write "
-                "the same keys at every step"
+                f"step {t} of this batch: it wrote {names_of(outputs)} after {names_of(self._wrote)}: write equal keys"
             )
         recorded, after = self._policy.recorded(outputs, own)
         if t == 0 and self._seen != outputs.keys():
@@ -260,7 +257,7 @@ class TensorDictActor(Actor):
             return outputs
         if ("action",) not in outputs:
             raise PolicyError(
-                f"the policy wrote {names_of(outputs)}, expected 'action' among them: add it to the out_keys"
+                f"the policy wrote {names_of(outputs)}, expected 'action' among them: name it in out_keys"
             )
         hidden = self._policy.written
         own = {path[0] for path in outputs.keys() - hidden.values()}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from funcollect.errors import LoweringError
+from funcollect.interop.memo import content_of
 from funcollect.messages import shown
 from funcollect.policies.base import HeadedPolicy
 from funcollect.policies.weights import weights_of
@@ -77,14 +78,6 @@ def referents(value: Any) -> tuple[Any, ...]:
     if isinstance(value, FunctionType):
         return *map(content_of, value.__closure__ or ()), value.__defaults__, value.__kwdefaults__
     return ()
-
-
-def content_of(cell: Any) -> Any:
-    """The object in a closure cell; None for an empty one."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 class Look:
@@ -146,7 +139,7 @@ class Look:
 
     def alike(self) -> bool:
         """Whether it may stand for the recorded one: plain values are equal, and weights have the same form."""
-        return self.holds(self._equal)
+        return self.holds() or self.holds(self._equal)
 
     def _equal(self, now: Any, before: Any) -> bool:
         if now is before:
@@ -170,7 +163,7 @@ class ModuleSettings:
     """Numbers the settings of a module, which are all that it is besides its weights; see `Look.at`."""
 
     def __init__(self, module: Any) -> None:
-        self._module = module  # None has one setting
+        self._module = module
         self._looks: dict[int, Look] = {}  # by their numbers, the latest first; replaced as a whole
         self._numbers = count(1)
 
@@ -180,8 +173,6 @@ class ModuleSettings:
     @property
     def number(self) -> int:
         """The number of the current setting, the same as when it was like this before; LoweringError if too large."""
-        if self._module is None:
-            return 0
         looks = self._looks
         number = next((number for number, look in looks.items() if look.holds()), 0)
         if not number:
@@ -211,42 +202,36 @@ class PolicyChanges:
     def __init__(self, policy: Policy | None, sent: bytes | None = None) -> None:
         subject: Any = None if policy is None or policy.backend == "jax" else policy
         self._subject: Any = getattr(subject, "module", None) if isinstance(subject, HeadedPolicy) else subject
-        self._settings = ModuleSettings(self._subject)
-        self.sent, self._known = sent, self._now()
-
-    def _now(self) -> int | None:
-        """The number of the current settings; None if they are too many to compare: the policy may have changed."""
-        try:
-            return self._settings.number
-        except LoweringError:
-            return None
+        self._look, self.sent = Look.at(self._subject), sent
 
     def packed(self) -> bytes | None:
         """The current policy, packed; None if the workers' job has the same. TypeError if it cannot be sent."""
-        now = self._now()
-        if now is None or now != self._known:
-            self.sent, self._known = pack(self._subject), now
+        before = self._look
+        if before.error or not before.holds():
+            if before.error or not before.alike():  # one too large to compare may have changed
+                self.sent = pack(self._subject)
+            self._look = Look.at(self._subject)
         return self.sent
 
 
-def dumps(value: Any, *, on_cpu: bool = False) -> bytes:
-    """`value` as bytes for `cloudpickle.loads`, functions and classes by value; for `on_cpu`, all on the CPU."""
+def dumps(value: Any, *, on_cpu: bool = False, without: Iterable[Tensor] = ()) -> bytes:
+    """`value` as bytes for `cloudpickle.loads`, functions and classes by value; `on_cpu` moves all to the CPU.
+
+    Of parameters and buffers in `without` it has shapes and dtypes alone.
+    """
     file = io.BytesIO()
-    (_OnCpu if on_cpu else ByValue)(file).dump(value)
+    ByValue(file, on_cpu, without).dump(value)
     return file.getvalue()
 
 
 def pack(subject: Any) -> bytes:
     """`subject` as bytes, with only shapes and dtypes of a module's weights; TypeError if it cannot be sent."""
-    file = io.BytesIO()
     try:
-        _WithoutWeights(file, weights_of(subject)).dump(subject)
+        return dumps(subject, without=weights_of(subject))
     except Exception as error:
         raise TypeError(
-            f"the policy has changed and cannot be sent to the workers ({shown(error, 200)}): make all "
-            "of its attributes picklable"
+            f"the policy has changed and cannot be sent to the workers ({shown(error, 200)}): make it picklable"
         ) from error
-    return file.getvalue()
 
 
 def unpack(data: bytes) -> Any:
@@ -261,41 +246,29 @@ def bare(kind: type[nn.Module]) -> nn.Module:
 
 
 class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
-    """Cloudpickle that also takes modules with parametrizations, which refuse to be pickled."""
+    """Cloudpickle with the options of `dumps`."""
 
-    def reducer_override(self, value: Any) -> Any:
-        """Pickle a module with parametrizations as its class, by value, and its attributes."""
-        if isinstance(value, nn.Module) and "parametrizations" in vars(value).get("_modules", ()):
-            return bare, (type(value),), vars(value)
-        return super().reducer_override(value)
-
-
-class _WithoutWeights(ByValue):
-    def __init__(self, file: io.BytesIO, weights: Iterable[Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, on_cpu: bool, without: Iterable[Tensor]) -> None:
         super().__init__(file)
-        self._weights = {id(each): each for each in weights}
+        self._on_cpu, self._without = on_cpu, {id(each): each for each in without}
 
     def reducer_override(self, value: Any) -> Any:
-        if id(value) not in self._weights:
-            return super().reducer_override(value)
-        trained = value.requires_grad if isinstance(value, nn.Parameter) else None
-        return _zeros, (tuple(value.shape), value.dtype, str(value.device), trained)
+        """How to pickle what cloudpickle would refuse, or pickle otherwise."""
+        if isinstance(value, nn.Module) and "parametrizations" in vars(value).get("_modules", ()):
+            return bare, (type(value),), vars(value)  # a class by value
+        if id(value) in self._without:
+            trained = value.requires_grad if isinstance(value, nn.Parameter) else None
+            return _zeros, (tuple(value.shape), value.dtype, str(value.device), trained)
+        if self._on_cpu and isinstance(value, torch.TypedStorage):
+            memory: Any = value._untyped_storage  # methods of `value` warn that it is deprecated
+            if memory.device.type not in _NO_ACCELERATORS:
+                typed: Any = torch.TypedStorage
+                return typed(wrap_storage=memory.cpu(), dtype=value.dtype, _internal=True).__reduce__()
+        if self._on_cpu and isinstance(value, torch.device) and value.type not in _NO_ACCELERATORS:
+            return torch.device, ("cpu",)
+        return super().reducer_override(value)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str, trained: bool | None) -> Tensor:
     made = torch.zeros(shape, dtype=dtype, device=device)
     return made if trained is None else nn.Parameter(made, requires_grad=trained)
-
-
-class _OnCpu(ByValue):
-    """Puts what lies on an accelerator on the CPU: the memory of tensors, and the devices that objects name."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.TypedStorage):
-            memory: Any = value._untyped_storage  # methods of `value` warn that it is deprecated
-            if memory.device.type not in _NO_ACCELERATORS:
-                typed: Any = torch.TypedStorage
-                return typed(wrap_storage=memory.cpu(), dtype=value.dtype, _internal=True).__reduce__()
-        if isinstance(value, torch.device) and value.type not in _NO_ACCELERATORS:
-            return torch.device, ("cpu",)
-        return super().reducer_override(value)

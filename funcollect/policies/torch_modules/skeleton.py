@@ -26,8 +26,9 @@ import torch
 from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 
+from funcollect.interop.memo import content_of
 from funcollect.policies.torch_modules import settings
-from funcollect.policies.torch_modules.settings import REGISTERED, Look, content_of, referents
+from funcollect.policies.torch_modules.settings import REGISTERED, Look, referents
 
 _MOST_REFERENTS = 1_000  # that are looked through for one function
 _TENSORS = ("_parameters", "_buffers")
@@ -94,8 +95,7 @@ class Skeleton:
             self._copies |= {id(original): (original, other) for original, other in pairs}
             return self._copies[id(part)][1]
         _, made = self._copies[id(part)] = self._before.get(id(part)) or (part, settings.bare(type(part)))
-        if type(made) is not type(part):
-            made.__class__ = type(part)
+        made.__class__ = type(part)
         now: dict[str, Any] = {kind: dict(getattr(part, kind)) for kind in _TENSORS}
         now["_modules"] = {name: None if child is None else self._copy(child) for name, child in part._modules.items()}
         made_anew = (*REGISTERED, *(["forward"] if settings.is_compiled(part) else []))

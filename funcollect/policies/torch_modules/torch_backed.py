@@ -52,8 +52,7 @@ def check_module(
     check_call("module", module, expected, arguments)
     if compiler == "callback":
         raise ValueError(
-            "compile='callback' was removed: leave compile out, and a module that cannot be lowered is called at each "
-            "step, or pass 'xla'"
+            "compile='callback' was removed: leave compile out, to call a module that cannot be lowered, or pass 'xla'"
         )
     if compiler is not None and compiler not in compilers:
         raise ValueError(f"compile is {compiler!r}, expected one of {list(compilers)}, or None: pass 'xla'")
@@ -166,8 +165,7 @@ class TorchBacked(HeadedPolicy):
             return None
         if not isinstance(self._module, nn.Module):
             raise ValueError(
-                "params were given to a policy that is a function without a module to which it refers: pass a "
-                "torch.nn.Module"
+                "params were given to a policy that is a function and refers to no module: pass a torch.nn.Module"
             )
         matched = self._matched(params)
         self._check_apart("params= cannot act", "pass params=None")
@@ -177,8 +175,7 @@ class TorchBacked(HeadedPolicy):
         """Parameters in any form that `prepare` takes, but None, by dotted name."""
         if not isinstance(params, (nn.Module, Mapping, TensorDictBase)):
             raise TypeError(
-                f"params is {type(params).__name__}, expected a TensorDict or a state dict of the module: pass "
-                "policy.params or module.state_dict()"
+                f"params is {type(params).__name__}, expected a TensorDict or a state dict: pass module.state_dict()"
             )
         return named(params)
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -21,7 +21,7 @@ from funcollect.errors import PolicyError
 from funcollect.interop.memo import memo_of
 from funcollect.keys import torch_generator
 from funcollect.messages import note_arguments
-from funcollect.policies.base import Recorder, device_of, lane_mask, memory_of, recurrent_names, split_answer
+from funcollect.policies.base import Recorder, device_of, lane_mask, memory_of, recurrent_names, rows_of, split_answer
 from funcollect.policies.checks import check_action, check_recurrent, check_rows, finish_columns
 from funcollect.policies.heads.head import Head, check_head
 from funcollect.policies.numerics import TORCH
@@ -170,12 +170,10 @@ class TorchActor(Actor):
         self._initial = inputs.initial_state.on(run_device).recurrent
         self._state_names = recurrent_names(optree.tree_leaves(self._initial)) if policy.record_state else []
         self._read = set(map(memory_of, leaves))
-        self._compiled = policy.compiler == "inductor"
         self._wanted = torch.Size((inputs.num_envs, *inputs.spec.shape))
         self._head_given = policy.head
         self._dtype: Any = ""  # of the actions that were checked
         self._shapes: list[Any] = []  # of the head's parameters that were checked
-        self._noise = NoiseRows(inputs.noise if inputs.stochastic else None, run_device)
         self._begin(module, inputs)
 
     def _begin(self, module: Callable[..., Any], inputs: ActorInputs) -> None:
@@ -186,6 +184,7 @@ class TorchActor(Actor):
         self.recurrent = inputs.policy_state.recurrent
         if self.recurrent is not None:
             self.recurrent = optree.tree_map(torch.clone, inputs.policy_state.on(self._run_device).recurrent)
+        self._noise = rows_of(inputs.noise if inputs.stochastic else None, self._run_device)
         self._generator = inputs.policy_state.generator.clone()
         self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self.recurrent is not None)
         self._chosen: tuple[str, ...] = ("action",)  # the keys of the head's samples
@@ -197,20 +196,17 @@ class TorchActor(Actor):
         if policy.head is not self._head_given or self._move or policy.bound_device not in (None, self._run_device):
             return False
         self._begin(module, inputs)
-        if inputs.stochastic:
-            self._noise.follow(inputs.noise)
         return True
 
     @override
     def running(self) -> contextlib.AbstractContextManager[Any]:
         generator = torch_generator(self._generator, self._run_device)
-        if not self._compiled:
-            return generator
-        stack = contextlib.ExitStack()
-        stack.enter_context(generator)
-        # Torch compiles again if a hook was added or removed
-        stack.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
-        return stack
+        return self._compiling(generator) if self._policy.compiler == "inductor" else generator
+
+    @contextlib.contextmanager
+    def _compiling(self, generator: torch_generator) -> Iterator[None]:
+        with generator, torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):  # compile again for other hooks
+            yield
 
     @override
     def act(self, t: int) -> Tensor:
@@ -242,7 +238,7 @@ class TorchActor(Actor):
             if t == 0 and self._shapes != (shapes := [*map(_SHAPE, parameters)]):
                 check_rows(dict(zip(self._head.names, parameters, strict=True)), self._inputs.num_envs, Tensor)
                 self._shapes = shapes
-            outputs = self._head.sample(TORCH, parameters, self._noise(t), self._spec)
+            outputs = self._head.sample(TORCH, parameters, next(self._noise), self._spec)
             action = outputs["action"]
             recorded = (*outputs.values(), *before, *parameters, *extras)
             if t == 0:
@@ -292,29 +288,3 @@ def numbers_on(values: Mapping[str, Any], device: torch.device) -> dict[str, Ten
         name: value.to(device) if isinstance(value, Tensor) else torch.full((), value, device=device)
         for name, value in values.items()
     }
-
-
-class NoiseRows:
-    """The noise [P, ...] of each step of a rollout on the policy's device; on the CPU always in the same memory."""
-
-    _row: Any = None  # in which the policy finds it
-
-    def __init__(self, noise: Tensor | None, run_device: torch.device) -> None:
-        self._device = run_device
-        self.follow(noise)
-
-    def follow(self, noise: Tensor | None) -> None:
-        """Take the `noise` [T, P, ...] of another rollout."""
-        self._rows = noise if noise is None else noise.to(self._device)
-        if noise is not None and self._device.type == "cpu":
-            self._numbers = noise.cpu().numpy()
-            if self._row is None:
-                self._row = noise[0].clone()
-                self._memory = self._row.numpy()
-
-    def __call__(self, t: int) -> Tensor | None:
-        """The noise of step `t`."""
-        if self._row is None:
-            return self._rows if self._rows is None else self._rows[t]
-        self._memory[...] = self._numbers[t]
-        return self._row  # type: ignore[no-any-return]

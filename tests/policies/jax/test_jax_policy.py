@@ -1,22 +1,88 @@
 """Policies of JAX functions, over NumPy rows and over tensors, and of networks of Flax, Equinox and Haiku."""
 
+import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import linen, nnx
 from gymnasium import spaces
 from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
 
 import funcollect as fc
 from funcollect.core.loops import tensor
+from funcollect.interop import to_torch
 from funcollect.specs import assemble
 from tests.policies.test_policy_protocol import Noisy
 from tests.support.cases import jax_keyed, jax_mlp, jax_recurrent, make_env
 from tests.support.compare import assert_close, assert_same, bits, collect
-from tests.support.jax_networks import LIBRARIES
 from tests.support.misuse import Rigged
 from tests.support.running import pairwise
+
+EXAMPLE = jnp.zeros((1, 4))
+
+
+class NnxNetwork(nnx.Module):
+    def __init__(self, rngs):
+        self.torso, self.norm = nnx.Linear(4, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+        self.actor, self.critic = nnx.Linear(16, 2, rngs=rngs), nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.tanh(self.norm(self.torso(x)))
+        return {"logits": self.actor(x), "state_value": self.critic(x)}
+
+
+def in_nnx(seed):
+    module = NnxNetwork(nnx.Rngs(seed))
+    module.eval()
+    graph, params = nnx.split(module)
+    return lambda params, x: nnx.merge(graph, params)(x), params
+
+
+class LinenNetwork(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.tanh(linen.BatchNorm(use_running_average=True)(linen.Dense(16)(x)))
+        return {"logits": linen.Dense(2)(x), "state_value": linen.Dense(1)(x)}
+
+
+def in_linen(seed):
+    module = LinenNetwork()
+    return module.apply, module.init(jax.random.key(seed), EXAMPLE)
+
+
+class EqxNetwork(eqx.Module):
+    torso: eqx.nn.MLP
+    actor: eqx.nn.Linear
+    critic: eqx.nn.Linear
+
+    def __call__(self, x):
+        x = self.torso(x)
+        return {"logits": self.actor(x), "state_value": self.critic(x)}
+
+
+def in_equinox(seed):
+    one, two, three = jax.random.split(jax.random.key(seed), 3)
+    torso = eqx.nn.MLP(4, 16, 16, 1, activation=jax.nn.tanh, key=one)
+    module = EqxNetwork(torso, eqx.nn.Linear(16, 2, key=two), eqx.nn.Linear(16, 1, key=three))
+    params, static = eqx.partition(module, eqx.is_array)
+    return lambda params, x: jax.vmap(eqx.combine(params, static))(x), params
+
+
+def haiku_network(x):
+    x = hk.LayerNorm(-1, create_scale=True, create_offset=True)(jax.nn.tanh(hk.Linear(16)(x)))
+    return {"logits": hk.Linear(2)(x), "state_value": hk.Linear(1)(x)}
+
+
+def in_haiku(seed):
+    pair = hk.without_apply_rng(hk.transform(haiku_network))
+    return pair.apply, pair.init(jax.random.key(seed), EXAMPLE)
+
+
+LIBRARIES = {"nnx": in_nnx, "linen": in_linen, "equinox": in_equinox, "haiku": in_haiku}
+
 
 SCALE = 1.0
 ENVS = ["CartPole-v1", "torch/CartPole-v1"]
@@ -27,12 +93,6 @@ each_loop = pytest.mark.parametrize("name", [*ENVS, GYMNAX])
 
 def push(x):
     return (x[:, 2] > 0).astype(jnp.int32)
-
-
-def to_torch(array):
-    if array.dtype == jnp.bfloat16:
-        return torch.from_numpy(np.array(array.astype(jnp.float32))).bfloat16()
-    return torch.from_numpy(np.array(array))
 
 
 DTYPES = ["bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16"]

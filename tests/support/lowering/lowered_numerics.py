@@ -4,6 +4,8 @@ import torch
 from torch import linalg, nn
 from torch.nn import functional as F
 
+from funcollect.interop.lowering.exporting import plain
+
 aten = torch.ops.aten
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 WINDOW = torch.hann_window(4)
@@ -26,16 +28,11 @@ def _quantiles():
 
 
 def _of(name, *functions):
-    return [lambda g, f=f: _plain(f(g[name])) for f in functions]
+    return [lambda g, f=f: plain(f(g[name])) for f in functions]
 
 
 def _on(make, *functions):
-    return [lambda g, f=f: _plain(f(*make(g))) for f in functions]
-
-
-def _plain(answer):
-    """The answer with tuples for the structs of Torch."""
-    return tuple(map(_plain, answer)) if isinstance(answer, tuple) else answer
+    return [lambda g, f=f: plain(f(*make(g))) for f in functions]
 
 
 def _complex(g):

@@ -8,14 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-
-def plain(tree):
-    """The tree with dicts for TensorDicts."""
-    if isinstance(tree, TensorDictBase):
-        return tree.to_dict()
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map(plain, tree))
-    return {name: plain(value) for name, value in tree.items()} if isinstance(tree, dict) else tree
+from funcollect.interop.lowering.exporting import plain
 
 
 def as_arguments(inputs):
