@@ -132,7 +132,6 @@ class Tracked:
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """Open the loggers, and close them after the block."""
         with ExitStack() as open_now:
             for logger in self._loggers:
                 getattr(logger, "begin", lambda _: None)(self._frames)
@@ -208,10 +207,7 @@ def shown_workers(collector: Any) -> Callable[[], dict[str, str]]:
 
 
 class TensorBoard:
-    """A logger that writes TensorBoard's event files into the folder `log_dir`, which is created at once.
-
-    Raises ImportError, TypeError and OSError as `track` does.
-    """
+    """A logger that writes TensorBoard's event files into the folder `log_dir`; raises the errors of `track`."""
 
     def __init__(self, log_dir: str | PathLike[str]) -> None:
         try:

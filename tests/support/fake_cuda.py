@@ -38,10 +38,7 @@ class FakeCuda(TorchFunctionMode):
         self._patches = [
             *(mock.patch.object(module, "memory_of", id) for module in (base, torch_policy)),  # there is no memory
             *(mock.patch.object(module, "draw_ahead", _noise) for module in (eager, random_policy)),  # no numbers
-            *(
-                mock.patch.object(module, "torch_generator", _no_generator)
-                for module in (torch_policy, tensordict_policy)
-            ),
+            *(mock.patch.object(each, "torch_generator", _no_generator) for each in (torch_policy, tensordict_policy)),
         ]
 
     def __enter__(self):

@@ -8,6 +8,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 import funcollect as fc
+from tests.envs.conftest import begun
 from tests.support.compare import assert_same
 from tests.support.running import FORKS_OF_RAY
 
@@ -54,13 +55,9 @@ def data(vector, steps=(1, 25, 14), *, seed=0, limit=None, **kwargs):
 @pytest.mark.parametrize("limit", [None, 6])
 def test_a_mask_comes_before_the_next_step(kind, limit):
     """So the data of NEXT_STEP are those of DISABLED, also where a limit cuts, and can be forked."""
-    disabled, next_step = (
-        data(kind([cartpole] * P, autoreset_mode=mode), limit=limit) for mode in (DISABLED, NEXT_STEP)
-    )
-    assert_same(disabled, next_step)
-    env = fc.make_env(kind([cartpole] * P, autoreset_mode=NEXT_STEP))
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=1), 9)
+    modes = DISABLED, NEXT_STEP
+    assert_same(*(data(kind([cartpole] * P, autoreset_mode=mode), limit=limit) for mode in modes))
+    env, policy, state = begun(kind([cartpole] * P, autoreset_mode=NEXT_STEP), 9, seed=1)
     other = fc.fork(env, state)
     assert_same(fc.rollout(env, policy, state, 9)[1], fc.rollout(env, policy, other, 9)[1])
 
@@ -81,10 +78,8 @@ def test_what_begins_in_the_same_step(kind, limit):
 
 def test_resets_of_what_resets_itself():
     """By a mask that it takes, or of all lanes."""
-    env = fc.make_env(lambda: SyncVectorEnv([Informed] * P, autoreset_mode=SAME_STEP))
+    env, policy, state = begun(lambda: SyncVectorEnv([Informed] * P, autoreset_mode=SAME_STEP), 2)
     assert (env.seeding, env.forking) == ("lane", "none")
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 2)
     state = fc.reset(env, state, torch.tensor([False, True, False]))
     _, batch = fc.rollout(env, policy, state, 1)
     assert batch["count"][:, 0, 0].tolist() == [2, 0, 2]
@@ -125,17 +120,14 @@ def test_a_mode_that_is_not_declared():
     assert batch["observation"][1, :, 0].tolist() == [1, 2, 3, 0, 1, 2, 3, 0]
 
 
-@pytest.mark.parametrize(
-    ("do", "error", "says"),
-    [
-        (lambda: fc.make_env(Plain()), ValueError, r"autoreset_mode=None.*: pass autoreset_mode= if it does not say"),
-        (lambda: fc.make_env(Plain(), autoreset_mode="NEXT_STEP"), ValueError, "takes options=.*reset_mask"),
-        (lambda: fc.make_env(Plain(), autoreset_mode="same"), ValueError, "autoreset_mode must be one of|is 'same'"),
-        (lambda: fc.make_env("CartPole-v1", autoreset_mode="DISABLED"), ValueError, "is for a VectorEnv.*leave it out"),
-        (lambda: data(Plain(), autoreset_mode="SAME_STEP", limit=3), fc.EnvError, "a reset within an episode"),
-        (lambda: data(Silent(), autoreset_mode="SAME_STEP"), fc.EnvError, "does not report the last observations"),
-    ],
-)
+@pytest.mark.parametrize(("do", "error", "says"), [
+    (lambda: fc.make_env(Plain()), ValueError, r"autoreset_mode=None.*: pass autoreset_mode= if it does not say"),
+    (lambda: fc.make_env(Plain(), autoreset_mode="NEXT_STEP"), ValueError, "takes options=.*reset_mask"),
+    (lambda: fc.make_env(Plain(), autoreset_mode="same"), ValueError, "autoreset_mode must be one of|is 'same'"),
+    (lambda: fc.make_env("CartPole-v1", autoreset_mode="DISABLED"), ValueError, "is for a VectorEnv.*leave it out"),
+    (lambda: data(Plain(), autoreset_mode="SAME_STEP", limit=3), fc.EnvError, "a reset within an episode"),
+    (lambda: data(Silent(), autoreset_mode="SAME_STEP"), fc.EnvError, "does not report the last observations"),
+])  # fmt: skip
 def test_errors(do, error, says):
     with pytest.raises(error, match=says):
         do()
