@@ -213,8 +213,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            mend = "pip install 'funcollect[viz]'"
-            raise ImportError(f"log_dir needs TensorBoard, which is not installed: {mend}") from error
+            raise ImportError("log_dir needs TensorBoard, which is missing: pip install 'funcollect[viz]'") from error
         check_kind("log_dir", log_dir, (str, PathLike), "pass for example log_dir='runs/first'")
         folder = fspath(log_dir)
         self._open: Any = partial(SummaryWriter, folder)

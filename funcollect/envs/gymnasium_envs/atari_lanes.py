@@ -143,8 +143,7 @@ def check_lives(vector: Any) -> None:
         return
     if all(inner.call("has_wrapper_attr", name)) and any(inner.get_attr(name)):
         what = f"{type(vector).__name__} holds Atari games with {name}=True"
-        mend = "expected games that go on: pass the list of its functions"
-        raise ValueError(f"{what} and restarts them at each lost life, {mend}")
+        raise ValueError(f"{what} and restarts them at each lost life, expected none: pass the list of its functions")
 
 
 def _ends_with_lives(env: GymEnv) -> bool:
