@@ -133,10 +133,9 @@ def profile(
     if reader is not None:
         check_function("reader", reader, "a function of a batch", 1)
     if isinstance(target, CollectorBase):
-        for name, value, where in (("policy", policy, "has its own"), ("length", length, "has frames_per_batch")):
+        for name, value, has in (("policy", policy, "has its own"), ("length", length, "has frames_per_batch")):
             if value is not None:
-                what = f"{name} is {shown(value, 60)}"
-                raise ValueError(f"{what}, but target is a collector, which {where}: leave it out")
+                raise ValueError(f"{name} is {shown(value, 60)}, but target is a collector, which {has}: leave it out")
         return _profiled(target, frames, reader, repr(target))
     if not is_env(target):
         kind = type(target).__name__
@@ -147,7 +146,6 @@ def profile(
 
 
 def _profiled(collector: CollectorBase, frames: int, reader: Callable[[Any], Any] | None, subject: str) -> Profile:
-    """Do what `profile` does for a collector, with checked arguments."""
     run = collector.run if isinstance(collector, WorkerCollector) else None
     apart = 0 if run is None or run.together else len(run.workers)  # workers whose batches are their own
     first = _read(collector, reader, batches=max(apart, 1))
@@ -183,10 +181,8 @@ def _profiled(collector: CollectorBase, frames: int, reader: Callable[[Any], Any
         handed = sum(min(each.busy, each.between) for each in times)
         parts = {part: spent / workers for part, spent in {**sums, "hand-over": handed}.items()}
         taken = {"hand-over": min(max(collecting - waited, 0.0), max(whole - reading, 0.0))}
-        timelines = [
-            timeline(f"in each of {workers} workers", parts, 0.0, "waiting"),
-            timeline("in this process", taken, reading, "waiting"),
-        ]
+        timelines = [timeline(f"in each of {workers} workers", parts, 0.0, "waiting")]
+        timelines.append(timeline("in this process", taken, reading, "waiting"))
     facts: dict[str, Any] = {"subject": subject, "loop": times[0].loop, "frames": count, "seconds": whole}
     return Profile(**facts, first_seconds=sum(first), timelines=tuple(timelines))
 

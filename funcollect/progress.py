@@ -132,7 +132,6 @@ class Tracked:
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """Open the loggers, and close them after the block."""
         with ExitStack() as open_now:
             for logger in self._loggers:
                 getattr(logger, "begin", lambda _: None)(self._frames)
@@ -208,17 +207,13 @@ def shown_workers(collector: Any) -> Callable[[], dict[str, str]]:
 
 
 class TensorBoard:
-    """A logger that writes TensorBoard's event files into the folder `log_dir`, which is created at once.
-
-    Raises ImportError, TypeError and OSError as `track` does.
-    """
+    """A logger that writes TensorBoard's event files into the folder `log_dir`; raises the errors of `track`."""
 
     def __init__(self, log_dir: str | PathLike[str]) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            mend = "pip install 'funcollect[viz]'"
-            raise ImportError(f"log_dir needs TensorBoard, which is not installed: {mend}") from error
+            raise ImportError("log_dir needs TensorBoard, which is missing: pip install 'funcollect[viz]'") from error
         check_kind("log_dir", log_dir, (str, PathLike), "pass for example log_dir='runs/first'")
         folder = fspath(log_dir)
         self._open: Any = partial(SummaryWriter, folder)

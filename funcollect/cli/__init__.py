@@ -63,7 +63,6 @@ def _named_value(text: str) -> tuple[str, Any]:
 
 
 def _option(kind: Any, metavar: str, default: Any, what: str = "") -> dict[str, Any]:
-    """The keyword arguments of an option of this type."""
     shown = "; ".join(filter(None, (what, "" if default is None else f"default: {default}")))
     return {"type": kind, "default": default, "metavar": metavar, "help": shown}
 
@@ -87,7 +86,6 @@ def _pair(lanes: int | None = None, policy: str | None = "random", named: str = 
 
 
 def _add_commands(commands: Any) -> None:
-    """Add each command and its options."""
     add = partial(_command, commands)
     options = {"--frames": _number(100_000, "rounded up to whole batches"), **_SEED}
     options |= {"--out": _path(Path("runs", "demo.png"), "a picture")}

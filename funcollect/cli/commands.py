@@ -171,10 +171,7 @@ def policies(arguments: Namespace) -> None:
 
 
 def make_env(arguments: Namespace, num_envs: int | None, **kwargs: Any) -> fc.Env:
-    """Make the environment that the arguments name by an id or ``module:factory``; None lanes mean a single one.
-
-    Any error of the environment's own code becomes a ValueError, which the command prints as one line.
-    """
+    """Make the environment that the arguments name; any error of its own code becomes a ValueError of one line."""
     name = arguments.env
     given = {"num_envs": num_envs, "max_episode_steps": arguments.max_episode_steps}
     kwargs |= {key: value for key, value in given.items() if value is not None}
@@ -198,10 +195,7 @@ def _parameters(factory: Any) -> set[str]:
 
 
 def _is_in_a_module(address: str) -> bool:
-    """Whether it is ``module:name``, of which modules in the working directory can be imported as in `python -m`.
-
-    ValueError for ``file.py:name``, and for a module in the working directory without a name.
-    """
+    """Whether it is ``module:name``, here or installed; ValueError for ``file.py:name`` and a bare module."""
     file, _, name = address.partition(":")
     if not name and Path(f"{address}.py").exists():
         raise ValueError(f"{address!r} is a module here, expected a function of it: say for example {address}:make")
@@ -223,8 +217,7 @@ def _member(address: str) -> Any:
     except ImportError as error:
         raise ValueError(f"{address!r} names the module {module!r}, which cannot be imported: {error}") from error
     except AttributeError as error:
-        mend = "check the spelling"
-        raise ValueError(f"{address!r} names {name!r}, which the module {module!r} lacks: {mend}") from error
+        raise ValueError(f"{address!r} names {name!r}, which the module {module!r} lacks: check the name") from error
 
 
 def policy_named(name: str) -> PolicyPlugin:
@@ -259,8 +252,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: check the path")
     if path.suffix not in (".safetensors", ".pt", ".pth"):
-        known = ".safetensors, .pt or .pth"
-        raise ValueError(f"{path} has the suffix {path.suffix!r}, expected {known}: save it as one of these")
+        raise ValueError(f"{path} has the suffix {path.suffix!r}, expected .safetensors, .pt or .pth: save it so")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -282,10 +274,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def output_folder(out: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield a new folder, which replaces `out` if the block ends without an error; ValueError if `out` must be kept.
-
-    That is unless it is missing, empty, or with `overwrite` the result of an earlier run.
-    """
+    """Yield a folder that replaces `out` after the block; ValueError unless that is empty or may be overwritten."""
     out = out.resolve()
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file, expected a folder for --out: choose another name")
@@ -312,11 +301,7 @@ def output_folder(out: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def saver(path: Path, frames: int) -> Callable[[TensorDict], None]:
-    """A function that writes batches [P, T] of equal shape one after another as one memory-mapped TensorDict.
-
-    It has room for `frames` frames or a few more. All disk blocks are allocated at once (OSError if there is no room),
-    since writing to a sparse file on a full disk kills the process by a signal.
-    """
+    """A function that writes batches [P, T] of equal shape one after another as one memory-mapped TensorDict."""
     store: TensorDict | None = None
     filled = 0
 
@@ -333,7 +318,7 @@ def saver(path: Path, frames: int) -> Callable[[TensorDict], None]:
 
 
 def _reserved(path: Path, like: TensorDict) -> TensorDict:
-    """A memory-mapped TensorDict with the keys, shapes and dtypes of another."""
+    """A memory-mapped TensorDict like another; OSError without room: a write to a sparse file may kill the process."""
     wanted = sum(leaf.numel() * leaf.element_size() for leaf in flatten(like).values())
     try:
         if wanted > shutil.disk_usage(path.parent).free:
@@ -352,10 +337,7 @@ def _reserved(path: Path, like: TensorDict) -> TensorDict:
 def collected(
     env: fc.Env, policy: fc.Policy, size: int, frames: int, seed: int, take: Callable[[TensorDict], None]
 ) -> tuple[fc.EpisodeStats, dict[str, Any]]:
-    """Collect batches of `size` frames with a progress bar, and pass each to `take`.
-
-    Returns the episodes, those that were open at the end included, and the statistics of the run, as values for JSON.
-    """
+    """Collect with a progress bar, and `take` each batch; return the episodes, open ones too, and values for JSON."""
     window, began = EpisodeWindow(), time.perf_counter()
     parts: list[fc.EpisodeStats] = []
     with fc.SyncDataCollector(env, policy, frames_per_batch=size, total_frames=frames, seed=seed) as collector:

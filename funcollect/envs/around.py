@@ -22,14 +22,7 @@ from torch import Tensor
 
 from funcollect.arguments import check_choice, check_flags, check_keys
 from funcollect.envs.base import AdaptedEnv, box, checked_start, checked_transition, observer_of
-from funcollect.envs.host.host_env import (
-    NOT_RECORDED,
-    Opener,
-    OpenerOf,
-    SimulatedEnv,
-    bad_outcome,
-    batch_decoder,
-)
+from funcollect.envs.host.host_env import NOT_RECORDED, SimulatedEnv, bad_outcome, batch_decoder
 from funcollect.envs.jax_envs.jax_env import as_delivered
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
@@ -98,9 +91,8 @@ class _Between:
 
     def leaves(self) -> tuple[Leaf, ...]:
         """The leaves that are observed besides, in the order of `inputs`."""
-        return tuple(
-            leaf for name in self.inputs for leaf in observation_leaves(spaces.Dict({name: self._space(name)}))
-        )
+        own = (observation_leaves(spaces.Dict({name: self._space(name)})) for name in self.inputs)
+        return tuple(itertools.chain.from_iterable(own))
 
     def _space(self, name: str) -> Space:
         own = {PREVIOUS_ACTION: self.env.action_space, PREVIOUS_REWARD: box((1,), np.float32), FIRST: box((1,), bool)}
@@ -130,7 +122,6 @@ class _Between:
         return bare
 
     def action(self, action: Any) -> Any:
-        """The action that the environment gets."""
         if not self.clips_actions:
             return action
         low, high = self.env.action_space.low, self.env.action_space.high
@@ -140,8 +131,6 @@ class _Between:
         return action.clip(low, high)
 
     def of_reset(self, reset: Callable[..., Any]) -> Callable[..., Any]:
-        """The function `reset` of an environment in Torch or JAX."""
-
         def observed(key: Any, params: Any) -> tuple[Any, Any]:
             env_state, observation = checked_start(self.env, reset(key, params))
             return env_state, self.begun(observation)
@@ -150,8 +139,6 @@ class _Between:
         return observed
 
     def of_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The function `step` of an environment in Torch or JAX."""
-
         def observed(key: Any, env_state: Any, action: Any, params: Any) -> Transition:
             action = self.action(action)
             return self.moved(checked_transition(self.env, step(key, env_state, action, params)), action)
@@ -174,7 +161,6 @@ class _Between:
         )
 
     def begun(self, observation: Any) -> Any:
-        """The observation at the start of an episode."""
         if not self.inputs:
             return observation
         xp = self._arrays(observation)
@@ -213,11 +199,9 @@ class _AroundTensors:
         self.check, self.close = self._inner.check, self._inner.close
 
     def reset(self, seed: int | None) -> Any:
-        """See `DeviceSimulators`."""
         return self._between.begun(self._inner.reset(seed))
 
     def step(self, action: Tensor) -> tuple[Transition, Any]:
-        """See `DeviceSimulators`."""
         between, action = self._between, self._between.action(action)
         moved, after = self._inner.step(action)
         last, begun = between.moved(moved, action), between.begun(after)
@@ -239,12 +223,8 @@ def _host_members(between: _Between) -> dict[str, Any]:
         return members | {"open": lambda self: _AroundLanes(between, kind.open, self)}
     if env.open_group is None:
         return members | {"opener": partial(_AroundLanes, between, env.opener)}
-    return members | {"open_group": partial(_group, between, env.open_group)}
-
-
-def _group(between: _Between, open_group: OpenerOf, first: int, end: int) -> Opener:
-    """What opens the simulators of some lanes in a worker."""
-    return partial(_AroundLanes, between, open_group(first, end))
+    open_group = env.open_group
+    return members | {"open_group": lambda *lanes: partial(_AroundLanes, between, open_group(*lanes))}
 
 
 class _AroundLanes:
@@ -262,27 +242,23 @@ class _AroundLanes:
             leaf.name: aligned((num_envs, *leaf.shape), leaf.dtype) if memory is None else memory[leaf.path]
             for leaf in between.leaves()
         }
-        own: dict[Path, Any] = {(name,): rows for name, rows in self._own.items()}
-        self.observation: Mapping[Path, Any] = {**inner.observation, **own}
+        self.observation: dict[Path, Any] = {**inner.observation, **{(name,): own for name, own in self._own.items()}}
         if self._own and hasattr(inner, "snapshot"):
             self.snapshot, self.restore = self._snapshot, self._restore
             self.snapshot_data, self.snapshot_from = self._data_of, self._from_data
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], *options: Any) -> None:
-        """See `Simulators`."""
         self._inner.reset(lanes, seeds, *options)
         for name, rows in self._own.items():
             rows[lanes] = name == FIRST
 
     def send(self, lanes: Sequence[int], action: Any) -> None:
-        """See `Simulators`."""
         action = self._between.action(action)
         self._inner.send(lanes, action)
         if PREVIOUS_ACTION in self._own:
             self._sent.append(self._decode(action))
 
     def receive(self) -> tuple[Sequence[int], Outcome]:
-        """See `Simulators`."""
         lanes, outcome = self._inner.receive()
         reward, terminated, truncated, infos = outcome
         try:

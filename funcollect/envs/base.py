@@ -84,11 +84,9 @@ def built(factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
     try:
         return factory(**kwargs)
     except gymnasium.error.UnregisteredEnv as error:
-        raise ValueError(
-            f"the factory asks for an id that is not registered in this process ({str(error).rstrip('.')}), and a "
-            "worker process lacks what a script has registered: name the module in the id ('module:Name-v0', "
-            "'ale_py:ALE/Pong-v5'), register it in the factory, or pass the id itself to make_env(…, num_workers=…)"
-        ) from error
+        what = f"the factory asks for an id that is not registered in this process ({str(error).rstrip('.')})"
+        mend = "name its module ('module:Name-v0', 'ale_py:ALE/Pong-v5'), register it in the factory, or pass the id"
+        raise ValueError(f"{what}, and a worker lacks what a script has registered: {mend}") from error
 
 
 def check_spaces(env: Any) -> None:
@@ -130,9 +128,7 @@ def checked_transition(env: JaxEnv | TorchEnv | DeviceEnv, answer: Any) -> Trans
         mend = "return funcollect.envs.Transition(env_state, observation, reward, terminated, truncated)"
         raise EnvError(f"step of {env!r} returned {returned(answer)}, expected a Transition: {mend}")
     if not isinstance(answer.info, Mapping):
-        raise EnvError(
-            f"the infos that step of {env!r} returned are {form(answer.info)}, expected a dict of arrays: name them"
-        )
+        raise EnvError(f"the infos that step of {env!r} returned are {form(answer.info)}, expected a dict of arrays")
     in_torch = env.backend == "torch"
     wanted = "a tensor [P, ...]" if in_torch else "an array or a number"
     for name, value in answer.info.items():
@@ -309,10 +305,8 @@ def refuse_foreign(env: Any) -> None:
         mend = "for several of TorchRL's environments, pass torchrl.envs.SerialEnv(num_envs, factory)"
         raise TypeError(f"a lane is TorchRL's {type(env).__name__}, expected a gymnasium.Env: {mend}")
     if is_of("stable_baselines3", env) and any(base.__name__ == "VecEnv" for base in type(env).__mro__):
-        raise TypeError(
-            f"env is Stable-Baselines3's {type(env).__name__}, which resets its lanes itself: pass the functions that "
-            "it was built from, funcollect.make_env([make_one] * 4), or one of them with num_envs=4"
-        )
+        mend = "pass the functions it was built from, funcollect.make_env([make_one] * 4), or one with num_envs=4"
+        raise TypeError(f"env is Stable-Baselines3's {type(env).__name__}, which resets its lanes itself: {mend}")
 
 
 def has_time_limit(env: Any) -> bool:

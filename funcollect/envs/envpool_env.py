@@ -62,10 +62,7 @@ def from_envpool(
     HostEnv('envpool/CartPole-v1', num_envs=8)
     """
     if not isinstance(task_id, str):
-        raise TypeError(
-            f"task_id is {type(task_id).__name__}, expected its name, since each run builds a pool with its own seeds: "
-            "make_env('envpool/CartPole-v1')"
-        )
+        raise TypeError(f"task_id is {type(task_id).__name__}, expected its name: make_env('envpool/CartPole-v1')")
     check_keys("info_keys", info_keys, "x_position")
     check_num_envs(num_envs)
     given = {"num_threads": num_threads, "max_carry": max_carry}
@@ -121,8 +118,7 @@ def _spec_of(envpool: Any, task_id: str, config: dict[str, Any], info_keys: Sequ
         raise ValueError(f"{task_id} is for {spec.config.max_num_players} players, expected one: take another task")
     infos = {key.removeprefix("info:") for key in spec.state_array_spec if key.startswith("info:")} | {"elapsed_step"}
     if unknown := [key for key in info_keys if key not in infos]:
-        mend = "name one of these"
-        raise ValueError(f"EnvPool's {task_id} has no info key {unknown[0]!r}, expected one of {sorted(infos)}: {mend}")
+        raise ValueError(f"{task_id} has no info key {unknown[0]!r}, expected one of {sorted(infos)}: name one of them")
     return spec
 
 

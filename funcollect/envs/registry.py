@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import gymnasium
@@ -12,17 +13,8 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
 from funcollect import envs
+from funcollect.envs import base
 from funcollect.envs.around import KEYWORDS, around
-from funcollect.envs.base import (
-    EnvBase,
-    built,
-    first_then_new,
-    is_of,
-    is_torchrl,
-    refuse_foreign,
-    suite_of,
-    with_time_limit,
-)
 from funcollect.envs.gymnasium_envs.lanes import Made
 from funcollect.envs.host.lane_workers.block import REMOVED
 from funcollect.envs.torch_env import TORCH_ENVS
@@ -60,9 +52,9 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     """
     if beside := {name: kwargs.pop(name) for name in KEYWORDS if name in kwargs}:
         return around(make_env(env, **kwargs), **beside)
-    if is_torchrl(env):  # first, since a ParallelEnv asks its processes for attributes that the checks below read
+    if base.is_torchrl(env):  # first, since a ParallelEnv asks its processes for attributes that the checks below read
         return envs.from_torchrl(env, **kwargs)
-    if is_of("envpool", env):
+    if base.is_of("envpool", env):
         return envs.from_envpool(env, **kwargs)
     if is_policy(env):
         raise TypeError(f"env is the policy {type(env).__name__}, expected an environment: it comes before the policy")
@@ -78,8 +70,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
         made = partial(_NAMESPACES[namespace], name)
         return made(**kwargs) if namespace == "envpool" else limited(made, kwargs, f"'{env}'", f"leave it out; {which}")
     pair = isinstance(env, tuple) and len(env) == 2 and not {"reset_env", "initial"} & {*dir(env[1])}
-    given = env if pair and suite_of(env[0]) in ("gymnax", "functional") else (env,)  # with its parameters
-    if suite := suite_of(given[0]):
+    given = env if pair and base.suite_of(env[0]) in ("gymnax", "functional") else (env,)  # with its parameters
+    if suite := base.suite_of(given[0]):
         adapter: Callable[..., Env] = partial(getattr(envs, f"from_{suite}"), *given)
         mend = f"leave it out; see funcollect.envs.from_{suite}"
         return limited(adapter, kwargs, type(given[0]).__name__, mend)  # type: ignore[no-any-return]
@@ -89,11 +81,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
 
 
 def limited(make: Callable[..., Any], kwargs: dict[str, Any], name: str, mend: str) -> Any:
-    """What `make` returns; if it takes no `max_episode_steps`, an environment in JAX or Torch with that limit.
-
-    TypeError, which has the `name` of the environment and the fix `mend`, for a keyword argument that it does not take.
-    """
-    factory, kwargs = with_time_limit(make, kwargs, by_name=True)
+    """What `make` returns, with the limit if it takes none; TypeError, with the fix `mend`, for an unknown keyword."""
+    factory, kwargs = base.with_time_limit(make, kwargs, by_name=True)
     try:
         return factory(**kwargs)
     except TypeError as error:
@@ -113,37 +102,26 @@ _SUITES = ("ale", "brax", "envpool", "gymnax", "jumanji", "navix", "pettingzoo",
 _NAMESPACES: dict[str, Callable[..., Env]] = {name: getattr(envs, f"from_{name}") for name in _SUITES}
 _NAMESPACES["torch"] = _torch_env
 WORKER_ARGUMENTS = ("num_workers", "parallel", "timeout", "wait", "min_ready", *REMOVED)
-_ADAPTER_ARGUMENTS = (
-    "num_envs",
-    *WORKER_ARGUMENTS,
-    "info_keys",
-    "dtype",
-    "one_hot",
-    "replayable",
-    "drop",
-    "text",
-    "autoreset_mode",
-    "max_carry",
-)
+_ADAPTER_ARGUMENTS = {*signature(envs.from_gymnasium).parameters, *REMOVED} - {"env", "kwargs"}
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
     """Adapt what a factory returns, which the first `init` uses; keywords that the adapter lacks are the factory's."""
-    if isinstance(factory, type) and issubclass(factory, EnvBase):
+    if isinstance(factory, type) and issubclass(factory, base.EnvBase):
         return make_env(limited(factory, kwargs, factory.__name__, "leave it out, or take it in its __init__"))
-    factory, kwargs = with_time_limit(factory, kwargs)
-    given = {name: kwargs[name] for name in _ADAPTER_ARGUMENTS if name in kwargs}
+    factory, kwargs = base.with_time_limit(factory, kwargs)
+    given = {name: value for name, value in kwargs.items() if name in _ADAPTER_ARGUMENTS}
     own = {name: value for name, value in kwargs.items() if name not in given}
-    made = built(factory, own)
-    if is_torchrl(made) or isinstance(made, gymnasium.Env):
-        adapter = envs.from_torchrl if is_torchrl(made) else envs.from_gymnasium
+    made = base.built(factory, own)
+    if base.is_torchrl(made) or isinstance(made, gymnasium.Env):
+        adapter = envs.from_torchrl if base.is_torchrl(made) else envs.from_gymnasium
         if kwargs.get("parallel") or kwargs.get("num_workers"):
             with contextlib.suppress(RuntimeError):  # TorchRL's cannot be closed before their first reset
                 made.close()
             return adapter(factory, **kwargs)
-        return adapter(partial(first_then_new, [made], partial(factory, **own)), **given)
-    refuse_foreign(made)
-    if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)) and suite_of(made) is None:
+        return adapter(partial(base.first_then_new, [made], partial(factory, **own)), **given)
+    base.refuse_foreign(made)
+    if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)) and base.suite_of(made) is None:
         known = "an Env, a gymnasium.Env or anything else that make_env takes: return the environment"
         raise TypeError(f"the environment's factory returned {type(made).__name__}, expected {known}")
     if isinstance(made, VectorEnv):

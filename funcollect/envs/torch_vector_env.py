@@ -75,8 +75,7 @@ def from_torch_vector_env(
             on_failure.callback(_close_unused, unused)
         lanes, space, action_space = facts = [_member(made, name) for name in _NEEDED]
         if missing := [name for name, fact in zip(_NEEDED, facts, strict=True) if fact is None]:
-            mend = "wrap it so that it has them"
-            raise TypeError(f"{label} lacks {missing}, expected Gymnasium's vector interface: {mend}")
+            raise TypeError(f"{label} lacks {missing}, expected Gymnasium's vector interface: wrap it so")
         if (mode := autoreset_mode(made)) not in (None, "SAME_STEP"):
             raise ValueError(f"{label} has autoreset_mode={mode}, expected SAME_STEP: build it so")
         place = checked_device(device if device is not None else _member(made, "device"))
@@ -148,7 +147,8 @@ class VectorSimulators:
         spec, own = env.action_spec, env.own_actions
         decode: Callable[[Any], Any] | None = partial(spec.from_one_hot, numpy=torch) if spec.one_hot else None
         if own is not spec.space:
-            decode = batch_structure(own, decode or (lambda action: action), _as_torch_type)
+            cast = lambda part, dtype: part.to(torch_dtype(np.dtype(dtype)))  # noqa: E731
+            decode = batch_structure(own, decode or (lambda action: action), cast)
         self._decode = decode  # None if the simulators take the actions as they are
         self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of the infos, once they have come
         # Whether episodes have ended without a last observation; a tensor, so that the host need not wait.
@@ -205,8 +205,8 @@ class VectorSimulators:
         final = self._mapping("final_info", info.get("final_info"))
         places = {name: [info_place(each, name) for each in (final, info)] for name in self._env.info_keys}
         if missing := [name for name, each in places.items() if not any(last in holder for holder, last in each)]:
-            mend = "correct info_keys"
-            raise EnvError(f"the infos of {self._env} are {info_names(info)}, expected {missing} among them: {mend}")
+            what = f"the infos of {self._env} are {info_names(info)}"
+            raise EnvError(f"{what}, expected {missing} among them: correct info_keys")
         infos = {}
         for name, found in places.items():
             parts = [holder[last] for holder, last in found if last in holder]
@@ -232,20 +232,14 @@ class VectorSimulators:
     def check(self) -> None:
         """Raise EnvError if an episode has ended without a last observation; this waits for the device."""
         if bool(self.lacking):
-            raise EnvError(
-                f"{self._env} resets its lanes and does not report the last observations of their episodes, expected "
-                f"them in the infos as {_FINAL[0]!r}, since the value of a truncated state depends on them: add them "
-                "where the simulators reset their lanes (in Isaac Lab by compute_final_obs=True in its configuration, "
-                "or in older releases by overriding _reset_idx)"
-            )
+            what = f"{self._env} resets its lanes and does not report the last observations of their episodes"
+            wanted = f"them in the infos as {_FINAL[0]!r}, since the value of a truncated state depends on them"
+            mend = "add them (in Isaac Lab by compute_final_obs=True, or in older releases by overriding _reset_idx)"
+            raise EnvError(f"{what}, expected {wanted}: {mend}")
 
     def close(self) -> None:
         """Free the simulators."""
         _close(self._simulators)
-
-
-def _as_torch_type(part: Tensor, dtype: Any) -> Tensor:
-    return part.to(torch_dtype(np.dtype(dtype)))
 
 
 def _chosen(done: Tensor, final: Tensor, after: Tensor) -> Tensor:

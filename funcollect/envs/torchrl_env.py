@@ -116,8 +116,7 @@ def _make(env: Any, kwargs: dict[str, Any]) -> Any:
     with torch_generator(generator_state(0)):  # some environments draw a seed as they are built
         built = env(**kwargs)
     if not is_torchrl(built):
-        mend = "return the environment"
-        raise TypeError(f"the factory returned {type(built).__name__}, expected a torchrl.envs.EnvBase: {mend}")
+        raise TypeError(f"the factory returned {type(built).__name__}, expected a torchrl.envs.EnvBase: return that")
     return built
 
 
@@ -130,10 +129,7 @@ def _no_grad() -> contextlib.AbstractContextManager[Any]:
 
 
 class TorchRLLanes(SimulatorsBase):
-    """The lanes of an environment of TorchRL's, stepped as a whole.
-
-    A step gets the TensorDict that the last one returned (the root), where transforms keep values, unless it is bare.
-    """
+    """An environment of TorchRL's: a step gets the root, where transforms keep values, unless that is bare."""
 
     apply: Callable[..., list[Any]]  # calls a function with the environment; only if that is a single one
 
@@ -217,7 +213,8 @@ class TorchRLLanes(SimulatorsBase):
         own = tensor if self._batched else tensor[0]
         encoded = own.to(self._env.device or tensor.device, self._layout.action_dtype, copy=True)
         if self._layout.bare or self._root is None:
-            alone = self._alone(encoded)
+            named, place = {self._action_path: encoded}, self._env.device  # all that such a step reads
+            alone = to_tensordict(named, ()) if place is None else TensorDict(nest(named), (), device=place)
             after: TensorDictBase = self._env._step(alone) if self._layout.raw else self._env.step(alone).get("next")
             return after
         self._root.set(self._layout.action_key, encoded)
@@ -225,12 +222,6 @@ class TorchRLLanes(SimulatorsBase):
         after = stepped.get("next")
         self._restarted = _column(after, "done")
         return after
-
-    def _alone(self, action: Tensor) -> TensorDict:
-        """The input of a step that reads nothing but the action, on the environment's device, if it has one."""
-        if self._env.device is None:
-            return to_tensordict({self._action_path: action}, ())
-        return TensorDict(nest({self._action_path: action}), (), device=self._env.device)
 
     def _flags(self, after: TensorDictBase) -> tuple[list[bool], list[bool]]:
         """Terminated and truncated, [P] each; a lane that is done but not terminated is truncated."""
@@ -242,7 +233,6 @@ class TorchRLLanes(SimulatorsBase):
         return terminated, [c or (d and not t) for c, d, t in zip(cut, done, terminated, strict=True)]
 
     def _write(self, source: TensorDictBase, lanes: Sequence[int]) -> None:
-        """Copy the observations of `lanes` from a TensorDict to `observation`."""
         for rows, key in self._reads:
             values = source.get(key).numpy(force=True)
             if self._batched:
@@ -280,11 +270,10 @@ class SeparateLanes(SimulatorsBase):
             memory = {path: array[lane : lane + 1] for path, array in self.observation.items()}
             made, here = make(), replace(env, num_envs=None, first_lane=env.first_lane + lane, memory=memory)
             layout = layout_of(made)
-            if (layout.observation_space, layout.action.space) != (env.observation_space, env.action_space):
-                raise ValueError(
-                    f"lane {here.first_lane} has the spaces {layout.observation_space} and {layout.action.space}, lane "
-                    f"0 has {env.observation_space} and {env.action_space}: use equal spaces in one batch"
-                )
+            own, wanted = (layout.observation_space, layout.action.space), (env.observation_space, env.action_space)
+            if own != wanted:
+                mend = "use equal spaces in one batch"
+                raise ValueError(f"lane {here.first_lane} has the spaces {own}, lane 0 has {wanted}: {mend}")
             self._lanes.append(TorchRLLanes(made, layout, here))
 
     def _call(self, lane: int, name: str, argument: Any) -> Any:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import gymnasium
-import numpy as np
 import optree
 import torch
 from gymnasium import spaces
@@ -72,24 +71,14 @@ def observations(trial: Trial) -> None:
     space = trial.env.observation_space
     parts = disassemble(space, space)  # a Dict or Tuple space is indexed like its observations
     for leaf, part in zip(trial.env.observation_leaves, parts, strict=True):
-        low, high = (torch.as_tensor(bound) for bound in _bounds(part, leaf.dtype))
+        if isinstance(part, spaces.Box):  # its bounds are rounded as observations are
+            low, high = (torch.as_tensor(bound.astype(leaf.dtype)) for bound in (part.low, part.high))
+        else:
+            low, high = ActionSpec(part).bounds
         for path in (("next", *leaf.path), leaf.path):
             numbers, what, wanted = trial.batch[path].cpu(), ".".join(path), f"a value in {part}"
             expect_rows(numbers.isnan(), what, numbers, wanted, _DIVISION)
             expect_rows(~((numbers >= low) & (numbers <= high)), what, numbers, wanted)
-
-
-def _bounds(space: Any, dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    """The lowest and highest values in the space of one leaf, whose dtype in a batch is `dtype`."""
-    match space:
-        case spaces.Box():
-            return space.low.astype(dtype), space.high.astype(dtype)  # rounded as observations are
-        case spaces.Discrete():
-            return int(space.start), int(space.start) + int(space.n) - 1
-        case spaces.MultiDiscrete():
-            return space.start, np.add(space.start, space.nvec, dtype=np.int64) - 1
-        case _:
-            return 0, 1
 
 
 @trials.mended_by(_DIVISION)
@@ -112,7 +101,6 @@ def chained(trial: Trial) -> None:
 
 
 def _root_of(state: CollectorState) -> dict[Path, Tensor]:
-    """A copy of a state's current observation: by key, tensors [P, ...] on the CPU."""
     return {path: trials.to_tensor(leaf).cpu() for path, leaf in state.observation.items()}
 
 
@@ -246,7 +234,6 @@ def _like_any(seen: dict[Path, Tensor], rows: Any) -> Tensor:
 
 
 def _share(looks: Tensor) -> float:
-    """The mean of a bool tensor; 1.0 if it is empty."""
     return float(looks.double().mean()) if len(looks) else 1.0
 
 

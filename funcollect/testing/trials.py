@@ -155,10 +155,7 @@ def expect_equal(
 def expect_rows(
     wrong: Tensor, what: str, got: Shown, expected: Shown, mend: str = "", *, note: str = "", first: int = 0
 ) -> None:
-    """Fail at the earliest row of the mask `wrong` [P, T, ...] that is True; its steps begin with `first`.
-
-    `what` names the quantity, `note` follows on the `expected` row.
-    """
+    """Fail at the earliest row of the mask `wrong` [P, T, ...] of `what` that is True; its steps begin with `first`."""
     if place := first_row(wrong):
         step, lane = place
         wanted, found = (each if isinstance(each, str) else digits(each[lane, step]) for each in (expected, got))
@@ -326,13 +323,9 @@ def save(trial: Trial) -> None:
 
 
 def _continue_as_source(trial: Trial, copied: Callable[[CollectorState], CollectorState], what: str) -> None:
-    """Compare a copy of a state, and the state itself, with the run without a copy.
-
-    If possible, the copy is made when a lane is past an end: it begins its episode in new simulators, and shows what
-    the source has kept of an earlier one.
-    """
+    """Compare a copy of a state, and the state itself, with the run without a copy."""
     env, third, ends = trial.env, trial.third, trial.done.any(0).nonzero()[:, 0].tolist()
-    before = max(third, ends[0] + 2) if ends else third
+    before = max(third, ends[0] + 2) if ends else third  # past an end, it shows what is kept of an earlier episode
     before = before if before + third <= trial.steps else third
     with trial.started() as state:
         state, _ = trial.go_on(state, before)

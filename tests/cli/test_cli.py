@@ -140,21 +140,18 @@ def test_overwrite_replaces_an_earlier_run_and_one_that_fails_leaves_it(tmp_path
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "required: COMMAND"),
-        (["fly"], "invalid choice: 'fly'"),
-        (["collect"], "0 environments are given, expected one: ENV, or --env ENV"),
-        (["collect", "A", "--env", "B"], "2 environments are given"),
-        (["collect", "CartPole-v1", "-o", "seed"], "'seed' is not NAME=VALUE"),
-        (["collect", "CartPole-v1", "--frames", "0"], "0 is not positive"),
-        (["collect", "CartPole-v1", "--frames", "1e30"], "1e30 is too large"),
-        (["collect", "CartPole-v1", "--frames", "1.5"], "1.5 is not an integer"),
-        (["collect", "CartPole-v1", "--frames", "1e400"], "1e400 is not an integer"),
-        (["collect", "CartPole-v1", "--frames", "ten"], "argument --frames: 'ten' is not an integer"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    ([], "required: COMMAND"),
+    (["fly"], "invalid choice: 'fly'"),
+    (["collect"], "0 environments are given, expected one: ENV, or --env ENV"),
+    (["collect", "A", "--env", "B"], "2 environments are given"),
+    (["collect", "CartPole-v1", "-o", "seed"], "'seed' is not NAME=VALUE"),
+    (["collect", "CartPole-v1", "--frames", "0"], "0 is not positive"),
+    (["collect", "CartPole-v1", "--frames", "1e30"], "1e30 is too large"),
+    (["collect", "CartPole-v1", "--frames", "1.5"], "1.5 is not an integer"),
+    (["collect", "CartPole-v1", "--frames", "1e400"], "1e400 is not an integer"),
+    (["collect", "CartPole-v1", "--frames", "ten"], "argument --frames: 'ten' is not an integer"),
+])  # fmt: skip
 def test_bad_arguments_end_with_two(arguments, words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)

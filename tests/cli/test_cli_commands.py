@@ -46,14 +46,11 @@ def test_check_and_explain_print_what_the_functions_return(capsys):
     assert capsys.readouterr().out == f"{fc.explain(env, mlp(env, seed=0))}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--num-envs", "1"], "n/a     reset_mask          there is one lane"),
-        ([], "n/a     terminal"),
-        (["--max-episode-steps", "6"], "passed  terminal"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "line"), [
+    (["--num-envs", "1"], "n/a     reset_mask          there is one lane"),
+    ([], "n/a     terminal"),
+    (["--max-episode-steps", "6"], "passed  terminal"),
+])  # fmt: skip
 def test_check_takes_the_number_of_environments_and_a_limit(arguments, line, capsys):
     assert main(["check", "MountainCar-v0", "--steps", "20", *arguments]) == 0
     assert line in capsys.readouterr().out
@@ -198,27 +195,23 @@ def test_bad_weights_are_one_line_and_nothing_is_executed(here, capsys):
 OUT = ["--out", "out"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["check", "Nowhere-v0"], "Gymnasium cannot make 'Nowhere-v0'"),
-        ([*PROFILE, "--out", "profile.txt"], "expected that of a picture, such as .png"),
-        ([*PROFILE, "--out", "nowhere/profile.png"], "nowhere is no folder"),
-        ([*PROFILE, "-o", "x=1"], "x"),
-        (["collect", "torch/NoSuchEnv", *OUT], "expected one of"),
-        (["collect", "Unmade-v0", *OUT], "no licence: ask at the desk"),
-        (["collect", "CartPole-v1", "--policy", "dqn", *OUT], "no policy 'dqn', expected one of ['mlp', 'random'"),
-        (["collect", "mine:nothing"], "names 'nothing', which the module 'mine' lacks"),
-        (["collect", "./mine.py:cart"], "names a file, expected a module: say mine:cart"),
-        (["collect", "mine"], "'mine' is a module here, expected a function of it: say for example mine:make"),
-        (["collect", "CartPole-v1", "--policy", "mine:bare"], "takes (), expected a function of the environment"),
-        (["collect", "CartPole-v1", "--policy", "mine.py:policy"], "names a file, expected a module: say mine:policy"),
-        (["collect", "no_module:thing"], "'no_module', which cannot be imported"),
-        (["collect", "mine:unready"], "cannot make 'mine:unready': no licence"),
-        (["collect", "CartPole-v1", "--policy", "mine:nothing"], "cannot be imported"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["check", "Nowhere-v0"], "Gymnasium cannot make 'Nowhere-v0'"),
+    ([*PROFILE, "--out", "profile.txt"], "expected that of a picture, such as .png"),
+    ([*PROFILE, "--out", "nowhere/profile.png"], "nowhere is no folder"),
+    ([*PROFILE, "-o", "x=1"], "x"),
+    (["collect", "torch/NoSuchEnv", *OUT], "expected one of"),
+    (["collect", "Unmade-v0", *OUT], "no licence: ask at the desk"),
+    (["collect", "CartPole-v1", "--policy", "dqn", *OUT], "no policy 'dqn', expected one of ['mlp', 'random'"),
+    (["collect", "mine:nothing"], "names 'nothing', which the module 'mine' lacks"),
+    (["collect", "./mine.py:cart"], "names a file, expected a module: say mine:cart"),
+    (["collect", "mine"], "'mine' is a module here, expected a function of it: say for example mine:make"),
+    (["collect", "CartPole-v1", "--policy", "mine:bare"], "takes (), expected a function of the environment"),
+    (["collect", "CartPole-v1", "--policy", "mine.py:policy"], "names a file, expected a module: say mine:policy"),
+    (["collect", "no_module:thing"], "'no_module', which cannot be imported"),
+    (["collect", "mine:unready"], "cannot make 'mine:unready': no licence"),
+    (["collect", "CartPole-v1", "--policy", "mine:nothing"], "cannot be imported"),
+], ids=str)  # fmt: skip
 def test_what_is_wrong_is_one_line(arguments, message, here, capsys):
     assert main(arguments) == 2
     out, err = capsys.readouterr()

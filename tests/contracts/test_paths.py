@@ -126,20 +126,14 @@ def policy_of(module, head, way=None):
     return fc.jax_policy(lambda params, x: answer(jnp, params, x), params, head=head)
 
 
-def loop_of(kind, way):
-    """The loop that runs on a path, so that no two paths are the same one."""
-    if kind != "jax":
-        return kind
-    return "crossing" if way in ("eager", "inductor") else "fused"
-
-
 def taken(path, env, module, head, table, **options):
     """The actions [P, T] of a path, given the observations [P, T + 1, ...]."""
     kind, way = path
     policy, space = policy_of(module, head, way), spaces.Box(-np.inf, np.inf, table.shape[2:], table.dtype.type)
     replay, actions = REPLAYS[kind](space, env.action_space, table), []
     state = fc.init(replay, policy, seed=SEED)
-    assert fc.explain(replay, policy).loop == loop_of(kind, way)
+    in_jax = "crossing" if way in ("eager", "inductor") else "fused"
+    assert fc.explain(replay, policy).loop == (in_jax if kind == "jax" else kind)  # so no two paths are the same
     traced = jax.jit(lambda params, state: fc.traced.rollout(replay, policy, params, state, STEPS, **options))
     for _ in range(ROLLOUTS):
         if way == "traced":

@@ -73,10 +73,8 @@ def test_settings_of_random_numbers_change_no_data(name, settings, plain):
 
 def test_a_key_of_another_generator_is_refused():
     env = fc.make_env(GYMNAX, num_envs=3)
-    with (
-        jax.default_prng_impl("rbg"),
-        pytest.raises(TypeError, match=r"key is uint32 \[4\], .*jax.random.key\(0, impl='threefry2x32'\)"),
-    ):
+    says = r"key is uint32 \[4\], .*jax.random.key\(0, impl='threefry2x32'\)"
+    with jax.default_prng_impl("rbg"), pytest.raises(TypeError, match=says):
         fc.traced.init(env, fc.random_policy(env), None, key=jax.random.key(0))
 
 

@@ -8,9 +8,10 @@ from gymnasium.envs.classic_control import PendulumEnv
 from torch import nn
 
 import funcollect as fc
+from tests.envs.conftest import begun
 from tests.envs.test_own_environments import JaxWalk, TorchWalk
 from tests.envs.test_torch_vector_env import LikeManiSkill
-from tests.support.compare import assert_same
+from tests.support.compare import assert_same, collect
 
 INPUTS = ("prev_action", "prev_reward", "is_first")
 
@@ -114,11 +115,7 @@ def test_the_environment_is_the_same_inside(name):
     """Random starts are uniform in the bounds, and observations do not change."""
     plain, env = made(name), made(name, inputs=INPUTS, clip_actions=True)
     assert env.action_space == plain.action_space
-    rollouts = [
-        fc.rollout(each, policy, fc.init(each, policy, seed=3), 25)[1]
-        for each in (plain, env)
-        for policy in [fc.random_policy(each)]
-    ]
+    rollouts = [collect(each, fc.random_policy(each), 25, seed=3) for each in (plain, env)]
     for key in rollouts[0].keys(include_nested=True, leaves_only=True):
         assert torch.equal(rollouts[0][key], rollouts[1][key])
 
@@ -144,9 +141,8 @@ def test_they_pass_the_checks_of_environments(env):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_copies_of_games_go_on_with_the_last_step(workers, tmp_path):
-    env = fc.make_env("ale/Pong", num_envs=2, inputs=INPUTS, clip_rewards=True, num_workers=workers)
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 12)
+    options = {"inputs": INPUTS, "clip_rewards": True, "num_workers": workers}
+    env, policy, state = begun("ale/Pong", 12, num_envs=2, **options)
     fc.save(tmp_path / "state", state)
     copies = [fc.fork(env, state), fc.load(tmp_path / "state", env, policy), state]
     first, *others = [fc.rollout(env, policy, each, 12)[1] for each in copies]
@@ -176,19 +172,16 @@ def test_a_recurrent_policy_reads_its_executed_actions():
         assert torch.allclose(again, batch["action_log_prob"], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("env", "given", "message"),
-    [
-        ("CartPole-v1", {"clip_actions": True}, "clip_actions=True was given for .*expected a Box: leave it out"),
-        ("CartPole-v1", {"inputs": ["reward"]}, "inputs must be one of .*prev_action.*but is 'reward'"),
-        ("CartPole-v1", {"inputs": "is_first"}, "inputs is 'is_first', expected a list"),
-        ("CartPole-v1", {"clip_rewards": 1}, "clip_rewards is 1, expected a bool"),
-        ("Pendulum-v1", {"clip_rewards": True, "info_keys": ["reward"]}, "info_keys has 'reward'.*leave it out"),
-        (fc.make_env("CartPole-v1", inputs=["is_first"]), {"inputs": ["is_first"]}, "observes .'is_first'. itself"),
-        (fc.make_env("Pendulum-v1", clip_actions=True), {"inputs": ["prev_action"]}, "expected one call.*all of them"),
-        (fc.make_env("CartPole-v1", inputs=["prev_reward"]), {"clip_rewards": True}, "expected one call.*all of them"),
-    ],
-)
+@pytest.mark.parametrize(("env", "given", "message"), [
+    ("CartPole-v1", {"clip_actions": True}, "clip_actions=True was given for .*expected a Box: leave it out"),
+    ("CartPole-v1", {"inputs": ["reward"]}, "inputs must be one of .*prev_action.*but is 'reward'"),
+    ("CartPole-v1", {"inputs": "is_first"}, "inputs is 'is_first', expected a list"),
+    ("CartPole-v1", {"clip_rewards": 1}, "clip_rewards is 1, expected a bool"),
+    ("Pendulum-v1", {"clip_rewards": True, "info_keys": ["reward"]}, "info_keys has 'reward'.*leave it out"),
+    (fc.make_env("CartPole-v1", inputs=["is_first"]), {"inputs": ["is_first"]}, "observes .'is_first'. itself"),
+    (fc.make_env("Pendulum-v1", clip_actions=True), {"inputs": ["prev_action"]}, "expected one call.*all of them"),
+    (fc.make_env("CartPole-v1", inputs=["prev_reward"]), {"clip_rewards": True}, "expected one call.*all of them"),
+])  # fmt: skip
 def test_errors(env, given, message):
     with pytest.raises((TypeError, ValueError), match=message):
         fc.make_env(env, **given)

@@ -158,11 +158,10 @@ def test_each_key_seeds_the_lanes_again(name):
 
 def test_after_an_exception_the_run_is_seeded_again(monkeypatch):
     """The pool may hold an answer that nobody takes; so another one is built, from seeds that follow from the key."""
-    env = make("CartPole-v1")
-    policy = fc.random_policy(env)
     after = []
     for _ in range(2):
-        state, first = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+        env, policy, state = begun(make("CartPole-v1"))
+        state, first = fc.rollout(env, policy, state, 5)
         pool = state.env_state.simulation.simulators._pool
         with monkeypatch.context() as patch:
             patch.setattr(pool, "recv", lambda **_: 1 / 0)

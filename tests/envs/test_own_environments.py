@@ -224,10 +224,7 @@ WRONG = {
     "a start alone": ({"reset": lambda self, key, params: jnp.zeros(1)}, r"reset of .* expected the pair"),
     "a tuple": ({"step": lambda self, *given: (given[1], given[1], 0.0)}, "3 values, expected a Transition: return"),
     "a list of infos": (informed([1]), r"the infos that step of .* are a list of \['int'\], expected a dict of arrays"),
-    "an info in an info": (
-        informed({"cost": {"fuel": 1}}),
-        r"info 'cost' .* a dict with the keys \['fuel'\], .*: give",
-    ),
+    "an info in an info": (informed({"cost": {"fuel": 1}}), r"info 'cost' .* a dict with .*\['fuel'\], .*: give"),
     "a word as info": (informed({"cost": "high"}), "the info 'cost' that step of .* returned is str, expected a"),
     "no reward": ({"step": lambda *given: moved(given)._replace(reward=None)}, "reward that step of .* is NoneType"),
     "no params": ({"reset": lambda self, key: (key, key)}, r"Walk.reset takes \(key\), expected a function of a key"),
@@ -242,12 +239,11 @@ def moved(given):
     return Transition(place, place, 0.0, False, False)
 
 
-IN_BOTH = ["no params", "no key", "a list of infos", "an info in an info", "a word as info"]
+IN_TORCH = ("no params", "no key", "a list of infos", "an info in an info", "a word as info")
+MISTAKES = [*((JaxWalk, case) for case in WRONG), *((TorchWalk, case) for case in IN_TORCH)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "case"), [(JaxWalk, case) for case in WRONG] + [(TorchWalk, case) for case in IN_BOTH]
-)
+@pytest.mark.parametrize(("kind", "case"), MISTAKES)
 def test_mistakes_are_named(kind, case):
     members, message = WRONG[case]
     with pytest.raises((TypeError, fc.EnvError), match=message):

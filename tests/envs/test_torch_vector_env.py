@@ -125,10 +125,7 @@ class ReportsSome(LikeManiSkill):
         return *answer, truncated, {**infos, "_final_observation": truncated}
 
 
-KINDS = {  # from the device
-    "ManiSkill": LikeManiSkill,
-    "Isaac Lab": lambda device: gymnasium.Wrapper(LikeIsaacLab(device=device)),
-}
+KINDS = {"ManiSkill": LikeManiSkill, "Isaac Lab": lambda device: gymnasium.Wrapper(LikeIsaacLab(device=device))}
 
 
 def by_hand(batch, seed):

@@ -154,9 +154,8 @@ class Team(envs.EnvBase):
 
     def __init__(self, device="cpu"):
         super().__init__(device=device, batch_size=[2])
-        self.observation_spec = Composite(
-            agent=Composite(place=Unbounded((2, 3), dtype=torch.float64), shape=(2,)), shape=(2,)
-        )
+        place = Composite(place=Unbounded((2, 3), dtype=torch.float64), shape=(2,))
+        self.observation_spec = Composite(agent=place, shape=(2,))
         self.action_spec = Composite(agent=Composite(move=MultiOneHot([2, 3], shape=(2, 5)), shape=(2,)), shape=(2,))
         self.reward_spec = Composite(gain=Unbounded((2, 1)), shape=(2,))
         self.done_spec = Categorical(2, dtype=torch.bool, shape=(2, 1))

@@ -17,7 +17,7 @@ from funcollect.errors import ClosedError
 from funcollect.testing.check_policy import other_weights, own_weights
 from funcollect.testing.trials import FailedError, expect_equal, run_checks
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
-from funcollect.tree import flatten, time_last, to_tensordict
+from funcollect.tree import flatten, time_last
 from tests.support.faulty.faulty_workers import Failing, stumble
 
 FLAGS = ("terminated", "truncated", "done")
@@ -127,14 +127,9 @@ def take(collector, count):
 
 def lanes_of(batches):
     """The rows of each lane in the order of time, [1, N]: however batches arrange their workers."""
-    whole = flatten(torch.cat([batch.reshape(-1) for batch in batches]))
+    whole = torch.cat([batch.reshape(-1) for batch in batches])
     lanes = whole["collector", "lane"]
-    return {
-        lane: to_tensordict(
-            {path: leaf[lanes == lane].unsqueeze(0) for path, leaf in whole.items()}, (1, int((lanes == lane).sum()))
-        )
-        for lane in sorted(set(lanes.tolist()))
-    }
+    return {lane: whole[lanes == lane].unsqueeze(0) for lane in lanes.unique().tolist()}
 
 
 def ids_of(batches):

@@ -81,11 +81,8 @@ def capture_on_the_cpu(patch):
     patch.setattr(tensor, "reads_wait", lambda device: True)
     # What runs in NumPy on the CPU, and would not be recorded.
     patch.setattr(tensor, "fixed", torch.Tensor.clone)
-    patch.setattr(
-        numerics,
-        "_constant",
-        lambda value, device: numerics._kept(value.tobytes(), value.dtype.str, value.shape, device),
-    )
+    kept = lambda value, device: numerics._kept(value.tobytes(), value.dtype.str, value.shape, device)  # noqa: E731
+    patch.setattr(numerics, "_constant", kept)
     patch.setattr(tensor.LaneKeys, "of", keys_of)
     return captures
 

@@ -7,9 +7,11 @@ import threading
 import time
 from pathlib import Path
 
+import torch
+
 import funcollect as fc
 from tests.support.cases import POLICIES, make_env
-from tests.support.check_collector import lanes_of
+from tests.support.check_collector import expect_used_once, lanes_of
 from tests.support.envs.counting import Counting
 
 TRANSPORTS = ("serial", "processes")
@@ -114,15 +116,10 @@ def run_out(collector):
 def check_trajectories(batches):
     """Within each lane, steps follow each other; a new trajectory begins at 0 under an id that was not used before."""
     for rows in by_lane(batches).values():
-        ids, steps = rows["collector", "traj_ids"].tolist(), rows["collector", "step"].tolist()
-        used = set()
-        for i, (identity, step) in enumerate(zip(ids, steps, strict=True)):
-            if i and identity == ids[i - 1]:
-                assert step == steps[i - 1] + 1
-            else:
-                assert step == 0
-                assert identity not in used
-                used.add(identity)
+        ids, steps = rows["collector", "traj_ids"], rows["collector", "step"]
+        assert steps[0] == 0
+        assert torch.equal(steps[1:], torch.where(ids.diff() == 0, steps[:-1] + 1, 0))
+        expect_used_once(ids.unique_consecutive().tolist())
 
 
 def wait_until(condition):

@@ -18,15 +18,7 @@ from gymnasium.wrappers import OrderEnforcing, TimeLimit
 from funcollect import arguments
 from funcollect.envs import base
 from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, check_lives, is_atari
-from funcollect.envs.gymnasium_envs.lanes import (
-    TAKEN,
-    GymEnv,
-    GymVectorEnv,
-    Lanes,
-    Made,
-    own_spaces,
-    rebuild,
-)
+from funcollect.envs.gymnasium_envs.lanes import TAKEN, GymEnv, GymVectorEnv, Lanes, Made, own_spaces, rebuild
 from funcollect.envs.gymnasium_envs.vector_lanes import GAMES, is_of_kind, over_vector
 from funcollect.envs.host.host_env import Opener, OpenerOf, SimulatedEnv
 from funcollect.envs.host.lane_workers.block import LaneWorkers, refuse_removed
@@ -179,8 +171,7 @@ def _sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> t
         return list(env), len(env)
     arguments.check_num_envs(num_envs)
     if isinstance(env, gymnasium.Env) and (num_envs or 1) > 1:
-        mend = "pass its id or a factory, or a list"
-        raise ValueError(f"num_envs is {num_envs}, but one environment instance was given: {mend}")
+        raise ValueError(f"num_envs is {num_envs}, but one environment instance was given: pass its id or a factory")
     return [env] * (num_envs or 1), num_envs and int(num_envs)
 
 
@@ -251,17 +242,12 @@ def _factory_of(source: EnvSource, kwargs: dict[str, Any], *, in_worker: bool = 
     base.refuse_foreign(source)
     if is_env(source):
         raise TypeError(f"the list of environments holds {source}, which has lanes of its own: pass it alone")
-    name = type(source).__name__
+    name, known = type(source).__name__, "a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env or a list"
+    mend = "call super().__init__(**kwargs) in its own, after it has set the spaces"
     if isinstance(source, base.EnvBase):
-        raise TypeError(
-            f"{name} lacks what the constructor of its base class sets: call super().__init__(**kwargs) in its own, "
-            "after it has set the spaces"
-        )
+        raise TypeError(f"{name} lacks what the constructor of its base class sets: {mend}")
     if not callable(source):
-        raise TypeError(
-            f"env is {name}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env or a list: "
-            f"{base.adapter_of(source)}"
-        )
+        raise TypeError(f"env is {name}, expected {known}: {base.adapter_of(source)}")
     return partial(base.built, *base.with_time_limit(source, kwargs))
 
 

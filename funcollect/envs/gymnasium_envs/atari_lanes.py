@@ -143,8 +143,7 @@ def check_lives(vector: Any) -> None:
         return
     if all(inner.call("has_wrapper_attr", name)) and any(inner.get_attr(name)):
         what = f"{type(vector).__name__} holds Atari games with {name}=True"
-        mend = "expected games that go on: pass the list of its functions"
-        raise ValueError(f"{what} and restarts them at each lost life, {mend}")
+        raise ValueError(f"{what} and restarts them at each lost life, expected none: pass the list of its functions")
 
 
 def _ends_with_lives(env: GymEnv) -> bool:
@@ -180,26 +179,22 @@ class _Copy:
             {name: value for name, value in attributes.items() if name not in _SAME and not isinstance(value, _CODE)}
             for attributes in self.attributes
         ]
-        own = to_data(changing, (*self.layers, self.layers[-1].ale))
-        return {"layers": _names(self.layers), "attributes": own, "machine": self.machine.__getstate__()}
+        own, names = to_data(changing, (*self.layers, self.layers[-1].ale)), [*map(_name, self.layers)]
+        return {"layers": names, "attributes": own, "machine": self.machine.__getstate__()}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any], env: GymEnv) -> _Copy:
         """The copy from its `data`, for a game with the same wrappers; ReplayError if its wrappers differ."""
         layers = _layers(env)
-        if (names := _names(layers)) != (saved := data["layers"]):
+        if (names := [*map(_name, layers)]) != (saved := data["layers"]):
             raise ReplayError(f"{env} has the wrappers {names}, the saved game {saved}: build it with the same")
         structure, arrays = data["attributes"]
         attributes = from_data(structure, arrays, (*layers, layers[-1].ale))
-        return cls(layers, attributes, _machine(data["machine"]))
+        return cls(layers, attributes, sys.modules["ale_py"].ALEState(data["machine"]))
 
 
-def _names(layers: Sequence[Any]) -> list[str]:
-    return [type(layer).__name__ for layer in layers]
-
-
-def _machine(state: bytes) -> Any:
-    return sys.modules["ale_py"].ALEState(state)
+def _name(layer: Any) -> str:
+    return type(layer).__name__
 
 
 def _copied(attributes: list[dict[str, Any]], old: Sequence[Any], new: Sequence[Any]) -> list[dict[str, Any]]:
@@ -226,7 +221,7 @@ class _History:
     @classmethod
     def from_data(cls, data: Mapping[str, Any], env: GymEnv) -> _History:
         copies = {name: data[name] and _Copy.from_data(data[name], env) for name in ("older", "newer")}
-        return cls(**{**data, **copies, "machine": _machine(data["machine"])})
+        return cls(**{**data, **copies, "machine": sys.modules["ale_py"].ALEState(data["machine"])})
 
 
 class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -296,11 +291,9 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
             if ale.cloneState(include_rng=True).equals(history.machine):
                 self._begin(history)
                 return answer
-        raise ReplayError(
-            f"{self.env} reached another state by the same calls: let its wrappers draw from np_random, not from a "
-            "global generator, apply functions that change its course between episodes, or continue without a fork: "
-            "the state has not changed"
-        )
+        what = f"{self.env} reached another state by the same calls, and its own has not changed"
+        mend = "let wrappers draw from np_random, apply functions between episodes, or continue without a fork"
+        raise ReplayError(f"{what}: {mend}")
 
     def _beginnings(self, history: _History, ale: Any) -> Iterator[Callable[[], Any]]:
         """Yield functions to go back to a history's first call: for each action that ALE may repeat, sent before."""

@@ -121,8 +121,7 @@ class Lanes(SimulatorsBase):
             except Exception as error:
                 old = isinstance(error, TypeError) and "'seed'" in str(error)
                 mend = "use Gymnasium's reset API, reset(*, seed=None, options=None)" if old else ONWARD
-                where = f"lane {self._first_lane + lane}"
-                raise EnvError(f"{where}: reset(seed={seed}) raised {error!r}: {mend}") from error
+                raise EnvError(f"lane {self._first_lane + lane}: reset({seed=}) raised {error!r}: {mend}") from error
             if not isinstance(answer, tuple) or len(answer) != 2:
                 raise bad_reset(f"lane {self._first_lane + lane}", answer)
             write(lane, answer[0])

@@ -17,21 +17,14 @@ from typing_extensions import override
 
 from funcollect.arguments import check_choice
 from funcollect.envs.base import autoreset_mode, info_place
-from funcollect.envs.gymnasium_envs.lanes import (
-    API,
-    TAKEN,
-    Made,
-    bad_reset,
-    no_info_key,
-    own_spaces,
-    rebuild,
-)
+from funcollect.envs.gymnasium_envs.lanes import API, TAKEN, Made, bad_reset, no_info_key, own_spaces, rebuild
 from funcollect.envs.host import host_env
 from funcollect.envs.host.host_env import ONWARD, Opener, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
 from funcollect.envs.host.plain_spaces import STRUCTURED, batch_structure
 from funcollect.errors import EnvError
 from funcollect.messages import shown
 from funcollect.protocols import Outcome, Seeding
+from funcollect.specs import map_leaves
 from funcollect.tree import Path
 
 _MODES = ("DISABLED", "NEXT_STEP", "SAME_STEP")
@@ -44,11 +37,7 @@ _TO_DIE = 1.0  # seconds that a process may take to end after its pipe was close
 def over_vector(
     vector: Any, build: Callable[[], Any] | None, mode: str | None, max_carry: int
 ) -> tuple[Opener, Seeding, bool]:
-    """The opener over a vector environment, how that is seeded, and whether its episodes can be replayed.
-
-    It resets its lanes by `mode`, or by the one that it declares. Copies are made by `build`, or rebuilt. ValueError
-    for an unknown mode, and for one in which an episode's last observation, or a transition, would be lost.
-    """
+    """The opener over a vector environment, its seeding, and whether it can be replayed; ValueError for a bad mode."""
     declared = autoreset_mode(vector)
     if mode is not None:
         check_choice("autoreset_mode", mode, _MODES)
@@ -73,10 +62,7 @@ def is_of_kind(vector: Any, *names: str) -> bool:
 
 
 class VectorLanes(SimulatorsBase):
-    """A vector environment, of which later states get copies: it is stepped as a whole, and reset by masks.
-
-    If it would reset a lane in the next step, the library has done so before.
-    """
+    """A vector environment, stepped as a whole, and reset by masks: before the next step if that would reset a lane."""
 
     resets_itself = False  # whether an episode begins in the step in which another ends
 
@@ -124,10 +110,9 @@ class VectorLanes(SimulatorsBase):
 
     @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
-        everyone = len(lanes) == self._env.num_envs
-        actions = self._decode(
-            action if everyone else host_env.of_everyone(np.asarray(action), lanes, self._env.num_envs)
-        )
+        if not (everyone := len(lanes) == self._env.num_envs):
+            action = host_env.of_everyone(np.asarray(action), lanes, self._env.num_envs)
+        actions = self._decode(action)
         self._broken_off = True
         try:
             if not everyone and not self.resets_itself and self._takes_masks:
@@ -149,7 +134,6 @@ class VectorLanes(SimulatorsBase):
         return outcome[0].tolist(), flags[0].tolist(), flags[1].tolist(), picked
 
     def _observe(self, observation: Any, info: Mapping[str, Any], lanes: Sequence[int]) -> None:
-        """Write the observations of these lanes after a step."""
         self._rows.write_batch(observation, lanes, of_all=True)
 
     def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
@@ -209,10 +193,7 @@ class VectorLanes(SimulatorsBase):
 
 
 class SelfResettingLanes(VectorLanes):
-    """A vector environment that begins an episode in the step in which another ends, whose last observation it reports.
-
-    Its lanes are seeded once. Other resets need a mask that it takes, or are of all lanes.
-    """
+    """A vector environment that begins an episode in the step in which another ends; others begin by masks, or all."""
 
     resets_itself = True
     _begun: Mapping[Path, Any] = MappingProxyType({})  # the rows [P, ...] after the last step, begun episodes included
@@ -241,7 +222,7 @@ class SelfResettingLanes(VectorLanes):
             what = "the vector environment begins other episodes itself and does not report the last observations"
             raise EnvError(f"{what}, expected them in the infos as {_FINAL[0]!r}: add them there; {ONWARD}")
         for lane in ended:
-            self._rows.write_lane(lane, _of_lane(info[name], lane))
+            self._rows.write_lane(lane, map_leaves(lambda _, rows: rows[lane], info[name]))  # noqa: B023  (at once)
 
     @override
     def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -306,10 +287,3 @@ def _no_reset(lanes: Sequence[int]) -> EnvError:
     what = f"lanes {list(lanes)}: a reset within an episode (a limit, or a mask)"
     mend = "set the limit in the simulators, and reset all lanes"
     return EnvError(f"{what}, but the vector environment resets its lanes itself, expected none: {mend}")
-
-
-def _of_lane(observations: Any, lane: int) -> Any:
-    """A lane's observation, of an array over lanes or of a structure of these."""
-    if isinstance(observations, Mapping):
-        return {name: _of_lane(each, lane) for name, each in observations.items()}
-    return tuple(_of_lane(each, lane) for each in observations) if type(observations) is tuple else observations[lane]

@@ -280,8 +280,7 @@ class LeafRows:
         integers = {given.dtype.kind, dtype.kind} <= set("iub")
         if given.dtype not in self.dtypes and not (integers and (given.astype(dtype) == given).all()):
             what = f"lane {self._first_lane + lane}: observation {self.leaf.name!r} has dtype {given.dtype}"
-            mend = "correct the space's dtype or cast the observation"
-            raise EnvError(f"{what}, its space wants {dtype}: {mend}")
+            raise EnvError(f"{what}, its space wants {dtype}: correct the space's dtype or cast the observation")
         self.array[lane] = given
 
     def _as_array(self, where: str, value: Any, shape: tuple[int, ...]) -> Array:
@@ -344,12 +343,10 @@ class Rows:
         for rows, value in zip(self.leaves, self._parts(lane, observation), strict=True):
             rows.write_lane(lane, value)
 
-    def write_batch(
-        self, observations: Any, lanes: Sequence[int] | Array | None = None, *, of_all: bool = False
-    ) -> None:
+    def write_batch(self, observations: Any, lanes: Sequence[int] | Array | None = None, **options: bool) -> None:
         """Write a vector environment's observation, whose leaves `LeafRows.write_batch` describes."""
         for rows, values in zip(self.leaves, self._parts(None, observations), strict=True):
-            rows.write_batch(values, lanes, of_all=of_all)
+            rows.write_batch(values, lanes, **options)
 
     def _parts(self, lane: int | None, observation: Any) -> list[Any]:
         """The leaves of one lane's observation, or of all lanes' (None), in order; EnvError for another structure."""

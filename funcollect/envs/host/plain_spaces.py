@@ -1,8 +1,4 @@
-"""Spaces of plain arrays for an environment's own: keys left out, texts as bytes, Tuple and Dict actions as one array.
-
-Observations keep their structure, so that a batch has a key for each part. Actions become one array: their parts in the
-order of the space (of a Dict, that of its keys), flattened and joined.
-"""
+"""Spaces of plain arrays for an environment's own: without some keys, texts as bytes, Tuple and Dict actions joined."""
 
 from __future__ import annotations
 
@@ -65,11 +61,7 @@ def _encoded(space: Space, length: int) -> Space:
 
 
 def plain_actions(space: Space) -> Space:
-    """The space of one array for a Tuple or a Dict of actions; any other space as it is.
-
-    Discrete, MultiDiscrete and MultiBinary parts become one MultiDiscrete, boxes one Box with all their bounds.
-    TypeError for parts of both kinds, boxes of floats and of integers, and other spaces.
-    """
+    """The space of one array for a Tuple or a Dict of actions, as `from_gymnasium` says; any other space as it is."""
     if not isinstance(space, STRUCTURED):
         return space
     parts = disassemble(space, space)
@@ -84,11 +76,9 @@ def plain_actions(space: Space) -> Space:
         dtype: Any = np.result_type(*[part.dtype for part in parts]).type
         low, high = (np.concatenate([getattr(part, name).ravel() for part in parts]) for name in ("low", "high"))
         return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype)
-    raise TypeError(
-        f"the action space {space} mixes kinds, expected a Tuple or Dict of Discrete, MultiDiscrete and MultiBinary "
-        "parts, or of Box parts of one kind of number: wrap the environment in a gymnasium.ActionWrapper whose "
-        "action_space is one of these, and whose action(array) makes the environment's own"
-    )
+    known = "a Tuple or Dict of Discrete, MultiDiscrete and MultiBinary, or of boxes with one kind of number"
+    mend = "wrap the environment in a gymnasium.ActionWrapper with such a space, whose action(array) makes its own"
+    raise TypeError(f"the action space {space} mixes kinds, expected {known}: {mend}")
 
 
 def in_structure(space: Space, parts: Iterator[Any]) -> Any:

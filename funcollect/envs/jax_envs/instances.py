@@ -67,9 +67,8 @@ def from_brax(
     """
     check_positive("episode_length", episode_length, 1000)
     label, raw = of_suite("brax", env, kwargs)
-    facts = {"max_episode_steps": episode_length, "param_keys": param_keys}
-    drawn = ("pipeline_state", {"qpos": "q", "qvel": "qd"})
-    return _over_states(label, raw, "sys", drawn, (num_envs, False, info_keys, starts), facts)
+    given = {"max_episode_steps": episode_length, "info_keys": info_keys, "starts": starts, "param_keys": param_keys}
+    return _over_states(label, raw, "sys", "pipeline_state", {"qpos": "q", "qvel": "qd"}, num_envs=num_envs, **given)
 
 
 def from_playground(
@@ -97,12 +96,12 @@ def from_playground(
     check_optional_positive("episode_length", episode_length)
     label, raw = of_suite("playground", env, kwargs)
     length = raw.unwrapped._config.episode_length if episode_length is None else episode_length
-    facts = {"max_episode_steps": length, "param_keys": param_keys}
-    drawn = ("data", {name: name for name in ("qpos", "qvel", "xfrc_applied")})
-    return _over_states(label, raw, "_mjx_model", drawn, (num_envs, False, info_keys, starts), facts)
+    given = {"max_episode_steps": length, "info_keys": info_keys, "starts": starts, "param_keys": param_keys}
+    drawn = {name: name for name in ("qpos", "qvel", "xfrc_applied")}
+    return _over_states(label, raw, "_mjx_model", "data", drawn, num_envs=num_envs, **given)
 
 
-def _over_states(label: str, raw: Any, physics: str, drawn: Any, common: Any, facts: Mapping[str, Any]) -> FunctionsEnv:
+def _over_states(label: str, raw: Any, physics: str, *drawn: Any, **given: Any) -> FunctionsEnv:
     """Adapt an environment whose states have `obs`, `reward` and `done`; `physics` is its attribute of parameters."""
     inner = raw
     while inner is not None:
@@ -127,9 +126,8 @@ def _over_states(label: str, raw: Any, physics: str, drawn: Any, common: Any, fa
         return mujoco_renderer((inner.sys if physics == "sys" else inner).mj_model, float(inner.dt), *drawn)
 
     observed, actions = space_like(first_observation(reset)), box((raw.action_size,), "float32", -1.0, 1.0)
-    own = getattr(raw.unwrapped, physics, None)
-    facts = {"default_params": own, "renderer": renderer, "observation_of": lambda state, _: state.obs, **facts}
-    return jax_env(label, reset, step, observed, actions, *common, **facts)
+    given |= {"default_params": getattr(raw.unwrapped, physics, None), "renderer": renderer}
+    return jax_env(label, reset, step, observed, actions, **given, observation_of=lambda state, _: state.obs)
 
 
 @contextmanager

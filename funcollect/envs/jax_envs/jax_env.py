@@ -20,7 +20,7 @@ from funcollect.envs.base import AdaptedEnv, EnvBase, returned
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, tracing
 from funcollect.interop.memo import Variable, memo_of, set_since_use, variables_of
-from funcollect.messages import shown
+from funcollect.messages import kinds, shown
 from funcollect.protocols import JaxEnv, Renderer, Starts, Transition
 from funcollect.specs import ActionSpec, Space, observation_leaves
 
@@ -88,11 +88,7 @@ class FunctionsEnv(AdaptedEnv):
 
 
 class JaxEnvState(NamedTuple):
-    """The state of all lanes of a JAX environment.
-
-    A reset can cost as much as many steps, so each lane keeps the start of its next episode. Starts are made for all
-    lanes at once, when a lane ends whose next start has been used.
-    """
+    """The state of all lanes; each keeps the start of its next episode, and if one is missing, all are made."""
 
     current: Any  # the environment's own state, a pytree [P, ...]
     next_start: tuple[Any, Any]  # state and observation [P, ...] at the start of each lane's next episode
@@ -237,8 +233,7 @@ def param_of(params: Any, name: str) -> Any:
         try:
             node = node[part] if isinstance(node, Mapping) else getattr(node, part)
         except (KeyError, AttributeError) as error:
-            what = f"param_keys has {name!r}, which the parameters {shown(params, 200)} lack"
-            raise ValueError(f"{what}: correct the name") from error
+            raise ValueError(f"param_keys has {name!r}, which {shown(params, 200)} lacks: correct the name") from error
     return node
 
 
@@ -322,22 +317,18 @@ def _check_leaf(what: str, value: Any, expected: str, shape: tuple[int, ...], dt
         fits = jnp.promote_types(given, dtype) == dtype
     if not fits:
         mend = "both functions are for one lane, without a batch dimension; correct the function or the space"
-        raise EnvError(f"the {what} is {_words(value)}, expected {expected}: {mend}")
+        raise EnvError(f"the {what} is {kinds(value)}, expected {expected}: {mend}")
 
 
 def differing(one: Any, other: Any) -> str:
     """The first difference of two pytrees of arrays in structure, shape or dtype, in words; empty if there is none."""
     tree, keystr = import_jax().tree, import_jax().tree_util.keystr
-    ones, others = ({keystr(path): _words(leaf) for path, leaf in tree.leaves_with_path(each)} for each in (one, other))
+    ones, others = ({keystr(path): kinds(leaf) for path, leaf in tree.leaves_with_path(each)} for each in (one, other))
     for path in sorted(ones.keys() | others.keys()):
         if ones.get(path) != others.get(path):
             return f"{path or 'it'} is {ones.get(path, 'not there')} first, then {others.get(path, 'not there')}"
     first, then = tree.structure(one), tree.structure(other)
     return "" if first == then else f"they are {first} first, then {then}"
-
-
-def _words(leaf: Any) -> str:
-    return f"{leaf.dtype} {list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
 def check_unchanged(env: JaxEnv) -> None:

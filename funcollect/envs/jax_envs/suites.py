@@ -196,13 +196,12 @@ def from_gymnax(
     facts = {"default_params": own, "param_keys": param_keys, "renderer": partial(_gymnax_renderer, raw, own)}
     with _like_gymnax(raw):
         observed, actions = _space(raw.observation_space(own), first_observation(reset)), _space(raw.action_space(own))
-    if (
-        ".classic_control." in (of := type(raw).__module__) or ".minatar." in of
-    ):  # `get_obs` of others draws, or differs
+    module = type(raw).__module__
+    if ".classic_control." in module or ".minatar." in module:  # `get_obs` of others draws, or differs
         facts["observation_of"] = lambda state, given: raw.get_obs(state, own if given is None else given)
     common = (observed, actions, num_envs, one_hot, info_keys, starts)
     made = jax_env(f"gymnax/{raw.name}", reset, step, *common, truncates=True, **facts)
-    if type(raw).__module__.partition(".")[0] != "gymnax":  # another package's class, as Craftax, or the user's
+    if module.partition(".")[0] != "gymnax":  # another package's class, as Craftax, or the user's
         with _like_gymnax(raw, TypeError):
             check_functions(made, made.params)
     return made
@@ -233,8 +232,7 @@ def _space(given: Any, delivered: Any = None) -> Space:
             return spaces.Dict({name: _space(child, delivered and delivered[name]) for name, child in children})
         case "Tuple":
             return spaces.Tuple([_space(child, delivered and delivered[i]) for i, child in enumerate(given.spaces)])
-    known = "Discrete, Box, Dict, Tuple"
-    raise TypeError(f"the space {given!r} of gymnax has no counterpart in Gymnasium: expected {known}")
+    raise TypeError(f"the space {given!r} of gymnax has no counterpart: expected Discrete, Box, Dict, Tuple")
 
 
 @contextmanager
@@ -251,9 +249,8 @@ def _gymnax_renderer(raw: Any, own: Any) -> Iterator[Renderer]:
         visualizer.ax.clear()
         visualizer.init()  # at every picture, since goals differ between episodes and are drawn here only
         if not hasattr(visualizer, "im"):
-            known = "an environment that gymnax.visualize.Visualizer draws"
+            what = f"gymnax has no renderer for {raw.name}, expected an environment that its Visualizer draws"
             mend = "film one of these, or plot observations with plots.episode"
-            what = f"gymnax has no renderer for {raw.name}, expected {known}"
             raise EnvError(f"{what}, such as those of classic control and MinAtar: {mend}")
         visualizer.update(step)  # also writes the step into the title
         return pixels_of(visualizer.fig, _GYMNAX_DPI)

@@ -12,10 +12,11 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 import funcollect as fc
 from funcollect.envs.host.plain_spaces import plain_actions
 from funcollect.errors import EnvError
+from tests.envs.conftest import begun
 from tests.support.compare import collect
 
 BOX = spaces.Box(np.array([-1.0, 0.0], np.float32), np.array([1.0, 9.0], np.float32))
-DISABLED = AutoresetMode.DISABLED
+DISABLED, PUSH = AutoresetMode.DISABLED, spaces.Discrete(2)
 CHOICES = spaces.Tuple([spaces.Discrete(3, start=2), spaces.MultiDiscrete([4, 5]), spaces.MultiBinary(2)])
 BOXES = spaces.Dict({"arm": spaces.Dict({"left": BOX, "right": BOX}), "grip": spaces.Box(-2.0, 2.0, (1,))})
 
@@ -107,10 +108,7 @@ REFUSED = {
     "unknown": (lambda: fc.make_env(LOGGED, drop=["map"]), r"drop names \['map'\].*\['image', 'log', 'mission'\]"),
     "no dict": (lambda: fc.make_env("CartPole-v1", drop=["map"]), "expected a Dict observation, not Box"),
     "no text": (lambda: fc.make_env("CartPole-v1", text=9), "text=9 was given, .* has no Text: leave it out"),
-    "kinds": (
-        lambda: plain_actions(spaces.Tuple([BOX, spaces.Discrete(2)])),
-        "mixes kinds.*gymnasium.ActionWrapper",
-    ),
+    "kinds": (lambda: plain_actions(spaces.Tuple([BOX, PUSH])), "mixes kinds.*gymnasium.ActionWrapper"),
     "texts": (lambda: plain_actions(spaces.Dict(say=spaces.Text(3))), "mixes kinds, expected a Tuple or Dict"),
 }
 
@@ -129,13 +127,10 @@ def test_a_longer_text_is_an_error_with_its_length():
 
 
 @pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize(
-    ("key", "says"),
-    [("action", r"'action' holds a dict, .*\['action.inside', 'action.parts.flat'\]"), ("action.out", "no info key")],
-)
+@pytest.mark.parametrize(("key", "says"), [
+    ("action", r"'action' holds a dict, .*\['action.inside', 'action.parts.flat'\]"), ("action.out", "no info key"),
+])  # fmt: skip
 def test_a_dict_among_infos_is_named_with_its_keys(lanes, key, says):
-    env = LANES[lanes](Missions, text=20, info_keys=[key])
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
+    env, policy, state = begun(LANES[lanes](Missions, text=20, info_keys=[key]))
     with pytest.raises(EnvError, match=says):
         fc.rollout(env, policy, state, 2)

@@ -9,6 +9,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 import funcollect as fc
+from tests.envs.conftest import begun
 from tests.support.cases import POLICIES
 from tests.support.compare import assert_same
 from tests.support.running import FORKS_OF_RAY
@@ -56,13 +57,9 @@ def data(vector, steps=(1, 25, 14), *, seed=0, limit=None, **kwargs):
 @pytest.mark.parametrize("limit", [None, 6])
 def test_a_mask_comes_before_the_next_step(kind, limit):
     """So the data of NEXT_STEP are those of DISABLED, also where a limit cuts, and can be forked."""
-    disabled, next_step = (
-        data(kind([cartpole] * P, autoreset_mode=mode), limit=limit) for mode in (DISABLED, NEXT_STEP)
-    )
-    assert_same(disabled, next_step)
-    env = fc.make_env(kind([cartpole] * P, autoreset_mode=NEXT_STEP))
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=1), 9)
+    modes = DISABLED, NEXT_STEP
+    assert_same(*(data(kind([cartpole] * P, autoreset_mode=mode), limit=limit) for mode in modes))
+    env, policy, state = begun(kind([cartpole] * P, autoreset_mode=NEXT_STEP), 9, seed=1)
     other = fc.fork(env, state)
     assert_same(fc.rollout(env, policy, state, 9)[1], fc.rollout(env, policy, other, 9)[1])
 
@@ -83,10 +80,8 @@ def test_what_begins_in_the_same_step(kind, limit):
 
 def test_resets_of_what_resets_itself():
     """By a mask that it takes, or of all lanes."""
-    env = fc.make_env(lambda: SyncVectorEnv([Informed] * P, autoreset_mode=SAME_STEP))
+    env, policy, state = begun(lambda: SyncVectorEnv([Informed] * P, autoreset_mode=SAME_STEP), 2)
     assert (env.seeding, env.forking) == ("lane", "none")
-    policy = fc.random_policy(env)
-    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 2)
     state = fc.reset(env, state, torch.tensor([False, True, False]))
     _, batch = fc.rollout(env, policy, state, 1)
     assert batch["count"][:, 0, 0].tolist() == [2, 0, 2]

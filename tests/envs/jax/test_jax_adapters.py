@@ -130,15 +130,12 @@ class Duck:
     """Of no package, with the members of a kind of environment."""
 
 
-@pytest.mark.parametrize(
-    ("members", "adapter"),
-    [
-        ("reset_env", "from_gymnax"),
-        ("init num_players num_actions", "from_pgx"),
-        ("num_envs single_observation_space single_action_space reset step", "from_torch_vector_env"),
-        ("", "from_functions"),
-    ],
-)
+@pytest.mark.parametrize(("members", "adapter"), [
+    ("reset_env", "from_gymnax"),
+    ("init num_players num_actions", "from_pgx"),
+    ("num_envs single_observation_space single_action_space reset step", "from_torch_vector_env"),
+    ("", "from_functions"),
+])  # fmt: skip
 def test_a_refusal_names_the_adapter_that_takes_such_objects(members, adapter):
     duck = type("Duck", (), dict.fromkeys(members.split()))()
     with pytest.raises(TypeError, match=rf"env is Duck, expected .*{adapter}"):

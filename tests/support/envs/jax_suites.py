@@ -45,9 +45,8 @@ def gymnax_suite():
         observation, state, reward, *_ = raw.step_env(key, state, action, params)
         return state, observation, reward, terminated, state.time >= 20
 
-    return Suite(
-        fc.envs.from_gymnax("CartPole-v1", params, num_envs=LANES), lambda key: raw.reset(key, params)[::-1], step
-    )
+    env = fc.envs.from_gymnax("CartPole-v1", params, num_envs=LANES)
+    return Suite(env, lambda key: raw.reset(key, params)[::-1], step)
 
 
 @struct.dataclass
@@ -99,11 +98,8 @@ def old_gymnax_suite():
         terminated = abs(state.position) > 3
         return state, observation, reward, terminated, done & (state.time >= 6)
 
-    return Suite(
-        fc.envs.from_gymnax(raw, num_envs=LANES, info_keys=["discount"]),
-        lambda key: raw.reset_env(key, raw.default_params)[::-1],
-        step,
-    )
+    env = fc.envs.from_gymnax(raw, num_envs=LANES, info_keys=["discount"])
+    return Suite(env, lambda key: raw.reset_env(key, raw.default_params)[::-1], step)
 
 
 def _states(raw, env, limit, ends):
@@ -165,8 +161,12 @@ def jumanji_suite():
     return Suite(fc.envs.from_jumanji(raw, num_envs=LANES), start, step)
 
 
-def _game(name, limit, observe, reward):
+def _game(name, limit, several):
     raw = pgx.make(name)
+
+    def observe(state):
+        player = {"current_player": state.current_player} if several else {}
+        return {"observation": state.observation, "action_mask": state.legal_action_mask} | player
 
     def start(key):
         state = raw.init(key)
@@ -174,24 +174,18 @@ def _game(name, limit, observe, reward):
 
     def step(key, state, action):
         state = raw.step(state, action, key)
-        return state, observe(state), reward(state), state.terminated, state.truncated
+        reward = state.rewards if several else state.rewards[0]
+        return state, observe(state), reward, state.terminated, state.truncated
 
     return Suite(fc.make_env(f"pgx/{name}", num_envs=LANES, max_episode_steps=limit), start, step, limit)
 
 
 def pgx_suite():
-    def observe(state):
-        mask, player = state.legal_action_mask, state.current_player
-        return {"observation": state.observation, "action_mask": mask, "current_player": player}
-
-    return _game("tic_tac_toe", 7, observe, lambda state: state.rewards)
+    return _game("tic_tac_toe", 7, several=True)
 
 
 def pgx_one_player_suite():
-    def observe(state):
-        return {"observation": state.observation, "action_mask": state.legal_action_mask}
-
-    return _game("minatar-breakout", 15, observe, lambda state: state.rewards[0])
+    return _game("minatar-breakout", 15, several=False)
 
 
 def navix_suite():

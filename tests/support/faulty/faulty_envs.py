@@ -131,21 +131,12 @@ class Proxy:
     def rows(self):
         return self.inner.observation["observation",]
 
-    def reset(self, lanes, seeds):
-        self.inner.reset(lanes, seeds)
-
-    def send(self, lanes, action):
-        self.inner.send(lanes, action)
-
-    def receive(self):
-        return self.inner.receive()
-
 
 class WritesOtherRows(Proxy):
     """A reset of one lane blurs the others."""
 
     def reset(self, lanes, seeds):
-        super().reset(lanes, seeds)
+        self.inner.reset(lanes, seeds)
         self.rows[[lane for lane in range(3) if lane not in lanes]] += np.float32(0.01)
 
 
@@ -153,7 +144,7 @@ class ReplacesItsRows(Proxy):
     """New memory at every step, which nobody who holds the old sees."""
 
     def receive(self):
-        answer = super().receive()
+        answer = self.inner.receive()
         self.inner.observation = {path: array.copy() for path, array in self.observation.items()}
         return answer
 
@@ -163,7 +154,7 @@ class ForgetsToWrite(Proxy):
 
     def reset(self, lanes, seeds):
         before = self.rows.copy()
-        super().reset(lanes, seeds)
+        self.inner.reset(lanes, seeds)
         if before.any():  # not at the start
             self.rows[...] = before
 
@@ -171,21 +162,21 @@ class ForgetsToWrite(Proxy):
 class ResetsASlice(Proxy):
     def reset(self, lanes, seeds):
         between = [lane for lane in range(min(lanes), max(lanes)) if lane not in lanes]
-        super().reset([*lanes, *between], [*seeds, *[0 for _ in between]])
+        self.inner.reset([*lanes, *between], [*seeds, *[0 for _ in between]])
 
 
 class DisturbsAnother(Proxy):
     """A reset of lanes 0 and 2 moves lane 1, which does not show it before its next step."""
 
     def reset(self, lanes, seeds):
-        super().reset(lanes, seeds)
+        self.inner.reset(lanes, seeds)
         if list(lanes) == [0, 2]:
             self.inner._envs[1].unwrapped.place += 0.05
 
 
 class WritesItsAction(Proxy):
     def send(self, lanes, action):
-        super().send(lanes, np.asarray(action).copy())
+        self.inner.send(lanes, np.asarray(action).copy())
         np.asarray(action)[...] = 0
 
 
@@ -195,11 +186,11 @@ class KeepsItsAction(Proxy):
     last = None
 
     def send(self, lanes, action):
-        super().send(lanes, action if self.last is None else self.last)
+        self.inner.send(lanes, action if self.last is None else self.last)
         self.last = action
 
     def reset(self, lanes, seeds):
-        super().reset(lanes, seeds)
+        self.inner.reset(lanes, seeds)
         self.last = self.last if len(lanes) < 3 else None
 
 
@@ -209,7 +200,7 @@ class LivesInItsRows(Proxy):
     def receive(self):
         for env, row in zip(self.inner._envs, self.rows, strict=True):
             env.unwrapped.place = row.astype(np.float64)
-        return super().receive()
+        return self.inner.receive()
 
 
 def over(kind):

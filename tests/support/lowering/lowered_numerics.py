@@ -20,15 +20,27 @@ def _extremes(x):
 def _quantiles():
     ways = ("linear", "lower", "higher")
     return [
-        *_of("x", *(lambda x, w=w: x.quantile(0.3, 1, interpolation=w) for w in ways)),
-        *_of("x", *(lambda x, w=w: x.quantile(0.3, interpolation=w) for w in ("midpoint", "nearest"))),
-        *_of("x", lambda x: x.nanquantile(torch.tensor([0.1, 0.8]), -1, keepdim=True), lambda x: x.quantile(0.5)),
-        *_of("x", lambda x: _tied(x.detach()).nanquantile(0.3, 1)),
+        *of("x", *(lambda x, w=w: x.quantile(0.3, 1, interpolation=w) for w in ways)),
+        *of("x", *(lambda x, w=w: x.quantile(0.3, interpolation=w) for w in ("midpoint", "nearest"))),
+        *of("x", lambda x: x.nanquantile(torch.tensor([0.1, 0.8]), -1, keepdim=True), lambda x: x.quantile(0.5)),
+        *of("x", lambda x: _tied(x.detach()).nanquantile(0.3, 1)),
     ]
 
 
-def _of(name, *functions):
-    return [lambda g, f=f: plain(f(g[name])) for f in functions]
+class With(nn.Module):
+    """A function of a module, whose parameters it keeps, and the inputs."""
+
+    def __init__(self, function, module):
+        super().__init__()
+        self.function, self.module = function, module.eval()
+
+    def forward(self, given):
+        return self.function(self.module, given)
+
+
+def of(names, *functions):
+    """These functions of the inputs with these names."""
+    return [lambda g, f=f: plain(f(*(g[name] for name in names.split()))) for f in functions]
 
 
 def _on(make, *functions):
@@ -120,36 +132,32 @@ def _weighted_bags(layer, g):
     return layer(g["i"], per_sample_weights=g["x"]), whole, alone
 
 
-def expressions(with_module):
-    """The families by name; `with_module` joins a function of a module and the inputs to its module."""
+def expressions():
+    """The families by name."""
     fft = torch.fft
     complex_ = [
         *_on(_complex, _pairs, lambda z: _pairs(z.conj()), lambda z: _pairs(torch.conj_physical(z)), torch.abs),
-        *_on(
-            _complex, torch.angle, lambda z: z.conj().imag * 2, lambda z: z.real, lambda z: _pairs(z.sgn()), linalg.norm
-        ),
+        *_on(_complex, torch.angle, lambda z: z.conj().imag * 2, lambda z: z.real),
+        *_on(_complex, lambda z: _pairs(z.sgn()), linalg.norm),
         *_on(_complex, lambda z: _pairs(z * z / (z + 3) + 2j), lambda z: _pairs(z.exp() + z.tanh()), lambda z: z.var()),
         *_on(_complex, lambda z: _pairs(z @ z.mH), lambda z: _pairs(torch.vdot(z[0], z[1])), lambda z: z == z.conj()),
         *_on(_complex, lambda z: z.detach().to(torch.bool), lambda z: _pairs(torch.einsum("bi,bj->ij", z, z.conj()))),
-        *_of("x", torch.angle, lambda x: _pairs(torch.view_as_complex(x.reshape(-1, 3, 2)) ** 2)),
-        *_of("x", lambda x: _pairs(aten._conj_physical(torch.complex(x, x))), lambda x: _pairs(x.to(torch.complex64))),
+        *of("x", torch.angle, lambda x: _pairs(torch.view_as_complex(x.reshape(-1, 3, 2)) ** 2)),
+        *of("x", lambda x: _pairs(aten._conj_physical(torch.complex(x, x))), lambda x: _pairs(x.to(torch.complex64))),
         lambda g: _pairs(torch.polar(g["p"], g["x"])),
-        *_of("sequence", *(lambda s, n=n: _pairs(fft.fft(s, norm=n)) for n in ("backward", "ortho", "forward"))),
-        *_of("sequence", *(lambda s, n=n: _pairs(fft.rfft(s, norm=n)) for n in ("backward", "ortho", "forward"))),
+        *of("sequence", *(lambda s, n=n: _pairs(fft.fft(s, norm=n)) for n in ("backward", "ortho", "forward"))),
+        *of("sequence", *(lambda s, n=n: _pairs(fft.rfft(s, norm=n)) for n in ("backward", "ortho", "forward"))),
         *_on(_signal, *(lambda z, n=n: _pairs(fft.ifft(z, norm=n)) for n in ("backward", "ortho", "forward"))),
         *_on(_signal, *(lambda z, n=n: fft.irfft(z, norm=n) * 0.3 for n in ("backward", "ortho", "forward"))),
-        *_of("image", lambda v: _pairs(fft.rfft2(v, norm="forward")), lambda v: _pairs(fft.fft2(v, norm="ortho"))),
-        *_of("image", lambda v: fft.irfft2(fft.rfft2(v), s=v.shape[-2:]), lambda v: _pairs(fft.rfft(v, n=11, dim=-2))),
-        *_of(
-            "image",
-            lambda v: _pairs(fft.fftshift(fft.fftn(v, dim=(1, 2, 3), norm="ortho"))),
-            lambda v: _pairs(fft.ihfft2(v)),
-        ),
+        *of("image", lambda v: _pairs(fft.rfft2(v, norm="forward")), lambda v: _pairs(fft.fft2(v, norm="ortho"))),
+        *of("image", lambda v: fft.irfft2(fft.rfft2(v), s=v.shape[-2:]), lambda v: _pairs(fft.rfft(v, n=11, dim=-2))),
+        *of("image", lambda v: _pairs(fft.fftshift(fft.fftn(v, dim=(1, 2, 3), norm="ortho")))),
+        *of("image", lambda v: _pairs(fft.ihfft2(v))),
         *_on(_signal, lambda z: fft.hfft(z, norm="ortho"), lambda z: fft.irfftn(z, dim=(-1, -2)), fft.irfft2),
         *_on(_signal, lambda z: fft.hfft2(z, norm="ortho"), lambda z: _pairs(fft.ifft2(z))),
         *_on(_signal, lambda z: fft.irfft(z, n=9), lambda z: _pairs(fft.fft(z, n=5)), lambda z: fft.irfft(z, n=20) * 3),
         lambda g: g["x"] + fft.fftfreq(6, 0.5) + fft.rfftfreq(10),
-        *_of("sequence", lambda s: _pairs(torch.stft(s[:, 0], 4, 2, window=WINDOW, return_complex=True))),
+        *of("sequence", lambda s: _pairs(torch.stft(s[:, 0], 4, 2, window=WINDOW, return_complex=True))),
     ]
     factorisation = [
         *_on(_positive, lambda a, b: linalg.cholesky(a), lambda a, b: linalg.cholesky(a, upper=True)),
@@ -185,33 +193,31 @@ def expressions(with_module):
         *_on(_tall, lambda a: linalg.matrix_rank(a.detach(), rtol=0.5)),
     ]
     selection = [
-        *_of("x", torch.median, torch.nanmedian, lambda x: x.median(1), lambda x: x.nanmedian(0, keepdim=True)),
-        *_of("x", lambda x: x.kthvalue(2), lambda x: x.cummax(1), lambda x: x.cummin(0), _extremes),
+        *of("x", torch.median, torch.nanmedian, lambda x: x.median(1), lambda x: x.nanmedian(0, keepdim=True)),
+        *of("x", lambda x: x.kthvalue(2), lambda x: x.cummax(1), lambda x: x.cummin(0), _extremes),
         *(_quantiles() if QUANTILES else []),
-        *_of("x", lambda x: _tied(x.detach()).cummax(1), lambda x: _tied(x.detach()).cummin(0), torch.nanmean),
-        *_of("x", lambda x: _tied(x.detach()).median(1), lambda x: _tied(x.detach()).nanmedian(1)[0], torch.msort),
-        *_of("x", lambda x: _tied(x.detach()).nanmedian()),
-        *_of("i", torch.median, lambda i: i.median(0)[0], lambda i: i.mode(1), lambda i: i.cummax(0)),
-        *_of("x", lambda x: (x * 2).round().detach().mode(0), lambda x: x[0, 0].cummin(0), lambda x: x[0, 0].median(0)),
-        *_of(
-            "x", lambda x: (x[0, 0].mode(0), x[0, 0].kthvalue(1), x[0, 0].nanmedian(0)), lambda x: x.std(unbiased=False)
-        ),
+        *of("x", lambda x: _tied(x.detach()).cummax(1), lambda x: _tied(x.detach()).cummin(0), torch.nanmean),
+        *of("x", lambda x: _tied(x.detach()).median(1), lambda x: _tied(x.detach()).nanmedian(1)[0], torch.msort),
+        *of("x", lambda x: _tied(x.detach()).nanmedian()),
+        *of("i", torch.median, lambda i: i.median(0)[0], lambda i: i.mode(1), lambda i: i.cummax(0)),
+        *of("x", lambda x: (x * 2).round().detach().mode(0), lambda x: x[0, 0].cummin(0), lambda x: x[0, 0].median(0)),
+        *of("x", lambda x: (x[0, 0].mode(0), x[0, 0].kthvalue(1), x[0, 0].nanmedian(0))),
+        *of("x", lambda x: x.std(unbiased=False)),
     ]
     sampling = [
         _sampled,
         _sampled_volume,
         lambda g: F.affine_grid(g["x"].reshape(-1, 2, 3), [g["x"].shape[0], 3, 5, 4], align_corners=False),
-        *_of(
-            "image", lambda v: F.interpolate(v, (12, 5), mode="bicubic"), lambda v: F.interpolate(v, scale_factor=1.7)
-        ),
-        *_of("sequence", lambda s: F.interpolate(s, 7, mode="nearest-exact")),
+        *of("image", lambda v: F.interpolate(v, (12, 5), mode="bicubic")),
+        *of("image", lambda v: F.interpolate(v, scale_factor=1.7)),
+        *of("sequence", lambda s: F.interpolate(s, 7, mode="nearest-exact")),
     ]
-    bags = [*(with_module(*_bags(mode)) for mode in ("mean", "max", "sum"))]
+    bags = [With(*_bags(mode)) for mode in ("mean", "max", "sum")]
     return {
         "complex": complex_,
         "factorisation": factorisation,
         "solution": solution,
         "selection": selection,
         "sampling": sampling,
-        "bags": [*bags, with_module(_weighted_bags, nn.EmbeddingBag(6, 3, mode="sum"))],
+        "bags": [*bags, With(_weighted_bags, nn.EmbeddingBag(6, 3, mode="sum"))],
     }

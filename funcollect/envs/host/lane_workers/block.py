@@ -28,10 +28,9 @@ INFO_BYTES = 1 << 15  # of a worker's pickled infos; larger ones are asked for b
 _SPIN = 50e-6  # seconds; waking a process that sleeps takes about as long
 _MOST_RINGS = 1 << 12  # that are read from a pipe at once
 
-REMOVED = {  # keywords that earlier versions took, and what to do instead
-    "overlap": "it was slower for nearly all environments: leave it out",
-    "on_failure": "a lost worker ends the rollout, and recover(env, state), or a collector's next batch, begins new "
-    "episodes with another: leave it out",
+REMOVED = {  # keywords that earlier versions took, and why there are none
+    "overlap": "it was slower for nearly all environments",
+    "on_failure": "recover(env, state), or a collector's next batch, begins new episodes in place of a lost worker's",
 }
 
 
@@ -61,9 +60,8 @@ class LaneWorkers:
         if timeout != cls.timeout and not count:
             raise ValueError(f"timeout={timeout} was given without workers, which it is for: pass num_workers")
         if count > num_envs:
-            raise ValueError(
-                f"num_workers is {count}, expected at most num_envs={num_envs}: pass num_envs={count}, or fewer workers"
-            )
+            mend = f"pass num_envs={count}, or fewer workers"
+            raise ValueError(f"num_workers is {count}, expected at most num_envs={num_envs}: {mend}")
         if count:
             check_platform("leave num_workers and parallel out")
         check_choice("wait", wait, ("all", "any"))
@@ -88,7 +86,7 @@ class LaneWorkers:
 def refuse_removed(given: Mapping[str, Any]) -> None:
     """Raise TypeError for keywords that adapters took in earlier versions."""
     for name in REMOVED.keys() & given.keys():
-        raise TypeError(f"{name} is no keyword of environments any more, since {REMOVED[name]}")
+        raise TypeError(f"{name} is no keyword of environments any more, since {REMOVED[name]}: leave it out")
 
 
 # Orders to a worker; plain numbers, since enumerations are slow to read.
@@ -118,8 +116,8 @@ _OF_WORKERS = {  # [W]
 class LaneBlock(SimpleNamespace):
     """Arrays over one piece of shared memory, for P lanes of W workers: those above by name, and four others.
 
-    These are `action` [P, ...], as in a batch, `info` [W, INFO_BYTES] uint8, pickled, and [P, ...] by path the
-    `observation`, and the last observations of episodes whose lanes were restarted, `ends`.
+    These are `action` [P, ...], `info` [W, INFO_BYTES] uint8, pickled, and [P, ...] by path the `observation`, and the
+    last observations of episodes whose lanes were restarted, `ends`.
     """
 
     @staticmethod
@@ -157,13 +155,10 @@ class LaneBlock(SimpleNamespace):
 
 
 class Bell:
-    """A counter that one process waits for. What others add arrives as a sum; all they wrote before is visible then.
-
-    It is an eventfd, or a pipe that takes a byte for each ring; the descriptors `fds` are those of one that exists.
-    """
+    """A counter for which a process waits, an eventfd or a pipe: what others wrote before they rang is visible then."""
 
     def __init__(self, fds: Sequence[int] = ()) -> None:
-        self.fds = tuple(fds)
+        self.fds = tuple(fds)  # those of a bell that exists
         if not fds and not PORTABLE:
             self.fds = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),)
         elif not fds:

@@ -41,7 +41,6 @@ from funcollect.tree import Path
 SLICE = 0.5  # seconds of one wait for answers to orders
 _TO_START = 300.0  # seconds without a sign of life
 _TO_REST = 1.0  # seconds for orders under way before workers are replaced, or closed: Ctrl-C should end a script soon
-_NEVER = object()  # in place of the seed of a lane that is not restarted
 
 
 class _Target(NamedTuple):
@@ -53,11 +52,7 @@ class _Target(NamedTuple):
 
 
 class WorkerLanes(WorkerPool):
-    """P lanes over worker processes, in memory that all of them share.
-
-    Bells announce orders, one at a time for each worker, and answers; all else is calls of the kernel. A lost worker is
-    reported at once, and replaced by `renew`.
-    """
+    """P lanes over worker processes that share memory: bells announce orders and answers, all else is calls."""
 
     def __init__(self, env: SimulatedEnv) -> None:
         assert env.workers is not None
@@ -67,8 +62,7 @@ class WorkerLanes(WorkerPool):
         self._shares = shares = env.workers.shares(num_envs)  # the lanes of each worker
         self._worker_of = [index for index, lanes in enumerate(shares) for _ in lanes]
         self._every = _Target(range(num_envs), slice(num_envs), range(len(shares)))
-        self._next_seeds: dict[int, Any] = dict.fromkeys(range(num_envs), _NEVER)  # by lane, as announced
-        self._restarted: dict[int, Any] = {}  # by lane that has begun its next episode already: the seed
+        self._restarted: dict[int, int] = {}  # by lane that has begun its next episode already: the seed
         self._target = self._every  # of the last `send`
         self._under_way: set[int] = set()  # workers of `send_some`
         self.least_ready, self.most_ahead, self.busy = env.workers.least_ready, 0, frozenset[int]()
@@ -91,6 +85,7 @@ class WorkerLanes(WorkerPool):
         self.bells, self._answers = [Bell() for _ in shares], Bell()
         try:
             super().__init__(transport, jobs, FailurePolicy(env.workers.timeout, _TO_START))
+            self.takes_options = all(self.described)  # whether resets do
             self._watch(self.workers)
         except BaseException:
             self._free()
@@ -201,10 +196,7 @@ class WorkerLanes(WorkerPool):
         self._open -= len(workers)
 
     def _call_in(self, arguments: Mapping[int, Sequence[Any]], name: str) -> list[Any]:
-        """Call a method of `ServedLanes` in all these workers, with their arguments; in none if one of them has ended.
-
-        Raises what it has raised, `UnsentResultError` only if it has returned everywhere; the workers continue.
-        """
+        """Call a method of `ServedLanes` in these workers, in none if one has ended; raise what it has raised."""
         if ended := sorted(self._ended):
             raise NotCalledError(str(self._error(ended[0], Loss(self.records[ended[0]].handle.how()))))
         self._checked = time.monotonic()
@@ -216,14 +208,11 @@ class WorkerLanes(WorkerPool):
                 record = self.records[worker]
                 record.job = replace(record.job, applied=(*record.job.applied, applied))
         if errors:
-            raise min(errors, key=lambda error: isinstance(error, UnsentResultError))
+            raise min(errors, key=lambda error: isinstance(error, UnsentResultError))  # if it has returned everywhere
         return [call.value for call in calls]
 
     def renew(self) -> bool:
-        """Make all workers ready for a reset of all lanes, also after a call that was broken off.
-
-        Returns whether others have replaced some that were lost or did not come back; those need seeds.
-        """
+        """Make all workers ready for a reset of all lanes; return whether others replaced some, which need seeds."""
         self._restarted.clear()
         if not (self._open or self._lost or self._asked or self._ended):
             return False
@@ -302,28 +291,21 @@ class WorkerLanes(WorkerPool):
         self.block.chosen[rows] = True
         return _Target(lanes, rows, workers)
 
-    @property
-    def takes_options(self) -> bool:
-        """Whether the simulators' resets take options."""
-        return bool(self._call_in({0: ()}, "takes_options")[0])
-
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], options: Sequence[Any] | None = None, /) -> None:
         """Start an episode in these lanes; with `options`, which no order can hold, by calls."""
         if options is not None:
             calls: dict[int, Applied] = {}
             for worker in sorted({self._worker_of[lane] for lane in lanes}):
-                start, own = (
-                    self._shares[worker].start,
-                    [i for i, at in enumerate(lanes) if self._worker_of[at] == worker],
-                )
+                start = self._shares[worker].start
+                own = [i for i, lane in enumerate(lanes) if self._worker_of[lane] == worker]
                 with sending("options", "the worker processes", "pass plain data"):
                     packed = cloudpickle.dumps(([seeds[i] for i in own], [options[i] for i in own]))
                 calls[worker] = [lanes[i] - start for i in own], packed
             self._call_in(calls, "reset")
             return
-        asked = dict(zip(lanes, seeds, strict=True))
+        asked = dict(zip(lanes, LaneBlock.numbers(seeds), strict=True))
         if self._restarted:
-            begun = [lane for lane, seed in asked.items() if self._restarted.pop(lane, _NEVER) == seed]
+            begun = [lane for lane, seed in asked.items() if self._restarted.pop(lane, NO_RESTART) == seed]
             self._show(begun)
             for lane in begun:
                 del asked[lane]
@@ -331,13 +313,12 @@ class WorkerLanes(WorkerPool):
             if not self._under_way:
                 self._checked = time.monotonic()
             target = self._some([*asked])
-            self.block.seeds[target.rows] = LaneBlock.numbers([*asked.values()])
+            self.block.seeds[target.rows] = [*asked.values()]
             self.order(RESET, target.workers)
             self._await_some(target.workers, lambda found: len(found) == len(target.workers))
 
     def announce(self, lanes: Sequence[int], seeds: Sequence[int | None] | None, /) -> None:
         """Let workers restart these lanes with these seeds as soon as their episodes end; for None, not any more."""
-        self._next_seeds.update(zip(lanes, seeds or itertools.repeat(_NEVER), strict=False))
         self.block.next_seeds[list(lanes)] = NO_RESTART if seeds is None else LaneBlock.numbers(seeds)
 
     def _show(self, lanes: list[int]) -> None:
@@ -389,11 +370,11 @@ class WorkerLanes(WorkerPool):
         terminated, truncated = block.terminated[rows].tolist(), block.truncated[rows].tolist()
         infos = self._infos(target) if self._info_keys else ()
         if restarts and (any(terminated) or any(truncated)):
-            ended = itertools.compress(target.lanes, map(operator.or_, terminated, truncated))
-            restarted = {lane: seed for lane in ended if (seed := self._next_seeds[lane]) is not _NEVER}
+            ended, seeds = map(operator.or_, terminated, truncated), block.next_seeds.tolist()
+            restarted = [lane for lane in itertools.compress(target.lanes, ended) if seeds[lane] != NO_RESTART]
             if restarted:  # until `reset`, their rows are the last observations of the episodes that have ended
-                self._restarted |= restarted
-                self._show([*restarted])
+                self._restarted |= {lane: seeds[lane] for lane in restarted}
+                self._show(restarted)
         return target.lanes, (block.reward[rows].copy(), terminated, truncated, infos)
 
     def _infos(self, target: _Target) -> list[Array]:

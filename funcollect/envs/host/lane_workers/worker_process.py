@@ -15,14 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from funcollect.envs.host.host_env import (
-    NOT_RECORDED,
-    SimulatedEnv,
-    bad_info,
-    bad_outcome,
-    check_outcome,
-    takes_options,
-)
+from funcollect.envs.host import host_env
+from funcollect.envs.host.host_env import SimulatedEnv, check_outcome
 from funcollect.envs.host.lane_workers.block import (
     INFO_BYTES,
     NO_RESTART,
@@ -83,10 +77,7 @@ def main(fds: Sequence[int]) -> None:
 
 
 class ServedLanes(Served):
-    """The simulators of a worker's lanes, which follow orders in shared memory, and answer calls.
-
-    They are built from a packed `LaneJob`, and the descriptors of the memory and of two bells, for orders and answers.
-    """
+    """The simulators of a worker's lanes, which follow orders in shared memory (with two bells), and answer calls."""
 
     _failure: Failure  # of the last order that failed
     _infos = b""  # the last ones that were too large for the block
@@ -150,21 +141,18 @@ class ServedLanes(Served):
         check_outcome(outcome, lanes)
         try:
             block.reward[rows], block.terminated[rows], block.truncated[rows], infos = outcome
-        except NOT_RECORDED as error:
-            raise bad_outcome(outcome, lanes) from error
+        except host_env.NOT_RECORDED as error:
+            raise host_env.bad_outcome(outcome, lanes) from error
         if infos:  # before a restart, which may write over them
             self._inform(infos)
-        if restarts and (over := block.terminated[rows] | block.truncated[rows]).any():
-            self._restart(np.array(lanes)[over])
-
-    def _restart(self, over: npt.NDArray[np.int64]) -> None:
-        """Begin the next episodes of lanes that are over, if that was announced."""
-        block = self._block
-        seeds = block.next_seeds[over]
-        lanes, seeds = over[seeds != NO_RESTART], seeds[seeds != NO_RESTART]
+        if not restarts or not (over := block.terminated[rows] | block.truncated[rows]).any():
+            return
+        ended = np.array(lanes)[over]
+        seeds = block.next_seeds[ended]
+        again, seeds = ended[seeds != NO_RESTART], seeds[seeds != NO_RESTART]
         for path, ends in block.ends.items():
-            ends[lanes] = block.observation[path][lanes]
-        self._simulators.reset((lanes - self._lanes.start).tolist(), _seeds(seeds))
+            ends[again] = block.observation[path][again]
+        self._simulators.reset((again - self._lanes.start).tolist(), _seeds(seeds))
 
     def _inform(self, infos: Sequence[Any]) -> None:
         """Pass on a step's infos, an array for each key, in the block if they fit; EnvError if they are no numbers."""
@@ -175,7 +163,7 @@ class ServedLanes(Served):
                 if (dtype := arrays[-1].dtype).kind not in "biufc":
                     raise TypeError(f"an array of them has the dtype {dtype}")
             except (TypeError, ValueError) as error:
-                raise bad_info(key, values, error) from error
+                raise host_env.bad_info(key, values, error) from error
         packed = pickle.dumps(arrays, -1)
         if small := len(packed) <= INFO_BYTES:
             self._block.info[self._index, : len(packed)] = np.frombuffer(packed, np.uint8)
@@ -206,9 +194,10 @@ class ServedLanes(Served):
         plain = isinstance(self._simulators, SavableSnapshots) and not refusal
         self._simulators.restore(self._simulators.snapshot_from(lanes) if plain else lanes)
 
-    def takes_options(self) -> bool:
+    @override
+    def describe(self) -> bool:
         """Whether the simulators' resets take options."""
-        return takes_options(self._simulators)
+        return host_env.takes_options(self._simulators)
 
     def reset(self, lanes: list[int], packed: bytes) -> None:
         """Start an episode in some lanes, from packed seeds and options."""
