@@ -9,9 +9,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.buffers.priorities import check_priorities
-from funcollect.buffers.replay import ReplayBuffer, part_of
-from funcollect.buffers.samplers import PrioritizedSampler
+from funcollect.buffers.keywords import part_of
+from funcollect.buffers.replay import WRITTEN, ReplayBuffer
+from funcollect.buffers.samplers import PrioritizedSampler, check_priorities
 from funcollect.buffers.storages import ListStorage
 from funcollect.messages import kind_of
 
@@ -73,8 +73,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def _reduced(self, priority: Tensor, count: int) -> Tensor:
         """One priority for each of `count` frames."""
         if priority.numel() % count:
-            what = f"{self.priority_key} has shape {list(priority.shape)} for {count} frames"
-            raise ValueError(f"{what}, expected as many numbers for each: name another key with priority_key=")
+            raise ValueError(
+                f"{self.priority_key} has shape {list(priority.shape)} for {count} frames: set priority_key="
+            )
         rows, how = priority.detach().reshape(count, -1).double(), getattr(self.sampler, "reduction", "max")
         reduced = getattr(torch, {"max": "amax", "min": "amin"}.get(how, how))(rows, 1)
         return reduced if isinstance(reduced, Tensor) else reduced.values
@@ -89,7 +90,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         for name, leaf in () if include_info is False else info.items():
             batch.set(name, leaf.view(-1, *[1] * (batch.ndim - 1)).expand(batch.shape))
         if include_info is not False:
-            self._note(batch["index"], self.written_at(info["index"]))  # on another device, it is a copy
+            setattr(batch["index"].untyped_storage(), WRITTEN, self.written_at(info["index"]))  # which may be a copy
         return (batch, info) if return_info else batch
 
     def update_tensordict_priority(self, data: TensorDictBase, written: Any = None) -> None:

@@ -299,8 +299,7 @@ def _filmed(
                     shown = import_jax().tree.map(lambda leaf: leaf[0], shown.current)
                 array = np.asarray(draw(shown, of_one_lane(state.env_params)))
             if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3:
-                what = f"render() gave {array.dtype} {list(array.shape)}"
-                raise EnvError(f"{what}, expected uint8 [H, W, 3]: return RGB pictures")
+                raise EnvError(f"render() gave {array.dtype} {list(array.shape)}, expected uint8 [H, W, 3]: return RGB")
             return array
 
         yield state, fps, shoot
@@ -318,10 +317,8 @@ def _camera(env: Env, state: CollectorState) -> Renderer:
         raise TypeError(f"{env} cannot be filmed, expected {known}: {mend}; plots.video saves pixel observations")
     camera = opened(0)
     if camera.mode != "rgb_array":
-        what = f"{env} has the render mode {camera.mode!r}, expected 'rgb_array'"
-        mend = "make it with funcollect.make_env(…, render_mode='rgb_array')"
-        also = "on the command line, give your factory a parameter render_mode, and pass it on"
-        raise ValueError(f"{what}: {mend}; {also}")
+        what = f"{env} has the render mode {camera.mode!r}, expected 'rgb_array': make it with render_mode='rgb_array'"
+        raise ValueError(f"{what}; on the command line, give your factory a parameter render_mode, and pass it on")
     return Renderer(camera.fps, lambda *_: camera.shoot())
 
 

@@ -47,7 +47,7 @@ def test_any_dtypes_and_shapes(columns, ndim, time_major):
     layout.check(leaves_of(batch), ndim)
     frames = layout.unpack(layout.records(rows.numpy())).reshape(lead[-1], *lead[:-1])
     assert_same(frames.apply(lambda leaf: leaf.movedim(0, ndim - 1), batch_size=batch.batch_size), batch)
-    assert layout.nbytes <= sum(column.nbytes for column in layout.columns) + 16
+    assert layout.nbytes <= sum(column.element.itemsize for column in layout.columns) + 16
 
 
 def test_rows_on_a_device_are_laid_out_alike():

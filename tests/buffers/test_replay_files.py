@@ -195,7 +195,7 @@ def test_files_that_were_changed(tmp_path):
     meta = (tmp_path / "v0" / "meta.json").read_text()
     for text, message in (
         (meta, r"cannot be read .*damaged, or another kind of file"),
-        ('{"format": 3}', "has format 3, this version of funcollect reads format 4"),
+        ('{"format": 3}', "has format 3, expected 4: load it"),
         ('{"format": 3', r"meta.json cannot be read .* the dump is damaged"),
     ):
         (tmp_path / "v0" / "meta.json").write_text(text)

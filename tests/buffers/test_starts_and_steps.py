@@ -243,13 +243,6 @@ def _columns(batch):
     return [batch["collector", name].flatten().tolist() for name in ("traj_ids", "step")]
 
 
-def test_n_step_keywords_come_together():
-    with pytest.raises(ValueError, match=r"n_steps is 3 and gamma None, expected both or neither: pass"):
-        fc.PrioritizedSampler(10, 1.0, 1.0, n_steps=3)
-    with pytest.raises(ValueError, match=r"traj_key='episode' and end_key=None are for n_steps: leave them out"):
-        fc.PrioritizedSampler(10, 1.0, 1.0, traj_key="episode")
-
-
 @pytest.mark.parametrize("ids", [True, False])
 def test_slices_go_on_across_episodes(ids):
     batch = episodes() if ids else episodes().exclude("collector")

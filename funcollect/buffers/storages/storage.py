@@ -70,6 +70,7 @@ class Storage(Protocol):
     device: torch.device  # of samples
     compact_obs: bool  # whether equal observations and next observations are stored once
     frame_stack: int | None = None  # frames per stack, where each frame is stored once
+    scratch_dir: Path | None = None  # of the file that other processes may read
     end: int = 0  # the number of the frame after the newest
     edits: int = 0  # how often frames were overwritten by `put`
     linked: bool = False  # whether an index of trajectories depends on the frames
@@ -112,8 +113,7 @@ class Storage(Protocol):
     def put(self, slots: Ints, data: Any) -> None:
         """Overwrite the frames in `slots` ``[*S]`` by the batch `data` ``[*S]``; see `set`."""
         if self.linked:
-            what = "the sampler follows the trajectories of the stored frames, which cannot be overwritten"
-            raise ValueError(f"{what}: extend the buffer with the new frames, or sample with a RandomSampler")
+            raise ValueError("the sampler follows the trajectories, so no frame can be overwritten: extend instead")
         if len(np.unique(slots)) < slots.size:
             raise ValueError(f"index is {shown(slots.reshape(-1).tolist())}, expected each slot once: leave others out")
         self.overwrite(slots, data)
@@ -197,8 +197,7 @@ class ListStorage(Storage):
     @override
     def read(self, slots: Ints, mask: Bools | None = None) -> Any:
         if mask is not None and not mask.all():
-            what = "a ListStorage cannot pad slices, as pad_output=True and a MultiStepSampler do"
-            raise ValueError(f"{what}: leave pad_output out, or use a LazyTensorStorage")
+            raise ValueError("a ListStorage cannot pad slices (pad_output, MultiStepSampler): use a LazyTensorStorage")
         if not len(slots):
             raise ValueError("no items are selected, expected at least one to collate: extend the buffer first")
         return self.collate([self._items[slot] for slot in slots])
