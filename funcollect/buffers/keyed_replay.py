@@ -51,24 +51,18 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     @override
     def _extend(self, data: Any) -> Tensor:
-        if (priority := self._given(data)) is None:
+        batch, asked = data, isinstance(self.sampler, PrioritizedSampler)
+        if asked and isinstance(data, list) and data and all(isinstance(item, TensorDictBase) for item in data):
+            batch = TensorDict.maybe_dense_stack(data)
+        given = batch.get(self.priority_key, None) if asked and isinstance(batch, TensorDictBase) else None
+        if given is None or not given.numel():
             return super()._extend(data)
+        priority = self._reduced(given, batch.batch_size[: self.storage.ndim].numel())
         check_priorities(priority.numpy(force=True))  # an error afterwards would leave frames that are stored already
         with self._lock:
             slots = super()._extend(data)
             self.update_priority(slots.reshape(-1), priority)
         return slots
-
-    def _given(self, data: Any) -> Tensor | None:
-        """The priority of each frame in the data; None if they have none, or the sampler does not ask for them."""
-        if not isinstance(self.sampler, PrioritizedSampler):
-            return None
-        if isinstance(data, list) and all(isinstance(item, TensorDictBase) for item in data) and data:
-            data = TensorDict.maybe_dense_stack(data)
-        priority = data.get(self.priority_key, None) if isinstance(data, TensorDictBase) else None
-        if priority is None or not priority.numel():
-            return None
-        return self._reduced(priority, data.batch_size[: self.storage.ndim].numel())
 
     def _reduced(self, priority: Tensor, count: int) -> Tensor:
         """One priority for each of `count` frames."""

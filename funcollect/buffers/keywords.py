@@ -18,10 +18,6 @@ def _on_cpu(value: Any, call: Mapping[str, Any]) -> bool:
     return value is None or str(value) == "cpu"
 
 
-def _time(value: Any, call: Mapping[str, Any]) -> bool:
-    return value is None or value == getattr(call.get("storage"), "ndim", 1) - 1
-
-
 OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()  # by storage and sampler
 _PARTS = {  # the method that each has, and an example
     "storage": ("admit", "funcollect.LazyTensorStorage(100_000)"),
@@ -33,7 +29,10 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         "compilable": _COMPILED,
         "delayed_init": Foreign("storages take their memory at the first extend"),
         "pin_memory": Foreign("a storage's device='cuda' returns samples there, through pinned memory"),
-        "dim_extend": Foreign("the last batch dimension is time: transpose the data", _time),
+        "dim_extend": Foreign(
+            "the last batch dimension is time: transpose the data",
+            lambda value, call: value is None or value == getattr(call.get("storage"), "ndim", 1) - 1,
+        ),
         "dtype": Foreign("priorities are float64"),
         "sampler_device": Foreign("priorities are on the host", _on_cpu),
         "sync": Foreign("one process writes, others read with a funcollect.ReplayReader", lambda value, call: value),

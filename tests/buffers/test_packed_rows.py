@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict
 
 import funcollect as fc
 from funcollect.buffers.storages.packed_rows import RowLayout, ViewedRows, leaves_of
@@ -108,12 +108,6 @@ def test_batches_that_do_not_fit_name_key_and_shapes(other, message):
         buffer.extend(other)
     assert len(buffer) == 4
     assert (buffer[:] == BATCH + 1).all()
-
-
-def test_leaves_that_are_not_tensors():
-    batch = TensorDict({"x": torch.zeros(4), "note": NonTensorData("hello", batch_size=[4])}, [4])
-    with pytest.raises(TypeError, match=r"note is NonTensorData, expected a tensor: leave it out \(batch.exclude"):
-        filled(batch)
 
 
 def noisy(*lead):

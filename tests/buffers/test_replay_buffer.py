@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict, tensorclass
+from tensordict import NonTensorData, TensorDict, tensorclass
 
 import funcollect as fc
 from tests.buffers.conftest import filled, numbers
@@ -195,8 +195,8 @@ BAD_VALUES = {  # by the messages
     "no leaves": lambda: filled(TensorDict({}, [3])),
     "stack single frames, or give them to add": lambda: filled(numbers(1)[0]),
     "the list has no items": lambda: filled([]),
-    "span is 5": lambda: fc.SliceSampler(slice_len=5, span=5),
-    "span is -1": lambda: fc.SliceSampler(slice_len=5, span=-1),
+    r"span is \(5, 5\)": lambda: fc.SliceSampler(slice_len=5, span=5),
+    r"span is \(-1, -1\)": lambda: fc.SliceSampler(slice_len=5, span=-1),
     "are 3 frames long, the longest trajectory held has 2: ask": lambda: sliced(ENDED),
     r"no tensor run, .* it has \['next.done', 'x'\]: name one": lambda: sliced(ENDED, traj_key="run"),
     "no tensor end": lambda: sliced(ENDED, end_key="end"),
@@ -205,16 +205,23 @@ BAD_VALUES = {  # by the messages
     # Samples would be rows [T], which losses broadcast without an error.
     r"for each of \[3, 2, 4\], .* 2 dimensions .* build it with ndim=3": lambda: sliced(RUNS, ndim=2),
     r"make it with trajectories=ring\.Trajectories": unlinked,
+    "end_key is given with across_episodes=True, which has no ends": (
+        lambda: fc.SliceSampler(slice_len=2, across_episodes=True, end_key="done")),
+    "compact_obs is for storages on the host": lambda: fc.LazyTensorStorage(9, device="cuda", compact_obs=True),
+    "frame_stack is for .* device is cuda": lambda: fc.LazyTensorStorage(9, device="cuda", frame_stack=4),
 }  # fmt: skip
 BAD_TYPES = {
     r"0 is TensorDict, expected a tensor: .* torch\.stack": lambda: filled((numbers(1),)),
+    r"note is NonTensorData, expected a tensor: leave it out \(batch.exclude": (
+        lambda: filled(TensorDict({"x": torch.zeros(4), "note": NonTensorData("hello", batch_size=[4])}, [4]))),
+    "init_key is 3, expected a key": lambda: fc.SliceSampler(slice_len=2, init_key=3),
     "the data is ndarray, expected a TensorDict": lambda: filled(np.array(["a"])),
     "expected a sequence of items": lambda: fc.ReplayBuffer().extend(5),
-    "span is '2'": lambda: fc.SliceSampler(slice_len=5, span="2"),
+    r"span is \('2', '2'\)": lambda: fc.SliceSampler(slice_len=5, span="2"),
     r"span is \(1, 2, 3\)": lambda: fc.SliceSampler(slice_len=5, span=(1, 2, 3)),
     "end_keys is 'done', expected a list of keys": lambda: fc.SliceSampler(slice_len=3, end_keys="done"),
     r"end_keys is \[\], expected a list of keys": lambda: fc.SliceSampler(slice_len=3, end_keys=[]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", [*BAD_VALUES, *BAD_TYPES])

@@ -145,14 +145,6 @@ def test_batches_that_do_not_fit(options, batch, second, message):
     check_uses(buffer.storage)
 
 
-def test_bad_options():
-    for options in ({"compact_obs": True}, {"frame_stack": 4}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))} is for storages on the host, device is cuda"):
-            fc.LazyTensorStorage(9, device="cuda", **options)
-    with pytest.raises(ValueError, match="frame_stack is 0, expected at least 1: pass for example frame_stack=4"):
-        fc.LazyMemmapStorage(9, frame_stack=0)
-
-
 # In files: full disks and damaged dumps; and how much room they take.
 
 
