@@ -214,31 +214,22 @@ LOOKING_AHEAD = {
 @pytest.mark.parametrize("name", LOOKING_AHEAD)
 def test_any_sample_may_have_n_step_returns(name):
     """The sums are cut at the ends of episodes only, not at those of slices."""
-    batch, gamma = episodes(), 0.5
-    reward, done = batch["next", "reward"][..., 0], batch["next", "done"][..., 0]
-    sums = torch.zeros_like(reward)
-    for lane, step in np.ndindex(*reward.shape):
-        for ahead in range(3):
-            if step + ahead < reward.shape[1]:
-                sums[lane, step] += gamma**ahead * reward[lane, step + ahead]
-            if step + ahead >= reward.shape[1] or done[lane, step + ahead]:
-                break
-    sampler = LOOKING_AHEAD[name](n_steps=3, gamma=gamma)
+    batch, gamma, wanted = episodes().reshape(-1), 0.5, {}
+    for trajectory in batch["collector", "traj_ids"].unique():
+        rows = expected(list(batch[batch["collector", "traj_ids"] == trajectory]), gamma, 3)
+        wanted |= {(int(trajectory), step): total for step, (total, *_) in enumerate(rows)}
+    batch, sampler = episodes(), LOOKING_AHEAD[name](n_steps=3, gamma=gamma)
     sample, info = buffer_of("tensors", batch, sampler, 4 * (10 if "padded" in name else LENGTH)).sample(
         return_info=True
     )
     held = sample.get(("collector", "mask"), torch.ones(len(sample), dtype=torch.bool))
-    wanted = {(ids, step): value for ids, step, value in zip(*_columns(batch), sums.flatten().tolist(), strict=True)}
-    for ids, step, found in zip(*_columns(sample[held]), sample["next", "reward"][held, 0].tolist(), strict=True):
+    columns = (sample["collector", key][held].tolist() for key in ("traj_ids", "step"))
+    for ids, step, found in zip(*columns, sample["next", "reward"][held, 0].tolist(), strict=True):
         assert found == pytest.approx(wanted[ids, step])
     assert not sample["next", "reward"][~held].any()
     assert len(info["index"]) == len(sample)
     if "slices" in name:
         assert sample[IS_FIRST].any()
-
-
-def _columns(batch):
-    return [batch["collector", name].flatten().tolist() for name in ("traj_ids", "step")]
 
 
 @pytest.mark.parametrize("ids", [True, False])
