@@ -328,15 +328,12 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         alpha: float | torch.Tensor,
         beta: float | torch.Tensor,
         eps: float = 1e-8,
-        *,
-        max_priority_within_buffer: bool = False,
-        reduction: Literal["max", "min", "mean", "median"] = "max",
-        **slices: Any,
+        **options: Any,
     ) -> None:
-        within: dict[str, Any] = {"max_priority_within_buffer": max_priority_within_buffer, "reduction": reduction}
-        PrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps, **within)
-        check_not_given("a PrioritizedSliceSampler", slices, {"over": "first frames are drawn from all windows"})
-        SliceSampler.__init__(self, over="windows", **slices)
+        own = {name: options.pop(name) for name in ("max_priority_within_buffer", "reduction") if name in options}
+        PrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps, **own)
+        check_not_given("a PrioritizedSliceSampler", options, {"over": "first frames are drawn from all windows"})
+        SliceSampler.__init__(self, over="windows", **options)
 
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:

@@ -278,16 +278,14 @@ def _not_plain(item: Any) -> Iterator[Any]:
 def _collate(items: list[Any]) -> Any:
     """Stack tensors, numbers and trees of them into a batch; items of other types stay a list."""
     try:
-        return _stacked(items) if isinstance(items[0], TensorDictBase) else default_collate(items)
+        if not isinstance(items[0], TensorDictBase):
+            return default_collate(items)
+        keys, size = {*items[0].keys(True, True)}, items[0].batch_size
+        if all({*item.keys(True, True)} == keys and item.batch_size == size for item in items):
+            return LazyStackedTensorDict.maybe_dense_stack(items)  # lazily if leaves have different shapes
+        return torch.stack(items)
     except (RuntimeError, KeyError) as error:
         what = f"the items cannot be stacked ({clipped(str(error))}), expected ones with the same keys and shapes"
         raise ValueError(f"{what}: build the buffer with a collate_fn=, such as list") from error
     except TypeError:
         return items
-
-
-def _stacked(items: list[Any]) -> Any:
-    """The items stacked; lazily if they have the same keys, and leaves of different shapes."""
-    keys = {*items[0].keys(True, True)}
-    ragged = all({*item.keys(True, True)} == keys and item.batch_size == items[0].batch_size for item in items)
-    return LazyStackedTensorDict.maybe_dense_stack(items) if ragged else torch.stack(items)
