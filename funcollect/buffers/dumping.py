@@ -99,7 +99,6 @@ def _write(directory: Path, memory: RingMemory, meta: dict[str, Any], arrays: Ar
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:
-    """The JSON description of a dump; ValueError if it is damaged."""
     try:
         return dict(json.loads((directory / _META).read_text()))
     except (OSError, ValueError, TypeError) as error:

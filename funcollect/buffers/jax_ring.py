@@ -115,7 +115,6 @@ def _begins(ring: JaxRing, batch: Any, number: Any) -> tuple[Any, Any]:
 
 
 def _leaf(batch: Any, *path: str) -> Any:
-    """The leaf of a nested dict at a path; None if there is none."""
     for name in path:
         batch = batch.get(name) if isinstance(batch, Mapping) else None
     return batch

@@ -65,7 +65,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return slots
 
     def _reduced(self, priority: Tensor, count: int) -> Tensor:
-        """One priority for each of `count` frames."""
         if priority.numel() % count:
             raise ValueError(
                 f"{self.priority_key} has shape {list(priority.shape)} for {count} frames: set priority_key="

@@ -186,7 +186,6 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
 
 
 def _stacked(items: list[Any]) -> Any:
-    """The items of a list as one batch."""
     if not items:
         raise ValueError("the list has no items, expected at least one: skip the call if there are none")
     if is_tensorclass(items[0]):

@@ -356,7 +356,6 @@ class TrajectoryIndex:
             self._begin[movers], self._bits[movers] = begin, size
 
     def _give_back(self, trajectory: Ints) -> None:
-        """Free the blocks of trajectories that are empty or were moved."""
         bits = self._bits[trajectory]
         for size in sorted({*bits.tolist()} - {0}):
             left = self._begin[trajectory[bits == size]]

@@ -117,8 +117,9 @@ def _curves(
     check_positive("window", window, 100)
     for part in (parts := stats if isinstance(stats, Sequence) else [stats]):
         if not isinstance(part, EpisodeStats):
-            what = f"stats is or holds a {type(part).__name__}, expected EpisodeStats or a sequence of them"
-            raise TypeError(f"{what}: pass fc.episode_stats(batch)")
+            raise TypeError(
+                f"stats is or holds a {type(part).__name__}, expected EpisodeStats or a list: pass fc.episode_stats(batch)"
+            )
     axes, whole = _axes(ax, title, label, 8, 4.5), EpisodeStats.concatenate(parts)
     if not (label or axes.lines):  # the number of one run's episodes would mislead beside others
         title = f"{title}{': ' if title else ''}{len(whole):,} episode{'' if len(whole) == 1 else 's'}"

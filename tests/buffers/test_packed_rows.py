@@ -1,7 +1,6 @@
 """Frames packed in rows and out again, bit for bit."""
 
 import copy
-import sys
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import funcollect as fc
 from funcollect.buffers.storages.packed_rows import RowLayout, ViewedRows, leaves_of
 from tests.buffers.conftest import filled
 from tests.support.compare import assert_same
+from tests.support.running import entered
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
@@ -136,23 +136,12 @@ def test_batches_that_change_their_form_and_batches_that_keep_it(other):
         assert (buffer[slots[stored]] == batch[stored]).all()
 
 
-def entered_by(call):
-    """How many Python functions a call enters."""
-    names = []
-    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_qualname) if event == "call" else None)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return len(names)
-
-
 def test_a_frame_and_a_sample_cost_few_calls():
     """What depends on the form of a batch is prepared at the first one."""
     buffer, frame = filled(BATCH[:1], 9, batch_size=4), BATCH[1:2]
     buffer.sample()
-    assert entered_by(lambda: buffer.extend(frame)) <= 25
-    assert entered_by(buffer.sample) <= 25
+    assert len(entered(buffer.extend, frame)) <= 25
+    assert len(entered(buffer.sample)) <= 25
 
 
 def test_a_copy_of_rows_is_written_and_read_as_one():
