@@ -125,6 +125,7 @@ SAMPLERS = {
     "random": fc.RandomSampler,
     "without replacement": fc.SamplerWithoutReplacement,
     "slices": lambda: fc.SliceSampler(slice_len=4, strict_length=False),
+    "each trajectory once": lambda: fc.SliceSampler(slice_len=3, replacement=False),
     "windows": lambda: fc.SliceSampler(num_slices=4, over="windows", strict_length=False, pad_output=True),
     "priorities": lambda: fc.PrioritizedSampler(CAPACITY, 0.8, 0.6),
     "slices by priority": lambda: fc.PrioritizedSliceSampler(CAPACITY, 0.8, 0.6, slice_len=3),
