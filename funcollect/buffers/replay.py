@@ -370,18 +370,17 @@ class ReplayBuffer:
         TypeError for a sampler that a reader cannot have.
         """
         check_flags(shared=shared)
-        directory = self.storage.scratch_dir
-        if shared and directory is None:
+        if shared and self.storage.scratch_dir is None:
             raise ValueError(f"{self.storage} cannot be shared: pass storage=LazyMemmapStorage(…, scratch_dir=…)")
         if shared:
             check_readable(self.sampler)
-        self._shared_in = directory if shared else None
+        self._shared = shared
         return self
 
     def __reduce__(self) -> Any:
-        if self._shared_in is not None:
+        if self._shared:
             options: dict[str, Any] = {"sampler": self.sampler, "batch_size": self.batch_size}
-            return partial(ReplayReader, **options), (self._shared_in,)
+            return partial(ReplayReader, **options), (self.storage.scratch_dir,)
         raise TypeError(f"{self!r} cannot be copied or pickled: dumps(path) writes it, loads(path) of another reads it")
 
     def __repr__(self) -> str:

@@ -257,8 +257,7 @@ def test_slices_across_episodes_mark_the_frames_of_another_run():
 
 
 def test_arrays_are_stored_as_tensors():
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), batch_size=4)
-    buffer.extend({"a": np.arange(4.0), "b": {"c": np.zeros((4, 2), np.uint8)}})
+    buffer = filled({"a": np.arange(4.0), "b": {"c": np.zeros((4, 2), np.uint8)}})
     assert buffer[:]["a"].tolist() == [0, 1, 2, 3]
     assert buffer[0]["b"]["c"].dtype == torch.uint8
     buffer.extend(

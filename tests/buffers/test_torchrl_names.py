@@ -9,6 +9,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 
 import funcollect as fc
 from funcollect.buffers.keywords import FOREIGN
+from tests.buffers.conftest import filled
 
 KINDS = [fc.LazyTensorStorage, fc.LazyMemmapStorage, fc.ListStorage]
 
@@ -18,9 +19,7 @@ def frames(count, first=0):
 
 
 def made(kind=fc.LazyTensorStorage, count=6, size=8, **options):
-    buffer = fc.ReplayBuffer(storage=kind(size), **options)
-    buffer.extend(frames(count))
-    return buffer
+    return filled(frames(count), kind(size), **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,13 +52,11 @@ def test_frames_are_overwritten(kind):
 
 
 def test_lanes_are_overwritten_and_one_step_is_broadcast():
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(20, ndim=2))
-    buffer.extend(frames(10).view(2, 5))
+    buffer = filled(frames(10).view(2, 5), 20, ndim=2)
     buffer[0, 1:3] = frames(2, 70)
     buffer[:, 4:5] = frames(1, 90)
     assert buffer["x"].tolist() == [[0, 70, 71, 3, 90], [5, 6, 7, 8, 90]]
-    tree = fc.ReplayBuffer(storage=fc.LazyTensorStorage(4), transform=lambda leaf: leaf * 2)
-    tree.extend(torch.arange(3))
+    tree = filled(torch.arange(3), 4, transform=lambda leaf: leaf * 2)
     tree[1:] = torch.arange(2) + 10
     assert tree[:].tolist() == [0, 20, 22]
     with pytest.raises(TypeError, match="the frames are Tensor, expected TensorDicts"):
@@ -301,8 +298,7 @@ def test_exponents_may_be_tensors_and_new_frames_get_the_highest_priority_held()
 
 def test_a_shared_buffer_is_unpickled_as_a_reader(tmp_path):
     storage, sampler = fc.LazyMemmapStorage(8, scratch_dir=tmp_path), fc.SliceSampler(slice_len=2, traj_key="x")
-    buffer = fc.ReplayBuffer(storage=storage, sampler=sampler, batch_size=4, shared=True)
-    buffer.extend(frames(6).set("x", torch.zeros(6)))
+    buffer = filled(frames(6).set("x", torch.zeros(6)), storage, sampler, batch_size=4, shared=True)
     reader = pickle.loads(pickle.dumps(buffer))
     buffer.extend(frames(1).set("x", torch.ones(1)))
     assert (len(reader), reader.sample().shape) == (7, (4,))

@@ -179,8 +179,8 @@ class PlanePool:
 class SharedLeaves:
     """The planes of shared leaves: methods take `rows` [N, words] of this layout of frames.
 
-    Planes are in memory, or in one of the `files` for each kind of leaf: new ones for `max_size` frames at first, or
-    for reading if that is 0.
+    They are in memory, or in a file for each kind of leaf: a new one with room for `max_size` frames at first, or one
+    to read, if that is 0.
     """
 
     def __init__(self, layout: RowLayout, files: Sequence[Path] = (), max_size: int = 0) -> None:
