@@ -87,7 +87,7 @@ _WITHOUT_ENTRY = """
     collectors.collector.CollectorBase core.state.Array buffers.ring.RingMemory keys.Purpose
     protocols._Backend envs.torch_vector_env.DeviceVectorEnv envs.torch_vector_env.VectorSimulators
     trajectories.final_observations.FinalObservations buffers.storages.packed_rows.RowLayout
-    buffers.trajectory_index.Segments buffers.storages.packed_rows.FrameLayout
+    buffers.trajectory_index.Segments
     envs.host.host_env.SimulatedEnv envs.jax_envs.jax_env.FunctionsEnv
     policies.heads.head.FromDistribution policies.jax_functions.jax_policy.JaxPolicy
     policies.normalized.NormalizedJax policies.normalized.NormalizedTorch

@@ -11,18 +11,12 @@ from tensordict import TensorDict
 import funcollect as fc
 from funcollect.core.state import CollectorState
 from funcollect.tree import NAMESPACE, flatten, nest, select, to_tensordict
+from tests.support.compare import assert_same
 
 
 def nested_batch():
     inner = TensorDict({"z": torch.arange(6).reshape(2, 3), "y": torch.ones(2, 3, 4)}, [2, 3])
     return TensorDict({"c": torch.zeros(2, 3, 1), "b": inner, "a": torch.arange(6.0).reshape(2, 3)}, [2, 3])
-
-
-def assert_same(one, two):
-    assert one.batch_size == two.batch_size
-    assert one.is_locked == two.is_locked
-    assert sorted(map(str, one.keys(True))) == sorted(map(str, two.keys(True)))
-    assert bool((one == two).all())
 
 
 def test_leaves_come_in_the_order_of_sorted_keys_and_other_namespaces_are_left_alone():
@@ -41,7 +35,7 @@ def test_flatten_and_unflatten_give_back_the_same_and_its_lock():
         leaves, structure = optree.tree_flatten(batch, namespace=NAMESPACE)
         back = optree.tree_unflatten(structure, leaves)
         assert_same(back, batch)
-        assert (back["b"].batch_size, back["b"].is_locked) == ((2, 3), batch.is_locked)
+        assert (back["b"].batch_size, back["b"].is_locked, back.is_locked) == ((2, 3), *[batch.is_locked] * 2)
         assert back["a"].data_ptr() == batch["a"].data_ptr()
         structures.append(structure)
     assert structures[0] != structures[1]

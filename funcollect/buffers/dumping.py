@@ -60,9 +60,7 @@ def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
         arrays["generator"] = generator.get_state().numpy()
     try:
         try:
-            name, edits = memory.dumped
-            name = name if edits == memory.storage.edits else None
-            known = _earlier(name, former, None if base is None else _current(base))
+            known = _earlier(memory, former, None if base is None else _current(base))
             _write(fresh, memory, meta, arrays, known)
         except (FileNotFoundError, ValueError):
             _write(fresh, memory, meta, arrays, None)
@@ -80,9 +78,10 @@ def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
             shutil.rmtree(other, ignore_errors=True)
 
 
-def _earlier(name: str | None, *directories: Path | None) -> Dumped | None:
-    """The dump with this name, which holds the ring's first frames, if one of the directories has it."""
-    for directory in directories:
+def _earlier(memory: RingMemory, *directories: Path | None) -> Dumped | None:
+    """The dump that has the ring's first frames as they are now, if one of the directories has it."""
+    name, edits = memory.dumped
+    for directory in directories if edits == memory.storage.edits else ():
         if directory is not None and name is not None and (directory / _META).exists():
             meta = _read_meta(directory)
             if (meta.get("format"), meta.get("name")) == (_FORMAT, name):
@@ -100,7 +99,6 @@ def _write(directory: Path, memory: RingMemory, meta: dict[str, Any], arrays: Ar
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:
-    """The JSON description of a dump; ValueError if it is damaged."""
     try:
         return dict(json.loads((directory / _META).read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -124,12 +122,10 @@ def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
         raise FileNotFoundError(f"{root} has no complete dump of a buffer: pass the directory given to dumps")
     meta = _read_meta(found)
     if (theirs := meta.get("format")) != _FORMAT:
-        what = f"{root} has format {theirs}, this version of funcollect reads format {_FORMAT}"
-        raise ValueError(f"{what}: load it with the version that wrote it")
+        raise ValueError(f"{root} has format {theirs}, expected {_FORMAT}: load it with the version that wrote it")
     for name, mine in json.loads(json.dumps(_kind(memory, sampler))).items():  # JSON has lists for tuples
         if meta.get(name) != mine:
-            what = f"{name} of the dump is {meta.get(name)}, of this buffer {mine}"
-            raise ValueError(f"{what}: build the buffer like the one that was dumped before loading")
+            raise ValueError(f"{name} of the dump is {meta.get(name)}, of this buffer {mine}: build the buffer like it")
     try:
         memory.written, memory.dumped = meta["written"], (meta["name"], memory.storage.edits)
         (lanes, memory.since), memory.by_lane = meta["lanes"], meta.get("by_lane", False)
@@ -143,15 +139,13 @@ def load(root: Path, memory: RingMemory, sampler: Sampler, generator: _Generator
         if generator is not None and "generator" in arrays:
             generator.set_state(torch.from_numpy(arrays["generator"]))
     except (OSError, EOFError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        what = f"{found} cannot be read ({error!r})"
-        raise ValueError(f"{what}: the dump is damaged, or too large for this machine") from error
+        raise ValueError(f"{found} cannot be read ({error!r}): the dump is damaged, or too large here") from error
 
 
 def files_of(root: Path) -> dict[str, torch.Tensor]:
     """The bytes [N] uint8 of the files of the current dump, by name."""
-    return {
-        path.name: torch.from_numpy(np.fromfile(path, np.uint8)) for path in sorted((_current(root) or root).iterdir())
-    }
+    files = sorted((_current(root) or root).iterdir())
+    return {path.name: torch.from_numpy(np.fromfile(path, np.uint8)) for path in files}
 
 
 def write_files(root: Path, files: Any) -> None:
@@ -159,7 +153,6 @@ def write_files(root: Path, files: Any) -> None:
     (root / "v0").mkdir()
     for name, content in (files if isinstance(files, Mapping) else {"": files}).items():
         if not isinstance(content, torch.Tensor) or content.dtype != torch.uint8 or not _FILE.fullmatch(str(name)):
-            what = f"state_dict has {shown(content)} at {name!r}"
-            raise TypeError(f"{what}, expected what state_dict of a buffer returned: pass that")
+            raise TypeError(f"state_dict has {shown(content)} at {name!r}, expected what state_dict returned")
         content.numpy(force=True).tofile(root / "v0" / str(name))
     (root / _POINTER).write_text("v0")

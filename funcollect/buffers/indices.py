@@ -20,7 +20,6 @@ from funcollect.trajectories.split import IS_FIRST, MASK, STEP, TRAJECTORY_IDS
 from funcollect.tree import Path, as_path
 
 _TRUNCATED: Path = ("next", "truncated")
-_CUT: tuple[Path, ...] = (_TRUNCATED, ("next", "done"))
 _INIT = "is_init"  # where TorchRL's recurrent modules begin with the recorded hidden state
 _NO_STARTS = ("next", "collector")  # nodes whose flags are those of other frames, or not the environment's
 
@@ -70,11 +69,9 @@ class SampleIndices:
 
     slots: Ints  # [N]
     mask: Bools | None = None  # [N]: False for padding; None if there is none
-    first: Ints | slice | None = None  # the rows that begin a slice; None for single frames
+    spec: Slices | None = None  # of slices; None for single frames
+    first: Ints | slice | None = None  # the rows that begin a slice
     last: Ints | slice | None = None  # the rows that end a slice
-    init_key: str | Path | None = _INIT  # see `Slices`
-    cut: tuple[Path, ...] = _CUT  # the flags that are True in the last row of a slice
-    across: bool = False  # whether slices go on across the ends of episodes
     taken: Ints | None = None  # what a sampler without replacement took; by default the slots
     info: Mapping[str, Tensor] = field(default_factory=dict)  # [N] by name, such as importance weights
 
@@ -93,21 +90,21 @@ class SampleIndices:
 
     def finish(self, batch: Any) -> Any:
         """Mark the beginnings and ends of slices and the padding in a batch that was read."""
-        if self.first is None or self.last is None:
+        if (spec := self.spec) is None or self.first is None or self.last is None:
             return batch
         if type(batch) is not TensorDict:
             batch = batch.to_tensordict()
-        first = _with_episodes(batch, self.first, self.mask) if self.across else self.first
-        for path in self.cut:
+        first = _with_episodes(batch, self.first, self.mask) if spec.across_episodes else self.first
+        for path in spec.cut:
             _set(_flags(batch, path, (1,)), self.last)
         _set(_flags(batch, IS_FIRST, (), fresh=True), first)
-        if self.init_key is not None:
-            if isinstance(self.init_key, str):
-                found = _mark(batch._tensordict, self.init_key, first)
-            elif found := isinstance(starts := batch.get(self.init_key, None), Tensor):
+        if (key := spec.init_key) is not None:
+            if isinstance(key, str):
+                found = _mark(batch._tensordict, key, first)
+            elif found := isinstance(starts := batch.get(key, None), Tensor):
                 _set(starts, first)
-            if not found and self.init_key != _INIT:
-                raise ValueError(f"init_key is {self.init_key!r}, but frames have no such tensor: check the spelling")
+            if not found and key != _INIT:
+                raise ValueError(f"init_key is {key!r}, but frames have no such tensor: check the spelling")
         if self.mask is not None:
             batch.set(MASK, torch.from_numpy(self.mask).to(batch.device))
         return batch
@@ -280,14 +277,13 @@ class Slices:
         check_flags(strict_length=self.strict_length, pad_output=self.pad_output, across_episodes=self.across_episodes)
         missing = self.missing
         if self.pad_output and self.strict_length and not any(missing):
-            what = "pad_output=True is incompatible with strict_length=True: no slice is short"
-            raise ValueError(f"{what}: pass strict_length=False too, or leave pad_output out")
+            raise ValueError("pad_output=True pads short slices, but no slice is short: pass strict_length=False, too")
         check_key("init_key", self.init_key)
         check_choice("over", self.over, ("trajectories", "windows"))
         check_key("truncated_key", self.truncated_key)
         if not all(0 <= count < self.slice_len for count in missing):
-            what = f"span is {self.span}, slices have {self.slice_len} frames"
-            raise ValueError(f"{what}: pass numbers of at least 0 and less than that, or True")
+            most = self.slice_len - 1
+            raise ValueError(f"span is {self.span}, slices have {self.slice_len} frames: pass 0 to {most}, or True")
         if missing[0] and self.over == "windows":
             raise ValueError(f"span is {self.span}, but windows begin in their trajectory: pass (False, {missing[1]})")
 
@@ -310,12 +306,12 @@ class Slices:
 
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
         """Draw the frames of one sample; ValueError if the ring is empty, or no trajectory is long enough."""
-        index, count = trajectory_index_of(memory), self.num_slices
-        if self.over == "windows":
-            slots = _draw(random_source, count, len(memory), partial(self.begins, index))
-            return self.sample(index, *index.places(slots))
-        trajectory = _draw(random_source, count, len(index.stop), partial(self.fit, index))
-        return self.draw_in(index, trajectory, random_source)
+        index, count, below = trajectory_index_of(memory), self.num_slices, random_source.below
+        windows = self.over == "windows"
+        size, valid = (len(memory), self.begins) if windows else (len(index.stop), self.fit)
+        tried, again = below(size, 4 * count), lambda some, n: some[below(len(some), n)]
+        found = completed(tried, count, size, partial(valid, index), again)
+        return self.sample(index, *index.places(found)) if windows else self.draw_in(index, found, random_source)
 
     def fit(self, index: TrajectoryIndex, trajectory: Ints) -> Bools:
         """Whether these trajectories are long enough."""
@@ -341,8 +337,7 @@ class Slices:
         if not len(trajectory):
             longest = int((index.stop - index.first).max(initial=0))
             what = f"slices are {self.slice_len} frames long, the longest trajectory held has {longest}"
-            mend = "ask for shorter ones, collect more, or pass strict_length=False for shorter ones, too"
-            raise ValueError(f"{what}: {mend}")
+            raise ValueError(f"{what}: ask for shorter ones, collect more, or pass strict_length=False")
         drawn = self.along(index, trajectory, begin, stop)
         drawn.info = info
         return drawn if self.pad_output else drawn.shortened()
@@ -356,24 +351,17 @@ class Slices:
     def along(self, index: TrajectoryIndex, trajectory: Ints, begin: Ints, end: Ints | None = None) -> SampleIndices:
         """Slices from position `begin` of `trajectory` to `end` at most, all [num_slices]; short ones are padded."""
         position, first = begin[:, None] + np.arange(self.slice_len), slice(0, None, self.slice_len)
-        marks: dict[str, Any] = {"init_key": self.init_key, "cut": self.cut, "across": self.across_episodes}
         if self.strict_length and not any(self.missing):
             slots, last = index.get(trajectory[:, None], position), slice(self.slice_len - 1, None, self.slice_len)
-            return SampleIndices(slots=slots.reshape(-1), first=first, last=last, **marks)
+            return SampleIndices(slots=slots.reshape(-1), spec=self, first=first, last=last)
         stop = (index.stop.take(trajectory) if end is None else end)[:, None]
         mask = (position < stop).reshape(-1)
         slots = index.get(trajectory[:, None], np.minimum(position, stop - 1)).reshape(-1)
         last_rows = np.arange(-1, len(slots) - 1, self.slice_len) + np.minimum(stop[:, 0] - begin, self.slice_len)
-        return SampleIndices(slots=slots, mask=mask, first=first, last=last_rows, **marks)
+        return SampleIndices(slots=slots, mask=mask, spec=self, first=first, last=last_rows)
 
 
 SampleSpec = Flat | Slices  # a description of a sample
-
-
-def _draw(random_source: RandomSource, count: int, size: int, valid: Callable[[Ints], Bools]) -> Ints:
-    """`count` of the numbers below `size` for which `valid` is True, drawn uniformly; none if there are none."""
-    below = random_source.below
-    return completed(below(size, 4 * count), count, size, valid, lambda some, n: some[below(len(some), n)])
 
 
 def completed(
@@ -394,6 +382,5 @@ def trajectory_index_of(memory: BufferView) -> TrajectoryIndex:
     """The trajectory index of a ring; ValueError if it has none, or the ring is empty."""
     check_filled(memory)
     if (index := memory.index) is None:
-        mend = "make it with trajectories=ring.Trajectories()"
-        raise ValueError(f"this ring does not know which frames follow each other: {mend}")
+        raise ValueError("the ring does not link its frames: make it with trajectories=ring.Trajectories()")
     return index

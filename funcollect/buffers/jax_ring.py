@@ -68,8 +68,7 @@ def held(ring: JaxRing) -> Any:
     >>> int(fc.jax_ring.held(fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10)))
     0
     """
-    _check_ring(ring)
-    return import_jax().numpy.minimum(ring.written, len(ring.begin))
+    return _jax_for(ring).numpy.minimum(ring.written, len(ring.begin))
 
 
 def extend(ring: JaxRing, batch: Any) -> JaxRing:
@@ -83,8 +82,7 @@ def extend(ring: JaxRing, batch: Any) -> JaxRing:
     >>> int(fc.jax_ring.held(fc.jax_ring.extend(ring, {"x": jnp.ones((12, 3))})))
     10
     """
-    _check_ring(ring)
-    jax = import_jax()
+    jax = _jax_for(ring)
     length, steps = _check(ring, batch), len(ring.begin)
     check_time_first(_leaf(batch, "collector", "lane"))
     if not length:
@@ -117,7 +115,6 @@ def _begins(ring: JaxRing, batch: Any, number: Any) -> tuple[Any, Any]:
 
 
 def _leaf(batch: Any, *path: str) -> Any:
-    """The leaf of a nested dict at a path; None if there is none."""
     for name in path:
         batch = batch.get(name) if isinstance(batch, Mapping) else None
     return batch
@@ -135,14 +132,9 @@ def sample(ring: JaxRing, key: Any, batch_size: int) -> Any:
     >>> fc.jax_ring.sample(ring, jax.random.PRNGKey(0), 5)["x"].shape
     (5,)
     """
-    _check_ring(ring)
+    jax = _jax_for(ring)
     check_positive("batch_size", batch_size)
-    return _take(ring.data, _draw(ring, key, (batch_size,)))
-
-
-def _draw(ring: JaxRing, key: Any, shape: tuple[int, ...]) -> Any:
-    """The indices ``row * L + lane`` of random frames. A ring that is not full is filled from row 0 on."""
-    return import_jax().random.randint(key, shape, 0, held(ring) * ring.begin.shape[1])
+    return _take(ring.data, jax.random.randint(key, (batch_size,), 0, held(ring) * ring.begin.shape[1]))
 
 
 def _take(tree: Any, frame: Any) -> Any:
@@ -171,10 +163,9 @@ def sample_slices(ring: JaxRing, key: Any, *, num_slices: int, slice_len: int) -
     >>> slices["x"].shape, bool(found)
     ((3, 4), True)
     """
-    _check_ring(ring)
+    jax, (steps, lanes) = _jax_for(ring), ring.begin.shape
     check_positive("num_slices", num_slices)
     check_positive("slice_len", slice_len)
-    jax, (steps, lanes) = import_jax(), ring.begin.shape
     if _leaf(ring.data, "next", "done") is None:
         raise ValueError('the ring\'s batches lack ["next"]["done"], which marks the ends of trajectories: store it')
     if slice_len > steps:
@@ -199,7 +190,7 @@ def _draw_ends(ring: JaxRing, key: Any, count: int, slice_len: int) -> tuple[Any
     jax = import_jax()
     jnp = jax.numpy
     one, two = jax.random.split(key)
-    frames = _draw(ring, one, (_TRIES, count))
+    frames = jax.random.randint(one, (_TRIES, count), 0, held(ring) * ring.begin.shape[1])  # filled from row 0 on
     ends = _is_end(ring, frames, slice_len)
     tried = frames[ends.argmax(axis=0), jnp.arange(count)]
 
@@ -220,8 +211,9 @@ def _is_end(ring: JaxRing, frame: Any, slice_len: int) -> Any:
     return (row < ring.written) & (first >= _take(ring.begin, frame)) & (first >= ring.written - held(ring))
 
 
-def _check_ring(ring: Any) -> None:
+def _jax_for(ring: Any) -> Any:
     check_kind("ring", ring, JaxRing, "pass the result of init or extend")
+    return import_jax()
 
 
 def _check(ring: JaxRing, batch: Any) -> int:

@@ -9,9 +9,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.buffers.priorities import check_priorities
-from funcollect.buffers.replay import ReplayBuffer, part_of
-from funcollect.buffers.samplers import PrioritizedSampler
+from funcollect.buffers.keywords import part_of
+from funcollect.buffers.replay import WRITTEN, ReplayBuffer
+from funcollect.buffers.samplers import PrioritizedSampler, check_priorities
 from funcollect.buffers.storages import ListStorage
 from funcollect.messages import kind_of
 
@@ -51,30 +51,24 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     @override
     def _extend(self, data: Any) -> Tensor:
-        if (priority := self._given(data)) is None:
+        batch, asked = data, isinstance(self.sampler, PrioritizedSampler)
+        if asked and isinstance(data, list) and data and all(isinstance(item, TensorDictBase) for item in data):
+            batch = TensorDict.maybe_dense_stack(data)
+        given = batch.get(self.priority_key, None) if asked and isinstance(batch, TensorDictBase) else None
+        if given is None or not given.numel():
             return super()._extend(data)
+        priority = self._reduced(given, batch.batch_size[: self.storage.ndim].numel())
         check_priorities(priority.numpy(force=True))  # an error afterwards would leave frames that are stored already
         with self._lock:
             slots = super()._extend(data)
             self.update_priority(slots.reshape(-1), priority)
         return slots
 
-    def _given(self, data: Any) -> Tensor | None:
-        """The priority of each frame in the data; None if they have none, or the sampler does not ask for them."""
-        if not isinstance(self.sampler, PrioritizedSampler):
-            return None
-        if isinstance(data, list) and all(isinstance(item, TensorDictBase) for item in data) and data:
-            data = TensorDict.maybe_dense_stack(data)
-        priority = data.get(self.priority_key, None) if isinstance(data, TensorDictBase) else None
-        if priority is None or not priority.numel():
-            return None
-        return self._reduced(priority, data.batch_size[: self.storage.ndim].numel())
-
     def _reduced(self, priority: Tensor, count: int) -> Tensor:
-        """One priority for each of `count` frames."""
         if priority.numel() % count:
-            what = f"{self.priority_key} has shape {list(priority.shape)} for {count} frames"
-            raise ValueError(f"{what}, expected as many numbers for each: name another key with priority_key=")
+            raise ValueError(
+                f"{self.priority_key} has shape {list(priority.shape)} for {count} frames: set priority_key="
+            )
         rows, how = priority.detach().reshape(count, -1).double(), getattr(self.sampler, "reduction", "max")
         reduced = getattr(torch, {"max": "amax", "min": "amin"}.get(how, how))(rows, 1)
         return reduced if isinstance(reduced, Tensor) else reduced.values
@@ -89,7 +83,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         for name, leaf in () if include_info is False else info.items():
             batch.set(name, leaf.view(-1, *[1] * (batch.ndim - 1)).expand(batch.shape))
         if include_info is not False:
-            self._note(batch["index"], self.written_at(info["index"]))  # on another device, it is a copy
+            setattr(batch["index"].untyped_storage(), WRITTEN, self.written_at(info["index"]))  # which may be a copy
         return (batch, info) if return_info else batch
 
     def update_tensordict_priority(self, data: TensorDictBase, written: Any = None) -> None:

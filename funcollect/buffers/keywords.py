@@ -1,32 +1,38 @@
-"""TorchRL's keywords that buffers, storages and samplers lack: ignored where a call means the same, else refused."""
+"""Keywords of constructors: those of TorchRL that are ignored if a call means the same, and the parts of a buffer."""
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
 from funcollect.arguments import Foreign, unset_or_false, without_foreign
+from funcollect.messages import kind_of
 
-_Init = TypeVar("_Init", bound=Callable[..., None])
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def _on_cpu(value: Any, call: Mapping[str, Any]) -> bool:
     return value is None or str(value) == "cpu"
 
 
-def _time(value: Any, call: Mapping[str, Any]) -> bool:
-    return value is None or value == getattr(call.get("storage"), "ndim", 1) - 1
-
-
+OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()  # by storage and sampler
+_PARTS = {  # the method that each has, and an example
+    "storage": ("admit", "funcollect.LazyTensorStorage(100_000)"),
+    "sampler": ("draw", "funcollect.SliceSampler(slice_len=8)"),
+}
 _COMPILED = Foreign("nothing needs to be compiled")
 FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
     "buffer": {
         "compilable": _COMPILED,
         "delayed_init": Foreign("storages take their memory at the first extend"),
         "pin_memory": Foreign("a storage's device='cuda' returns samples there, through pinned memory"),
-        "dim_extend": Foreign("the last batch dimension is time: transpose the data", _time),
+        "dim_extend": Foreign(
+            "the last batch dimension is time: transpose the data",
+            lambda value, call: value is None or value == getattr(call.get("storage"), "ndim", 1) - 1,
+        ),
         "dtype": Foreign("priorities are float64"),
         "sampler_device": Foreign("priorities are on the host", _on_cpu),
         "sync": Foreign("one process writes, others read with a funcollect.ReplayReader", lambda value, call: value),
@@ -58,10 +64,10 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
 }  # fmt: skip
 
 
-def takes_foreign(kind: str) -> Callable[[_Init], _Init]:
+def takes_foreign(kind: str) -> Callable[[Init], Init]:
     """Let a constructor accept TorchRL's keywords for this kind of object, if the call means the same without them."""
 
-    def decorate(init: _Init) -> _Init:
+    def decorate(init: Init) -> Init:
         foreign = {name: it for name, it in FOREIGN[kind].items() if name not in inspect.signature(init).parameters}
 
         @wraps(init)
@@ -71,3 +77,15 @@ def takes_foreign(kind: str) -> Callable[[_Init], _Init]:
         return outer  # type: ignore[return-value]
 
     return decorate
+
+
+def part_of(name: str, part: Any) -> Any:
+    """A storage or sampler without a buffer, or what a function returns; TypeError or ValueError for other objects."""
+    method, example = _PARTS[name]
+    if callable(part) and not isinstance(part, type) and not hasattr(part, method):
+        part = part()
+    if isinstance(part, type) or not hasattr(part, method):
+        raise TypeError(f"{name} is {kind_of(part)}, expected a {name} of funcollect: pass for example {example}")
+    if OWNERS.get(part, lambda: None)() is not None:
+        raise ValueError(f"{name} {part} belongs to another buffer, expected one of its own: make another")
+    return part

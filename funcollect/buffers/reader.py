@@ -63,8 +63,8 @@ class ReplayReader:
         check_readable(self.sampler)
         self.directory, self.batch_size = Path(directory), batch_size
         self._file, layout, shared = attach(self.directory)
-        self._records, self._unpack = layout.rows.records(self._file.rows), shared.unpack
-        self._view = FileView(self._file, layout.rows, self.sampler.trajectories)
+        self._records, self._unpack = layout.records(self._file.rows), shared.unpack
+        self._view = FileView(self._file, layout, self.sampler.trajectories)
 
     def __len__(self) -> int:
         oldest, written = self._file.span
@@ -108,10 +108,8 @@ def check_readable(sampler: Any) -> None:
     """Raise TypeError unless a reader can use this sampler."""
     sliced = type(sampler) is SliceSampler and sampler.over == "trajectories" and sampler.returns is None
     if not sliced and type(sampler) is not RandomSampler:
-        known = "a RandomSampler, or a SliceSampler over trajectories without n_steps"
-        raise TypeError(
-            f"the reader's sampler is {shown(sampler)}, expected {known}: the others need to be notified of each extend"
-        )
+        known = "a RandomSampler, or a SliceSampler over trajectories without n_steps: others have to see each extend"
+        raise TypeError(f"the reader's sampler is {shown(sampler)}, expected {known}")
 
 
 class FileView:

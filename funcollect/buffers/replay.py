@@ -15,32 +15,29 @@ from typing import Any, Self
 
 import optree
 import torch
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_count, check_flags, check_function, check_kind, check_optional_positive
 from funcollect.buffers import Ints, dumping, ring
-from funcollect.buffers.access import BufferAccess
 from funcollect.buffers.indices import SampleIndices, Sampler, from_generator, wanted_size
-from funcollect.buffers.keywords import takes_foreign
+from funcollect.buffers.keywords import OWNERS, part_of, takes_foreign
 from funcollect.buffers.reader import ReplayReader, check_readable
 from funcollect.buffers.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
 from funcollect.buffers.storages import ListStorage, Storage
+from funcollect.buffers.storages.storage import slots_at
 from funcollect.interrupts import Uninterrupted
-from funcollect.messages import kind_of, shown
+from funcollect.messages import clipped, kind_of, shown
+from funcollect.tree import time_last
 
 __all__ = ["ReplayBuffer"]
 
 _Sample = tuple[Any, dict[str, Any]]  # the batch, and its info
-_OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[ReplayBuffer]] = weakref.WeakKeyDictionary()  # by storage, sampler
-_PARTS = {  # the method that each has, and an example
-    "storage": ("admit", "funcollect.LazyTensorStorage(100_000)"),
-    "sampler": ("draw", "funcollect.SliceSampler(slice_len=8)"),
-}
 _FIXED = ("storage", "sampler", "generator")  # which refer to each other
-_WRITTEN = "_funcollect_written"  # the attribute of the slots' storage that `ReplayBuffer._index` sets
+WRITTEN = "_funcollect_written"  # the attribute of the storage of slots: how many frames a buffer had been given then
 
 
-class ReplayBuffer(BufferAccess):
+class ReplayBuffer:
     """Stores the newest frames, up to the capacity of its storage, and returns random batches of them.
 
     Raises TypeError or ValueError for a bad argument.
@@ -88,23 +85,23 @@ class ReplayBuffer(BufferAccess):
             if function is not None:
                 check_function(name, function, "a function of a batch", 1)
         self.sampler.fit(self.storage.max_size)
-        self.transform, self.batch_size, self.generator = transform, batch_size, generator
-        self.collate_fn = collate_fn
+        self.transform, self.collate_fn = transform, collate_fn
+        self.batch_size, self.generator = batch_size, generator
         if collate_fn is not None and isinstance(self.storage, ListStorage):
             self.storage.collate, self.collate_fn = collate_fn, None
         self._memory = ring.RingMemory(self.storage, self.sampler.trajectories)
         self._by_priority = isinstance(self.sampler, PrioritizedSampler)
         self._before = 0  # frames written to rings before the present one
         self._random_source = from_generator(generator)
-        self._prefetch = 0 if prefetch is None else prefetch
-        check_count("prefetch", self._prefetch)
+        check_count("prefetch", prefetch := 0 if prefetch is None else prefetch)
         self._lock = threading.RLock()
         self._ahead: deque[tuple[SampleIndices, Future[_Sample | None]]] = deque()  # drawn, and being gathered
         self._kind_ahead = 0, 0  # the number of frames in each of them, and of the storage's edits that they show
-        self._pool = ThreadPoolExecutor(self._prefetch, "funcollect-replay") if self._prefetch else None
+        self._prefetch, self._pool = prefetch, ThreadPoolExecutor(prefetch, "funcollect-replay") if prefetch else None
         self.storage.lock, self.storage.end = self._lock, 0
+        self._iterator: Iterator[Any] | None = None  # of `next`
         self.share(shared)
-        _OWNERS[self.storage] = _OWNERS[self.sampler] = weakref.ref(self)
+        OWNERS[self.storage] = OWNERS[self.sampler] = weakref.ref(self)
 
     @property
     def state(self) -> ring.RingState:
@@ -145,7 +142,7 @@ class ReplayBuffer(BufferAccess):
         if self._pool is None:
             with self._lock:
                 drawn = self.sampler.draw(self._memory, wanted, self._random_source)
-                batch, info = self._read(drawn), self._info(drawn) if return_info else {}
+                batch, info = self._gathered(drawn, return_info)
         else:
             batch, info = self._take_prefetched(wanted, self._pool)
         batch = batch if self.collate_fn is None else self.collate_fn(batch)
@@ -176,23 +173,17 @@ class ReplayBuffer(BufferAccess):
 
     def written_at(self, index: Any) -> int | None:
         """How many frames a buffer had been given when it returned these slots; None if they do not record it."""
-        return getattr(index.untyped_storage(), _WRITTEN, None) if isinstance(index, Tensor) else None
+        return getattr(index.untyped_storage(), WRITTEN, None) if isinstance(index, Tensor) else None
 
     def _index(self, slots: Ints) -> Tensor:
-        """The slots as a tensor, at whose memory it is noted how many frames the buffer has been given."""
         index = torch.from_numpy(slots)
         if self._by_priority:
-            setattr(index.untyped_storage(), _WRITTEN, self._before + self._memory.written)  # `_note` without its call
+            setattr(index.untyped_storage(), WRITTEN, self._before + self._memory.written)
         return index
 
-    def _note(self, index: Tensor, written: int | None) -> None:
-        setattr(index.untyped_storage(), _WRITTEN, written)
-
-    def _read(self, drawn: SampleIndices) -> Any:
-        return drawn.finish(self.storage.read(drawn.slots, drawn.mask))
-
-    def _info(self, drawn: SampleIndices) -> dict[str, Any]:
-        return {"index": self._index(drawn.index), **drawn.info}
+    def _gathered(self, drawn: SampleIndices, with_info: bool = True) -> _Sample:
+        batch = drawn.finish(self.storage.read(drawn.slots, drawn.mask))
+        return batch, {"index": self._index(drawn.index), **drawn.info} if with_info else {}
 
     def _take_prefetched(self, batch_size: int, pool: ThreadPoolExecutor) -> _Sample:
         """Wait for the oldest prepared sample that is still up to date; threads prepare others meanwhile."""
@@ -211,7 +202,7 @@ class ReplayBuffer(BufferAccess):
 
     def _gather_if_current(self, drawn: SampleIndices, state: ring.RingState) -> _Sample | None:
         with self._lock:  # None if the buffer has changed since the sample was drawn
-            return (self._read(drawn), self._info(drawn)) if state == self.state else None
+            return self._gathered(drawn) if state == self.state else None
 
     def _discard_prefetched(self) -> None:
         """Discard the prepared samples, newest first, so that the sampler draws their frames again."""
@@ -228,6 +219,70 @@ class ReplayBuffer(BufferAccess):
         yield self.sample()
         while self._ahead or not self.sampler.ran_out(size):
             yield self.sample()
+
+    def __getitem__(self, index: Any) -> Any:
+        """The frames at an index, copied.
+
+        An array, tensor or list of ints or bools selects among the filled slots, as `extend` returned them; so do an
+        int and a slice with ``ndim=1``. With ``ndim > 1``, an int, a slice, ``...`` or a tuple of them is an index of
+        the view ``[*lanes, time]`` of the steps that are held for every lane, oldest first. A lane is a row of the
+        batches, so those of asynchronous workers share lanes. A key is one of the batch of all frames. TypeError or
+        IndexError for other indices; ValueError for such a view, if batches had different dimensions before time.
+        """
+        if _is_key(index):
+            return self[:][index]
+        with self._lock:
+            held = self._memory.held(index)
+            batch = self.storage.at(slots_at(held, index))
+        if held.ndim > 1 and isinstance(batch, TensorDictBase):
+            batch.names = TensorDict({}, held.shape, names=time_last(held.ndim))[index].names
+        return batch
+
+    def __setitem__(self, index: Any, data: Any) -> None:
+        """Overwrite the frames at an index, or the values of a key in all frames; see `storages.Storage.set`."""
+        if _is_key(index):
+            self.set_(index, data)
+            return
+        data = self.transformed(data)
+        with self._lock, Uninterrupted():
+            self.storage.put(slots_at(self._memory.held(index), index), data)
+
+    def transformed(self, data: Any) -> Any:
+        """The data as they are stored: `transform` of a copy of them."""
+        return data if self.transform is None else self.transform(optree.tree_map(ring.copied, data))
+
+    def set_at_(self, key: Any, value: Any, index: Any) -> Self:
+        """Overwrite the values of a key in the frames at an index; KeyError if frames have no such key."""
+        return self._change(index, lambda frames: frames.set_(key, value))
+
+    def set_(self, key: Any, value: Any) -> Self:
+        """Overwrite the values of a key in all frames, in the order of ``buffer[:]``; see `set_at_`."""
+        return self.set_at_(key, value, slice(None))
+
+    def update_(self, data: Any) -> Self:
+        """Overwrite the values of all keys of `data` in all frames, in the order of ``buffer[:]``."""
+        return self._change(slice(None), lambda frames: frames.update_(data))
+
+    def _change(self, index: Any, change: Callable[[Any], Any]) -> Self:
+        with self._lock, Uninterrupted():
+            slots = slots_at(self._memory.held(index), index)
+            frames = self.storage.at(slots)
+            if not isinstance(frames, TensorDictBase):
+                raise TypeError(f"the frames are {kind_of(frames)}, expected TensorDicts: assign to buffer[index]")
+            try:
+                change(frames)
+            except RuntimeError as error:
+                what = f"the values do not match the {list(slots.shape)} frames ({clipped(str(error))})"
+                raise ValueError(f"{what}: give one for each, of the shape that frames have") from error
+            self.storage.put(slots, frames)
+        return self
+
+    def next(self) -> Any:
+        """The next sample of an iteration; None at its end, after which another begins."""
+        self._iterator = self._iterator or iter(self)
+        if (sample := next(self._iterator, None)) is None:
+            self._iterator = None
+        return sample
 
     def __len__(self) -> int:
         return len(self._memory)
@@ -271,8 +326,8 @@ class ReplayBuffer(BufferAccess):
         check_kind("base", base, (str, os.PathLike, type(None)), "pass a directory, or leave it out")
         with self._lock:
             self._discard_prefetched()
-            former = None if base is None else Path(base)
-            dumping.dump(Path(path), self._memory, self.sampler, self.generator, former)
+            parts = self._memory, self.sampler, self.generator
+            dumping.dump(Path(path), *parts, None if base is None else Path(base))
 
     def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
         """Restore a dump: the next samples are the ones that the dumped buffer would have returned.
@@ -305,8 +360,7 @@ class ReplayBuffer(BufferAccess):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and name in self.__dict__:
-            what = f"{name} is set to {shown(value)}, expected what the buffer was built with"
-            raise AttributeError(f"{what}: pass {name}= to another one")
+            raise AttributeError(f"{name} is {shown(value)}, expected what the buffer was built with: make another")
         super().__setattr__(name, value)
 
     def share(self, shared: bool = True) -> Self:
@@ -316,34 +370,24 @@ class ReplayBuffer(BufferAccess):
         TypeError for a sampler that a reader cannot have.
         """
         check_flags(shared=shared)
-        directory = getattr(self.storage, "scratch_dir", None)
-        if shared and directory is None:
-            what = f"the buffer is to be shared, and its storage is {self.storage}, expected one in files"
-            raise ValueError(f"{what}: pass storage=LazyMemmapStorage(…, scratch_dir=…)")
+        if shared and self.storage.scratch_dir is None:
+            raise ValueError(f"{self.storage} cannot be shared: pass storage=LazyMemmapStorage(…, scratch_dir=…)")
         if shared:
             check_readable(self.sampler)
-        self._shared_in = directory if shared else None
+        self._shared = shared
         return self
 
     def __reduce__(self) -> Any:
-        if self._shared_in is not None:
+        if self._shared:
             options: dict[str, Any] = {"sampler": self.sampler, "batch_size": self.batch_size}
-            return partial(ReplayReader, **options), (self._shared_in,)
-        mend = "dumps(path) writes it, and loads(path) of another buffer with the same arguments reads it"
-        raise TypeError(f"{self!r} cannot be copied or pickled: {mend}")
+            return partial(ReplayReader, **options), (self.storage.scratch_dir,)
+        raise TypeError(f"{self!r} cannot be copied or pickled: dumps(path) writes it, loads(path) of another reads it")
 
     def __repr__(self) -> str:
         parts = f"{self.storage}, {self.sampler}, {len(self)} frames, batch_size={self.batch_size}"
         return f"{type(self).__name__}({parts})"
 
 
-def part_of(name: str, part: Any) -> Any:
-    """A storage or sampler without a buffer, or what a function returns; TypeError or ValueError for other objects."""
-    method, example = _PARTS[name]
-    if callable(part) and not isinstance(part, type) and not hasattr(part, method):
-        part = part()
-    if isinstance(part, type) or not hasattr(part, method):
-        raise TypeError(f"{name} is {kind_of(part)}, expected a {name} of funcollect: pass for example {example}")
-    if _OWNERS.get(part, lambda: None)() is not None:
-        raise ValueError(f"{name} {part} belongs to another buffer, expected one of its own: make another")
-    return part
+def _is_key(index: Any) -> bool:
+    path = index if isinstance(index, tuple) and index else (index,)
+    return all(isinstance(part, str) for part in path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, cast
 
 import numpy as np
@@ -99,8 +100,13 @@ class RingMemory:
         self.version += 1
         return slots.reshape(steps, math.prod(lanes)).T.reshape(batch.lead)
 
-    def grid(self) -> Ints:
-        """The slots ``[*lanes, T]`` of the T steps that all lanes have, oldest first; ValueError if lanes changed."""
+    def held(self, index: Any) -> Ints:
+        """The slots that hold frames; for an index of lanes and time those ``[*lanes, T]`` that all lanes have.
+
+        Of these, the oldest are first. ValueError if the lanes changed meanwhile.
+        """
+        if self.storage.ndim == 1 or not isinstance(index, (int, np.integer, slice, EllipsisType, tuple)):
+            return np.arange(len(self))
         if not len(self):
             return np.zeros((0,) * self.storage.ndim, np.int64)
         oldest = self.numbers.start
@@ -139,9 +145,7 @@ def check_current(state: RingState) -> RingMemory:
     check_kind("state", state, RingState, "pass the result of ring.init or ring.extend")
     if state.version != state.memory.version:
         what = f"this state is version {state.version} of its ring, which is now at {state.memory.version}"
-        mend = "Use the state that extend returned, as in `state, indices = ring.extend(state, batch)`"
-        other = "or take ring.snapshot(state) before extending"
-        raise StaleStateError(f"{what}: the rows were written in place. {mend}, {other}")
+        raise StaleStateError(f"{what}. Use the state that extend returned, or a ring.snapshot taken before")
     return state.memory
 
 
@@ -182,7 +186,6 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
 
 
 def _stacked(items: list[Any]) -> Any:
-    """The items of a list as one batch."""
     if not items:
         raise ValueError("the list has no items, expected at least one: skip the call if there are none")
     if is_tensorclass(items[0]):
@@ -191,14 +194,20 @@ def _stacked(items: list[Any]) -> Any:
     try:
         return optree.tree_map(lambda *leaves: torch.stack([as_leaf(leaf) for leaf in leaves]), *items)
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
-        what = f"the list has items that cannot be stacked ({clipped(str(error))})"
-        mend = "store others in a ListStorage, in a buffer with collate_fn="
-        raise ValueError(f"{what}, expected items with the same keys and shapes: {mend}") from error
+        what = f"the list has items that cannot be stacked ({clipped(str(error))}), expected the same keys and shapes"
+        raise ValueError(f"{what}: store others in a ListStorage, in a buffer with collate_fn=") from error
 
 
 def as_leaf(leaf: Any) -> Any:
     """A number or an array as a tensor; a TensorDict or a tensorclass, which `as_tensor` would empty, as it is."""
     return leaf if is_tensor_collection(leaf) else torch.as_tensor(leaf)
+
+
+def copied(leaf: Any) -> Any:
+    """A copy of an array, a tensor or a TensorDict; other leaves as they are."""
+    if isinstance(leaf, Tensor) or is_tensor_collection(leaf):
+        return leaf.clone()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:

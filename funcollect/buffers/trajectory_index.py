@@ -77,13 +77,11 @@ class Trajectories:
         if ahead is not None and ends is not None and self.end_key is None:
             ends = ends.astype(np.bool_, copy=False) & (ahead == 1)  # the flags are those of later frames
         if ids is None and (ends is None or not by_lane):
-            held, usual = sorted(map(readable, leaves)), [*map(readable, _IDS)]
+            needed, mend = "collector.traj_ids, episode or next.done, which slices need", "traj_key= or end_key="
             if not by_lane:
-                what = f"the frames have no {' or '.join(usual)}, which a reader needs to identify trajectories"
-                raise ValueError(f"{what}; they have {held}: name the ids with traj_key=")
-            why = "which slices need to tell trajectories apart"
-            what = f"the batch has neither {', '.join(usual)} nor next.done, {why}; it has {held}"
-            raise ValueError(f"{what}: name a key with traj_key= or end_key=")
+                needed, mend = "collector.traj_ids or episode, which a reader needs", "traj_key="
+            held = sorted(map(readable, leaves))
+            raise ValueError(f"the batch has no {needed}; it has {held}: name a key with {mend}")
         step = None if self.across_episodes else _column(leaves, lead, None, (STEP,))
         steps, count = lead[-1], math.prod(lead)
         lanes = count // steps
@@ -115,8 +113,8 @@ def _column(
         if isinstance(leaf, Tensor):
             if leaf.shape not in (lead, (*lead, 1)):
                 what = f"{readable(path)} has shape {list(leaf.shape)}, expected one number per frame, {list(lead)}"
-                mend = f"as many dimensions as the batch has, ndim={leaf.ndim - (leaf.shape[-1:] == (1,))}"
-                raise ValueError(f"{what}: give the storage {mend}, or name another key")
+                dims = leaf.ndim - (leaf.shape[-1:] == (1,))
+                raise ValueError(f"{what}: give the storage the batch's dimensions, ndim={dims}, or name another key")
             return leaf.numpy(force=True).reshape(-1)
     if given is not None:
         what = f"the batch has no tensor {readable(given)}, which slices need to identify trajectories"
@@ -312,7 +310,7 @@ class TrajectoryIndex:
             size = len(self.stop)
             grown = max(2 * size, size + count, 64)
             for name in _BY_TRAJECTORY:
-                setattr(self, name, np.concatenate([getattr(self, name), np.zeros(grown - size, np.int64)]))
+                setattr(self, name, np.pad(getattr(self, name), (0, grown - size)))
             self._free = np.concatenate([self._free, np.arange(grown - 1, size - 1, -1)])
         cut = len(self._free) - count
         taken, self._free = self._free[cut:][::-1], self._free[:cut]
@@ -358,7 +356,6 @@ class TrajectoryIndex:
             self._begin[movers], self._bits[movers] = begin, size
 
     def _give_back(self, trajectory: Ints) -> None:
-        """Free the blocks of trajectories that are empty or were moved."""
         bits = self._bits[trajectory]
         for size in sorted({*bits.tolist()} - {0}):
             left = self._begin[trajectory[bits == size]]
@@ -373,8 +370,7 @@ class TrajectoryIndex:
         begin = self._used + (np.arange(missing) << bits)
         self._used += missing << bits
         if self._used > len(self._entries):
-            more = np.zeros(max(self._used, 2 * len(self._entries)) - len(self._entries), np.int32)
-            self._entries = np.concatenate([self._entries, more])
+            self._entries = np.pad(self._entries, (0, max(self._used - len(self._entries), len(self._entries))))
         return np.concatenate([reused, begin])
 
 

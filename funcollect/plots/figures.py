@@ -118,8 +118,7 @@ def _curves(
     for part in (parts := stats if isinstance(stats, Sequence) else [stats]):
         if not isinstance(part, EpisodeStats):
             raise TypeError(
-                f"stats is or holds a {type(part).__name__}, expected EpisodeStats or a sequence of them: pass "
-                "fc.episode_stats(batch)"
+                f"stats holds a {type(part).__name__}, expected EpisodeStats or a list: pass fc.episode_stats(batch)"
             )
     axes, whole = _axes(ax, title, label, 8, 4.5), EpisodeStats.concatenate(parts)
     if not (label or axes.lines):  # the number of one run's episodes would mislead beside others

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_kind, check_number, check_positive
@@ -248,9 +248,12 @@ def record(
     request = Request(length=1, params=params, exploration_type=exploration_type, reset_when_done=False)
     parts: list[EpisodeStats] = []
     with _filmed(env, policy, seed) as (state, own_fps, shoot), film(path, fps or own_fps or 30) as add:
-        for after, batch in _steps(env, policy, state, request, episodes):
-            add(shoot(after))
-            if batch is not None:
+        for episode in range(episodes):
+            state = reset(env, state) if episode else state
+            add(shoot(state))
+            while len(parts) < max_frames and not bool((state.terminated | state.truncated)[0]):
+                state, batch = run(env, policy, state, request)
+                add(shoot(state))
                 parts.append(episode_stats(batch[:1], parts[-1] if parts else None))  # [1], or the first of [P, 1]
             if len(parts) >= max_frames:
                 break
@@ -261,18 +264,6 @@ def check_filmed(env: Env, policy: Policy) -> None:
     """Take one picture; raises as `record` does if the environment cannot be filmed."""
     with _filmed(env, policy, 0) as (state, _, shoot):
         shoot(state)
-
-
-def _steps(
-    env: Env, policy: Policy, state: CollectorState, request: Request, episodes: int
-) -> Iterator[tuple[CollectorState, TensorDict | None]]:
-    """Run the episodes of the first lane; yield the state after each reset, and after each step with its batch."""
-    for episode in range(episodes):
-        state = reset(env, state) if episode else state
-        yield state, None
-        while not bool((state.terminated | state.truncated)[0]):
-            state, batch = run(env, policy, state, request)
-            yield state, batch
 
 
 @contextmanager
@@ -299,8 +290,7 @@ def _filmed(
                     shown = import_jax().tree.map(lambda leaf: leaf[0], shown.current)
                 array = np.asarray(draw(shown, of_one_lane(state.env_params)))
             if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3:
-                what = f"render() gave {array.dtype} {list(array.shape)}"
-                raise EnvError(f"{what}, expected uint8 [H, W, 3]: return RGB pictures")
+                raise EnvError(f"render() gave {array.dtype} {list(array.shape)}, expected uint8 [H, W, 3]: return RGB")
             return array
 
         yield state, fps, shoot
@@ -318,10 +308,8 @@ def _camera(env: Env, state: CollectorState) -> Renderer:
         raise TypeError(f"{env} cannot be filmed, expected {known}: {mend}; plots.video saves pixel observations")
     camera = opened(0)
     if camera.mode != "rgb_array":
-        what = f"{env} has the render mode {camera.mode!r}, expected 'rgb_array'"
-        mend = "make it with funcollect.make_env(…, render_mode='rgb_array')"
-        also = "on the command line, give your factory a parameter render_mode, and pass it on"
-        raise ValueError(f"{what}: {mend}; {also}")
+        what = f"{env} has the render mode {camera.mode!r}, expected 'rgb_array': make it with render_mode='rgb_array'"
+        raise ValueError(f"{what}; on the command line, give your factory a parameter render_mode, and pass it on")
     return Renderer(camera.fps, lambda *_: camera.shoot())
 
 

@@ -128,20 +128,19 @@ def sliced(ring, length):
     fc.jax_ring.sample_slices(ring, jax.random.PRNGKey(0), num_slices=1, slice_len=length)
 
 
-BAD = {
-    "frames": (lambda: fc.jax_ring.init(ONE, steps=2**30), r"2\*\*31 frames or more"),
-    "leaves": (lambda: fc.jax_ring.init({}, steps=3), "the example has no leaves"),
-    "lanes": (lambda: fc.jax_ring.init(ONE, steps=3, lanes=4), r"shapes \[\(1, 2\), \(1, 2\)\], .*L = 4"),
-    "dimensions": (lambda: fc.jax_ring.init(jnp.zeros(3), steps=3), "L = the same for all"),
-    "structure": (lambda: fc.jax_ring.extend(RING, {"x": ONE["x"]}), "the batch has the structure"),
-    "shape": (lambda: fc.jax_ring.extend(RING, {**ONE, "x": jnp.zeros((1, 3))}), r"\['x'\] .* \[1, 3\] .*\[1, 2\]"),
-    "too long": (lambda: sliced(RING, 5), "slice_len is 5, the ring holds 4"),
-    "no flags": (lambda: sliced(fc.jax_ring.init(ONE["x"], steps=4), 2), r"lack \[.next.\]\[.done.\]"),
+BAD = {  # by the messages
+    r"2\*\*31 frames or more": lambda: fc.jax_ring.init(ONE, steps=2**30),
+    "the example has no leaves": lambda: fc.jax_ring.init({}, steps=3),
+    r"shapes \[\(1, 2\), \(1, 2\)\], .*L = 4": lambda: fc.jax_ring.init(ONE, steps=3, lanes=4),
+    "L = the same for all": lambda: fc.jax_ring.init(jnp.zeros(3), steps=3),
+    "the batch has the structure": lambda: fc.jax_ring.extend(RING, {"x": ONE["x"]}),
+    r"\['x'\] .* \[1, 3\] .*\[1, 2\]": lambda: fc.jax_ring.extend(RING, {**ONE, "x": jnp.zeros((1, 3))}),
+    "slice_len is 5, the ring holds 4": lambda: sliced(RING, 5),
+    r"lack \[.next.\]\[.done.\]": lambda: sliced(fc.jax_ring.init(ONE["x"], steps=4), 2),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case):
-    do, message = BAD[case]
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message):
     with pytest.raises(ValueError, match=message):
-        do()
+        BAD[message]()

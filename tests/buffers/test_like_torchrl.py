@@ -1,4 +1,4 @@
-"""Code for TorchRL's replay buffers with nothing but the imports changed, run with either library."""
+"""Code for TorchRL's replay buffers with nothing but the imports changed, run with either library; and its slices."""
 
 import pytest
 import torch
@@ -169,3 +169,96 @@ def test_batches_of_different_lanes():
     for start in range(1, 6):
         buffer.extend(lanes_of(start, lanes=3, steps=1))
     assert torch.equal(buffer[:]["x"], lanes_of(2, lanes=3, steps=4)["x"])
+
+
+# Slices that span the ends of trajectories, with other flags, and of lanes with equal ids.
+
+
+LENGTHS = (7, 3, 9)
+IDS = torch.tensor(LENGTHS).new_tensor([i for i, length in enumerate(LENGTHS) for _ in range(length)])
+STEPS = torch.cat([torch.arange(length) for length in LENGTHS])
+DATA = TensorDict({"episode": IDS, "t": STEPS, "next": {"x": STEPS + 1}}, [19])
+
+
+def slices_of(sample):
+    """The ids and steps of each slice, by the marks of their beginnings."""
+    number = sample["collector", "is_first"].cumsum(0) - 1
+    return [sample[number == n] for n in range(int(number[-1]) + 1)]
+
+
+@pytest.mark.parametrize("over", ["trajectories", "windows"])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("span", [2, (False, True), (0, 1), (True, False), (1, 3)])
+def test_slices_span_the_ends_of_trajectories(span, strict, over):
+    options = {"slice_len": 5, "strict_length": strict, "span": span}
+    both = span if isinstance(span, tuple) else (span if over == "trajectories" else 0, span)
+    left, right = (4 if each is True else int(each) for each in both)
+    if over == "windows" and left:
+        with pytest.raises(ValueError, match="windows begin in their trajectory"):
+            fc.SliceSampler(over=over, **options)
+        return
+    shortest = {True: set(), False: set()}
+    for one in slices_of(filled(DATA, 30, fc.SliceSampler(over=over, **options)).sample(5 * 600)):
+        length, whole = len(one), LENGTHS[int(one["episode"][0])]
+        assert (one["episode"] == one["episode"][0]).all()
+        assert one["t"].tolist() == [*range(int(one["t"][0]), int(one["t"][0]) + length)]
+        assert one["next", "truncated"].flatten().tolist() == [False] * (length - 1) + [True]
+        if whole >= 5 and length < 5:
+            assert one["t"][0] == 0 or one["t"][-1] == whole - 1
+            shortest[bool(one["t"][0] == 0)].add(length)
+        elif whole < 5:
+            assert not strict or over == "windows"
+    assert shortest[True] == {*range(5 - left, 5)}
+    assert shortest[False] == {*range(5 - right, 5)}
+
+
+def test_slices_that_span_are_padded_and_read_by_others(tmp_path):
+    sampler = fc.SliceSampler(slice_len=5, span=4, pad_output=True)
+    sample = filled(DATA, 30, sampler).sample(5 * 40)
+    mask = sample["collector", "mask"].view(40, 5)
+    assert (mask[:, 1:] <= mask[:, :-1]).all()
+    assert not mask.all()
+    storage = fc.LazyMemmapStorage(30, scratch_dir=tmp_path)
+    buffer = filled(DATA, storage, fc.RandomSampler())
+    reader = fc.ReplayReader(tmp_path, sampler=fc.SliceSampler(slice_len=5, span=(0, 4)), batch_size=200)
+    assert {len(one) for one in slices_of(reader.sample())} == {1, 2, 3, 4, 5}
+    assert len(buffer) == 19
+
+
+def test_where_slices_are_marked():
+    for key, other in (("cut", "done"), (("next", "cut"), ("next", "done"))):
+        sample = filled(DATA, 30, fc.SliceSampler(slice_len=3, truncated_key=key)).sample(6)
+        assert sample[key].flatten().tolist() == sample[other].flatten().tolist() == [False, False, True] * 2
+    sample = filled(DATA, 30, fc.SliceSampler(slice_len=3, truncated_key=None)).sample(6)
+    assert ("next", "truncated") not in sample.keys(True)
+
+
+def test_any_of_several_flags_ends_a_trajectory():
+    flags = TensorDict({name: torch.arange(9) == at for name, at in (("a", 2), ("b", 5))}, [9])
+    sampler = fc.SliceSampler(slice_len=3, end_keys=["a", ("no", "such"), "b"])
+    buffer = filled(flags.set("t", torch.arange(9)), 9, sampler)
+    assert {*buffer.sample(300)["t"].view(-1, 3)[:, 0].tolist()} == {0, 3, 6}
+    with pytest.raises(ValueError, match=r"no tensor no\.such"):
+        filled(flags, 9, fc.SliceSampler(slice_len=3, end_keys=["no.such"]))
+
+
+def runs(first, steps=4):
+    """Lanes with the same ids, as the runs of a vmap have them; `lane` tells them apart."""
+    t = torch.arange(first, first + steps).expand(3, steps)
+    return TensorDict({"episode": t // 6, "t": t, "lane": torch.arange(3)[:, None].expand(3, steps)}, [3, steps])
+
+
+def test_equal_ids_are_told_apart_by_lane(tmp_path):
+    def made():
+        return fc.ReplayBuffer(storage=fc.LazyTensorStorage(60, ndim=2), sampler=fc.SliceSampler(slice_len=6))
+
+    buffer = made()
+    for first in (0, 4, 8):  # in the second batch, no two lanes have an id in common that is new
+        buffer.extend(runs(first))
+        buffer.dumps(tmp_path)
+        buffer = made()
+        buffer.loads(tmp_path)
+    sample = buffer.sample(6 * 100).view(100, 6)
+    assert (sample["lane"] == sample["lane"][:, :1]).all()
+    assert (sample["t"].diff(dim=1) == 1).all()
+    assert len({*zip(sample["t"][:, 0].tolist(), sample["lane"][:, 0].tolist(), strict=True)}) == 6

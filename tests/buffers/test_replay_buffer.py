@@ -1,4 +1,4 @@
-"""`ReplayBuffer` as TorchRL's users know it."""
+"""`ReplayBuffer` as TorchRL's users know it: frames, lists of items, and transforms."""
 
 import copy
 import pickle
@@ -8,19 +8,11 @@ import threading
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict, tensorclass
 
 import funcollect as fc
 from tests.buffers.conftest import filled, numbers
 from tests.support.compare import assert_same
-from tests.support.frames import batch_of, frames_of
-
-
-def test_single_transitions_from_flattened_batches():
-    batches = [batch_of([frames_of(lane, [5, 9, 7]) for lane in some]) for some in ((0, 1), (2, 3))]
-    memory = filled(batches[0], 500, transform=lambda data: data.reshape(-1))
-    memory.extend(batches[1])
-    assert_same(memory[:].clone(), torch.cat([batch.reshape(-1) for batch in batches]).clone())
 
 
 def ten(sampler=None, **options):
@@ -52,15 +44,28 @@ def test_a_generator_repeats_exactly_also_with_samples_made_ahead():
     assert seeded[0] == seeded[1]
 
 
+@pytest.mark.parametrize("slice_len", [None, 2])
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 4, 2]), (True, [4, 4])])
-def test_without_replacement_every_frame_comes_once(drop_last, sizes, prefetch):
-    memory = ten(fc.SamplerWithoutReplacement(drop_last=drop_last), prefetch=prefetch)
-    rounds = [[batch["x"] for batch in memory] for _ in range(2)]
+def test_each_frame_and_each_trajectory_comes_once_per_round(drop_last, sizes, prefetch, slice_len):
+    options, width = {"replacement": False, "drop_last": drop_last}, slice_len or 1
+    if slice_len is None:
+        sampler, frames = fc.RandomSampler(**options), numbers(10)
+        assert type(sampler) is fc.SamplerWithoutReplacement
+    else:
+        sampler = fc.SliceSampler(slice_len=slice_len, traj_key="x", **options)
+        frames = TensorDict({"x": torch.arange(30) // 3}, [30])
+        assert type(sampler) is fc.SliceSamplerWithoutReplacement
+    memory = filled(frames, 30, sampler, batch_size=4 * width, prefetch=prefetch)
+    rounds = [[batch["x"][::width] for batch in memory] for _ in range(2)]
     for batches in rounds:
         assert [len(batch) for batch in batches] == sizes
         assert len(set(torch.cat(batches).tolist())) == sum(sizes)
     assert torch.cat(rounds[0]).tolist() != torch.cat(rounds[1]).tolist()
+
+
+def test_a_new_round_begins_with_an_extend_and_may_be_in_order():
+    memory = ten(fc.SamplerWithoutReplacement())
     memory.sample()
     memory.extend(numbers(10, 10))
     assert set(torch.cat([memory.sample()["x"], memory.sample()["x"]]).tolist()) <= set(range(10, 20))
@@ -83,16 +88,6 @@ def test_samples_made_ahead_are_never_of_frames_that_are_gone():
         memory.sample()
     memory.extend(numbers(2, 5))
     assert set(memory.sample()["x"].tolist()) <= {5, 6}
-
-
-def test_lists_hold_anything():
-    memory = fc.ReplayBuffer(batch_size=5)
-    assert memory.extend(range(10)).tolist() == list(range(10))
-    assert memory.sample().dtype == torch.int64
-    assert filled(["a", 1, None], fc.ListStorage(2), collate_fn=list)[:] == [None, 1]
-    tensordicts = filled(numbers(4), fc.ListStorage(20))
-    tensordicts.add(numbers(1, 9)[0])
-    assert tensordicts[:]["x"].tolist() == [0, 1, 2, 3, 9]
 
 
 def test_trees_of_tensors():
@@ -133,7 +128,9 @@ def test_a_buffer_is_not_copied_nor_its_parts_exchanged():
         with pytest.raises(TypeError, match=r"ReplayBuffer.* cannot be copied or pickled: dumps\(path\) writes it"):
             copied(buffer)
     for name in ("storage", "sampler", "generator"):
-        with pytest.raises(AttributeError, match=f"expected what the buffer was built with: pass {name}="):
+        with pytest.raises(
+            AttributeError, match=f"{name} is None, expected what the buffer was built with: make another"
+        ):
             setattr(buffer, name, None)
     buffer.batch_size = 3
     buffer.extend([1, 2, 3])
@@ -159,70 +156,77 @@ def test_a_temporary_file_has_no_name_that_a_killed_process_would_leave(tmp_path
 ENDED = TensorDict({"x": torch.zeros(4), "next": {"done": torch.tensor([[False], [True]] * 2)}}, [4])
 
 RUNS = TensorDict({"collector": {"traj_ids": torch.arange(2)[:, None].expand(3, 2, 4)}}, [3, 2, 4])
-PADDING = {"slice_len": 3, "strict_length": False, "pad_output": True}
 
-BAD = {
-    "both": (lambda: fc.SliceSampler(num_slices=2, slice_len=3), ValueError, "both of num_slices and slice_len"),
-    "neither": (lambda: fc.SliceSampler(), ValueError, "neither of num_slices and slice_len"),
-    "padded": (lambda: fc.SliceSampler(slice_len=2, pad_output=True), ValueError, "no slice is short: pass strict_"),
-    "dropped": (lambda: ten(fc.SamplerWithoutReplacement(drop_last=True)).sample(11), ValueError, "holds 10 frames"),
-    "names": (lambda: fc.SliceSampler(slice_len=2, traj_key="a", trajectory_key="b"), ValueError, "two names of one"),
-    "writer": (lambda: fc.ReplayBuffer(writer="max"), ValueError, "writer is 'max', expected"),
-    "padding": (
-        lambda: filled(ENDED, fc.ListStorage(9), fc.SliceSampler(**PADDING)).sample(6), ValueError, "cannot pad slice"),
-    "no size": (lambda: fc.ReplayBuffer().sample(), ValueError, "no batch_size is given"),
-    "empty": (lambda: fc.ReplayBuffer(batch_size=3).sample(), ValueError, "the buffer is empty: extend it before"),
-    "multiple": (
-        lambda: fc.ReplayBuffer(sampler=fc.SliceSampler(slice_len=4)).sample(10), ValueError,
-        "batch_size is 10, slice_len 4, expected a positive multiple: sample for example 8 frames"),
-    "too few": (lambda: filled(numbers(3), ndim=2), ValueError, r"dimensions \[3\], .* takes 2 \(ndim=2\).* ndim=1"),
-    "nothing": (lambda: filled(TensorDict({}, [3])), ValueError, "no leaves"),
-    "single frame": (lambda: filled(numbers(1)[0]), ValueError, "stack single frames, or give them to add"),
-    "list of none": (lambda: filled([]), ValueError, "the list has no items"),
-    "tuple": (lambda: filled((numbers(1),)), TypeError, r"0 is TensorDict, expected a tensor: .* torch\.stack"),
-    "arrays of text": (lambda: filled(np.array(["a"])), TypeError, "the data is ndarray, expected a TensorDict"),
-    "no items": (lambda: fc.ReplayBuffer().extend(5), TypeError, "expected a sequence of items"),
-}  # fmt: skip
 
-BAD_SLICES = {
-    "too long": ({}, 1, ENDED, "slices are 3 frames long, the longest trajectory held has 2: ask for shorter"),
-    "missing key": ({"traj_key": "run"}, 1, ENDED, r"no tensor run, .* it has \['next.done', 'x'\]: name one of these"),
-    "missing end": ({"end_key": "end"}, 1, ENDED, "no tensor end"),
-    "no keys": ({}, 1, ENDED.select("x"), r"neither collector.traj_ids, episode nor next.done.* it has \['x'\]"),
-    "lanes": ({}, 1, ENDED.reshape(2, 2), r"next.done has shape \[2, 2, 1\], .* one number per frame, \[2\].*ndim=2"),
+def sliced(batch, storage=9, ndim=1, **options):
+    return filled(batch, storage, fc.SliceSampler(**{"slice_len": 3} | options), ndim=ndim).sample(6)
+
+
+def unlinked():
+    state, _ = fc.ring.extend(fc.ring.init(9), ENDED)
+    fc.ring.sample(state, np.zeros(2, np.uint32), fc.ring.Slices(num_slices=1, slice_len=1))
+
+
+BAD_VALUES = {  # by the messages
+    "both of num_slices and slice_len": lambda: fc.SliceSampler(num_slices=2, slice_len=3),
+    "neither of num_slices and slice_len": lambda: fc.SliceSampler(),
+    "no slice is short: pass strict_length": lambda: fc.SliceSampler(slice_len=2, pad_output=True),
+    "there are 10 frames": lambda: ten(fc.SamplerWithoutReplacement(drop_last=True)).sample(11),
+    "two names of one": lambda: fc.SliceSampler(slice_len=2, traj_key="a", trajectory_key="b"),
+    "end_key and end_keys are exclusive": lambda: fc.SliceSampler(slice_len=3, end_key="a", end_keys=["b"]),
+    "writer is 'max', expected": lambda: fc.ReplayBuffer(writer="max"),
+    "cannot pad slices": lambda: sliced(ENDED, fc.ListStorage(9), strict_length=False, pad_output=True),
+    "no batch_size is given": lambda: fc.ReplayBuffer().sample(),
+    "the buffer is empty: extend it before": lambda: fc.ReplayBuffer(batch_size=3).sample(),
+    "batch_size is 10, slice_len 4, expected a positive multiple: sample for example 8 frames": (
+        lambda: fc.ReplayBuffer(sampler=fc.SliceSampler(slice_len=4)).sample(10)),
+    r"dimensions \[3\], .* takes 2 \(ndim=2\).* ndim=1": lambda: filled(numbers(3), ndim=2),
+    "no leaves": lambda: filled(TensorDict({}, [3])),
+    "stack single frames, or give them to add": lambda: filled(numbers(1)[0]),
+    "the list has no items": lambda: filled([]),
+    r"span is \(5, 5\)": lambda: fc.SliceSampler(slice_len=5, span=5),
+    r"span is \(-1, -1\)": lambda: fc.SliceSampler(slice_len=5, span=-1),
+    "are 3 frames long, the longest trajectory held has 2: ask": lambda: sliced(ENDED),
+    r"no tensor run, .* it has \['next.done', 'x'\]: name one": lambda: sliced(ENDED, traj_key="run"),
+    "no tensor end": lambda: sliced(ENDED, end_key="end"),
+    r"no collector.traj_ids, episode or next.done.* it has \['x'\]": lambda: sliced(ENDED.select("x")),
+    r"next.done has shape \[2, 2, 1\], .* one number per frame, \[2\].*ndim=2": lambda: sliced(ENDED.reshape(2, 2)),
     # Samples would be rows [T], which losses broadcast without an error.
-    "lanes of workers": ({}, 2, RUNS, r"a frame for each of \[3, 2, 4\], .* 2 dimensions .* build it with ndim=3"),
+    r"for each of \[3, 2, 4\], .* 2 dimensions .* build it with ndim=3": lambda: sliced(RUNS, ndim=2),
+    r"make it with trajectories=ring\.Trajectories": unlinked,
+    "end_key is given with across_episodes=True, which has no ends": (
+        lambda: fc.SliceSampler(slice_len=2, across_episodes=True, end_key="done")),
+    "compact_obs is for storages on the host": lambda: fc.LazyTensorStorage(9, device="cuda", compact_obs=True),
+    "frame_stack is for .* device is cuda": lambda: fc.LazyTensorStorage(9, device="cuda", frame_stack=4),
+}  # fmt: skip
+BAD_TYPES = {
+    r"0 is TensorDict, expected a tensor: .* torch\.stack": lambda: filled((numbers(1),)),
+    r"note is NonTensorData, expected a tensor: leave it out \(batch.exclude": (
+        lambda: filled(TensorDict({"x": torch.zeros(4), "note": NonTensorData("hello", batch_size=[4])}, [4]))),
+    "init_key is 3, expected a key": lambda: fc.SliceSampler(slice_len=2, init_key=3),
+    "the data is ndarray, expected a TensorDict": lambda: filled(np.array(["a"])),
+    "expected a sequence of items": lambda: fc.ReplayBuffer().extend(5),
+    r"span is \('2', '2'\)": lambda: fc.SliceSampler(slice_len=5, span="2"),
+    r"span is \(1, 2, 3\)": lambda: fc.SliceSampler(slice_len=5, span=(1, 2, 3)),
+    "end_keys is 'done', expected a list of keys": lambda: fc.SliceSampler(slice_len=3, end_keys="done"),
+    r"end_keys is \[\], expected a list of keys": lambda: fc.SliceSampler(slice_len=3, end_keys=[]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case):
-    do, error, message = BAD[case]
-    with pytest.raises(error, match=message):
-        do()
-
-
-@pytest.mark.parametrize("case", BAD_SLICES)
-def test_bad_slices(case):
-    options, ndim, batch, message = BAD_SLICES[case]
-    with pytest.raises(ValueError, match=message):
-        filled(batch, 9, fc.SliceSampler(slice_len=3, **options), ndim=ndim).sample(6)
+@pytest.mark.parametrize("message", [*BAD_VALUES, *BAD_TYPES])
+def test_bad_input(message):
+    with pytest.raises(ValueError if message in BAD_VALUES else TypeError, match=message):
+        (BAD_VALUES | BAD_TYPES)[message]()
 
 
 def test_a_first_batch_that_is_refused_leaves_nothing_behind():
     memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), sampler=fc.SliceSampler(slice_len=2))
-    with pytest.raises(ValueError, match="neither"):
+    with pytest.raises(ValueError, match=r"episode or next\.done, which slices need"):
         memory.extend(ENDED.select("x"))
     with pytest.raises(TypeError, match="the data is dict, expected a TensorDict"):
         memory.extend({"x": torch.zeros(3)})
     memory.extend(ENDED)
     assert len(memory.sample(4)) == 4
-
-
-def test_slices_of_a_ring_without_trajectories():
-    state, _ = fc.ring.extend(fc.ring.init(9), ENDED)
-    with pytest.raises(ValueError, match=r"make it with trajectories=ring\.Trajectories"):
-        fc.ring.sample(state, np.zeros(2, np.uint32), fc.ring.Slices(num_slices=1, slice_len=1))
 
 
 def test_no_thread_comes_between_the_slots_of_an_index_and_their_frames():
@@ -246,3 +250,109 @@ def test_no_thread_comes_between_the_slots_of_an_index_and_their_frames():
     assert buffer[Index([1])].tolist() == [1]
     assert not any(free)
     assert free
+
+
+# Lists of items, as TorchRL's buffers take them, and transforms, which do not change the caller's data.
+
+
+@pytest.mark.parametrize("storage", [fc.LazyTensorStorage, fc.ListStorage])
+def test_a_list_of_trees_is_stacked(storage):
+    buffer = filled(
+        [{"x": torch.full((3,), float(n)), "y": {"z": [n, torch.tensor(-n)]}} for n in range(9)], storage(20)
+    )
+    assert buffer[:]["x"][:, 0].tolist() == [*range(9)]
+    assert [leaf.shape for leaf in buffer.sample(4)["y"]["z"]] == [(4,)] * 2
+    assert buffer[:]["y"]["z"][1].tolist() == [*range(0, -9, -1)]
+    if storage is fc.LazyTensorStorage:
+        buffer.extend({"x": torch.zeros(2, 3), "y": {"z": [torch.ones(2, dtype=torch.int64)] * 2}})
+        assert len(buffer) == 11
+
+
+@tensorclass
+class Pair:
+    x: torch.Tensor
+
+
+def test_tensorclasses_are_refused_in_every_way():
+    buffer, item = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9)), Pair(x=torch.ones(3), batch_size=[])
+    for call, fix in (
+        (lambda: buffer.add(item), "give its to_tensordict"),
+        (lambda: buffer.extend(item[None]), "give its to_tensordict"),
+        (lambda: buffer.extend([item, item]), r"give \[item.to_tensordict\(\) for item in items\]"),
+        (lambda: buffer.add({"a": item}), "a is Pair, expected a tensor"),
+        (lambda: buffer.extend([{"a": item}, {"a": item}]), "a is Pair, expected a tensor"),
+    ):
+        with pytest.raises(TypeError, match=fix):
+            call()
+    assert len(buffer) == 0
+
+
+def test_items_that_do_not_stack():
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9))
+    for items in (
+        [torch.ones(2), torch.ones(3)],
+        [{"pair": [torch.tensor(1), torch.tensor(1)]}, {"other": torch.tensor(1)}],
+        [TensorDict({f"a key {n}": torch.ones(3) for n in range(9)}), {"other": torch.ones(3)}],
+    ):
+        with pytest.raises(ValueError, match=r"cannot be stacked .* in a buffer with collate_fn=") as raised:
+            buffer.extend(items)
+        assert "\n" not in str(raised.value)
+        assert len(str(raised.value)) < 300
+    for items in ([torch.ones(2), torch.ones(3)], [{"a": 1}, {"b": 1}], [[1], [1, 2]], [np.ones(2), np.ones(3)],
+                  [TensorDict({n: 1}) for n in "ab"]):  # fmt: skip
+        with pytest.raises(ValueError, match=r"the items cannot be stacked .* build the buffer with a collate_fn="):
+            filled(items, fc.ListStorage(9)).sample(40)
+        assert len(filled(items, fc.ListStorage(9), collate_fn=list).sample(40)) == 40
+
+
+def test_a_list_of_lanes():
+    batch = TensorDict({"x": torch.arange(10).view(2, 5)}, [2, 5])
+    assert_same(*(filled(data, ndim=2)[:] for data in (batch, list(batch.unbind(0)))))
+    _, slots = fc.ring.extend(fc.ring.init(20), list(batch[0].unbind(0)))
+    assert slots.tolist() == list(range(5))
+
+
+@pytest.mark.parametrize("storage", [fc.ListStorage, fc.LazyTensorStorage])
+def test_add_transforms_the_item(storage):
+    shapes = []
+    buffer = fc.ReplayBuffer(storage=storage(9), transform=lambda item: shapes.append(item.batch_size) or item * 2)
+    buffer.add(TensorDict({"x": torch.tensor(3)}))
+    assert shapes == [()]
+    assert int(buffer[0]["x"]) == 6
+
+
+CHANGES = {
+    "set_": lambda td: td.set_("x", torch.zeros(3, 2)),
+    "key": lambda td: td.set("x", torch.zeros(3, 2)),
+    "new key": lambda td: td.set("more", torch.zeros(3)),
+    "mul_": lambda td: td.apply_(lambda leaf: leaf.mul_(2)),
+    "nested": lambda td: td.set_(("next", "x"), td["next", "x"].add_(1)),
+    "removed": lambda td: td.exclude("x", inplace=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("storage", [fc.LazyTensorStorage, fc.ListStorage])
+def test_a_transform_in_place_leaves_the_callers_batch(change, storage):
+    batch = TensorDict({"x": torch.ones(3, 2), "next": {"x": torch.ones(3, 2)}}, [3])
+    before, leaf = batch.clone(), batch["x"]
+    buffer = filled(batch, storage(9), transform=CHANGES[change])
+    buffer.extend(batch.lock_())
+    if change not in ("key", "new key", "set_"):
+        buffer.add(batch[0])
+    assert_same(batch, before)
+    assert batch["x"] is leaf
+    assert_same(buffer[:3], CHANGES[change](before))
+
+
+def test_a_transform_in_place_of_trees_and_arrays():
+    def emptied(tree):
+        for leaf in (tree["a"], tree["b"][0]):
+            leaf[:] = 0
+        return {"a": torch.as_tensor(tree["a"]), "b": tree["b"]}
+
+    tree = {"a": np.ones(3), "b": (torch.ones(3, 2),)}
+    buffer = filled(tree, transform=emptied)
+    assert tree["a"].all()
+    assert tree["b"][0].all()
+    assert not buffer[:]["a"].any()

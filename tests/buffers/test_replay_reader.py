@@ -232,7 +232,7 @@ def test_frames_without_ids_and_observations_that_are_stored_once(tmp_path):
     reader = fc.ReplayReader(tmp_path / "plain", sampler=fc.SliceSampler(slice_len=2))
     with pytest.raises(ValueError, match="no batch_size"):
         reader.sample()
-    with pytest.raises(ValueError, match=r"no collector.traj_ids or episode, which a reader .* name the ids with"):
+    with pytest.raises(ValueError, match=r"no collector.traj_ids or episode, which a reader .* name a key with"):
         reader.sample(4)
     storage = fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "compact", compact_obs=True)
     seen = torch.arange(4)[:, None].expand(4, 9)

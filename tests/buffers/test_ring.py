@@ -229,37 +229,28 @@ def full_ring(short_ones=0):
     return fc.ring.extend(state, batch_of(lanes))[0]
 
 
-def starts_of(state, over, strict, count):
-    """The (lane, trajectory, step) at which `count` slices begin."""
-    spec = fc.ring.Slices(num_slices=count, slice_len=SLICE, strict_length=strict, over=over)
-    batch = fc.ring.sample(state, key_from_seed(0), spec)
-    return [tuple(start) for start in batch["observation"][batch["collector", "is_first"]].int().tolist()]
-
-
-def windows_of(state, strict):
-    """Where a slice can begin, by trajectory."""
-    frames = state.memory.storage.read(np.arange(len(state)))["observation"].int().tolist()
-    steps = {}
-    for lane, trajectory, step in frames:
-        steps.setdefault((lane, trajectory), []).append(step)
-    found = {}
-    for key, held in steps.items():
-        if len(held) >= SLICE or not strict:
-            found[key] = range(min(held), max(min(held) + 1, max(held) + 2 - SLICE))
-    return found
-
-
 def chances_of(state, over, strict):
-    windows = windows_of(state, strict)
+    """How likely a slice begins at each (lane, trajectory, step)."""
+    steps = {}
+    for lane, trajectory, step in state.memory.storage.read(np.arange(len(state)))["observation"].int().tolist():
+        steps.setdefault((lane, trajectory), []).append(step)
+    windows = {
+        key: range(min(held), max(min(held) + 1, max(held) + 2 - SLICE))
+        for key, held in steps.items()
+        if len(held) >= SLICE or not strict
+    }
     total = sum(map(len, windows.values()))
-    each = {key: 1 / len(windows) / len(places) if over == "trajectories" else 1 / total
-            for key, places in windows.items()}  # fmt: skip
+    each = {
+        key: 1 / (len(windows) * len(places) if over == "trajectories" else total) for key, places in windows.items()
+    }
     return {(*key, place): each[key] for key, places in windows.items() for place in places}
 
 
 def disagrees(state, over, strict, chances):
     count = scaled(40) * len(chances)
-    starts = starts_of(state, over, strict, count)
+    spec = fc.ring.Slices(num_slices=count, slice_len=SLICE, strict_length=strict, over=over)
+    batch = fc.ring.sample(state, key_from_seed(0), spec)
+    starts = [tuple(start) for start in batch["observation"][batch["collector", "is_first"]].int().tolist()]
     assert set(starts) <= set(chances)
     return implausible([starts.count(start) for start in chances], [count * chance for chance in chances.values()])
 

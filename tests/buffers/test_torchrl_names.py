@@ -9,6 +9,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 
 import funcollect as fc
 from funcollect.buffers.keywords import FOREIGN
+from tests.buffers.conftest import filled
 
 KINDS = [fc.LazyTensorStorage, fc.LazyMemmapStorage, fc.ListStorage]
 
@@ -18,9 +19,7 @@ def frames(count, first=0):
 
 
 def made(kind=fc.LazyTensorStorage, count=6, size=8, **options):
-    buffer = fc.ReplayBuffer(storage=kind(size), **options)
-    buffer.extend(frames(count))
-    return buffer
+    return filled(frames(count), kind(size), **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,16 +52,14 @@ def test_frames_are_overwritten(kind):
 
 
 def test_lanes_are_overwritten_and_one_step_is_broadcast():
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(20, ndim=2))
-    buffer.extend(frames(10).view(2, 5))
+    buffer = filled(frames(10).view(2, 5), 20, ndim=2)
     buffer[0, 1:3] = frames(2, 70)
     buffer[:, 4:5] = frames(1, 90)
     assert buffer["x"].tolist() == [[0, 70, 71, 3, 90], [5, 6, 7, 8, 90]]
-    tree = fc.ReplayBuffer(storage=fc.LazyTensorStorage(4), transform=lambda leaf: leaf * 2)
-    tree.extend(torch.arange(3))
+    tree = filled(torch.arange(3), 4, transform=lambda leaf: leaf * 2)
     tree[1:] = torch.arange(2) + 10
     assert tree[:].tolist() == [0, 20, 22]
-    with pytest.raises(TypeError, match="the frames are of type Tensor, expected TensorDicts"):
+    with pytest.raises(TypeError, match="the frames are Tensor, expected TensorDicts"):
         tree.set_("x", 1)
 
 
@@ -190,7 +187,7 @@ def test_a_state_as_a_dict(kind):
 @pytest.mark.parametrize("state", [None, {"../x": torch.zeros(1, dtype=torch.uint8)}, {"meta.json": "{}"}])
 def test_another_dict_is_refused(state):
     buffer = made()
-    with pytest.raises(TypeError, match="expected what state_dict of a buffer returned"):
+    with pytest.raises(TypeError, match="expected what state_dict returned"):
         buffer.load_state_dict(state)
     assert (buffer[:] == frames(6)).all()
 
@@ -251,12 +248,16 @@ def test_frames_with_bad_priorities_are_not_stored(kind, priority):
     assert (len(buffer), buffer.write_count) == (2, 2)
 
 
-def test_an_exponent_changes_stored_priorities():
-    buffer = keyed()
+def test_an_exponent_changes_stored_priorities_and_is_dumped(tmp_path):
+    buffer, other = keyed(), keyed()
     buffer.extend(frames(3).set("td_error", torch.tensor([0.0, 4.0, 9.0])))
     for alpha, weights in ((0.5, [0, 2, 3]), (torch.tensor(1.0), [0, 4, 9])):
         buffer.sampler.alpha = alpha
         assert buffer.sampler.state()["weights"][:3].tolist() == weights
+    buffer.sampler.alpha, buffer.sampler.beta = 0.5, 0.25
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert (other.sampler.alpha, other.sampler.beta) == (0.5, 0.25)
     with pytest.raises(ValueError, match="alpha is -1, expected"):
         buffer.sampler.alpha = -1
 
@@ -297,8 +298,7 @@ def test_exponents_may_be_tensors_and_new_frames_get_the_highest_priority_held()
 
 def test_a_shared_buffer_is_unpickled_as_a_reader(tmp_path):
     storage, sampler = fc.LazyMemmapStorage(8, scratch_dir=tmp_path), fc.SliceSampler(slice_len=2, traj_key="x")
-    buffer = fc.ReplayBuffer(storage=storage, sampler=sampler, batch_size=4, shared=True)
-    buffer.extend(frames(6).set("x", torch.zeros(6)))
+    buffer = filled(frames(6).set("x", torch.zeros(6)), storage, sampler, batch_size=4, shared=True)
     reader = pickle.loads(pickle.dumps(buffer))
     buffer.extend(frames(1).set("x", torch.ones(1)))
     assert (len(reader), reader.sample().shape) == (7, (4,))
@@ -310,10 +310,3 @@ def test_a_shared_buffer_is_unpickled_as_a_reader(tmp_path):
     other = fc.ReplayBuffer(storage=storage, sampler=sampler)
     with pytest.raises(TypeError, match="the reader's sampler is PrioritizedSampler"):
         other.share()
-
-
-def test_exponents_are_dumped(tmp_path):
-    buffer, other = (made(sampler=fc.PrioritizedSampler(8, *exponents, 0)) for exponents in ((0.5, 1), (1.0, 0.5)))
-    buffer.dumps(tmp_path)
-    other.loads(tmp_path)
-    assert (other.sampler.alpha, other.sampler.beta) == (0.5, 1)

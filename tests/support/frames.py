@@ -125,6 +125,7 @@ SAMPLERS = {
     "random": fc.RandomSampler,
     "without replacement": fc.SamplerWithoutReplacement,
     "slices": lambda: fc.SliceSampler(slice_len=4, strict_length=False),
+    "each trajectory once": lambda: fc.SliceSampler(slice_len=3, replacement=False),
     "windows": lambda: fc.SliceSampler(num_slices=4, over="windows", strict_length=False, pad_output=True),
     "priorities": lambda: fc.PrioritizedSampler(CAPACITY, 0.8, 0.6),
     "slices by priority": lambda: fc.PrioritizedSliceSampler(CAPACITY, 0.8, 0.6, slice_len=3),
@@ -183,14 +184,15 @@ def extend(buffers, batch):
 
 def check_uses(storage):
     """Whether the planes in use are those of the rows; each number is in use, free, or was never used."""
-    if storage._shared is None:
+    if storage._held is None:
         return
-    expected = {pool: np.zeros(len(pool._uses), np.int64) for pool in storage._shared.pools}
-    for pool, numbers in storage._shared.numbers(storage._rows.tensor):
+    rows, shared = storage._held
+    expected = {pool: np.zeros(len(pool._uses), np.int64) for pool in shared.pools}
+    for pool, numbers in shared.numbers(rows.tensor):
         np.add.at(expected[pool], numbers.reshape(-1), 1)
     for pool, used in expected.items():
         assert (used[1:] == pool._uses[1:]).all()
-        assert not pool.rows[0].any()
+        assert not pool.memory.rows[0].any()
         known = [0, *np.flatnonzero(used[1:]) + 1, *pool._free, *range(pool._end, len(pool._uses))]
         assert sorted(known) == list(range(len(pool._uses)))
 

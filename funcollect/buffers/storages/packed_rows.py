@@ -39,14 +39,15 @@ Records = npt.NDArray[np.void]  # rows [N], each as a struct with a field per co
 
 @dataclass(frozen=True)
 class PackedLeaf:
-    """The place of a leaf in a row."""
+    """The place of a leaf in a row, which has the numbers of a shared leaf's planes instead (see `SharedLeaves`)."""
 
+    index: int  # of its column
     path: Path
+    form: _Form  # in a batch; the others are those in the row
     shape: tuple[int, ...]  # of one frame
     dtype: torch.dtype
     offset: int  # bytes from the beginning of the row
     count: int  # the number of values
-    nbytes: int
     element: np.dtype[np.void]  # all values of a frame, as nothing but their bytes
 
 
@@ -54,8 +55,7 @@ def leaves_of(data: Any, prefix: Path = ()) -> dict[Path, Tensor]:
     """The leaves of a TensorDict or another tree of tensors, by path; TypeError if a leaf is not a tensor."""
     if not isinstance(data, TensorDictBase):
         paths, leaves, _ = optree.tree_flatten_with_path(data)
-        named = zip((tuple(map(str, path)) for path in paths), leaves, strict=True)
-        return {path: _checked(path, leaf) for path, leaf in named}
+        return {(path := tuple(map(str, each))): _checked(path, leaf) for each, leaf in zip(paths, leaves, strict=True)}
     found: dict[Path, Tensor] = {}
     for name, value in data.items():
         path = (*prefix, name)
@@ -112,61 +112,96 @@ def lead_of(data: Any, leaves: Mapping[Path, Tensor], ndim: int) -> tuple[int, .
     ids = leaves.get(("collector", "traj_ids"))
     if ndim > 1 and ids is not None and ids.ndim > ndim:
         what = f"the batch has a frame for each of {list(ids.shape)}, the storage takes {ndim} dimensions (ndim={ndim})"
-        mend = f"build it with ndim={ids.ndim}, or flatten the first ones, as cat_results=0 of a collector does"
-        raise ValueError(f"{what}: {mend}")
+        raise ValueError(f"{what}: build it with ndim={ids.ndim}, or flatten the first ones, as cat_results=0 does")
     return shape[:ndim]
 
 
 class RowLayout:
     """The arrangement of a frame's leaves in a row of `words` 64-bit words; the `columns` are in the batch's order."""
 
-    def __init__(self, leaves: Mapping[Path, _Form], item_dims: tuple[int, ...] = (), structure: Any = None) -> None:
+    def __init__(
+        self,
+        forms: Mapping[Path, _Form],
+        item_dims: tuple[int, ...] = (),
+        structure: Any = None,
+        planes: Mapping[Path, int] | None = None,
+    ) -> None:
         self.item_dims = item_dims  # the batch dimensions of a single frame, which may be a sequence
         self.structure = structure  # that of a frame that is a tree; None for TensorDicts
-        offset, columns = 0, dict[Path, PackedLeaf]()
-        for path, (shape, dtype) in sorted(leaves.items(), key=lambda leaf: (-leaf[1][1].itemsize, str(leaf[1][1]))):
-            nbytes = (count := math.prod(shape)) * dtype.itemsize
-            columns[path] = PackedLeaf(path, shape, dtype, offset, count, nbytes, np.dtype(f"V{nbytes}"))
-            offset += nbytes
-        self.columns, self._paths = [columns[path] for path in leaves], {*leaves}
-        self._nested = nest({path: index for index, path in enumerate(leaves)}) if structure is None else {}
+        self.planes = planes or {}  # the number of planes of each shared leaf
+        stored = {**forms, **{path: ((count,), torch.int32) for path, count in self.planes.items()}}
+        order, offset, columns = {path: index for index, path in enumerate(forms)}, 0, dict[Path, PackedLeaf]()
+        for path, (shape, dtype) in sorted(stored.items(), key=lambda leaf: (-leaf[1][1].itemsize, str(leaf[1][1]))):
+            element = np.dtype(f"V{(count := math.prod(shape)) * dtype.itemsize}")
+            columns[path] = PackedLeaf(order[path], path, forms[path], shape, dtype, offset, count, element)
+            offset += element.itemsize
+        self.columns = [columns[path] for path in forms]
+        self._nested = nest(order) if structure is None else {}
         # tensordict cannot clone floats of eight bits if a device is set.
-        dtypes = {dtype for _, dtype in leaves.values()}
+        dtypes = {dtype for _, dtype in stored.values()}
         self._placed = bool(dtypes) and all(dtype.itemsize > 1 or not dtype.is_floating_point for dtype in dtypes)
-        self._carried = [index for index, column in enumerate(self.columns) if column.dtype in _CARRIERS]
+        self._carried = [leaf.index for leaf in self.columns if leaf.dtype in _CARRIERS]
         widest = max([_WORD, *(dtype.itemsize for dtype in dtypes)])
         self.nbytes = max(-(-offset // widest), 1) * widest
-        self.words, self.names = self.nbytes // _WORD, [*map(str, leaves)]
-        carriers = [torch.empty(0, dtype=_CARRIERS.get(column.dtype, column.dtype)).numpy() for column in self.columns]
-        typed = [(array.dtype, column.shape) for array, column in zip(carriers, self.columns, strict=True)]
+        self.words, self.names = self.nbytes // _WORD, [*map(str, forms)]
+        carriers = [torch.empty(0, dtype=_CARRIERS.get(leaf.dtype, leaf.dtype)).numpy() for leaf in self.columns]
+        typed = [(array.dtype, leaf.shape) for array, leaf in zip(carriers, self.columns, strict=True)]
         # A row as a struct with a field per column; as one, NumPy sees its values, or nothing but their bytes.
-        offsets = [column.offset for column in self.columns]
+        offsets = [leaf.offset for leaf in self.columns]
         self._typed, self.opaque = (
             np.dtype({"names": self.names, "formats": formats, "offsets": offsets, "itemsize": self.nbytes})
-            for formats in (typed, [column.element for column in self.columns])
+            for formats in (typed, [leaf.element for leaf in self.columns])
         )
 
     @classmethod
-    def of(cls, data: Any, ndim: int) -> RowLayout:
-        """The layout of the leaves of `data`, which have `ndim` batch dimensions."""
-        forms = {path: (tuple(leaf.shape[ndim:]), leaf.dtype) for path, leaf in leaves_of(data).items()}
+    def of(cls, data: Any, ndim: int, compact_obs: bool = False, frame_stack: int | None = None) -> RowLayout:
+        """The layout for batches like this one; ValueError if it has no leaf to which an option applies."""
+        leaves = leaves_of(data)
+        planes = _observations(leaves, ndim) if compact_obs else {}
+        planes |= _stacks(leaves, ndim, frame_stack) if frame_stack is not None else {}
+        forms = {path: (tuple(leaf.shape[ndim:]), leaf.dtype) for path, leaf in leaves.items()}
         if isinstance(data, TensorDictBase):
-            return cls(forms, tuple(data.batch_size[ndim:]))
-        return cls(forms, structure=optree.tree_structure(data))
+            return cls(forms, tuple(data.batch_size[ndim:]), planes=planes)
+        return cls(forms, structure=optree.tree_structure(data), planes=planes)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> RowLayout:
+        """The layout described by `to_json`."""
+        batch = saved["batch"]
+        forms = {tuple(path): (tuple(shape), getattr(torch, dtype)) for path, shape, dtype in batch["leaves"]}
+        structure = optree.tree_structure(ast.literal_eval(batch["tree"])) if "tree" in batch else None
+        return cls(forms, tuple(batch["item_dims"]), structure, {tuple(path): n for path, n in saved["planes"]})
+
+    def to_json(self) -> dict[str, Any]:
+        """A description in numbers and strings; TypeError for a tree of other nodes than dicts, lists and tuples."""
+        leaves = [(leaf.path, leaf.form[0], str(leaf.form[1]).removeprefix("torch.")) for leaf in self.columns]
+        saved: dict[str, Any] = {"leaves": leaves, "item_dims": self.item_dims}
+        if self.structure is not None:
+            saved["tree"] = _written(self.structure)
+        return {"batch": saved, "planes": [*self.planes.items()]}
+
+    def kinds(self) -> dict[tuple[int, int, torch.dtype], list[PackedLeaf]]:
+        """The shared leaves by the number of their planes, and the planes' number of values and dtype."""
+        found: dict[tuple[int, int, torch.dtype], list[PackedLeaf]] = {}
+        for leaf in self.columns:
+            if count := self.planes.get(leaf.path):
+                shape, dtype = leaf.form
+                found.setdefault((count, math.prod(shape) // count, dtype), []).append(leaf)
+        return found
 
     def check(self, leaves: Mapping[Path, Tensor], ndim: int) -> None:
         """Raise ValueError if the keys, shapes or dtypes of a batch differ from this layout."""
-        if leaves.keys() != self._paths:
-            differences = {"lacks": self._paths - leaves.keys(), "adds": leaves.keys() - self._paths}
+        if leaves.keys() != (own := {column.path for column in self.columns}):
+            differences = {"lacks": own - leaves.keys(), "adds": leaves.keys() - own}
             parts = [f"{verb} {sorted(map('.'.join, paths))}" for verb, paths in differences.items() if paths]
             what = f"the batch {' and '.join(parts)}, expected the keys of the storage's first batch"
             raise ValueError(f"{what}: select the same keys for every batch, or make another buffer")
         for column in self.columns:
-            leaf = leaves[column.path]
-            if leaf.shape[ndim:] != column.shape or leaf.dtype != column.dtype:
-                what = f"{readable(column.path) or 'the data'} is {list(leaf.shape[ndim:])} {leaf.dtype} in each frame"
-                own = f"the storage holds {list(column.shape)} {column.dtype}, as the first batch had it"
-                raise ValueError(f"{what}, {own}: convert it before extending, or store it in another buffer")
+            shape, dtype = leaves[column.path].shape[ndim:], leaves[column.path].dtype
+            if (shape, dtype) != column.form:
+                what = f"{readable(column.path) or 'the data'} is {list(shape)} {dtype} in each frame"
+                held = f"the storage holds {list(column.form[0])} {column.form[1]}, as the first batch had it"
+                raise ValueError(f"{what}, {held}: convert it before extending, or store it in another buffer")
 
     def records(self, rows: Ints) -> Records:
         """A view [N] of the `rows` [N, words]; on the CPU."""
@@ -183,16 +218,15 @@ class RowLayout:
 
     def unpack(self, rows: Tensor | Records, leaves: list[Tensor] | None = None) -> Any:
         """The batch in `rows` [N, words] int64, contiguous; by default its leaves, by column, are views of them."""
-        leaves = self.leaves(rows) if leaves is None else leaves
+        if leaves is None:
+            leaves = self.views(rows) if isinstance(rows, Tensor) else self.leaves(rows)
         if self.structure is not None:
             return optree.tree_unflatten(self.structure, leaves)
         device = leaves[0].device if self._placed else None
         return _build(self._nested, leaves, _attributes(torch.Size((rows.shape[0], *self.item_dims)), device))
 
-    def leaves(self, rows: Tensor | Records) -> list[Tensor]:
-        """Views of the leaves in `rows`, by column."""
-        if isinstance(rows, Tensor):
-            return self.views(rows)
+    def leaves(self, rows: Records) -> list[Tensor]:
+        """Views of the leaves [N, ...] in `rows` [N], by column."""
         leaves = [torch.from_numpy(rows[name]) for name in self.names]
         for index in self._carried:
             leaves[index] = leaves[index].view(self.columns[index].dtype)
@@ -244,7 +278,7 @@ class ViewedRows:
         at, some = slice(slot, slot + count), slice(first, first + count)
         if self.tensor.is_cpu:
             for field, column in zip(self._fields, self.layout.columns, strict=True):
-                if column.nbytes and count:
+                if column.element.itemsize and count:
                     field[at] = _elements(leaves[column.path], ndim, column)[some]
             return
         rows, source = self.tensor[at], next(iter(leaves.values())).device
@@ -255,12 +289,6 @@ class ViewedRows:
             return
         for view, column in zip(self.layout.views(rows), self.layout.columns, strict=True):
             view.copy_(time_major(leaves[column.path], ndim).reshape(-1, *column.shape)[some])
-
-    def put(self, slots: Ints, leaves: Mapping[Path, Tensor]) -> None:
-        """Overwrite the rows in `slots` [N] by the frames of leaves ``[N, ...]``."""
-        staged = torch.zeros(len(slots), self.layout.words, dtype=torch.int64)
-        ViewedRows(self.layout, staged).write(0, len(slots), leaves, 1)
-        self.tensor[torch.from_numpy(slots)] = staged.to(self.tensor.device)
 
 
 def _build(nested: Mapping[str, Any], leaves: list[Tensor], attributes: Mapping[str, Any]) -> TensorDict:
@@ -288,54 +316,6 @@ def gather(records: Records, slots: Ints, mask: Bools | None = None) -> Records:
     return found
 
 
-class FrameLayout:
-    """The layout of frames, `batch`, and of the `rows` that store them.
-
-    Rows have the numbers of planes, [k] int32, instead of a shared leaf (see `SharedLeaves`); `planes` has each k.
-    """
-
-    def __init__(self, batch: RowLayout, planes: Mapping[Path, int]) -> None:
-        self.batch, self.planes = batch, planes
-        stored: dict[Path, _Form] = {leaf.path: (leaf.shape, leaf.dtype) for leaf in batch.columns}
-        stored |= {path: ((count,), torch.int32) for path, count in planes.items()}
-        self.rows = RowLayout(stored, batch.item_dims, batch.structure)
-
-    @classmethod
-    def of(
-        cls, data: Any, leaves: Mapping[Path, Tensor], ndim: int, compact_obs: bool, frame_stack: int | None
-    ) -> FrameLayout:
-        """The layout for batches like this one; ValueError if it has no leaf to which an option applies."""
-        planes = _observations(leaves, ndim) if compact_obs else {}
-        planes |= _stacks(leaves, ndim, frame_stack) if frame_stack is not None else {}
-        return cls(RowLayout.of(data, ndim), planes)
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> FrameLayout:
-        """The layout described by `to_json`."""
-        batch = saved["batch"]
-        forms = {tuple(path): (tuple(shape), getattr(torch, dtype)) for path, shape, dtype in batch["leaves"]}
-        planes = {tuple(path): count for path, count in saved["planes"]}
-        structure = optree.tree_structure(ast.literal_eval(batch["tree"])) if "tree" in batch else None
-        return cls(RowLayout(forms, tuple(batch["item_dims"]), structure), planes)
-
-    def to_json(self) -> dict[str, Any]:
-        """A description in numbers and strings; TypeError for a tree of other nodes than dicts, lists and tuples."""
-        batch, planes = self.batch, [*self.planes.items()]
-        leaves = [(leaf.path, leaf.shape, str(leaf.dtype).removeprefix("torch.")) for leaf in batch.columns]
-        saved: dict[str, Any] = {"leaves": leaves, "item_dims": batch.item_dims}
-        if batch.structure is not None:
-            saved["tree"] = _written(batch.structure)
-        return {"batch": saved, "planes": planes}
-
-    def kinds(self) -> dict[tuple[int, int, torch.dtype], list[PackedLeaf]]:
-        """The shared leaves by the number of their planes, and the planes' number of values and dtype."""
-        found: dict[tuple[int, int, torch.dtype], list[PackedLeaf]] = {}
-        for leaf in self.batch.columns:
-            if count := self.planes.get(leaf.path):
-                found.setdefault((count, leaf.count // count, leaf.dtype), []).append(leaf)
-        return found
-
-
 def _written(structure: Any) -> str:
     """A structure as Python writes a tree of zeros; TypeError unless that can be read without running code."""
     text = repr(optree.tree_unflatten(structure, [0] * structure.num_leaves))
@@ -353,11 +333,9 @@ def _observations(leaves: Mapping[Path, Tensor], ndim: int) -> dict[Path, int]:
         if root is not None and root.shape == leaf.shape and root.dtype == leaf.dtype:
             found += path, path[1:]
     if not found:
-        what = "the batch has no next observation of the same shape and dtype as an observation at its root"
-        held = sorted(map(readable, leaves))
-        raise ValueError(f"{what}, so compact_obs would save nothing; it has {held}: leave compact_obs out")
-    sizes = {path: leaves[path].shape[ndim:].numel() * leaves[path].dtype.itemsize for path in found}
-    return {path: 1 for path, size in sizes.items() if size >= _LEAST_SHARED}
+        what = "the batch has no next observation of the same shape and dtype as one at its root, which would be shared"
+        raise ValueError(f"{what}; it has {sorted(map(readable, leaves))}: leave compact_obs out")
+    return {path: 1 for path in found if leaves[path].shape[ndim:].numel() * leaves[path].itemsize >= _LEAST_SHARED}
 
 
 def _stacks(leaves: Mapping[Path, Tensor], ndim: int, frame_stack: int) -> dict[Path, int]:
@@ -369,7 +347,6 @@ def _stacks(leaves: Mapping[Path, Tensor], ndim: int, frame_stack: int) -> dict[
             found[path] = frame_stack
     if not found:
         held = {readable(path): list(shape) for path, shape in shapes.items()}
-        what = f"frame_stack is {frame_stack}, and no observation of the batch has a shape [{frame_stack}, ...]"
-        mend = "pass the number of stacked frames, which must be the first dimension, or leave frame_stack out"
-        raise ValueError(f"{what} of at least two dimensions in each frame; it has {held}: {mend}")
+        what = f"frame_stack is {frame_stack}, and no observation has a shape [{frame_stack}, ...] of several axes"
+        raise ValueError(f"{what} in {held}: pass the number of stacked frames, the first dimension, or leave it out")
     return found

@@ -12,9 +12,8 @@ import json
 import math
 import os
 import secrets
+import shutil
 import tempfile
-from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,21 @@ from typing_extensions import override
 from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
 from funcollect.buffers import Bools, Ints
 from funcollect.buffers.keywords import takes_foreign
-from funcollect.buffers.storages.packed_rows import FrameLayout, ViewedRows, form_of, gather, lead_of, leaves_of
-from funcollect.buffers.storages.shared_leaves import PLANES, HeldRows, RowsInFile, SegmentFiles, SharedLeaves, room_for
+from funcollect.buffers.storages.packed_rows import RowLayout, ViewedRows, form_of, gather, lead_of, leaves_of
+from funcollect.buffers.storages.shared_leaves import PLANES, RowsInFile, SegmentFiles, SharedLeaves, room_for
 from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size
 from funcollect.interop.memory import memory_for
 from funcollect.messages import clipped
 from funcollect.trajectories.split import readable
 from funcollect.tree import Path as KeyPath
 
-_NAME, _FRESH = "rows.bin", "rows.new"  # of the file, and until it is complete
+_NAME, _FRESH = "rows.bin", "new-rows"  # of the file, and of a directory for files until they are complete
 _MAGIC = int.from_bytes(b"funcoll2", "little")
 _WORD, _PAGE = 8, 4096  # bytes
 _OLDEST, _WRITTEN = 8, 9  # the words of the header that change
 _JSON = 16  # the word at which the JSON begins
+# Of the newest batch: its form, the batch dimensions, the paths of the leaves, and the layout that it matches.
+_NONE_ADMITTED: tuple[Any, tuple[int, ...], list[KeyPath], RowLayout | None] = None, (), [], None
 
 
 class LazyTensorStorage(Storage):
@@ -89,17 +90,13 @@ class LazyTensorStorage(Storage):
         self.max_size, self.ndim = int(max_size), int(ndim)
         self.device = checked_device(device) or torch.device("cpu")
         self.compact_obs, self.frame_stack = compact_obs, frame_stack
-        self.layout: FrameLayout | None = None
-        self._rows: ViewedRows | None = None
-        self._shared: SharedLeaves | None = None
-        # Of the newest batch: its form, the batch dimensions, the paths of the leaves, and the layout that it matches.
-        self._admitted: tuple[Any, tuple[int, ...], list[KeyPath], FrameLayout | None] = None, (), [], None
+        self._held: tuple[ViewedRows, SharedLeaves] | None = None
+        self._admitted = _NONE_ADMITTED
 
     @override
     def recognized(self, data: Any) -> Incoming | None:
-        form, lead, paths, layout = self._admitted
-        leaves: list[Tensor] = []
-        if type(data) is not TensorDict or layout is not self.layout or form_of(data, leaves) != form:
+        (form, lead, paths, layout), leaves = self._admitted, list[Tensor]()
+        if type(data) is not TensorDict or form_of(data, leaves) != form:
             return None
         return Incoming(lead, dict(zip(paths, leaves, strict=True)), layout)
 
@@ -111,25 +108,27 @@ class LazyTensorStorage(Storage):
             what = f"the batch is a lazy stack of different shapes ({clipped(str(error))})"
             raise ValueError(f"{what}, expected one shape for each key: store it in a ListStorage") from error
         lead = lead_of(data, leaves, self.ndim)
-        layout = self.layout or FrameLayout.of(data, leaves, self.ndim, self.compact_obs, self.frame_stack)
-        layout.batch.check(leaves, self.ndim)
+        if self._held is None:
+            layout = RowLayout.of(data, self.ndim, self.compact_obs, self.frame_stack)
+        else:
+            (layout := self._held[0].layout).check(leaves, self.ndim)
         self._admitted = form_of(data, []) if type(data) is TensorDict else None, lead, [*leaves], layout
         return Incoming(lead, leaves, layout)
 
     @override
     def write(self, batch: Incoming, start: int) -> None:
-        if self.layout is None:
-            self.layout, (self._rows, self._shared) = batch.content, self._allocate(batch.content)
-        layout, rows, shared = self._open()
+        if self._held is None:
+            self._held = self._allocate(batch.content)
+        rows, shared = self._held
         count = math.prod(batch.lead)
         first = max(count - self.max_size, 0)  # earlier frames would be overwritten by later ones of the same batch
-        leaves = shared.add(batch.leaves, self.ndim, first) if layout.planes else batch.leaves
+        leaves = shared.add(batch.leaves, self.ndim, first) if shared.pools else batch.leaves
         oldest = max(start + count - self.max_size, 0)
         self._announce(oldest, start)
         while first < count:
             slot = (start + first) % self.max_size
             fitting = min(count - first, self.max_size - slot)
-            if layout.planes:
+            if shared.pools:
                 shared.release(rows.tensor[slot : slot + fitting])
             rows.write(slot, fitting, leaves, self.ndim, first)
             first += fitting
@@ -138,81 +137,84 @@ class LazyTensorStorage(Storage):
 
     @override
     def overwrite(self, slots: Ints, data: Any) -> None:
-        layout, rows, _ = self._open()
-        if layout.planes:
-            what = "frames share memory (compact_obs, frame_stack), so none can be overwritten"
-            raise ValueError(f"{what}: extend the buffer instead")
-        own, given = {leaf.path: leaf.shape for leaf in layout.batch.columns}, leaves_of(data)
+        rows, shared = self._open()
+        if self.scratch_dir is not None:
+            what = f"other processes may read the frames in {self.scratch_dir}, so none can be overwritten"
+            raise ValueError(f"{what}: extend instead, or leave scratch_dir out")
+        if shared.pools:
+            raise ValueError("frames share memory (compact_obs, frame_stack) and cannot be overwritten: extend instead")
+        own, given = {leaf.path: leaf.shape for leaf in rows.layout.columns}, leaves_of(data)
         try:
             leaves = {path: leaf.expand((*slots.shape, *own.get(path, leaf.shape))) for path, leaf in given.items()}
         except RuntimeError as error:
             shapes = {readable(path): list(leaf.shape) for path, leaf in given.items()}
             what = f"the data has shapes {shapes}, expected {list(slots.shape)} frames, or ones that broadcast to them"
             raise ValueError(f"{what}: give one frame for each slot, like those of the first batch") from error
-        layout.batch.check(leaves, slots.ndim)
-        rows.put(slots.reshape(-1), {path: leaf.reshape(-1, *own[path]) for path, leaf in leaves.items()})
+        rows.layout.check(leaves, slots.ndim)
+        flat = {path: leaf.reshape(-1, *own[path]) for path, leaf in leaves.items()}
+        staged = ViewedRows(rows.layout, torch.zeros(slots.size, rows.layout.words, dtype=torch.int64))
+        staged.write(0, slots.size, flat, 1)
+        rows.tensor[torch.from_numpy(slots.reshape(-1))] = staged.tensor.to(rows.tensor.device)
 
     def _announce(self, oldest: int, written: int) -> None:
         """Publish that exactly the frames ``oldest … written - 1`` are complete; before and after they are written."""
 
-    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[ViewedRows, SharedLeaves]:
-        """Memory for the rows [max_size, words] int64, and for planes; `existsok` allows to replace existing files."""
-        with memory_for(lambda: f"a storage of {self.max_size:,} frames of {layout.rows.nbytes:,} bytes"):
+    def _allocate(self, layout: RowLayout, existsok: bool = False) -> tuple[ViewedRows, SharedLeaves]:
+        """Memory for rows and planes; `existsok` allows to replace existing files."""
+        with memory_for(lambda: f"a storage of {self.max_size:,} frames of {layout.nbytes:,} bytes"):
             if layout.planes:  # no numbers of planes yet; NumPy's zeros take memory as they are written, unlike Torch's
-                rows = torch.from_numpy(np.zeros((self.max_size, layout.rows.words), np.int64))
+                rows = torch.from_numpy(np.zeros((self.max_size, layout.words), np.int64))
             else:
-                rows = torch.empty(self.max_size, layout.rows.words, dtype=torch.int64, device=self.device)
-        return ViewedRows(layout.rows, rows), SharedLeaves(layout, repeat(HeldRows), self.max_size)
+                rows = torch.empty(self.max_size, layout.words, dtype=torch.int64, device=self.device)
+        return ViewedRows(layout, rows), SharedLeaves(layout, max_size=self.max_size)
 
-    def _open(self) -> tuple[FrameLayout, ViewedRows, SharedLeaves]:
-        if self.layout is None or self._rows is None or self._shared is None:
+    def _open(self) -> tuple[ViewedRows, SharedLeaves]:
+        if self._held is None:
             raise ValueError("the storage has no frames yet: extend it first")
-        return self.layout, self._rows, self._shared
+        return self._held
 
     @override
     def read(self, slots: Ints, mask: Bools | None = None) -> Any:
-        layout, rows, shared = self._open()
+        rows, shared = self._open()
         if rows.tensor.is_cpu:
             records = gather(rows.records, slots, mask)
             if self.device.type == "cpu":
-                return (shared if layout.planes else layout.rows).unpack(records)
+                return (shared if shared.pools else rows.layout).unpack(records)
             words = torch.from_numpy(records.view(np.int64).reshape(len(slots), -1))
-            return layout.rows.unpack(words.pin_memory().to(self.device, non_blocking=True))
+            return rows.layout.unpack(words.pin_memory().to(self.device, non_blocking=True))
         gathered = rows.tensor.index_select(0, torch.from_numpy(slots).to(self.device))
         if mask is not None:
             gathered[torch.from_numpy(~mask).to(self.device)] = 0
-        return layout.rows.unpack(gathered)
+        return rows.layout.unpack(gathered)
 
     @override
     def copy(self) -> LazyTensorStorage:
-        options: dict[str, Any] = {"compact_obs": self.compact_obs, "frame_stack": self.frame_stack}
-        twin = LazyTensorStorage(self.max_size, ndim=self.ndim, device=self.device, **options)
-        twin.end, twin.layout = self.end, self.layout
-        twin._rows, twin._shared = copy.deepcopy((self._rows, self._shared))
+        twin = LazyTensorStorage(self.max_size, ndim=self.ndim, device=self.device)
+        twin.compact_obs, twin.frame_stack, twin.end = self.compact_obs, self.frame_stack, self.end
+        twin._held = copy.deepcopy(self._held)
         return twin
 
     @override
     def dump(self, directory: Path, frames: range, earlier: Dumped | None = None) -> Any:
-        if self.layout is None:
+        if self._held is None:
             return None
-        layout, rows, shared = self._open()
-        return {**layout.to_json(), "segments": SegmentFiles(directory, rows.tensor, shared).dump(frames, earlier)}
+        rows, shared = self._held
+        return {**rows.layout.to_json(), "segments": SegmentFiles(directory, rows.tensor, shared).dump(frames, earlier)}
 
     @override
     def load(self, frames: range, dumped: Dumped, allow_pickle: bool) -> None:
         directory, header = dumped
         if header is not None:
-            layout = FrameLayout.from_json(header)
-            rows, shared = self._allocate(layout, existsok=True)
+            rows, shared = self._allocate(RowLayout.from_json(header), existsok=True)
             SegmentFiles(directory, rows.tensor, shared).load(header["segments"])
-            self.layout, self._rows, self._shared = layout, rows, shared
+            self._held, self._admitted = (rows, shared), _NONE_ADMITTED
         self.end = len(frames)
         self._announce(frames.start, frames.stop)
 
     @property
     def nbytes(self) -> int:
         """The number of bytes allocated for frames."""
-        return sum(part.nbytes for part in (self._rows, self._shared) if part is not None)
+        return sum(part.nbytes for part in self._held or ())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_size={self.max_size}, ndim={self.ndim}, device={self.device})"
@@ -261,52 +263,42 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._base = 0  # the number of the first frame after `empty`: for readers, numbers only increase
 
     @override
-    def _allocate(self, layout: FrameLayout, existsok: bool = False) -> tuple[ViewedRows, SharedLeaves]:
+    def _allocate(self, layout: RowLayout, existsok: bool = False) -> tuple[ViewedRows, SharedLeaves]:
+        nbytes = layout.nbytes + sum(size * dtype.itemsize for _, size, dtype in layout.kinds())
+        wanted = f"{self.max_size} frames of {nbytes} bytes, {self.max_size * nbytes} in all"
         with contextlib.ExitStack() as stack:
             directory = self.scratch_dir
             if directory is None:  # open files live on without their names
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="funcollect-")))
-            path, fresh, former = directory / _NAME, directory / _FRESH, {*directory.glob(PLANES.format("*"))}
+            path, fresh = directory / _NAME, directory / _FRESH
             if path.exists() and not (existsok or self._existsok):
                 raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
-            directory.mkdir(parents=True, exist_ok=True)
-            fresh.unlink(missing_ok=True)
-            nbytes = layout.rows.nbytes + sum(size * dtype.itemsize for _, size, dtype in layout.kinds())
-            wanted = f"{self.max_size} frames of {nbytes} bytes, {self.max_size * nbytes} in all"
-            try:
-                with room_for(f"{directory} has no room for {wanted}"):
-                    file, shared = self._create(fresh, layout)
-                # An old file is replaced, not truncated: a process that has mapped it would be killed.
-                fresh.replace(path)
-            except BaseException:
-                former = {*directory.glob(PLANES.format("*")), fresh} - former
-                raise
-            finally:
-                for each in former:  # files of planes that no header names
-                    each.unlink(missing_ok=True)
+            shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
+            stack.callback(shutil.rmtree, fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
+            with room_for(f"{directory} has no room for {wanted}"):
+                file, shared = self._create(fresh, layout)
+            former = [*directory.glob(PLANES.format("*"))]
+            # An old file is replaced, not truncated: a process that has mapped it would be killed.
+            for each in sorted(fresh.iterdir()):  # the rows last, whose header names the others
+                each.replace(directory / each.name)
+            for each in former:
+                each.unlink(missing_ok=True)
         self._file, self._base = file, 0
-        return ViewedRows(layout.rows, torch.from_numpy(file.rows)), shared
+        return ViewedRows(layout, torch.from_numpy(file.rows)), shared
 
-    def _create(self, path: Path, layout: FrameLayout) -> tuple[RowsFile, SharedLeaves]:
-        """Create the file, and those for planes."""
-        saved = layout.to_json() if layout.rows.structure is None else {}
+    def _create(self, directory: Path, layout: RowLayout) -> tuple[RowsFile, SharedLeaves]:
+        saved = layout.to_json() if layout.structure is None else {}
         names = [PLANES.format(secrets.token_hex(8)) for _ in layout.kinds()]
-        shared = SharedLeaves(layout, [partial(RowsInFile, path.with_name(name)) for name in names], self.max_size)
+        shared = SharedLeaves(layout, [directory / name for name in names], self.max_size)
         header = np.frombuffer(json.dumps({**saved, "max_size": self.max_size, "files": names}).encode(), np.uint8)
         offset = -(-(_JSON * _WORD + len(header)) // _PAGE) * _PAGE // _WORD  # words before the first row
-        file = RowsInFile(path, 1)
-        file.grow(offset + self.max_size * layout.rows.words)
+        file = RowsInFile(directory / _NAME, 1)
+        file.grow(offset + self.max_size * layout.words)
         words = file.rows[:, 0]
         words[:3] = _MAGIC, offset, len(header)
         words[_JSON:].view(np.uint8)[: len(header)] = header
         return RowsFile(words), shared
-
-    @override
-    def overwrite(self, slots: Ints, data: Any) -> None:
-        if self.scratch_dir is not None:
-            what = f"other processes may read the frames in {self.scratch_dir}, so none can be overwritten"
-            raise ValueError(f"{what}: extend instead, or leave scratch_dir out")
-        super().overwrite(slots, data)
 
     @override
     def _announce(self, oldest: int, written: int) -> None:
@@ -344,18 +336,16 @@ class RowsFile:
                 return oldest, written
 
 
-def attach(directory: Path) -> tuple[RowsFile, FrameLayout, SharedLeaves]:
+def attach(directory: Path) -> tuple[RowsFile, RowLayout, SharedLeaves]:
     """The file that another process writes in its `scratch_dir`, the layout of its frames, and their shared leaves."""
     path = directory / _NAME
     if not path.exists():
-        what = f"{directory} has no frames of a LazyMemmapStorage"
-        raise FileNotFoundError(f"{what}: give its scratch_dir, after the first extend")
+        raise FileNotFoundError(f"{directory} has no frames of a storage: give its scratch_dir, after the first extend")
     words = RowsInFile(path, 1, reading=True).rows[:, 0]
     if words[0] != _MAGIC:
         raise ValueError(f"{path} was not written by a LazyMemmapStorage: give the scratch_dir of one")
     file = RowsFile(words)
     if "batch" not in file.header:
         raise TypeError("the storage holds trees, whose structure is not in its file: store TensorDicts for readers")
-    layout = FrameLayout.from_json(file.header)
-    planes = [partial(RowsInFile, directory / name, reading=True) for name in file.header["files"]]
-    return file, layout, SharedLeaves(layout, planes)
+    layout = RowLayout.from_json(file.header)
+    return file, layout, SharedLeaves(layout, [directory / name for name in file.header["files"]])

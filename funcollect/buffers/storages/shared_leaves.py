@@ -11,8 +11,9 @@ import os
 import shutil
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.buffers import Ints
-from funcollect.buffers.storages.packed_rows import FrameLayout, Records, RowLayout, ViewedRows, gather, time_major
+from funcollect.buffers.storages.packed_rows import PackedLeaf, Records, RowLayout, ViewedRows, gather, time_major
 from funcollect.buffers.storages.storage import Dumped
 from funcollect.files import allocate
 from funcollect.tree import Path as KeyPath
@@ -75,7 +76,7 @@ class RowsInFile(HeldRows):
 
     def __init__(self, path: Path, words: int, *, reading: bool = False) -> None:
         super().__init__(words)
-        self.path, self._access = path, mmap.ACCESS_READ if reading else mmap.ACCESS_WRITE
+        self._access = mmap.ACCESS_READ if reading else mmap.ACCESS_WRITE
         flags = os.O_RDONLY if reading else os.O_RDWR | os.O_CREAT | os.O_EXCL
         self._file = os.open(path, flags | os.O_CLOEXEC, 0o666)  # kept open: it may grow, also after it was replaced
         weakref.finalize(self, os.close, self._file)
@@ -93,7 +94,7 @@ class RowsInFile(HeldRows):
     @override
     def grow(self, count: int) -> None:
         size = self._rows.shape[1] * _WORD
-        with room_for(f"{self.path} has no room for {count} distinct frames of {size} bytes"):
+        with room_for(f"there is no room for {count} distinct frames of {size} bytes"):
             allocate(self._file, count * size)
 
     def __deepcopy__(self, memo: dict[int, object]) -> HeldRows:
@@ -118,13 +119,8 @@ class PlanePool:
         self._end = 1  # numbers from here on were never used
         if count:
             self._grow(count)
-            self.rows[0] = 0
+            self.memory.rows[0] = 0
             self._uses[0] = 1
-
-    @property
-    def rows(self) -> Ints:
-        """All planes; a view is valid until `add`."""
-        return self.memory.rows
 
     def add(self, planes: Ints) -> Ints:
         """The numbers [N] of `planes` [N, words], which are stored if they are new; each counts as one use."""
@@ -135,10 +131,10 @@ class PlanePool:
         found = self._recent.take(self._place(distinct))
         known = (self._hashes.take(found) == distinct) & (self._uses.take(found) > 0)
         # A plane is no longer found if a later one has taken its place in `_recent`. It is then stored twice.
-        known[known] = (self.rows.take(found[known], axis=0) == planes.take(first[known], axis=0)).all(axis=1)
+        known[known] = (self.memory.rows.take(found[known], axis=0) == planes.take(first[known], axis=0)).all(axis=1)
         fresh = first[~known]
         taken = self._take(len(fresh))
-        self.rows[taken], self._hashes[taken] = planes[fresh], hashes[fresh]
+        self.memory.rows[taken], self._hashes[taken] = planes[fresh], hashes[fresh]
         self._recent[self._place(hashes[fresh])] = found[~known] = taken
         numbers = found[group]
         np.add.at(self._uses, numbers, 1)
@@ -171,9 +167,8 @@ class PlanePool:
 
     def _grow(self, count: int) -> None:
         self.memory.grow(count)
-        for name in ("_hashes", "_uses"):  # `_uses`, whose length counts, comes last: there may be no memory
-            table = getattr(self, name)
-            setattr(self, name, np.concatenate([table, np.zeros(count - len(table), table.dtype)]))
+        more = 0, count - len(self._uses)
+        self._hashes, self._uses = np.pad(self._hashes, more), np.pad(self._uses, more)  # both, or there is no memory
         size = 1 << (2 * count - 1).bit_length()
         if size > len(self._recent):
             self._recent = np.zeros(size, np.int64)
@@ -184,34 +179,35 @@ class PlanePool:
 class SharedLeaves:
     """The planes of shared leaves: methods take `rows` [N, words] of this layout of frames.
 
-    For each kind of leaf, a function returns the rows for planes of so many words: of `max_size` frames at first, or 0.
+    They are in memory, or in a file for each kind of leaf: a new one with room for `max_size` frames at first, or one
+    to read, if that is 0.
     """
 
-    def __init__(self, layout: FrameLayout, rows: Iterable[Callable[[int], HeldRows]], max_size: int = 0) -> None:
-        self._layout, columns = layout.rows, {column.path: n for n, column in enumerate(layout.rows.columns)}
-        self._leaves: dict[PlanePool, dict[KeyPath, tuple[int, tuple[int, ...]]]] = {}  # the columns, and own shapes
-        for ((_, size, dtype), leaves), rows_of in zip(layout.kinds().items(), rows, strict=False):
+    def __init__(self, layout: RowLayout, files: Sequence[Path] = (), max_size: int = 0) -> None:
+        self._layout = layout
+        self._leaves: dict[PlanePool, list[PackedLeaf]] = {}
+        for number, ((_, size, dtype), leaves) in enumerate(layout.kinds().items()):
             plane = RowLayout({_PLANE: ((size,), dtype)})
+            rows = RowsInFile(files[number], plane.words, reading=not max_size) if files else HeldRows(plane.words)
             following = sum(leaf.path[0] == "next" for leaf in leaves)
             count = max(following, len(leaves) - following) * max_size
-            pool = PlanePool(plane, rows_of(plane.words), count and count + count // _SPARE + _SPARE // 4)
-            self._leaves[pool] = {leaf.path: (columns[leaf.path], leaf.shape) for leaf in leaves}
+            self._leaves[PlanePool(plane, rows, count and count + count // _SPARE + _SPARE // 4)] = leaves
         self.pools = [*self._leaves]
 
     @property
     def nbytes(self) -> int:
         """The number of bytes allocated for planes, and for the tables by which they are found."""
-        tables = ((pool.rows, pool._hashes, pool._uses, pool._recent, pool._free) for pool in self.pools)
+        tables = ((each.memory.rows, each._hashes, each._uses, each._recent, each._free) for each in self.pools)
         return sum(table.nbytes for some in tables for table in some)
 
     def unpack(self, rows: Records) -> Any:
         """The batch in the rows, with copies of the shared leaves; the other leaves are views."""
         leaves = self._layout.leaves(rows)
         for pool, shared in self._leaves.items():
-            for column, shape in shared.values():
-                numbers = leaves[column].numpy().reshape(-1).astype(np.int64)
-                (planes,) = pool.layout.leaves(gather(pool.layout.records(pool.rows), numbers))
-                leaves[column] = planes.view(len(rows), *shape)
+            for leaf in shared:
+                numbers = leaves[leaf.index].numpy().reshape(-1).astype(np.int64)
+                (planes,) = pool.layout.leaves(gather(pool.layout.records(pool.memory.rows), numbers))
+                leaves[leaf.index] = planes.view(len(rows), *leaf.form[0])
         return self._layout.unpack(rows, leaves)
 
     def add(self, leaves: Mapping[KeyPath, Tensor], ndim: int, first: int) -> Mapping[KeyPath, Tensor]:
@@ -222,8 +218,7 @@ class SharedLeaves:
         found: dict[PlanePool, _Numbers] = {}
         try:
             for pool, shared in self._leaves.items():
-                some = [time_major(leaves[path], ndim) for path in shared]
-                count = self._layout.columns[next(iter(shared.values()))[0]].count
+                some, count = [time_major(leaves[leaf.path], ndim) for leaf in shared], shared[0].count
                 found[pool] = np.zeros((len(some), *some[0].shape[:ndim], count), np.int32)
                 flat = found[pool].reshape(len(some), -1, count)
                 for frames, planes in _parts(some, ndim, first, pool.layout):
@@ -233,9 +228,9 @@ class SharedLeaves:
                 pool.release(numbers.reshape(-1))
             raise
         numbered = {
-            path: torch.from_numpy(numbers).movedim(0, ndim - 1)
+            leaf.path: torch.from_numpy(numbers).movedim(0, ndim - 1)
             for pool, each in found.items()
-            for path, numbers in zip(self._leaves[pool], each, strict=True)
+            for leaf, numbers in zip(self._leaves[pool], each, strict=True)
         }
         return {**leaves, **numbered}
 
@@ -243,7 +238,7 @@ class SharedLeaves:
         """Each shared leaf's pool, and a view [N, k] of the numbers of its planes."""
         records = self._layout.records(rows.numpy())
         for pool, shared in self._leaves.items():
-            yield from ((pool, records[self._layout.names[column]]) for column, _ in shared.values())
+            yield from ((pool, records[self._layout.names[leaf.index]]) for leaf in shared)
 
     def release(self, rows: Tensor, index: Ints | slice = slice(None)) -> None:
         """Free the planes whose last uses were in the rows at `index`."""
@@ -259,7 +254,7 @@ class SharedLeaves:
         for pool, numbers in self.numbers(rows):
             found[pool].append(numbers[index].reshape(-1).astype(np.int64))
         distinct = {pool: np.unique(np.concatenate(each))[1:] for pool, each in found.items()}
-        return [np.c_[pool.rows.take(each, axis=0), each] for pool, each in distinct.items()]
+        return [np.c_[pool.memory.rows.take(each, axis=0), each] for pool, each in distinct.items()]
 
     def renumber(self, rows: Tensor, index: Ints, planes: Sequence[Ints]) -> None:
         """Add the `planes` that were `used` in the rows at `index`, and write their new numbers to these rows."""
@@ -309,11 +304,10 @@ class SegmentFiles(NamedTuple):
 
     def dump(self, frames: range, earlier: Dumped | None) -> list[Segment]:
         """Write `frames`, but link the files of an earlier dump that hold some of them."""
-        linked, first, (capacity, words) = list[Segment](), frames.start, self.rows.shape
+        segments, first, (capacity, words) = list[Segment](), frames.start, self.rows.shape
         if earlier is not None and earlier.frames:
-            found = [Segment(*each) for each in earlier.frames["segments"]]
-            linked = [segment for segment in found if segment.stop > first]
-            for segment in linked:
+            segments = [each for each in starmap(Segment, earlier.frames["segments"]) if each.stop > first]
+            for segment in segments:
                 source, target = (each / _ROWS.format(segment.start) for each in (earlier.directory, self.directory))
                 target.unlink(missing_ok=True)  # left behind by an interrupted dump
                 try:
@@ -323,7 +317,7 @@ class SegmentFiles(NamedTuple):
                 first = segment.stop
         size = max(min(capacity // _PARTS, _BYTES // (words * 8)), 1)
         starts = range(first, frames.stop, size)
-        return [*linked, *(self._write(start, min(start + size, frames.stop)) for start in starts)]
+        return [*segments, *(self._write(start, min(start + size, frames.stop)) for start in starts)]
 
     def _write(self, start: int, stop: int) -> Segment:
         slots = np.arange(start, stop) % len(self.rows)
@@ -339,7 +333,7 @@ class SegmentFiles(NamedTuple):
 
     def load(self, segments: Sequence[Any]) -> None:
         """Read the frames of these files, oldest first: later ones overwrite those that the ring had lost already."""
-        for segment in (Segment(*each) for each in segments):
+        for segment in starmap(Segment, segments):
             rows, *planes = self._read(segment)
             slots = np.arange(segment.start, segment.stop) % len(self.rows)
             self.shared.release(self.rows, slots)

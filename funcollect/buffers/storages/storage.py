@@ -70,6 +70,7 @@ class Storage(Protocol):
     device: torch.device  # of samples
     compact_obs: bool  # whether equal observations and next observations are stored once
     frame_stack: int | None = None  # frames per stack, where each frame is stored once
+    scratch_dir: Path | None = None  # of the file that other processes may read
     end: int = 0  # the number of the frame after the newest
     edits: int = 0  # how often frames were overwritten by `put`
     linked: bool = False  # whether an index of trajectories depends on the frames
@@ -112,8 +113,7 @@ class Storage(Protocol):
     def put(self, slots: Ints, data: Any) -> None:
         """Overwrite the frames in `slots` ``[*S]`` by the batch `data` ``[*S]``; see `set`."""
         if self.linked:
-            what = "the sampler follows the trajectories of the stored frames, which cannot be overwritten"
-            raise ValueError(f"{what}: extend the buffer with the new frames, or sample with a RandomSampler")
+            raise ValueError("the sampler follows the trajectories, so no frame can be overwritten: extend instead")
         if len(np.unique(slots)) < slots.size:
             raise ValueError(f"index is {shown(slots.reshape(-1).tolist())}, expected each slot once: leave others out")
         self.overwrite(slots, data)
@@ -197,8 +197,7 @@ class ListStorage(Storage):
     @override
     def read(self, slots: Ints, mask: Bools | None = None) -> Any:
         if mask is not None and not mask.all():
-            what = "a ListStorage cannot pad slices, as pad_output=True and a MultiStepSampler do"
-            raise ValueError(f"{what}: leave pad_output out, or use a LazyTensorStorage")
+            raise ValueError("a ListStorage cannot pad slices (pad_output, MultiStepSampler): use a LazyTensorStorage")
         if not len(slots):
             raise ValueError("no items are selected, expected at least one to collate: extend the buffer first")
         return self.collate([self._items[slot] for slot in slots])
@@ -230,11 +229,11 @@ class ListStorage(Storage):
         """Raise TypeError for an item that `load` reads only with `allow_pickle`."""
         for slot, item in enumerate(self._items):
             for wrong in _not_plain(_as_dict(item)):
-                raise TypeError(
-                    f"item {slot} of the ListStorage holds {shown(wrong)} ({type(wrong).__name__}), expected tensors, "
-                    "numbers, strings, lists, tuples and dicts of these, or a TensorDict of tensors, which are read "
-                    "without running code: store such items, or write the buffer with its dumps instead"
+                what = (
+                    f"item {slot} of the ListStorage holds {shown(wrong)} ({type(wrong).__name__}), expected plain data"
                 )
+                mend = "store such items, or write the buffer with its dumps instead"
+                raise TypeError(f"{what} and tensors, which are read without running code: {mend}")
 
     @override
     def load(self, frames: range, dumped: Dumped, allow_pickle: bool) -> None:
@@ -279,16 +278,14 @@ def _not_plain(item: Any) -> Iterator[Any]:
 def _collate(items: list[Any]) -> Any:
     """Stack tensors, numbers and trees of them into a batch; items of other types stay a list."""
     try:
-        return _stacked(items) if isinstance(items[0], TensorDictBase) else default_collate(items)
+        if not isinstance(items[0], TensorDictBase):
+            return default_collate(items)
+        keys, size = {*items[0].keys(True, True)}, items[0].batch_size
+        if all({*item.keys(True, True)} == keys and item.batch_size == size for item in items):
+            return LazyStackedTensorDict.maybe_dense_stack(items)  # lazily if leaves have different shapes
+        return torch.stack(items)
     except (RuntimeError, KeyError) as error:
         what = f"the items cannot be stacked ({clipped(str(error))}), expected ones with the same keys and shapes"
         raise ValueError(f"{what}: build the buffer with a collate_fn=, such as list") from error
     except TypeError:
         return items
-
-
-def _stacked(items: list[Any]) -> Any:
-    """The items stacked; lazily if they have the same keys, and leaves of different shapes."""
-    keys = {*items[0].keys(True, True)}
-    ragged = all({*item.keys(True, True)} == keys and item.batch_size == items[0].batch_size for item in items)
-    return LazyStackedTensorDict.maybe_dense_stack(items) if ragged else torch.stack(items)
