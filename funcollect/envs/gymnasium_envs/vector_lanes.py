@@ -16,7 +16,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 from typing_extensions import override
 
 from funcollect.arguments import check_choice, check_positive
-from funcollect.envs.base import autoreset_mode, info_place
+from funcollect.envs.base import AUTORESET_MODES, autoreset_mode, info_place
 from funcollect.envs.gymnasium_envs.lanes import (
     API,
     TAKEN,
@@ -29,12 +29,11 @@ from funcollect.envs.gymnasium_envs.lanes import (
 from funcollect.envs.host import host_env
 from funcollect.envs.host.host_env import ONWARD, Opener, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
 from funcollect.envs.host.plain_spaces import STRUCTURED, batch_structure
-from funcollect.errors import EnvError
+from funcollect.errors import EnvError, NoResetError
 from funcollect.messages import shown
 from funcollect.protocols import Outcome, Seeding
 from funcollect.tree import Path
 
-_MODES = ("DISABLED", "NEXT_STEP", "SAME_STEP")
 GAMES = "AtariVectorEnv"  # of ale-py, which takes one seed for each lane that is reset
 _MASKED = ("SyncVectorEnv", "AsyncVectorEnv", GAMES)  # whose resets take a mask in every mode
 _FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, and its older one
@@ -51,13 +50,13 @@ def over_vector(
     """
     declared = autoreset_mode(vector)
     if mode is not None:
-        check_choice("autoreset_mode", mode, _MODES)
+        check_choice("autoreset_mode", mode, AUTORESET_MODES)
     if mode is not None and declared is not None and mode != declared:
         what = f"autoreset_mode is {mode!r}, and {type(vector).__name__} declares {declared}"
         raise ValueError(f"{what}: leave it out, or build that so")
     masked, games = is_of_kind(vector, *_MASKED), is_of_kind(vector, GAMES)
-    if (mode := mode or declared) is None:
-        what = f"{type(vector).__name__} does not say how it resets its lanes, expected one of {_MODES}"
+    if (mode := mode or declared) not in AUTORESET_MODES:
+        what = f"{type(vector).__name__} does not say how it resets its lanes, expected one of {AUTORESET_MODES}"
         raise ValueError(f"{what}: pass it as autoreset_mode=, or the list of its functions")
     made = Made(vector, build or partial(rebuild, vector))
     if mode == "NEXT_STEP" and not masked:
@@ -80,6 +79,7 @@ class VectorLanes(SimulatorsBase):
     """
 
     resets_itself = False  # whether an episode begins in the step in which another ends
+    seeds_lanes = True  # whether a reset takes a seed for each lane, also without Gymnasium's masks
 
     def __init__(self, made: Made, env: SimulatedEnv) -> None:
         self._env, self._rebuild = made(), made.build
@@ -105,7 +105,7 @@ class VectorLanes(SimulatorsBase):
         if self._games:
             numbers = (given[lane] for lane in sorted(given))
             by_lane = np.array([-1 if seed is None else seed % 2**31 for seed in numbers])
-        elif not self._takes_masks and autoreset_mode(self._env) != "DISABLED":
+        elif not (self._takes_masks or self.seeds_lanes):
             by_lane = seeds[0]  # of all lanes together
         if self._broken_off and mask.all() and isinstance(self._env, AsyncVectorEnv):
             self._end_processes()  # they accept no call, since an answer is pending or a process has ended
@@ -142,6 +142,13 @@ class VectorLanes(SimulatorsBase):
         outcome = self._checked(answer)
         flags = outcome[1:] > 0
         self._ended = np.any(flags, axis=0)
+        if not self.resets_itself and any(name in info for name in _FINAL) and self._ended.any():
+            what = (
+                "the vector environment begins other episodes itself, and reports the last observations of those before"
+            )
+            raise EnvError(
+                f"{what}, expected that of SAME_STEP alone: declare or pass that as autoreset_mode; {ONWARD}"
+            )
         picked = self._pick(info)
         self._observe(observation, info, lanes)
         if not everyone:
@@ -215,7 +222,7 @@ class SelfResettingLanes(VectorLanes):
     Its lanes are seeded once. Other resets need a mask that it takes, or are of all lanes.
     """
 
-    resets_itself = True
+    resets_itself, seeds_lanes = True, False
     _begun: Mapping[Path, Any] = MappingProxyType({})  # the rows [P, ...] after the last step, begun episodes included
 
     @override
@@ -240,7 +247,8 @@ class SelfResettingLanes(VectorLanes):
         self._begun = {path: rows.copy() for path, rows in self.observation.items()}
         if (name := next((name for name in _FINAL if name in info), None)) is None:
             what = "the vector environment begins other episodes itself and does not report the last observations"
-            raise EnvError(f"{what}, expected them in the infos as {_FINAL[0]!r}: add them there; {ONWARD}")
+            mend = f"add them there, or pass another autoreset_mode; {ONWARD}"
+            raise EnvError(f"{what}, expected them in the infos as {_FINAL[0]!r}: {mend}")
         for lane in ended:
             self._rows.write_lane(lane, _of_lane(info[name], lane))
 
@@ -265,7 +273,7 @@ class SelfResettingLanes(VectorLanes):
 class LateLanes(VectorLanes):
     """A vector environment that resets lanes in the step after their end, which moves all others on."""
 
-    least_ready = 1
+    least_ready, seeds_lanes = 1, False
 
     def __init__(self, made: Made, max_carry: int, env: SimulatedEnv) -> None:
         super().__init__(made, env)
@@ -302,11 +310,19 @@ class LateLanes(VectorLanes):
     def _observe(self, observation: Any, info: Mapping[str, Any], lanes: Sequence[int]) -> None:
         super()._observe(observation, info, range(self._env.num_envs))
 
+    @override
+    def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
+        outcome = super()._checked(answer)
+        if outcome[1:, self._late].any():  # of a reset; some vectors leave a reward there
+            what = f"lanes {self._late.nonzero()[0].tolist()}: the step after an end ends again"
+            raise EnvError(f"{what}, expected that of a reset: correct autoreset_mode, which is NEXT_STEP; {ONWARD}")
+        return outcome
 
-def _no_reset(lanes: Sequence[int]) -> EnvError:
+
+def _no_reset(lanes: Sequence[int]) -> NoResetError:
     what = f"lanes {list(lanes)}: a reset within an episode (a limit, or a mask)"
     mend = "set the limit in the simulators, and reset all lanes"
-    return EnvError(f"{what}, but the vector environment resets its lanes itself, expected none: {mend}")
+    return NoResetError(f"{what}, but the vector environment resets its lanes itself, expected none: {mend}")
 
 
 def _of_lane(observations: Any, lane: int) -> Any:
