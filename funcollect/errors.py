@@ -25,6 +25,10 @@ class InUseError(EnvError, ValueError):
     """An instance of an environment backs a state already, and no other one can be made."""
 
 
+class NoResetError(EnvError):
+    """Simulators that only reset all lanes together, or by themselves, were to reset some."""
+
+
 class NotCalledError(EnvError):
     """The process of some lanes had ended before a function was called, so it was called in none."""
 

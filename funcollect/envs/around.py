@@ -192,11 +192,15 @@ class _Between:
 
 
 class _AroundTensors:
-    """Simulators over tensors, which reset their lanes themselves."""
+    """Simulators over tensors."""
 
     def __init__(self, between: _Between, _: Any = None) -> None:
         self._between, self._inner = between, between.env.open()
         self.check, self.close = self._inner.check, self._inner.close
+
+    def restart(self, lanes: Tensor) -> Any:
+        """See `DeviceSimulators`."""
+        return self._between.begun(self._inner.restart(lanes))
 
     def reset(self, seed: int | None) -> Any:
         return self._between.begun(self._inner.reset(seed))

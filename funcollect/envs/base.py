@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from gymnasium import spaces
 from gymnasium.experimental.functional import FuncEnv
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import TimeLimit
 from torch import Tensor
 from typing_extensions import override
@@ -35,13 +35,17 @@ else:
     from functools import cached_property
 
 
+AUTORESET_MODES = ("DISABLED", "NEXT_STEP", "SAME_STEP")
+
+
 def autoreset_mode(env: Any) -> Any:
     """The name of the `AutoresetMode` by which a vector environment resets its lanes; None if it does not say."""
     raw = getattr(env, "unwrapped", env)
     mode, metadata = getattr(raw, "autoreset_mode", None), getattr(raw, "metadata", None)
-    if mode is None and metadata and metadata is not gymnasium.Env.metadata:
+    shared = gymnasium.Env.metadata, VectorEnv.metadata  # into which others may have written theirs
+    if mode is None and metadata and not any(metadata is each for each in shared):
         mode = metadata.get("autoreset_mode")
-    return getattr(mode, "name", mode)
+    return getattr(mode, "name", {each.value: each.name for each in AutoresetMode}.get(str(mode), mode))
 
 
 def first_then_new(made: list[Any], build: Callable[[], Any]) -> Any:

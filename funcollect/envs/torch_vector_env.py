@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import gymnasium
 import numpy as np
+import optree
 import torch
+from gymnasium import spaces
+from gymnasium.wrappers import OrderEnforcing
 from torch import Tensor
 
-from funcollect.arguments import check_keys, checked_device
-from funcollect.envs.base import AdaptedEnv, autoreset_mode, first_then_new, info_names, info_place, leaves_of
+from funcollect.arguments import check_choice, check_keys, checked_device
+from funcollect.envs import base
+from funcollect.envs.base import AdaptedEnv, first_then_new, info_names, info_place, leaves_of
 from funcollect.envs.host.plain_spaces import batch_structure, plain_actions
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
@@ -23,27 +29,46 @@ from funcollect.specs import ActionSpec, Space, assemble, observation_leaves, to
 from funcollect.tree import Path
 
 _FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, and its older one
+_RESETS = ("reset_mask", "env_ids", "env_idx")
 _NEEDED = ("num_envs", "single_observation_space", "single_action_space")
 
 
 def from_torch_vector_env(
-    env: Any, *, info_keys: Sequence[str] = (), one_hot: bool = False, device: torch.device | str | None = None
+    env: Any,
+    *,
+    info_keys: Sequence[str] = (),
+    one_hot: bool = False,
+    device: torch.device | str | None = None,
+    autoreset_mode: str | None = None,
+    partial_reset: str | None = None,
 ) -> DeviceVectorEnv:
-    """An environment over simulators that hold all lanes as tensors and reset them themselves, such as ManiSkill's.
+    """An environment over simulators that hold all lanes as tensors, such as Isaac Lab's, ManiSkill's and mjlab's.
 
     They have Gymnasium's vector interface over tensors: `num_envs`, `single_observation_space`, `single_action_space`,
-    ``reset(seed=)`` and ``step(action)``, which begins a new episode in the same step in which one ends. The infos of
-    such a step hold the last observations as ``"final_obs"`` or ``"final_observation"``, [P, ...], of which the rows of
-    lanes that ended are read. Tensors stay on their device, and nothing waits for it. The simulators get one seed, at
-    the beginning. States can be used once, and neither forked nor saved in mid-episode. Limits are the simulators' own.
+    ``reset(seed=)`` and ``step(action)``. Tensors stay on their device. The simulators get one seed, at the beginning.
+    States can be used once, and neither forked nor saved in mid-episode.
 
-    `env` is the environment, or a function that builds one. What is built already can serve one state: evaluations, and
-    collectors that are restored from a file, want a function. `info_keys` name infos to record, tensors [P, ...]; the
-    rows of lanes that ended come from ``"final_info"`` if there is one. `device` is where the tensors are, by default
-    the environment's own attribute `device`: only one without it needs the argument. Actions of Tuple and Dict spaces
-    are joined, as in `from_gymnasium`.
+    Args:
+        env: the environment, or a function that builds one. What is built already can serve one state: evaluations, and
+            collectors that are restored from a file, want a function.
+        info_keys: infos to record, tensors [P, ...]; the rows of lanes that ended come from ``"final_info"`` if there
+            is one.
+        one_hot: discrete actions as one-hot int64 rows, TorchRL's encoding, instead of integers.
+        device: where the tensors are; by default the environment's own attribute `device`.
+        autoreset_mode: how the simulators begin an episode after an end, if they do not say so. ``"SAME_STEP"``, the
+            default: in the step of the end, whose infos hold the last observations [P, ...] as ``"final_obs"`` or
+            ``"final_observation"``; rows of lanes that ended are read, and nothing waits for the device.
+            ``"DISABLED"``: the library does, by a partial reset. ``"NEXT_STEP"``: in the next step, but before that the
+            library does it by a partial reset, without which this mode is refused.
+        partial_reset: how some lanes are reset, for these modes, limits and masks. ``"env_ids"``, the default if
+            `reset` takes it: ``reset(env_ids=…)``, int64 indices. ``"env_idx"``, the default for ManiSkill's: the same
+            by ``reset(options={"env_idx": …})``. ``"reset_mask"``, the default for ``"DISABLED"``: a mask bool [P] by
+            ``reset(options={"reset_mask": …})``. Of a mask on an accelerator nothing is read, so it may be empty there;
+            for indices, each step waits for the device.
 
-    Raises TypeError or ValueError for an environment without these members, or one that does not reset its lanes so.
+    Actions of Tuple and Dict spaces are joined, as in `from_gymnasium`.
+
+    Raises TypeError or ValueError for an environment without these members, or that resets its lanes in another way.
 
     >>> import torch, funcollect as fc
     >>> from gymnasium import spaces
@@ -76,8 +101,8 @@ def from_torch_vector_env(
         lanes, space, action_space = facts = [_member(made, name) for name in _NEEDED]
         if missing := [name for name, fact in zip(_NEEDED, facts, strict=True) if fact is None]:
             raise TypeError(f"{label} lacks {missing}, expected Gymnasium's vector interface: wrap it so")
-        if (mode := autoreset_mode(made)) not in (None, "SAME_STEP"):
-            raise ValueError(f"{label} has autoreset_mode={mode}, expected SAME_STEP: build it so")
+        mode, partial_reset = _resets_of(made, label, autoreset_mode, partial_reset)
+        space, action_space = map(_of_gymnasium, (space, action_space))
         place = checked_device(device if device is not None else _member(made, "device"))
         if place is None:
             raise TypeError(f"{label} has no device, expected where its tensors are: pass device=, or set it there")
@@ -90,13 +115,62 @@ def from_torch_vector_env(
             observation_leaves=observation_leaves(space),
             info_keys=tuple(info_keys),
             device=place,
+            same_step=mode == "SAME_STEP",
+            partial_reset=partial_reset,
             build=partial(first_then_new, unused, _only_once if given else env),
-            truncates=True,  # no wrapper can: such simulators reset their lanes themselves
+            truncates=True,  # no wrapper can
         )
         on_failure.pop_all()
     if not given:
         weakref.finalize(adapted, _close_unused, unused)
     return adapted
+
+
+def _resets_of(env: Any, label: str, mode: str | None, way: str | None) -> tuple[str, str | None]:
+    """The mode by which simulators begin episodes, and how some lanes are reset, None for no way; ValueError if wrong.
+
+    ManiSkill's say SAME_STEP even if they reset nothing, and mjlab's configuration says what the metadata do not.
+    """
+    for name, value, known in (("autoreset_mode", mode, base.AUTORESET_MODES), ("partial_reset", way, _RESETS)):
+        if value is not None:
+            check_choice(name, value, known)
+    resets = _member(env, "auto_reset")
+    resets = getattr(_member(env, "cfg"), "auto_reset", None) if resets is None else resets
+    declared = base.autoreset_mode(env) if resets is None else "SAME_STEP" if resets else "DISABLED"
+    if mode is not None and declared not in (None, mode):
+        what = f"autoreset_mode is {mode!r}, and {label} declares {declared}"
+        raise ValueError(f"{what}: leave it out, or build that so")
+    mode = mode or declared or "SAME_STEP"
+    takes_ids = False
+    with contextlib.suppress(TypeError, ValueError):  # it has no signature
+        takes_ids = "env_ids" in inspect.signature(getattr(_behind(env), "reset", None)).parameters  # type: ignore[arg-type]
+    if way == "env_ids" and not takes_ids:
+        raise ValueError(f"partial_reset is 'env_ids', which reset of {label} does not take: pass another way of it")
+    if way is None:
+        of_maniskill = base.is_of("mani_skill", getattr(env, "unwrapped", env))
+        way = "env_ids" if takes_ids else "env_idx" if of_maniskill else None
+    if mode == "NEXT_STEP" and way is None:
+        raise ValueError(
+            f"{label} resets lanes by NEXT_STEP, in a step of all others, expected SAME_STEP, DISABLED, or a way to "
+            f"reset some lanes before: build it so, or pass partial_reset=, one of {_RESETS}, that its reset takes"
+        )
+    return mode, way or ("reset_mask" if mode == "DISABLED" else None)
+
+
+def _behind(env: Any) -> Any:
+    """The environment to which the `reset` of all wrappers around it only passes on."""
+    while isinstance(env, gymnasium.Wrapper) and type(env).reset in (gymnasium.Wrapper.reset, OrderEnforcing.reset):
+        env = env.env
+    return env
+
+
+def _of_gymnasium(space: Any) -> Any:
+    """The space of Gymnasium's for one of mjlab's own classes; any other as it is."""
+    if isinstance(space, gymnasium.Space) or not base.is_of("mjlab", space):
+        return space
+    if hasattr(space, "spaces"):
+        return spaces.Dict({name: _of_gymnasium(each) for name, each in space.spaces.items()})
+    return base.box(space.shape, space.dtype, getattr(space, "low", None), getattr(space, "high", None))
 
 
 def _close_unused(unused: list[Any]) -> None:
@@ -126,11 +200,18 @@ class DeviceVectorEnv(AdaptedEnv):
     info_keys: tuple[str, ...]
     own_actions: Space  # of the simulators: see `plain_spaces`
     device: torch.device
+    same_step: bool  # whether the simulators begin an episode in the step in which another ends
+    partial_reset: str | None  # see `from_torch_vector_env`; None if only all lanes can be reset
     build: Callable[[], Any]
     backend: Literal["device"] = "device"
     seeding: Literal["run"] = "run"
     forking: Literal["none"] = "none"
     opener: Callable[[Any], DeviceSimulators] | None = None  # of what lies around the simulators
+
+    @property
+    def resets_lanes(self) -> bool:
+        """Whether some lanes can be reset."""
+        return self.partial_reset is not None
 
     def open(self) -> DeviceSimulators:
         """Make live simulators, which are not reset yet."""
@@ -151,14 +232,34 @@ class VectorSimulators:
             decode = batch_structure(own, decode or (lambda action: action), cast)
         self._decode = decode  # None if the simulators take the actions as they are
         self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of the infos, once they have come
-        # Whether episodes have ended without a last observation; a tensor, so that the host need not wait.
-        self.lacking = torch.zeros((), dtype=torch.bool, device=env.device)
+        # Whether episodes have ended without a last observation, and whether others have begun that should not have;
+        # tensors, so that the host need not wait.
+        self.lacking = self.untimely = torch.zeros((), dtype=torch.bool, device=env.device)
+        self._latest: dict[Path, Tensor] = {}  # the observations [P, ...] for the next step
 
     def reset(self, seed: int | None) -> Any:
         """Begin an episode in each lane; return the observations [P, ...]."""
-        self.lacking = torch.zeros_like(self.lacking)
-        observation, _ = self._parts("reset", self._simulators.reset(seed=seed), "observation, info")
-        return assemble(self._env.observation_space, self._observed("observation", observation))
+        self.lacking = self.untimely = torch.zeros_like(self.lacking)
+        self._latest = self._begun(self._simulators.reset(seed=seed))
+        return assemble(self._env.observation_space, self._latest)
+
+    def restart(self, lanes: Tensor) -> Any:
+        """Begin an episode in the lanes of a mask bool [P]; return the observations, the latest ones in the others."""
+        way, simulators = self._env.partial_reset, self._simulators
+        chosen = lanes if way == "reset_mask" else lanes.nonzero()[:, 0]
+        if not len(chosen) or (chosen is lanes and lanes.is_cpu and not bool(lanes.any())):
+            return assemble(self._env.observation_space, self._latest)  # Gymnasium's take no empty mask
+        if way == "env_ids":
+            answer = _behind(simulators).reset(env_ids=chosen)
+        else:
+            answer = simulators.reset(options={way: chosen})
+        fresh = self._begun(answer)
+        self._latest = {path: _chosen(lanes, fresh[path], value) for path, value in self._latest.items()}
+        return assemble(self._env.observation_space, self._latest)
+
+    def _begun(self, answer: Any) -> dict[Path, Tensor]:
+        """The observations that a reset returned, checked."""
+        return self._observed("observation", self._parts("reset", answer, "observation, info")[0])
 
     def step(self, action: Tensor) -> tuple[Transition, Any]:
         """Step all lanes; return the transition, and the observations for the next step."""
@@ -171,17 +272,30 @@ class VectorSimulators:
         for name, flags in (("terminated", terminated), ("truncated", truncated)):
             self._check(name, flags, (self._lanes,), torch.bool)
         done = terminated | truncated
-        after = last = self._observed("observation", observation)
-        key = next((key for key in _FINAL if key in info), None)
-        if key is None:
+        self._latest = last = self._observed("observation", observation)
+        final = self._final(done, info)
+        if self._env.same_step and final is not None:
+            last = {path: _chosen(done, final[path], value) for path, value in last.items()}
+        elif final is not None:
+            for path, value in last.items():
+                same = torch.isclose(final[path], value, rtol=0, atol=0, equal_nan=True)
+                changed = ~same.reshape(self._lanes, -1).all(-1)
+                self.untimely = self.untimely | (done & changed).any()
+        moved = Transition(None, assemble(space, last), reward, terminated, truncated, self._infos(done, info))
+        if self._env.same_step:
+            return moved, assemble(space, self._latest)
+        kept: Any = optree.tree_map(torch.clone, moved)  # type: ignore[arg-type]  # a reset may write into its tensors
+        self._latest = self._observed("observation", kept.observation)
+        return kept, self.restart(done)
+
+    def _final(self, done: Tensor, info: Mapping[str, Any]) -> dict[Path, Tensor] | None:
+        """The last observations [P, ...] in the infos, whose rows in the lanes `done` count; None if there are none."""
+        if (key := next((key for key in _FINAL if key in info), None)) is None:
             self.lacking = self.lacking | done.any()
-        else:
-            final = self._observed("final observation", info[key])
-            last = {path: _chosen(done, final[path], value) for path, value in after.items()}
-            if isinstance(reported := info.get(f"_{key}"), Tensor):  # in which lanes, as Gymnasium says it
-                self.lacking = self.lacking | (done & ~reported).any()
-        infos = self._infos(done, info)
-        return Transition(None, assemble(space, last), reward, terminated, truncated, infos), assemble(space, after)
+            return None
+        if isinstance(reported := info.get(f"_{key}"), Tensor):  # in which lanes, as Gymnasium says it
+            self.lacking = self.lacking | (done & ~reported).any()
+        return self._observed("final observation", info[key])
 
     def _parts(self, call: str, answer: Any, names: str) -> Any:
         """The parts of what a call returned; EnvError for another number of them."""
@@ -230,12 +344,17 @@ class VectorSimulators:
             raise EnvError(f"{name} of {self._env} is {got}{kind}, expected {wanted} {list(shape)}: return that")
 
     def check(self) -> None:
-        """Raise EnvError if an episode has ended without a last observation; this waits for the device."""
-        if bool(self.lacking):
-            what = f"{self._env} resets its lanes and does not report the last observations of their episodes"
-            wanted = f"them in the infos as {_FINAL[0]!r}, since the value of a truncated state depends on them"
-            mend = "add them (in Isaac Lab by compute_final_obs=True, or in older releases by overriding _reset_idx)"
-            raise EnvError(f"{what}, expected {wanted}: {mend}")
+        """Raise EnvError if an episode's last observation is lost; this waits for the device."""
+        if self._env.same_step and bool(self.lacking):
+            raise EnvError(
+                f"{self._env} resets its lanes and does not report the last observations of their episodes, expected "
+                f"them in the infos as {_FINAL[0]!r}, since the value of a truncated state depends on them: let it add "
+                "them (Isaac Lab: compute_final_obs=True in its configuration), or reset nothing (mjlab and ManiSkill: "
+                "auto_reset=False, others: autoreset_mode='DISABLED', if it takes a partial reset)"
+            )
+        if bool(self.untimely):
+            what = f"{self._env} begins episodes itself, and reports the last observations of those before"
+            raise EnvError(f"{what}, expected that of SAME_STEP alone: declare or pass that as autoreset_mode")
 
     def close(self) -> None:
         """Free the simulators."""

@@ -245,7 +245,7 @@ class RenderedEnv(Protocol):
 
 @runtime_checkable
 class DeviceEnv(EnvDescription[Literal["device"]], Protocol):
-    """The description of simulators that hold all P lanes as tensors on one device, and reset lanes themselves."""
+    """The description of simulators that hold all P lanes as tensors on one device."""
 
     @property
     def device(self) -> torch.device:
@@ -258,6 +258,10 @@ class DeviceEnv(EnvDescription[Literal["device"]], Protocol):
     @property
     def forking(self) -> Literal["none"]:
         """They cannot be copied."""
+
+    @property
+    def resets_lanes(self) -> bool:
+        """Whether the simulators have `restart`, so that limits and masks may end an episode."""
 
     def open(self) -> DeviceSimulators:
         """Make live simulators, which are not reset yet."""
@@ -273,6 +277,12 @@ class DeviceSimulators(Protocol):
         """Step all lanes, and begin an episode where one ends; return what `TorchEnv.step` does, and the observations.
 
         The transition has the last observations of episodes that ended; lanes continue from the others.
+        """
+
+    def restart(self, lanes: Tensor, /) -> Any:
+        """Begin an episode in the lanes of a mask bool [P]; return observations, of which their rows are read.
+
+        The mask may be empty. It is only called if the environment has `resets_lanes`.
         """
 
     def check(self) -> None:

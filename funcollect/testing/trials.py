@@ -332,7 +332,7 @@ def _continue_as_source(trial: Trial, copied: Callable[[CollectorState], Collect
         try:
             twin = copied(state)
         except ReplayError as error:
-            if env.backend != "host" or env.forking == "snapshot":
+            if env.backend not in ("host", "device") or env.forking == "snapshot":
                 raise
             if (env.forking, env.seeding) == ("replay", "episode"):
                 raise

@@ -223,7 +223,7 @@ def test_what_cannot_be_done_is_said(tmp_path):
         fc.fork(env, state)
     with pytest.raises(ReplayError, match="cannot be saved in mid-episode"):
         fc.save(tmp_path / "state", state)
-    with pytest.raises(ValueError, match="resets its lanes itself, and otherwise all at once"):
+    with pytest.raises(EnvError, match="resets its lanes itself, and otherwise all at once"):
         fc.reset(env, state, torch.tensor([True, False, True, True]))
     state = fc.reset(env, fc.recover(env, state))
     with pytest.raises(ValueError, match=r"max_frames_per_traj is 5, but .* resets its lanes itself"):
@@ -317,7 +317,7 @@ def test_simulators_that_are_refused_or_not_used_are_closed():
         made.append(kind())
         return made[-1]
 
-    with pytest.raises(ValueError, match="autoreset_mode"):
+    with pytest.raises(ValueError, match="resets lanes by NEXT_STEP"):
         fc.envs.from_torch_vector_env(lambda: build(NextStep))
     assert made.pop().closed
     env, _, state = begun(fc.envs.from_torch_vector_env(lambda: build(LikeManiSkill)))
@@ -371,7 +371,7 @@ class Nowhere(LikeManiSkill):
 @pytest.mark.parametrize(("env", "error", "says"), [
     (3, TypeError, "env is int, expected a vector environment, or a function"),
     (lambda: gymnasium.make("CartPole-v1"), TypeError, r"lacks \['num_envs'.*Gymnasium's vector interface"),
-    (NextStep, ValueError, "has autoreset_mode=NEXT_STEP, expected SAME_STEP"),
+    (NextStep, ValueError, "resets lanes by NEXT_STEP, in a step of all others, .*or pass partial_reset="),
     (Nowhere, TypeError, "has no device, expected where its tensors are: pass device="),
 ])  # fmt: skip
 def test_an_environment_given_wrongly(env, error, says):

@@ -1,8 +1,8 @@
-"""The loop over simulators that hold all lanes as tensors on one device, and reset lanes themselves."""
+"""The loop over simulators that hold all lanes as tensors on one device, and begin an episode where one ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -17,10 +17,10 @@ from funcollect.core.loops.tensor import TensorLanes, TensorStepper, by_path, ch
 from funcollect.core.request import Request, Rollout
 from funcollect.core.simulators import LiveSimulators, SimulatorHandle
 from funcollect.core.state import CollectorState, first_state
-from funcollect.errors import ReplayError
+from funcollect.errors import NoResetError, ReplayError
 from funcollect.keys import Key, Purpose, fold
 from funcollect.protocols import DeviceEnv, DeviceSimulators, Policy, Transition
-from funcollect.tree import Path
+from funcollect.tree import Path, select
 
 _SEEDS = 1 << 31  # simulators take seeds of 31 bits
 _NO_KEYS = (None, None), (None, None)
@@ -51,6 +51,12 @@ class _DeviceSimulation(LiveSimulators):
         check_tensors(self.env, root, self.env.num_envs or 1)
         return {path: value.clone() for path, value in root.items()}
 
+    def reset_some(self, lanes: Tensor, observation: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
+        """Begin an episode in the lanes of a mask [P]; return the observations, those given in the other lanes."""
+        root = by_path(self.env, self.simulators.restart(lanes))
+        check_tensors(self.env, root, self.env.num_envs or 1)
+        return {path: select(lanes, value, observation[path]) for path, value in root.items()}
+
 
 def init(env: DeviceEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
     """Implement `funcollect.init`."""
@@ -65,13 +71,15 @@ def init(env: DeviceEnv, policy: Policy, key: Key, first_lane: int, total_lanes:
 
 
 def reset(env: DeviceEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False) -> CollectorState:
-    """Implement `funcollect.reset`, of all lanes only; with `stale`, `funcollect.recover`."""
-    if not bool(lanes.all()):
-        raise ValueError(f"{env} resets its lanes itself, and otherwise all at once: leave the mask out")
+    """Implement `funcollect.reset` of the lanes of a mask [P]; with `stale`, `funcollect.recover`."""
+    some = not bool(lanes.all())
+    if some and not env.resets_lanes:
+        raise NoResetError(f"{env} resets its lanes itself, and otherwise all at once: leave the mask out")
     simulation: _DeviceSimulation = state.env_state.claim(stale=stale)
-    root = simulation.reset()
+    root = simulation.reset_some(lanes, state.observation) if some else simulation.reset()
+    simulation.has_finished &= bool(((state.terminated | state.truncated) & ~lanes).any())
     begun = state.episode if simulation.episode is None else torch.maximum(state.episode, simulation.episode)
-    simulation.episode = begun + 1
+    simulation.episode = begun + lanes
     return state.replace(
         env_state=simulation.release(),
         observation=root,
@@ -87,16 +95,19 @@ def fork(env: DeviceEnv, state: CollectorState) -> CollectorState:
 
 
 def check_uncut(env: DeviceEnv, limit: int | None) -> None:
-    """Raise ValueError for a limit on trajectories, which the simulators would not notice."""
-    if limit is not None and limit > 0:
-        raise ValueError(f"max_frames_per_traj is {limit}, but {env} resets its lanes itself: set a limit there")
+    """Raise ValueError for a limit on trajectories that the simulators would not notice."""
+    if limit is not None and limit > 0 and not env.resets_lanes:
+        raise ValueError(
+            f"max_frames_per_traj is {limit}, but {env} resets its lanes itself: set a limit in the simulators"
+        )
 
 
 def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request) -> Rollout:
     """Implement `funcollect.rollout`."""
     check_uncut(env, request.max_frames_per_traj)
     state.env_state.check()
-    return eager.run(partial(_DeviceStepper, lanes=TensorLanes.of(state, _NO_KEYS)), env, policy, state, request)
+    make = partial(_DeviceStepper, lanes=TensorLanes.of(state, _NO_KEYS), limit=request.max_frames_per_traj)
+    return eager.run(make, env, policy, state, request)
 
 
 class _DeviceStepper(TensorStepper):
@@ -114,8 +125,8 @@ class _DeviceStepper(TensorStepper):
 
     @override
     def _answer(self, t: int, action: Tensor) -> Transition:
-        answer, self._after = self._move(action)
-        return cast(Transition, answer)
+        self._moved, self._after = self._move(action)
+        return cast(Transition, self._moved)
 
     @override
     def _continue(self, answer: Transition, observed: list[Tensor]) -> Iterable[Tensor]:
@@ -124,6 +135,12 @@ class _DeviceStepper(TensorStepper):
     @override
     def _restart(self, t: int, done: Tensor) -> Tensor:
         self.ended = True  # as far as is known
+        if self._limit is not None:
+            cut = done & ~(self._moved.terminated | self._moved.truncated)
+            root = timed("environment", self._simulation.reset_some)(cut, self.root)
+            for path, value in root.items():
+                self.root[path].copy_(value)
+            self._limit.restart(t, done)
         return done
 
     @override

@@ -16,18 +16,17 @@ from gymnasium.vector.async_vector_env import AsyncState
 from typing_extensions import override
 
 from funcollect.arguments import check_choice
-from funcollect.envs.base import autoreset_mode, info_place
+from funcollect.envs.base import AUTORESET_MODES, autoreset_mode, info_place
 from funcollect.envs.gymnasium_envs.lanes import API, TAKEN, Made, bad_reset, no_info_key, own_spaces, rebuild
 from funcollect.envs.host import host_env
 from funcollect.envs.host.host_env import ONWARD, Opener, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
 from funcollect.envs.host.plain_spaces import STRUCTURED, batch_structure
-from funcollect.errors import EnvError
+from funcollect.errors import EnvError, NoResetError
 from funcollect.messages import shown
 from funcollect.protocols import Outcome, Seeding
 from funcollect.specs import map_leaves
 from funcollect.tree import Path
 
-_MODES = ("DISABLED", "NEXT_STEP", "SAME_STEP")
 GAMES = "AtariVectorEnv"  # of ale-py, which takes one seed for each lane that is reset
 _MASKED = ("SyncVectorEnv", "AsyncVectorEnv", GAMES)  # whose resets take a mask in every mode
 _FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, and its older one
@@ -40,13 +39,13 @@ def over_vector(
     """The opener over a vector environment, its seeding, and whether it can be replayed; ValueError for a bad mode."""
     declared = autoreset_mode(vector)
     if mode is not None:
-        check_choice("autoreset_mode", mode, _MODES)
+        check_choice("autoreset_mode", mode, AUTORESET_MODES)
     if mode is not None and declared is not None and mode != declared:
         what = f"autoreset_mode is {mode!r}, and {type(vector).__name__} declares {declared}"
         raise ValueError(f"{what}: leave it out, or build that so")
     masked, games = is_of_kind(vector, *_MASKED), is_of_kind(vector, GAMES)
-    if (mode := mode or declared) is None:
-        what = f"{type(vector).__name__} does not say how it resets its lanes, expected one of {_MODES}"
+    if (mode := mode or declared) not in AUTORESET_MODES:
+        what = f"{type(vector).__name__} does not say how it resets its lanes, expected one of {AUTORESET_MODES}"
         raise ValueError(f"{what}: pass it as autoreset_mode=, or the list of its functions")
     made = Made(vector, build or partial(rebuild, vector))
     if mode == "NEXT_STEP" and not masked:
@@ -65,6 +64,7 @@ class VectorLanes(SimulatorsBase):
     """A vector environment, stepped as a whole, and reset by masks: before the next step if that would reset a lane."""
 
     resets_itself = False  # whether an episode begins in the step in which another ends
+    seeds_lanes = True  # whether a reset takes a seed for each lane, also without Gymnasium's masks
 
     def __init__(self, made: Made, env: SimulatedEnv) -> None:
         self._env, self._rebuild = made(), made.build
@@ -90,7 +90,7 @@ class VectorLanes(SimulatorsBase):
         if self._games:
             numbers = (given[lane] for lane in sorted(given))
             by_lane = np.array([-1 if seed is None else seed % 2**31 for seed in numbers])
-        elif not self._takes_masks and autoreset_mode(self._env) != "DISABLED":
+        elif not (self._takes_masks or self.seeds_lanes):
             by_lane = seeds[0]  # of all lanes together
         if self._broken_off and mask.all() and isinstance(self._env, AsyncVectorEnv):
             self._end_processes()  # they accept no call, since an answer is pending or a process has ended
@@ -126,6 +126,13 @@ class VectorLanes(SimulatorsBase):
         outcome = self._checked(answer)
         flags = outcome[1:] > 0
         self._ended = np.any(flags, axis=0)
+        if not self.resets_itself and any(name in info for name in _FINAL) and self._ended.any():
+            what = (
+                "the vector environment begins other episodes itself, and reports the last observations of those before"
+            )
+            raise EnvError(
+                f"{what}, expected that of SAME_STEP alone: declare or pass that as autoreset_mode; {ONWARD}"
+            )
         picked = self._pick(info)
         self._observe(observation, info, lanes)
         if not everyone:
@@ -195,7 +202,7 @@ class VectorLanes(SimulatorsBase):
 class SelfResettingLanes(VectorLanes):
     """A vector environment that begins an episode in the step in which another ends; others begin by masks, or all."""
 
-    resets_itself = True
+    resets_itself, seeds_lanes = True, False
     _begun: Mapping[Path, Any] = MappingProxyType({})  # the rows [P, ...] after the last step, begun episodes included
 
     @override
@@ -220,7 +227,8 @@ class SelfResettingLanes(VectorLanes):
         self._begun = {path: rows.copy() for path, rows in self.observation.items()}
         if (name := next((name for name in _FINAL if name in info), None)) is None:
             what = "the vector environment begins other episodes itself and does not report the last observations"
-            raise EnvError(f"{what}, expected them in the infos as {_FINAL[0]!r}: add them there; {ONWARD}")
+            mend = f"add them there, or pass another autoreset_mode; {ONWARD}"
+            raise EnvError(f"{what}, expected them in the infos as {_FINAL[0]!r}: {mend}")
         for lane in ended:
             self._rows.write_lane(lane, map_leaves(lambda _, rows: rows[lane], info[name]))  # noqa: B023  (at once)
 
@@ -245,7 +253,7 @@ class SelfResettingLanes(VectorLanes):
 class LateLanes(VectorLanes):
     """A vector environment that resets lanes in the step after their end, which moves all others on."""
 
-    least_ready = 1
+    least_ready, seeds_lanes = 1, False
 
     def __init__(self, made: Made, max_carry: int, env: SimulatedEnv) -> None:
         super().__init__(made, env)
@@ -282,8 +290,16 @@ class LateLanes(VectorLanes):
     def _observe(self, observation: Any, info: Mapping[str, Any], lanes: Sequence[int]) -> None:
         super()._observe(observation, info, range(self._env.num_envs))
 
+    @override
+    def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
+        outcome = super()._checked(answer)
+        if outcome[1:, self._late].any():  # of a reset; some vectors leave a reward there
+            what = f"lanes {self._late.nonzero()[0].tolist()}: the step after an end ends again"
+            raise EnvError(f"{what}, expected that of a reset: correct autoreset_mode, which is NEXT_STEP; {ONWARD}")
+        return outcome
 
-def _no_reset(lanes: Sequence[int]) -> EnvError:
+
+def _no_reset(lanes: Sequence[int]) -> NoResetError:
     what = f"lanes {list(lanes)}: a reset within an episode (a limit, or a mask)"
     mend = "set the limit in the simulators, and reset all lanes"
-    return EnvError(f"{what}, but the vector environment resets its lanes itself, expected none: {mend}")
+    return NoResetError(f"{what}, but the vector environment resets its lanes itself, expected none: {mend}")

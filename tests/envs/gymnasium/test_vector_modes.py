@@ -239,3 +239,86 @@ def test_atari_in_threads_is_the_raw_vector(mode):
         flags.append(truncated)
     assert np.array_equal(batch["next", "truncated"][..., 0].numpy().T, np.array(flags))
     assert np.array(flags).sum() >= 4
+
+
+class Moded(VectorEnv):
+    """Walks that begin near the origin and end far out; resets by a mode that it does not declare."""
+
+    num_envs, spec = P, None
+    single_observation_space, single_action_space = spaces.Box(-np.inf, np.inf, (6,)), spaces.Discrete(2)
+
+    def __init__(self, mode, reports=True):
+        self.mode, self.reports = mode, reports and mode == SAME_STEP
+
+    def begin(self, lanes):
+        for lane in np.flatnonzero(lanes):
+            self.place[lane] = self.generators[lane].normal(0, 0.1, 6)
+        self.age[lanes], self.over[lanes] = 0, False
+
+    def reset(self, *, seed=None, options=None):
+        lanes = np.ones(P, bool)
+        if options is not None and self.mode == DISABLED:
+            lanes = options["reset_mask"]
+            assert lanes.any()
+        elif seed is not None or not hasattr(self, "place"):
+            self.place, self.age, self.over, self.generators = (
+                np.zeros((P, 6)),
+                np.zeros(P),
+                np.zeros(P, bool),
+                [None] * P,
+            )
+        seeds = [None if seed is None else seed + lane for lane in range(P)] if np.ndim(seed) == 0 else seed
+        for lane in np.flatnonzero(lanes):
+            if self.generators[lane] is None or seeds[lane] is not None:
+                self.generators[lane] = np.random.default_rng(seeds[lane])
+        self.begin(lanes)
+        return self.seen(), {}
+
+    def seen(self):
+        return self.place.astype(np.float32)
+
+    def step(self, actions):
+        late = self.over if self.mode == NEXT_STEP else np.zeros(P, bool)
+        drawn = np.stack([each.normal(0.4, 0.2, 6) for each in self.generators])
+        self.place, self.age, infos = self.place + drawn, self.age + 1, {}
+        self.begin(late)
+        self.over = (self.place.mean(1) > 1.5) & ~late
+        answer = self.seen(), np.where(late, 0.0, 1.0), self.over, np.zeros(P, bool)
+        if self.mode == SAME_STEP and self.over.any():
+            infos = {"final_obs": answer[0]} if self.reports else {}
+            ends = self.over.copy()
+            self.begin(ends)
+            answer = self.seen(), answer[1], ends, answer[3]
+        return (*answer, infos)
+
+
+def test_the_mode_of_a_class_that_all_vectors_share_is_no_ones(monkeypatch):
+    monkeypatch.setitem(VectorEnv.metadata, "autoreset_mode", SAME_STEP)  # as ale-py's vector does
+    assert fc.make_env(Moded(DISABLED), autoreset_mode="DISABLED").seeding == "episode"
+
+
+@pytest.mark.parametrize("mode", [DISABLED, NEXT_STEP, SAME_STEP])
+def test_a_right_mode_passes_every_check(mode):
+    report = fc.testing.check_env(fc.make_env(lambda: Moded(mode), autoreset_mode=mode.name), steps=60)
+    assert {"resets", "terminal", "cuts", "policy_memory"} <= {*report.passed}
+
+
+@pytest.mark.parametrize(
+    ("does", "given", "check", "says"),
+    [
+        (Moded(SAME_STEP), "NEXT_STEP", "runs", "begins other episodes itself, .*expected that of SAME_STEP"),
+        (Moded(SAME_STEP), "DISABLED", "runs", "begins other episodes itself, .*expected that of SAME_STEP"),
+        (Moded(SAME_STEP, reports=False), "NEXT_STEP", "terminal", "one like those that episodes begin with"),
+        (Moded(SAME_STEP, reports=False), "DISABLED", "same_seed", "the second run"),
+        (Moded(SAME_STEP, reports=False), "SAME_STEP", "runs", "does not report the last observations"),
+        (Moded(NEXT_STEP), "SAME_STEP", "runs", "does not report .*or pass another autoreset_mode"),
+        (Moded(NEXT_STEP), "DISABLED", "same_seed", "the second run"),
+        (Moded(DISABLED), "SAME_STEP", "runs", "does not report .*or pass another autoreset_mode"),
+        (Moded(DISABLED), "NEXT_STEP", "runs", "the step after an end ends again, .*correct autoreset_mode"),
+    ],
+)
+def test_check_env_finds_a_wrong_mode(does, given, check, says):
+    make = lambda: Moded(does.mode, does.reports)  # noqa: E731
+    with pytest.raises(fc.CheckError, match=says) as caught:
+        fc.testing.check_env(fc.make_env(make, autoreset_mode=given), steps=60)
+    assert caught.value.check == check, str(caught.value)
