@@ -244,8 +244,8 @@ class AdaptedEnv:
         return f"{self.backend.capitalize()}Env({self.label!r}{lanes})"
 
 
-def import_extra(module: str, package: str, extra: str) -> Any:
-    """Import `module`, which may draw random numbers as EnvPool does, or say how to install `package`."""
+def import_extra(module: str, package: str, extra: str | None) -> Any:
+    """Import `module`, which may draw random numbers as EnvPool does, or say how to install `package`, by an extra."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -253,7 +253,8 @@ def import_extra(module: str, package: str, extra: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != module.partition(".")[0]:
             raise
-        mend = f"pip install 'funcollect[{extra}]', or only it: pip install {package}"
+        mend = f"pip install {package}"
+        mend = f"pip install 'funcollect[{extra}]', or only it: {mend}" if extra else mend
         raise ImportError(f"{package} is not installed: {mend}") from error
     finally:
         random.setstate(python_state)
@@ -277,8 +278,10 @@ SUITES: dict[str, tuple[str, tuple[str, ...]]] = {
     "brax": ("brax", ("reset", "step", "action_size")),
     "gymnax": ("gymnax", ("reset_env",)),
     "jumanji": ("jumanji", ("observation_spec", "action_spec")),
+    "craftax": ("craftax", ("reset_env", "step_env", "static_env_params")),
     "navix": ("navix", ("reset", "_step", "action_space")),
     "pgx": ("pgx", ("init", "num_players", "num_actions")),
+    "xminigrid": ("xminigrid", ("reset", "step", "default_params", "num_actions")),
     "functional": ("gymnasium", ("initial", "transition", "terminal")),
 }
 

@@ -28,10 +28,11 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     takes; a class of your own (`funcollect.envs.JaxEnvBase` and its like), which is called with the keywords; a
     callable that returns one of these; or an id in a namespace: ``"torch/CartPole-v1"``, ``"envpool/CartPole-v1"``,
     ``"ale/Pong"``, ``"gymnax/CartPole-v1"``, ``"brax/ant"``, ``"jumanji/Snake-v1"``, ``"navix/Navix-Empty-8x8-v0"``,
-    ``"pgx/go_9x9"``, ``"playground/CartpoleBalance"``. Instances of these suites and of Gymnasium's `FuncEnv` go to
-    their adapters too, and so does gymnax's pair ``(env, params)``. The keywords are for the adapter: `num_envs` and,
-    for Gymnasium, `num_workers` (lanes over processes), the others of `funcollect.envs.from_gymnasium`, and those of
-    `gymnasium.make`.
+    ``"pgx/go_9x9"``, ``"playground/CartpoleBalance"``, ``"craftax/Craftax-Symbolic-v1"``,
+    ``"xminigrid/XLand-MiniGrid-R1-9x9"``. Instances of these suites and of Gymnasium's `FuncEnv` go to their adapters
+    too, and so do pairs ``(env, params)``, as gymnax and XLand-MiniGrid make them. The keywords are for the adapter:
+    `num_envs` and, for Gymnasium, `num_workers` (lanes over processes), the others of `funcollect.envs.from_gymnasium`,
+    and those of `gymnasium.make`.
     Three are for any environment, one that is made already included:
 
     - `clip_actions`: True gives the environment actions clipped to the bounds of its Box, which remain those of the
@@ -69,8 +70,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
         which = few if namespace == "torch" else f"see funcollect.envs.from_{namespace}"
         made = partial(_NAMESPACES[namespace], name)
         return made(**kwargs) if namespace == "envpool" else limited(made, kwargs, f"'{env}'", f"leave it out; {which}")
-    pair = isinstance(env, tuple) and len(env) == 2 and not {"reset_env", "initial"} & {*dir(env[1])}
-    given = env if pair and base.suite_of(env[0]) in ("gymnax", "functional") else (env,)  # with its parameters
+    pair = isinstance(env, tuple) and len(env) == 2 and not {"reset_env", "initial", "reset"} & {*dir(env[1])}
+    given = env if pair and base.suite_of(env[0]) in _IN_PAIRS else (env,)
     if suite := base.suite_of(given[0]):
         adapter: Callable[..., Env] = partial(getattr(envs, f"from_{suite}"), *given)
         mend = f"leave it out; see funcollect.envs.from_{suite}"
@@ -98,7 +99,9 @@ def _torch_env(name: str, **kwargs: Any) -> Env:
     return TORCH_ENVS[name](**kwargs)
 
 
-_SUITES = ("ale", "brax", "envpool", "gymnax", "jumanji", "navix", "pettingzoo", "pgx", "playground")
+_SUITES = ("ale", "brax", "craftax", "envpool", "gymnax", "jumanji", "navix", "pettingzoo", "pgx", "playground")
+_SUITES += ("xminigrid",)
+_IN_PAIRS = ("craftax", "functional", "gymnax", "xminigrid")  # with their parameters
 _NAMESPACES: dict[str, Callable[..., Env]] = {name: getattr(envs, f"from_{name}") for name in _SUITES}
 _NAMESPACES["torch"] = _torch_env
 WORKER_ARGUMENTS = ("num_workers", "parallel", "timeout", "wait", "min_ready", *REMOVED)

@@ -175,6 +175,7 @@ PRIORITIES = {"max_capacity": 8, "alpha": 0.6, "beta": 0.4}
 SUITES = {
     "ale": {"game": "Pong"},
     "brax": {"env": "inverted_pendulum"},
+    "craftax": {"env": "Craftax-Classic-Symbolic-v1"},
     "envpool": {"task_id": "CartPole-v1"},
     "gymnasium": {"env": "CartPole-v1"},
     "gymnax": {"env": "CartPole-v1"},
@@ -183,6 +184,7 @@ SUITES = {
     "pgx": {"env": "tic_tac_toe"},
     "pettingzoo": {"env": "mpe/simple_spread_v3"},
     "playground": {"env": "CartpoleBalance"},
+    "xminigrid": {"env": "MiniGrid-Empty-5x5"},
 }
 NOTHING = "RandomSampler ReplayBuffer SamplerWithoutReplacement envs.CartPole envs.Pendulum ring.Trajectories"
 NOTHING += " TensorDictReplayBuffer"
@@ -332,7 +334,7 @@ CASES = [
         argument,
         [value for value in bad_values(argument, annotation) if (name, argument, repr(value)) not in NOT_BAD],
         id=f"{name}({argument}=)",
-        marks=[pytest.mark.needs("torchrl")] if name == "envs.from_torchrl" else [],
+        marks=[pytest.mark.needs(package) for package in ("craftax", "torchrl") if name == f"envs.from_{package}"],
     )
     for name, function in public()
     if name in GOOD

@@ -16,6 +16,7 @@ import navix
 import numpy as np
 import pytest
 import torch
+import xminigrid
 from gymnax.visualize import Visualizer
 from jumanji.environments.routing.snake.viewer import SnakeViewer
 from matplotlib import pyplot
@@ -262,6 +263,30 @@ def test_navix_shows_what_its_pixel_observations_hold(film, tmp_path):
     for picture, batch in zip(pictures, batches, strict=False):
         assert np.array_equal(picture[::6, ::6], batch["observation"].numpy())
     assert any((picture != pictures[0]).any() for picture in pictures)
+
+
+def test_xland_minigrid(film, tmp_path):
+    env = fc.make_env("xminigrid/MiniGrid-DoorKey-5x5")
+    pictures = film(env, tmp_path / "film.gif", max_frames=3)
+    own, _ = states(env, 4)
+    raw, params = xminigrid.make("MiniGrid-DoorKey-5x5")
+    for timestep, picture in zip(own, pictures, strict=True):
+        assert np.array_equal(picture, raw.render(params, timestep))
+    assert any((picture != pictures[0]).any() for picture in pictures)
+
+
+@pytest.mark.evening
+@pytest.mark.needs("craftax")
+def test_craftax(film, tmp_path):
+    from craftax.craftax_classic.renderer import make_craftax_pixel_renderer
+
+    env = fc.make_env("craftax/Craftax-Classic-Symbolic-v1")
+    pictures = film(env, tmp_path / "film.gif", max_frames=1)
+    own, _ = states(env, 2)
+    by_hand = jax.jit(make_craftax_pixel_renderer(16))
+    for state, picture in zip(own, pictures, strict=True):
+        assert picture.shape == (144, 144, 3)
+        assert np.array_equal(picture, np.asarray(by_hand(state)).astype(np.uint8))
 
 
 @pytest.mark.evening

@@ -20,7 +20,7 @@ from gymnasium import spaces
 from funcollect.arguments import check_keys, check_optional_positive, check_positive
 from funcollect.envs.base import box, import_extra
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, differing, jax_env
-from funcollect.envs.jax_envs.suites import first_observation, of_suite, pixels_of, space_like
+from funcollect.envs.jax_envs.suites import first_observation, of_suite, pixels_of, refuse_wrapped, space_like
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.messages import shown
@@ -103,12 +103,7 @@ def from_playground(
 
 def _over_states(label: str, raw: Any, physics: str, *drawn: Any, **given: Any) -> FunctionsEnv:
     """Adapt an environment whose states have `obs`, `reward` and `done`; `physics` is its attribute of parameters."""
-    inner = raw
-    while inner is not None:
-        if type(inner).__name__.endswith(_TRAINING):
-            wanted = "an environment of one lane that neither counts its steps nor resets itself: pass env.unwrapped"
-            raise ValueError(f"{label} is wrapped in {type(inner).__name__}, expected {wanted}")
-        inner = vars(inner).get("env")  # the environment that a wrapper wraps
+    refuse_wrapped(label, raw, "env", _TRAINING, "pass env.unwrapped")
 
     def under(params: Any) -> Any:
         return raw if params is None else _copy_with(raw, "env", lambda inner: setattr(inner, physics, params))

@@ -1,8 +1,8 @@
-"""Adapters for suites of JAX environments, and for Gymnasium's `FuncEnv`.
+"""How environments of JAX suites are found, and adapters for some suites, and for Gymnasium's `FuncEnv`.
 
-The suites are gymnax (https://github.com/RobertTLange/gymnax, of its releases 1.x and 0.0.x), navix
-(https://github.com/epignatelli/navix), and pgx (https://github.com/sotetsuk/pgx) with games of one player or several.
-What draws their states, for `funcollect.record`, is imported on first use.
+The suites are navix (https://github.com/epignatelli/navix), pgx (https://github.com/sotetsuk/pgx) with games of one
+player or several, and XLand-MiniGrid (https://github.com/dunnolab/xland-minigrid). What draws their states, for
+`funcollect.record`, is imported on first use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from gymnasium import spaces
 
 from funcollect.envs.base import SUITES, adapter_of, box, import_extra
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, check_functions, jax_env
-from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.protocols import Renderer, Starts, Transition
 from funcollect.specs import Space
@@ -36,18 +35,26 @@ def _playground(package: Any) -> tuple[Iterable[str], Callable[..., Any]]:
     return package.registry.ALL_ENVS, load
 
 
+def _craftax(package: Any) -> tuple[Iterable[str], Callable[..., Any]]:
+    """Craftax's ids, of which it has no list, and constructor."""
+    names = [f"Craftax-{game}{seen}-v1" for game in ("", "Classic-") for seen in ("Pixels", "Symbolic")]
+    return names, partial(package.make_craftax_env_from_name, auto_reset=False)
+
+
 # By suite, as ids, adapters and pip name it: the module, and a function from that to the ids and the constructor.
 _SUITES: dict[str, tuple[str, Callable[[Any], tuple[Iterable[str], Callable[..., Any]]]]] = {
     "brax": ("brax.envs", lambda its: (its._envs, its.get_environment)),
+    "craftax": ("craftax.craftax_env", _craftax),
     "gymnax": ("gymnax", lambda its: (its.registered_envs, lambda *a, **k: its.make(*a, **k)[0])),
     "jumanji": ("jumanji", lambda its: (its.registered_environments(), its.make)),
     "navix": ("navix", lambda its: (its.registry(), its.make)),
     "pgx": ("pgx", lambda its: (its.available_envs(), its.make)),
     "playground": ("mujoco_playground", _playground),
+    "xminigrid": ("xminigrid", lambda its: (its.registered_environments(), its.make)),
 }
+_EXTRAS = {"craftax": None}  # not "jax-envs": it wants pygame, whose files overwrite those of Gymnasium's pygame-ce
 _TRUNCATION, _TERMINATION = 1, 2  # navix's step types; 0 is a transition
-_GYMNAX_DPI = 100
-_NAVIX_FPS = 10  # MiniGrid's
+_MINIGRID_FPS = 10
 _NAVIX_SIZE = 256  # pixels that the shorter side has at least, up to rounding: navix draws 8 for a cell
 
 
@@ -57,7 +64,7 @@ def of_suite(suite: str, env: Any, kwargs: Mapping[str, Any]) -> tuple[str, Any]
     import_jax()
     if isinstance(env, str):
         with own_generator():  # some draw as they are made
-            names, make = find(import_extra(module, suite, "jax-envs"))
+            names, make = find(import_extra(module, suite, _EXTRAS.get(suite, "jax-envs")))
             if env not in (known := sorted(names)):
                 by_case = {other.casefold(): other for other in known}
                 near = [repr(by_case[other]) for other in get_close_matches(env.casefold(), by_case, n=3, cutoff=0.5)]
@@ -78,6 +85,15 @@ def _check_instance(suite: str, name: str, env: object) -> None:
     if isinstance(env, type) or not all(hasattr(env, name) for name in members):
         mend = "" if isinstance(env, type) else f": {adapter_of(env)}"
         raise TypeError(f"env is {made}, expected an environment of {name}, with {', '.join(members)}{mend}")
+
+
+def refuse_wrapped(label: str, raw: Any, inner: str, wrappers: tuple[str, ...], mend: str) -> None:
+    """Raise ValueError if a wrapper whose name ends in one of `wrappers` is around `raw`, or in it as `inner`."""
+    while raw is not None:
+        if type(raw).__name__.endswith(wrappers):
+            wanted = "an environment of one lane that neither counts its steps nor resets itself"
+            raise ValueError(f"{label} is wrapped in {type(raw).__name__}, expected {wanted}: {mend}")
+        raw = vars(raw).get(inner)  # the environment that a wrapper wraps
 
 
 def first_observation(reset: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
@@ -145,122 +161,6 @@ def from_functional(
     return made
 
 
-def from_gymnax(
-    env: Any,
-    params: Any = None,
-    *,
-    num_envs: int | None = None,
-    one_hot: bool = False,
-    info_keys: Sequence[str] = (),
-    starts: Starts = "fresh",
-    param_keys: Sequence[str] = (),
-    **kwargs: Any,
-) -> FunctionsEnv:
-    """A JAX environment over gymnax's, without its autoreset; its time limit truncates.
-
-    Most of gymnax's environments stop gradients at each step; those that can let them pass do, such as Pendulum of its
-    releases 1.x.
-
-    `env` is an id such as ``"CartPole-v1"``, with `kwargs` for `gymnax.make`, or an instance. `params` replace its
-    default parameters, `set_env_params` changes them during a run, and `info_keys` are keys of gymnax's `info`, such as
-    ``"discount"``. See `from_functions` for the other arguments.
-
-    Raises ImportError if the suite's package is not installed, ValueError for an unknown id or an option out of range,
-    and TypeError for something else as `env`, or an argument that the suite does not take.
-
-    >>> from_gymnax("CartPole-v1", num_envs=64)
-    JaxEnv('gymnax/CartPole-v1', num_envs=64)
-    """
-    _, raw = of_suite("gymnax", env, kwargs)
-    if getattr(raw, "supports_transition_gradients", False):
-        raw = raw.with_transition_gradients()  # else its steps cut those of `differentiable_rollout` and `jax.grad`
-    own = raw.default_params if params is None else params
-
-    def reset(key: Any, given: Any) -> tuple[Any, Any]:
-        observation, env_state = raw.reset_env(key, own if given is None else given)
-        return env_state, observation
-
-    def step(key: Any, env_state: Any, action: Any, given: Any) -> Transition:
-        params = own if given is None else given
-        observation, after, reward, terminated, info = raw.step_env(key, env_state, action, params)
-        if hasattr(raw, "is_truncated"):
-            truncated = raw.is_truncated(after, params)
-        else:
-            # Releases 0.0.x count the time limit as a termination, and some environments keep that in their state. So
-            # the same step is also traced without the limit; the compiler merges the two.
-            endless = params.replace(max_steps_in_episode=np.iinfo(np.int32).max)
-            terminated = raw.step_env(key, env_state, action, endless)[3]
-            truncated = after.time >= params.max_steps_in_episode
-        return Transition(after, observation, reward, terminated, truncated, info)
-
-    facts = {"default_params": own, "param_keys": param_keys, "renderer": partial(_gymnax_renderer, raw, own)}
-    with _like_gymnax(raw):
-        observed, actions = _space(raw.observation_space(own), first_observation(reset)), _space(raw.action_space(own))
-    module = type(raw).__module__
-    if ".classic_control." in module or ".minatar." in module:  # `get_obs` of others draws, or differs
-        facts["observation_of"] = lambda state, given: raw.get_obs(state, own if given is None else given)
-    common = (observed, actions, num_envs, one_hot, info_keys, starts)
-    made = jax_env(f"gymnax/{raw.name}", reset, step, *common, truncates=True, **facts)
-    if module.partition(".")[0] != "gymnax":  # another package's class, as Craftax, or the user's
-        with _like_gymnax(raw, TypeError):
-            check_functions(made, made.params)
-    return made
-
-
-@contextmanager
-def _like_gymnax(raw: Any, *more: type[Exception]) -> Iterator[None]:
-    """Turn errors of an environment that lacks something of gymnax's, and `more` of them, into one TypeError."""
-    foreign: tuple[type[Exception], ...] = (AttributeError, LookupError, NotImplementedError, *more)
-    try:
-        yield
-    except foreign as error:
-        what = f"from_gymnax cannot adapt {type(raw).__name__}, which raised {error!r}"
-        wanted = "gymnax's interface: state.time, params.max_steps_in_episode, and observations as in their space"
-        mend = "pass its reset_env and step_env, in the form of two functions, to funcollect.envs.from_functions"
-        raise TypeError(f"{what}, expected {wanted}; {mend}") from error
-
-
-def _space(given: Any, delivered: Any = None) -> Space:
-    """The counterpart of a space of gymnax; a Box gets the dtype of the `delivered` array, as some name another."""
-    match type(given).__name__:
-        case "Discrete":
-            return spaces.Discrete(int(given.n))
-        case "Box":
-            return box(tuple(given.shape), (given if delivered is None else delivered).dtype, given.low, given.high)
-        case "Dict":
-            children = given.spaces.items()
-            return spaces.Dict({name: _space(child, delivered and delivered[name]) for name, child in children})
-        case "Tuple":
-            return spaces.Tuple([_space(child, delivered and delivered[i]) for i, child in enumerate(given.spaces)])
-    raise TypeError(f"the space {given!r} of gymnax has no counterpart: expected Discrete, Box, Dict, Tuple")
-
-
-@contextmanager
-def _gymnax_renderer(raw: Any, own: Any) -> Iterator[Renderer]:
-    """Draw states of `raw` by gymnax's `Visualizer`, with the parameters `own` where a state has none."""
-    pyplot = import_extra("matplotlib.pyplot", "Matplotlib", "viz")
-    visualizer: Any = import_extra("gymnax.visualize", "gymnax", "jax-envs").Visualizer(raw, own, {})
-
-    def draw(env_state: Any, params: Any) -> Any:
-        visualizer.env_params = own if params is None else params
-        step = int(getattr(env_state, "time", 0))
-        visualizer.state_seq = {0: env_state, step: env_state}
-        pyplot.sca(visualizer.ax)
-        visualizer.ax.clear()
-        visualizer.init()  # at every picture, since goals differ between episodes and are drawn here only
-        if not hasattr(visualizer, "im"):
-            what = f"gymnax has no renderer for {raw.name}, expected an environment that its Visualizer draws"
-            mend = "film one of these, or plot observations with plots.episode"
-            raise EnvError(f"{what}, such as those of classic control and MinAtar: {mend}")
-        visualizer.update(step)  # also writes the step into the title
-        return pixels_of(visualizer.fig, _GYMNAX_DPI)
-
-    try:
-        yield Renderer(1000 / visualizer.interval, draw)
-    finally:
-        pyplot.close(visualizer.fig)
-
-
 def from_navix(
     env: Any,
     *,
@@ -306,7 +206,7 @@ def _navix_renderer() -> Iterator[Renderer]:
         times = max(1, _NAVIX_SIZE // min(picture.shape[:2]))
         return picture.repeat(times, 0).repeat(times, 1)
 
-    yield Renderer(_NAVIX_FPS, draw)
+    yield Renderer(_MINIGRID_FPS, draw)
 
 
 def from_pgx(
@@ -346,3 +246,48 @@ def from_pgx(
         actions: Space = spaces.Discrete(raw.num_actions)
     common = (spaces.Dict(observed), actions, num_envs, one_hot)
     return jax_env(f"pgx/{raw.id}", reset, step, *common, max_episode_steps=max_episode_steps, observation_of=observe)
+
+
+def from_xminigrid(
+    env: Any,
+    params: Any = None,
+    *,
+    num_envs: int | None = None,
+    one_hot: bool = False,
+    starts: Starts = "fresh",
+    param_keys: Sequence[str] = (),
+    **kwargs: Any,
+) -> FunctionsEnv:
+    """A JAX environment over XLand-MiniGrid's, without its autoreset wrappers; `max_steps` truncates.
+
+    `env` is an id such as ``"XLand-MiniGrid-R1-9x9"``, with `kwargs` for the `replace` of its parameters, such as a
+    `ruleset` of `xminigrid.load_benchmark`, or an instance. `params` replace its parameters. The ruleset is what
+    `set_env_params` changes during a run, for all lanes or for each; other parameters are static. See `from_gymnax` for
+    the other arguments and the errors. ValueError for an instance with an autoreset wrapper.
+
+    >>> from_xminigrid("XLand-MiniGrid-R1-9x9", num_envs=64)
+    JaxEnv('xminigrid/XLand-MiniGrid-R1-9x9', num_envs=64)
+    """
+    label, made = of_suite("xminigrid", env, kwargs)
+    raw, own = made if isinstance(made, tuple) else (made, None)
+    refuse_wrapped(label, raw, "_env", ("AutoResetWrapper",), "pass the environment that it wraps")
+    own = params if params is not None else raw.default_params() if own is None else own
+
+    def reset(key: Any, given: Any) -> tuple[Any, Any]:
+        timestep = raw.reset(own if given is None else given, key)
+        return timestep, timestep.observation
+
+    def step(_: Any, env_state: Any, action: Any, given: Any) -> Transition:
+        after = raw.step(own if given is None else given, env_state, action)
+        over, ended = after.last(), after.discount == 0
+        return Transition(after, after.observation, after.reward, over & ended, over & ~ended)
+
+    @contextmanager
+    def renderer() -> Iterator[Renderer]:
+        yield Renderer(_MINIGRID_FPS, lambda timestep, given: raw.render(own if given is None else given, timestep))
+
+    actions: Space = spaces.Discrete(int(raw.num_actions(own)))
+    common = (space_like(first_observation(reset)), actions, num_envs, one_hot, (), starts)
+    facts: dict[str, Any] = {"default_params": own if import_jax().tree.leaves(own) else None, "renderer": renderer}
+    facts |= {"param_keys": param_keys, "observation_of": lambda timestep, _: timestep.observation}
+    return jax_env(label, reset, step, *common, truncates=True, **facts)

@@ -12,11 +12,13 @@ import numpy as np
 import pgx
 import pytest
 import torch
+import xminigrid
 from brax.envs.wrappers.training import AutoResetWrapper, EpisodeWrapper
 from flax import struct
 from gymnasium import spaces
 from gymnasium.envs.phys2d.cartpole import CartPoleFunctional, CartPoleParams
 from gymnax.environments.environment import Environment
+from xminigrid.wrappers import DirectionObservationWrapper, GymAutoResetWrapper
 
 import funcollect as fc
 from funcollect import envs
@@ -33,11 +35,19 @@ IDS = {
     "jumanji": ("jumanji/PacMan-v1", "jumanji/Pacman-v0", "'PacMan-v1'"),
     "pgx": ("pgx/2048", "pgx/go9x9", "'go_9x9'"),
     "navix": ("navix/Navix-DoorKey-5x5-v0", "navix/Navix-Doorkey-5x5", "'Navix-DoorKey-5x5-v0'"),
+    "xminigrid": ("xminigrid/MiniGrid-DoorKey-5x5", "xminigrid/MiniGrid-Doorkey-5", "'MiniGrid-DoorKey-5x5'"),
+    "craftax": ("craftax/Craftax-Symbolic-v1", "craftax/Craftax-Symbolic", "'Craftax-Symbolic-v1'"),
     "mujoco_playground": ("playground/PendulumSwingup", "playground/PendulumSwingUps", "'PendulumSwingup'"),
 }
 
 
-@pytest.mark.parametrize("suite", IDS)
+def of_packages(names):
+    """The names, marked if `jax-envs` lacks their package."""
+    marks = {"craftax": [pytest.mark.needs("craftax")]}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in names]
+
+
+@pytest.mark.parametrize("suite", of_packages(IDS))
 def test_ids(suite, monkeypatch):
     known, unknown, near = IDS[suite]
     env = fc.make_env(known, num_envs=3)
@@ -48,7 +58,8 @@ def test_ids(suite, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, suite, None)
     package = suite.removeprefix("mujoco_")
-    says = rf"{package} is not installed: pip install 'funcollect\[jax-envs\]', .* pip install {package}$"
+    extra = "" if suite == "craftax" else r"pip install 'funcollect\[jax-envs\]', .* "
+    says = rf"{package} is not installed: {extra}pip install {package}$"
     with pytest.raises(ImportError, match=says):
         fc.make_env(known)
 
@@ -68,11 +79,20 @@ INSTANCES = {
     "jumanji": lambda: jumanji.make("Snake-v1"),
     "navix": lambda: navix.make("Navix-Empty-8x8-v0"),
     "pgx": lambda: pgx.make("tic_tac_toe"),
+    "xminigrid": lambda: xminigrid.make("MiniGrid-Empty-5x5")[0],
+    "its pair too": lambda: xminigrid.make("XLand-MiniGrid-R1-9x9"),
+    "craftax": lambda: craftax_env("Craftax-Classic-Symbolic-v1"),
     "FuncEnv": CartPoleFunctional,
 }
 
 
-@pytest.mark.parametrize("suite", INSTANCES)
+def craftax_env(name, auto_reset=False):
+    from craftax.craftax_env import make_craftax_env_from_name
+
+    return make_craftax_env_from_name(name, auto_reset)
+
+
+@pytest.mark.parametrize("suite", of_packages(INSTANCES))
 def test_instances_of_suites_go_to_their_adapters(suite):
     made = INSTANCES[suite]()
     assert fc.make_env(made, num_envs=2, max_episode_steps=7).max_episode_steps == 7
@@ -85,6 +105,44 @@ def test_gymnaxs_pair_has_its_own_parameters():
     assert made.default_params.gravity == 1.0
 
 
+def test_a_ruleset_may_differ_between_lanes_and_the_limit_is_of_the_parameters():
+    """In XLand-MiniGrid a rule puts another tile in place of what the agent holds; here only the objects differ."""
+    raw, params = xminigrid.make("XLand-MiniGrid-R1-9x9", max_steps=4)
+    env = fc.make_env((raw, params), num_envs=2, param_keys=["ruleset.init_tiles"])
+    policy = fc.random_policy(env)
+    ball, none = [xminigrid.core.constants.Tiles.BALL, xminigrid.core.constants.Colors.RED], [0, 0]
+    tiles = jnp.array([[ball] * 30, [none] * 30], params.ruleset.init_tiles.dtype)[:, : len(params.ruleset.init_tiles)]
+    given = params.replace(ruleset=params.ruleset.replace(init_tiles=tiles))
+    state, batch = fc.rollout(env, policy, fc.set_env_params(env, fc.init(env, policy, seed=0), given), 9)
+    assert batch["next", "truncated"][..., 0].nonzero()[:, 1].tolist() == [3, 7] * 2
+    assert not batch["next", "terminated"].any()
+    grids = state.env_state.current.state.grid
+    balls = (grids == jnp.array(ball)).all(-1).sum((1, 2))
+    assert (balls[0], balls[1]) == (len(params.ruleset.init_tiles), 0)
+
+
+def test_wrappers_of_xland_minigrid_that_reset_are_refused():
+    raw, params = xminigrid.make("MiniGrid-Empty-5x5")
+    for wrapped in (GymAutoResetWrapper(raw), DirectionObservationWrapper(GymAutoResetWrapper(raw))):
+        with pytest.raises(ValueError, match=r"is wrapped in GymAutoResetWrapper, .*: pass the environment that it wr"):
+            envs.from_xminigrid(wrapped, params)
+    seen = fc.make_env((DirectionObservationWrapper(raw), params)).observation_space
+    assert {name: space.shape for name, space in seen.items()} == {"img": (7, 7, 2), "direction": (4,)}
+
+
+@pytest.mark.evening
+@pytest.mark.needs("craftax")
+@pytest.mark.parametrize("auto_reset", [False, True])
+def test_in_craftax_death_terminates_and_time_truncates(auto_reset):
+    raw = craftax_env("Craftax-Classic-Symbolic-v1", auto_reset)
+    env = fc.make_env((raw, raw.default_params.replace(max_timesteps=9)))
+    state, _ = env.reset(key := jnp.array([3, 4], jnp.uint32), None)
+    step = jax.jit(lambda state: env.step(key, state, 0, None))
+    for health, timestep, flags in ((9, 3, (False, False)), (-9, 3, (True, False)), (9, 8, (False, True))):
+        moved = step(state.replace(player_health=health, timestep=timestep))
+        assert (bool(moved.terminated), bool(moved.truncated)) == flags
+
+
 @struct.dataclass
 class Crafted:
     timestep: int
@@ -92,11 +150,11 @@ class Crafted:
 
 @struct.dataclass
 class CraftedParams:
-    max_timesteps: int = 10
+    max_length: int = 10
 
 
 class LikeCraftax(Environment):
-    """gymnax's class, but neither `time` nor `max_steps_in_episode`."""
+    """gymnax's class, but neither `max_timesteps` nor `max_steps_in_episode`."""
 
     default_params, name = CraftedParams(), "LikeCraftax"
 
@@ -105,7 +163,7 @@ class LikeCraftax(Environment):
 
     def step_env(self, key, state, action, params):
         state = Crafted(state.timestep + 1)
-        return jnp.zeros(3), state, 0.0, state.timestep >= params.max_timesteps, {}
+        return jnp.zeros(3), state, 0.0, state.timestep >= params.max_length, {}
 
     def observation_space(self, params):
         return gymnax.environments.spaces.Box(0, 1, (3,))
@@ -162,6 +220,8 @@ def delivered(env):
     ("pgx/go_9x9", (2,)),
     ("pgx/2048", ()),
     ("navix/Navix-DoorKey-5x5-v0", ()),
+    ("xminigrid/XLand-MiniGrid-R4-13x13", ()),
+    pytest.param("craftax/Craftax-Symbolic-v1", (), marks=pytest.mark.needs("craftax")),
     ("brax/fast", ()),
 ])  # fmt: skip
 def test_spaces_are_what_is_delivered(name, rewards):
@@ -242,7 +302,9 @@ def test_training_wrappers_are_refused(wrap):
         envs.from_brax(wrapped)
 
 
-@pytest.mark.parametrize("adapter", ["gymnax", "brax", "jumanji", "pgx", "navix", "playground", "functional"])
+@pytest.mark.parametrize(
+    "adapter", ["gymnax", "brax", "jumanji", "pgx", "navix", "playground", "functional", "craftax", "xminigrid"]
+)
 def test_what_is_no_environment_is_refused(adapter):
     with pytest.raises(TypeError, match="env is the class CartPole: make an instance, expected an environment of"):
         getattr(envs, f"from_{adapter}")(gymnax.environments.classic_control.cartpole.CartPole)

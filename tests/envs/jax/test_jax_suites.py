@@ -64,10 +64,11 @@ def check_observation(env, batch, raw, *prefix):
 
 
 SHARED = ("old_gymnax", "pgx_one_player", "playground")  # the adapter of another one
-FEW = [name for name in SUITES if name not in SHARED]
+LONG = [pytest.param("craftax", marks=[pytest.mark.needs("craftax"), pytest.mark.evening])]  # to compile
+FEW = [name for name in SUITES if name not in (*SHARED, "craftax")]
 
 
-@pytest.mark.parametrize("name", FEW + in_soak(SHARED))
+@pytest.mark.parametrize("name", FEW + in_soak(SHARED) + LONG)
 def test_a_rollout_is_the_raw_suites_own(name):
     suite, policy = suite_and_policy(name)
     start, step = (jax.jit(each) for each in (suite.start, suite.step))

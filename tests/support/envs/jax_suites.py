@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import navix
 import numpy as np
 import pgx
+import xminigrid
 from flax import struct
 from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
 from jumanji.environments import LevelBasedForaging
@@ -100,6 +101,67 @@ def old_gymnax_suite():
 
     env = fc.envs.from_gymnax(raw, num_envs=LANES, info_keys=["discount"])
     return Suite(env, lambda key: raw.reset_env(key, raw.default_params)[::-1], step)
+
+
+@struct.dataclass
+class LaterState:
+    timestep: int
+    position: int
+
+
+@struct.dataclass
+class LaterParams:
+    max_timesteps: int = 6
+
+
+class LaterWalk(gymnax.environments.environment.Environment):
+    """A random walk with the functions and names of Kinetix, which derives from gymnax's class."""
+
+    default_params = LaterParams()
+
+    def reset_env(self, key, params, override_reset_state):
+        assert override_reset_state is None
+        state = LaterState(timestep=0, position=jax.random.randint(key, (), -1, 2))
+        return self.get_obs(state), state
+
+    def step_env(self, key, state, action, params):
+        position = state.position + 2 * action - 1 + jax.random.randint(key, (), 0, 2)
+        state = LaterState(timestep=state.timestep + 1, position=position)
+        done = (abs(position) > 3) | (state.timestep >= params.max_timesteps)
+        return self.get_obs(state), state, position * 0.5, done, {}
+
+    def get_obs(self, state):
+        return jnp.array([state.position, state.timestep], jnp.float32)
+
+    def action_space(self, params):
+        return gymnax.environments.spaces.Discrete(2)
+
+    def observation_space(self, params):
+        return gymnax.environments.spaces.Box(-9, 9, (2,), jnp.float32)
+
+
+def later_gymnax_suite():
+    raw = LaterWalk()
+
+    def step(key, state, action):
+        observation, state, reward, _, _ = raw.step_env(key, state, action, raw.default_params)
+        return state, observation, reward, abs(state.position) > 3, state.timestep >= 6
+
+    return Suite(fc.make_env(raw, num_envs=LANES), lambda key: raw.reset_env(key, raw.default_params, None)[::-1], step)
+
+
+def craftax_suite():
+    from craftax.craftax_env import make_craftax_env_from_name
+
+    raw = make_craftax_env_from_name("Craftax-Classic-Symbolic-v1", auto_reset=False)
+    params = raw.default_params.replace(max_timesteps=11)
+
+    def step(key, state, action):
+        observation, state, reward, done, _ = raw.step_env(key, state, action, params)
+        return state, observation, reward, state.player_health <= 0, done & (state.timestep >= 11)
+
+    env = fc.envs.from_craftax("Craftax-Classic-Symbolic-v1", params, num_envs=LANES, info_keys=["discount"])
+    return Suite(env, lambda key: raw.reset_env(key, params)[::-1], step, ends=("truncated",))
 
 
 def _states(raw, env, limit, ends):
@@ -200,6 +262,21 @@ def navix_suite():
         return timestep, timestep.observation, timestep.reward, timestep.is_termination(), timestep.is_truncation()
 
     return Suite(fc.make_env("navix/Navix-Empty-Random-5x5-v0", num_envs=LANES, max_steps=15), start, step)
+
+
+def xminigrid_suite():
+    raw, params = xminigrid.make("MiniGrid-EmptyRandom-5x5", max_steps=15)
+
+    def start(key):
+        timestep = raw.reset(params, key)
+        return timestep, timestep.observation
+
+    def step(key, timestep, action):
+        timestep = raw.step(params, timestep, action)
+        over, terminated = timestep.last(), timestep.discount == 0.0
+        return timestep, timestep.observation, timestep.reward, terminated, over & ~terminated
+
+    return Suite(fc.make_env("xminigrid/MiniGrid-EmptyRandom-5x5", num_envs=LANES, max_steps=15), start, step)
 
 
 def functional_suite():
