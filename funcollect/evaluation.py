@@ -201,10 +201,8 @@ def _film_name(film: str) -> str:
         first, second = (film.format(step=step) for step in (0, 1))
         if first != second:
             return first
-    raise ValueError(
-        f"film is {film!r}, expected {{step}} in it and no other field, so that each film has its own name: pass for "
-        "example 'films/{step}.mp4'"
-    )
+    rule = "expected {step} in it and no other field, so that each film has its own name"
+    raise ValueError(f"film is {film!r}, {rule}: pass for example 'films/{{step}}.mp4'")
 
 
 class _Process(WorkerPool):

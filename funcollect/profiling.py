@@ -15,7 +15,7 @@ import torch
 from funcollect.arguments import check_function, check_optional_positive, check_positive
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.multi import ProcessCollector
-from funcollect.collectors.sync import RolloutTimes, RunnerTimer, SyncDataCollector
+from funcollect.collectors.sync import RolloutTimes, SyncDataCollector, timed
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.messages import shown, table
@@ -213,11 +213,11 @@ def _timed(collector: CollectorBase) -> Iterator[list[RolloutTimes]]:
     """Time the rollouts in the block; after it, the list has the times of this process, or of each worker."""
     times: list[RolloutTimes] = []
     if isinstance(collector, SyncDataCollector):
-        timer = RunnerTimer(collector)
+        stop = timed(collector)
         try:
             yield times
         finally:
-            times.append(timer.stop())
+            times.append(stop())
     elif isinstance(collector, WorkerCollector):
         collector.run.timers(True)
         try:

@@ -10,15 +10,13 @@ from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 from tensordict import TensorDictBase
-from typing_extensions import override
 
-from funcollect.collectors.in_use import FillsBuffer, InUse, exclusive
-from funcollect.collectors.keywords import collector
+from funcollect.collectors.in_use import InUse, exclusive
+from funcollect.collectors.keywords import check_same_run, collector, plain_keywords, read_back
 from funcollect.collectors.options import Options, RunOptions
-from funcollect.collectors.saved_keywords import check_equal, plain_keywords, read_back
 from funcollect.core.request import head_of
 from funcollect.core.saving import Episodes, checked_path
-from funcollect.errors import ClosedError, ReplayError
+from funcollect.errors import ReplayError
 from funcollect.files import read_data, write_data
 from funcollect.policies.jax_functions.jax_policy import as_given
 from funcollect.policies.normalized import Normalized
@@ -33,7 +31,7 @@ _LARGEST_SEED = 2**32 - 1
 
 
 @collector
-class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
+class CollectorBase(RunOptions, InUse, ABC):
     """The part that collectors share; a class that derives from it gathers the batches.
 
     Attributes:
@@ -58,7 +56,6 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
     _pending: dict[int, PendingTrajectories] = field(init=False, default_factory=dict)  # by order
     _unwritten: list[TensorDictBase] = field(init=False, default_factory=list)  # that `replay_buffer` has to get
 
-    _closed = False
     _batches, _seconds = 0, 0.0  # delivered, and spent on them
     _lends = False  # whether the memory of a batch is reused once no view of it is alive
     _in_one_order = True  # whether all trajectories are; else those of each worker have an order of their own
@@ -201,16 +198,15 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
         file = checked_path(path, episodes)
         self._check_open()
         saved = read_data(file, _KIND)
-        self._check_saved(saved, {name: value for name, value in self._plain_keywords().items() if name != "seed"})
+        own = {name: value for name, value in self._plain_keywords().items() if name != "seed"}
+        check_same_run(saved, type(self), own)
         self._restore(saved, episodes)
 
     def _restore(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
         for what, own in self._beside_weights().items():
             if own and (was := saved.get(what)) and own != was:
-                raise ValueError(
-                    f"the policy's {what} is {own}, but {was} in the saved run: build the policy as it was, or begin "
-                    "another run"
-                )
+                mend = "build the policy as it was, or begin another run"
+                raise ValueError(f"the policy's {what} is {own}, but {was} in the saved run: {mend}")
         self.continue_run(saved["run"], episodes)
         moments = saved.get("moments")
         self._moments = None if moments is None else RunningStatistics(*moments)
@@ -237,7 +233,7 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
         """
         saved = read_data(checked_path(path, episodes, "pass the name of a file, before create_env_fn"), _KIND)
         cls = cls._named(saved["class"])
-        cls._check_saved(saved, plain_keywords(keywords))
+        check_same_run(saved, cls, plain_keywords(keywords))
         made = cls(create_env_fn, policy, **{**read_back(saved["keywords"], keywords), **keywords})
         try:
             made._restore(saved, episodes)
@@ -252,16 +248,8 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
         return cls
 
     def _plain_keywords(self) -> dict[str, Any]:
-        return plain_keywords(
-            {each.name: getattr(self, each.name) for each in fields(self) if each.init} | {**self._given}
-        )
-
-    @classmethod
-    def _check_saved(cls, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Raise ValueError for the run of another class, or with other values of keywords that define a run."""
-        if saved["class"] != cls.__name__:
-            raise ValueError(f"the saved run is that of a {saved['class']}, this is a {cls.__name__}: use that class")
-        check_equal(saved["keywords"], own)
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        return plain_keywords(own | {**self._given})
 
     def _beside_weights(self) -> dict[str, str]:
         """A policy's head with its numbers, and its `clip`, as text; empty where there is none in this process."""
@@ -296,9 +284,6 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
         if self.total_frames < 0:
             raise TypeError("an endless collector (total_frames=-1) has no length: give total_frames")
         return -(-self.total_frames // self.frames_of_batch)
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> TensorDictBase:
         if self._moments is not None and not self._closed:
@@ -363,29 +348,16 @@ class CollectorBase(RunOptions, InUse, FillsBuffer, ABC):
 
     def _check_statistics(self) -> None:
         if self.update_statistics and not isinstance(self.policy, Normalized):
-            raise TypeError(
-                f"update_statistics is True, but the policy is {type(self.policy).__name__}, which has no statistics "
-                "to update: pass the result of funcollect.normalized(policy, stats) as policy, without lower_policy or "
-                "policy_factory; for members of a population, call funcollect.running_statistics.update"
-            )
+            what = f"update_statistics is True, but the policy is {type(self.policy).__name__}, which has no statistics"
+            mend = "pass the result of funcollect.normalized(policy, stats) as policy, without lower_policy or"
+            mend += " policy_factory; for members of a population, call funcollect.running_statistics.update"
+            raise TypeError(f"{what} to update: {mend}")
 
     def _add_to_statistics(self, moments: RunningStatistics) -> None:
         policy, self._moments = self.policy, None
         trainable, before = policy.params if self.params is None else policy.pair(self.params)
         policy.statistics = after = merge(before, moments)
         self.update_policy_weights_(None if self.params is None else (trainable, after))
-
-    @override
-    def _check_open(self) -> None:
-        self._check_filler()
-        if self._closed:
-            raise ClosedError(f"{self!r} was shut down: build another collector")
-
-    @override
-    def _check_ready(self) -> None:
-        self._check_open()
-        if self._filler is not None and (filler := self._other_filler) and filler.at_work:
-            raise RuntimeError("the collector fills a buffer: call pause() before")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} cannot be copied or pickled: save(path) writes its run, and load continues it")

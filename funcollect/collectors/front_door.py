@@ -108,11 +108,9 @@ class Collector(_Stands, SyncDataCollector):
         if backend == "direct" or (backend is None and num_collectors is None):
             entries = listed(create_env_fn) or [create_env_fn]
             if sync is not None or backend_options or num_collectors not in (None, 1) or len(entries) > 1:
-                raise ValueError(
-                    f"num_collectors={num_collectors}, sync={sync}, backend_options={backend_options} and "
-                    f"{len(entries)} environments are for workers, expected one environment in this process: pass "
-                    "num_collectors=, or backend='process' or 'ray'"
-                )
+                given = f"num_collectors={num_collectors}, sync={sync}, backend_options={backend_options}"
+                what = f"{given} and {len(entries)} environments are for workers, expected one in this process"
+                raise ValueError(f"{what}: pass num_collectors=, or backend='process' or 'ray'")
             return SyncDataCollector, (entries[0], policy), keywords
         if backend == "ray":
             keywords |= {"num_collectors": num_collectors, "sync": bool(sync)}

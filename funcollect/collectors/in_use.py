@@ -5,31 +5,16 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
+from tensordict import TensorDictBase
+
+from funcollect.errors import ClosedError
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-class InUse:
-    """Base class of objects whose `exclusive` methods exclude each other, in one thread and between threads."""
-
-    _in_use = False
-
-    @abstractmethod
-    def _check_ready(self) -> None:
-        """Raise an error if no exclusive method may be called now."""
-
-    def _refuse(self) -> NoReturn:
-        """Raise RuntimeError, since an exclusive method is being called that has not returned."""
-        self._check_ready()
-        raise RuntimeError(
-            "the collector is in use by a call that has not returned: use it in one thread at a time, and let a signal "
-            "handler or a callback only set a flag, to act on between two batches"
-        )
 
 
 def exclusive(method: _Method) -> _Method:
@@ -52,17 +37,15 @@ def exclusive(method: _Method) -> _Method:
 def check_extends(name: str, buffer: Any) -> None:
     """Raise TypeError for what has no method `extend`."""
     if not callable(getattr(buffer, "extend", None)):
-        raise TypeError(
-            f"{name} is {type(buffer).__name__}, expected an object with a method extend(batch): pass a replay buffer, "
-            "or a list"
-        )
+        what = f"{name} is {type(buffer).__name__}, expected an object with a method extend(batch)"
+        raise TypeError(f"{what}: pass a replay buffer, or a list")
 
 
 class _Filler:
     """Takes every batch, in a thread that lets a collector be freed between batches, and gives it to `extend`."""
 
-    def __init__(self, collector: Iterator[Any], extend: Callable[[Any], object]) -> None:
-        self._collector, self._extend = weakref.ref(collector), extend
+    def __init__(self, collector: Iterator[Any], extend: Callable[[Any], object] | None) -> None:
+        self._collector, self._extend = weakref.ref(collector), extend  # None if the collector itself extends a buffer
         self.going, self.one_batch = threading.Event(), threading.Lock()  # the thread holds it for one batch
         self.going.set()
         self._stopped = False
@@ -91,7 +74,8 @@ class _Filler:
             if self.going.is_set():
                 batch = next(collector)
                 del collector
-                self._extend(batch)
+                if self._extend is not None:
+                    self._extend(batch)
         return True
 
     @property
@@ -104,16 +88,33 @@ class _Filler:
         self.going.set()
 
 
-class FillsBuffer(Iterator[Any]):
-    """The methods with which a collector fills a buffer from a thread."""
+class InUse(Iterator[TensorDictBase]):
+    """A collector whose `exclusive` methods exclude each other, and that fills a buffer from a thread."""
 
+    _in_use = _closed = False
     _filler: _Filler | None = None
     if TYPE_CHECKING:
         replay_buffer: Any
 
-    @abstractmethod
     def _check_open(self) -> None:
         """Raise the exception that ended the thread, if there is one, or ClosedError."""
+        self._check_filler()
+        if self._closed:
+            raise ClosedError(f"{self!r} was shut down: build another collector")
+
+    def _check_ready(self) -> None:
+        """Raise an error if no exclusive method may be called now."""
+        self._check_open()
+        if self._filler is not None and (filler := self._other_filler) and filler.at_work:
+            raise RuntimeError("the collector fills a buffer: call pause() before")
+
+    def _refuse(self) -> NoReturn:
+        """Raise RuntimeError, since an exclusive method is being called that has not returned."""
+        self._check_ready()
+        advice = "let a signal handler or a callback only set a flag, to act on between two batches"
+        raise RuntimeError(
+            f"the collector is in use by a call that has not returned: use it in one thread at a time, and {advice}"
+        )
 
     def start(self, buffer: Any = None) -> None:
         """Fill a buffer in a thread, ``buffer.extend(batch)``, until the run ends or the collector is shut down.
@@ -124,10 +125,7 @@ class FillsBuffer(Iterator[Any]):
         RuntimeError if one is being filled already.
 
         >>> import funcollect as fc
-        >>> batches = []
-        >>> collector = fc.MultiaSyncDataCollector(
-        ...     ["CartPole-v1"] * 2, None, frames_per_batch=50, total_frames=100, in_process=True
-        ... )
+        >>> batches, collector = [], fc.SyncDataCollector("CartPole-v1", frames_per_batch=50, total_frames=100)
         >>> collector.start(batches)
         >>> collector.join()
         >>> sum(rows.numel() for rows in batches)
@@ -138,12 +136,11 @@ class FillsBuffer(Iterator[Any]):
             raise RuntimeError("the collector fills a buffer already: shut it down before another start")
         if (buffer is None) == (self.replay_buffer is None):
             own = "no buffer" if buffer is None else "a buffer, and the collector a replay_buffer"
-            raise TypeError(
-                f"start has {own}, expected one to fill: pass it to start, or to the collector as replay_buffer"
-            )
+            mend = "pass it to start, or to the collector as replay_buffer"
+            raise TypeError(f"start has {own}, expected one to fill: {mend}")
         if buffer is not None:
             check_extends("buffer", buffer)
-        self._filler = _Filler(self, _ignore if buffer is None else buffer.extend)
+        self._filler = _Filler(self, None if buffer is None else buffer.extend)
         self._filler.thread.start()
 
     def pause(self) -> AbstractContextManager[object]:
@@ -189,7 +186,3 @@ class FillsBuffer(Iterator[Any]):
         if self._filler is not None and (filler := self._other_filler) and (error := filler.error):
             filler.error = None
             raise error
-
-
-def _ignore(batch: None) -> None:
-    """Do nothing with what the iteration yields once the batch is in a `replay_buffer`."""

@@ -1,4 +1,4 @@
-"""How the keywords of collectors are declared, documented and refused; and TorchRL's that mean nothing here."""
+"""How the keywords of collectors are declared, documented, refused and saved; and TorchRL's that mean nothing here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
 from functools import cache, wraps
@@ -15,6 +15,8 @@ from textwrap import fill
 from typing import Any, TypeVar, dataclass_transform, get_type_hints
 
 from funcollect.arguments import Foreign, unset, unset_or_false, without_foreign
+from funcollect.collectors.options import Shard
+from funcollect.specs import ExplorationType
 
 _Class = TypeVar("_Class", bound=Any)
 
@@ -78,26 +80,20 @@ def collector(cls: type[_Class]) -> type[_Class]:
     def init(self: Any, *args: Any, **keywords: Any) -> None:
         keywords = without_foreign("this collector", foreign, keywords)
         if unknown := sorted(keywords.keys() - known):
-            _refuse(unknown, known)
-        if "frames_per_batch" not in keywords and keywords.get("trajs_per_batch") is None:
+            alike = [found for name in unknown for found in get_close_matches(name, known, 1)]
+            likely = f" (perhaps you meant {' and '.join(alike)})" if alike else ""
             raise TypeError(
-                "frames_per_batch is not given, expected the frames in a batch, such as 1_000: pass them, or "
-                "trajs_per_batch for whole trajectories"
+                f"the keywords {unknown} are unknown{likely}, expected some of {', '.join(sorted(known))}: check the "
+                "spelling, and give arguments of make_env as create_env_kwargs"
             )
+        if "frames_per_batch" not in keywords and keywords.get("trajs_per_batch") is None:
+            mend = "pass them, or trajs_per_batch for whole trajectories"
+            raise TypeError(f"frames_per_batch is not given, expected the frames in a batch, such as 1_000: {mend}")
         plain(self, *args, **keywords)
 
     cls.__init__ = init
     cls.__doc__ = _with_keywords(cls, inspect.signature(plain).parameters)
     return cls
-
-
-def _refuse(unknown: Sequence[str], known: set[str]) -> None:
-    alike = [found for name in unknown for found in get_close_matches(name, known, 1)]
-    likely = f" (perhaps you meant {' and '.join(alike)})" if alike else ""
-    raise TypeError(
-        f"the keywords {unknown} are unknown{likely}, expected some of {', '.join(sorted(known))}: check the spelling, "
-        "and give arguments of make_env as create_env_kwargs"
-    )
 
 
 def _with_keywords(cls: type, keywords: Iterable[str]) -> str:
@@ -126,3 +122,54 @@ def _meanings(module: str) -> dict[str, dict[str, str]]:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     found.setdefault(each.name, {})[name] = inspect.cleandoc(text)
     return found
+
+
+# Keywords that are objects, or say how a machine is used.
+_NOT_SAVED = {
+    "create_env_fn", "create_env_kwargs", "policy", "policy_factory", "postproc", "device", "env_device",
+    "policy_device", "storing_device", "num_threads", "in_process", "collector_class", "collector_kwargs",
+    "ray_init_config", "remote_configs", "replay_buffer", "pre_collect_hook", "post_collect_hook",
+}  # fmt: skip
+_MAY_CHANGE = {"total_frames", "timeout", "start_timeout", "on_failure"}  # although they are saved
+_READ_BACK: Mapping[str, Callable[[Any], Any]] = {  # the inverse of `_plain`
+    "exploration_type": lambda name: ExplorationType[name],
+    "shard": lambda place: Shard(*place),
+}
+_A_FUNCTION = "a function"  # in place of a schedule of `exploration`
+
+
+def plain_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords that a saved run has, by name."""
+    return {name: _plain(keywords[name]) for name in sorted(keywords.keys() - _NOT_SAVED)}
+
+
+def read_back(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `plain_keywords`; ValueError if a function was not saved, nor is `given`."""
+    known = {name: _READ_BACK.get(name, lambda value: value)(value) for name, value in saved.items()}
+    if "exploration" not in given and _A_FUNCTION in known.get("exploration", {}).values():
+        what = f"the saved run has the exploration {known['exploration']}, and functions are not saved"
+        raise ValueError(f"{what}: pass exploration= with the same schedules")
+    return known
+
+
+def check_same_run(saved: Mapping[str, Any], kind: type, own: Mapping[str, Any]) -> None:
+    """Raise ValueError for the run of another class, or with other values of keywords that define a run."""
+    if saved["class"] != kind.__name__:
+        raise ValueError(f"the saved run is that of a {saved['class']}, this is a {kind.__name__}: use that class")
+    for name, value in own.items():
+        was = saved["keywords"].get(name, value)
+        if was != value and name not in _MAY_CHANGE:
+            mend = "build the collector with that, or begin another run"
+            raise ValueError(f"{name} is {value!r}, but {was!r} in the saved run: {mend}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, ExplorationType):
+        return value.name
+    if isinstance(value, Shard):
+        return [value.index, value.count]
+    if isinstance(value, Mapping):
+        return {name: _A_FUNCTION if callable(each) else _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value.tolist() if hasattr(value, "ndim") else value  # numbers of NumPy, Torch or JAX

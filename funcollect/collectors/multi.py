@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from typing_extensions import override
 
-from funcollect.arguments import check_flags
+from funcollect.arguments import check_count, check_flags, check_positive
 from funcollect.collectors.keywords import collector
-from funcollect.collectors.options import FRAMES, AheadOptions, LocalOptions, options_of
+from funcollect.collectors.options import FRAMES, LocalOptions, options_of
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers import jobs
 from funcollect.collectors.workers.gathering import Join, in_this_process
@@ -25,14 +25,14 @@ class ProcessCollector(WorkerCollector, LocalOptions):
     in_process: bool = False
     """run the workers in this process, one after another, for a debugger."""
 
-    def _start(self, frames: Sequence[int], join: Join | None = None, *, ahead: int) -> None:
-        """Check the keywords, and start a worker for each entry of `frames`: the frames of its rollouts."""
+    def _start(self, frames: Sequence[int], whole: Callable[..., int], join: Join | None = None, *, ahead: int) -> None:
+        """Start a worker for each entry of `frames`, those of its rollouts; `whole` returns the frames of a batch."""
+        if jobs.listed(given := self.frames_per_batch) is not None:
+            self._fill(_given={"frames_per_batch": given}, frames_per_batch=whole(frames))
         check_flags(in_process=self.in_process)
         if jobs.listed(self.storing_device) is not None:
-            raise TypeError(
-                f"storing_device is {self.storing_device!r}, expected one device, on which a batch of several workers "
-                "lies: pass one; RayCollector takes a list"
-            )
+            rule = "expected one device, on which a batch of several workers lies"
+            raise TypeError(f"storing_device is {self.storing_device!r}, {rule}: pass one; RayCollector takes a list")
         self._check(options_of(self, **{name: jobs.common(getattr(self, name)) for name in jobs.DEVICES}))
         self.num_workers, seed = len(frames), seed_of(key_from_seed(self.seed))
         self._fill(storing_device=self.options.storing_device, seed=seed)
@@ -62,12 +62,9 @@ class MultiSyncDataCollector(ProcessCollector):
     that keeps every batch gets copies after the first few.
 
     >>> import funcollect as fc
-    >>> collector = MultiSyncDataCollector(
-    ...     ["CartPole-v1"] * 2, None, frames_per_batch=100, total_frames=200, seed=0, in_process=True
-    ... )
-    >>> [batch.batch_size for batch in collector]
-    [torch.Size([2, 50]), torch.Size([2, 50])]
-    >>> collector.shutdown()
+    >>> with MultiSyncDataCollector(["CartPole-v1"] * 2, frames_per_batch=90, total_frames=180, in_process=True) as run:
+    ...     [batch.batch_size for batch in run]
+    [torch.Size([2, 45]), torch.Size([2, 45])]
     """
 
     frames_per_batch: int | Sequence[int] = FRAMES
@@ -85,13 +82,11 @@ class MultiSyncDataCollector(ProcessCollector):
         check_flags(prefetch=self.prefetch)
         count = jobs.number_of_workers(self.create_env_fn, self.num_workers)
         frames = jobs.shares(self.frames_per_batch, count)
-        if jobs.listed(self.frames_per_batch) is not None:
-            self._fill(_given={"frames_per_batch": self.frames_per_batch}, frames_per_batch=sum(frames))
-        self._start(frames, self.cat_results, ahead=int(self.prefetch))
+        self._start(frames, sum, self.cat_results, ahead=int(self.prefetch))
 
 
 @collector
-class MultiaSyncDataCollector(AheadOptions, ProcessCollector):
+class MultiaSyncDataCollector(ProcessCollector):
     """Batches of one rollout of one worker, in the order of their arrival.
 
     Batches are ``[P, T]``, ``T = ceil(frames_per_batch / P)``, and ``[T]`` for single environments; their lanes show
@@ -100,12 +95,9 @@ class MultiaSyncDataCollector(AheadOptions, ProcessCollector):
     shared memory are as in `MultiSyncDataCollector`.
 
     >>> import funcollect as fc
-    >>> collector = MultiaSyncDataCollector(
-    ...     ["CartPole-v1"] * 2, None, frames_per_batch=50, total_frames=100, seed=0, in_process=True
-    ... )
-    >>> [batch.batch_size for batch in collector]
+    >>> with MultiaSyncDataCollector(["CartPole-v1"] * 2, frames_per_batch=50, total_frames=90, in_process=True) as run:
+    ...     [batch.batch_size for batch in run]
     [torch.Size([50]), torch.Size([50])]
-    >>> collector.shutdown()
     """
 
     frames_per_batch: int | Sequence[int] = FRAMES
@@ -113,17 +105,24 @@ class MultiaSyncDataCollector(AheadOptions, ProcessCollector):
     frames of each worker."""
     cat_results: Join | None = None
     """of no effect, since a batch is one worker's."""
+    max_policy_lag: int | None = None
+    """the most versions by which the weights that acted in a batch may be older than the latest ones when it is
+    delivered; None for no bound. A worker then waits before a rollout that might be delivered too late, and no batch is
+    dropped. That counts on as many updates between two batches as there have been at most, so the first batch is
+    collected alone; batches that were begun before updates became more frequent may exceed the bound."""
+    max_unread: int = 2
+    """batches of each worker that may be ready, or under way, beyond the one that is delivered; then it waits."""
 
     _in_one_order = False
 
     def __post_init__(self) -> None:
         check_join(self.cat_results, None)
-        self._check_ahead()
+        check_positive("max_unread", self.max_unread, example=2)
+        if self.max_policy_lag is not None:
+            check_count("max_policy_lag", self.max_policy_lag)
         count = jobs.number_of_workers(self.create_env_fn, self.num_workers)
-        frames = jobs.each_of("frames_per_batch", given := self.frames_per_batch, count)
-        if jobs.listed(given) is not None:
-            self._fill(_given={"frames_per_batch": given}, frames_per_batch=max(frames))
-        self._start(frames, ahead=self.max_unread)
+        frames = jobs.each_of("frames_per_batch", self.frames_per_batch, count)
+        self._start(frames, max, ahead=self.max_unread)
 
     @override
     def __len__(self) -> int:

@@ -144,24 +144,6 @@ class RunOptions:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class AheadOptions:
-    """The keywords of collectors whose workers go on while the reader is busy."""
-
-    max_policy_lag: int | None = None
-    """the most versions by which the weights that acted in a batch may be older than the latest ones when it is
-    delivered; None for no bound. A worker then waits before a rollout that might be delivered too late, and no batch is
-    dropped. That counts on as many updates between two batches as there have been at most, so the first batch is
-    collected alone; batches that were begun before updates became more frequent may exceed the bound."""
-    max_unread: int = 2
-    """batches of each worker that may be ready, or under way, beyond the one that is delivered; then it waits."""
-
-    def _check_ahead(self) -> None:
-        check_positive("max_unread", self.max_unread, example=2)
-        if self.max_policy_lag is not None:
-            arguments.check_count("max_policy_lag", self.max_policy_lag)
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
 class LocalOptions(RunOptions):
     """The further keywords of collectors that run on this machine."""
 
@@ -227,22 +209,18 @@ class Options(RunnerOptions):
             check_extends("replay_buffer", buffer)
         arguments.check_optional_positive("trajs_per_write", write)
         if buffer is not None and self.split_trajs and self.postproc is None:
+            mend = "pass trajs_per_batch for whole trajectories, or a postproc that leaves the padding out"
             raise ValueError(
-                "split_trajs is True, so replay_buffer would store padding, expected rows without any: pass "
-                "trajs_per_batch for whole trajectories, or a postproc that leaves the padding out"
+                f"split_trajs is True, so replay_buffer would store padding, expected rows without: {mend}"
             )
         if write is not None and (buffer is None or self.trajs_per_batch is None):
-            raise ValueError(
-                f"trajs_per_write is {write}, but trajs_per_batch or replay_buffer is None: pass them, too"
-            )
+            raise ValueError(f"trajs_per_write is {write}, but trajs_per_batch or replay_buffer is None: pass both")
         for name in HOOKS:
             check_hook(name, getattr(self, name))
         padded = self.traj_format == "padded" and buffer is None
         if not self.track_traj_ids and (self.split_trajs or self.set_truncated or padded):
-            raise ValueError(
-                "track_traj_ids is False, so batches lack ('collector', 'mask') and ('collector', 'cut'), which show "
-                "padding and cuts: leave it out, or split_trajs, set_truncated and traj_format='padded'"
-            )
+            what = "track_traj_ids is False, so batches lack the keys of 'collector', which show padding and cuts"
+            raise ValueError(f"{what}: leave it out, or split_trajs, set_truncated and traj_format='padded'")
 
     def _check_trajectories(self) -> None:
         arguments.check_optional_positive("trajs_per_batch", self.trajs_per_batch)
@@ -253,10 +231,8 @@ class Options(RunnerOptions):
             return
         for name, reason in _NOT_WHOLE.items():
             if bool(value := getattr(self, name)) != (name == "reset_when_done"):
-                raise ValueError(
-                    f"{name} is {value}, which does not go together with trajs_per_batch, since {reason}: leave one of "
-                    "them out"
-                )
+                what = f"{name} is {value}, which does not go together with trajs_per_batch, since {reason}"
+                raise ValueError(f"{what}: leave one of them out")
 
     def request(self, length: int, lanes: int) -> Request:
         """The request for one batch: a rollout of `length` steps. `lanes` counts the lanes of the whole run."""
@@ -333,10 +309,8 @@ class RunnerSpec(SourceOptions):
         if self.policy is not None:
             raise ValueError("policy and policy_factory are both given, expected one: leave the other out")
         if isinstance(factory, nn.Module):
-            raise TypeError(
-                f"policy_factory is {type(factory).__name__}, expected a function that returns a policy: pass one, or "
-                "pass the policy as policy"
-            )
+            what = f"policy_factory is {type(factory).__name__}, expected a function that returns a policy"
+            raise TypeError(f"{what}: pass one, or pass the policy as policy")
         check_function("policy_factory", factory, "a function without arguments that returns a policy", 0)
 
     def build(self, options: Options) -> tuple[Env, Policy]:
@@ -352,8 +326,6 @@ class RunnerSpec(SourceOptions):
         else:
             own = default_device_type() if env.backend == "jax" else "cpu"
         if given is not None and own not in (str(given), torch.device(given).type):
-            raise ValueError(
-                f"env_device is {given}, but {env!r} runs on {own}: build the environment there, or leave env_device "
-                "out"
-            )
+            mend = "build the environment there, or leave env_device out"
+            raise ValueError(f"env_device is {given}, but {env!r} runs on {own}: {mend}")
         return env, as_policy(policy, env, options.policy_device)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from inspect import signature
 from typing import Any
 
 from tensordict import TensorDictBase
 from typing_extensions import override
 
-from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
-from funcollect.collectors.cluster.jobs import actor_jobs, check_class, number_of_collectors
-from funcollect.collectors.keywords import collector
-from funcollect.collectors.multi import MultiaSyncDataCollector
-from funcollect.collectors.options import FRAMES, Device, Shard, options_of
+from funcollect.arguments import (
+    check_flags,
+    check_kind,
+    check_not_given,
+    check_positive,
+    checked_device,
+    without_foreign,
+)
+from funcollect.collectors.keywords import FOREIGN, collector
+from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
+from funcollect.collectors.options import FRAMES, Device, RunOptions, Shard, WorkerShard, options_of
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.gathering import Join
-from funcollect.collectors.workers.jobs import DEVICES, columns_of, listed, rows, shares, want_accelerators
+from funcollect.collectors.workers.jobs import DEVICES, columns_of, job_of, listed, rows, shares, want_accelerators
 from funcollect.collectors.workers.worker import Job, WorkerInfo
 from funcollect.core.saving import Episodes
 from funcollect.keys import key_from_seed, seed_of
@@ -26,8 +33,26 @@ from funcollect.trajectories.final_observations import attach, detach
 _OF_ACTORS = ("collector_kwargs", "remote_configs")
 _LISTS = ("create_env_fn", *DEVICES, "create_env_kwargs", "policy_factory", "storing_device", *_OF_ACTORS)
 _NESTED = ("num_threads", "timeout", "start_timeout", "on_failure")  # also for collectors that have workers
-_STACK: Join = "stack"
 _TO_REPORT = 10.0  # seconds that a collector in an actor has to report the failure of its own workers
+_CLASSES = (SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector)
+_OF_RUN = {each.name for each in fields(RunOptions)} - {"reset_when_done", "set_truncated"}
+_OF_RUN |= {"create_env_fn", "policy", "policy_factory", "seed", "update_at_each_batch"}
+_NOT_FOR_ACTORS = dict.fromkeys(_OF_RUN, "it holds for the whole run: give it to RayCollector itself") | {
+    "num_workers": "it is num_workers_per_collector of RayCollector",
+    "shard": "RayCollector gives it",
+    "in_process": "its workers are processes beside the actor",
+}
+_NOT_REMOTE = {
+    "lifetime": "an actor ends with its collector",
+    "name": "the actor that replaces one would find its name taken",
+    "get_if_exists": "each collector has its own actor",
+    "max_restarts": "on_failure='restart' replaces actors",
+    "max_task_retries": "a rollout cannot be made twice",
+    "concurrency_groups": "the collector has its own",
+    "max_concurrency": "a worker answers one call at a time",
+    "max_pending_calls": "there are never many, and none may be lost",
+    "allow_out_of_order_execution": "an actor answers its calls in order",
+}
 
 
 @collector
@@ -82,12 +107,11 @@ class RayCollector(WorkerCollector):
     """with `sync`, collect the next batch while the reader works on one."""
 
     def __post_init__(self) -> None:
-        check_class(self.collector_class)
         self._check_own()
         if type(self.reset_at_each_iter) is int and self.reset_at_each_iter == 0:
             self._fill(reset_at_each_iter=False)  # TorchRL's documentation passes -False
         lists = {name: getattr(self, name) for name in _LISTS}
-        count = number_of_collectors(lists, self.num_collectors)
+        count = _number_of_collectors(lists, self.num_collectors)
         self._check_inner_ends(self.collector_kwargs)
         devices = {name: lists[name] if listed(lists[name]) is None else None for name in DEVICES}
         self._check(options_of(self, **devices, storing_device=self._stored(count)))
@@ -105,11 +129,14 @@ class RayCollector(WorkerCollector):
         wanted = want_accelerators(jobs)
         means = over_ray(self.ray_init_config, num_threads=self.num_threads, accelerators=wanted, eager=not self.sync)
         self._in_one_order = self.sync and not issubclass(self.collector_class, MultiaSyncDataCollector)
-        grace, join = _TO_REPORT if nested else 0.0, _STACK if self.sync else None
-        self._launch(jobs, means, join, ahead=int(self.prefetch) if self.sync else 2, level=5, grace=grace)
+        ahead, grace = int(self.prefetch) if self.sync else 2, _TO_REPORT if nested else 0.0
+        self._launch(jobs, means, "stack" if self.sync else None, ahead=ahead, level=5, grace=grace)
         self.num_collectors = count
 
     def _check_own(self) -> None:
+        if not isinstance(kind := self.collector_class, type) or not issubclass(kind, _CLASSES):
+            names = f"{', '.join(each.__name__ for each in _CLASSES)} or a class derived from one"
+            raise TypeError(f"collector_class is {shown(kind)}, expected {names}: pass that")
         check_flags(sync=self.sync, update_after_each_batch=self.update_after_each_batch, prefetch=self.prefetch)
         check_kind("ray_init_config", self.ray_init_config, (Mapping, type(None)), "pass a dict for ray.init")
         if self.prefetch and not self.sync:
@@ -117,21 +144,17 @@ class RayCollector(WorkerCollector):
         if type(interval := self.max_weight_update_interval) is not int:
             raise TypeError(f"max_weight_update_interval is {shown(interval)}, expected an int: pass -1 for no limit")
         check_positive("num_workers_per_collector", self.num_workers_per_collector)
-        if self.num_workers_per_collector > 1 and not issubclass(self.collector_class, WorkerCollector):
-            raise ValueError(
-                f"num_workers_per_collector is {self.num_workers_per_collector}, but {self.collector_class.__name__} "
-                "has no workers: pass collector_class=MultiSyncDataCollector, or more collectors"
-            )
+        if self.num_workers_per_collector > 1 and not issubclass(kind, WorkerCollector):
+            what = f"num_workers_per_collector is {self.num_workers_per_collector}, but {kind.__name__} has no workers"
+            raise ValueError(f"{what}: pass collector_class=MultiSyncDataCollector, or more collectors")
 
     def _check_inner_ends(self, collector_kwargs: Any) -> None:
         """Raise ValueError if the collectors in the actors would cut trajectories that have to be whole."""
         for row in _each_of(collector_kwargs) if self.trajs_per_batch is not None else ():
             for name, whole in (("set_truncated", False), ("reset_when_done", True)):
                 if row.get(name, whole) is not whole:
-                    raise ValueError(
-                        f"collector_kwargs has {name}={row[name]!r}, which does not go together with trajs_per_batch: "
-                        "leave one of them out"
-                    )
+                    what = f"collector_kwargs has {name}={row[name]!r}, which does not go together with trajs_per_batch"
+                    raise ValueError(f"{what}: leave one of them out")
 
     def _stored(self, count: int) -> Device:
         """The device of all batches; None if each collector has its own."""
@@ -144,8 +167,32 @@ class RayCollector(WorkerCollector):
         return each[0] if alike else None
 
     def _jobs(self, count: int, columns: Mapping[str, Any], shard: Shard, workers: int, policy: Any) -> list[Job]:
+        """The checked jobs of `count` actors, each with a collector of `workers` workers.
+
+        `columns` are keywords: one value for all actors, or a list with one for each. `shard` is that of the first
+        worker of the first actor. An actor has one CPU unless its `remote_configs` says otherwise, and a fifth of a GPU
+        if a device of any of them is one. TypeError or ValueError for arguments that no actor would take.
+        """
         assert self.seed is not None
-        return actor_jobs(self.collector_class, count, columns, shard, workers, policy=policy, seed=self.seed)
+        kind, jobs, nested = self.collector_class, [], issubclass(self.collector_class, WorkerCollector)
+        every = signature(kind).parameters.keys()
+        known, foreign = every - _NOT_FOR_ACTORS.keys(), {name: FOREIGN[name] for name in FOREIGN.keys() - every}
+        for index, row in enumerate(rows(count, columns, copies=workers)):
+            config = dict(row.pop("remote_configs", None) or {})
+            check_not_given("remote_configs", config, _NOT_REMOTE)
+            own = without_foreign("collector_kwargs", foreign, dict(row.pop("collector_kwargs", None) or {}))
+            check_not_given("collector_kwargs", own, _NOT_FOR_ACTORS)
+            if kind in _CLASSES and (unknown := sorted(own.keys() - known)):  # a derived class checks its own
+                what = f"collector_kwargs has {unknown}, which {kind.__name__} lacks, expected some of {sorted(known)}"
+                raise TypeError(f"{what}: check the spelling, or pass another collector_class")
+            (row,) = rows(1, row | own)
+            place = (WorkerShard if nested else Shard)(shard.index + index * workers, shard.count)
+            job = job_of(row, place, policy=policy, seed=self.seed)
+            del row["create_env_fn"]
+            keywords = row | ({"num_workers": workers} if nested else {})
+            jobs.append(replace(job, kind=kind, keywords=keywords, config=config))
+        default = {"num_cpus": 1} | ({"num_gpus": 0.2} if want_accelerators(jobs) else {})
+        return [replace(job, config={**default, **job.config}) for job in jobs]
 
     @property
     def num_workers(self) -> int:
@@ -205,7 +252,7 @@ class RayCollector(WorkerCollector):
         self._check_open()
         own = {"create_env_fn": create_env_fn, "collector_kwargs": collector_kwargs, "remote_configs": remote_configs}
         self._check_inner_ends(collector_kwargs)
-        count = number_of_collectors(own)
+        count = _number_of_collectors(own)
         workers = self.num_workers_per_collector if num_envs is None else num_envs
         check_positive("num_envs", workers)
         columns = {name: given for name, given in self._columns.items() if listed(given) is None}
@@ -257,10 +304,8 @@ class RayCollector(WorkerCollector):
             state_dict = [{**state_dict, "place": place} for place in self._places]
         saved = listed(state_dict)
         if not saved or not all(isinstance(each, Mapping) and {"place", "run"} <= each.keys() for each in saved):
-            raise TypeError(
-                f"state_dict is {shown(state_dict, 60)}, expected a list with a dict for each collector, or one for "
-                "all: pass the result of state_dict of a RayCollector"
-            )
+            what = f"state_dict is {shown(state_dict, 60)}, expected a list with a dict for each collector, or one"
+            raise TypeError(f"{what} for all: pass the result of state_dict of a RayCollector")
         workers = {str(index): each for index, each in enumerate(saved)}
         self.continue_run({**saved[0]["run"], "workers": workers, "places": [each["place"] for each in saved]}, None)
 
@@ -287,16 +332,12 @@ class RayCollector(WorkerCollector):
     @override
     def continue_run(self, saved: Mapping[str, Any], episodes: Episodes | None) -> None:
         if episodes and (was := saved["collectors"]) != (own := self._of_collectors):
-            raise ValueError(
-                f"collector_class and collector_kwargs are {own}, but {was} in the saved run: build the collector with "
-                "those, or begin another run"
-            )
+            what = f"collector_class and collector_kwargs are {own}, but {was} in the saved run"
+            raise ValueError(f"{what}: build the collector with those, or begin another run")
         if saved["places"] != self._places:
-            raise ValueError(
-                f"the saved collectors have the places {saved['places']} (first worker, workers at the beginning), "
-                f"these have {self._places}, so ids would be used twice: begin with as many, and add and remove "
-                "collectors as the saved run did"
-            )
+            what = f"the saved collectors have the places {saved['places']} (first worker, workers at the beginning)"
+            mend = "begin with as many, and add and remove collectors as the saved run did"
+            raise ValueError(f"{what}, these have {self._places}, so ids would be used twice: {mend}")
         super().continue_run(saved, episodes)
         if episodes:
             self._since |= dict(zip(self.run.workers, saved["since"], strict=True))
@@ -304,3 +345,14 @@ class RayCollector(WorkerCollector):
 
 def _each_of(collector_kwargs: Any) -> Sequence[Mapping[str, Any]]:
     return [collector_kwargs or {}] if isinstance(collector_kwargs, (Mapping, type(None))) else collector_kwargs
+
+
+def _number_of_collectors(columns: Mapping[str, Any], num_collectors: int | None = None) -> int:
+    """The number of collectors, from the lists among these keywords, which are of one length; 1 without any."""
+    counts = {name: len(values) for name, given in columns.items() if (values := listed(given)) is not None}
+    if num_collectors is not None:
+        check_positive("num_collectors", num_collectors)
+        counts["num_collectors"] = num_collectors
+    if len({*counts.values()}) > 1 or 0 in counts.values():
+        raise ValueError(f"the numbers of collectors differ, or are 0: {counts}: pass lists with an entry for each")
+    return next(iter(counts.values()), 1)

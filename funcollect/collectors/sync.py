@@ -25,12 +25,12 @@ from funcollect.core.env_params import set_env_params
 from funcollect.core.loops.device import check_uncut
 from funcollect.core.loops.eager import TimedLoops
 from funcollect.core.request import NOWHERE, OwnColumns, check_given, own_action_warning
-from funcollect.core.saving import COUNTS, Episodes, counts_in, go_on, reseed, restore, resume, snapshot
+from funcollect.core.saving import COUNTS, Episodes, counts_in, reseed, restore, resume, snapshot
 from funcollect.core.state import CollectorState
 from funcollect.core.whole_episodes import check_limited, is_limited
 from funcollect.errors import InUseError
 from funcollect.files import from_data, to_data
-from funcollect.policies.torch_modules.torch_backed import TorchBacked, replaced
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.policies.weights import check_dtypes
 from funcollect.protocols import DeviceEnv
 from funcollect.trajectories.final_observations import attach, is_compact
@@ -73,10 +73,9 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         length: T, the steps of a batch.
 
     >>> import funcollect as fc
-    >>> collector = SyncDataCollector("CartPole-v1", frames_per_batch=50, total_frames=100, seed=0)
-    >>> [batch.batch_size for batch in collector]
+    >>> with SyncDataCollector("CartPole-v1", frames_per_batch=50, total_frames=100, seed=0) as collector:
+    ...     [batch.batch_size for batch in collector]
     [torch.Size([50]), torch.Size([50])]
-    >>> collector.shutdown()
     """
 
     _interrupted = False  # whether the state cannot be used again
@@ -249,37 +248,28 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
         self._check_filler()
         return self._latest[1]
 
-    def replace_policy(self, subject: Any) -> None:
-        """Act with another module, function or policy from now on, with its own weights."""
-        self.policy = replaced(self.policy, subject)
-        self.count_as(None, self._latest[1])
-
-    def go_on(self, *, steps: int, episode: int) -> None:
-        """Begin new episodes as if every lane had made `steps` steps and begun the episodes up to `episode`."""
-        self.state = go_on(self.env, self.policy, self.state, steps=steps, episode=episode)
-
     @override
     def state_dict(self) -> dict[str, Any]:
         """The state that `load_state_dict` takes: weights, key and counts, which ``weights_only=True`` can read."""
         if self._in_use:
             self._refuse()
-        self._take_latest()
-        return self._saved(counts_in(snapshot(self.state, None), copies=True))
+        return self._saved(None)
 
     @override
     @exclusive
     def saved_run(self, episodes: Episodes | None) -> dict[str, Any]:
-        self._take_latest()
-        if episodes is None:
-            return self._saved(counts_in(snapshot(self.state, None), copies=True))
-        self._recover()  # as the next rollout would
-        state = snapshot(self.state, episodes)
-        counts = {name: value for name, value in counts_in(state).items() if name in COUNTS}
-        return self._saved({**counts, "state": to_data(state)})  # plain, since JAX arrays should not leave a worker
+        if episodes is not None:
+            self._recover()  # as the next rollout would
+        return self._saved(episodes)
 
-    def _saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        weights = {"policy_state_dict": dict(self.policy.state_dict(self.params)), "own_weights": self.params is None}
-        return {**weights, **state, "frames": self.frames, "iter": self._batches}
+    def _saved(self, episodes: Episodes | None) -> dict[str, Any]:
+        params = self._take_latest()
+        state = snapshot(self.state, episodes)
+        counts = counts_in(state, copies=episodes is None)
+        if episodes is not None:  # plain, since JAX arrays should not leave a worker
+            counts = {**{name: counts[name] for name in COUNTS}, "state": to_data(state)}
+        weights = {"policy_state_dict": dict(self.policy.state_dict(params)), "own_weights": params is None}
+        return {**weights, **counts, "frames": self.frames, "iter": self._batches}
 
     @override
     @exclusive
@@ -289,12 +279,11 @@ class SyncDataCollector(CollectorBase, SourceOptions, RunnerOptions):
             self._continue(saved, lambda: resume(self.env, self.state, saved))
             return
         data, shard = from_data(*saved["state"]), self.options.shard
-        place, own = (data["lanes"][0], data["total_lanes"]), (shard.index * self.state.num_lanes, self.lanes)
-        if place != own:
-            raise ValueError(
-                f"the saved run begins with lane {place[0]} of {place[1]}, this one with lane {own[0]} of {own[1]}: "
-                "build it with as many workers and environments, and the same shard"
-            )
+        was, own = (data["lanes"][0], data["total_lanes"]), (shard.index * self.state.num_lanes, self.lanes)
+        if was != own:
+            mend = "build it with as many workers and environments, and the same shard"
+            what = f"the saved run begins with lane {was[0]} of {was[1]}, this one with lane {own[0]} of {own[1]}"
+            raise ValueError(f"{what}: {mend}")
         if saved["own_weights"] and saved["policy_state_dict"]:
             check_dtypes(self.policy.state_dict(None), saved["policy_state_dict"])
         before, state = self.state, partial(restore, data, self.env, self.policy, episodes=episodes)
@@ -343,17 +332,15 @@ class RolloutTimes(NamedTuple):
         return max(self.seconds - sum(self.parts.values()), 0.0)
 
 
-class RunnerTimer:
-    """Times the rollouts of a collector from its construction until `stop`."""
+def timed(runner: SyncDataCollector) -> Callable[[], RolloutTimes]:
+    """Time the rollouts of a collector, until the result is called: that ends it, and returns the times."""
+    loops, frames = TimedLoops(api.LOOPS), runner.frames
+    runner.loops, cpu, began = loops, time.process_time(), time.perf_counter()
 
-    def __init__(self, runner: SyncDataCollector) -> None:
-        self._runner, self._frames = runner, runner.frames
-        self._loops = runner.loops = TimedLoops(api.LOOPS)
-        self._cpu, self._began = time.process_time(), time.perf_counter()
+    def stop() -> RolloutTimes:
+        seconds, busy = time.perf_counter() - began, time.process_time() - cpu
+        runner.loops = api.LOOPS
+        new, parts = runner.frames - frames, dict(loops.seconds)
+        return RolloutTimes(loops.loop, new, seconds, parts, max(busy - loops.cpu, 0.0))
 
-    def stop(self) -> RolloutTimes:
-        """Let the collector run as before, and return the times."""
-        seconds, cpu = time.perf_counter() - self._began, time.process_time() - self._cpu
-        loops, self._runner.loops = self._loops, api.LOOPS
-        frames = self._runner.frames - self._frames
-        return RolloutTimes(loops.loop, frames, seconds, dict(loops.seconds), max(cpu - loops.cpu, 0.0))
+    return stop

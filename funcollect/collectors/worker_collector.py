@@ -87,10 +87,8 @@ class WorkerCollector(CollectorBase):
         arguments.check_choice("on_failure", self.on_failure, get_args(OnFailure))
         self.options = options
         if has_lazy_layers(self.policy):
-            raise ValueError(
-                "policy has lazy layers, whose parameters each worker would draw by itself, expected layers with "
-                "parameters: call the module once with an observation before"
-            )
+            what = "policy has lazy layers, whose parameters each worker would draw, expected layers with parameters"
+            raise ValueError(f"{what}: call the module once with an observation before")
         if is_policy(self.policy):
             check_given(self.policy, options.exploration)
         self._check_statistics()
@@ -126,10 +124,8 @@ class WorkerCollector(CollectorBase):
             check_limited(info.limited, info.label)
         lengths = [info.length for info in infos]
         if self._in_one_order and len({*lengths}) > 1:
-            raise ValueError(
-                f"the workers make {lengths} steps for a batch, which does not go together with trajs_per_batch, since "
-                "the fastest would wait for the others: give all the same frames_per_batch"
-            )
+            what = f"the workers make {lengths} steps for a batch, which does not go together with trajs_per_batch"
+            raise ValueError(f"{what}, as the fastest would wait for others: give all the same frames_per_batch")
 
     @property
     def num_envs(self) -> int | None:
@@ -263,9 +259,9 @@ class WorkerCollector(CollectorBase):
     @override
     @exclusive
     def continue_run(self, saved: Mapping[str, Any], episodes: Episodes | None) -> None:
-        self.run.load(saved, episodes)
+        seed = self.run.load(saved, episodes)
         weights = dict(runners_of(runners_of(saved)[0])[0]["policy_state_dict"])
-        self._take_over(saved, self.run.seed, weights or None)
+        self._take_over(saved, seed, weights or None)
 
     @override
     def stats(self, workers: _View = "aggregate", *, timeout: float | None = None) -> dict[str, float]:
@@ -287,22 +283,19 @@ class WorkerCollector(CollectorBase):
             own |= {f"worker_{worker}/{name}": getattr(each, name) for name in ("frames", "batches")}
         if workers == "per_worker":
             return own
-        counts = super().stats()
-        return (
-            counts
-            | own
-            | {
-                "workers": len(run.workers),
-                "workers_alive": 0 if run.closed else len(run.workers),
-                "worker_frames": sum(each.frames for each in progress.values()),
-                "reader_waited": run.waited,
-                "workers_waited": run.idle,
-                "policy_lag": counts["policy_version"] - run.version if self._batches else 0,
-                "restarts": run.restarts,
-                "lost_frames": run.lost,
-                "copies": run.copies,
-            }
-        )
+        return {
+            **super().stats(),
+            **own,
+            "workers": len(run.workers),
+            "workers_alive": 0 if run.closed else len(run.workers),
+            "worker_frames": sum(each.frames for each in progress.values()),
+            "reader_waited": run.waited,
+            "workers_waited": run.idle,
+            "policy_lag": run.weights.version - run.version if self._batches else 0,
+            "restarts": run.restarts,
+            "lost_frames": run.lost,
+            "copies": run.copies,
+        }
 
     @override
     def _close(self) -> None:

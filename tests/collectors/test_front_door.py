@@ -1,14 +1,23 @@
-"""TorchRL's present front door: `Collector(...)`, `replay_buffer=`, hooks, and the keywords that came with it."""
+"""TorchRL's present front door: `Collector(...)`, `replay_buffer=`, hooks, and the keywords that came with it.
 
-import threading
-import time
+All keywords of collectors are in one table, which `help`, editors and type checkers show.
+"""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+import textwrap
 
 import numpy as np
 import pytest
 import torch
 
 import funcollect as fc
+from funcollect.collectors.keywords import FOREIGN
 from tests.support.compare import assert_same
+from tests.support.running import ROOT
 
 ENV, FRAMES = "CartPole-v1", {"frames_per_batch": 40, "seed": 3}
 LOCAL = {"in_process": True}
@@ -53,6 +62,7 @@ def test_a_list_of_environments_is_one_for_each_worker_and_a_derived_class_is_it
     assert not isinstance(collector, fc.MultiCollector)
     with pytest.raises(TypeError, match="sync is True, but Own is one class"):
         Own(ENV, **FRAMES, sync=True)
+    assert (fc.MultiSyncCollector, fc.MultiAsyncCollector) == (fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +79,10 @@ def test_a_list_of_environments_is_one_for_each_worker_and_a_derived_class_is_it
         ({"split_trajs": True, "track_traj_ids": False}, "track_traj_ids is False"),
         ({"set_truncated": True, "track_traj_ids": False, "replay_buffer": []}, "track_traj_ids is False"),
         ({"split_trajs": True, "replay_buffer": []}, "would store padding"),
+        ({"max_frames_per_traj": 5, "reset_when_done": False}, "max_frames_per_traj cuts .* reset_when_done=False"),
+        ({"env_device": "meta"}, "env_device is meta, but .* runs on cpu: build the environment there"),
+        ({"policy": lambda x: x, "policy_factory": dict}, "policy and policy_factory are both given, expected one"),
+        ({"policy_factory": lambda: None}, "policy_factory returned None, expected a policy"),
     ],
 )
 def test_keywords_that_contradict_each_other_are_refused(keywords, says):
@@ -95,26 +109,6 @@ def test_every_batch_extends_the_buffer(kind, start):
         wanted = torch.cat([batch.reshape(-1) for batch in other])
     assert torch.equal(buffer[:]["observation"], wanted["observation"])
     assert collector.stats().items() >= {"completed": True, "total_frames": 200}.items()
-
-
-def test_a_started_collector_is_paused_updated_and_shut_down():
-    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100))
-    policy = _policy()
-    collector = fc.Collector(ENV, policy, **FRAMES, replay_buffer=buffer)
-    collector.start()
-    with pytest.raises(RuntimeError, match="fills a buffer"):
-        next(collector)
-    with collector.pause():
-        before = buffer.state.version
-        collector.reset()
-        assert buffer.state.version == before
-    collector.update_policy_weights_()
-    while not len(buffer) or not buffer[:]["collector", "policy_version"].any():
-        time.sleep(0.001)
-    collector.async_shutdown()
-    assert not any(thread.name == "funcollect filler" for thread in threading.enumerate())
-    with pytest.raises(TypeError, match="start has no buffer"), fc.Collector(ENV, **FRAMES) as other:
-        other.start()
 
 
 @pytest.mark.parametrize("per_write", [None, 2])
@@ -287,3 +281,66 @@ def test_stats_by_worker():
     }
     assert both.items() >= {**each, "worker_frames": 40, "frames": 40}.items()
     assert collector.stats().keys() == both.keys() - each.keys()
+
+
+COLLECTORS = (fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector, fc.RayCollector)
+OTHERS = {"in_process", "update_at_each_batch", "collector_class"}  # of other classes of this library
+NOT_IGNORED = object()
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_help_describes_every_keyword_once_with_type_and_default(kind):
+    parameters = inspect.signature(kind).parameters
+    section = re.search(r"^Args:\n((?: +.*\n|\n)*)", kind.__doc__, re.M)[1]
+    assert sorted(re.findall(r"^    (\w+): \S", section, re.M)) == sorted(parameters)
+    assert not [each for each in parameters.values() if each.annotation is each.empty or type(each.annotation) is str]
+    required = {name for name, each in parameters.items() if each.default is each.empty}
+    assert required == {"create_env_fn"}
+    assert [*parameters][:3] == ["create_env_fn", "policy", "frames_per_batch"]
+    positional = {name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD}
+    assert positional == {"create_env_fn", "policy"}
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_a_meaning_stands_below_each_declaration_of_a_keyword_and_none_is_declared_twice(kind):
+    """An editor shows the string below the declaration that is nearest in the order of bases."""
+    found = {name: [] for name in inspect.signature(kind).parameters}
+    for base in kind.__mro__:
+        if base.__module__.startswith("funcollect"):
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+            for statement, below in itertools.pairwise(body):
+                if isinstance(statement, ast.AnnAssign) and statement.target.id in found:
+                    assert isinstance(below, ast.Expr), f"{base.__name__}.{statement.target.id}"
+                    assert isinstance(below.value.value, str)
+                    own = (ast.unparse(statement.annotation), below.value.value)
+                    found[statement.target.id] += [own] * dataclasses.is_dataclass(base)
+    assert all(found.values()), [name for name, each in found.items() if not each]
+    assert all(len(each) == len({*each}) for each in found.values()), "declared again without another type or meaning"
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_an_unknown_keyword_is_named_also_below_a_class_of_ones_own(kind):
+    class Own(kind):
+        def __init__(self, *args, extra=0, **keywords):
+            super().__init__(*args, **keywords)
+            self.extra = extra
+
+    says = r"\['frames_per_bach'\] are unknown \(perhaps you meant frames_per_batch\), .* as create_env_kwargs"
+    for each in (kind, Own):
+        with pytest.raises(TypeError, match=says):
+            each("CartPole-v1", frames_per_batch=10, frames_per_bach=10)
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_a_keyword_of_torchrls_is_ignored_if_the_call_means_the_same_and_explained_if_not(kind):
+    page = (ROOT / "docs" / "coming_from" / "from_torchrl.md").read_text()
+    foreign = FOREIGN.keys() - inspect.signature(kind).parameters.keys()
+    for name in foreign:
+        assert f"`{name}`" in page or name in OTHERS, name
+        if not FOREIGN[name].ignored(NOT_IGNORED, {}):
+            with pytest.raises(TypeError, match=rf"{name}=.* \({re.escape(FOREIGN[name].why)}\): leave it out"):
+                kind("CartPole-v1", frames_per_batch=8, **{name: NOT_IGNORED})
+    if kind is fc.SyncDataCollector:
+        means_the_same = {"use_buffers": True, "preemptive_threshold": 1.0, "weight_sync_schemes": {"policy": object()}}
+        with kind("CartPole-v1", frames_per_batch=8, **dict.fromkeys(foreign) | means_the_same) as collector:
+            assert len(next(collector)) == 8

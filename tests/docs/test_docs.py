@@ -4,12 +4,14 @@ Notebooks are kept as they ran, with their pictures; `make test` runs them again
 """
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import json
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 import tomllib
 from collections import Counter
 from dataclasses import is_dataclass
@@ -311,3 +313,74 @@ def test_no_module_bears_the_name_of_a_package_that_it_imports():
         if isinstance(node, (ast.Import, ast.ImportFrom)) and not path.name.startswith("__"):
             imported = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             assert path.stem not in [name.partition(".")[0] for name in imported], path
+
+
+# Environments and policies of the documents are short, and accepted by type checkers, as are all public names.
+
+CLASSES = {  # between two commas stand the classes that share 15 lines
+    "your_own_environment": "Reach, JaxWalk, Line, TorchWalk, HostWalk Walkers, SnapshotWalk, Snapshot SnapshotWalkers",
+    "your_own_policy": "ActorCritic, Lean, Linear",
+}
+CHECKERS = {"mypy": ["mypy", "--strict"], "pyright": ["pyright", "--pythonpath", sys.executable]}
+
+
+def program(page):
+    return "\n\n".join(match[1] for match in A_BLOCK.finditer((ROOT / "docs" / "guides" / f"{page}.md").read_text()))
+
+
+@pytest.mark.parametrize("page", CLASSES)
+def test_each_takes_at_most_15_lines(page):
+    source = program(page)
+    lines = {
+        node.name: [line for line in ast.get_source_segment(source, node).splitlines() if line.strip()]
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
+    for names in CLASSES[page].split(", "):
+        assert sum(len(lines.pop(name)) for name in names.split()) <= 15, names
+    assert not lines
+
+
+def accepted(checker):
+    """What a type checker prints of these classes, and of a program that shows every public name; it accepts them."""
+    names = [name for name in fc.__all__ if name != "ExplorationType"]  # tensordict's, which has no types for mypy
+    shown = ["import funcollect as fc", "from funcollect import *"]
+    shown += [f"reveal_type({prefix}{name})" for name in names for prefix in ("fc.", "")]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{page}.py" for page in (*CLASSES, "names")]
+        for file, text in zip(files, [*map(program, CLASSES), "\n".join([*shown, ""])], strict=True):
+            file.write_text(text)
+        command = [sys.executable, "-m", *CHECKERS[checker], *map(str, files)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if "Revealed type is" in line or "Type of" in line]
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_mypy_in_strict_mode_and_pyright_accept_them_and_see_every_public_name(checker):
+    seen = accepted(checker)
+    assert len(seen) == 2 * (len(fc.__all__) - 1)
+    assert not [line for line in seen if re.search(r"is \"(Any|Unknown)\"$", line)]
+
+
+# The reasons why tests of TorchRL fail here, in `benchmarks/torchrl_suite`, stand on the page for its users.
+SUITE = ROOT / "benchmarks" / "torchrl_suite"
+
+
+def _module(name):
+    spec = importlib.util.spec_from_file_location(f"torchrl_suite_{name}", SUITE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("part", ["collectors", "buffers"])
+def test_documented_differences_stand_on_the_page(part):
+    classify = _module("classify")
+    page = classify.plain(classify.PAGE.read_text())
+    judged = _module(part).JUDGED
+    assert {kind for kind, _ in judged.values()} <= {"X", "I"}
+    assert {
+        sentence for kind, sentence in judged.values() if kind == "X" and classify.plain(sentence) not in page
+    } == set()
+    assert classify.left_out(classify.PAGE.read_text()).count("collector.apply") == 1

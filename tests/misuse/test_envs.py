@@ -272,13 +272,6 @@ def test_a_reset_that_goes_wrong(spoil, says):
     fails_then_runs(lambda: fc.make_env([Rigged(), Ending(spoil)]), fc.random_policy, EnvError, ("lane 1", *says))
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_ctrl_c_leaves_a_way_back(index):
-    spoil = raises(KeyboardInterrupt())
-    make = (lambda: lanes(spoil), lambda: fc.make_env([Rigged(), Ending(spoil)]))[index]
-    fails_then_runs(make, fc.random_policy, KeyboardInterrupt, ())
-
-
 def test_a_reset_of_the_collector_that_is_broken_off_is_made_again():
     with fc.SyncDataCollector(lanes(raises(KeyboardInterrupt()), at=-1), frames_per_batch=6) as collector:
         next(collector)

@@ -1,7 +1,6 @@
 """`check_collector`: does this collect as the library's collectors do? And what holds for the rows of every batch."""
 
 import contextlib
-import functools
 import io
 import itertools
 from collections import Counter
@@ -17,7 +16,7 @@ from funcollect.errors import ClosedError
 from funcollect.testing.check_policy import other_weights, own_weights
 from funcollect.testing.trials import FailedError, expect_equal, run_checks
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
-from funcollect.tree import flatten, time_last
+from funcollect.tree import flatten, time_last, to_tensordict
 from tests.support.faulty.faulty_workers import Failing, stumble
 
 FLAGS = ("terminated", "truncated", "done")
@@ -262,30 +261,6 @@ def checkpoint(trial):
     expect_same_lanes(runs[1], runs[0], "a second run from one state_dict")
 
 
-def exception(trial):
-    """After an exception in the environment the next batch begins new episodes, under new ids; or it is shut down."""
-    given = trial.kwargs["create_env_fn"]
-    fails = functools.partial(Failing, stumble)
-    workers = len(given) if isinstance(given, list) else 1
-    many = [fails] * workers if isinstance(given, list) else fails
-    changes = {"create_env_fn": many, "policy": None, "frames_per_batch": 4 * workers, "create_env_kwargs": None}
-    before = []
-    with trial.built(**changes) as collector:
-        with pytest.raises(Exception, match="stumbled"):
-            before.extend(batch.clone() for batch in itertools.islice(collector, 4))
-        try:
-            for _ in range(workers - 1):  # each worker's environment stumbles once
-                with contextlib.suppress(ArithmeticError, RuntimeError):
-                    before += take(collector, 1)
-            after = take(collector, trial.batches)
-        except ClosedError:
-            return
-    for rows in lanes_of(after).values():
-        expect_counters(rows)
-        assert rows[STEP][0, 0] == 0
-    expect_used_once(ids_of(before) + ids_of(after))
-
-
 def postproc(trial):
     """A batch is first split, then post-processed, then rid of keys that begin with an underscore."""
     masked = []
@@ -317,7 +292,7 @@ def ends(trial):
 
 COLLECTOR_CHECKS = (
     *(layout, counted, trajectories, total_frames, broken_off, seeds, batch_memory),
-    *(weights, checkpoint, exception, postproc, ends),
+    *(weights, checkpoint, postproc, ends),
 )
 
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from funcollect.collectors.sync import RolloutTimes, SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.worker import Job, Progress, RolloutReport, Worker, WorkerInfo, copy_into, turned
+from funcollect.collectors.workers.worker import Job, Progress, Worker, WorkerInfo, copy_into, turned
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.processes.child import ChildSetup
 from funcollect.processes.memory import Memory, MemoryLayout
@@ -80,7 +80,7 @@ class PackingWorker(Worker):
     _memory: Memory
 
     @override
-    def collect(self) -> tuple[PackedBatch, RolloutReport]:
+    def collect(self) -> tuple[PackedBatch, tuple[Any, ...]]:
         known = self._packed_layout
         columns = NOWHERE if known is None or known.single is None else self._leaves  # recorded there: without a copy
         batch, report = self.roll_out(columns)

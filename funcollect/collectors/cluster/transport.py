@@ -174,11 +174,9 @@ class RayAssembler(BatchAssembler):
         packed_layout: PackedLayout = layouts[0]
         for call, layout in zip(pending.calls, layouts, strict=True):
             if layout != packed_layout:
-                raise WorkerError(
-                    f"worker {call.worker}: its batch has other leaves, shapes or dtypes than that of worker "
-                    f"{pending.calls[0].worker}: give all workers equal spaces and policies",
-                    call.worker,
-                )
+                what = f"its batch has other leaves, shapes or dtypes than that of worker {pending.calls[0].worker}"
+                mend = "give all workers equal spaces and policies"
+                raise WorkerError(f"worker {call.worker}: {what}: {mend}", call.worker)
         memory = self._memory_pool.lend(len(memories) * packed_layout.layout.size)
         np.concatenate(memories, out=memory)
         batch = packed_layout.batch(memory, None if self.group.join is None else len(memories))
@@ -226,10 +224,8 @@ class RayTransport(Transport):
                 own._users, own._init = 0, init
             self._counted = started or own._users > 0  # otherwise Ray was started by the user
             if init is not None and not (self._counted and init == own._init):
-                raise ValueError(
-                    "ray_init_config is given, but Ray runs in this process already: leave it out, or call "
-                    "ray.shutdown() before"
-                )
+                mend = "leave it out, or call ray.shutdown() before"
+                raise ValueError(f"ray_init_config is given, but Ray runs in this process already: {mend}")
             own._users += self._counted
         self._num_threads, self._accelerators, self._eager = num_threads, accelerators, eager
 
@@ -309,12 +305,9 @@ def check_room(configs: Sequence[Mapping[str, Any]], first: int, taken: Sequence
         refused.update([index for index, other in enumerate(wanted) if asked <= other][places:])
     if newcomers := [index for index in refused if index >= len(taken)]:
         worker = first + min(newcomers) - len(taken)
-        raise WorkerError(
-            f"the cluster has no room for collector {worker} of {first + len(configs)}: {resources(configs)}: use "
-            "fewer collectors, ask for less by remote_configs, or let the cluster grow before "
-            "(ray.autoscaler.sdk.request_resources)",
-            worker,
-        )
+        what = f"the cluster has no room for collector {worker} of {first + len(configs)}: {resources(configs)}"
+        mend = "use fewer collectors, ask for less by remote_configs, or let the cluster grow before"
+        raise WorkerError(f"{what}: {mend} (ray.autoscaler.sdk.request_resources)", worker)
 
 
 def _units(amounts: Mapping[str, float]) -> Counter[str]:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import cloudpickle
@@ -36,13 +36,12 @@ class WorkerGroup(NamedTuple):
     slots: int = 3  # for their batches: one that the reader holds, one that is ready, one that is being written
 
 
-@dataclass(eq=False)
-class PendingBatch:
-    """A batch that is being collected: one call per worker, in the order of the workers, and the slot it goes into."""
+class PendingBatch(NamedTuple):
+    """A batch that is being collected."""
 
-    calls: list[Call]
-    slot: int = 0
-    version: int = 0  # of the weights: at first what it has at least, then the oldest in it
+    calls: Sequence[Call]  # one per worker, in the order of the workers
+    version: int  # of the weights that it has at least
+    slot: int = 0  # that it goes into
 
 
 class BatchAssembler:
@@ -58,17 +57,25 @@ class BatchAssembler:
         """Whether another batch may be begun."""
         return True
 
-    def begin(self) -> PendingBatch:
-        """Make every worker of the group collect one rollout."""
-        return PendingBatch([self._submit(Call(worker, "collect")) for worker in self.group.workers])
+    def begin(self, version: int) -> PendingBatch:
+        """Make every worker of the group collect one rollout, with weights of at least this version."""
+        return PendingBatch([self._submit(Call(worker, "collect")) for worker in self.group.workers], version)
 
-    def complete(self, pending: PendingBatch) -> bool:
-        """Whether a batch is complete once its calls are done; if not, `pending` has other calls afterwards."""
-        return True
+    def complete(self, pending: PendingBatch) -> None:
+        """Note that the calls of a batch are done."""
 
     def deliver(self, pending: PendingBatch) -> TensorDict:
-        """The batch, unlocked, for the caller to keep."""
-        return _joined([call.value[0] for call in pending.calls], self.group.join)
+        """The batch, unlocked, for the caller to keep: that of one worker as it is, those of several in new memory."""
+        parts: list[TensorDict] = [call.value[0] for call in pending.calls]
+        if (join := self.group.join) is None:
+            return parts[0]
+        leaves, dims = [flatten(part) for part in parts], parts[0].batch_dims
+        if join == "stack":
+            whole, dims = {path: torch.stack([each[path] for each in leaves]) for path in leaves[0]}, dims + 1
+        else:
+            dim = 0 if join == 0 else dims - 1
+            whole = {path: torch.cat([each[path] for each in leaves], dim) for path in leaves[0]}
+        return to_batch(whole, tuple(whole["next", "done"].shape[:dims]))
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """The calls that a new process of this worker needs before the unanswered ones."""
@@ -76,20 +83,6 @@ class BatchAssembler:
 
     def close(self) -> None:
         """Release the memory; batches that were delivered keep theirs."""
-
-
-def _joined(parts: Sequence[TensorDict], join: Join | None) -> TensorDict:
-    """Join several workers' batches in new memory; the batch of one worker is returned as it is."""
-    if join is None:
-        (batch,) = parts
-        return batch
-    leaves, dims = [flatten(part) for part in parts], parts[0].batch_dims
-    if join == "stack":
-        whole, dims = {path: torch.stack([each[path] for each in leaves]) for path in leaves[0]}, dims + 1
-    else:
-        dim = 0 if join == 0 else dims - 1
-        whole = {path: torch.cat([each[path] for each in leaves], dim) for path in leaves[0]}
-    return to_batch(whole, tuple(whole["next", "done"].shape[:dims]))
 
 
 class Means(NamedTuple):
@@ -108,7 +101,7 @@ def in_this_process() -> Means:
 class ReadyBatch(NamedTuple):
     """A batch that has been collected and not been asked for yet."""
 
-    batch: TensorDict
+    take: Callable[[], TensorDict]  # returns it, for the caller to keep
     version: int  # of the oldest weights in it
     workers: Sequence[int]  # whose rollouts it holds
     final: FinalObservations | None  # of a compact batch
@@ -161,8 +154,7 @@ class Gathering(WorkerPool):
         self._means, self._join, self.together = means, join, join is not None
         self._ahead, self._lag = ahead, None if lag is None else LagBound(lag)
         self.assemblers: dict[tuple[int, ...], BatchAssembler] = {}  # by the workers whose rollouts make a batch
-        self._arrived: deque[tuple[BatchAssembler, PendingBatch]] = deque()
-        self.ready: deque[ReadyBatch] = deque()  # batches that are delivered before all others
+        self.ready: deque[ReadyBatch] = deque()
         self.version = 0  # of the weights in the last batch; the oldest, if its workers had different ones
         self.gathered: Sequence[int] = ()  # the workers whose rollouts are in the last batch
         try:
@@ -188,11 +180,9 @@ class Gathering(WorkerPool):
             for name, words in _ALIKE.items():
                 own, wanted = getattr(info, name), getattr(self.info, name)
                 if own != wanted:
-                    raise WorkerError(
-                        f"worker {worker}: {info.label} has {words} {own}, worker 0 has {wanted}: give all workers "
-                        "environments with equal spaces and as many lanes",
-                        worker,
-                    )
+                    what = f"worker {worker}: {info.label} has {words} {own}, worker 0 has {wanted}"
+                    mend = "give all workers environments with equal spaces and as many lanes"
+                    raise WorkerError(f"{what}: {mend}", worker)
 
     @property
     def info(self) -> WorkerInfo:
@@ -216,57 +206,46 @@ class Gathering(WorkerPool):
 
     def next(self, *, more: bool) -> TensorDict:
         """The next batch; `more` is whether another one will be asked for."""
+        most = max(self._ahead, 1)
         if self._lag is not None:
             self._lag.asked(self.weights.version)
-        if self.ready:
-            ready = self.ready.popleft()
-        else:
-            most = max(self._ahead, 1)
-            if self._in_time() is None:
-                self._go_on(most)
-            while (place := self._in_time()) is None:
-                self.wait()
-                self._go_on(most)
-            ready = self._taken(place)
+        if (place := self._in_time()) is None:
+            self._go_on(most)
+        while (place := self._in_time()) is None:
+            self.wait()
+            self._go_on(most)
+        ready = self.ready[place]
+        batch = ready.take()
+        del self.ready[place]
         if more and self._ahead:
             self._go_on(self._ahead, held=1)
         self.version, self.gathered = ready.version, ready.workers
         if ready.final is not None:
-            attach(ready.batch, ready.final)
-        return ready.batch
+            attach(batch, ready.final)
+        return batch
 
     def _in_time(self) -> int | None:
-        """The place of a batch that has arrived and may be delivered: the oldest, or one for which others can wait."""
-        for place, (_, pending) in enumerate(self._arrived):
+        """The place of a batch that is ready and may be delivered: the oldest, or one for which others can wait."""
+        for place, ready in enumerate(self.ready):
             if self._lag is None:
                 return place
             others = self._waiting()
-            others.remove(pending.version)
-            if pending.version <= min(others, default=pending.version) or self._lag.holds(others, held=1):
+            others.remove(ready.version)
+            if ready.version <= min(others, default=ready.version) or self._lag.holds(others, held=1):
                 return place
         return None
 
     def _waiting(self) -> list[int]:
         """The versions of all batches that have been begun and not been delivered."""
-        begun = [pending for assembler in self.assemblers.values() for pending in assembler.under_way]
-        begun += [pending for _, pending in self._arrived]
-        return [each.version for each in self.ready] + [each.version for each in begun]
-
-    def _taken(self, place: int = 0) -> ReadyBatch:
-        assembler, pending = self._arrived[place]
-        batch = assembler.deliver(pending)
-        del self._arrived[place]
-        reports: list[RolloutReport] = [call.value[-1] for call in pending.calls]
-        parts = [report.final for report in reports if report.final is not None]
-        final = FinalObservations.joined(parts) if parts else None
-        return ReadyBatch(batch, pending.version, [*assembler.group.workers], final)
+        begun = [pending.version for assembler in self.assemblers.values() for pending in assembler.under_way]
+        return [each.version for each in self.ready] + begun
 
     def _go_on(self, most: int, held: int = 0) -> None:
         """Queue the batches that have arrived, and let workers begin others, until each group has so many."""
         self.weights.send()
         for assembler in self.assemblers.values():
             under_way = assembler.under_way
-            while under_way and all(call.done for call in under_way[0].calls) and assembler.complete(under_way[0]):
+            while under_way and all(call.done for call in under_way[0].calls):
                 self._arrive(assembler)
         turns, groups = [most], [*self.assemblers.items()]
         if self._lag is not None:  # not all may begin
@@ -275,30 +254,31 @@ class Gathering(WorkerPool):
         for count, (workers, assembler) in itertools.product(turns, groups):
             under_way = assembler.under_way
             if len(under_way) < count:
-                ready = sum(each.group.workers == workers for each, _ in self._arrived)
-                ready += sum(workers[0] in each.workers for each in self.ready)
+                ready = sum(workers[0] in each.workers for each in self.ready)
                 while len(under_way) + ready < count and (self.together or assembler.room()):
                     if self.together:
                         self.weights.flush()  # all of them act with the latest weights
                     version = 0 if self._lag is None else self.weights.sent_to(workers[0])
                     if self._lag is not None and not self._lag.holds([*self._waiting(), version], held):
                         break
-                    under_way.append(assembler.begin())
-                    under_way[-1].version = version
+                    under_way.append(assembler.begin(version))
                     assembler.begun += 1
 
     def _arrive(self, assembler: BatchAssembler) -> None:
-        pending = assembler.under_way.popleft()
-        pending.version = min(call.value[-1].version for call in pending.calls)
-        self._arrived.append((assembler, pending))
+        assembler.complete(pending := assembler.under_way[0])
+        reports: list[RolloutReport] = [call.value[-1] for call in pending.calls]
+        final = FinalObservations.joined([each.final for each in reports if each.final is not None])
+        version, workers = min(each.version for each in reports), assembler.group.workers
+        assembler.under_way.popleft()
+        self.ready.append(ReadyBatch(partial(assembler.deliver, pending), version, [*workers], final))
 
     def settle(self) -> None:
-        """Complete the batches that have been begun, and keep them in `ready`: no worker is at work then."""
+        """Complete the batches that have been begun, and keep them: no worker is at work then."""
         for assembler in self.assemblers.values():
             self._complete(assembler)
-        copies = {assembler: assembler.copies for assembler, _ in self._arrived}
-        while self._arrived:
-            self.ready.append(self._taken())
+        copies = {assembler: assembler.copies for assembler in self.assemblers.values()}
+        for place, each in enumerate(self.ready):
+            self.ready[place] = each._replace(take=itertools.repeat(each.take()).__next__)
         if self._lag is not None:
             self.ready = deque(sorted(self.ready, key=lambda each: each.version))
         for assembler, count in copies.items():
@@ -307,9 +287,7 @@ class Gathering(WorkerPool):
     def _complete(self, assembler: BatchAssembler) -> None:
         """Wait until the batches that a group of workers has begun are complete."""
         while assembler.under_way:
-            self.finish((pending := assembler.under_way[0]).calls)
-            while not assembler.complete(pending):
-                self.finish(pending.calls)
+            self.finish(assembler.under_way[0].calls)
             self._arrive(assembler)
 
     def set_workers(self, workers: Sequence[int]) -> None:
@@ -323,9 +301,7 @@ class Gathering(WorkerPool):
     def _open_assembler(self, workers: tuple[int, ...]) -> BatchAssembler:
         join, lengths = self._join, tuple(self.infos[worker].length for worker in workers)
         if len({*lengths}) > 1 and (join == "stack" or (join == 0 and self.info.num_envs)):
-            raise ValueError(
-                f"the workers' rollouts have {[*lengths]} steps, which cat_results={join!r} cannot put together: pass "
-                "cat_results=-1, or equal frames"
-            )
+            what = f"the workers' rollouts have {[*lengths]} steps, which cat_results={join!r} cannot put together"
+            raise ValueError(f"{what}: pass cat_results=-1, or equal frames")
         group = WorkerGroup(workers, lengths, join, self.info.num_envs is None, max(3, self._ahead + 1))
         return self._means.assembler(self.submit, group)

@@ -47,16 +47,12 @@ def number_of_workers(create_env_fn: Any, num_workers: int | None) -> int:
         check_positive("num_workers", num_workers, example=4)
     if (entries := listed(create_env_fn)) is None:
         if num_workers is None:
-            raise TypeError(
-                "create_env_fn is one environment, and num_workers is not given: pass a list with an entry for each "
-                "worker, [make_env] * 4, or num_workers=4"
-            )
+            mend = "pass a list with an entry for each worker, [make_env] * 4, or num_workers=4"
+            raise TypeError(f"create_env_fn is one environment, and num_workers is not given: {mend}")
         return num_workers
     if not entries or num_workers not in (None, len(entries)):
-        raise ValueError(
-            f"create_env_fn has {len(entries)} entries, expected {num_workers or 'at least one'}: pass an entry "
-            "for each worker, as many as num_workers, or as a saved run has"
-        )
+        mend = "pass an entry for each worker, as many as num_workers, or as a saved run has"
+        raise ValueError(f"create_env_fn has {len(entries)} entries, expected {num_workers or 'at least one'}: {mend}")
     return len(entries)
 
 
@@ -72,11 +68,9 @@ def _again(env: Any) -> Any:
         reason = "it has no spec"
     except Exception as error:
         reason = repr(error)
-    raise ValueError(
-        f"the same live environment {shown(env)} is given to several workers and cannot be built again "
-        f"({clipped(reason, 200)}), expected one for each: pass a function that makes it, "
-        "[lambda: gymnasium.make(...)] * 4"
-    )
+    what = f"the same live environment {shown(env)} is given to several workers and cannot be built again"
+    mend = "pass a function that makes it, [lambda: gymnasium.make(...)] * 4"
+    raise ValueError(f"{what} ({clipped(reason, 200)}), expected one for each: {mend}")
 
 
 def columns_of(collector: Any) -> dict[str, Any]:

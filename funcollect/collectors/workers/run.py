@@ -24,7 +24,6 @@ from funcollect.processes.pool import Call, Loss, WorkerRecord
 from funcollect.trajectories.final_observations import FinalObservations
 from funcollect.tree import flatten, to_batch
 
-_ROLLOUTS = ("collect", "attach")  # the calls whose answers are rollouts
 # The errors by which a worker refuses a call: it is as it was before, or begins new episodes by itself.
 _BAD: tuple[type[Exception], ...] = (TypeError, ValueError, ReplayError)
 _REFUSALS = dict.fromkeys(("reset", "set_seed", "set_env_params", "take_params", "save"), _BAD)
@@ -40,21 +39,14 @@ class WorkerRun(Gathering):
     lost = 0  # frames of rollouts that ended with their worker; as `restarts`, also of workers of workers
     idle = 0.0  # seconds that workers have spent between two rollouts
 
-    @property
-    def seed(self) -> int:
-        """The seed of all workers."""
-        seed: int = self.records[self.workers[0]].job.seed
-        return seed
-
     @override
     def _answered(self, record: WorkerRecord, call: Call, value: Any) -> Any:
         if call.name in ("apply", "set_env_params"):
             _note_applied(record, call)
-        if call.name not in _ROLLOUTS or value is None:
+        if call.name != "collect":
             return value
-        batch, report = value
-        if not isinstance(report, RolloutReport):
-            report = RolloutReport(Progress(*report[0]), *report[1:])
+        batch, (progress, *others) = value
+        report = RolloutReport(Progress(*progress), *others)
         record.progress, record.failures = report.progress, 0
         record.tasks += 1
         self.idle += report.idle
@@ -173,23 +165,22 @@ class WorkerRun(Gathering):
             first = firsts.setdefault(state["policy_version"], own)
             if first.keys() == own.keys() and all(torch.equal(first[name], own[name]) for name in own):
                 state["policy_state_dict"] = first
-        ready = [[flatten(each), [*each.shape], *rest, final and final.plain] for each, *rest, final in self.ready]
+        taken = [(take(), *others, final and final.plain) for take, *others, final in self.ready]
+        ready = [[flatten(batch), [*batch.shape], *others] for batch, *others in taken]
         gathered = [self.version, list(self.gathered)]
         sizes = {"lanes_of_workers": self.lanes, "frames_of_workers": self.frames}
         return {**states, **sizes, "ready": ready, "gathered": gathered}
 
-    def load(self, data: Mapping[str, Any], episodes: Episodes | None) -> None:
-        """Continue from the result of `save`; batches that the workers have ready are dropped."""
+    def load(self, data: Mapping[str, Any], episodes: Episodes | None) -> int:
+        """Continue from the result of `save`, and return its seed; batches that the workers have ready are dropped."""
         check_saved(data, SAVED)
         saved, count = runners_of(data), len(self.workers)
         if len(saved) != count:
             raise ValueError(f"the state_dict has {len(saved)} workers, this collector {count}: build it with as many")
         for name, own in (("lanes", self.lanes), ("frames", self.frames)) if episodes is not None else ():
             if (was := data[f"{name}_of_workers"]) != own:
-                raise ValueError(
-                    f"the saved workers have {was} {name} in a batch, these have {own}: build the collector with as "
-                    "many environments and frames_per_batch"
-                )
+                mend = "build the collector with as many environments and frames_per_batch"
+                raise ValueError(f"the saved workers have {was} {name} in a batch, these have {own}: {mend}")
         self.settle()
         self.ready.clear()
         self.call_each("load", saved, episodes)
@@ -206,8 +197,9 @@ class WorkerRun(Gathering):
         if episodes is not None:
             for leaves, shape, version, workers, final in data["ready"]:
                 batch, whole = to_batch(leaves, tuple(shape)), final and FinalObservations(*final)
-                self.ready.append(ReadyBatch(batch, version, workers, whole))
+                self.ready.append(ReadyBatch(itertools.repeat(batch).__next__, version, workers, whole))
             self.version, self.gathered = data["gathered"]
+        return seed
 
     def timers(self, on: bool) -> list[RolloutTimes]:
         """Let workers time their rollouts; or return the times since that, none of one that was replaced meanwhile."""

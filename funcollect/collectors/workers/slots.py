@@ -13,13 +13,13 @@ from typing import Any
 
 import cloudpickle
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import Tensor
 from typing_extensions import override
 
 from funcollect.collectors.workers.gathering import BatchAssembler, Means, PendingBatch, WorkerGroup
 from funcollect.collectors.workers.weights import WITH_WEIGHTS, FetchCall, WeightStore
-from funcollect.collectors.workers.worker import Job, RolloutReport, Worker, copy_into, turned
+from funcollect.collectors.workers.worker import Job, Worker, copy_into, turned
 from funcollect.core.request import NOWHERE
 from funcollect.errors import WorkerError
 from funcollect.processes.memory import LeafPlace, Memory, MemoryLayout, mapped, shared_memory
@@ -77,12 +77,12 @@ class BatchSlot:
     """
 
     def __init__(self, layout: BatchLayout, memory: Memory) -> None:
-        self._layout, self._memory = layout, memory
+        self.memory, self._layout = memory, layout
         self._open()
 
     def _open(self) -> None:
         """Make the tensors of the slot, and record the reference counts that they have by themselves."""
-        leaves = self._layout.leaves(self._memory)
+        leaves = self._layout.leaves(self.memory)
         self._leaves, self._size = nest(leaves), leaves["next", "done"].shape[:-1]
         self._first = next(iter(leaves.values()))
         self._address = self._first.data_ptr()
@@ -106,7 +106,7 @@ class BatchSlot:
 
 
 class SlotAssembler(BatchAssembler):
-    """Workers write into slots, laid out by the first rollouts, which they keep until they have attached the slots."""
+    """Workers write into slots, laid out by the first rollouts, which are sent whole."""
 
     _layout: BatchLayout
     _fd: int
@@ -131,48 +131,41 @@ class SlotAssembler(BatchAssembler):
         return bool(self._free() and (self._slots or not self._written))  # only one batch before there are slots
 
     @override
-    def begin(self) -> PendingBatch:
+    def begin(self, version: int) -> PendingBatch:
         slot = self._free()[0]
         self._written.add(slot)
-        return PendingBatch([self._collect(worker, slot) for worker in self.group.workers], slot)
-
-    def _collect(self, worker: int, slot: int) -> Call:
-        return self._submit(Call(worker, "collect", (slot,), plain=True))
+        calls = [self._submit(Call(worker, "collect", (slot,), plain=True)) for worker in self.group.workers]
+        return PendingBatch(calls, version, slot)
 
     @override
-    def complete(self, pending: PendingBatch) -> bool:
-        if all(call.value is not None and call.value[0] is None for call in pending.calls):
-            return True
-        if not self._slots:
-            self._allocate([call.value[0] for call in pending.calls])
-        for part, call in enumerate(pending.calls):
-            if call.value is None:  # its worker was replaced before it could write
-                pending.calls[part] = self._collect(call.worker, pending.slot)
-            elif call.value[0] is not None:
-                pending.calls[part] = self._submit(self._attach(part))
-        return False
+    def complete(self, pending: PendingBatch) -> None:
+        if self._slots:
+            return
+        rollouts: list[Mapping[Path, Tensor]] = [call.value[0] for call in pending.calls]
+        slots = self._allocated(rollouts)
+        for part, rollout in enumerate(rollouts):
+            copy_into(self._layout.part(slots[pending.slot].memory, part), rollout)
+            self._submit(self._attach(part))
+        self._slots = slots
 
-    def _allocate(self, columns: Sequence[tuple[LeafPlace, ...]]) -> None:
-        """Allocate slots for rollouts with these columns, which have to be the same for each worker."""
-        workers = self.group.workers
+    def _allocated(self, rollouts: Sequence[Mapping[Path, Tensor]]) -> list[BatchSlot]:
+        """Slots for rollouts like these, [T, P, ...], which have to be alike."""
+        workers, count = self.group.workers, self.group.slots
+        columns = [MemoryLayout.of({path: leaf[0] for path, leaf in each.items()}).columns for each in rollouts]
         for worker, own in zip(workers, columns, strict=True):
             if own != columns[0]:
                 one, other = (sorted(".".join(column.path) for column in set(each)) for each in (own, columns[0]))
-                raise WorkerError(
-                    f"worker {worker}: its batch has other leaves than that of worker {workers[0]}, {one} and "
-                    f"{other} with their dtypes and shapes: give all workers equal spaces and policies",
-                    worker,
-                )
+                what = f"its batch has other leaves than that of worker {workers[0]}, {one} and {other}"
+                mend = "give all workers equal spaces and policies"
+                raise WorkerError(f"worker {worker}: {what} with their dtypes and shapes: {mend}", worker)
         self._layout = BatchLayout(columns[0], self.group)
         try:
-            self._fd, memories = shared_memory(self.group.slots, self._layout.whole.size)
+            self._fd, memories = shared_memory(count, self._layout.whole.size)
         except MemoryError as error:
-            raise WorkerError(
-                f"worker {workers[0]}: {error} as {self.group.slots} slots for rollouts: collect fewer frames at once, "
-                "or let the machine have more memory",
-                workers[0],
-            ) from error
-        self._slots = [BatchSlot(self._layout, memory) for memory in memories]
+            what = f"worker {workers[0]}: {error} as {count} slots for rollouts"
+            mend = "collect fewer frames at once, or let the machine have more memory"
+            raise WorkerError(f"{what}: {mend}", workers[0]) from error
+        return [BatchSlot(self._layout, memory) for memory in memories]
 
     def _attach(self, part: int) -> Call:
         return Call(self.group.workers[part], "attach", (self._layout, part), (self._fd,))
@@ -270,31 +263,24 @@ class SlotWorker(Worker):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._single = self._runner.env.num_envs is None
-        self._slots: list[Mapping[Path, Tensor]] = []
-        self._held: tuple[TensorDictBase, RolloutReport, int] | None = None  # a rollout that waits for its slot
+        self._slots: list[Mapping[Path, Tensor]] = []  # none before the first rollout has shown their layout
         self._weights: Sequence[Mapping[str, Tensor]] = ()  # by slot
         self._number = -1  # of these slots
 
     @override
-    def collect(self, slot: int = 0) -> tuple[tuple[LeafPlace, ...] | None, Any]:
-        """Write a rollout into a slot; if there are none yet, keep it and return the columns that a slot needs."""
+    def collect(self, slot: int = 0) -> tuple[Mapping[Path, Tensor] | None, tuple[Any, ...]]:
+        """Write a rollout into a slot; if there are none yet, return its columns."""
         columns = self._slots[slot] if self._slots else NOWHERE
         batch, report = self.roll_out(columns)
+        leaves = turned(batch, self._single)
         if not self._slots:
-            self._held = batch, report, slot
-            leaves = turned(batch, self._single).items()
-            return tuple(LeafPlace(path, leaf.dtype, tuple(leaf.shape[1:])) for path, leaf in leaves), report
-        copy_into(columns, turned(batch, self._single))
-        return None, report.packed() if report.final is None else report
+            return {path: leaf.to("cpu", copy=True) for path, leaf in leaves.items()}, report
+        copy_into(columns, leaves)
+        return None, report
 
-    def attach(self, layout: BatchLayout, part: int, fd: int) -> tuple[None, RolloutReport] | None:
-        """Attach the slots, and write the rollout that was kept for one; None if none was kept."""
+    def attach(self, layout: BatchLayout, part: int, fd: int) -> None:
+        """Write into these slots from now on."""
         self._slots = [layout.part(memory, part) for memory in mapped(fd, layout.group.slots, layout.whole.size)]
-        if self._held is None:
-            return None
-        (batch, report, slot), self._held = self._held, None
-        copy_into(self._slots[slot], turned(batch, self._single))
-        return None, report._replace(idle=0.0, restarts=0, lost=0)  # those have been reported
 
     def fetch(
         self, slot: int, version: int, policy: bytes | None, layout: MemoryLayout, count: int, number: int, fd: int

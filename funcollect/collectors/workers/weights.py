@@ -90,10 +90,7 @@ class Weights:
             weights = self._policy.state_dict(params)
         own, changed = params is None or loaded, self._changes.packed() is not None
         with self._pool.lock:
-            if weights:
-                version = self._stored(weights, self.version + 1, own)
-            else:
-                version = self._in_call(self._weight_store.encode_params(params), self.version + 1, own, loaded)
+            version = self._made(weights, params, self.version + 1, own, loaded)
             self.version = version.number
         if not weights and (changed or params is not None):
             self._take_or_refuse(version, workers)
@@ -121,18 +118,16 @@ class Weights:
             return {}
         return shapes_of(policy.params, "jax")
 
-    def _stored(self, weights: Mapping[str, Tensor], number: int, own: bool) -> WeightsVersion:
-        """The version with these weights, which the weight store holds."""
+    def _made(self, weights: Mapping[str, Tensor], params: Any, number: int, own: bool, loaded: bool) -> WeightsVersion:
+        """The version with these weights, which the weight store holds, or else with `params` in the call itself."""
+        policy = self._changes.sent
+        if not weights:
+            name, arguments = "adopt" if loaded else "take_params", (self._weight_store.encode_params(params), number)
+            return WeightsVersion(number, own, lambda worker: Call(worker, name, (*arguments, policy)))
         while (fetch_call := self._weight_store.put(weights)) is None:
             self._pool.wait()  # updates of single workers may need more room than there is
             self.send()
-        policy = self._changes.sent
         return WeightsVersion(number, own, lambda worker: fetch_call(worker, number, policy))
-
-    def _in_call(self, params: Any, number: int, own: bool, loaded: bool) -> WeightsVersion:
-        """The version with parameters that travel in the call itself."""
-        name, arguments = "adopt" if loaded else "take_params", (params, number, self._changes.sent)
-        return WeightsVersion(number, own, lambda worker: Call(worker, name, arguments))
 
     def send(self) -> None:
         """Send the latest weights to every worker that has copied the ones before."""
@@ -188,14 +183,12 @@ class Weights:
             weights, number = state["policy_state_dict"], state["policy_version"]
             if not weights:
                 continue
-            if self._policy is None:  # workers that built their own may have others under the same number
-                each.wanted = self._in_call(weights, number, own, loaded=state["own_weights"])
-            else:
-                if number not in stored:
-                    with self._pool.lock:
-                        stored[number] = self._stored(weights, number, own)
-                each.wanted = stored[number]
-            each.copied = number
+            with self._pool.lock:
+                if self._policy is None:  # workers that built their own may have others under the same number
+                    each.wanted = self._made({}, weights, number, own, state["own_weights"])
+                elif number not in stored:
+                    stored[number] = self._made(weights, None, number, own, loaded=False)
+            each.wanted, each.copied = stored.get(number, each.wanted), number
         by_version = sorted(zip(saved, own_workers, strict=True), key=lambda each: saved[each[0]]["policy_version"])
         self._latest = self._of[by_version[-1][0]].wanted
         owners = [worker for worker, own in by_version if own]

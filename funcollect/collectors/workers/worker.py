@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,13 +16,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.collectors.options import HOOKS, Options, RunnerSpec
-from funcollect.collectors.sync import RolloutTimes, RunnerTimer, SyncDataCollector
+from funcollect.collectors.sync import RolloutTimes, SyncDataCollector, timed
 from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
-from funcollect.core.saving import Episodes
+from funcollect.core.saving import Episodes, go_on
 from funcollect.core.whole_episodes import is_limited
 from funcollect.files import from_data
 from funcollect.policies.torch_modules.settings import dumps, unpack
+from funcollect.policies.torch_modules.torch_backed import replaced
 from funcollect.processes.failures import UnsentResultError, check_sendable, sending
 from funcollect.processes.serving import Served
 from funcollect.specs import ActionSpec, Leaf, Space
@@ -80,10 +81,9 @@ def copy_into(columns: Mapping[Path, Tensor], leaves: Mapping[Path, Tensor]) -> 
         if leaf.data_ptr() == column.data_ptr():
             continue
         if leaf.shape != column.shape or not torch.can_cast(leaf.dtype, column.dtype):
-            raise ValueError(
-                f"{'.'.join(path)} is {leaf.dtype} {list(leaf.shape)}, in the first batch it was {column.dtype} "
-                f"{list(column.shape)}: keep shapes and dtypes the same in all"
-            )
+            was = f"in the first batch it was {column.dtype} {list(column.shape)}"
+            what = f"{'.'.join(path)} is {leaf.dtype} {list(leaf.shape)}, {was}"
+            raise ValueError(f"{what}: keep shapes and dtypes the same in all")
         column.copy_(leaf)
 
 
@@ -152,10 +152,6 @@ class RolloutReport(NamedTuple):
     idle: float  # seconds between the last rollout and this one
     final: FinalObservations | None  # of a compact batch, which is sent without them
 
-    def packed(self) -> tuple[Any, ...]:
-        """As plain tuples: a class by name costs the reader more to unpickle than all numbers."""
-        return (tuple(self.progress), *self[1:])
-
 
 class Worker(Served):
     """Collects in a worker, for the collector that holds it. Each public method answers one call.
@@ -168,7 +164,7 @@ class Worker(Served):
         self._policy: bytes | None = None  # packed, if another one than the job's was sent
         self._runner: SyncDataCollector = job.collector()
         self.first_lane = job.place * (self._runner.env.num_envs or 1)
-        self._timer: RunnerTimer | None = None
+        self._stop_timer: Callable[[], RolloutTimes] | None = None
         self._begin(self._runner, job.progress, job.applied)
 
     def _begin(self, collector: Any, progress: Progress, applied: EnvCalls) -> None:
@@ -200,14 +196,18 @@ class Worker(Served):
         """One rollout, and its report, as the transport sends them."""
         return self.roll_out(NOWHERE)
 
-    def roll_out(self, columns: OwnColumns) -> tuple[TensorDictBase, RolloutReport]:
-        """One rollout, recorded into `columns` as far as they fit."""
+    def roll_out(self, columns: OwnColumns) -> tuple[TensorDictBase, tuple[Any, ...]]:
+        """One rollout, recorded into `columns` as far as they fit, and its report.
+
+        That is of plain tuples: a class by name costs the reader more to unpickle than all numbers.
+        """
         idle = time.monotonic() - self._ended
         batch = self._rollout(columns)
         self._ended = time.monotonic()
         self._batches += 1
         self._frames += batch.numel()
-        return batch, RolloutReport(*self._standing(), idle, detach(batch))
+        progress, *others = self._standing()
+        return batch, (tuple(progress), *others, idle, detach(batch))
 
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
         self._runner.begin_batch()
@@ -221,7 +221,8 @@ class Worker(Served):
 
     def go_on(self, progress: Progress) -> None:
         """Begin new episodes as if the lanes had made this progress."""
-        self._runner.go_on(steps=progress.steps, episode=progress.episode)
+        runner, (steps, episode, _, _) = self._runner, progress
+        runner.state = go_on(runner.env, runner.policy, runner.state, steps=steps, episode=episode)
 
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None) -> None:
         """Act with a copy of these weights by name from now on, and with a packed `policy`, if it has changed."""
@@ -230,8 +231,8 @@ class Worker(Served):
     def take_params(self, params: Any, version: int, policy: bytes | None, own: bool = False) -> None:
         """Act with `params` from now on, None for the policy's own; or with a copy that becomes the policy's own."""
         if policy is not None and policy != self._policy:
-            self._runner.replace_policy(unpack(policy))
-            self._policy = policy
+            self._runner.policy, self._policy = replaced(self._runner.policy, unpack(policy)), policy
+            self._runner.count_as(None, self._runner.policy_version)  # its own weights, also if others do not fit
         if own:
             self._runner.policy.load(params)
         elif params is not None:
@@ -266,5 +267,5 @@ class Worker(Served):
 
     def timer(self, on: bool) -> list[RolloutTimes]:
         """Time the rollouts from now on; or stop that, and return the times of each runner, empty if there are none."""
-        timer, self._timer = self._timer, RunnerTimer(self._runner) if on else None
-        return [] if on or timer is None else [timer.stop()]
+        stop, self._stop_timer = self._stop_timer, timed(self._runner) if on else None
+        return [] if on or stop is None else [stop()]

@@ -1,13 +1,21 @@
-"""The collector's keywords over an environment that counts: every batch is written down by hand."""
+"""The collector's keywords over an environment that counts: every batch is written down by hand.
+
+And what concerns JAX: where its environments run, and memory that it lacks.
+"""
 
 import math
+import re
+from types import SimpleNamespace
 
+import jax
 import pytest
 import torch
 
 import funcollect as fc
+from funcollect.interop.memory import memory_error
 from tests.support.compare import assert_same, joined, leaves
 from tests.support.envs.counting import always, check, make_counting
+from tests.support.envs.jax_counting import counting, counting_policy
 
 THREE = ({"lengths": (3, 2)}, {"lengths": (2,), "truncated": (1,)}, {"lengths": (4, 1)})
 SINGLE = ("host", "torch")
@@ -20,14 +28,22 @@ def collect(backend, *lanes, policy=None, batched=True, frames_per_batch, **kwar
     return fc.SyncDataCollector(env, policy, frames_per_batch=frames_per_batch, **kwargs)
 
 
-@pytest.mark.parametrize("backend", MANY)
+def over_jax(policy=None, env=None, **options):
+    options = {"frames_per_batch": 7, "seed": 4} | options
+    return fc.SyncDataCollector(env or counting(3), policy or counting_policy(), **options)
+
+
+@pytest.mark.parametrize("backend", [*MANY, "jax"])
 def test_batches_are_the_functions_own_and_the_callers(backend):
-    collector = collect(backend, *THREE, policy=None, frames_per_batch=7, seed=4)  # rounded up to whole steps
-    env = make_counting(backend, *THREE)
-    state = fc.init(env, always(0), seed=4)
+    if backend == "jax":
+        env, policy, collector = counting(3), counting_policy(), over_jax()
+    else:
+        env, policy = make_counting(backend, *THREE), always(0)
+        collector = collect(backend, *THREE, frames_per_batch=7, seed=4)  # rounded up to whole steps
+    state = fc.init(env, policy, seed=4)
     for _ in range(3):
         batch = next(collector)
-        state, wanted = fc.rollout(env, always(0), state, 3)
+        state, wanted = fc.rollout(env, policy, state, 3)
         assert_same(batch, wanted)
         batch["mine"] = torch.zeros(3, 3)
         del batch["next", "reward"]
@@ -148,3 +164,48 @@ def test_exploration_types_other_than_random_take_the_mode(name):
     collector = collect("host", *THREE, policy=policy, frames_per_batch=90, exploration_type=kind, seed=0)
     wanted = {0, 1, 2} if name == "RANDOM" else {2}
     assert set(next(collector)["action"].flatten().tolist()) == wanted
+
+
+def test_the_device_of_the_environment_is_that_of_jax(monkeypatch):
+    monkeypatch.setattr("funcollect.collectors.options.default_device_type", lambda: "meta")  # as if JAX computed there
+    assert next(over_jax(env_device="meta")).numel()
+    with pytest.raises(ValueError, match=r"env_device is cpu.*runs on meta"):
+        over_jax(env_device="cpu")
+
+
+def test_a_cached_start_follows_the_seed():
+    env = counting(3, starts="cached")
+    collector, other = over_jax(env=env, seed=3), over_jax(env=env, seed=9)
+    other.set_seed(3)
+    assert_same(next(other), next(collector))
+
+
+def test_without_memory_it_says_who_holds_it(monkeypatch):
+    lacking = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+    policy = counting_policy()
+    monkeypatch.setattr(policy, "prepare", lambda params: (_ for _ in ()).throw(lacking))
+    says = "JAX has no memory for a rollout of 3 steps of 3 environments: use fewer frames"
+    with pytest.raises(MemoryError, match=says):
+        next(over_jax(policy))
+    monkeypatch.undo()
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    lacking = torch.OutOfMemoryError("CUDA out of memory")
+    says = r"Torch has no memory for it.*XLA_PYTHON_CLIENT_PREALLOCATE=false"
+    assert re.search(says, str(memory_error(lacking, "it")))
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 2**31, "pool_bytes": 3 * 2**30})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert "no memory for it (of the GPU, JAX 3.0 GiB are held)" in str(memory_error(lacking, "it"))
+    assert memory_error(RuntimeError("other"), "it") is None
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+def test_every_loop_says_who_lacks_memory(name, monkeypatch):
+    def without_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    env = fc.make_env(name, num_envs=2)
+    policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical, compile="eager")
+    state = fc.init(env, policy, seed=0)
+    monkeypatch.setattr(torch.nn.Linear, "forward", without_memory)
+    with pytest.raises(MemoryError, match="Torch has no memory for a rollout of 5 steps of 2 environments"):
+        fc.rollout(env, policy, state, 5)

@@ -1,6 +1,7 @@
 """Readers that are interrupted in a notebook, or fill a buffer from a thread."""
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ import pytest
 
 import funcollect as fc
 from tests.support.faulty.faulty_workers import Plain
-from tests.support.workers import COLLECTORS, FOREVER, TRANSPORTS, gone, multi
+from tests.support.workers import COLLECTORS, FOREVER, TRANSPORTS, gone, multi, wait_until
 
 BUILT = """
 import time
@@ -62,59 +63,60 @@ def test_an_interrupted_cell_stops_at_once_and_leaves_the_collector_usable_or_cl
             assert all(map(gone, pids))
 
 
-class Buffer:
-    """Counts what it is given; lets a test wait for so many batches."""
+class Buffer(list):
+    """The batches that it was given; the one of number `fail_at` is too many."""
 
     def __init__(self, fail_at=None):
-        self.batches = []
         self.fail_at = fail_at
-        self.grown = threading.Condition()
 
     def extend(self, batch):
-        if len(self.batches) == self.fail_at:
+        if len(self) == self.fail_at:
             raise ArithmeticError("full")
-        with self.grown:
-            self.batches.append(batch.clone())
-            self.grown.notify_all()
+        self.append(batch.clone())
 
     def wait_for(self, count):
-        with self.grown:
-            assert self.grown.wait_for(lambda: len(self.batches) >= count)
+        wait_until(lambda: len(self) >= count)
 
 
 def made(kind, transport, **kwargs):
-    return multi(kind, transport, **({"create_env_fn": [Plain] * 2, "policy": None, "frames_per_batch": 16} | kwargs))
+    kwargs = {"create_env_fn": [Plain] * 2, "policy": None, "frames_per_batch": 16} | kwargs
+    return fc.SyncDataCollector(**kwargs) if kind is fc.SyncDataCollector else multi(kind, transport, **kwargs)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kind", COLLECTORS)
+@pytest.mark.parametrize(
+    ("kind", "transport"), [(fc.SyncDataCollector, ""), *itertools.product(COLLECTORS, TRANSPORTS)]
+)
 def test_a_buffer_is_filled_paused_and_filled_on(kind, transport):
     buffer = Buffer()
     with made(kind, transport) as collector:
         with pytest.raises(RuntimeError, match="start"):
             collector.pause()
+        with pytest.raises(TypeError, match="start has no buffer"):
+            collector.start()
         collector.start(buffer)
         buffer.wait_for(3)
         for version in range(1, 20):
             collector.update_policy_weights_()
             assert collector.stats()["policy_version"] == version
         collector.pause()
-        count = len(buffer.batches)
+        count = len(buffer)
         mine = next(collector)
-        assert len(buffer.batches) == count
+        assert len(buffer) == count
         assert collector.frames == (count + 1) * mine.numel()
         assert collector.state_dict()["frames"] == collector.frames
         collector.resume()
         buffer.wait_for(count + 8)
         for taken in (
-            lambda: next(collector), collector.rollout, collector.reset, collector.state_dict,
+            *[collector.state_dict] * (kind in COLLECTORS),  # between two batches, one in this process gives it
+            lambda: next(collector), collector.rollout, collector.reset,
             lambda: collector.set_seed(0), lambda: collector.load_state_dict({}),
         ):  # fmt: skip
             with pytest.raises(RuntimeError, match="pause"):
                 taken()
         with pytest.raises(RuntimeError, match="already"):
             collector.start(buffer)
-    assert buffer.batches[-1]["collector", "policy_version"].max() == 19
+    assert buffer[-1]["collector", "policy_version"].max() == 19
+    assert not any(thread.name == "funcollect filler" for thread in threading.enumerate())
 
 
 def test_a_block_of_a_pause_resumes_at_its_end_also_after_an_exception_and_after_the_collectors_end():
@@ -124,9 +126,9 @@ def test_a_block_of_a_pause_resumes_at_its_end_also_after_an_exception_and_after
         for error in ((), (KeyError,)):
             with contextlib.suppress(KeyError), collector.pause():
                 with collector.pause():  # which was not begun here
-                    count = len(buffer.batches)
+                    count = len(buffer)
                 next(collector)
-                assert len(buffer.batches) == count
+                assert len(buffer) == count
                 for each in error:
                     raise each
             buffer.wait_for(count + 1)
@@ -140,7 +142,7 @@ def test_a_run_ends_and_its_thread_with_it(kind):
     with made(kind, "processes", total_frames=160) as collector:
         collector.start(buffer)
         collector.join()
-        assert sum(batch.numel() for batch in buffer.batches) == collector.frames == 160
+        assert sum(batch.numel() for batch in buffer) == collector.frames == 160
     with pytest.raises(TypeError, match="extend"):
         made(kind, "serial").start(3)
 

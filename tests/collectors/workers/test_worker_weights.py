@@ -1,4 +1,7 @@
-"""Weights on their way to workers: the latest ones, whole, in order; of JAX's in `test_own_weights.py`."""
+"""Weights on their way to workers: the latest ones, whole, in order, and not too late.
+
+Those of JAX are in `test_own_weights.py`.
+"""
 
 import functools
 import itertools
@@ -8,7 +11,7 @@ import torch
 
 from tests.support.faulty.faulty_workers import Failing, Plain, stumble
 from tests.support.running import LOSES_WORKERS, scaled
-from tests.support.workers import COLLECTORS, TRANSPORTS, multi
+from tests.support.workers import COLLECTORS, TRANSPORTS, by_lane, check_trajectories, multi
 
 SYNC, ASYNC = COLLECTORS
 SIZE = 40_000  # numbers: large enough that a copy could be seen half-way
@@ -165,3 +168,67 @@ def test_a_worker_that_is_replaced_after_loading_has_the_weights_that_were_loade
         collector.load_state_dict(saved)
         assert seen_by(collector) == {0: 1, 1: 1}
         assert collector.stats()["restarts"] == 1
+
+
+# How far asynchronous workers may be ahead of the reader: in versions of the weights, and in unread batches.
+THREE = {"create_env_fn": ["CartPole-v1"] * 3, "frames_per_batch": 10}
+
+
+def lags(collector, count, updates):
+    """Batches, and the versions that each was behind as it was delivered."""
+    found, batches = [], []
+    for _ in range(count):
+        batches.append(next(collector).clone())
+        found.append(collector.get_policy_version() - int(batches[-1]["collector", "policy_version"].min()))
+        for _ in range(updates):
+            collector.update_policy_weights_()
+    return found, batches
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("most", "updates"), [(0, 1), (1, 1), (4, 1), (4, 2), (2, 3)])
+def test_no_batch_is_older_than_the_bound_and_none_is_lost(most, updates, transport):
+    with multi(ASYNC, transport, policy=Checksum(), max_policy_lag=most, **THREE) as collector:
+        found, batches = lags(collector, 24, updates)
+        assert max(found) <= most
+        assert collector.frames == 240
+    assert by_lane(batches).keys() == {0, 1, 2}  # each worker had its turn
+    check_trajectories(batches)
+
+
+@pytest.mark.parametrize(("most", "updates", "waiting"), [(3, 1, 3), (100, 0, 6)])
+def test_workers_are_not_held_back_needlessly(most, updates, waiting):
+    with multi(ASYNC, "serial", policy=Checksum(), max_policy_lag=most, **THREE) as collector:
+        lags(collector, 8, updates)
+        assert len(collector.run._waiting()) == waiting
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("most", [1, 4])
+def test_so_many_batches_of_a_worker_wait_unread(most, transport):
+    with multi(ASYNC, transport, policy=Checksum(), max_unread=most, **THREE) as collector:
+        run, unread = collector.run, []
+        for _ in range(6):
+            next(collector)
+        while min(unread, default=0) < most:  # a late worker has begun fewer when the last batch is read
+            run._go_on(most)
+            run.settle()
+            waiting = [each.workers[0] for each in run.ready]
+            unread = [waiting.count(worker) for worker in range(3)]
+        assert unread == [most] * 3
+        assert collector.run.copies == 0
+
+
+def test_a_saved_run_keeps_to_the_bound(tmp_path):
+    with multi(ASYNC, policy=Checksum(), max_policy_lag=2, **THREE) as collector:
+        lags(collector, 6, 1)
+        collector.save(tmp_path / "run")
+        assert max(lags(collector, 6, 1)[0]) <= 2
+    with ASYNC.load(tmp_path / "run", THREE["create_env_fn"], Checksum()) as collector:
+        assert max(lags(collector, 6, 1)[0]) <= 2
+
+
+def test_single_workers_get_no_weights_of_their_own():
+    refused = pytest.raises(ValueError, match="max_policy_lag is 2, so all workers get the same weights")
+    with multi(ASYNC, "serial", policy=Checksum(), max_policy_lag=2, **THREE) as collector, refused:
+        collector.update_policy_weights_(worker_ids=[0])
