@@ -16,8 +16,7 @@ from funcollect.errors import ClosedError
 from funcollect.testing.check_policy import other_weights, own_weights
 from funcollect.testing.trials import FailedError, expect_equal, run_checks
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
-from funcollect.tree import flatten, time_last, to_tensordict
-from tests.support.faulty.faulty_workers import Failing, stumble
+from funcollect.tree import flatten, time_last
 
 FLAGS = ("terminated", "truncated", "done")
 COUNTERS = ("traj_ids", "step", "lane", "policy_version")
