@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType as ExplorationType
 
@@ -242,6 +243,14 @@ class Group:
     def action_spec(self) -> ActionSpec:
         """How the action of one agent looks in a batch."""
         return ActionSpec(self.action_space)
+
+    @cached_property
+    def joint_space(self) -> Space:
+        """The space of the actions of all agents together."""
+        own = self.action_space
+        if isinstance(own, spaces.MultiDiscrete):
+            return spaces.MultiDiscrete(np.stack([own.nvec] * self.n), start=np.stack([own.start] * self.n))
+        return batch_space(own, self.n)
 
 
 @dataclass(frozen=True)

@@ -74,14 +74,7 @@ def observation_space(groups: Mapping[str, Group], state: Space | None = None) -
 
 def action_space(groups: Mapping[str, Group]) -> spaces.Dict:
     """The action space of a lane: by group, the actions of its agents [n, ...]."""
-    return spaces.Dict({name: stacked_actions(group.action_space, group.n) for name, group in groups.items()})
-
-
-def stacked_actions(space: Space, n: int) -> Space:
-    """The space of the actions of n agents."""
-    if isinstance(space, spaces.MultiDiscrete):
-        return spaces.MultiDiscrete(np.stack([space.nvec] * n), start=np.stack([space.start] * n))
-    return batch_space(space, n)
+    return spaces.Dict({name: group.joint_space for name, group in groups.items()})
 
 
 def stacked(space: Space, rows: Sequence[Any]) -> Any:

@@ -13,7 +13,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_keys, check_kind
-from funcollect.envs.agents import stacked_actions
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Key, Noise
@@ -114,7 +113,7 @@ class GroupPolicy(PolicyBase):
         """The action spec that the policy of a group gets: that of one agent, or of all together."""
         if name not in self.together:
             return spec.groups[name].action_spec
-        return ActionSpec(stacked_actions(spec.groups[name].action_space, spec.groups[name].n))
+        return ActionSpec(spec.groups[name].joint_space)
 
     @override
     def check(self, spec: Any, /) -> None:
