@@ -99,7 +99,18 @@ def _torch_env(name: str, **kwargs: Any) -> Env:
     return TORCH_ENVS[name](**kwargs)
 
 
-_SUITES = ("ale", "brax", "craftax", "envpool", "gymnax", "jumanji", "navix", "pettingzoo", "pgx", "playground")
+_SUITES: tuple[str, ...] = (
+    "ale",
+    "brax",
+    "craftax",
+    "envpool",
+    "gymnax",
+    "jumanji",
+    "navix",
+    "pettingzoo",
+    "pgx",
+    "playground",
+)
 _SUITES += ("xminigrid",)
 _IN_PAIRS = ("craftax", "functional", "gymnax", "xminigrid")  # with their parameters
 _NAMESPACES: dict[str, Callable[..., Env]] = {name: getattr(envs, f"from_{name}") for name in _SUITES}

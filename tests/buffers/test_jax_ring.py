@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcollect as fc
-from funcollect.envs.jax_envs.suites import from_gymnax
+from funcollect.envs.jax_envs.like_gymnax import from_gymnax
 from tests.support.compare import implausible
 from tests.support.frames import Oracle, batch_of, frames_of
 from tests.support.running import scaled

@@ -16,7 +16,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.core import routes
-from funcollect.envs.jax_envs.suites import from_gymnax
+from funcollect.envs.jax_envs.like_gymnax import from_gymnax
 from funcollect.interop.jax_setup import compiled
 from funcollect.policies import torch_in_jax
 from funcollect.policies.torch_in_jax import LoweredPolicy

@@ -343,10 +343,10 @@ class Rows:
         for rows, value in zip(self.leaves, self._parts(lane, observation), strict=True):
             rows.write_lane(lane, value)
 
-    def write_batch(self, observations: Any, lanes: Sequence[int] | Array | None = None, **options: bool) -> None:
+    def write_batch(self, observations: Any, lanes: Sequence[int] | Array | None = None, of_all: bool = False) -> None:
         """Write a vector environment's observation, whose leaves `LeafRows.write_batch` describes."""
         for rows, values in zip(self.leaves, self._parts(None, observations), strict=True):
-            rows.write_batch(values, lanes, **options)
+            rows.write_batch(values, lanes, of_all=of_all)
 
     def _parts(self, lane: int | None, observation: Any) -> list[Any]:
         """The leaves of one lane's observation, or of all lanes' (None), in order; EnvError for another structure."""

@@ -10,7 +10,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.core.loops import over_jax
-from funcollect.envs.jax_envs.suites import from_gymnax
+from funcollect.envs.jax_envs.like_gymnax import from_gymnax
 from funcollect.keys import Purpose, key_from_seed, lane_keys, random_words
 from tests.support.cases import tensordict_actor, tensordict_module, torch_mlp, torch_normal, torch_recurrent
 from tests.support.compare import assert_same, bits, collect, compilations, leaves

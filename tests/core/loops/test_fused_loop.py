@@ -14,7 +14,7 @@ from funcollect.core import api
 from funcollect.core.request import Request
 from funcollect.core.traced_step import columns
 from funcollect.core.traced_step.columns import PackedRows, write_row
-from funcollect.envs.jax_envs.suites import from_gymnax
+from funcollect.envs.jax_envs.like_gymnax import from_gymnax
 from funcollect.interop import to_jax, words
 from funcollect.interop.bridge import torch_view
 from tests.support.compare import assert_same, bits, collect, compilations, fresh, leaves

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.envs.jax_envs.suites import from_gymnax
+from funcollect.envs.jax_envs.like_gymnax import from_gymnax
 from funcollect.errors import EnvError, PolicyError
 from funcollect.interop import words
 from tests.support.compare import assert_same, collect, leaves

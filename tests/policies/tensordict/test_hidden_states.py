@@ -12,7 +12,7 @@ from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, set_recur
 
 import funcollect as fc
 from funcollect.core import routes
-from funcollect.envs.jax_envs.suites import from_gymnax
+from funcollect.envs.jax_envs.like_gymnax import from_gymnax
 from funcollect.policies.as_policy import as_policy
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.testing import POLICY_CHECKS, check_policy

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import funcollect as fc
-from funcollect.envs.jax_envs.suites import from_gymnax
+from funcollect.envs.jax_envs.like_gymnax import from_gymnax
 from tests.support.envs.jax_counting import counting
 
 DEVICES, LANES, LENGTH = 8, 3, 20
