@@ -99,7 +99,7 @@ def _torch_env(name: str, **kwargs: Any) -> Env:
     return TORCH_ENVS[name](**kwargs)
 
 
-_SUITES: tuple[str, ...] = (
+_SUITES = [
     "ale",
     "brax",
     "craftax",
@@ -110,8 +110,8 @@ _SUITES: tuple[str, ...] = (
     "pettingzoo",
     "pgx",
     "playground",
-)
-_SUITES += ("xminigrid",)
+    "xminigrid",
+]
 _IN_PAIRS = ("craftax", "functional", "gymnax", "xminigrid")  # with their parameters
 _NAMESPACES: dict[str, Callable[..., Env]] = {name: getattr(envs, f"from_{name}") for name in _SUITES}
 _NAMESPACES["torch"] = _torch_env

@@ -369,15 +369,9 @@ class WorkerLanes(WorkerPool):
         block, rows = self.block, target.rows
         terminated, truncated = block.terminated[rows].tolist(), block.truncated[rows].tolist()
         infos = self._infos(target) if self._info_keys else ()
-<<<<<<< HEAD
         if restarts and (any(terminated) or any(truncated)):
-            ended, seeds = map(operator.or_, terminated, truncated), block.next_seeds.tolist()
-            restarted = [lane for lane in itertools.compress(target.lanes, ended) if seeds[lane] != NO_RESTART]
-=======
-        if target is self._every and (any(terminated) or any(truncated)):
             ended = itertools.compress(target.lanes, map(operator.or_, terminated, truncated))
             restarted = {lane: seed for lane in ended if (seed := int(block.next_seeds[lane])) != NO_RESTART}
->>>>>>> small-envs
             if restarted:  # until `reset`, their rows are the last observations of the episodes that have ended
                 self._restarted |= restarted
                 self._show([*restarted])
