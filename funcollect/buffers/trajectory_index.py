@@ -310,7 +310,7 @@ class TrajectoryIndex:
             size = len(self.stop)
             grown = max(2 * size, size + count, 64)
             for name in _BY_TRAJECTORY:
-                setattr(self, name, np.pad(getattr(self, name), (0, grown - size)))
+                setattr(self, name, np.concatenate([getattr(self, name), np.zeros(grown - size, np.int64)]))
             self._free = np.concatenate([self._free, np.arange(grown - 1, size - 1, -1)])
         cut = len(self._free) - count
         taken, self._free = self._free[cut:][::-1], self._free[:cut]
@@ -370,7 +370,8 @@ class TrajectoryIndex:
         begin = self._used + (np.arange(missing) << bits)
         self._used += missing << bits
         if self._used > len(self._entries):
-            self._entries = np.pad(self._entries, (0, max(self._used - len(self._entries), len(self._entries))))
+            more = np.zeros(max(self._used, 2 * len(self._entries)) - len(self._entries), np.int32)
+            self._entries = np.concatenate([self._entries, more])
         return np.concatenate([reused, begin])
 
 
