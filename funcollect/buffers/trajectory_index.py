@@ -25,6 +25,7 @@ _FRAMES_AT_ONCE = 1 << 14  # added to the index together; their arrays fit into 
 _SMALLEST_BLOCK = 4  # 2**4 entries
 _LANE = np.int64(-7046029254386353131)  # odd: ids plus multiples of it, modulo 2**64, do not meet
 _BY_TRAJECTORY = ("first", "stop", "_next_step", "_begin", "_bits")
+_Column = npt.NDArray[Any] | None  # one number per frame [N], or there are none
 _STATE = ("member", "position", "_free", *_BY_TRAJECTORY)
 
 
@@ -83,19 +84,9 @@ class Trajectories:
             held = sorted(map(readable, leaves))
             raise ValueError(f"the batch has no {needed}; it has {held}: name a key with {mend}")
         step = None if self.across_episodes else _column(leaves, lead, None, (STEP,))
-        steps, count = lead[-1], math.prod(lead)
-        lanes = count // steps
-        begins = np.zeros(count, np.bool_)
-        begins[:: steps if by_lane else 1] = True
-        return Segments.of(
-            number=np.arange(start, start + count).reshape(steps, lanes).T.reshape(-1),
-            key=np.arange(lanes).repeat(steps) if ids is None else _as_ints(ids),
-            begins=begins,
-            ends=None if ends is None else ends.astype(np.bool_, copy=False),
-            step=None if step is None else _as_ints(step),
-        )
+        return Segments.of(ids, ends, step, lead, start, by_lane)
 
-    def _ends(self, leaves: Mapping[Path, Tensor], lead: tuple[int, ...]) -> npt.NDArray[Any] | None:
+    def _ends(self, leaves: Mapping[Path, Tensor], lead: tuple[int, ...]) -> _Column:
         """The end flags, ordered by lane. Of several keys, those that the batch lacks are left out, but not all."""
         if len(keys := self._end_keys) == 1:
             return _column(leaves, lead, keys[0], (("next", "done"),))
@@ -106,7 +97,7 @@ class Trajectories:
 
 def _column(
     leaves: Mapping[Path, Tensor], lead: tuple[int, ...], given: str | Path | None, usual: tuple[Path, ...]
-) -> npt.NDArray[Any] | None:
+) -> _Column:
     """One number per frame, ordered by lane; None if no key was given and the batch has none of the usual ones."""
     for path in usual if given is None else (as_path(given),):
         leaf = leaves.get(path)
@@ -138,24 +129,33 @@ class Segments(NamedTuple):
     ended: Bools  # whether the trajectory ends with the segment's last frame
 
     @classmethod
-    def of(cls, number: Ints, key: Ints, begins: Bools, ends: Bools | None, step: Ints | None) -> Segments:
-        """The segments of frames [N], ordered by lane, then by time; `begins`, which changes, has the first of each."""
+    def of(
+        cls, ids: _Column, ends: _Column, step: _Column, lead: tuple[int, ...], start: int, by_lane: bool
+    ) -> Segments:
+        """The segments of a batch, by columns [N] ordered by lane, then by time; see `Trajectories.segments`."""
+        steps, count = lead[-1], math.prod(lead)
+        number = np.arange(start, start + count).reshape(steps, -1).T.reshape(-1)
+        key = np.arange(count // steps).repeat(steps) if ids is None else _as_ints(ids)
+        begins = np.zeros(count, np.bool_)
+        begins[:: steps if by_lane else 1] = True
         begins[1:] |= key[1:] != key[:-1]
         if ends is not None:
+            ends = ends.astype(np.bool_, copy=False)
             begins[1:] |= ends[:-1]
         if step is not None:
+            step = _as_ints(step)
             begins[1:] |= step[1:] != step[:-1] + 1
-        start = np.flatnonzero(begins)
-        stop = np.empty_like(start)
-        stop[:-1], stop[-1] = start[1:], len(begins)
-        first = number.take(start)
+        at = np.flatnonzero(begins)
+        stop = np.empty_like(at)
+        stop[:-1], stop[-1] = at[1:], count
+        first = number.take(at)
         return cls(
             number=first,
-            stride=number.take(np.minimum(start + 1, stop - 1)) - first,
-            length=stop - start,
-            key=key[start],
-            step=None if step is None else step[start],
-            ended=np.zeros(len(start), np.bool_) if ends is None else ends[stop - 1],
+            stride=number.take(np.minimum(at + 1, stop - 1)) - first,
+            length=stop - at,
+            key=key[at],
+            step=None if step is None else step[at],
+            ended=np.zeros(len(at), np.bool_) if ends is None else ends[stop - 1],
         )
 
     @staticmethod
@@ -310,7 +310,7 @@ class TrajectoryIndex:
             size = len(self.stop)
             grown = max(2 * size, size + count, 64)
             for name in _BY_TRAJECTORY:
-                setattr(self, name, np.pad(getattr(self, name), (0, grown - size)))
+                setattr(self, name, np.concatenate([getattr(self, name), np.zeros(grown - size, np.int64)]))
             self._free = np.concatenate([self._free, np.arange(grown - 1, size - 1, -1)])
         cut = len(self._free) - count
         taken, self._free = self._free[cut:][::-1], self._free[:cut]
@@ -370,7 +370,8 @@ class TrajectoryIndex:
         begin = self._used + (np.arange(missing) << bits)
         self._used += missing << bits
         if self._used > len(self._entries):
-            self._entries = np.pad(self._entries, (0, max(self._used - len(self._entries), len(self._entries))))
+            more = np.zeros(max(self._used, 2 * len(self._entries)) - len(self._entries), np.int32)
+            self._entries = np.concatenate([self._entries, more])
         return np.concatenate([reused, begin])
 
 

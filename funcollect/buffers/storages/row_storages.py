@@ -277,7 +277,10 @@ class LazyMemmapStorage(LazyTensorStorage):
             stack.callback(shutil.rmtree, fresh, ignore_errors=True)
             fresh.mkdir(parents=True)
             with room_for(f"{directory} has no room for {wanted}"):
-                file, shared = self._create(fresh, layout)
+                saved = layout.to_json() if layout.structure is None else {}
+                names = [PLANES.format(secrets.token_hex(8)) for _ in layout.kinds()]
+                shared = SharedLeaves(layout, [fresh / name for name in names], self.max_size)
+                file = RowsFile(fresh / _NAME, {**saved, "max_size": self.max_size, "files": names}, layout.words)
             former = [*directory.glob(PLANES.format("*"))]
             # An old file is replaced, not truncated: a process that has mapped it would be killed.
             for each in sorted(fresh.iterdir()):  # the rows last, whose header names the others
@@ -286,19 +289,6 @@ class LazyMemmapStorage(LazyTensorStorage):
                 each.unlink(missing_ok=True)
         self._file, self._base = file, 0
         return ViewedRows(layout, torch.from_numpy(file.rows)), shared
-
-    def _create(self, directory: Path, layout: RowLayout) -> tuple[RowsFile, SharedLeaves]:
-        saved = layout.to_json() if layout.structure is None else {}
-        names = [PLANES.format(secrets.token_hex(8)) for _ in layout.kinds()]
-        shared = SharedLeaves(layout, [directory / name for name in names], self.max_size)
-        header = np.frombuffer(json.dumps({**saved, "max_size": self.max_size, "files": names}).encode(), np.uint8)
-        offset = -(-(_JSON * _WORD + len(header)) // _PAGE) * _PAGE // _WORD  # words before the first row
-        file = RowsInFile(directory / _NAME, 1)
-        file.grow(offset + self.max_size * layout.words)
-        words = file.rows[:, 0]
-        words[:3] = _MAGIC, offset, len(header)
-        words[_JSON:].view(np.uint8)[: len(header)] = header
-        return RowsFile(words), shared
 
     @override
     def _announce(self, oldest: int, written: int) -> None:
@@ -315,12 +305,21 @@ class LazyMemmapStorage(LazyTensorStorage):
 
 
 class RowsFile:
-    """The memory-mapped file of a `LazyMemmapStorage`: its header and its rows."""
+    """The memory-mapped file of a `LazyMemmapStorage`: its header and its rows. A new one if these are given."""
 
-    def __init__(self, words: Ints) -> None:
-        self.header: dict[str, Any] = json.loads(words[_JSON:].view(np.uint8)[: words[2]].tobytes())
-        self.rows = words[words[1] :].reshape(self.header["max_size"], -1)  # [capacity, words] int64
-        self.words = words
+    def __init__(self, path: Path, header: dict[str, Any] | None = None, words: int = 0) -> None:
+        file = RowsInFile(path, 1, reading=header is None)
+        if header is not None:
+            text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+            offset = -(-(_JSON * _WORD + len(text)) // _PAGE) * _PAGE // _WORD  # words before the first row
+            file.grow(offset + header["max_size"] * words)
+            file.rows[:3, 0] = _MAGIC, offset, len(text)
+            file.rows[_JSON:, 0].view(np.uint8)[: len(text)] = text
+        self.words = file.rows[:, 0]
+        if self.words[0] != _MAGIC:
+            raise ValueError(f"{path} was not written by a LazyMemmapStorage: give the scratch_dir of one")
+        self.header: dict[str, Any] = json.loads(self.words[_JSON:].view(np.uint8)[: self.words[2]].tobytes())
+        self.rows = self.words[self.words[1] :].reshape(self.header["max_size"], -1)  # [capacity, words] int64
 
     @property
     def oldest(self) -> int:
@@ -341,10 +340,7 @@ def attach(directory: Path) -> tuple[RowsFile, RowLayout, SharedLeaves]:
     path = directory / _NAME
     if not path.exists():
         raise FileNotFoundError(f"{directory} has no frames of a storage: give its scratch_dir, after the first extend")
-    words = RowsInFile(path, 1, reading=True).rows[:, 0]
-    if words[0] != _MAGIC:
-        raise ValueError(f"{path} was not written by a LazyMemmapStorage: give the scratch_dir of one")
-    file = RowsFile(words)
+    file = RowsFile(path)
     if "batch" not in file.header:
         raise TypeError("the storage holds trees, whose structure is not in its file: store TensorDicts for readers")
     layout = RowLayout.from_json(file.header)

@@ -167,8 +167,9 @@ class PlanePool:
 
     def _grow(self, count: int) -> None:
         self.memory.grow(count)
-        more = 0, count - len(self._uses)
-        self._hashes, self._uses = np.pad(self._hashes, more), np.pad(self._uses, more)  # both, or there is no memory
+        for name in ("_hashes", "_uses"):  # `_uses`, whose length counts, comes last: there may be no memory
+            table = getattr(self, name)
+            setattr(self, name, np.concatenate([table, np.zeros(count - len(table), table.dtype)]))
         size = 1 << (2 * count - 1).bit_length()
         if size > len(self._recent):
             self._recent = np.zeros(size, np.int64)
