@@ -349,12 +349,17 @@ class Patient(IsaacLab):
 @pytest.mark.parametrize(
     ("does", "given", "check", "says"),
     [
-        (LikeManiSkill, {"autoreset_mode": "DISABLED"}, "runs", "begins episodes itself, .*expected that of SAME_STEP"),
+        (
+            LikeManiSkill,
+            {"autoreset_mode": "DISABLED"},
+            "runs",
+            "begins other episodes in the step of an end, .*SAME_STEP",
+        ),
         (
             LikeManiSkill,
             {"autoreset_mode": "NEXT_STEP", "partial_reset": "reset_mask"},
             "runs",
-            "begins episodes itself, .*expected that of SAME_STEP",
+            "begins other episodes in the step of an end, .*SAME_STEP",
         ),
         (partial(LikeIsaacLab, reports=False), {"autoreset_mode": "DISABLED"}, "terminal", "begin with"),
         (partial(Masked, True), {}, "runs", "does not report the last observations .*autoreset_mode='DISABLED'"),

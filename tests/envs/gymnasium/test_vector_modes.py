@@ -311,8 +311,18 @@ def test_a_right_mode_passes_every_check(mode):
 @pytest.mark.parametrize(
     ("does", "given", "check", "says"),
     [
-        (Moded(SAME_STEP), "NEXT_STEP", "runs", "begins other episodes itself, .*expected that of SAME_STEP"),
-        (Moded(SAME_STEP), "DISABLED", "runs", "begins other episodes itself, .*expected that of SAME_STEP"),
+        (
+            Moded(SAME_STEP),
+            "NEXT_STEP",
+            "runs",
+            "begins other episodes in the step of an end, .*expected that of SAME_STEP",
+        ),
+        (
+            Moded(SAME_STEP),
+            "DISABLED",
+            "runs",
+            "begins other episodes in the step of an end, .*expected that of SAME_STEP",
+        ),
         (Moded(SAME_STEP, reports=False), "NEXT_STEP", "terminal", "one like those that episodes begin with"),
         (Moded(SAME_STEP, reports=False), "DISABLED", "same_seed", "the second run"),
         (Moded(SAME_STEP, reports=False), "SAME_STEP", "runs", "does not report the last observations"),
