@@ -68,7 +68,11 @@ def from_envpool(
         )
     check_keys("info_keys", info_keys, "x_position")
     check_num_envs(num_envs)
-    for name, value in {"num_threads": num_threads, "batch_size": batch_size or 1, "max_carry": max_carry}.items():
+    for name, value in {
+        "num_threads": num_threads,
+        "batch_size": 1 if batch_size is None else batch_size,
+        "max_carry": max_carry,
+    }.items():
         check_positive(name, value)
     if (num_envs or 1) % (batch_size or 1):
         raise ValueError(f"batch_size is {batch_size}, expected a divisor of num_envs={num_envs or 1}: pass one")

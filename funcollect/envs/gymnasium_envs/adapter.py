@@ -112,6 +112,7 @@ def from_gymnasium(
     refuse_removed(kwargs)
     arguments.check_keys("info_keys", info_keys, "x_position")
     arguments.check_flags(one_hot=one_hot, replayable=replayable)
+    arguments.check_positive("max_carry", max_carry)
     first, build = (env.env, env.build) if isinstance(env, Made) else (env, None)
     workers, open_group, seeding, replayed = None, None, None, True
     opener: Opener

@@ -15,7 +15,7 @@ from gymnasium.vector import AsyncVectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 from typing_extensions import override
 
-from funcollect.arguments import check_choice, check_positive
+from funcollect.arguments import check_choice
 from funcollect.envs.base import AUTORESET_MODES, autoreset_mode, info_place
 from funcollect.envs.gymnasium_envs.lanes import (
     API,
@@ -60,7 +60,6 @@ def over_vector(
         raise ValueError(f"{what}: pass it as autoreset_mode=, or the list of its functions")
     made = Made(vector, build or partial(rebuild, vector))
     if mode == "NEXT_STEP" and not masked:
-        check_positive("max_carry", max_carry)
         return partial(LateLanes, made, max_carry), "lane", False
     kind = SelfResettingLanes if mode == "SAME_STEP" else VectorLanes
     alone = mode == "SAME_STEP" or games  # its generators go on from episode to episode

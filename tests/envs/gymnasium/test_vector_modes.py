@@ -302,6 +302,16 @@ def test_the_mode_of_a_class_that_all_vectors_share_is_no_ones(monkeypatch):
     assert fc.make_env(Moded(DISABLED), autoreset_mode="DISABLED").seeding == "episode"
 
 
+def test_a_mode_that_is_declared_by_its_value():
+    vector = Plain()
+    vector.metadata = {"autoreset_mode": "SameStep"}
+    batch = data(vector, steps=(7,))
+    assert batch["next", "observation"][0, :, 0].tolist() == [1, 2, 3, 4, 1, 2, 3]
+    vector.metadata = {"autoreset_mode": "sometimes"}
+    with pytest.raises(ValueError, match="does not say how it resets"):
+        fc.make_env(vector)
+
+
 @pytest.mark.parametrize("mode", [DISABLED, NEXT_STEP, SAME_STEP])
 def test_a_right_mode_passes_every_check(mode):
     report = fc.testing.check_env(fc.make_env(lambda: Moded(mode), autoreset_mode=mode.name), steps=60)
