@@ -216,6 +216,7 @@ def reset(
     Raises:
         TypeError: for `to` or `options` in an environment that does not take them.
         ValueError: for a mask that is not bool [P], or `to` of other structure, shapes or dtypes.
+        EnvError: for a mask, over simulators that only reset all lanes together.
         StaleStateError: over simulators, as `rollout` does; see `fork` and `recover`.
 
     >>> import funcollect as fc

@@ -236,7 +236,7 @@ _PLACES = {
     "host": "the environment lives in simulators on the host",
     "torch": "the environment is written in Torch and steps all lanes at once",
     "jax": "the environment is a JAX function",
-    "device": "the simulators hold all lanes as tensors on one device, and reset them themselves",
+    "device": "the simulators hold all lanes as tensors on one device",
 }
 _LOOPS = {  # by `Route.loop`, for those that are not a call of the policy per step: how steps are made, what is copied
     "captured": (

@@ -118,7 +118,7 @@ def from_torch_vector_env(
             same_step=mode == "SAME_STEP",
             partial_reset=partial_reset,
             build=partial(first_then_new, unused, _only_once if given else env),
-            truncates=True,  # no wrapper can
+            truncates=True,  # by the simulators' own limit, since no wrapper can set one
         )
         on_failure.pop_all()
     if not given:
@@ -131,16 +131,16 @@ def _resets_of(env: Any, label: str, mode: str | None, way: str | None) -> tuple
 
     ManiSkill's say SAME_STEP even if they reset nothing, and mjlab's configuration says what the metadata do not.
     """
-    for name, value, known in (("autoreset_mode", mode, base.AUTORESET_MODES), ("partial_reset", way, _RESETS)):
-        if value is not None:
-            check_choice(name, value, known)
+    if way is not None:
+        check_choice("partial_reset", way, _RESETS)
     resets = _member(env, "auto_reset")
     resets = getattr(_member(env, "cfg"), "auto_reset", None) if resets is None else resets
     declared = base.autoreset_mode(env) if resets is None else "SAME_STEP" if resets else "DISABLED"
     if mode is not None and declared not in (None, mode):
-        what = f"autoreset_mode is {mode!r}, and {label} declares {declared}"
+        what = f"autoreset_mode is {shown(mode)}, and {label} declares {declared}"
         raise ValueError(f"{what}: leave it out, or build that so")
-    mode = mode or declared or "SAME_STEP"
+    mode = declared or "SAME_STEP" if mode is None else mode
+    check_choice("autoreset_mode", mode, base.AUTORESET_MODES)
     takes_ids = False
     with contextlib.suppress(TypeError, ValueError):  # it has no signature
         takes_ids = "env_ids" in inspect.signature(getattr(_behind(env), "reset", None)).parameters  # type: ignore[arg-type]
@@ -353,7 +353,7 @@ class VectorSimulators:
                 "auto_reset=False, others: autoreset_mode='DISABLED', if it takes a partial reset)"
             )
         if bool(self.untimely):
-            what = f"{self._env} begins episodes itself, and reports the last observations of those before"
+            what = f"{self._env} begins other episodes in the step of an end, as its infos show"
             raise EnvError(f"{what}, expected that of SAME_STEP alone: declare or pass that as autoreset_mode")
 
     def close(self) -> None:

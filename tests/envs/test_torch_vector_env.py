@@ -102,7 +102,10 @@ class LikeIsaacLab(gymnasium.Env):
         self.single_action_space = Walks.single_action_space
 
     def reset(self, seed=None, env_ids=None, options=None):
-        self.walks.begin(seed)
+        if env_ids is None:
+            self.walks.begin(seed)
+        else:
+            self.walks.start(torch.isin(torch.arange(P, device=self.device), env_ids))
         return {"policy": self.walks.place}, {"log": {}}
 
     def step(self, action):

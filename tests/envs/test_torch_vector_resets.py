@@ -349,12 +349,17 @@ class Patient(IsaacLab):
 @pytest.mark.parametrize(
     ("does", "given", "check", "says"),
     [
-        (LikeManiSkill, {"autoreset_mode": "DISABLED"}, "runs", "begins episodes itself, .*expected that of SAME_STEP"),
+        (
+            LikeManiSkill,
+            {"autoreset_mode": "DISABLED"},
+            "runs",
+            "begins other episodes in the step of an end, .*SAME_STEP",
+        ),
         (
             LikeManiSkill,
             {"autoreset_mode": "NEXT_STEP", "partial_reset": "reset_mask"},
             "runs",
-            "begins episodes itself, .*expected that of SAME_STEP",
+            "begins other episodes in the step of an end, .*SAME_STEP",
         ),
         (partial(LikeIsaacLab, reports=False), {"autoreset_mode": "DISABLED"}, "terminal", "begin with"),
         (partial(Masked, True), {}, "runs", "does not report the last observations .*autoreset_mode='DISABLED'"),
@@ -376,7 +381,7 @@ def test_check_env_finds_a_wrong_mode_over_tensors(does, given, check, says):
         (Masked, {}, "resets lanes by NEXT_STEP.*or pass partial_reset="),
         (Masked, {"partial_reset": "env_ids"}, "reset of Masked does not take"),
         (Masked, {"partial_reset": "mask"}, "partial_reset must be one of"),
-        (Masked, {"autoreset_mode": "next"}, "autoreset_mode must be one of"),
+        (partial(Masked, True), {"autoreset_mode": "next"}, "autoreset_mode must be one of"),
     ],
 )
 def test_resets_that_do_not_fit(build, given, says):

@@ -127,12 +127,8 @@ class VectorLanes(SimulatorsBase):
         flags = outcome[1:] > 0
         self._ended = np.any(flags, axis=0)
         if not self.resets_itself and any(name in info for name in _FINAL) and self._ended.any():
-            what = (
-                "the vector environment begins other episodes itself, and reports the last observations of those before"
-            )
-            raise EnvError(
-                f"{what}, expected that of SAME_STEP alone: declare or pass that as autoreset_mode; {ONWARD}"
-            )
+            what = "the vector environment begins other episodes in the step of an end, as its infos show"
+            raise EnvError(f"{what}, expected that of SAME_STEP alone: declare or pass that mode; {ONWARD}")
         picked = self._pick(info)
         self._observe(observation, info, lanes)
         if not everyone:

@@ -297,6 +297,16 @@ def test_the_mode_of_a_class_that_all_vectors_share_is_no_ones(monkeypatch):
     assert fc.make_env(Moded(DISABLED), autoreset_mode="DISABLED").seeding == "episode"
 
 
+def test_a_mode_that_is_declared_by_its_value():
+    vector = Plain()
+    vector.metadata = {"autoreset_mode": "SameStep"}
+    batch = data(vector, steps=(7,))
+    assert batch["next", "observation"][0, :, 0].tolist() == [1, 2, 3, 4, 1, 2, 3]
+    vector.metadata = {"autoreset_mode": "sometimes"}
+    with pytest.raises(ValueError, match="does not say how it resets"):
+        fc.make_env(vector)
+
+
 @pytest.mark.parametrize("mode", [DISABLED, NEXT_STEP, SAME_STEP])
 def test_a_right_mode_passes_every_check(mode):
     report = fc.testing.check_env(fc.make_env(lambda: Moded(mode), autoreset_mode=mode.name), steps=60)
@@ -306,8 +316,18 @@ def test_a_right_mode_passes_every_check(mode):
 @pytest.mark.parametrize(
     ("does", "given", "check", "says"),
     [
-        (Moded(SAME_STEP), "NEXT_STEP", "runs", "begins other episodes itself, .*expected that of SAME_STEP"),
-        (Moded(SAME_STEP), "DISABLED", "runs", "begins other episodes itself, .*expected that of SAME_STEP"),
+        (
+            Moded(SAME_STEP),
+            "NEXT_STEP",
+            "runs",
+            "begins other episodes in the step of an end, .*expected that of SAME_STEP",
+        ),
+        (
+            Moded(SAME_STEP),
+            "DISABLED",
+            "runs",
+            "begins other episodes in the step of an end, .*expected that of SAME_STEP",
+        ),
         (Moded(SAME_STEP, reports=False), "NEXT_STEP", "terminal", "one like those that episodes begin with"),
         (Moded(SAME_STEP, reports=False), "DISABLED", "same_seed", "the second run"),
         (Moded(SAME_STEP, reports=False), "SAME_STEP", "runs", "does not report the last observations"),
