@@ -32,6 +32,7 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	touch $@
 $(VENV)/.test: $(VENV)/.core
 	$(PIP_INSTALL) -e .[envs,jax-envs,viz,ray,test,bench,docs]
+	$(PIP_INSTALL) --no-deps craftax # which wants pygame, whose files overwrite those of pygame-ce
 	touch $@
 
 # What CI runs, on two cores: every promise once.
