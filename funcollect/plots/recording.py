@@ -303,7 +303,7 @@ def _camera(env: Env, state: CollectorState) -> Renderer:
     if opened is None:
         known, mend = "a Gymnasium environment that renders", "make_env(id, render_mode='rgb_array') makes one"
         if env.backend == "jax":
-            known = "one of gymnax, brax, MuJoCo Playground, jumanji or navix, or one with a method renderer()"
+            known = "one of a suite that draws (not pgx), or one with a method renderer()"
             mend = "add the method (its form is funcollect.envs.Renderer)"
         raise TypeError(f"{env} cannot be filmed, expected {known}: {mend}; plots.video saves pixel observations")
     camera = opened(0)

@@ -95,7 +95,7 @@ def test_every_page_is_a_program():
 # What a page says if its programs match: an extra, or a package of its own.
 USES = {
     "`envs`": r"\bale/|ALE/|(HalfCheetah|Ant|Hopper)-v|envpool|LunarLander",
-    "`jax-envs`": r"\b(gymnax|brax|jumanji|navix|pgx|playground)\b",
+    "`jax-envs`": r"\b(gymnax|brax|jumanji|navix|pgx|playground|xminigrid)\b",
     "`viz`": r"fc\.(plots|record)\b|log_dir",
     "`torchrl`": r"^(from|import) torchrl",
     '".[ray]"': r"^import ray",
