@@ -31,12 +31,8 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e .[envs,viz]
 	touch $@
 $(VENV)/.test: $(VENV)/.core
-<<<<<<< HEAD
 	$(PIP_INSTALL) -e .[envs,jax-envs,agents,viz,ray,test,bench,docs]
-=======
-	$(PIP_INSTALL) -e .[envs,jax-envs,viz,ray,test,bench,docs]
 	$(PIP_INSTALL) --no-deps craftax # which wants pygame, whose files overwrite those of pygame-ce
->>>>>>> suites
 	touch $@
 
 # What CI runs, on two cores: every promise once.
