@@ -233,7 +233,6 @@ def test_a_film_of_the_first_of_several_environments(members, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"waiting": 0}, ValueError, "waiting is 0"),
         ({"film": "{run}/{step}.gif"}, ValueError, r"expected \{step\} in it and no other field"),
         ({"film": "{step}.png"}, ValueError, "expected a name that ends in"),
         ({"film": "{step}.gif"}, fc.EvaluationError, "could not be built or filmed: .*has the render mode None"),

@@ -62,7 +62,7 @@ NOT_NONE = {
 SIZES = """
     length frames episodes max_frames frames_per_batch num_envs max_frames_per_traj batch_size max_size n_steps
     num_slices slice_len max_capacity steps frame_skip screen_size stack num_workers max_episode_steps episode_length
-    num_threads total_lanes window ndim lanes batches num_collectors num_workers_per_collector fps max_unread
+    num_threads total_lanes window ndim lanes batches num_collectors num_workers_per_collector fps max_unread waiting
     min_ready max_carry
 """
 POSITIVE = set(SIZES.split())

@@ -198,7 +198,6 @@ def test_a_state_dict_or_a_seed_that_does_not_do_leaves_the_run_as_it_is(change,
 TWO = {"create_env_fn": ["CartPole-v1"] * 2}
 LIVE, NESTED = {"create_env_fn": CartPoleEnv()}, {"collector_class": fc.MultiSyncDataCollector}
 RAY = {
-    "class": ({"collector_class": dict}, TypeError, r"collector_class is .*expected SyncDataCollector"),
     "workers without a class": ({"num_workers_per_collector": 2}, ValueError, "SyncDataCollector has no workers"),
     "lists that differ": (TWO | {"collector_kwargs": [{}]}, ValueError, r"'create_env_fn': 2, 'collector_kwargs': 1"),
     "none": ({"create_env_fn": []}, ValueError, "or are 0"),
