@@ -328,9 +328,12 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         alpha: float | torch.Tensor,
         beta: float | torch.Tensor,
         eps: float = 1e-8,
+        *,
+        max_priority_within_buffer: bool = False,
+        reduction: Literal["max", "min", "mean", "median"] = "max",
         **options: Any,
     ) -> None:
-        own = {name: options.pop(name) for name in ("max_priority_within_buffer", "reduction") if name in options}
+        own: dict[str, Any] = {"max_priority_within_buffer": max_priority_within_buffer, "reduction": reduction}
         PrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps, **own)
         check_not_given("a PrioritizedSliceSampler", options, {"over": "first frames are drawn from all windows"})
         SliceSampler.__init__(self, over="windows", **options)
