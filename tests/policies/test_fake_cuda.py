@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 import funcollect as fc
 from funcollect.core.loops import eager
-from funcollect.core.loops.eager import NoiseAhead, inputs_of, open_actor
+from funcollect.core.loops.eager import NoiseAhead, Stepper, inputs_of, open_actor
 from funcollect.core.request import Request, exploration_values
 from funcollect.keys import key_from_seed, random_words
 from funcollect.policies import base, random_policy
@@ -232,7 +232,8 @@ def run(make, spec, *, masked=False, random_steps=0, **given):
         for rollout, way in enumerate([SAMPLED, SAMPLED, fc.ExplorationType.DETERMINISTIC]):
             asked = Request(length=STEPS, random_steps=random_steps, exploration_type=way, exploration=values)
             state.step, state.steps_made = torch.zeros(P, dtype=torch.int64, device=CUDA), rollout * STEPS
-            stepper = SimpleNamespace(env=env, policy=policy, state=state, request=asked, observation=observation)
+            stepper = Stepper(env, policy, state, asked)
+            stepper.observation = observation
             actor = open_actor(stepper, inputs_of(stepper, NoiseAhead(stepper, random_words)(state)))
             with actor.running():
                 if policy.remembers(state.policy_state):
