@@ -273,24 +273,22 @@ To continue after an exception, begin new episodes: state = funcollect.recover(e
 
 def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
     """Describe simulators for `rebuild`; ReplayError if they cannot be rebuilt, for an `aim` such as "forked"."""
-    env, log, why = source.env, source.action_log, ""
+    env, log, why, mend = source.env, source.action_log, "", advice
     actions = log.since_reset() if env.forking == "replay" else None
     if kept := statistics_of(env):
-        why = f"{kept}, which a replay does not restore: use funcollect.normalized and scale_rewards in their place"
+        why, mend = f"{kept}, which a replay does not restore", "use funcollect.normalized and scale_rewards instead"
     elif env.forking == "none" and env.seeding == "episode":
-        why = f"it keeps no actions to replay: make it without replayable=False (or forking='none'), or {advice}"
+        why, mend = "it keeps no actions to replay", f"make it without replayable=False or forking='none', or {advice}"
     elif env.forking == "none":
-        why = f"it is seeded by {env.seeding} and gives no snapshot: {advice}"
+        why = f"it is seeded by {env.seeding} and gives no snapshot"
     elif source.changed_in_part:
-        why = "a function was applied and raised in one lane, others may have changed: begin anew with funcollect.init"
+        why, mend = "a function was applied and raised in one lane, not in all", "make a state by funcollect.init"
     elif env.forking == "replay" and actions is None:
-        lane, kept = int(log.ages.argmax()), f"{log.limit >> 20} MiB of all lanes' actions"
-        why = (
-            f"the episode of lane {lane} is too long to be replayed ({int(log.ages[lane]):,} steps; a state keeps "
-            f"{kept}): begin another with funcollect.reset(env, state, mask), or limit them by max_episode_steps"
-        )
+        lane, kept = int(log.ages.argmax()), f"a state keeps {log.limit >> 20} MiB of all lanes' actions"
+        why = f"the episode of lane {lane} is too long to be replayed ({int(log.ages[lane]):,} steps; {kept})"
+        mend = "begin another with funcollect.reset(env, state, mask), or limit them by max_episode_steps"
     if why:
-        raise ReplayError(f"{env} cannot be {aim}: {why}")
+        raise ReplayError(f"{env}: {why}, so it cannot be {aim}: {mend}")
     snapshot = cast(protocols.SnapshotSimulators, source.simulators).snapshot() if env.forking == "snapshot" else None
     progress = {name: copied(getattr(source, name)) for name in _PROGRESS}
     return SimulationRecord(**progress, ages=log.ages, actions=actions, snapshot=snapshot)
