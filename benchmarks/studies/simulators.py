@@ -128,7 +128,7 @@ ROWS = (
     Row("Kinetix", "fc.make_env((kinetix_env, env_params), num_envs=2)", why_not="3.0.2 wants JAX 0.9 or older"),
     Row("MiniGrid", 'fc.make_env("minigrid:MiniGrid-DoorKey-5x5-v0", num_envs=2, drop=["mission"])', "minigrid"),
     Row("Crafter", "fc.make_env(Crafter, num_envs=2)", "crafter ruamel"),
-    Row("Meta-World", 'fc.make_env("metaworld:Meta-World/MT1", env_name="reach-v3", num_envs=2)', "metaworld"),
+    Row("Meta-World", 'fc.make_env("metaworld:Meta-World/MT1", env_name="reach-v3", seed=1, num_envs=2)', "metaworld"),
     Row(
         "Gymnasium-Robotics",
         'fc.make_env("gymnasium_robotics:PointMaze_UMaze-v3", num_envs=2)',
@@ -147,11 +147,11 @@ ROWS = (
     Row(
         "Procgen",
         'fc.make_env("envpool/CoinrunEasy-v0", num_envs=2)',
-        why_not="its own package has no wheel for this Python",
+        why_not="EnvPool's games need the system's Qt 5",
     ),
     Row("ManiSkill", "fc.envs.from_torch_vector_env(lambda: ManiSkillVectorEnv(…))", why_not=_GPU),
     Row("Isaac Lab", "fc.envs.from_torch_vector_env(lambda: gymnasium.make(…))", why_not=_GPU),
-    Row("mjlab", "fc.envs.from_torch_vector_env(lambda: ManagerBasedRlEnv(…))", why_not=_GPU),
+    Row("mjlab", "fc.envs.from_torch_vector_env(a_wrapper)", why_not=_GPU),
 )
 _HOW = {
     "Lanes": "lane by lane",
