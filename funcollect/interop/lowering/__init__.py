@@ -57,9 +57,8 @@ class LoweredProgram:
             return import_jax().ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype))
 
         params = {name: like(node.meta["val"]) for name, node in self.parameters.items() if node.users}
-        import_jax().eval_shape(
-            self.run, params, [*map(like, leaves)]
-        )  # so that rules raise now, not at the first call
+        # So that rules raise their errors now, not at the first call.
+        import_jax().eval_shape(self.run, params, [*map(like, leaves)])
 
     def layouts(self) -> dict[str, Layout]:
         """The permutations of parameters: what is only used as a weight [out, in, *kernel] becomes [*kernel, in, out].

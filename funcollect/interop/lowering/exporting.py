@@ -210,14 +210,10 @@ def _is_covered(node: Any) -> bool:
     return not isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
-def is_effect(node: Any) -> bool:
-    """Whether a node returns a token, and what an operator with an effect does: ``(token, operator, ...)``."""
-    return node.target is torch.ops.higher_order.with_effects
-
-
 def is_check(node: Any) -> bool:
-    """Whether a node is a check of data, which is left out."""
-    return str(node.args[1] if is_effect(node) else node.target) in _CHECKS
+    """Whether a node is a check of data, which is left out, by itself or with a token that orders it."""
+    ordered = node.target is torch.ops.higher_order.with_effects  # called with (token, operator, ...)
+    return str(node.args[1] if ordered else node.target) in _CHECKS
 
 
 def _faults(program: ExportedProgram) -> Iterator[str]:
@@ -231,13 +227,11 @@ def _faults(program: ExportedProgram) -> Iterator[str]:
                 "as a state"
             )
             return
-    for node in program.graph.nodes:
+    for node in (each for each in program.graph.nodes if not is_check(each)):
         found = None
-        if is_check(node):
-            continue
         if isinstance(node.target, torch._ops.OpOverload):
             found = _refusal(str(node.target), node) or _unlike(str(node.target), node)
-        elif is_effect(node):
+        elif node.target is torch.ops.higher_order.with_effects:
             found = f"{node.args[1]} has a side effect", ": do that outside of the module"
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             found = f"there is no rule for {node.target}", ": call it outside of the module, or write it as arrays"
