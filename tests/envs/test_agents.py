@@ -1,5 +1,7 @@
 """Several agents: PettingZoo's environments beside a raw loop, and one policy for each group."""
 
+from functools import partial
+
 import gymnasium
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from pettingzoo import ParallelEnv
 from torch import nn
 
 import funcollect as fc
+from funcollect.keys import Purpose, fold, key_from_seed
 from tests.support.cases import Recurrent, jax_weights, mlp
 from tests.support.compare import assert_same, collect
 
@@ -93,7 +96,7 @@ def test_the_rows_are_those_of_a_raw_loop(kind):
     env = made()
     policy = POLICIES[kind](env)
     state = fc.init(env, policy, seed=1)
-    seeds = state.env_state.simulation._seed
+    seeds = partial(fold, key_from_seed(1), Purpose.RESET)
     batches = []
     for length in LENGTHS:
         state, batch = fc.rollout(env, policy, state, length)
@@ -101,7 +104,7 @@ def test_the_rows_are_those_of_a_raw_loop(kind):
     batch = torch.cat(batches, 1)
     for lane in range(3):
         raw, episode = Leaving(), 0
-        seen, _ = raw.reset(seed=seeds(lane, 0))
+        seen, _ = raw.reset(seed=seeds(lane, 0)[0])
         over = dict.fromkeys(raw.possible_agents, (False, False))
         for frame in batch[lane].unbind(0):
             present = list(raw.agents)
@@ -131,7 +134,7 @@ def test_the_rows_are_those_of_a_raw_loop(kind):
             assert frame["next", "terminated"] == (not raw.agents and all(flags[0] for flags in over.values()))
             if not raw.agents:
                 episode += 1
-                seen, _ = raw.reset(seed=seeds(lane, episode))
+                seen, _ = raw.reset(seed=seeds(lane, episode)[0])
                 over = dict.fromkeys(raw.possible_agents, (False, False))
     assert episode > 1
     assert_same(batch, collect(made(num_workers=2), POLICIES[kind](made()), *LENGTHS, seed=1))

@@ -9,6 +9,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 import funcollect as fc
+from funcollect.keys import Purpose, fold, key_from_seed
 from tests.envs.conftest import begun
 from tests.support.cases import POLICIES
 from tests.support.compare import assert_same
@@ -141,7 +142,7 @@ def test_lanes_that_make_their_next_step_later(kind):
     env = fc.make_env(late)
     policy, lengths, most = POLICIES[kind](env), (1, 25, 14, 2, 60), 0
     state, batches = fc.init(env, policy, seed=0), []
-    seed = state.env_state.simulation._seed(0, 0)
+    seed = fold(key_from_seed(0), Purpose.RESET, 0, 0)[0]
     for length in lengths:
         state, batch = fc.rollout(env, policy, state.replace(policy_version=len(batches)), length)
         batches.append(batch)
@@ -225,7 +226,7 @@ def test_atari_in_threads_is_the_raw_vector(mode):
     raw, screens, flags = build(), [], []
     env = fc.make_env(build)
     state = fc.init(env, fc.random_policy(env), seed=0)
-    seeds = np.array([state.env_state.simulation._seed(lane, 0) % 2**31 for lane in range(2)])
+    seeds = np.array([fold(key_from_seed(0), Purpose.RESET, lane, 0)[0] % 2**31 for lane in range(2)])
     screen, _ = raw.reset(seed=seeds)
     for t in range(40):
         seen, _, _, truncated, info = raw.step(batch["action"][:, t].numpy())
