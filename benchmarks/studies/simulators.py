@@ -249,7 +249,7 @@ def table(known: Mapping[str, dict[str, str]]) -> str:
 
 def not_run(row: Row) -> dict[str, str]:
     """The cells of a suite that has not been run."""
-    why = f"not run here: {row.why_not or 'not installed'}"
+    why = f"not run here: {row.why_not or 'not yet'}"
     return dict.fromkeys(COLUMNS, "") | {"suite": row.suite, "line": f"`{row.line}`", "resets": why}
 
 
