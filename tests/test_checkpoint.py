@@ -109,7 +109,7 @@ def test_episodes_that_were_unfinished_are_counted_in_full(tmp_path):
     assert resumed.open_returns == whole.open_returns
     with fc.SyncDataCollector("CartPole-v1", None, **keywords) as collector:
         checkpoint.restore(collector=collector)
-        with pytest.warns(UserWarning, match="which a checkpoint saves as a value"):
+        with pytest.warns(UserWarning, match="checkpoints save it"):
             assert len(run(1, [])) < len(whole)
 
 

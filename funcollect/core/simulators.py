@@ -273,8 +273,8 @@ To continue after an exception, begin new episodes: state = funcollect.recover(e
 
 def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
     """Describe simulators for `rebuild`; ReplayError if they cannot be rebuilt, for an `aim` such as "forked"."""
-    env, log, why, mend = source.env, source.action_log, "", advice
-    actions = log.since_reset() if env.forking == "replay" else None
+    env, why, mend = source.env, "", advice
+    actions = source.action_log.since_reset() if env.forking == "replay" else None
     if kept := statistics_of(env):
         why, mend = f"{kept}, which a replay does not restore", "use funcollect.normalized and scale_rewards instead"
     elif env.forking == "none" and env.seeding == "episode":
@@ -284,6 +284,7 @@ def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
     elif source.changed_in_part:
         why, mend = "a function was applied and raised in one lane, not in all", "make a state by funcollect.init"
     elif env.forking == "replay" and actions is None:
+        log = source.action_log
         lane, kept = int(log.ages.argmax()), f"a state keeps {log.limit >> 20} MiB of all lanes' actions"
         why = f"the episode of lane {lane} is too long to be replayed ({int(log.ages[lane]):,} steps; {kept})"
         mend = "begin another with funcollect.reset(env, state, mask), or limit them by max_episode_steps"
@@ -291,7 +292,7 @@ def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
         raise ReplayError(f"{env}: {why}, so it cannot be {aim}: {mend}")
     snapshot = cast(protocols.SnapshotSimulators, source.simulators).snapshot() if env.forking == "snapshot" else None
     progress = {name: copied(getattr(source, name)) for name in _PROGRESS}
-    return SimulationRecord(**progress, ages=log.ages, actions=actions, snapshot=snapshot)
+    return SimulationRecord(**progress, ages=source.action_log.ages, actions=actions, snapshot=snapshot)
 
 
 def rebuild(

@@ -289,5 +289,5 @@ def test_environments_without_parameters(name):
         pytest.raises(TypeError, match="has no parameters that can be set"),
     ):
         collector.set_env_params(None)
-    with pytest.raises(ValueError, match=r"param_keys has 'gravitas', which the parameters .* lack"):
+    with pytest.raises(ValueError, match=r"param_keys has 'gravitas', which EnvParams.* lacks: correct"):
         fc.make_env("gymnax/CartPole-v1", param_keys=["gravitas"])

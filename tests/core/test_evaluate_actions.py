@@ -345,7 +345,7 @@ def test_choices_in_jax_that_the_space_does_not_have(one_hot):
     env = fc.make_env("CartPole-v1", num_envs=2, one_hot=one_hot)
     batch = TO_JAX(collected(IN_JAX, env, 8)[1])
     batch["action"] = batch["action"].at[1, 3].add(-2)
-    with pytest.raises(ValueError, match=r"action at \[1, 3\] is .*-[12].*expected one of .*Discrete\(2\): pass"):
+    with pytest.raises(ValueError, match=r"action \[1, 3\] is .*-[12].*expected one of .*Discrete\(2\): pass"):
         fc.evaluate_actions(IN_JAX, None, batch, env=env)
 
 

@@ -100,7 +100,7 @@ def recurrent(size):
 def test_a_state_of_another_policy(name, first, second):
     env = fc.make_env(name, num_envs=2)
     state = fc.init(env, first, seed=0)
-    with refused(ValueError, "policy state … this policy wants … state.replace(policy_state="):
+    with refused(ValueError, "the state holds … this policy wants … state.replace(policy_state="):
         fc.rollout(env, second, state, 4)
     mended = state.replace(policy_state=second.init(state.key, state.num_lanes))
     fc.rollout(env, second, mended, 4)

@@ -331,7 +331,7 @@ def without_a_viewer():
     return env
 
 
-METHOD = r"cannot be filmed, expected one of gymnax, .* with a method renderer\(\): add the method"
+METHOD = r"cannot be filmed, expected one of a suite .* with a method renderer\(\): add the method"
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def test_lanes_that_do_not_divide_or_are_not_all():
             "of 2 acts in 3 lanes, expected a multiple of",
         ),
         (lambda: policy.module(torch.zeros(3, 4)), "2 members of a population were given 3 rows"),
-        (lambda: fc.traced.step(env, in_jax, in_jax.params, state), "acts in 4 of 8 lanes, expected all of them in tr"),
+        (lambda: fc.traced.step(env, in_jax, in_jax.params, state), "acts in 4 of 8 lanes, expected all in tr"),
     ):
         with pytest.raises(PolicyError, match=says):
             call()
