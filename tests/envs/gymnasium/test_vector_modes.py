@@ -224,8 +224,6 @@ def test_atari_in_threads_is_the_raw_vector(mode):
 
     batch = data(build, steps=(40,))
     raw, screens, flags = build(), [], []
-    env = fc.make_env(build)
-    state = fc.init(env, fc.random_policy(env), seed=0)
     seeds = np.array([fold(key_from_seed(0), Purpose.RESET, lane, 0)[0] % 2**31 for lane in range(2)])
     screen, _ = raw.reset(seed=seeds)
     for t in range(40):
