@@ -124,7 +124,11 @@ ROWS = (
         why_not=_GPU,
     ),
     Row("XLand-MiniGrid", 'fc.make_env("xminigrid/XLand-MiniGrid-R1-9x9", num_envs=2)', "xminigrid"),
-    Row("Craftax", 'fc.make_env("craftax/Craftax-Classic-Symbolic-v1", num_envs=2)', "craftax"),
+    Row(
+        "Craftax",
+        'fc.make_env("craftax/Craftax-Classic-Symbolic-v1", num_envs=2)',
+        why_not="its program compiles for more than ten minutes",
+    ),
     Row("Kinetix", "fc.make_env((kinetix_env, env_params), num_envs=2)", why_not="3.0.2 wants JAX 0.9 or older"),
     Row("MiniGrid", 'fc.make_env("minigrid:MiniGrid-DoorKey-5x5-v0", num_envs=2, drop=["mission"])', "minigrid"),
     Row("Crafter", "fc.make_env(Crafter, num_envs=2)", "crafter ruamel"),
