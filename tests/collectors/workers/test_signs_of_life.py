@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.envs.host.lane_workers import simulators
+from funcollect.envs.host.lane_workers import lane_pool
 from funcollect.processes import pool
 from funcollect.processes.system import SIGNS
 from tests.envs.conftest import begun
@@ -102,11 +102,11 @@ def test_a_rollout_may_outlast_the_timeout_of_its_worker(make, lanes, spread, st
 
 
 def test_an_order_may_last_longer_than_the_timeout_of_worker_lanes(tmp_path, monkeypatch):
-    monkeypatch.setattr(simulators, "SLICE", 0.01)
+    monkeypatch.setattr(lane_pool, "SLICE", 0.01)
     env, policy, state = begun(lanes_of(tmp_path, 6, num_workers=1, timeout=2))
     clock = StepClock(tmp_path, 1.0, 12)
     clock.signs = workers_of(state)[0].signs
-    for module in (simulators, pool):
+    for module in (lane_pool, pool):
         monkeypatch.setattr(module, "time", clock)
     assert fc.rollout(env, policy, state, 2)[1].numel() == 12
     monkeypatch.undo()

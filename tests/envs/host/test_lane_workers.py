@@ -21,7 +21,7 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.envs.host.lane_workers import simulators
+from funcollect.envs.host.lane_workers import lane_pool
 from funcollect.envs.host.lane_workers.block import STEP
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.errors import EnvError, ReplayError
@@ -460,7 +460,7 @@ def test_workers_on_other_processors_are_woken_first(monkeypatch):
     for number, bell in enumerate(processes.bells):
         monkeypatch.setattr(bell, "ring", lambda number=number, ring=bell.ring: (rung.append(number), ring()))
     for here in range(4):
-        monkeypatch.setattr(simulators, "current_cpu", lambda here=here: here)
+        monkeypatch.setattr(lane_pool, "current_cpu", lambda here=here: here)
         rung.clear()
         processes.order(STEP, [0, 1, 2, 3])
         processes.await_answers([0, 1, 2, 3])
