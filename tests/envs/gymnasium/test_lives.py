@@ -14,6 +14,7 @@ from funcollect.envs.gymnasium_envs import atari_lanes
 from funcollect.keys import Purpose, fold, key_from_seed
 from tests.support.compare import COPIES, assert_same, collect
 from tests.support.plain import plain_loop
+from tests.support.running import FORKS_OF_RAY
 
 gymnasium.register_envs(ale_py)
 LIVES = ("next", "info", "lives")
@@ -123,6 +124,7 @@ def test_a_reset_within_a_life_begins_another_game(name):
     fc.close(state)
 
 
+@FORKS_OF_RAY  # and those of `AsyncVectorEnv`
 @pytest.mark.parametrize("kind", [gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv])
 def test_a_vector_of_such_games_is_refused(kind):
     vector = kind([build], autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED)
