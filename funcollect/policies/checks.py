@@ -12,6 +12,8 @@ import numpy as np
 import optree
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from funcollect.errors import PolicyError
 from funcollect.interop.bridge import beyond_32_bits
@@ -209,3 +211,22 @@ def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str, causes: Colum
         known = {"it": column, **{".".join(path): cause for path, cause in (causes or {}).items()}}
         values = ", ".join(f"{name} is {clipped(str(each[step, lane].tolist()))}" for name, each in known.items())
         raise PolicyError(f"lane {lane}, step {step} of this batch: {what} ({values}): {mend}")
+
+
+class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises PolicyError for a draw from Torch's generator by this thread, while others may draw."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise PolicyError(
+                f"the policy draws from Torch's generator ({func}), so that its data would depend on which lanes "
+                "answer first, expected noise of its head: leave a head to sample, or make the environment with "
+                "wait='all'"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def no_draws() -> NoDraws:
+    """A context in which Torch's generator is not drawn from."""
+    return NoDraws()  # type: ignore[no-untyped-call]

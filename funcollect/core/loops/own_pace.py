@@ -9,6 +9,7 @@ Where one call moves all lanes, none can wait at the end of a rollout: the rows 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from funcollect.envs.host.host_env import NOT_RECORDED, bad_outcome, check_outco
 from funcollect.errors import EnvError, PolicyError
 from funcollect.keys import Noise, Purpose, draw_ahead, random_words
 from funcollect.policies.base import device_of, select_program
+from funcollect.policies.checks import NoDraws, no_draws
 from funcollect.policies.random_policy import RandomActor, put_random, random_noise
 from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.processes.system import SIGNS
@@ -216,6 +218,7 @@ class LanesActor(Actor):
         self._remembers = policy.remembers(inputs.policy_state)
         self._every, self._columns = torch.arange(inputs.num_envs), Columns()
         self._actor: Any = None
+        self._draws: NoDraws | None = no_draws()  # for the first call
         for path, rows in held.items():
             self._column(path, rows)[: len(rows)] = rows
 
@@ -236,8 +239,10 @@ class LanesActor(Actor):
         if self._actor is None or not self._actor.again(once):
             self._actor = self._policy.actor(once)
         with self._actor.running():
-            action = self._actor.act(0)
+            with self._draws or nullcontext():
+                action = self._actor.act(0)
             state, outputs = self._actor.finish()
+        self._draws = None
         if self._early is not None and (random := steps < self._random_left).any():
             drawn = RandomActor(once._replace(noise=self._early[steps, self._every][None]))
             drawn.act(0)
@@ -250,11 +255,6 @@ class LanesActor(Actor):
 
     def _advance(self, state: Any, lanes: Sequence[int]) -> None:
         """Take the next state of these lanes, and keep that of the others."""
-        if isinstance(state, TorchPolicyState) and not torch.equal(state.generator, self._state.generator):
-            raise PolicyError(
-                "the policy draws from Torch's generator, so that its data would depend on which lanes answer first, "
-                f"expected noise of its head: leave a head to sample, or {MEND}"
-            )
         if self._remembers:
             self._state = _of_lanes(self._policy, self._mask(lanes), state, self._state)
 
