@@ -213,12 +213,12 @@ class AsynchronousLanes(EnvPoolLanes):
 
     @override
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
-        anew = any(seed is not None for seed in seeds)
-        if not anew and (waiting := sorted(self.busy.intersection(lanes))):
+        seeded = any(seed is not None for seed in seeds)
+        if not seeded and (waiting := sorted(self.busy.intersection(lanes))):
             what = f"lanes {waiting}: a reset of lanes whose answers are under way, expected none"
             raise EnvError(f"{what}: begin another run with funcollect.init, or leave batch_size out")
         super().reset(lanes, seeds)
-        while anew and self._begins.any():
+        while seeded and self._begins.any():
             self._answer()
 
     @override

@@ -116,7 +116,7 @@ def jax_arrays(tree: Any) -> Any:
                 ) from error
         if leaf.is_deleted():
             raise ValueError(
-                f"{name} was donated or deleted, expected a live array: set policy.params, or pass params=, anew"
+                f"{name} was donated or deleted, expected a live array: set policy.params, or pass params= again"
             )
         return strong(leaf)
 

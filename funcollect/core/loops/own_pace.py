@@ -31,7 +31,7 @@ from funcollect.keys import Noise, Purpose, draw_ahead, random_words
 from funcollect.policies.base import device_of, select_program
 from funcollect.policies.checks import NoDraws, no_draws
 from funcollect.policies.random_policy import RandomActor, put_random, random_noise
-from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
+from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.processes.system import SIGNS
 from funcollect.protocols import Actor, ActorInputs, Columns, HostEnv, Outcome, Policy
 from funcollect.specs import assemble
@@ -289,7 +289,7 @@ def _check(policy: Policy, noise: Noise | None) -> None:
             "the policy takes `key`, that of the first lane, which may be at another step than the others, expected "
             f"noise of each lane: take `keys`, or a head, or {MEND}"
         )
-    module = getattr(policy, "module", None)
+    module = policy.module if isinstance(policy, TorchBacked) else None
     for part in module.modules() if isinstance(module, nn.Module) else ():
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training:
             raise PolicyError(
