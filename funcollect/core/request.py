@@ -222,8 +222,11 @@ def _value(name: str, value: Any, lanes: int | None, xp: Any) -> Any:
 
 
 def with_values(batch: TensorDict, values: Mapping[str, Any]) -> TensorDict:
-    """Return a batch that also holds these values, each [P, T]: views of one number, or of one for each lane [P]."""
-    if not values:
+    """Return a batch that also holds these values, each [P, T]: views of one number, or of one for each lane [P].
+
+    A batch that has them already, of rows that earlier rollouts have made, stays as it is.
+    """
+    if not values or EXPLORATION in batch.keys(include_nested=True):
         return batch
     batch.unlock_()
     for name, value in values.items():

@@ -23,7 +23,7 @@ from typing_extensions import override
 from funcollect.core.loops import eager
 from funcollect.core.loops.eager import timed
 from funcollect.core.loops.host import HostStepper
-from funcollect.core.request import Request, Rollout, head_of
+from funcollect.core.request import EXPLORATION, Request, Rollout, head_of
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import NOT_RECORDED, bad_outcome, check_outcome
 from funcollect.errors import EnvError, PolicyError
@@ -87,7 +87,13 @@ class OwnPaceStepper(HostStepper):
             self._nexts = [*zip(own[3 + len(roots) :], (row for _, row in self._nexts), strict=True)]
         self._infos = np.full((self._most, lanes, len(self._info_keys)), None, object)
         self._versions = np.full((self._most, lanes), state.policy_version)
-        self._memory, self._made = [*own, self._infos, self._versions], np.zeros(lanes, np.int64)
+        values = {} if self._waits else request.exploration
+        self._explored = {
+            name: (np.zeros((self._most, lanes), np.float32), np.broadcast_to(np.asarray(value, np.float32), lanes))
+            for name, value in values.items()
+        }  # columns, and rows of this rollout
+        explored = [column for column, _ in self._explored.values()]
+        self._memory, self._made = [*own, self._infos, self._versions, *explored], np.zeros(lanes, np.int64)
 
     @override
     def bind(self, inputs: ActorInputs) -> Actor:
@@ -146,7 +152,7 @@ class OwnPaceStepper(HostStepper):
     def _look(self, steps: Any, lanes: Sequence[int]) -> None:
         """Record the observations of lanes that are ready, and show them to the policy."""
         self._versions[steps, lanes] = self.state.policy_version
-        for column, rows in self.roots:
+        for column, rows in (*self.roots, *self._explored.values()):
             column[steps, lanes] = rows[lanes]
         for path, seen in self._seen.items():
             seen[lanes] = self._rows[path][lanes]
@@ -202,7 +208,10 @@ class OwnPaceStepper(HostStepper):
             [each[beyond].copy() for each in self._memory],
             {path: column[beyond].clone() for path, column in outputs.items()},
         )
-        counters, batch = super().deliver({path: column[:length] for path, column in outputs.items()})
+        delivered = {path: column[:length] for path, column in outputs.items()}
+        for name, (column, _) in self._explored.items():
+            delivered[(*EXPLORATION, name)] = torch.from_numpy(column[:length].copy())
+        counters, batch = super().deliver(delivered)
         self.page.numbers[3] = self._versions[:length].T
         return counters, batch
 

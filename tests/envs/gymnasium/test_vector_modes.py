@@ -180,6 +180,23 @@ def data_of(kind, length):
     return batch.exclude(("collector", "policy_version"))
 
 
+def test_the_exploration_is_that_of_the_rollout_that_made_a_row():
+    env = fc.make_env(late)
+    head = fc.heads.epsilon_greedy(0.5)
+    policy = fc.torch_policy(lambda seen: seen[:, :2], head=head)
+    state, rates, carried = fc.init(env, policy, seed=0), torch.linspace(0, 1, LATE), 0
+    for number in range(5):
+        given = {"epsilon": rates.roll(number) if number % 2 else number / 8}
+        state, batch = fc.rollout(env, policy, state.replace(policy_version=number), 30, exploration=given)
+        versions, epsilon = batch["collector", "policy_version"], batch["collector", "exploration", "epsilon"]
+        wanted = torch.where(versions % 2 == 1, 0.0, versions / 8)
+        for odd in (1, 3):
+            wanted = torch.where(versions == odd, rates.roll(odd)[:, None], wanted)
+        assert torch.equal(epsilon, wanted)
+        carried += int((versions < number).sum())
+    assert carried >= 3
+
+
 def test_random_first_frames_of_lanes_that_run_ahead():
     env = fc.make_env(late)
     never = fc.torch_policy(
