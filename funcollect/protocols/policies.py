@@ -66,6 +66,8 @@ class ActorInputs(NamedTuple):
 class Actor(Protocol):
     """A policy that is bound to one rollout, or by `again` to one after the other."""
 
+    reads_late: bool = False  # whether row t of `ActorInputs.noise` is read by `act(t)`, and may be written until then
+
     def again(self, inputs: ActorInputs, /) -> bool:
         """Begin another rollout, of other parameters, states and noise; by default False: that takes another actor."""
         return False

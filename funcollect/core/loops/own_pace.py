@@ -38,6 +38,7 @@ from funcollect.specs import assemble
 from funcollect.tree import Path, moved, select
 
 MEND = "make the environment with wait='all'"
+_SHARED = 64  # calls of a policy, at most, that share an actor
 
 
 class Carried(NamedTuple):
@@ -107,7 +108,7 @@ class OwnPaceStepper(HostStepper):
         early = drawn(random_noise(inputs.spec), Purpose.RANDOM_ACTION) if self._random_left > 0 else None
         held = self._carried.outputs if self._carried else {}
         given = inputs._replace(noise=noise, length=self._most)
-        return LanesActor(self.policy, given, held, early, self._random_left)
+        return LanesActor(self.policy, given, held, early, self._random_left, self.request.length)
 
     @override
     def begin(self) -> None:
@@ -217,16 +218,23 @@ class OwnPaceStepper(HostStepper):
 
 
 class LanesActor(Actor):
-    """A policy of which each lane is at a step of its own: one call of all lanes each time, as for a single step."""
+    """A policy of which each lane is at a step of its own: one call of all lanes each time, as for a single step.
+
+    Calls of a policy without a memory share an actor, as many as a lane is sure to need: what an actor does at its end,
+    such as log-probabilities and checks, is done for all of them at once.
+    """
 
     def __init__(
-        self, policy: Policy, inputs: ActorInputs, held: Columns, early: Tensor | None, random_left: int
+        self, policy: Policy, inputs: ActorInputs, held: Columns, early: Tensor | None, random_left: int, length: int
     ) -> None:
         self._policy, self._inputs, self._state = policy, inputs, inputs.policy_state
-        self._early, self._random_left = early, random_left
+        self._early, self._random_left, self._length = early, random_left, length
         self._remembers = policy.remembers(inputs.policy_state)
         self._every, self._columns = torch.arange(inputs.num_envs), Columns()
-        self._actor: Any = None
+        self._actors: dict[int, Any] = {}  # by the number of calls that share each
+        self._actor: Any = None  # of the calls under way
+        self._noise: Any = None  # of these [k, P, ...], a row before each
+        self._calls: list[tuple[Tensor, Tensor]] = []  # of those that were made: the steps, and the lanes that made one
         self._draws: NoDraws | None = no_draws()  # for the first call
         for path, rows in held.items():
             self._column(path, rows)[: len(rows)] = rows
@@ -237,35 +245,51 @@ class LanesActor(Actor):
             self._columns[path] = rows.new_empty(self._inputs.length, *rows.shape[1:])
         return self._columns[path]
 
+    def _open(self, made: Any, noise: Tensor | None) -> None:
+        """Bind the policy to the next calls; `noise` [P, ...] is that of the first."""
+        shared = self._actors and not self._remembers and self._early is None and self._actors[1].reads_late
+        most = min(_SHARED, self._length - int(made.min())) if shared else 1
+        self._count = count = 1 << most.bit_length() - 1
+        self._noise = noise if noise is None else noise.expand(count, *noise.shape).clone()
+        given = self._inputs._replace(policy_state=self._state, noise=self._noise, length=count)
+        if count not in self._actors or not self._actors[count].again(given):
+            self._actors[count] = self._policy.actor(given)
+        self._actor = self._actors[count]
+
     @override
     def act(self, t: Any) -> Any:
         """The action [P, ...] for the pair of the steps [P] and the lanes that make theirs; the other rows are void."""
         made, lanes = t
-        inputs = self._inputs
-        steps = torch.from_numpy(made).clamp(max=inputs.length - 1)
-        noise = None if inputs.noise is None else inputs.noise[steps, self._every][None]
-        once = inputs._replace(policy_state=self._state, noise=noise, length=1)
-        if self._actor is None or not self._actor.again(once):
-            self._actor = self._policy.actor(once)
-        with self._actor.running():
-            with self._draws or nullcontext():
-                action = self._actor.act(0)
-            state, outputs = self._actor.finish()
+        steps, some = torch.from_numpy(made).clamp(max=self._inputs.length - 1), torch.tensor(lanes)
+        noise = None if self._inputs.noise is None else self._inputs.noise[steps, self._every]
+        if not (number := len(self._calls)):
+            self._open(made, noise)
+        elif noise is not None:
+            self._noise[number] = noise
+        with self._actor.running(), self._draws or nullcontext():
+            action = self._actor.act(number)
         self._draws = None
+        self._calls.append((steps[some], some))
+        if len(self._calls) < self._count:
+            return action
+        state, outputs = self._actor.finish()
         if self._early is not None and (random := steps < self._random_left).any():
-            drawn = RandomActor(once._replace(noise=self._early[steps, self._every][None]))
+            drawn = RandomActor(self._inputs._replace(noise=self._early[steps, self._every][None], length=1))
             drawn.act(0)
-            put_random(outputs, drawn, head_of(self._policy), inputs.spec, (0, random))
+            put_random(outputs, drawn, head_of(self._policy), self._inputs.spec, (0, random))
             action = outputs["action",][0]
-        self._advance(state, lanes)
-        for path, rows in outputs.items():
-            self._column(path, rows)[steps[lanes], lanes] = rows[0, lanes]
+        self._keep(outputs)
+        if self._remembers:  # the next state of these lanes, and that of the others as it was
+            self._state = _of_lanes(self._policy, self._mask(lanes), state, self._state)
         return action
 
-    def _advance(self, state: Any, lanes: Sequence[int]) -> None:
-        """Take the next state of these lanes, and keep that of the others."""
-        if self._remembers:
-            self._state = _of_lanes(self._policy, self._mask(lanes), state, self._state)
+    def _keep(self, outputs: Columns) -> None:
+        """Write the outputs of the calls, of the lanes that took part, to their steps."""
+        steps, lanes = (torch.cat(each) for each in zip(*self._calls, strict=True))
+        calls = torch.arange(len(self._calls)).repeat_interleave(torch.tensor([len(each) for each, _ in self._calls]))
+        for path, rows in outputs.items():
+            self._column(path, rows)[steps, lanes] = rows[calls, lanes]
+        self._calls.clear()
 
     def _mask(self, lanes: Sequence[int]) -> Tensor:
         mask = torch.zeros(len(self._every), dtype=torch.bool)
@@ -274,7 +298,8 @@ class LanesActor(Actor):
 
     @override
     def restart(self, lanes: Any) -> None:
-        self._state = _of_lanes(self._policy, self._mask(lanes), self._inputs.initial_state, self._state)
+        if self._remembers:
+            self._state = _of_lanes(self._policy, self._mask(lanes), self._inputs.initial_state, self._state)
 
     @override
     def finish(self) -> tuple[Any, Columns]:

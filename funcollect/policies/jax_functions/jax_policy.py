@@ -257,6 +257,8 @@ def as_given(policy: Any, saved: Mapping[str, Any] | None) -> Any:
 class JaxActor(Actor):
     """Calls the policy on NumPy rows on the host: one jitted call per step, and one array that is read back."""
 
+    reads_late = True
+
     def __init__(self, policy: FunctionPolicy, inputs: ActorInputs) -> None:
         memo: dict[Hashable, program.StepProgram] = memo_of(policy)
         self._per_lane = program.per_lane(inputs)

@@ -185,6 +185,7 @@ class TorchActor(Actor):
         if self.recurrent is not None:
             self.recurrent = optree.tree_map(torch.clone, inputs.policy_state.on(self._run_device).recurrent)
         self._noise = rows_of(inputs.noise if inputs.stochastic else None, self._run_device)
+        self.reads_late = self._run_device.type == "cpu"  # of rows over the same memory
         self._generator = inputs.policy_state.generator.clone()
         self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self.recurrent is not None)
         self._chosen: tuple[str, ...] = ("action",)  # the keys of the head's samples
