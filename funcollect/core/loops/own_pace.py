@@ -235,7 +235,7 @@ class LanesActor(Actor):
         self._actor: Any = None  # of the calls under way
         self._noise: Any = None  # of these [k, P, ...], a row before each
         self._calls: list[tuple[Tensor, Tensor]] = []  # of those that were made: the steps, and the lanes that made one
-        self._draws: NoDraws | None = no_draws()  # for the first call
+        self._draws: NoDraws | None = None  # of the first call
         for path, rows in held.items():
             self._column(path, rows)[: len(rows)] = rows
 
@@ -263,16 +263,17 @@ class LanesActor(Actor):
         steps, some = torch.from_numpy(made).clamp(max=self._inputs.length - 1), torch.tensor(lanes)
         noise = None if self._inputs.noise is None else self._inputs.noise[steps, self._every]
         if not (number := len(self._calls)):
+            self._draws = None if self._actors else no_draws()  # for the first call
             self._open(made, noise)
         elif noise is not None:
             self._noise[number] = noise
-        with self._actor.running(), self._draws or nullcontext():
-            action = self._actor.act(number)
-        self._draws = None
         self._calls.append((steps[some], some))
-        if len(self._calls) < self._count:
-            return action
-        state, outputs = self._actor.finish()
+        with self._actor.running():
+            with self._draws or nullcontext():
+                action = self._actor.act(number)
+            if len(self._calls) < self._count:
+                return action
+            state, outputs = self._actor.finish()
         if self._early is not None and (random := steps < self._random_left).any():
             drawn = RandomActor(self._inputs._replace(noise=self._early[steps, self._every][None], length=1))
             drawn.act(0)
