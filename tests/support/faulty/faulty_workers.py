@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 
 import gymnasium
 import numpy as np
@@ -13,6 +14,7 @@ from gymnasium import spaces
 
 import funcollect as fc
 from tests.support.envs.light_envs import Nested
+from tests.support.workers import wait_until
 
 
 class Plain(gymnasium.Env):
@@ -198,3 +200,20 @@ def check_lanes(batch):
 
     expect_counters(batch)
     expect_chained(batch)
+
+
+INFOS = ["draw", "vector"]
+
+
+class Late(Nested):
+    """Ends at every third step; its infos are too large for the shared memory."""
+
+    def step(self, action):
+        observation, reward, _, _, info = super().step(action)
+        self.time = getattr(self, "time", 0) + 1
+        return observation, reward, self.time % 3 == 0, False, {**info, "vector": np.full(9_000, info["draw"])}
+
+
+def kill(state, worker):
+    os.kill(pids_of(state)[worker], signal.SIGKILL)
+    wait_until(partial(workers_of(state)[worker].ended_by, 0))
