@@ -1,4 +1,4 @@
-"""Environments of several agents, in groups: how their rows lie in the spaces of one lane, and in a batch.
+"""Environments of several agents, in groups or in turns: how their rows lie in the spaces of a lane, and in a batch.
 
 To a loop, such an environment is like any other: its observation is a dict by group, its action is one array, and each
 agent's reward is an info. What it delivers is put under the keys of groups afterwards, as views.
@@ -7,6 +7,7 @@ agent's reward is an info. What it delivers is put under the keys of groups afte
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,13 +20,14 @@ from torch import Tensor
 
 from funcollect.envs.base import box
 from funcollect.envs.host.plain_spaces import plain_actions
-from funcollect.specs import Group, GroupedSpec, Space
+from funcollect.specs import PLAYER, Group, GroupedSpec, Space, TurnSpec
 from funcollect.tree import NAMESPACE, Path
 
 REWARD = "reward"  # the info of each group, [n] float32
 FLAGS = ("terminated", "truncated")  # of each agent, part of what is observed: [n, 1] bool
 PRESENT = "mask"
 STATE = "state"  # a shared observation, at the root
+TURNS = "turns"  # the infos of an environment in turns, each [players]
 
 
 def groups_of(env: object) -> Mapping[str, Group]:
@@ -98,9 +100,27 @@ def there(observation: Any, mask: Tensor) -> Any:
     )
 
 
-def presented(batch: TensorDict, spec: GroupedSpec) -> TensorDict:
-    """A rollout's batch [*B, T] with what belongs to agents under the keys of their groups, as views."""
+def turn_space(agents: Mapping[str, tuple[Space, Space]]) -> spaces.Dict:
+    """What is observed where one agent moves at a time: that of the mover, and which one it is; else ValueError."""
+    (first, own), *others = agents.items()
+    for name, theirs in others:
+        if theirs != own:
+            raise ValueError(
+                f"{name} has the spaces {theirs} and {first} has {own}, expected equal spaces of agents that move in "
+                "turns: wrap the environment so that they are, by padding for example"
+            )
+    parts = dict(own[0].spaces) if isinstance(own[0], spaces.Dict) else {"observation": own[0]}
+    return spaces.Dict(OrderedDict(parts | {PLAYER: spaces.Discrete(len(agents))}))
+
+
+def presented(batch: TensorDict, spec: GroupedSpec | TurnSpec) -> TensorDict:
+    """A rollout's batch [*B, T] with what belongs to agents under their own keys, as views."""
     batch.unlock_()
+    if isinstance(spec, TurnSpec):
+        for key, value in batch["next"].pop("info").items():
+            _, _, what = key.partition(f"{TURNS}.")
+            batch["next", *((what,) if what == REWARD else ("info", what or key))] = value
+        return batch.lock_()
     action, infos = batch.pop("action"), batch["next"].pop("info", {})
     for key, value in infos.items():
         name, _, what = key.partition(".")
@@ -111,7 +131,9 @@ def presented(batch: TensorDict, spec: GroupedSpec) -> TensorDict:
             batch["next", name, REWARD] = batch["next", name, REWARD].unsqueeze(-1)
         batch[name, "action"] = spec.of_group(name, action)
         for node in (batch, batch["next"]):
-            node[name, "done"] = node[name, "terminated"] | node[name, "truncated"]
+            flags = {*node[name].keys()}
+            if "terminated" in flags and "done" not in flags:
+                node[name, "done"] = node[name, "terminated"] | node[name, "truncated"]
         if group.comes_and_goes and not batch[name, PRESENT].all():
             batch[name, "observation"] = there(batch[name, "observation"], batch[name, PRESENT])
     return batch.lock_()

@@ -16,7 +16,7 @@ from funcollect.keys import Key, Noise, Purpose, draw_ahead
 from funcollect.messages import kind_of
 from funcollect.policies.base import PolicyBase, device_of, rows_of
 from funcollect.policies.heads.head import Head
-from funcollect.policies.numerics import TORCH, encode_choices
+from funcollect.policies.numerics import TORCH, encode_choices, jax_numerics
 from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, is_env
 from funcollect.specs import ActionSpec
 
@@ -62,7 +62,9 @@ class RandomPolicy(PolicyBase):
     def __call__(
         self, params: Any, state: Any, observation: Any, noise: Any, spec: ActionSpec, exploration: Exploration, /
     ) -> tuple[None, Mapping[str, Any]]:
-        return None, {"action": _draw(self.spec, noise.to(device_of(observation)), observation)[0]}
+        if isinstance(noise, Tensor):
+            return None, {"action": _draw(self.spec, noise.to(device_of(observation)), observation)[0]}
+        return None, {"action": draw_actions(jax_numerics(), spec, noise, action_mask(observation, spec))[0]}
 
     @override
     def actor(self, inputs: ActorInputs, /) -> RandomActor:

@@ -29,7 +29,7 @@ from funcollect.messages import shown
 from funcollect.policies.base import PolicyBase
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import Backend, Env, Forking, Seeding, Starts
-from funcollect.specs import ActionSpec, disassemble, observation_leaves
+from funcollect.specs import PLAYER, ActionSpec, GroupedSpec, disassemble, observation_leaves
 from funcollect.testing import trials
 from funcollect.testing.trials import FailedError, NotApplicableError, Trial, bits_differ, expect_equal, expect_rows
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
@@ -83,10 +83,15 @@ def observations(trial: Trial) -> None:
 
 @trials.mended_by(_DIVISION)
 def rewards(trial: Trial) -> str | None:
-    """Rewards are finite float32 numbers."""
-    reward = trial.batch["next", "reward"]
+    """Rewards are finite float32 numbers, one for each player; whoever moves in turn has a legal action."""
+    reward, movers = trial.batch["next", "reward"], trial.batch.get(PLAYER, None)
     expect_rows(~reward.isfinite(), "next.reward", reward, "a finite number")
     players = reward.shape[-1]
+    if movers is not None:
+        wanted, mend = f"less than {players}, the number of rewards", "let `step` return a reward for each player"
+        expect_rows(movers >= players, PLAYER, movers, wanted, mend)
+        legal = trial.batch.get("action_mask", movers[..., None] >= 0)
+        expect_rows(~legal.bool().any(-1), "action_mask", legal, "a legal action", "let the mask allow one")
     return None if players == 1 else f"{players} in each step, one for each player: if there is one player, sum them"
 
 
@@ -315,7 +320,9 @@ def policy_memory(trial: Trial) -> None:
         raise NotApplicableError("its loop is traced, so the policy of this check cannot look into it")
     policy = _OverwritingPolicy(trial.env.action_spec)
     got = replace(trial, policy=policy).run(trial.steps)
-    action, given = got["action"], torch.stack(policy.actions, 1)
+    spec, given = trial.env.action_spec, torch.stack(policy.actions, 1)
+    groups = spec.groups if isinstance(spec, GroupedSpec) else ()
+    action = torch.cat([got[name, "action"].flatten(2) for name in groups], -1) if groups else got["action"]
     if action.shape == given.shape:  # otherwise lanes make their steps at their own pace
         expect_rows(bits_differ(action, given), "action", action, given, note=", as the policy returned it")
     mend = "copy into the rows: what the policy reads must not be the simulator's own memory"
