@@ -31,6 +31,7 @@ from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import Backend, Env, Forking, Seeding, Starts
 from funcollect.specs import ActionSpec, disassemble, observation_leaves
 from funcollect.testing import trials
+from funcollect.testing.agent_checks import groups, joint_action, shown_after
 from funcollect.testing.trials import FailedError, NotApplicableError, Trial, bits_differ, expect_equal, expect_rows
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
 from funcollect.tree import NAMESPACE, Path
@@ -96,6 +97,7 @@ def chained(trial: Trial) -> None:
     within = trial.batch[TRAJECTORY_IDS].diff(dim=1) == 0
     for leaf in trial.env.observation_leaves:
         root, produced = trial.batch[leaf.path][:, 1:], trial.batch["next", *leaf.path][:, :-1]
+        produced = shown_after(trial, leaf, produced)
         wrong, note = bits_differ(root, produced) & within, ", the next observation of the row before"
         expect_rows(wrong, ".".join(leaf.path), root, produced, note=note, first=1)
 
@@ -315,7 +317,7 @@ def policy_memory(trial: Trial) -> None:
         raise NotApplicableError("its loop is traced, so the policy of this check cannot look into it")
     policy = _OverwritingPolicy(trial.env.action_spec)
     got = replace(trial, policy=policy).run(trial.steps)
-    action, given = got["action"], torch.stack(policy.actions, 1)
+    action, given = joint_action(trial, got), torch.stack(policy.actions, 1)
     if action.shape == given.shape:  # otherwise lanes make their steps at their own pace
         expect_rows(bits_differ(action, given), "action", action, given, note=", as the policy returned it")
     mend = "copy into the rows: what the policy reads must not be the simulator's own memory"
@@ -348,7 +350,18 @@ def close(trial: Trial) -> None:
 
 
 CHECKS: tuple[trials.Check[Trial], ...] = (
-    *(describes, runs, observations, rewards, chained, trials.generators, trials.same_seed, another_seed, trials.cuts),
+    *(
+        describes,
+        runs,
+        observations,
+        rewards,
+        groups,
+        chained,
+        trials.generators,
+        trials.same_seed,
+        another_seed,
+        trials.cuts,
+    ),
     *(resets, own_resets, terminal, reset_mask, lanes_alone, policy_memory),
     *(trials.batch_memory, old_states, trials.fork, trials.save, close),
 )
