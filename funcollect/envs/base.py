@@ -258,9 +258,8 @@ def import_extra(module: str, package: str, extra: str | None) -> Any:
     """Import `module`, which may draw random numbers as EnvPool does, or say how to install `package`, by an extra."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
-            with contextlib.redirect_stdout(io.StringIO()):  # some print what else is not installed
-                return importlib.import_module(module)
+        with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):  # some print as they start
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != module.partition(".")[0]:
             raise
