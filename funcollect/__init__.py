@@ -92,6 +92,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.policies.as_policy import make_policy as make_policy
     from funcollect.policies.base import PolicyBase as PolicyBase
     from funcollect.policies.by_group import by_group as by_group
+    from funcollect.policies.by_player import by_player as by_player
     from funcollect.policies.jax_functions.jax_policy import jax_policy as jax_policy
     from funcollect.policies.normalized import normalized as normalized
     from funcollect.policies.population import population as population
@@ -107,6 +108,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.specs import ExplorationType as ExplorationType
     from funcollect.trajectories.agents_as_rows import agents_as_rows as agents_as_rows
     from funcollect.trajectories.next_observations import next_observations as next_observations
+    from funcollect.trajectories.player_trajectories import player_trajectories as player_trajectories
     from funcollect.trajectories.returns import MultiStep as MultiStep
     from funcollect.trajectories.returns import gae as gae
     from funcollect.trajectories.returns import scale_rewards as scale_rewards

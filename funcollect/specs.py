@@ -33,6 +33,8 @@ RESERVED = frozenset(
     ("action", "action_log_prob", "action_unsquashed", "collector", "done", "env_params", "next", "reward")
 ) | {"terminated", "truncated"}
 
+PLAYER = "current_player"  # the observation that says whose turn it is, in a game where one moves at a time
+
 # Where a batch without next observations has those that no following frame has; see `funcollect.next_observations`.
 FINAL = ("collector", "final_observations")
 
@@ -251,6 +253,13 @@ class Group:
         if isinstance(own, spaces.MultiDiscrete):
             return spaces.MultiDiscrete(np.stack([own.nvec] * self.n), start=np.stack([own.start] * self.n))
         return batch_space(own, self.n)
+
+
+@dataclass(frozen=True)
+class TurnSpec(ActionSpec):
+    """The actions of players who move one after the other, all in one space; their rewards are infos in a loop."""
+
+    players: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

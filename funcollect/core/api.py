@@ -24,9 +24,10 @@ from funcollect.interop.memory import memory_for
 from funcollect.keys import key_from_seed
 from funcollect.messages import shown
 from funcollect.policies.base import check_policy
+from funcollect.policies.by_group import GroupPolicy
 from funcollect.policies.population import Population
 from funcollect.protocols import Env, Policy, SimulatorsOfLanes
-from funcollect.specs import ExplorationType, GroupedSpec
+from funcollect.specs import ExplorationType, GroupedSpec, TurnSpec
 
 _STATES: dict[str, Any] = {"host": host, "torch": tensor, "jax": over_jax, "device": device}  # by an Env's backend
 RunLoop = Callable[[Any, Policy, CollectorState, Request], tuple[CollectorState, TensorDict]]
@@ -63,7 +64,7 @@ def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
 def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, total_lanes: int) -> CollectorState:
     """Do what `init` does for a checked pair, for the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
     check_eager("init", seed)
-    if isinstance(policy, Population):
+    if isinstance(policy, Population | GroupPolicy):
         policy = policy.of_lanes(range(first_lane, first_lane + (env.num_envs or 1)), total_lanes)
     with memory_for(lambda: f"the first state of {env.num_envs or 1:,} environments"):
         state: CollectorState = _STATES[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
@@ -166,7 +167,7 @@ def run(
 
 def _delivered(env: Env, batch: TensorDict) -> TensorDict:
     spec = env.action_spec
-    return presented(batch, spec) if isinstance(spec, GroupedSpec) else batch
+    return presented(batch, spec) if isinstance(spec, (GroupedSpec, TurnSpec)) else batch
 
 
 def _what(request: Request, state: CollectorState) -> str:

@@ -20,6 +20,7 @@ from funcollect.keys import key_from_seed
 from funcollect.messages import kind_of, shown
 from funcollect.policies.base import read_answer, recurrent_names, split_recurrent
 from funcollect.policies.by_group import GroupPolicy
+from funcollect.policies.by_player import PlayerPolicy
 from funcollect.policies.checks import checked_lead
 from funcollect.policies.heads.head import Head
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy
@@ -52,6 +53,8 @@ def remember_spaces(policy: Policy, space: Space, leaves: Sequence[Leaf], spec: 
         for name in policy.policies.keys() - policy.together:
             own = spec.groups[name].observation_space
             remember_spaces(policy.policies[name], own, observation_leaves(own), spec.groups[name].action_spec)
+    for player in policy.policies.values() if isinstance(policy, PlayerPolicy) else ():
+        remember_spaces(player, space, leaves, spec)
     known: list[Spaces] = memo_of(policy).setdefault("spaces", [])
     paths = [leaf.path for leaf in leaves]
     if not any(spec == other and [leaf.path for leaf in own] == paths for _, own, other in known):

@@ -21,6 +21,7 @@ from funcollect.interop.jax_setup import dispatch_note, import_jax
 from funcollect.messages import kind_of
 from funcollect.policies.base import check_policy
 from funcollect.policies.by_group import GroupPolicy
+from funcollect.policies.by_player import PlayerPolicy
 from funcollect.policies.jax_functions.jax_policy import check_sees_all, is_traceable
 from funcollect.policies.normalized import Normalized, check_statistics
 from funcollect.policies.population import Population
@@ -50,6 +51,8 @@ def check_pair(env: Any, policy: Any) -> None:
     policy.check(env.action_spec)
     if env.backend != "jax":
         check_sees_all(policy, repr(env))
+    if isinstance(policy, PlayerPolicy):
+        policy.check_players(env.observation_space)
     if isinstance(policy, Normalized):
         check_statistics(policy, env.observation_leaves)
     remember_spaces(policy, env.observation_space, env.observation_leaves, env.action_spec)
@@ -92,9 +95,9 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
 
 
 def of_lanes(env: Env, policy: Policy, state: CollectorState) -> Policy:
-    """Return the policy for the lanes of a state: for a population its members that act for these, else itself."""
+    """Return the policy for the lanes of a state: with those members of populations that act for these."""
     source = policy.source if isinstance(policy, LoweredPolicy) else policy
-    if not isinstance(source, Population):
+    if not (isinstance(source, Population) or (isinstance(source, GroupPolicy) and source.has_populations)):
         return policy
     every, total = state.num_lanes, state.total_lanes
     own = source.of_lanes(range(total) if every == total else state.lane_ids, total)  # reading ids waits for a device

@@ -1,4 +1,4 @@
-"""Environments of several agents, in groups: how their rows lie in the spaces of one lane, and in a batch.
+"""Environments of several agents, in groups or in turns: how their rows lie in the spaces of a lane, and in a batch.
 
 To a loop, such an environment is like any other: its observation is a dict by group, its action is one array, and each
 agent's reward is an info. What it delivers is put under the keys of groups afterwards, as views.
@@ -7,6 +7,7 @@ agent's reward is an info. What it delivers is put under the keys of groups afte
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -22,13 +23,14 @@ from torch import Tensor
 from funcollect.envs.base import box
 from funcollect.envs.plain_spaces import plain_actions
 from funcollect.interop.jax_setup import import_jax
-from funcollect.specs import Group, GroupedSpec, Space
+from funcollect.specs import PLAYER, Group, GroupedSpec, Space, TurnSpec
 from funcollect.tree import NAMESPACE, Path, flatten, to_batch
 
 REWARD = "reward"  # the info of each group, [n] float32
 FLAGS = ("terminated", "truncated")  # of each agent, part of what is observed: [n, 1] bool
 PRESENT = "mask"
 STATE = "state"  # a shared observation, at the root
+TURNS = "turns"  # the infos of an environment in turns, each [players]
 
 
 def groups_of(env: object) -> Mapping[str, Group]:
@@ -112,22 +114,42 @@ def by_groups(columns: Mapping[Path, Any], spec: GroupedSpec) -> dict[Path, Any]
         own = bool(what) and name in spec.groups
         if path == ("action",):
             made |= {(group, "action"): spec.of_group(group, column) for group in spec.groups}
+        elif own and path[:2] == ("next", "info") and what == REWARD:
+            made["next", name, what] = column[..., None]
         elif own and path[:2] == ("next", "info"):
-            made |= (
-                {("next", name, what): column[..., None]} if what == REWARD else {("next", name, "info", what): column}
-            )
+            made["next", name, "info", what] = column
         elif own and len(path) == 1:  # an output of a policy in a traced loop
             made[name, what] = column
         else:
             made[path] = column
     for name, lead in product(spec.groups, ((), ("next",))):
         node = (*lead, name)
-        made[*node, "done"] = made[*node, FLAGS[0]] | made[*node, FLAGS[1]]
+        if (*node, FLAGS[0]) in made and (*node, "done") not in made:
+            made[*node, "done"] = made[*node, FLAGS[0]] | made[*node, FLAGS[1]]
     return made
 
 
-def presented(batch: TensorDict, spec: GroupedSpec) -> TensorDict:
-    """A rollout's batch [*B, T] with what belongs to agents under the keys of their groups, as views."""
+def turn_space(agents: Mapping[str, tuple[Space, Space]]) -> spaces.Dict:
+    """What is observed where one agent moves at a time: that of the mover, and which one it is; else ValueError."""
+    (first, own), *others = agents.items()
+    for name, theirs in others:
+        if theirs != own:
+            raise ValueError(
+                f"{name} has the spaces {theirs} and {first} has {own}, expected equal spaces of agents that move in "
+                "turns: wrap the environment so that they are, by padding for example"
+            )
+    parts = dict(own[0].spaces) if isinstance(own[0], spaces.Dict) else {"observation": own[0]}
+    return spaces.Dict(OrderedDict(parts | {PLAYER: spaces.Discrete(len(agents))}))
+
+
+def presented(batch: TensorDict, spec: GroupedSpec | TurnSpec) -> TensorDict:
+    """A rollout's batch [*B, T] with what belongs to agents under their own keys, as views."""
+    if isinstance(spec, TurnSpec):
+        batch.unlock_()
+        for key, value in batch["next"].pop("info").items():
+            _, _, what = key.partition(f"{TURNS}.")
+            batch["next", *((what,) if what == REWARD else ("info", what or key))] = value
+        return batch.lock_()
     leaves = by_groups(flatten(batch), spec)
     gone = [name for name, group in spec.groups.items() if group.comes_and_goes and not leaves[name, PRESENT].all()]
     return to_batch(without_absent(leaves, gone), (*batch.batch_size,), with_time=batch._has_names(), locked=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from funcollect.envs import agents
 from funcollect.envs.agents import PRESENT, REWARD, STATE
 from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
 from funcollect.envs.host.host_env import SimulatedEnv
-from funcollect.specs import Group
+from funcollect.specs import PLAYER, Group, Space, TurnSpec
 
 _PACKAGES = {"mpe": "mpe2"}  # of families that have moved
 _ENDS = ("all", "any")
@@ -34,24 +35,30 @@ def from_pettingzoo(
     env_kwargs: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> SimulatedEnv:
-    """A host environment over PettingZoo's parallel environments: each step, every agent that is there acts.
+    """A host environment over PettingZoo's: parallel ones, and those in which one agent moves at a time (AEC).
 
-    Agents of a group are rows of its columns: ``(group, "observation")`` ``[*B, T, n, ...]``, ``(group, "action")``,
-    and in ``next`` ``(group, "reward")`` ``[*B, T, n, 1]`` and the flags. ``(group, "mask")`` ``[*B, T, n]`` bool says
-    who is there; rows of the others are zeros, and their actions are not used. ``("next", "reward")`` is the sum over
-    agents.
+    In a parallel environment, every agent that is there acts at each step. Agents of a group are rows of its columns:
+    ``(group, "observation")`` ``[*B, T, n, ...]``, ``(group, "action")``, and in ``next`` ``(group, "reward")``
+    ``[*B, T, n, 1]`` and the flags. ``(group, "mask")`` ``[*B, T, n]`` bool says who is there; rows of the others are
+    zeros, and their actions are not used. ``("next", "reward")`` is the sum over agents.
+
+    In turns, a batch has what the agent whose turn it is observes, at the root, with ``current_player`` ``[*B, T]``
+    int64, its number among all agents. Their rewards after each move are ``("next", "reward")`` ``[*B, T, players]``,
+    and infos are ``[*B, T, players]``. See `funcollect.by_player` and `player_trajectories`.
 
     Args:
-        env: an id such as ``"mpe/simple_spread_v3"``, or a function that returns a parallel environment.
-        groups: the names of the agents of each group. By default agents whose names differ in a number at the end, such
-            as ``adversary_0``, make a group if their spaces are equal.
+        env: an id such as ``"mpe/simple_spread_v3"`` (in turns only if there is no parallel environment, such as for
+            ``"classic/connect_four_v3"``), or a function that returns an environment.
+        groups: the names of the agents of each group; none in turns. By default agents whose names differ in a number
+            at the end, such as ``adversary_0``, make a group if their spaces are equal.
         done: a lane's episode ends once ``"all"`` agents have left, or ``"any"``.
-        state: whether the shared state is observed, too, under ``"state"``.
+        state: whether the shared state is observed, too, under ``"state"``; not in turns.
         info_keys: keys of the agents' infos, recorded as ``("next", group, "info", key)``.
-        env_kwargs: for the function, or the id's `parallel_env`.
+        env_kwargs: for the function, or the id's `parallel_env` or `env`.
         **kwargs: see `from_gymnasium`, `num_workers` for example.
 
-    Raises ValueError for an unknown id, groups that do not hold every agent once, or that mix spaces.
+    Raises ValueError for an unknown id, groups that do not hold every agent once, or that mix spaces, and agents in
+    turns with different spaces.
 
     >>> env = from_pettingzoo("mpe/simple_tag_v3", num_envs=2)
     >>> {name: group.names for name, group in env.groups.items()}
@@ -65,17 +72,22 @@ def from_pettingzoo(
             check_kind(name, value, Mapping, "pass a dict")
     build = partial(_built, env, dict(env_kwargs or {}))
     first = build()
-    found = agents.grouped(
-        {name: (first.observation_space(name), first.action_space(name)) for name in first.possible_agents},
-        groups,
-        comes_and_goes=True,
-    )
+    label = f"pettingzoo/{env}" if isinstance(env, str) else str(first)
+    own = {name: (first.observation_space(name), first.action_space(name)) for name in first.possible_agents}
     first.close()
+    if hasattr(type(first), "last"):  # of the class of those in turns
+        if groups is not None or state:
+            raise ValueError(f"{label} is in turns, which take neither groups nor state: leave them out")
+        keys = [f"{agents.TURNS}.{key}" for key in (REWARD, *info_keys)]
+        make: Any = partial(TurnLane, build, agents.turn_space(own), done == "any", tuple(info_keys))
+        made = from_gymnasium(make, num_envs=num_envs, info_keys=keys, **kwargs)
+        spec = made.action_spec
+        return replace(made, label=label, action_spec=TurnSpec(spec.space, spec.one_hot, tuple(own)))
+    found = agents.grouped(own, groups, comes_and_goes=True)
     keys = [f"{name}.{key}" for name in found for key in (REWARD, *info_keys)]
     make = partial(Lane, build, found, done == "any", state, tuple(info_keys))
     made = from_gymnasium(make, num_envs=num_envs, info_keys=keys, **kwargs)
-    label = f"pettingzoo/{env}" if isinstance(env, str) else str(first)
-    return replace(made, label=label, action_spec=agents.action_spec(found, first.possible_agents))
+    return replace(made, label=label, action_spec=agents.action_spec(found, [*own]))
 
 
 def _built(env: Any, kwargs: dict[str, Any]) -> Any:
@@ -83,11 +95,13 @@ def _built(env: Any, kwargs: dict[str, Any]) -> Any:
         return env(**kwargs)
     family, _, name = env.partition("/")
     try:
-        module = importlib.import_module(f"{_PACKAGES.get(family, f'pettingzoo.{family}')}.{name}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of PettingZoo's modules with a version
+            module = importlib.import_module(f"{_PACKAGES.get(family, f'pettingzoo.{family}')}.{name}")
     except ModuleNotFoundError as error:
         mend = "look the name up on its page, and install its family: pip install 'pettingzoo[…]', or mpe2"
         raise ValueError(f"PettingZoo has no {env!r} here ({error}), expected family/name: {mend}") from error
-    return module.parallel_env(**kwargs)
+    return (module.parallel_env if hasattr(module, "parallel_env") else module.env)(**kwargs)
 
 
 class Lane(gymnasium.Env[Any, Any]):
@@ -140,6 +154,51 @@ class Lane(gymnasium.Env[Any, Any]):
         ended = whole.any() if self._any_ends else not self.inner.agents or whole.any(0).all()
         terminates = bool(ended and (whole[0].any() if self._any_ends else whole[0].all()))
         return self._observed(observation), sum(reward.values()), terminates, bool(ended) and not terminates, infos
+
+    @override
+    def render(self) -> Any:
+        return self.inner.render()
+
+    @override
+    def close(self) -> None:
+        self.inner.close()
+
+
+class TurnLane(gymnasium.Env[Any, Any]):
+    """An environment in turns as one of Gymnasium's: it observes what the agent whose turn it is does."""
+
+    def __init__(self, build: Callable[[], Any], space: Space, any_ends: bool, keys: Sequence[str]) -> None:
+        self.inner = build()
+        self._names, self._any_ends, self._keys = self.inner.possible_agents, any_ends, keys
+        self.observation_space, self.action_space = space, self.inner.action_space(self._names[0])
+        self.render_mode, self.metadata = getattr(self.inner, "render_mode", None), self.inner.metadata
+
+    @override
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.inner.reset(seed=seed, options=options)
+        self._over = np.zeros((2, len(self._names)), bool)
+        return self._observed(), {}
+
+    def _observed(self) -> dict[str, Any]:
+        mover = self.inner.agent_selection
+        seen = self.inner.observe(mover)
+        seen = dict(seen) if isinstance(seen, Mapping) else {"observation": seen}
+        return seen | {PLAYER: np.int64(self._names.index(mover))}
+
+    @override
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        inner, names = self.inner, self._names
+        inner.step(action)
+        infos = {key: np.array([inner.infos.get(each, {}).get(key, 0) for each in names]) for key in self._keys}
+        infos[REWARD] = reward = np.array([inner.rewards.get(each, 0.0) for each in names], np.float32)
+        self._over |= [[ends.get(each, False) for each in names] for ends in (inner.terminations, inner.truncations)]
+        over: Any = self._over.any(0)
+        ended = bool(over.any() if self._any_ends else over.all() or not inner.agents)
+        while not ended and over[names.index(inner.agent_selection)]:
+            inner.step(None)  # by which an agent that is out leaves
+        terminates = ended and bool(self._over[0].any() if self._any_ends else self._over[0].all())
+        return self._observed(), float(reward.sum()), terminates, ended and not terminates, {agents.TURNS: infos}
 
     @override
     def render(self) -> Any:

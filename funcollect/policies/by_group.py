@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +16,17 @@ from typing_extensions import override
 from funcollect.arguments import check_keys, check_kind
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Noise
-from funcollect.policies.base import PolicyBase, check_policy, device_of, lane_mask
+from funcollect.policies.base import PolicyBase, check_policy, device_of, lane_mask, select_program
 from funcollect.policies.checks import check_action
 from funcollect.policies.jax_functions.jax_policy import FunctionPolicy, check_sees_all
 from funcollect.policies.numerics import TORCH, jax_numerics
+from funcollect.policies.population import LaneIds, Population
+from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy
 from funcollect.specs import ActionSpec, ExplorationType, GroupedSpec
-from funcollect.tree import NAMESPACE
+from funcollect.tree import NAMESPACE, moved, select
 
 
 def by_group(policies: Mapping[str, Policy], *, together: Sequence[str] = ()) -> GroupPolicy:
@@ -176,6 +180,31 @@ class GroupPolicy(PolicyBase):
         """The number of rows of a policy for each lane, once the environment is known."""
         return self._sizes.get(name, 1)
 
+    def rows_of(self, name: str, mask: Any) -> Any:
+        """The mask of the rows of a policy for a mask [P] of lanes."""
+        n = self.rows_in_lane(name)
+        return mask if n == 1 else mask.repeat_interleave(n) if isinstance(mask, Tensor) else mask.repeat(n)
+
+    @property
+    def has_populations(self) -> bool:
+        """Whether `of_lanes` may return another policy."""
+        return any(isinstance(policy, Population) for policy in self.policies.values())
+
+    def of_lanes(self, lanes: LaneIds, total: int) -> GroupPolicy:
+        """This policy for some lanes out of `total`: of its populations the members that act for these."""
+        if not self.has_populations:
+            return self
+        parts = {
+            name: policy.of_lanes(lanes, total) if isinstance(policy, Population) else policy
+            for name, policy in self.policies.items()
+        }
+        known: dict[Any, GroupPolicy] = memo_of(self).setdefault("lanes", {})
+        which = tuple(map(id, parts.values()))  # populations keep what they return
+        if which not in known:
+            known[which] = copy.copy(self)
+            known[which].policies = parts
+        return known[which]
+
     @override
     def actor(self, inputs: ActorInputs, /) -> Actor:
         return GroupActor(self, inputs)
@@ -259,17 +288,44 @@ class _Part(NamedTuple):
         """Its noise [..., P * n, *shape], of uniform numbers [..., P, m] for all agents."""
         if self.kind is None:
             return None
-        drawn = uniform[..., list(self.places)]
-        xp: Any = TORCH if isinstance(drawn, Tensor) else jax_numerics()
-        if self.kind.kind == "gumbel":
-            drawn = -xp.log(-xp.log(drawn))
-        elif self.kind.kind == "normal":
-            drawn = xp.ndtri(drawn)
+        drawn = of_kind(self.kind, uniform[..., list(self.places)])
         return drawn.reshape(*drawn.shape[:-2], drawn.shape[-2] * max(self.n, 1), *self.kind.shape)
 
     def apart(self, value: Any, num_envs: int, lead: Sequence[int] = ()) -> Any:
         """An output [*lead, P * n, ...] as [*lead, P, n, ...]."""
         return value.reshape(*lead, num_envs, self.n, *value.shape[len(lead) + 1 :]) if self.n else value
+
+
+def of_kind(noise: Noise, uniform: Any) -> Any:
+    """Numbers of the kind of a policy's noise, of as many uniform ones."""
+    xp: Any = TORCH if isinstance(uniform, Tensor) else jax_numerics()
+    if noise.kind == "gumbel":
+        return -xp.log(-xp.log(uniform))
+    return xp.ndtri(uniform) if noise.kind == "normal" else uniform
+
+
+def seen_by(part: Policy, whole: Policy, observation: Any) -> Any:
+    """What a policy reads as a part of another: in JAX beside policies in Torch, NumPy's views of tensors."""
+    if part.backend == "jax" and whole.backend == "torch" and device_of(observation).type == "cpu":
+        return optree.tree_map(lambda leaf: leaf.numpy(), observation, namespace=NAMESPACE)
+    return observation
+
+
+def select_state(policy: Policy, mask: Any, chosen: Any, other: Any) -> Any:
+    """A policy's state: the lanes of the mask [P] from `chosen`, the rest, and Torch's generator, from `other`."""
+    if isinstance(policy, GroupPolicy):
+        return {
+            name: select_state(part, policy.rows_of(name, mask), chosen[name], other[name])
+            for name, part in policy.policies.items()
+        }
+    if policy.backend == "jax":
+        return select_program()(mask.numpy(force=True) if isinstance(mask, Tensor) else mask, chosen, other)
+    if not isinstance(chosen, TorchPolicyState):
+        return select(mask, chosen, other)
+    held = [(each.recurrent, each.carried) for each in (chosen, other)]
+    place = next((place for place in map(device_of, held) if place.type != "cpu"), torch.device("cpu"))
+    recurrent, carried = select(mask.to(place), *moved(held, place))
+    return other._replace(recurrent=recurrent, carried=carried)
 
 
 def _joined(actions: Sequence[Any], spec: ActionSpec) -> Any:
@@ -282,6 +338,14 @@ def _joined(actions: Sequence[Any], spec: ActionSpec) -> Any:
     return import_jax().numpy.concatenate(actions, -1)
 
 
+def running_all(actors: Iterable[Actor]) -> contextlib.AbstractContextManager[Any]:
+    """The contexts of several actors."""
+    stack = contextlib.ExitStack()
+    for actor in actors:
+        stack.enter_context(actor.running())
+    return stack
+
+
 class GroupActor(Actor):
     """The actors of all groups, whose observations are views of the loop's."""
 
@@ -292,11 +356,9 @@ class GroupActor(Actor):
         }
 
     def _of_group(self, part: _Part, inputs: ActorInputs) -> ActorInputs:
-        name, observation = part.name, part.rows(inputs.observation)
-        if part.policy.backend == "jax" and self._policy.backend == "torch" and device_of(observation).type == "cpu":
-            observation = optree.tree_map(lambda leaf: leaf.numpy(), observation, namespace=NAMESPACE)
+        name = part.name
         return inputs._replace(
-            observation=observation,
+            observation=seen_by(part.policy, self._policy, part.rows(inputs.observation)),
             params=inputs.params[name],
             policy_state=inputs.policy_state[name],
             initial_state=inputs.initial_state[name],
@@ -314,10 +376,7 @@ class GroupActor(Actor):
 
     @override
     def running(self) -> contextlib.AbstractContextManager[Any]:
-        stack = contextlib.ExitStack()
-        for actor in self._actors.values():
-            stack.enter_context(actor.running())
-        return stack
+        return running_all(self._actors.values())
 
     @override
     def act(self, t: int) -> Any:

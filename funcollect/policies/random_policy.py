@@ -64,9 +64,9 @@ class RandomPolicy(PolicyBase):
     def __call__(
         self, params: Any, state: Any, observation: Any, noise: Any, spec: ActionSpec, exploration: Exploration, /
     ) -> tuple[None, Mapping[str, Any]]:
-        if not isinstance(noise, Tensor):  # in traced code, as a part of another policy
-            return None, {"action": draw_actions(jax_numerics(), spec, noise, action_mask(observation, spec))[0]}
-        return None, {"action": _draw(self.spec, noise.to(device_of(observation)), observation)[0]}
+        if isinstance(noise, Tensor):
+            return None, {"action": _draw(self.spec, noise.to(device_of(observation)), observation)[0]}
+        return None, {"action": draw_actions(jax_numerics(), spec, noise, action_mask(observation, spec))[0]}
 
     @override
     def actor(self, inputs: ActorInputs, /) -> RandomActor:

@@ -114,6 +114,11 @@ def batch():
     return batch
 
 
+def turns():
+    env = fc.make_env("pettingzoo/classic/tictactoe_v3", num_envs=2)
+    return fc.step(env, fc.random_policy(env), fc.init(env, fc.random_policy(env), seed=0))[1].unsqueeze(-1)
+
+
 @cache
 def traced_batch():
     zero, no = jax.numpy.zeros((2, 2), jax.numpy.int32), jax.numpy.zeros((2, 2), bool)
@@ -222,6 +227,8 @@ GOOD = {
     "lower_policy": lambda: {"policy": linear(), "env": fused()[0]},
     "make_policy": lambda: {"name": "mlp", "env": host()[0]},
     "agents_as_rows": lambda: {"batch": batch(), "group": "agent"},
+    "by_player": lambda: {"policies": [linear()]},
+    "player_trajectories": lambda: {"batch": turns()},
     "by_group": lambda: {"policies": {"agent": linear()}},
     "population": lambda: {"policy": linear(), "params": STACKED},
     "normalized": lambda: {"policy": linear(), "stats": statistics()},

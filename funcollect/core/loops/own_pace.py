@@ -28,14 +28,14 @@ from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import NOT_RECORDED, bad_outcome, check_outcome
 from funcollect.errors import EnvError, PolicyError
 from funcollect.keys import Noise, Purpose, draw_ahead, random_words
-from funcollect.policies.base import device_of, select_program
+from funcollect.policies.by_group import GroupPolicy, select_state
 from funcollect.policies.checks import NoDraws, no_draws
 from funcollect.policies.random_policy import RandomActor, put_random, random_noise
-from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.processes.system import SIGNS
 from funcollect.protocols import Actor, ActorInputs, Columns, HostEnv, Outcome, Policy
 from funcollect.specs import assemble
-from funcollect.tree import Path, moved, select
+from funcollect.tree import Path
 
 MEND = "make the environment with wait='all'"
 
@@ -256,7 +256,7 @@ class LanesActor(Actor):
     def _advance(self, state: Any, lanes: Sequence[int]) -> None:
         """Take the next state of these lanes, and keep that of the others."""
         if self._remembers:
-            self._state = _of_lanes(self._policy, self._mask(lanes), state, self._state)
+            self._state = select_state(self._policy, self._mask(lanes), state, self._state)
 
     def _mask(self, lanes: Sequence[int]) -> Tensor:
         mask = torch.zeros(len(self._every), dtype=torch.bool)
@@ -265,21 +265,11 @@ class LanesActor(Actor):
 
     @override
     def restart(self, lanes: Any) -> None:
-        self._state = _of_lanes(self._policy, self._mask(lanes), self._inputs.initial_state, self._state)
+        self._state = select_state(self._policy, self._mask(lanes), self._inputs.initial_state, self._state)
 
     @override
     def finish(self) -> tuple[Any, Columns]:
         return self._state, self._columns
-
-
-def _of_lanes(policy: Policy, mask: Tensor, chosen: Any, other: Any) -> Any:
-    """A policy's state: the lanes of the mask [P] from `chosen`, the rest from `other`."""
-    if isinstance(chosen, TorchPolicyState):
-        held = [(each.recurrent, each.carried) for each in (chosen, other)]
-        place = next((place for place in map(device_of, held) if place.type != "cpu"), torch.device("cpu"))
-        recurrent, carried = select(mask.to(place), *moved(held, place))
-        return other._replace(recurrent=recurrent, carried=carried)
-    return select_program()(mask.numpy(), chosen, other) if policy.backend == "jax" else select(mask, chosen, other)
 
 
 def _check(policy: Policy, noise: Noise | None) -> None:
@@ -289,6 +279,8 @@ def _check(policy: Policy, noise: Noise | None) -> None:
             "the policy takes `key`, that of the first lane, which may be at another step than the others, expected "
             f"noise of each lane: take `keys`, or a head, or {MEND}"
         )
+    for each in policy.policies.values() if isinstance(policy, GroupPolicy) else ():
+        _check(each, None)
     module = policy.module if isinstance(policy, TorchBacked) else None
     for part in module.modules() if isinstance(module, nn.Module) else ():
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training:

@@ -137,17 +137,35 @@ def keyed(env):
 
 NORMED = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4))
 DROPPED = nn.Sequential(nn.Linear(3, 4), nn.Dropout())
-REFUSED = {
-    "takes `key`": keyed,
-    "BatchNorm1d in training mode": lambda env: fc.torch_policy(NORMED, head=fc.heads.categorical),
-    "draws from Torch's generator": lambda env: fc.torch_policy(DROPPED, head=fc.heads.categorical),
-}
 
 
-@pytest.mark.parametrize("says", REFUSED)
-def test_a_policy_whose_data_would_depend_on_the_schedule(says):
+def normed(env):
+    return fc.torch_policy(NORMED, head=fc.heads.categorical)
+
+
+def members(env):
+    params, buffers = torch.func.stack_module_state([NORMED, NORMED])
+    return fc.population(normed(env), params | buffers)
+
+
+def scaled_normed(env):
+    return fc.normalized(normed(env), fc.running_statistics.init(env.observation_space))
+
+
+IN_TRAINING = "BatchNorm1d in training mode"
+REFUSED = [
+    ("takes `key`", keyed),
+    ("draws from Torch's generator", lambda env: fc.torch_policy(DROPPED, head=fc.heads.categorical)),
+    (IN_TRAINING, normed),
+    (IN_TRAINING, members),
+    (IN_TRAINING, scaled_normed),
+]
+
+
+@pytest.mark.parametrize(("says", "make"), REFUSED)
+def test_a_policy_whose_data_would_depend_on_the_schedule(says, make):
     in_step, apart = both()
-    policy = REFUSED[says](apart)
+    policy = make(apart)
     with pytest.raises(PolicyError, match=f"{says}.*wait='all'"):
         fc.rollout(apart, policy, fc.init(apart, policy, seed=0), 4)
     fc.close(fc.rollout(in_step, policy, fc.init(in_step, policy, seed=0), 4)[0])

@@ -12,6 +12,7 @@ from gymnasium import spaces
 import funcollect as fc
 from funcollect.keys import Purpose
 from tests.envs.test_agents import POLICIES
+from tests.support.cases import mlp
 from tests.support.compare import assert_close, assert_same, collect
 from tests.support.envs.jax_counting import folded
 from tests.support.running import in_soak
@@ -319,3 +320,32 @@ def test_what_agents_of_jaxmarl_share_and_report():
     with pytest.warns(DeprecationWarning, match="OvercookedV2"):
         env = fc.make_env("jaxmarl/overcooked", num_envs=2, info_keys=["shaped_reward"])
     assert collect(env, fc.random_policy(env), 6)["next", "agent", "info", "shaped_reward"].shape == (2, 6, 2)
+
+
+class Remembers(torch.nn.Module):
+    """Logits of legal moves of tic-tac-toe, from what a player has seen in its own turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp(18, 9)
+
+    def forward(self, seen, held):
+        held = held / 2 + seen["observation"].flatten(1).float()
+        return self.inner(held).masked_fill(~seen["action_mask"], -1e9), held
+
+
+def players(env, **kwargs):
+    held = fc.torch_policy(Remembers(), head=fc.heads.categorical, initial_state=torch.zeros(18), **kwargs)
+    return fc.by_player([held, fc.random_policy(env)])
+
+
+def test_players_of_a_game_in_one_loop():
+    """As step by step in Torch: each policy acts, and remembers, where it is the turn of its player."""
+    env = fc.make_env("pgx/tic_tac_toe", num_envs=LANES)
+    policy, slow = players(env), players(env, compile="eager")
+    assert (fc.explain(env, policy).loop, fc.explain(env, slow).loop) == ("fused", "crossing")
+    batch = collect(env, policy, *LENGTHS)
+    assert_close(batch, collect(env, slow, *LENGTHS))
+    assert batch["action_mask"].gather(-1, batch["action"][..., None]).all()
+    assert (batch["action_log_prob"] != 0).equal(batch["current_player"] == 0)
+    assert fc.player_trajectories(batch)["next", "reward"].shape[-1] == 1

@@ -1,0 +1,247 @@
+"""A policy made of policies, one for each player of a game in which one moves at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+from typing_extensions import override
+
+from funcollect.arguments import check_kind
+from funcollect.errors import PolicyError
+from funcollect.interop.jax_setup import import_jax
+from funcollect.keys import Noise
+from funcollect.policies.base import PolicyBase, check_policy, device_of, lane_mask
+from funcollect.policies.by_group import GroupPolicy, of_kind, running_all, seen_by, select_state
+from funcollect.policies.jax_functions.jax_policy import check_sees_all
+from funcollect.policies.random_policy import RandomPolicy
+from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy
+from funcollect.specs import PLAYER, ActionSpec, Space
+
+
+def by_player(policies: Sequence[Policy]) -> PlayerPolicy:
+    """A policy made of policies, by the number of the player for whom each acts.
+
+    It is for games whose observation has ``current_player`` [P]: PettingZoo's turn-based ones, pgx's, and your own. All
+    policies are called at each step, with what the player whose turn it is observes, and that player's answer counts.
+    A recurrent state of a player goes on where it moves, and begins anew with each episode. All get the same noise, a
+    function of the lane and the step. Outputs that the policy of the mover lacks are zeros in a batch.
+
+    Parameters are a dict by number, ``{"0": …, "1": …}``, and exploration has names such as ``"1.epsilon"``. One policy
+    may act for several players; a frozen past self may be a `population`, with parameters for each group of lanes.
+
+    Raises TypeError for something else than policies; `funcollect.init` raises ValueError for another number of them.
+
+    >>> import torch, funcollect as fc
+    >>> class Net(torch.nn.Linear):
+    ...     def forward(self, seen):
+    ...         return super().forward(seen["observation"].flatten(1).float()).where(seen["action_mask"] != 0, -1e9)
+    >>> env = fc.make_env("pettingzoo/classic/tictactoe_v3", num_envs=2)
+    >>> policy = by_player([fc.torch_policy(Net(18, 9), head=fc.heads.categorical), fc.random_policy(env)])
+    >>> _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    >>> batch["current_player"].shape, batch["next", "reward"].shape
+    (torch.Size([2, 8]), torch.Size([2, 8, 2]))
+    """
+    check_kind("policies", policies, (list, tuple), "pass one for each player, in their order, such as [p, q]")
+    for policy in policies:
+        check_policy(policy)
+        check_sees_all(policy, "a policy by_player")
+    if not policies:
+        raise ValueError("policies is empty, expected one for each player: pass for example [p, q]")
+    return PlayerPolicy({str(number): policy for number, policy in enumerate(policies)}, ())
+
+
+class PlayerPolicy(GroupPolicy):
+    """See `by_player`."""
+
+    def __init__(self, policies: Mapping[str, Policy], together: Sequence[str]) -> None:
+        super().__init__(policies, together)
+        known = {policy.backend for policy in policies.values() if not isinstance(policy, RandomPolicy)}
+        self.backend = "jax" if known == {"jax"} else "torch"  # random ones are both
+
+    @override
+    def check(self, spec: ActionSpec, /) -> None:
+        for policy in self.policies.values():
+            policy.check(spec)
+
+    def check_players(self, space: Space) -> None:
+        """Raise ValueError unless an observation space is that of as many players."""
+        parts = space.spaces if isinstance(space, spaces.Dict) else {}
+        own = parts.get(PLAYER)
+        if not isinstance(own, spaces.Discrete) or own.start or int(own.n) != len(self.policies):
+            raise ValueError(
+                f"a policy by_player acts for {len(self.policies)} players, and the environment observes "
+                f"{f'{PLAYER!r} in {own}' if own else [*parts] or space}, expected a Dict with {PLAYER!r}, a Discrete "
+                "with one number for each: pass as many policies, or take by_group for agents that move together"
+            )
+
+    def _given_noise(self, spec: ActionSpec) -> tuple[Noise | None, dict[str, Noise | None]]:
+        """The noise of all, uniform if they want several kinds, and that of each."""
+        own = {name: policy.noise(spec) for name, policy in self.policies.items()}
+        kinds = {noise for noise in own.values() if noise is not None}
+        if len(kinds) < 2:
+            return next(iter(kinds), None), own
+        if any(noise.kind in ("key", "keys") for noise in kinds):
+            raise PolicyError("some policies by_player take keys of JAX, expected noise of heads: give each a head")
+        return Noise(kind="uniform", shape=(max(noise.words for noise in kinds),)), own
+
+    @override
+    def noise(self, spec: ActionSpec, /) -> Noise | None:
+        return self._given_noise(spec)[0]
+
+    def noises(self, noise: Any, spec: ActionSpec) -> dict[str, Any]:
+        """The noise [..., P, *shape] of each policy, of what `noise` describes."""
+        drawn, wanted = self._given_noise(spec)
+
+        def of(own: Noise | None) -> Any:
+            if own is None or own == drawn:
+                return None if own is None else noise
+            part = of_kind(own, noise[..., : own.words])
+            return part.reshape(*part.shape[:-1], *own.shape)
+
+        return {name: of(own) for name, own in wanted.items()}
+
+    @override
+    def actor(self, inputs: ActorInputs, /) -> Actor:
+        return PlayerActor(self, inputs)
+
+    @override
+    def finish(self, columns: Columns, spec: ActionSpec, /) -> Columns:
+        return PolicyBase.finish(self, columns, spec)
+
+    @override
+    def __call__(
+        self, params: Any, state: Any, observation: Any, noise: Any, spec: ActionSpec, exploration: Exploration, /
+    ) -> tuple[Any, Mapping[str, Any]]:
+        player, noises = observation[PLAYER], self.noises(noise, spec)
+        after, outputs = {}, []
+        for number, (name, policy) in enumerate(self.policies.items()):
+            seen, values = seen_by(policy, self, observation), self.of_group(name, exploration)
+            moved, found = policy(params[name], state[name], seen, noises[name], spec, values)
+            after[name] = select_state(policy, player != number, state[name], moved)
+            outputs.append(found)
+        return after, _chosen(player, outputs)
+
+
+class PlayerActor(Actor):
+    """The actors of all players."""
+
+    def __init__(self, policy: PlayerPolicy, inputs: ActorInputs) -> None:
+        self._policy = policy
+        own, self._actors = self._begin(inputs), dict[str, Any]()
+        for number, (name, each) in enumerate(policy.policies.items()):
+            remembers = each.remembers(inputs.policy_state[name])
+            self._actors[name] = _Remembering(each, own[name], number) if remembers else each.actor(own[name])
+
+    def _begin(self, inputs: ActorInputs) -> dict[str, ActorInputs]:
+        """Begin a rollout; return the inputs of each actor."""
+        policy, self._player = self._policy, inputs.observation[PLAYER]
+        size, place = (inputs.length, inputs.num_envs), device_of(inputs.observation)
+        self._movers = torch.empty(size, dtype=torch.int64, device=place)
+        noises = policy.noises(inputs.noise, inputs.spec)
+        return {
+            name: inputs._replace(
+                observation=seen_by(each, policy, inputs.observation),
+                params=inputs.params[name],
+                policy_state=inputs.policy_state[name],
+                initial_state=inputs.initial_state[name],
+                noise=noises[name],
+                exploration=policy.of_group(name, inputs.exploration),
+            )
+            for name, each in policy.policies.items()
+        }
+
+    @override
+    def again(self, inputs: ActorInputs, /) -> bool:
+        own = self._begin(inputs)
+        return all(actor.again(own[name]) for name, actor in self._actors.items())
+
+    @override
+    def running(self) -> Any:
+        return running_all(self._actors.values())
+
+    @override
+    def act(self, t: int) -> Any:
+        self._movers[t] = torch.as_tensor(self._player)
+        return _chosen(self._player, [{"action": actor.act(t)} for actor in self._actors.values()])["action"]
+
+    @override
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
+        for actor in self._actors.values():
+            actor.restart(lanes)
+
+    @override
+    def finish(self) -> tuple[Any, Columns]:
+        finished = {name: actor.finish() for name, actor in self._actors.items()}
+        states = {name: state for name, (state, _) in finished.items()}
+        return states, _chosen(self._movers, [columns for _, columns in finished.values()])
+
+
+class _Remembering(Actor):
+    """A recurrent policy of one player, called step by step, since its state goes on only where the player moves."""
+
+    def __init__(self, policy: Policy, inputs: ActorInputs, number: int) -> None:
+        self._policy, self._number, self._actor = policy, number, cast(Any, None)
+        self.again(inputs)
+
+    @override
+    def again(self, inputs: ActorInputs, /) -> bool:
+        self._inputs, self._state, self._held = inputs, inputs.policy_state, list[Columns]()
+        return True
+
+    @override
+    def act(self, t: int) -> Any:
+        inputs = self._inputs
+        noise = None if inputs.noise is None else inputs.noise[t : t + 1]
+        once = inputs._replace(policy_state=self._state, noise=noise, length=1)
+        if self._actor is None or not self._actor.again(once):
+            self._actor = self._policy.actor(once)
+        with self._actor.running():
+            action = self._actor.act(0)
+            after, outputs = self._actor.finish()
+        waits = torch.as_tensor(inputs.observation[PLAYER] != self._number)
+        self._state = select_state(self._policy, waits, self._state, after)
+        self._held.append(outputs)
+        return action
+
+    @override
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
+        mask = lane_mask(lanes, self._inputs.num_envs)
+        self._state = select_state(self._policy, mask, self._inputs.initial_state, self._state)
+
+    @override
+    def finish(self) -> tuple[Any, Columns]:
+        return self._state, {path: torch.cat([own[path] for own in self._held]) for path in self._held[0]}
+
+
+def _chosen(player: Any, outputs: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    """The outputs [..., P, ...] of the policies of the players [..., P] that move; zeros where these lack them."""
+    chosen: dict[Any, Any] = {}
+    for name in dict.fromkeys(name for own in outputs for name in own):
+        held = {number: own[name] for number, own in enumerate(outputs) if name in own}
+        if len({tuple(value.shape) for value in held.values()}) > 1:
+            shapes = {number: list(value.shape) for number, value in held.items()}
+            raise PolicyError(f"the policies of players return {name!r} of the shapes {shapes}, expected equal ones")
+        for number, value in held.items():
+            chosen[name] = _where(player, number, value, chosen.get(name))
+    return chosen
+
+
+def _where(player: Any, number: int, value: Any, other: Any) -> Any:
+    """The value [..., P, ...] where it is this player's turn, otherwise the other one, or zeros."""
+    if isinstance(value, Tensor) or isinstance(other, Tensor) or isinstance(player, Tensor):
+        xp: Any = torch
+        place = player.device if isinstance(player, Tensor) else None
+        value, other, player = (
+            each if each is None or isinstance(each, Tensor) else torch.from_numpy(np.array(each))
+            for each in (value, other, player)
+        )
+        value, other = (each if each is None else each.to(place) for each in (value, other))
+    else:
+        xp = np if isinstance(value, np.ndarray) else import_jax().numpy
+    mask = (player == number).reshape(*player.shape, *[1] * (value.ndim - player.ndim))
+    return xp.where(mask, value, xp.zeros_like(value) if other is None else other)

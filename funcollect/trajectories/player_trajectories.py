@@ -1,0 +1,104 @@
+"""The moves of each player of a game in turns, as trajectories of their own."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from funcollect.arguments import check_kind
+from funcollect.specs import PLAYER
+from funcollect.trajectories import split
+from funcollect.trajectories.next_observations import next_observations
+from funcollect.tree import Path, flatten, to_batch
+
+
+def player_trajectories(batch: TensorDictBase, previous: TensorDictBase | None = None) -> TensorDict:
+    """Return the moves of each player, one trajectory after the other: ``[F]``, from turns ``[*B, T]``.
+
+    A frame is a move of a player: its ``next`` is that of the frame before the player's next move, so that
+    ``next.observation`` is what the player observes then, and ``next.reward`` ``[F, 1]`` is the sum of its own rewards
+    from the move until then, or until the end of the game. So `gae`, `MultiStep`, `split_trajectories`, buffers and
+    `evaluate_actions` with the policy of the player take it. With n players, ``collector.traj_ids`` and ``.lane`` are
+    ``n * own + player``, and ``collector.step`` counts the player's moves.
+
+    A move whose outcome lies after the batch is left out; pass the batch before as `previous` to get those of its moves
+    that end in this one. Rewards before a player's first move belong to none. Where a game is truncated, the next
+    observation is that of ``("next", "current_player")``.
+
+    Args:
+        batch: ``[*B, T]`` with ``current_player`` ``[*B, T]`` and ``next.reward`` ``[*B, T, n]``, also split.
+        previous: the batch before, of the same lanes.
+
+    Raises TypeError or ValueError for another kind of batch, missing keys, wrong shapes or order of frames.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("pettingzoo/classic/tictactoe_v3", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
+    >>> moves = player_trajectories(batch)
+    >>> moves["next", "reward"][moves["next", "done"]].abs().sum() > 0
+    tensor(True)
+    """
+    check_kind("previous", previous, (TensorDictBase, type(None)), "pass the batch before, or leave it out")
+    split.check_batch(batch)
+    split.check_single_steps(batch)
+    whole, first = next_observations(batch), 0
+    if previous is not None:
+        whole, first = torch.cat([next_observations(previous), whole], batch.ndim - 1), previous.batch_size[-1]
+    split.check_order(whole)
+    leaves, turns = flatten(whole), _Turns(whole, first)
+    parts = [turns.moves_of(player, leaves) for player in range(turns.players)]
+    joined = {path: torch.cat([part[path] for part in parts]) for path in parts[0]}
+    return to_batch(joined, (len(joined["next", "reward"]),), locked=batch.is_locked)
+
+
+class _Turns:
+    """The turns of a batch [*B, T], and to which trajectory each belongs."""
+
+    def __init__(self, batch: TensorDictBase, first: int) -> None:
+        """Of moves, those count that end at the frame `first` or later."""
+        self.first, self.mover = first, split.require(batch, PLAYER, tail=())
+        self.next_mover = split.require(batch, ("next", PLAYER), tail=())
+        self.reward = split.require(batch, ("next", "reward"), tail=None)
+        self.players = self.reward.shape[-1]
+        if self.players < 2 or bool((self.mover >= self.players).any()):
+            raise ValueError(
+                f"next.reward has shape {list(self.reward.shape)}, and {PLAYER} is up to {int(self.mover.max())}, "
+                "expected a reward for each player, [*B, T, players]: let the environment return them"
+            )
+        ids, step = (split.require(batch, key, tail=()) for key in (split.TRAJECTORY_IDS, split.STEP))
+        self.done = split.ends_of(batch)
+        self.last = self.done.clone()  # whether a frame is the last of its trajectory here
+        self.last[..., :-1] |= ids[..., 1:] != ids[..., :-1]
+        self.last[..., -1] = True
+        self.time = torch.arange(ids.shape[-1], device=ids.device)
+        begins = torch.ones_like(self.last)
+        begins[..., 1:] = self.last[..., :-1]
+        self.begin = torch.where(begins, self.time, 0).cummax(-1).values
+        self.step = step.gather(-1, self.begin)
+        self.counts = torch.ones_like(self.last)
+        for key, wanted in (("done", False), (split.MASK, True)):
+            if (leaf := split.optional(batch, key, tail=() if wanted else (1,))) is not None:
+                self.counts &= leaf.view_as(self.last) == wanted
+        self.last[..., :-1] |= ~self.counts[..., 1:]
+
+    def moves_of(self, player: int, leaves: dict[Path, Tensor]) -> dict[Path, Tensor]:
+        """The leaves [F, ...] of this player's moves."""
+        moves = self.counts & (self.mover == player)
+        closes = self.done | (self.next_mover == player)
+        nearest = torch.where(closes | self.last, self.time, len(self.time))
+        end = nearest.flip(-1).cummin(-1).values.flip(-1)  # the frame in which the outcome of a move is known
+        at = (moves & closes.gather(-1, end) & (end >= self.first)).nonzero(as_tuple=True)
+        until = (*at[:-1], end[at])
+        made = moves.cumsum(-1)
+        number = self.step + made - 1 - (made - moves.long()).gather(-1, self.begin)
+        reward = self.reward[..., player]
+        total = reward.double().cumsum(-1)
+        found = {path: leaf[until if path[0] == "next" else at] for path, leaf in leaves.items()}
+        found["next", "reward"] = (total[until] - total[at] + reward[at]).to(reward.dtype)[:, None]
+        found[split.STEP] = number[at]
+        for path in (split.TRAJECTORY_IDS, split.LANE):
+            if path in found:
+                found[path] = found[path] * self.players + player
+        return found
