@@ -19,7 +19,7 @@ import optree
 import torch
 from torch import nn
 
-from benchmarks.contestants import scans
+from benchmarks.contestants import agent_scans, scans
 from benchmarks.contestants.peers import Batches, Rollouts
 from benchmarks.harness.isolated import Isolated
 from benchmarks.harness.report import compare
@@ -29,6 +29,7 @@ OURS = "funcollect"
 FRAMES = 131_072  # at least, per batch
 FRAMES_OF_PHYSICS = 32_768  # the same for environments with expensive steps
 STEPS = 32  # at least, per environment
+AGENTS = "jaxmarl/"
 SIZES = {  # how many environments at once
     "gymnax/CartPole-v1": (1, 64, 1024, 4096),
     "gymnax/Breakout-MinAtar": (64, 1024, 4096),
@@ -36,6 +37,7 @@ SIZES = {  # how many environments at once
     "brax/ant": (64,),
     "jumanji/Snake-v1": (64, 1024),
     "pgx/tic_tac_toe": (64, 1024, 4096),
+    "jaxmarl/MPE_simple_spread_v3": (1024,),
 }
 
 
@@ -61,8 +63,8 @@ def _sizes() -> Iterator[tuple[str, int]]:
 def _cell(env_id: str, num_envs: int) -> Cell:
     length = batch_length(env_id, num_envs)
     contestants: dict[str, Factory] = {OURS: partial(ours, our_pair, env_id, num_envs, length)}
-    contestants["scan"] = partial(scans.Scan, env_id, num_envs, length)
-    if num_envs > 1:  # a batch of so many single steps takes minutes
+    contestants["scan"] = partial(by_hand, env_id, num_envs, length)
+    if num_envs > 1 and not env_id.startswith(AGENTS):  # a batch of so many single steps takes minutes
         contestants["crossing"] = partial(ours, torch_pair, env_id, num_envs, length)
     if (suite := env_id.partition("/")[0]) in ("brax", "jumanji") and num_envs == 64:
         contestants |= torchrl_contestants(suite, env_id.partition("/")[2], num_envs)
@@ -75,6 +77,13 @@ def ours(pair: Callable[[str, int], tuple[Any, Any]], env_id: str, num_envs: int
     return Rollouts(*pair(env_id, num_envs), length)
 
 
+def by_hand(env_id: str, num_envs: int, length: int) -> Any:
+    """The hand-written scan."""
+    if env_id.startswith(AGENTS):
+        return agent_scans.AgentScan(env_id.removeprefix(AGENTS), num_envs, length)
+    return scans.Scan(env_id, num_envs, length)
+
+
 def batch_length(env_id: str, num_envs: int) -> int:
     frames = FRAMES_OF_PHYSICS if env_id.startswith("brax") else FRAMES
     return max(STEPS, -(-frames // num_envs))
@@ -84,6 +93,10 @@ def our_pair(env_id: str, num_envs: int) -> tuple[Any, Any]:
     import funcollect as fc
 
     env = scans.make_env(env_id, num_envs)
+    if env_id.startswith(AGENTS):
+        group = env.groups["agent"]
+        params, apply = agent_scans.network(*group.observation_space.shape, group.action_space.n)
+        return env, fc.by_group({"agent": fc.jax_policy(apply, params, head=fc.heads.categorical)})
     params, apply = scans.network(env)
     head = fc.heads.categorical if scans.discrete(env) else fc.heads.normal
     return env, fc.jax_policy(apply, params, head=head)
@@ -117,8 +130,8 @@ class Network(nn.Module):
 
 def _with_compile_times(result: Result, env_id: str, num_envs: int) -> Result:
     length = batch_length(env_id, num_envs)
-    by_hand = compile_seconds(scans.Scan(env_id, num_envs, length).lower)
-    seconds = {OURS: _our_compile(env_id, num_envs, length), "scan": by_hand}
+    scan = compile_seconds(by_hand(env_id, num_envs, length).lower)
+    seconds = {OURS: _our_compile(env_id, num_envs, length), "scan": scan}
     lines = result.table.splitlines()
     width = max(len(line) for line in lines[:-1]) + 2
     for i, line in enumerate(lines[:-1]):

@@ -60,10 +60,10 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.core.differentiable import differentiable_rollout as differentiable_rollout
     from funcollect.core.env_params import set_env_params as set_env_params
     from funcollect.core.evaluate_actions import evaluate_actions as evaluate_actions
+    from funcollect.core.lowered import lower_policy as lower_policy
     from funcollect.core.next_values import next_values as next_values
     from funcollect.core.routes import Plan as Plan
     from funcollect.core.routes import explain as explain
-    from funcollect.core.routes import lower_policy as lower_policy
     from funcollect.core.saving import load as load
     from funcollect.core.saving import save as save
     from funcollect.core.state import CollectorState as CollectorState

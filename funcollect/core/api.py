@@ -13,9 +13,10 @@ from torch import Tensor
 
 from funcollect.arguments import check_function, check_kind
 from funcollect.core.loops import device, host, over_jax, own_pace, tensor
+from funcollect.core.lowered import is_lowered, run_in_jax
 from funcollect.core.request import NO_VALUES, Request, Value, check_eager, check_state, exploration_values, with_values
 from funcollect.core.routes import check_pair as check_pair
-from funcollect.core.routes import of_lanes, route_of, run_in_jax
+from funcollect.core.routes import of_lanes, route_of
 from funcollect.core.simulators import SimulatorHandle
 from funcollect.core.state import Array, CollectorState
 from funcollect.envs.agents import presented
@@ -25,7 +26,6 @@ from funcollect.messages import shown
 from funcollect.policies.base import check_policy
 from funcollect.policies.by_group import GroupPolicy
 from funcollect.policies.population import Population
-from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import Env, Policy, SimulatorsOfLanes
 from funcollect.specs import ExplorationType, GroupedSpec, TurnSpec
 
@@ -156,7 +156,7 @@ def run(
     route = route_of(env, policy, request.exploration_type)
     run_loop, inner = loops[route.loop], route.policy
     with memory_for(what):
-        if inner is policy or not isinstance(inner, LoweredPolicy):
+        if inner is policy or not is_lowered(inner):
             after, batch = run_loop(env, inner, state, request)
         else:
             after, batch = run_in_jax(inner, state, lambda entered: run_loop(env, inner, entered, request))

@@ -18,8 +18,9 @@ from typing_extensions import override
 
 from funcollect.core.env_params import of_one_lane
 from funcollect.core.loops.over_jax import batch_of
+from funcollect.core.lowered import lowered_for, run_in_jax
 from funcollect.core.request import NO_VALUES, Request, Value, check_jax, check_state, exploration_values, with_values
-from funcollect.core.routes import check_pair, lowered_for, run_in_jax
+from funcollect.core.routes import check_pair
 from funcollect.core.state import CollectorState, origin_of
 from funcollect.core.traced_step.columns import recorded_step
 from funcollect.core.traced_step.step import Row, StepConfig, operations, run_keys

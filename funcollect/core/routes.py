@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
-import optree
-import torch
-from torch import Tensor, nn
-
-from funcollect.arguments import check_call, check_kind, check_optional_positive
+from funcollect.arguments import check_call, check_optional_positive
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.loops.blocks import MOST_STEPS
 from funcollect.core.loops.tensor import STEPS
-from funcollect.core.request import Rollout, check_state_kind, head_of
+from funcollect.core.lowered import complete, is_lowered, lowered
+from funcollect.core.request import head_of
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import seeding_of, statistics_of
 from funcollect.errors import LoweringError
 from funcollect.faulty_fusions import avoid_faulty_fusions
-from funcollect.interop.bridge import torch_view
 from funcollect.interop.cuda_graph import can_capture
-from funcollect.interop.jax_setup import default_device_type, dispatch_note, import_jax
-from funcollect.interop.memo import memo_of
+from funcollect.interop.jax_setup import dispatch_note, import_jax
 from funcollect.messages import kind_of
 from funcollect.policies.base import check_policy
 from funcollect.policies.by_group import GroupPolicy
 from funcollect.policies.by_player import PlayerPolicy
-from funcollect.policies.heads.head import FromDistribution
 from funcollect.policies.jax_functions.jax_policy import check_sees_all, is_traceable
 from funcollect.policies.normalized import Normalized, check_statistics
-from funcollect.policies.population import Population, TorchPopulation
+from funcollect.policies.population import Population
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_in_jax import LoweredPolicy, Source, example
-from funcollect.policies.torch_modules.torch_backed import TorchBacked, TorchPolicyState, has_lazy_layers, lanes_of
+from funcollect.policies.torch_in_jax import LoweredPolicy, Source
+from funcollect.policies.torch_modules.torch_backed import TorchBacked
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Backend, Env, Policy, is_env
-from funcollect.specs import ExplorationType, assemble
-from funcollect.tree import moved
+from funcollect.specs import ExplorationType
 
 _CALL = "what funcollect.Policy has: (params, policy_state, observation, noise, spec, exploration)"
-# A module whose attributes take more values than this is not lowered, since each value would compile again.
-_MOST_SETTINGS = 4
-_MOST_ROWS = 3  # of an example; a module treats all batch sizes other than 1 alike
 
 
 def check_pair(env: Any, policy: Any) -> None:
@@ -94,10 +84,10 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
             return Route(env.backend, policy)
     elif is_traceable(policy):
         return Route("fused", policy)
-    if asked in ("eager", "inductor") or not isinstance(policy, TorchPolicy | TensorDictPolicy):
+    if asked in ("eager", "inductor") or not isinstance(policy, TorchPolicy | TensorDictPolicy | GroupPolicy):
         return Route("crossing", policy)
     try:
-        return Route("fused" if env.backend == "jax" else env.backend, lowered_for(env, policy, exploration_type))
+        return Route("fused" if env.backend == "jax" else env.backend, lowered(env, policy, exploration_type))
     except LoweringError as error:
         if asked is not None:
             raise
@@ -112,108 +102,6 @@ def of_lanes(env: Env, policy: Policy, state: CollectorState) -> Policy:
     every, total = state.num_lanes, state.total_lanes
     own = source.of_lanes(range(total) if every == total else state.lane_ids, total)  # reading ids waits for a device
     return own if source is policy else route_of(env, own).policy
-
-
-def lower_policy(policy: Policy, env: Env) -> LoweredPolicy:
-    """Return a Torch policy as a JAX policy, its module lowered: for `funcollect.traced`, and for training in JAX.
-
-    Its ``params`` are arrays by dotted name, read from the module at each access; ``load(params)`` writes such arrays
-    into the module. `funcollect.rollout` lowers by itself.
-
-    Raises:
-        TypeError: for a policy that is not of `torch_policy` or `tensordict_policy`.
-        LoweringError: for a module that cannot be lowered, with the reason and the place in the module.
-
-    >>> import jax, torch, funcollect as fc
-    >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=4)
-    >>> policy = lower_policy(fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical), env)
-    >>> state = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))
-    >>> state, arrays = fc.traced.rollout(env, policy, policy.params, state, 8)
-    >>> arrays["action_log_prob"].shape
-    (8, 4)
-    """
-    check_kind("env", env, get_args(Env), "make one with funcollect.make_env")
-    return lowered_for(env, policy, ExplorationType.RANDOM)
-
-
-def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> LoweredPolicy:
-    """Do what `lower_policy` does, for a TensorDict policy under this type. Cached for each space and setting."""
-    if isinstance(policy, LoweredPolicy):
-        return policy
-    if not isinstance(policy, TorchPolicy | TensorDictPolicy):
-        wanted = "one over a Torch module: make it with funcollect.torch_policy"
-        raise TypeError(f"policy is {type(policy).__name__}, expected {wanted}")
-    known: dict[Any, LoweredPolicy | LoweringError] = memo_of(policy).setdefault("lowered", {})
-    in_tensordicts = isinstance(policy, TensorDictPolicy)  # other modules do not depend on the type: they do not sample
-    which = (exploration_type if in_tensordicts else ExplorationType.RANDOM, _seen_of(env), policy.settings)
-    if which not in known:
-        if sum(each[:2] == which[:2] for each in known) >= _MOST_SETTINGS:
-            what = f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again"
-            raise LoweringError(f"{what}: keep what changes in buffers")
-        rows = policy.lanes if isinstance(policy, TorchPopulation) else min(env.num_envs or 1, _MOST_ROWS)
-        try:
-            _check_lowerable(policy)
-            given = example(env.observation_space, env.observation_leaves, rows)
-            known[which] = LoweredPolicy(policy, given, which[0], single=env.num_envs is None and in_tensordicts)
-        except LoweringError as error:
-            known[which] = error.with_traceback(None)
-    found = known[which]
-    if isinstance(found, LoweringError):
-        raise found
-    return found
-
-
-def _check_lowerable(source: TorchBacked) -> None:
-    if isinstance(source.head, FromDistribution):
-        raise LoweringError(f"the head {source.head.name} samples in Torch: use another head, or funcollect.jax_policy")
-    own, place = source.run_device, default_device_type()
-    if own is not None and own.type != place and (source.device is not None or own.type != "cpu"):
-        raise LoweringError(f"the policy runs on {own.type}, JAX on {place}: move the module there")
-
-
-def _seen_of(env: Env) -> Hashable:
-    """What a module can see of an environment; equal for those that differ in nothing else."""
-    memo, space = memo_of(env), env.observation_space
-    known: tuple[Any, Hashable] = memo.get("seen", (None, None))
-    if known[0] is not space:
-        structure = optree.tree_structure(assemble(space, {leaf.path: 0 for leaf in env.observation_leaves}))
-        known = memo["seen"] = space, (structure, env.observation_leaves, env.num_envs and min(env.num_envs, 2))
-    return known[1]
-
-
-def complete(env: Env, policy: Source) -> None:
-    """Make the parameters of lazy layers, such as `torch.nn.LazyLinear`, by one call of the module in evaluation mode.
-
-    They are drawn from Torch's global generator, as by a call of the user's own.
-    """
-    module = policy.module
-    if not isinstance(module, nn.Module) or not has_lazy_layers(module):
-        return
-    single = env.num_envs is None and isinstance(policy, TensorDictPolicy)
-    rows = example(env.observation_space, env.observation_leaves, 1)
-    observation = moved(rows, policy.run_device or torch.device("cpu"))
-    recurrent = lanes_of(policy.initial_carry(observation), 1, policy.device)
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        with torch.no_grad():
-            policy.call_module(module, observation, recurrent, ExplorationType.DETERMINISTIC, single=single)
-    finally:
-        for part, training in modes.items():
-            part.training = training
-    policy.replace(module)
-
-
-def run_in_jax(policy: LoweredPolicy, state: CollectorState, run: Callable[[CollectorState], Rollout]) -> Rollout:
-    """Run a rollout with a Torch policy's state as JAX takes it; return the state and the batch as Torch has them."""
-    policy_state = state.policy_state
-    check_state_kind(policy_state, TorchPolicyState)
-    after, batch = run(state.replace(policy_state=policy.enter(policy_state, state.num_lanes)))
-    if policy_state.recurrent is not None:
-        step: Any = after.step
-        fresh = (step if isinstance(step, Tensor) else torch_view(step)) == 0
-        policy_state = policy.leave(after.policy_state, policy_state, fresh)
-    return after.replace(policy_state=policy_state), policy.as_torch(batch)
 
 
 _NOT_BY_CUT = "data depend on every step and reset since, not on how a run is cut into batches"
@@ -365,7 +253,7 @@ def _seeding(env: Env) -> str:
 
 
 def _reasons(route: Route, steps: str, in_jax: bool) -> Iterator[str]:
-    if isinstance(route.policy, LoweredPolicy):
+    if is_lowered(route.policy):
         yield "the policy's module is lowered to one JAX function (its torch.export graph in jax.numpy)"
     yield steps
     if in_jax and import_jax().default_backend() != "cpu" and route.loop in _ON_ACCELERATORS:
@@ -376,7 +264,7 @@ def _reasons(route: Route, steps: str, in_jax: bool) -> Iterator[str]:
 
 def _copies(env: Env, route: Route, copies: str) -> str:
     policy = route.policy
-    if isinstance(policy, LoweredPolicy):
+    if is_lowered(policy):
         return f"parameters and buffers into JAX's layout, at every rollout; {copies.removeprefix('nothing: ')}"
     if route.loop in ("fused", "captured"):
         return copies

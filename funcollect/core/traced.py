@@ -24,6 +24,7 @@ from funcollect.core.state import LEAVES, CollectorState, origin_of
 from funcollect.core.traced_step.episodes import TracedEpisodeStats, after_frame, episode_stats, frame_of, no_stats
 from funcollect.core.traced_step.step import StepConfig, begin, by_path, continue_from, restart, run_keys, varying
 from funcollect.core.traced_step.step import step as fused_step
+from funcollect.envs import agents
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, check_functions
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, without_weak_types
@@ -33,7 +34,7 @@ from funcollect.policies.jax_functions.program import PROBE
 from funcollect.policies.population import Population
 from funcollect.policies.torch_in_jax import LoweredPolicy
 from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
-from funcollect.specs import ExplorationType
+from funcollect.specs import ExplorationType, GroupedSpec
 from funcollect.tree import Path, nest
 
 __all__ = ["TracedEpisodeStats", "episode_stats", "evaluate", "init", "no_stats", "partition", "reset", "rollout"]
@@ -75,6 +76,7 @@ def init(
     jnp = jax.numpy
     check_jax(env)
     check_traceable(policy)
+    policy.check(env.action_spec)
     remember_spaces(policy, env.observation_space, env.observation_leaves, env.action_spec)
     check_optional_positive("total_lanes", total_lanes)
     check_optional_positive(f"max_episode_steps of {env}", env.max_episode_steps)
@@ -284,7 +286,10 @@ def _step(config: StepConfig, bound: BoundParams, state: CollectorState, keys: A
     for name, value in bound[1].items():
         row[*EXPLORATION, name] = import_jax().numpy.broadcast_to(value, state.lane.shape)
     places: dict[Path, Path] = {(".".join(path),): path for path in config.policy.nested}
-    return after, nest({places.get(path, path): value for path, value in row.items() if path != (PROBE,)})
+    if isinstance(spec := config.env.action_spec, GroupedSpec):
+        row = agents.by_groups(row, spec)
+        row = agents.without_absent(row, [name for name, group in spec.groups.items() if group.comes_and_goes])
+    return after, nest({places.get(path, path): value for path, value in row.items() if path[-1] != PROBE})
 
 
 def _checked_config(

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 import optree
+import torch
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.envs.base import box
-from funcollect.envs.host.plain_spaces import plain_actions
+from funcollect.envs.plain_spaces import plain_actions
+from funcollect.interop.jax_setup import import_jax
 from funcollect.specs import PLAYER, Group, GroupedSpec, Space, TurnSpec
-from funcollect.tree import NAMESPACE, Path
+from funcollect.tree import NAMESPACE, Path, flatten, to_batch
 
 REWARD = "reward"  # the info of each group, [n] float32
 FLAGS = ("terminated", "truncated")  # of each agent, part of what is observed: [n, 1] bool
@@ -93,11 +96,37 @@ def action_spec(groups: Mapping[str, Group], order: Sequence[str]) -> GroupedSpe
     return GroupedSpec(plain_actions(action_space(groups)), groups=groups, order=tuple(order))
 
 
-def there(observation: Any, mask: Tensor) -> Any:
+def there(observation: Any, mask: Any) -> Any:
     """Observations [..., n, ...], with zeros for agents that are not there by the mask [..., n]."""
-    return optree.tree_map(
-        lambda leaf: leaf * mask.reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim)), observation, namespace=NAMESPACE
-    )
+
+    def kept(leaf: Any) -> Any:
+        xp: Any = torch if isinstance(leaf, Tensor) else import_jax().numpy
+        return xp.where(mask.reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim)), leaf, xp.zeros_like(leaf))
+
+    return optree.tree_map(kept, observation, namespace=NAMESPACE)
+
+
+def by_groups(columns: Mapping[Path, Any], spec: GroupedSpec) -> dict[Path, Any]:
+    """Columns [..., *shape] of a loop with what belongs to agents under the keys of their groups."""
+    made: dict[Path, Any] = {}
+    for path, column in columns.items():
+        name, _, what = path[-1].partition(".")
+        own = bool(what) and name in spec.groups
+        if path == ("action",):
+            made |= {(group, "action"): spec.of_group(group, column) for group in spec.groups}
+        elif own and path[:2] == ("next", "info") and what == REWARD:
+            made["next", name, what] = column[..., None]
+        elif own and path[:2] == ("next", "info"):
+            made["next", name, "info", what] = column
+        elif own and len(path) == 1:  # an output of a policy in a traced loop
+            made[name, what] = column
+        else:
+            made[path] = column
+    for name, lead in product(spec.groups, ((), ("next",))):
+        node = (*lead, name)
+        if (*node, FLAGS[0]) in made and (*node, "done") not in made:
+            made[*node, "done"] = made[*node, FLAGS[0]] | made[*node, FLAGS[1]]
+    return made
 
 
 def turn_space(agents: Mapping[str, tuple[Space, Space]]) -> spaces.Dict:
@@ -115,25 +144,21 @@ def turn_space(agents: Mapping[str, tuple[Space, Space]]) -> spaces.Dict:
 
 def presented(batch: TensorDict, spec: GroupedSpec | TurnSpec) -> TensorDict:
     """A rollout's batch [*B, T] with what belongs to agents under their own keys, as views."""
-    batch.unlock_()
     if isinstance(spec, TurnSpec):
+        batch.unlock_()
         for key, value in batch["next"].pop("info").items():
             _, _, what = key.partition(f"{TURNS}.")
             batch["next", *((what,) if what == REWARD else ("info", what or key))] = value
         return batch.lock_()
-    action, infos = batch.pop("action"), batch["next"].pop("info", {})
-    for key, value in infos.items():
-        name, _, what = key.partition(".")
-        path: Path = (name, what) if what == REWARD else (name, "info", what)
-        batch["next", *(path if name in spec.groups and what else ("info", key))] = value
-    for name, group in spec.groups.items():
-        if ("next", name, REWARD) in batch.keys(include_nested=True):
-            batch["next", name, REWARD] = batch["next", name, REWARD].unsqueeze(-1)
-        batch[name, "action"] = spec.of_group(name, action)
-        for node in (batch, batch["next"]):
-            flags = {*node[name].keys()}
-            if "terminated" in flags and "done" not in flags:
-                node[name, "done"] = node[name, "terminated"] | node[name, "truncated"]
-        if group.comes_and_goes and not batch[name, PRESENT].all():
-            batch[name, "observation"] = there(batch[name, "observation"], batch[name, PRESENT])
-    return batch.lock_()
+    leaves = by_groups(flatten(batch), spec)
+    gone = [name for name, group in spec.groups.items() if group.comes_and_goes and not leaves[name, PRESENT].all()]
+    return to_batch(without_absent(leaves, gone), (*batch.batch_size,), with_time=batch._has_names(), locked=True)
+
+
+def without_absent(leaves: dict[Path, Any], groups: Iterable[str]) -> dict[Path, Any]:
+    """Columns by group in which what absent agents of some groups observe before a step is zeros."""
+    gone = {*groups}
+    return {
+        path: there(leaf, leaves[path[0], PRESENT]) if path[0] in gone and path[1] == "observation" else leaf
+        for path, leaf in leaves.items()
+    }

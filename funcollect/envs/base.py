@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import inspect
+import io
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -124,6 +126,14 @@ def checked_start(env: object, answer: Any) -> tuple[Any, Any]:
         what = f"reset of {env!r} returned {returned(answer)}, expected the pair (env_state, observation)"
         raise EnvError(f"{what}: return both")
     return answer
+
+
+def fields_of(label: str, answer: Any) -> Transition:
+    """Return what `step` of two functions returned, a Transition or its fields; TypeError for anything else."""
+    if not isinstance(answer, tuple) or len(answer) not in (5, 6):
+        wanted = "(env_state, observation, reward, terminated, truncated), and info if there is any: return these"
+        raise TypeError(f"{label}: step returned {returned(answer)}, expected {wanted}")
+    return Transition(*answer)
 
 
 def checked_transition(env: JaxEnv | TorchEnv | DeviceEnv, answer: Any) -> Transition:
@@ -248,7 +258,7 @@ def import_extra(module: str, package: str, extra: str | None) -> Any:
     """Import `module`, which may draw random numbers as EnvPool does, or say how to install `package`, by an extra."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):  # some print as they start
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != module.partition(".")[0]:
@@ -279,6 +289,7 @@ SUITES: dict[str, tuple[str, tuple[str, ...]]] = {
     "gymnax": ("gymnax", ("reset_env",)),
     "jumanji": ("jumanji", ("observation_spec", "action_spec")),
     "craftax": ("craftax", ("reset_env", "step_env", "static_env_params")),
+    "jaxmarl": ("jaxmarl", ("reset", "step_env", "agents", "action_space")),
     "navix": ("navix", ("reset", "_step", "action_space")),
     "pgx": ("pgx", ("init", "num_players", "num_actions")),
     "xminigrid": ("xminigrid", ("reset", "step", "default_params", "num_actions")),

@@ -21,7 +21,7 @@ from torch import Tensor
 from funcollect.arguments import check_choice, check_keys, checked_device
 from funcollect.envs import base
 from funcollect.envs.base import AdaptedEnv, first_then_new, info_names, info_place, leaves_of
-from funcollect.envs.host.plain_spaces import batch_structure, plain_actions
+from funcollect.envs.plain_spaces import batch_structure, plain_actions
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.protocols import DeviceSimulators, Transition

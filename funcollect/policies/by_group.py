@@ -19,11 +19,13 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Noise
 from funcollect.policies.base import PolicyBase, check_policy, device_of, lane_mask, select_program
+from funcollect.policies.checks import check_action
+from funcollect.policies.jax_functions.jax_policy import FunctionPolicy, check_sees_all
 from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.population import LaneIds, Population
 from funcollect.policies.torch_modules.torch_backed import TorchPolicyState
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy
-from funcollect.specs import ActionSpec, GroupedSpec
+from funcollect.specs import ActionSpec, ExplorationType, GroupedSpec
 from funcollect.tree import NAMESPACE, moved, select
 
 
@@ -51,6 +53,7 @@ def by_group(policies: Mapping[str, Policy], *, together: Sequence[str] = ()) ->
     check_kind("policies", policies, Mapping, 'pass for example {"adversary": p, "agent": q}')
     for policy in policies.values():
         check_policy(policy)
+        check_sees_all(policy, "a policy by_group")
     check_keys("together", together, "agent")
     if unknown := sorted({*together} - policies.keys()):
         raise ValueError(f"together names {unknown}, expected groups out of {[*policies]}: correct the names")
@@ -173,9 +176,13 @@ class GroupPolicy(PolicyBase):
     def remembers(self, policy_state: Any, /) -> bool:
         return any(policy.remembers(policy_state[name]) for name, policy in self.policies.items())
 
+    def rows_in_lane(self, name: str) -> int:
+        """The number of rows of a policy for each lane, once the environment is known."""
+        return self._sizes.get(name, 1)
+
     def rows_of(self, name: str, mask: Any) -> Any:
         """The mask of the rows of a policy for a mask [P] of lanes."""
-        n = self._sizes.get(name, 1)
+        n = self.rows_in_lane(name)
         return mask if n == 1 else mask.repeat_interleave(n) if isinstance(mask, Tensor) else mask.repeat(n)
 
     @property
@@ -203,8 +210,21 @@ class GroupPolicy(PolicyBase):
         return GroupActor(self, inputs)
 
     @override
-    def finish(self, columns: Columns, spec: ActionSpec, /) -> Columns:
-        return columns  # the policies of groups have done that
+    def finish(self, columns: Columns, spec: Any, /) -> Columns:
+        """The outputs of a traced loop, which have dotted names, as the policies of groups finish them."""
+        action, made = columns["action",].to(spec.dtype), Columns()
+        lead = action.shape[:2]
+        for name, part in self.parts(spec).items():
+            prefix = f"{name}."
+            own: Columns = {("action",): spec.of_group(name, action)}
+            own |= {
+                (path[0].removeprefix(prefix),): each for path, each in columns.items() if path[0].startswith(prefix)
+            }
+            rows = {path: each.flatten(1, 2) if part.n else each for path, each in own.items()}
+            finished = part.policy.finish(rows, part.spec)
+            made |= {(name, *path): part.apart(each, lead[1], lead[:1]) for path, each in finished.items()}
+            del made[name, "action"]
+        return {("action",): action, **made}
 
     @override
     def __call__(
@@ -217,7 +237,8 @@ class GroupPolicy(PolicyBase):
         for name, part in self.parts(spec).items():
             drawn = None if noise is None else part.noise(noise)
             rows, values = part.rows(observation), self.of_group(name, exploration)
-            after[name], found = part.policy(params[name], state[name], rows, drawn, part.spec, values)
+            after[name], found = part.answer(params[name], state[name], rows, drawn, values)
+            check_action(found["action"], part.spec, num_envs * max(part.n, 1))
             actions.append(found["action"].reshape(num_envs, -1))
             own = {key: value for key, value in found.items() if key != "action"}
             outputs |= {f"{name}.{key}": part.apart(value, num_envs) for key, value in own.items()}
@@ -255,6 +276,13 @@ class _Part(NamedTuple):
         if not self.n:
             return own
         return optree.tree_map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), own, namespace=NAMESPACE)
+
+    def answer(self, params: Any, state: Any, observation: Any, noise: Any, exploration: Exploration) -> Any:
+        """One traced step of its policy, with a probe for NaN if it has one."""
+        if not isinstance(self.policy, FunctionPolicy):
+            return self.policy(params, state, observation, noise, self.spec, exploration)
+        stochastic = exploration.type is ExplorationType.RANDOM
+        return self.policy.answer(self.spec, stochastic, (params, exploration.values), state, observation, noise)
 
     def noise(self, uniform: Any) -> Any:
         """Its noise [..., P * n, *shape], of uniform numbers [..., P, m] for all agents."""

@@ -103,7 +103,9 @@ def jax_numerics() -> Any:
 
     def select(mask: Any, chosen: Any, other: Any) -> Any:
         def pick(one: Any, two: Any) -> Any:
-            return jnp.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
+            rows = one.shape[0] // mask.shape[0]  # of a lane, more than one for agents
+            own = mask if rows == 1 else jnp.repeat(mask, rows)
+            return jnp.where(own.reshape(-1, *[1] * (one.ndim - 1)), one, two)
 
         return jax.tree.map(pick, chosen, other)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import Any, Literal
 
 import numpy as np
@@ -18,15 +20,15 @@ from funcollect.policies.base import PolicyBase, device_of, rows_of
 from funcollect.policies.heads.head import Head
 from funcollect.policies.numerics import TORCH, encode_choices, jax_numerics
 from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, is_env
-from funcollect.specs import ActionSpec
+from funcollect.specs import ActionSpec, GroupedSpec
 
 
 def random_policy(env: Env) -> RandomPolicy:
     """A policy that draws uniformly from the environment's action space.
 
-    If the observation is a Dict with an entry ``action_mask`` of the actions' size, only the actions that it allows
-    are drawn. Unbounded components of a Box are drawn as Gymnasium's `Box.sample` draws them: normal, or exponential
-    from the side that is bounded. Raises TypeError if `env` is not an environment.
+    If the observation, or that of an agent, is a Dict with an entry ``action_mask`` of the actions' size, only the
+    actions that it allows are drawn. Unbounded components of a Box are drawn as Gymnasium's `Box.sample` draws them:
+    normal, or exponential from the side that is bounded. Raises TypeError if `env` is not an environment.
 
     >>> import funcollect as fc
     >>> policy = random_policy(fc.make_env("Pendulum-v1", num_envs=2))
@@ -150,12 +152,26 @@ def _draw(spec: ActionSpec, uniform: Tensor, observation: Any) -> tuple[Tensor, 
     return action.to(spec.dtype), log_prob
 
 
-def action_mask(observation: Any, spec: ActionSpec) -> Any:
-    """The mask [P, n] of allowed actions in an observation, an array of Torch, NumPy or JAX; None if there is none."""
+def action_mask(observation: Any, spec: ActionSpec, lead: int = 1) -> list[Any] | None:
+    """The masks [P, n] of allowed actions of each choice, arrays of Torch, NumPy or JAX; None if there are none.
+
+    They have `lead` dimensions before their last one.
+    """
+    if isinstance(spec, GroupedSpec):
+        return _masks_of_agents(observation, spec)
     if not isinstance(observation, Mapping) or not isinstance(spec.space, spaces.Discrete):
         return None
     mask = observation.get("action_mask")
-    return mask if getattr(mask, "shape", ())[1:] == (int(spec.space.n),) else None
+    return [mask] if getattr(mask, "shape", ())[lead:] == (int(spec.space.n),) else None
+
+
+def _masks_of_agents(observation: Any, spec: GroupedSpec) -> list[Any] | None:
+    """The masks of all agents, by group, with None for those of groups without."""
+    masks: list[Any] = []
+    for name, group in spec.groups.items():
+        own = action_mask(observation[name]["observation"], group.action_spec, 2)
+        masks += [*own[0].swapaxes(0, 1)] if own else [None] * (group.n * len(group.action_spec.categories))
+    return None if all(mask is None for mask in masks) else masks
 
 
 def in_shares(log_prob: Any, shape: Sequence[int]) -> Any:
@@ -169,10 +185,10 @@ def random_noise(spec: ActionSpec) -> Noise:
     return Noise(kind="uniform", shape=(len(spec.categories),) if spec.categories else tuple(spec.space.shape or ()))
 
 
-def draw_actions(xp: Any, spec: ActionSpec, uniform: Any, mask: Any) -> tuple[Any, Any]:
+def draw_actions(xp: Any, spec: ActionSpec, uniform: Any, masks: Any) -> tuple[Any, Any]:
     """Actions [..., *spec.shape] from the numbers that `random_noise` describes, and their log-probabilities [...]."""
     if spec.categories:
-        return _choices(xp, spec, uniform, mask)
+        return _choices(xp, spec, uniform, masks)
     space: Any = spec.space
     shape = uniform.shape[: uniform.ndim - len(spec.shape)]
     if isinstance(space, spaces.MultiBinary):
@@ -183,17 +199,26 @@ def draw_actions(xp: Any, spec: ActionSpec, uniform: Any, mask: Any) -> tuple[An
     return action, density.reshape(*shape, -1).sum(-1)
 
 
-def _choices(xp: Any, spec: ActionSpec, uniform: Any, mask: Any) -> tuple[Any, Any]:
-    if mask is None:
+def _choices(xp: Any, spec: ActionSpec, uniform: Any, masks: Any) -> tuple[Any, Any]:
+    if masks is None:
         counts = xp.constant(np.array(spec.categories, np.float32), uniform)
         chosen = xp.minimum(xp.floor_int(uniform * counts), xp.floor_int(counts) - 1)
         log_prob = xp.full(uniform.shape[:-1], -sum(map(math.log, spec.categories)), uniform)
         return encode_choices(xp, [chosen[..., each] for each in range(len(spec.categories))], spec), log_prob
+    pairs = [_choice(xp, uniform[..., i], *each) for i, each in enumerate(zip(spec.categories, masks, strict=True))]
+    return encode_choices(xp, [index for index, _ in pairs], spec), reduce(add, (each for _, each in pairs))
+
+
+def _choice(xp: Any, uniform: Any, count: int, mask: Any) -> tuple[Any, Any]:
+    """One choice [...], of those that a mask [..., count] allows, and its log-probability."""
+    if mask is None:
+        chosen = xp.clip(xp.floor_int(uniform * count), 0, count - 1)
+        return chosen, xp.full(uniform.shape, -math.log(count), uniform)
     allowed = xp.floor_int(xp.constant(mask, uniform) != 0)
     number = allowed.sum(-1)
-    rank = xp.minimum(xp.floor_int(uniform[..., 0] * xp.as_float(number)), number - 1)
+    rank = xp.minimum(xp.floor_int(uniform * xp.as_float(number)), number - 1)
     chosen = xp.floor_int(allowed.cumsum(-1) > rank[..., None]).argmax(-1)
-    return encode_choices(xp, [chosen], spec), -xp.log(xp.as_float(number))
+    return chosen, -xp.log(xp.as_float(number))
 
 
 def _integers(xp: Any, space: Any, uniform: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:

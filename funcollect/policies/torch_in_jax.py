@@ -36,7 +36,8 @@ from funcollect.policies.torch_modules.settings import CONTAINERS, Look, own_att
 from funcollect.policies.torch_modules.skeleton import FunctionModule
 from funcollect.policies.torch_modules.torch_backed import TorchPolicyState, lanes_of
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
-from funcollect.specs import RESERVED, ExplorationType, Leaf, Space, assemble, disassemble
+from funcollect.protocols import Columns
+from funcollect.specs import RESERVED, ActionSpec, ExplorationType, Leaf, Space, assemble, disassemble
 from funcollect.tree import NAMESPACE, Path, flatten, moved, select
 
 _ANY = key_from_seed(0)  # initial states do not depend on keys
@@ -177,17 +178,13 @@ class LoweredPolicy(FunctionPolicy):
             after = select(fresh.to(after[0].device), initial, after)
         return before._replace(recurrent=optree.tree_unflatten(treespec, after))
 
-    def as_torch(self, batch: TensorDict) -> TensorDict:
-        """A batch of the loop with the dtypes and nested keys of the Torch policy's outputs."""
-        wide = {name: dtype for name, dtype in self.dtypes.items() if batch[name].dtype != dtype}
-        if not (wide or self.nested):
-            return batch
-        batch.unlock_()
-        for name, dtype in wide.items():
-            batch[name] = batch[name].to(dtype)
-        for path in self.nested:
-            batch.rename_key_(".".join(path), path)
-        return batch.lock_()
+    @override
+    def finish(self, columns: Columns, spec: ActionSpec, /) -> Columns:
+        """The outputs of a loop with the dtypes and nested keys of the Torch policy's."""
+        finished = super().finish(columns, spec)
+        places: dict[Path, Path] = {(".".join(path),): path for path in self.nested}
+        wide = {path: leaf.to(self.dtypes.get(".".join(path), leaf.dtype)) for path, leaf in finished.items()}
+        return {places.get(path, path): leaf for path, leaf in wide.items()}
 
     def to_outputs(self, answer: Any, recurrent: Any) -> Any:
         """The module's answer to a state in the form that the loop takes: for TensorDicts outputs by dotted name."""

@@ -29,8 +29,9 @@ from funcollect.messages import shown
 from funcollect.policies.base import PolicyBase
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import Backend, Env, Forking, Seeding, Starts
-from funcollect.specs import PLAYER, ActionSpec, GroupedSpec, disassemble, observation_leaves
+from funcollect.specs import PLAYER, ActionSpec, disassemble, observation_leaves
 from funcollect.testing import trials
+from funcollect.testing.agent_checks import groups, joint_action, shown_after
 from funcollect.testing.trials import FailedError, NotApplicableError, Trial, bits_differ, expect_equal, expect_rows
 from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
 from funcollect.tree import NAMESPACE, Path
@@ -101,6 +102,7 @@ def chained(trial: Trial) -> None:
     within = trial.batch[TRAJECTORY_IDS].diff(dim=1) == 0
     for leaf in trial.env.observation_leaves:
         root, produced = trial.batch[leaf.path][:, 1:], trial.batch["next", *leaf.path][:, :-1]
+        produced = shown_after(trial, leaf, produced)
         wrong, note = bits_differ(root, produced) & within, ", the next observation of the row before"
         expect_rows(wrong, ".".join(leaf.path), root, produced, note=note, first=1)
 
@@ -320,9 +322,7 @@ def policy_memory(trial: Trial) -> None:
         raise NotApplicableError("its loop is traced, so the policy of this check cannot look into it")
     policy = _OverwritingPolicy(trial.env.action_spec)
     got = replace(trial, policy=policy).run(trial.steps)
-    spec, given = trial.env.action_spec, torch.stack(policy.actions, 1)
-    groups = spec.groups if isinstance(spec, GroupedSpec) else ()
-    action = torch.cat([got[name, "action"].flatten(2) for name in groups], -1) if groups else got["action"]
+    action, given = joint_action(trial, got), torch.stack(policy.actions, 1)
     if action.shape == given.shape:  # otherwise lanes make their steps at their own pace
         expect_rows(bits_differ(action, given), "action", action, given, note=", as the policy returned it")
     mend = "copy into the rows: what the policy reads must not be the simulator's own memory"
@@ -355,7 +355,18 @@ def close(trial: Trial) -> None:
 
 
 CHECKS: tuple[trials.Check[Trial], ...] = (
-    *(describes, runs, observations, rewards, chained, trials.generators, trials.same_seed, another_seed, trials.cuts),
+    *(
+        describes,
+        runs,
+        observations,
+        rewards,
+        groups,
+        chained,
+        trials.generators,
+        trials.same_seed,
+        another_seed,
+        trials.cuts,
+    ),
     *(resets, own_resets, terminal, reset_mask, lanes_alone, policy_memory),
     *(trials.batch_memory, old_states, trials.fork, trials.save, close),
 )

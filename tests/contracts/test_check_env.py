@@ -13,6 +13,9 @@ import funcollect as fc
 from funcollect.core import api
 from funcollect.core.simulators import SimulatorHandle
 from funcollect.testing import ENV_CHECKS, check_env
+from tests.envs.jax.test_jax_agents import made as field
+from tests.envs.test_agents import Leaving
+from tests.envs.test_agents import made as leaving
 from tests.support.check_collector import expect_counters, expect_flags, expect_layout
 from tests.support.envs.jax_suites import functions_suite
 from tests.support.envs.own_envs import ForgetsInAFile, HostWalk
@@ -36,6 +39,13 @@ class Structured(Walk):
     def seen(self):
         far = abs(self.place) > 0.5
         return {"place": super().seen(), "clock": (self.time - 1, far.astype(np.int8)), "far": far + np.array([1, 0])}
+
+
+class Stays(Leaving):
+    def step(self, actions):
+        answer = super().step(actions)
+        self.agents = list(self.possible_agents)
+        return answer
 
 
 def vector():
@@ -69,6 +79,8 @@ GOOD = {
     "processes": (lambda: "CartPole-v1", {"num_envs": 2, "parallel": True}, set()),
     "seeded by lane": (lambda: replace(over(Walk)(), seeding="lane"), {}, {"lanes_alone", "fork", "save"}),
     "seeded by run": (lambda: replace(over(Walk)(), seeding="run"), {}, {"lanes_alone", "fork", "save"}),
+    "agents": (lambda: leaving(), {}, NO_OBJECTS | {"lanes_alone"}),
+    "agents in JAX": (lambda: field(), {}, TRACED | {"lanes_alone"}),
     "not to be forked": (lambda: replace(over(Walk)(), forking="none"), {}, {"lanes_alone", "fork", "save"}),
 }
 
@@ -93,6 +105,7 @@ def test_a_good_environment_passes_every_check_that_applies(name, monkeypatch):
     make, kwargs, idle = GOOD[name]
     report = check_env(make(), **({"steps": scaled(60)} | kwargs))
     assert [result.name for result in report.results] == NAMES
+    idle |= set() if "agents" in name else {"groups"}
     assert {*NAMES} - {*report.passed} <= idle, str(report)
 
 
@@ -106,6 +119,7 @@ FAULTS = [
     ("observations", over(faulty.LeavesItsSpace), r"lane \d, step \d+, next.observation: expected a value in Box"),
     ("observations", over(faulty.SeesNothing), r"next.observation: expected a value in Box.*nan"),
     ("rewards", over(faulty.PaysInfinitely), r"lane \d, step 5, next.reward: expected a finite number, got \[inf\]"),
+    ("groups", lambda: fc.envs.from_pettingzoo(Stays, num_envs=2), r"lane \d, step \d+, (next.)?ant.mask: .*is back"),
     ("chained", through(faulty.WritesOtherRows), r"lane \d, step \d+, observation: .*next observation of the row"),
     ("generators", over(faulty.DrawsFromNumPy), r"NumPy's global generator: .*moved by rollout.*self.np_random"),
     ("generators", over(faulty.DrawsFromPython), r"Python's global generator: .*moved by init"),

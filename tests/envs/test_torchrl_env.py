@@ -268,7 +268,7 @@ def test_what_an_environment_raises_names_it_and_a_reset_goes_on():
 @pytest.mark.parametrize("name", [*FEW, *in_soak(name for name in ENVS if name not in FEW)])
 def test_every_check_of_an_environment_passes(name):
     report = check_env(ENVS[name], steps=100)
-    idle = {"fork", "save", "lanes_alone", "own_resets"} | (set() if "serial" in name else {"reset_mask"})
+    idle = {"fork", "save", "lanes_alone", "own_resets", "groups"} | (set() if "serial" in name else {"reset_mask"})
     assert {*report.passed} == {check.__name__ for check in ENV_CHECKS} - idle, str(report)
 
 

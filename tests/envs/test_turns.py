@@ -282,7 +282,7 @@ def test_games_in_jax(kind):
     env = fc.make_env("pgx/tic_tac_toe", num_envs=6)
     first = jax_policy(0, **sizes)
     policy = fc.by_player([first, second(env)])
-    assert fc.explain(env, policy).loop == ("crossing" if kind == "torch" else "fused")
+    assert fc.explain(env, policy).loop == "fused"
     batch = collect(env, policy, 5, 1, 18, seed=5)
     assert batch["action_mask"].gather(-1, batch["action"][..., None]).all()
     rows = fc.player_trajectories(batch)

@@ -184,6 +184,7 @@ SUITES = {
     "envpool": {"task_id": "CartPole-v1"},
     "gymnasium": {"env": "CartPole-v1"},
     "gymnax": {"env": "CartPole-v1"},
+    "jaxmarl": {"env": "MPE_simple_spread_v3"},
     "jumanji": {"env": "Snake-v1"},
     "navix": {"env": "Navix-Empty-5x5-v0"},
     "pgx": {"env": "tic_tac_toe"},
@@ -249,6 +250,7 @@ GOOD = {
     "envs.from_functions": lambda: FUNCTIONAL | spaces(),
     "Shard": lambda: {"index": 1, "count": 2},
     "envs.ActionSpec": lambda: {"space": host()[0].action_space},
+    "envs.Group": lambda: {"names": ("ant",), **spaces()},
     "envs.observation_leaves": lambda: {"space": host()[0].observation_space},
     "envs.observation_rows": lambda: {"env": host()[0]},
     "envs.from_torch_vector_env": lambda: {

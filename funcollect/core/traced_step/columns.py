@@ -21,7 +21,7 @@ from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax, with_jax
 from funcollect.protocols import Columns, JaxEnv
-from funcollect.specs import torch_dtype
+from funcollect.specs import GroupedSpec, torch_dtype
 from funcollect.trajectories.split import LANE, STEP, TRAJECTORY_IDS, check_time_first
 from funcollect.tree import Path, flatten, form_of
 
@@ -88,7 +88,9 @@ def write_row(columns: dict[Any, Any], row: dict[Any, Any], t: Any) -> dict[Any,
 
 def dtypes_of(env: JaxEnv) -> Dtypes:
     """Return the dtypes of a batch's leaves, as far as the spaces and the counters fix them."""
-    dtypes: Dtypes = {("action",): env.action_spec.dtype}
+    spec, dtypes = env.action_spec, Dtypes({("action",): env.action_spec.dtype})
+    if isinstance(spec, GroupedSpec):
+        dtypes |= {(name, "action"): group.action_spec.dtype for name, group in spec.groups.items()}
     for leaf in env.observation_leaves:
         dtypes[leaf.path] = dtypes["next", *leaf.path] = torch_dtype(leaf.dtype)
     return dtypes | _COUNTERS
@@ -132,8 +134,9 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
     check_optional_positive("total_lanes", total_lanes)
     flat = _checked(arrays)
     dtypes = _COUNTERS if env is None else dtypes_of(env)
-    if env is None and np.dtype(flat["action",].dtype).kind in "iu":
-        dtypes = dtypes | {("action",): torch.int64}
+    if env is None:
+        actions = (path for path, leaf in flat.items() if path[-1] == "action" and np.dtype(leaf.dtype).kind in "iu")
+        dtypes = dtypes | dict.fromkeys(actions, torch.int64)
     columns = _widening(frozenset(dtypes.items()), total_lanes or flat[_DONE].shape[-1])(flat)
     devices = {device for column in columns.values() for device in column.sharding.device_set}
     if len(devices) > 1:  # DLPack does not support several
@@ -152,7 +155,7 @@ def _widening(dtypes: frozenset[tuple[Path, torch.dtype]], total_lanes: int) -> 
 def _checked(arrays: Any) -> Row:
     check_kind("arrays", arrays, Mapping, "pass the dict that traced.rollout returned")
     flat = flatten(arrays)
-    needed = [("action",), REWARD, _DONE, _EPISODE, LANE]
+    needed = [REWARD, _DONE, _EPISODE, LANE, *[("action",)] * all(path[-1] != "action" for path in flat)]
     if missing := [".".join(path) for path in needed if path not in flat]:
         raise ValueError(f"the arrays lack {missing}, expected all that traced.rollout returned: pass the whole result")
     if flat[_DONE].ndim < 2:

@@ -23,7 +23,7 @@ from funcollect.envs.gymnasium_envs.vector_lanes import GAMES, is_of_kind, over_
 from funcollect.envs.host.host_env import Opener, OpenerOf, SimulatedEnv
 from funcollect.envs.host.lane_workers.block import LaneWorkers, refuse_removed
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
-from funcollect.envs.host.plain_spaces import plain_actions, plain_observations
+from funcollect.envs.plain_spaces import plain_actions, plain_observations
 from funcollect.errors import EnvError
 from funcollect.processes.system import SIGNS
 from funcollect.protocols import Forking, is_env

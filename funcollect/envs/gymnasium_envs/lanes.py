@@ -17,7 +17,7 @@ from typing_extensions import override
 from funcollect.envs.base import info_names, info_place
 from funcollect.envs.host import host_env
 from funcollect.envs.host.host_env import ONWARD, Camera, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
-from funcollect.envs.host.plain_spaces import STRUCTURED, lane_structures
+from funcollect.envs.plain_spaces import STRUCTURED, lane_structures
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.processes.system import SIGNS

@@ -20,7 +20,7 @@ from funcollect.envs.base import AUTORESET_MODES, autoreset_mode, info_place
 from funcollect.envs.gymnasium_envs.lanes import API, TAKEN, Made, bad_reset, no_info_key, own_spaces, rebuild
 from funcollect.envs.host import host_env
 from funcollect.envs.host.host_env import ONWARD, Opener, Rows, SimulatedEnv, SimulatorsBase, batch_decoder
-from funcollect.envs.host.plain_spaces import STRUCTURED, batch_structure
+from funcollect.envs.plain_spaces import STRUCTURED, batch_structure
 from funcollect.errors import EnvError, NoResetError
 from funcollect.messages import shown
 from funcollect.protocols import Outcome, Seeding

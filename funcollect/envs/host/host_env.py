@@ -16,7 +16,7 @@ from typing_extensions import override
 from funcollect.arguments import check_kind
 from funcollect.envs.base import AdaptedEnv, EnvBase, info_names
 from funcollect.envs.host.lane_workers.block import LaneWorkers
-from funcollect.envs.host.plain_spaces import TextBox
+from funcollect.envs.plain_spaces import TextBox
 from funcollect.errors import EnvError
 from funcollect.interop.memory import aligned
 from funcollect.messages import form, shown

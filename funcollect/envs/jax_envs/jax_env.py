@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -17,12 +18,13 @@ from gymnasium import spaces
 from funcollect.arguments import check_choice, check_keys, check_kind, check_num_envs, check_optional_positive
 from funcollect.envs import base
 from funcollect.envs.base import AdaptedEnv, EnvBase, returned
+from funcollect.envs.jax_envs.by_agents import lane_of
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, tracing
 from funcollect.interop.memo import Variable, memo_of, set_since_use, variables_of
 from funcollect.messages import kinds, shown
 from funcollect.protocols import JaxEnv, Renderer, Starts, Transition
-from funcollect.specs import ActionSpec, Space, observation_leaves
+from funcollect.specs import ActionSpec, Group, Space, observation_leaves
 
 Reset = Callable[[Any, Any], tuple[Any, Any]]  # (uint32[2] key, params) -> (env_state, observation)
 Step = Callable[[Any, Any, Any, Any], Transition]  # (uint32[2] key, env_state, action, params) -> Transition
@@ -35,6 +37,7 @@ class JaxEnvBase(EnvBase, ABC):
     The attributes, `num_envs` and the errors are the same as in `TorchEnvBase`; `params` is a pytree of JAX arrays, and
     ``starts="cached"`` starts every episode of a lane as its first one. An optional function
     ``observation_of(env_state, params)``, the observation of a state, lets `funcollect.reset` take states alone.
+    Instead of spaces, it may have `groups` of agents and a `state_space`, as `from_functions` takes them.
 
     >>> import gymnasium, jax, jax.numpy as jnp
     >>> import funcollect as fc
@@ -57,8 +60,14 @@ class JaxEnvBase(EnvBase, ABC):
     params: Any = None
     default_params: Any = None
     param_keys: Sequence[str] = ()
+    groups: Mapping[str, Group] = MappingProxyType({})
+    state_space: Space | None = None
 
     def __init__(self, num_envs: int | None = None) -> None:
+        if self.groups:
+            lane = lane_of(type(self).__name__, self.groups, self.reset, self.step, state_space=self.state_space)
+            vars(self).update(reset=lane.reset, step=lane.step, observation_space=as_delivered(lane.observation_space))
+            vars(self).update(action_space=lane.action_spec.space, action_spec=lane.action_spec)
         super().__init__(num_envs)
         base.check_pure_functions(f"{type(self).__name__}.", self.reset, self.step, base.observer_of(self))
 
@@ -103,8 +112,10 @@ def from_functions(
     reset: Reset,
     step: Callable[[Any, Any, Any, Any], Any],
     *,
-    observation_space: Space,
-    action_space: Space,
+    observation_space: Space | None = None,
+    action_space: Space | None = None,
+    groups: Mapping[str, Group] | None = None,
+    state_space: Space | None = None,
     num_envs: int | None = None,
     max_episode_steps: int | None = None,
     one_hot: bool = False,
@@ -123,7 +134,12 @@ def from_functions(
         step: ``(key, env_state, action, params) -> (env_state, observation, reward, terminated, truncated)``, or with
             a dict `info` as a sixth: one step. The reward is a number [] or [players]; the flags are bool []. It does
             not reset.
-        observation_space, action_space: of one environment.
+        observation_space, action_space: of one environment with one agent.
+        groups: instead of these, the groups of agents by name. `reset` then returns a dict by group of observations
+            [n, ...], and `step` gets such a dict of actions, and returns one of observations and one of rewards [n].
+            Flags are dicts of bool [n], or bool [] for all agents; in groups whose agents come and go, one that has
+            left stays flagged until it is back. A lane ends once all have left. `info` may have dicts by group.
+        state_space: of what all agents see, under ``"state"`` beside the groups; None for none.
         num_envs: P; None for a single environment without a batch dimension.
         max_episode_steps: steps after which an episode is truncated; None for no limit.
         one_hot: in a batch, discrete actions are one-hot rows, TorchRL's encoding; `step` gets them as in the space.
@@ -151,7 +167,14 @@ def from_functions(
     """
     check_kind("name", name, str, "pass for example 'walk'")
     base.check_pure_functions("", reset, step, observation_of)
-    common = (observation_space, action_space, num_envs, one_hot, info_keys, starts)
+    actions: Space | ActionSpec | None = action_space
+    if groups is not None:
+        if one_hot or observation_space is not None or action_space is not None:
+            what = "groups were given with one_hot=True, observation_space or action_space"
+            raise ValueError(f"{what}, expected groups alone, which have spaces: leave the others out")
+        reset, step, observation_space, actions, own = lane_of(name, groups, reset, step, state_space=state_space)
+        info_keys = [*own, *info_keys]
+    common = (observation_space, actions, num_envs, one_hot, info_keys, starts)
     limits = {"max_episode_steps": max_episode_steps, "params": params, "param_keys": param_keys}
     env = jax_env(name, reset, step, *common, **limits, observation_of=observation_of)
     check_functions(env, env.params)
@@ -162,8 +185,8 @@ def jax_env(
     label: str,
     reset: Reset,
     step: Callable[..., Any],
-    observation_space: Space,
-    action_space: Space,
+    observation_space: Space | None,
+    action_space: Space | ActionSpec | None,
     num_envs: int | None,
     one_hot: bool = False,
     info_keys: Sequence[str] = (),
@@ -171,17 +194,19 @@ def jax_env(
     **fields: Any,
 ) -> FunctionsEnv:
     """Make the environment of two functions of one lane; `step` returns a Transition, or a tuple of its fields."""
-    for what, space in (("observation_space", observation_space), ("action_space", action_space)):
+    observations: Any = observation_space
+    actions: Any = action_space.space if isinstance(action_space, ActionSpec) else action_space
+    for what, space in (("observation_space", observations), ("action_space", actions)):
         check_kind(what, space, spaces.Space, "pass a space of gymnasium.spaces")
     check_num_envs(num_envs)
     check_keys("info_keys", info_keys, "discount")
     check_choice("starts", starts, get_args(Starts))
-    observed = as_delivered(observation_space)
+    observed = as_delivered(observations)
     env = FunctionsEnv(
         label=label,
         num_envs=num_envs,
         observation_space=observed,
-        action_spec=ActionSpec(action_space, one_hot),
+        action_spec=action_space if isinstance(action_space, ActionSpec) else ActionSpec(actions, one_hot),
         observation_leaves=observation_leaves(observed),
         reset=reset,
         step=_with_infos(label, step, tuple(info_keys)),
@@ -241,11 +266,7 @@ def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]
     """Wrap `step`, which returns a Transition or its fields, so that `info` has the recorded keys only."""
 
     def recorded(key: Any, env_state: Any, action: Any, params: Any) -> Transition:
-        answer = step(key, env_state, action, params)
-        if not isinstance(answer, tuple) or len(answer) not in (5, 6):
-            wanted = "(env_state, observation, reward, terminated, truncated), and info if there is any: return these"
-            raise TypeError(f"{label}: step returned {returned(answer)}, expected {wanted}")
-        transition = Transition(*answer)
+        transition = base.fields_of(label, step(key, env_state, action, params))
         places = {key: base.info_place(transition.info, key) for key in info_keys}
         if missing := [key for key, (holder, name) in places.items() if name not in holder]:
             known = base.info_names(transition.info)

@@ -117,7 +117,7 @@ def _over_functions(
         parameters = [*inspect.signature(raw.reset_env).parameters.values()]
         unused = [None for each in parameters[2:] if each.default is each.empty]  # a given start, of Kinetix
         delivered = None if package == "craftax" else first_observation(reset)
-        observed, actions = _space(raw.observation_space(own), delivered), _space(raw.action_space(own))
+        observed, actions = gymnax_space(raw.observation_space(own), delivered), gymnax_space(raw.action_space(own))
     if package == "craftax":
         facts["observation_of"] = lambda state, _: raw.get_obs(state)
     elif ".classic_control." in (of := type(raw).__module__) or ".minatar." in of:  # that of others draws, or differs
@@ -142,18 +142,22 @@ def _like_gymnax(raw: Any, *more: type[Exception]) -> Iterator[None]:
         raise TypeError(f"{what}, expected {wanted}; {mend}") from error
 
 
-def _space(given: Any, delivered: Any = None) -> Space:
+def gymnax_space(given: Any, delivered: Any = None) -> Space:
     """The counterpart of a space of gymnax; a Box gets the dtype of the `delivered` array, as some name another."""
     match type(given).__name__:
         case "Discrete":
             return spaces.Discrete(int(given.n))
+        case "MultiDiscrete":  # of JaxMARL
+            return spaces.MultiDiscrete(np.asarray(given.num_categories))
         case "Box":
             return box(tuple(given.shape), (given if delivered is None else delivered).dtype, given.low, given.high)
         case "Dict":
             children = given.spaces.items()
-            return spaces.Dict({name: _space(child, delivered and delivered[name]) for name, child in children})
+            return spaces.Dict({name: gymnax_space(child, delivered and delivered[name]) for name, child in children})
         case "Tuple":
-            return spaces.Tuple([_space(child, delivered and delivered[i]) for i, child in enumerate(given.spaces)])
+            return spaces.Tuple(
+                [gymnax_space(child, delivered and delivered[i]) for i, child in enumerate(given.spaces)]
+            )
     known = "Discrete, Box, Dict, Tuple"
     raise TypeError(f"the space {given!r} of gymnax has no counterpart in Gymnasium: expected {known}")
 

@@ -46,13 +46,17 @@ _SUITES: dict[str, tuple[str, Callable[[Any], tuple[Iterable[str], Callable[...,
     "brax": ("brax.envs", lambda its: (its._envs, its.get_environment)),
     "craftax": ("craftax.craftax_env", _craftax),
     "gymnax": ("gymnax", lambda its: (its.registered_envs, lambda *a, **k: its.make(*a, **k)[0])),
+    "jaxmarl": ("jaxmarl", lambda its: (its.registered_envs, its.make)),
     "jumanji": ("jumanji", lambda its: (its.registered_environments(), its.make)),
     "navix": ("navix", lambda its: (its.registry(), its.make)),
     "pgx": ("pgx", lambda its: (its.available_envs(), its.make)),
     "playground": ("mujoco_playground", _playground),
     "xminigrid": ("xminigrid", lambda its: (its.registered_environments(), its.make)),
 }
-_EXTRAS = {"craftax": None}  # not "jax-envs": it wants pygame, whose files overwrite those of Gymnasium's pygame-ce
+_EXTRAS = {
+    "craftax": None,
+    "jaxmarl": "agents",
+}  # not "jax-envs": it wants pygame, whose files overwrite those of Gymnasium's pygame-ce
 _TRUNCATION, _TERMINATION = 1, 2  # navix's step types; 0 is a transition
 _MINIGRID_FPS = 10
 _NAVIX_SIZE = 256  # pixels that the shorter side has at least, up to rounding: navix draws 8 for a cell

@@ -13,8 +13,8 @@ from gymnasium import spaces
 import funcollect as fc
 from funcollect.core.loops import over_jax
 from funcollect.core.loops.blocks import BlockOptions, steps_per_block
+from funcollect.core.lowered import lower_policy
 from funcollect.core.request import Request
-from funcollect.core.routes import lower_policy
 from funcollect.core.traced_step.step import SPARES, starts_are_cheap
 from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.interop import to_jax

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
-from funcollect.envs.host.plain_spaces import plain_actions
+from funcollect.envs.plain_spaces import plain_actions
 from funcollect.errors import EnvError
 from tests.envs.conftest import begun
 from tests.support.compare import collect

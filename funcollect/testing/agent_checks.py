@@ -1,0 +1,53 @@
+"""What `check_env` checks of environments with groups of agents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcollect.envs.agents import PRESENT, REWARD, groups_of, there
+from funcollect.specs import Leaf
+from funcollect.testing.trials import NotApplicableError, Trial, expect_rows, mended_by
+
+
+@mended_by("flag an agent from its end until it is back, leave it out meanwhile, and pay only those who are there")
+def groups(trial: Trial) -> None:
+    """Agents that have ended are not there and get no reward, rewards add up, and a lane without agents has ended."""
+    found, batch = groups_of(trial.env), trial.batch
+    if not found:
+        raise NotApplicableError("it has no groups of agents")
+    total: Any = 0
+    left = torch.ones_like(trial.done)
+    for name, group in found.items():
+        reward = batch["next", name, REWARD]
+        total = total + reward.sum(-2)
+        for node, what in ((batch, name), (batch["next"], f"next.{name}")):
+            gone = node[name, "done"][..., 0]
+            present = node[name, PRESENT] if group.comes_and_goes else ~gone
+            expect_rows(gone & present, f"{what}.{PRESENT}", present, "False for agents that are done")
+        left = left & ~present.any(-1)
+        absent = ~batch[name, PRESENT] if group.comes_and_goes else torch.zeros_like(gone)
+        expect_rows(absent[..., None] & (reward != 0), f"next.{name}.{REWARD}", reward, "0 for absent agents")
+    wrong = ~torch.isclose(total, batch["next", "reward"], rtol=1e-4, atol=1e-4)
+    expect_rows(wrong, "next.reward", batch["next", "reward"], total, note=", the sum over agents")
+    expect_rows(left & ~trial.done, "next.done", trial.done, "True where no agent is left")
+
+
+def shown_after(trial: Trial, leaf: Leaf, produced: Tensor) -> Tensor:
+    """Next observations [P, T - 1, ...] as the rows after them show them: zeros for agents that are not there."""
+    name, *rest = leaf.path
+    group = groups_of(trial.env).get(name)
+    if group is None or not group.comes_and_goes or rest[0] != "observation":
+        return produced
+    shown: Tensor = there(produced, trial.batch[name, PRESENT][:, 1:])
+    return shown
+
+
+def joint_action(trial: Trial, batch: Any) -> Tensor:
+    """The actions [P, T, ...] of a batch as a loop has them."""
+    found = groups_of(trial.env)
+    parts = [batch[name, "action"].flatten(2) for name in found]
+    action: Tensor = torch.cat(parts, -1) if found else batch["action"]
+    return action

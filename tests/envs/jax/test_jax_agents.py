@@ -1,0 +1,351 @@
+"""Agents in JAX: groups beside a raw loop, one policy for each group in one compiled loop, and JaxMARL."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+import funcollect as fc
+from funcollect.keys import Purpose
+from tests.envs.test_agents import POLICIES
+from tests.support.cases import mlp
+from tests.support.compare import assert_close, assert_same, collect
+from tests.support.envs.jax_counting import folded
+from tests.support.running import in_soak
+
+LANES, LENGTHS = 3, (7, 1, 22)
+GROUPS = {
+    "ant": fc.envs.Group(("ant_0", "ant_1"), spaces.Box(-9, 99, (2,)), spaces.Discrete(3), comes_and_goes=True),
+    "bee": fc.envs.Group(("bee_0",), spaces.Box(-9, 99, (3,)), spaces.Discrete(3), comes_and_goes=True),
+}
+AGENTS = [name for group in GROUPS.values() for name in group.names]
+CLOCK = spaces.Box(0, 99, (1,))
+
+
+def seen(time, ends):
+    rows = time + ends / 10
+    groups = {"ant": jnp.stack([rows[:2]] * 2, -1), "bee": jnp.stack([rows[2:]] * 3, -1)}
+    return groups | {"state": time.astype(jnp.float32)[None]}
+
+
+def reset(key, params):
+    state = jnp.int32(0), jax.random.randint(key, (3,), 2, 8)
+    return state, seen(*state)
+
+
+def flags(time, ends):
+    """Agents leave at times of their own, come back two steps later, and all leave at 12, or by time."""
+    over = (time >= ends) & (time < ends + 2) | (time >= 12)
+    by_time = over & (ends % 2 == 0)
+    return over & ~by_time, by_time
+
+
+def step(key, state, actions, params):
+    time, ends = state[0] + 1, state[1]
+    noise = jax.random.uniform(key)
+    rewards = {"ant": actions["ant"] + ends[:2] + noise, "bee": actions["bee"] + ends[2:] + noise}
+    terminated, truncated = ({"ant": flag[:2], "bee": flag[2:]} for flag in flags(time, ends))
+    info = {"ant": {"hit": actions["ant"] * 2}, "clock": time}
+    return (time, ends), seen(time, ends), rewards, terminated, truncated, info
+
+
+def made(num_envs=LANES, **kwargs):
+    kwargs = {"groups": GROUPS, "state_space": CLOCK, "info_keys": ["ant.hit", "clock"]} | kwargs
+    return fc.envs.from_functions(reset, step, num_envs=num_envs, name="field", **kwargs)
+
+
+class Field(fc.envs.JaxEnvBase):
+    groups, state_space = GROUPS, CLOCK
+
+    def reset(self, key, params):
+        return reset(key, params)
+
+    def step(self, key, state, action, params):
+        return fc.envs.Transition(*step(key, state, action, params))
+
+
+class Raw:
+    """One lane by hand: which agents are there, what they see, and how each has ended."""
+
+    def __init__(self, start, step, key, lane, agents):
+        self.functions, self.key, self.lane, self.agents, self.episode = (start, step), key, lane, agents, -1
+        self.begin()
+
+    def begin(self):
+        self.episode += 1
+        self.state, self.seen = self.functions[0](folded(self.key, 0, Purpose.RESET, 0, self.lane, 0, self.episode))
+        self.over = dict.fromkeys(self.agents, (False, False))
+
+    def move(self, t, actions):
+        """Whether the lane has ended, and the rewards and observations of those who were there."""
+        key = folded(self.key, 0, Purpose.DYNAMICS, 0, self.lane, 0, t)
+        before = {name for name, over in self.over.items() if not any(over)}
+        self.state, self.seen, reward, ends = self.functions[1](key, self.state, actions)
+        for name, now in ends.items():
+            now = tuple(map(bool, now))
+            self.over[name] = now if name in before or not any(now) else self.over[name]
+        shown = before | {name for name, over in self.over.items() if not any(over)}
+        return {name: reward[name] if name in before else 0 for name in self.agents}, shown
+
+
+def check_frames(env, batch, start, step):
+    """Each frame of a batch [P, T] is that of the raw functions, given its actions; how many lanes ended, and how."""
+    places = {name: (key, row) for key, group in env.groups.items() for row, name in enumerate(group.names)}
+    key, ends = jnp.asarray(fc.init(env, fc.random_policy(env), seed=1).key), {"terminated": 0, "truncated": 0}
+
+    def rows(leaf, row):
+        return jax.tree.map(lambda value: value[row].numpy(), leaf.to_dict() if hasattr(leaf, "to_dict") else leaf)
+
+    def same(one, two):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), one, two)
+
+    for lane in range(len(batch)):
+        raw = Raw(start, step, key, lane, [*places])
+        for t, frame in enumerate(batch[lane].unbind(0)):
+            for name, (group, row) in places.items():
+                own, there = frame[group], not any(raw.over[name])
+                assert own["mask"][row] == there
+                expected = jax.tree.map(lambda leaf, there=there: np.asarray(leaf) * there, raw.seen[name])
+                same(rows(own["observation"], row), expected)
+                assert (own["terminated"][row], own["truncated"][row]) == raw.over[name]
+            actions = {name: jnp.asarray(frame[group, "action"][row].numpy()) for name, (group, row) in places.items()}
+            reward, shown = raw.move(t, actions)
+            for name, (group, row) in places.items():
+                own = frame["next", group]
+                same(own["reward"][row, 0].numpy(), np.float32(reward[name]))
+                there = name in shown
+                expected = jax.tree.map(lambda leaf, there=there: np.asarray(leaf) * there, raw.seen[name])
+                same(rows(own["observation"], row), expected)
+                assert (own["terminated"][row], own["truncated"][row]) == raw.over[name]
+                assert own["done"][row] == any(raw.over[name]) == (not own["mask"][row])
+            same(frame["next", "reward"][0].numpy(), np.float32(sum(reward.values())))
+            done = all(map(any, raw.over.values()))
+            terminated = done and all(over[0] for over in raw.over.values())
+            assert (frame["next", "done"], frame["next", "terminated"]) == (done, terminated)
+            if done:
+                ends["terminated" if terminated else "truncated"] += 1
+                raw.begin()
+    return ends
+
+
+def raw_start(key):
+    state, rows = reset(key, None)
+    return state, {name: rows[name[:3]][int(name[-1])] for name in AGENTS}
+
+
+def raw_step(key, state, actions):
+    by_group = {"ant": jnp.stack([actions["ant_0"], actions["ant_1"]]), "bee": actions["bee_0"][None]}
+    state, rows, reward, terminated, truncated, _ = step(key, state, by_group, None)
+    places = [(name, name[:3], int(name[-1])) for name in AGENTS]
+    ends = {name: (terminated[group][row], truncated[group][row]) for name, group, row in places}
+    return state, *({name: each[group][row] for name, group, row in places} for each in (rows, reward)), ends
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_the_rows_are_those_of_a_raw_loop(kind):
+    env = made()
+    policy = POLICIES[kind](env)
+    assert fc.explain(env, policy).loop == "fused"
+    batch = collect(env, policy, *LENGTHS)
+    ends = check_frames(env, batch, jax.jit(raw_start), jax.jit(raw_step))
+    assert sum(ends.values()) > 3
+    assert batch["next", "ant", "info", "hit"].equal(2 * batch["ant", "action"])
+    assert batch["state"].equal(batch["collector", "step"][..., None].float())
+    assert batch["next", "info", "clock"].equal(batch["collector", "step"].int() + 1)
+
+
+def crossing(policy):
+    """The same policy in Torch, step by step."""
+    return fc.by_group({name: each_in_torch(part) for name, part in policy.policies.items()})
+
+
+def each_in_torch(part):
+    own = {"initial_state": part.initial_state} if part.initial_state is not None else {}
+    return fc.torch_policy(part.module, head=part.head, compile="eager", **own)
+
+
+@pytest.mark.parametrize("kind", ["torch", "recurrent"])
+def test_a_lowered_policy_acts_as_in_torch(kind):
+    """So does its noise: a function of lane, agent and step in every loop."""
+    env, policy = made(), POLICIES[kind](None)
+    slow = crossing(policy)
+    assert fc.explain(env, slow).loop == "crossing"
+    assert_close(collect(env, policy, *LENGTHS), collect(env, slow, *LENGTHS))
+
+
+def test_classes_and_single_lanes():
+    batch = collect(made(), fc.random_policy(made()), 9)
+    own = Field(num_envs=LANES)
+    assert set(own.groups) == {"ant", "bee"}
+    got = collect(own, fc.random_policy(own), 9)
+    assert_same(got, batch)
+    alone = made(None)
+    batch = collect(alone, POLICIES["mixed"](alone), 5)
+    assert batch["ant", "action"].shape == batch["ant", "action_log_prob"].shape == (5, 2)
+
+
+def test_traced_batches_are_by_group():
+    env = made()
+    policy = fc.lower_policy(POLICIES["torch"](env), env)
+    key = jnp.asarray(fc.init(env, policy, seed=1).key)
+
+    @jax.jit
+    def run(params):
+        state = fc.traced.init(env, policy, params, key=key)
+        return fc.traced.rollout(env, policy, params, state, 20)[1]
+
+    arrays = run(policy.params)
+    assert arrays["ant"]["action_log_prob"].shape == (20, LANES, 2)
+    assert_close(fc.deliver(arrays, env), collect(env, POLICIES["torch"](env), 20))
+
+
+def test_states_files_and_collectors(tmp_path):
+    env, policy = made(), POLICIES["recurrent"](None)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=3), 9)
+    fc.save(tmp_path / "state", state)
+    _, batch = fc.rollout(env, policy, state, 9)
+    assert_same(batch, fc.rollout(env, policy, fc.load(tmp_path / "state", env, policy), 9)[1])
+    with fc.SyncDataCollector(env, policy, frames_per_batch=30, total_frames=60, seed=1) as collector:
+        got = torch.cat([each.clone() for each in collector], -1)
+    assert_same(got, collect(env, policy, 10, 10))
+    assert len(fc.evaluate(env, policy, episodes=4, seed=0)) == 4
+    policy = POLICIES["torch"](None)
+    rows = fc.agents_as_rows(collect(env, policy, 9), "ant")
+    again = fc.evaluate_actions(policy.policies["ant"], None, rows)["action_log_prob"]
+    torch.testing.assert_close(again[rows["mask"]], rows["action_log_prob"][rows["mask"]])
+
+
+def nan_logits(params, x):
+    return x[..., :1] * params
+
+
+@pytest.mark.parametrize(
+    ("do", "error", "says"),
+    [
+        (lambda: made(groups={"ant": 3}), TypeError, "a group is 3"),
+        (lambda: made(action_space=spaces.Discrete(2)), ValueError, "expected groups alone"),
+        (lambda: made(groups={**GROUPS, "cat": GROUPS["bee"]}), fc.EnvError, r"reset of field .*'cat'\]"),
+        (lambda: made(state_space=spaces.Box(0, 9, (2,))), fc.EnvError, r"'state' .* expected float32 \[2\]"),
+        (
+            lambda: fc.envs.from_functions(reset, lambda *a: (*step(*a)[:3], 0.0, False), groups=GROUPS),
+            fc.EnvError,
+            "flag of 'ant' .* expected bool",
+        ),
+        (
+            lambda: collect(
+                made(),
+                fc.by_group(
+                    {
+                        "ant": fc.jax_policy(nan_logits, jnp.full(3, jnp.nan), head=fc.heads.epsilon_greedy(0.1)),
+                        "bee": POLICIES["jax"](None).policies["bee"],
+                    }
+                ),
+                3,
+            ),
+            fc.PolicyError,
+            "NaN",
+        ),
+        (lambda: fc.make_env("jaxmarl/MPE_simple_v9"), ValueError, "did you mean"),
+        (lambda: fc.envs.from_jaxmarl("MPE_simple_spread_v3", state=True), ValueError, "share no 'world_state'"),
+    ],
+)
+def test_errors(do, error, says):
+    with pytest.raises(error, match=says):
+        do()
+
+
+# JaxMARL: an id, and keywords for `jaxmarl.make`.
+MARL = {
+    "spread": ("MPE_simple_spread_v3", {"num_agents": 4, "num_landmarks": 2, "max_steps": 6}),
+    "tag": ("MPE_simple_tag_v3", {"max_steps": 8}),
+    "overcooked": ("overcooked", {"max_steps": 9}),
+    "smax": ("HeuristicEnemySMAX", {"num_allies": 3, "num_enemies": 2, "max_steps": 25}),
+    "hanabi": ("hanabi", {"num_agents": 2, "max_life_tokens": 2}),
+}
+DRAWN = np.random.default_rng(0).integers((1, 1, 2), (6, 5, 12), (50, 3)).tolist()
+MARL |= {
+    f"spread {n} {m} {steps}": ("MPE_simple_spread_v3", {"num_agents": n, "num_landmarks": m, "max_steps": steps})
+    for n, m, steps in DRAWN
+}
+
+
+@pytest.mark.filterwarnings("ignore:OvercookedV2 is now released:DeprecationWarning")
+@pytest.mark.parametrize("name", ["spread", "smax", *in_soak(name for name in MARL if name not in ("spread", "smax"))])
+def test_the_frames_are_those_of_jaxmarl(name):
+    import jaxmarl
+
+    env_id, kwargs = MARL[name]
+    env, raw = fc.make_env(f"jaxmarl/{env_id}", num_envs=2, **kwargs), jaxmarl.make(env_id, **kwargs)
+    endless = jaxmarl.make(env_id, **kwargs | ({"max_steps": 10**6} if "max_steps" in kwargs else {}))
+    legal = {"smax": "get_avail_actions", "hanabi": "get_legal_moves"}.get(name)
+
+    def observed(rows, state):
+        masks = getattr(raw, legal)(state) if legal else {}
+        own = {each: rows[each] for each in raw.agents}
+        return (
+            {each: {"observation": row, "action_mask": masks[each] != 0} for each, row in own.items()} if legal else own
+        )
+
+    def start(key):
+        rows, state = raw.reset(key)
+        return state, observed(rows, state)
+
+    def step(key, state, actions):
+        rows, after, reward, done, _ = raw.step_env(key, state, actions)
+        alone = endless.step_env(key, state, actions)[3]
+        both = {each: (alone[each] | alone["__all__"], done[each] | done["__all__"]) for each in raw.agents}
+        ends = {each: (terminated, over & ~terminated) for each, (terminated, over) in both.items()}
+        return after, observed(rows, after), reward, ends
+
+    batch = collect(env, fc.random_policy(env), 40, 10)
+    assert sum(check_frames(env, batch, jax.jit(start), jax.jit(step)).values()) > 1
+    for group in env.groups if legal else ():
+        mask, action = batch[group, "observation", "action_mask"], batch[group, "action"]
+        assert mask.gather(-1, action[..., None])[batch[group, "mask"]].all()
+
+
+@pytest.mark.evening
+def test_what_agents_of_jaxmarl_share_and_report():
+    keywords = {"num_allies": 2, "num_enemies": 2, "max_steps": 5}
+    env = fc.make_env(
+        "jaxmarl/SMAX", num_envs=2, state=True, groups={"all": ["ally_0", "ally_1", "enemy_0", "enemy_1"]}, **keywords
+    )
+    batch = collect(env, fc.random_policy(env), 6)
+    assert batch["state"].shape[:2] == (2, 6)
+    assert batch["all", "action"].shape == (2, 6, 4)
+    with pytest.warns(DeprecationWarning, match="OvercookedV2"):
+        env = fc.make_env("jaxmarl/overcooked", num_envs=2, info_keys=["shaped_reward"])
+    assert collect(env, fc.random_policy(env), 6)["next", "agent", "info", "shaped_reward"].shape == (2, 6, 2)
+
+
+class Remembers(torch.nn.Module):
+    """Logits of legal moves of tic-tac-toe, from what a player has seen in its own turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp(18, 9)
+
+    def forward(self, seen, held):
+        held = held / 2 + seen["observation"].flatten(1).float()
+        return self.inner(held).masked_fill(~seen["action_mask"], -1e9), held
+
+
+def players(env, **kwargs):
+    held = fc.torch_policy(Remembers(), head=fc.heads.categorical, initial_state=torch.zeros(18), **kwargs)
+    return fc.by_player([held, fc.random_policy(env)])
+
+
+def test_players_of_a_game_in_one_loop():
+    """As step by step in Torch: each policy acts, and remembers, where it is the turn of its player."""
+    env = fc.make_env("pgx/tic_tac_toe", num_envs=LANES)
+    policy, slow = players(env), players(env, compile="eager")
+    assert (fc.explain(env, policy).loop, fc.explain(env, slow).loop) == ("fused", "crossing")
+    batch = collect(env, policy, *LENGTHS)
+    assert_close(batch, collect(env, slow, *LENGTHS))
+    assert batch["action_mask"].gather(-1, batch["action"][..., None]).all()
+    assert (batch["action_log_prob"][batch["current_player"] == 1] == 0).all()
+    assert fc.player_trajectories(batch)["next", "reward"].shape[-1] == 1
