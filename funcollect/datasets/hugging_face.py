@@ -1,0 +1,120 @@
+"""Tables of Hugging Face's `datasets`, a row for each frame; and arrays as columns of Arrow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from funcollect.arguments import check_kind, check_positive
+from funcollect.datasets.episodes import DONE, REWARD, TERMINATED, TRUNCATED, Array, parts_of
+from funcollect.envs.base import import_extra
+from funcollect.tree import to_batch
+
+_NUMBERS = {REWARD, DONE, TERMINATED, TRUNCATED, *((name,) for name in ("done", "terminated", "truncated"))}
+
+
+def to_hf(
+    batches: Iterable[TensorDictBase], folder: str | os.PathLike[str] | None = None, *, frames_per_part: int = 100_000
+) -> Any:
+    """The whole episodes of a run as a `datasets.Dataset`: a row for each frame, a column for each leaf of a batch.
+
+    Columns have the names of leaves, joined by dots: ``observation``, ``next.reward``, ``action_log_prob``. Nothing is
+    lost: `from_hf` returns the same frames. Rewards of one player and flags are numbers, other leaves nested lists of
+    fixed sizes. Episodes are joined across batches; those that have not ended are left out. With a `folder`, an empty
+    one, a part of `frames_per_part` frames, or a few more, is saved there once it is full, and the dataset shows these
+    files; otherwise it is in memory.
+
+    Raises TypeError or ValueError for bad arguments and without any whole episode, FileExistsError for a folder with
+    files, ImportError without `datasets`: ``pip install 'funcollect[data]'``.
+
+    >>> import funcollect as fc
+    >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, total_frames=200, seed=0) as collector:
+    ...     dataset = to_hf(collector)
+    >>> len(dataset[0]["observation"]), next(from_hf(dataset))["next", "reward"].shape[1:]
+    (4, torch.Size([1]))
+    """
+    check_kind("folder", folder, (str, os.PathLike, type(None)), "pass a folder, or leave it out")
+    root, tables = None if folder is None else FilePath(folder), []
+    parts, library = parts_of(batches, None, None, frames_per_part, root), import_extra("datasets", "datasets", "data")
+    for part in parts:
+        flat = {
+            path: each[:, 0] if path in _NUMBERS and each.ndim == 2 else each for path, each in part.columns.items()
+        }
+        table = library.Dataset(_arrow().table({".".join(path): to_arrow(each) for path, each in flat.items()}))
+        if root is not None:
+            fresh, place = root / ".part", root / f"part-{len(tables):05}"
+            table.save_to_disk(fresh)
+            fresh.rename(place)
+            table = library.load_from_disk(place)
+        tables.append(table)
+    if not tables:
+        raise ValueError("batches have no whole episode, expected one or more: collect more frames")
+    return library.concatenate_datasets(tables)
+
+
+def from_hf(dataset: Any, *, frames_per_batch: int = 10_000) -> Iterator[TensorDict]:
+    """Batches [F] of a `datasets.Dataset` with columns as `to_hf` writes them, or of the folder with such parts.
+
+    They have `frames_per_batch` frames, the last one fewer, and may end within episodes, as those of a rollout. Other
+    columns than numbers and lists of fixed sizes are left out. Raises TypeError for something else, ValueError without
+    the columns of a batch, FileNotFoundError without parts, ImportError without `datasets`. `to_hf` has an example:
+
+    >>> from_hf("nowhere")
+    Traceback (most recent call last):
+    FileNotFoundError: dataset is 'nowhere', where no parts are, expected a folder of to_hf: check the path
+    """
+    check_positive("frames_per_batch", frames_per_batch, 10_000)
+    library = import_extra("datasets", "datasets", "data")
+    if isinstance(dataset, (str, os.PathLike)):
+        if not (parts := sorted(FilePath(dataset).glob("part-*"))):
+            what = f"dataset is {str(dataset)!r}, where no parts are, expected a folder of to_hf"
+            raise FileNotFoundError(f"{what}: check the path")
+        dataset = library.concatenate_datasets([library.load_from_disk(part) for part in parts])
+    check_kind("dataset", dataset, library.Dataset, "pass a datasets.Dataset, or a folder of to_hf")
+    names = [".".join(path) for path in (("action",), REWARD, DONE, TERMINATED, TRUNCATED)]
+    if missing := {*names} - {*dataset.column_names}:
+        raise ValueError(f"dataset lacks the columns {sorted(missing)}, it has {dataset.column_names}: rename them")
+    rows = dataset.with_format("arrow")
+    return (_batch(rows[start : start + frames_per_batch]) for start in range(0, len(dataset), frames_per_batch))
+
+
+def _batch(table: Any) -> TensorDict:
+    leaves = {}
+    for name in table.column_names:
+        if (array := from_arrow(table.column(name))) is not None:
+            path = (*name.split("."),)
+            leaves[path] = torch.from_numpy(array[:, None] if path in _NUMBERS and array.ndim == 1 else array)
+    return to_batch(leaves, (table.num_rows,))
+
+
+def _arrow() -> Any:
+    return import_extra("pyarrow", "pyarrow", "data")
+
+
+def to_arrow(array: Array) -> Any:
+    """An array [n, ...] as one of Arrow: numbers, or nested lists of fixed sizes."""
+    made = _arrow().array(array.reshape(-1))
+    for size in reversed(array.shape[1:]):
+        made = _arrow().FixedSizeListArray.from_arrays(made, size)
+    return made
+
+
+def from_arrow(column: Any, shape: tuple[int, ...] | None = None) -> Array | None:
+    """An array [n, *shape] from a chunked column of numbers or nested lists; None for one of anything else.
+
+    Without a `shape`, lists have the sizes of their types.
+    """
+    types, count, sizes = _arrow().types, len(column), []
+    made = column.cast(column.type.storage_type) if hasattr(column.type, "storage_type") else column
+    while types.is_fixed_size_list(made.type) or (shape is not None and types.is_list(made.type)):
+        sizes.append(getattr(made.type, "list_size", None))
+        made = _arrow().compute.list_flatten(made)
+    if not any(is_kind(made.type) for is_kind in (types.is_integer, types.is_floating, types.is_boolean)):
+        return None
+    array: Array = made.to_numpy().reshape(count, *(sizes if shape is None else shape))
+    return array if array.flags.writeable else array.copy()
