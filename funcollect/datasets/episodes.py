@@ -138,7 +138,8 @@ def episode_columns(observed: Columns, ended: Mapping[Path, Any], others: Column
 
     Its last frame, and no other one, is terminated or truncated.
     """
-    count, columns = len(others[REWARD]), {path: in_single(each) for path, each in others.items()}
+    count = len(others[REWARD])
+    columns = {path: each if path == ("action",) else in_single(each) for path, each in others.items()}
     columns |= {TERMINATED: np.zeros(count, bool), TRUNCATED: np.zeros(count, bool)}
     for path, flags in ended.items():
         columns[path][-1:] = np.asarray(flags, bool).reshape(-1)[-1:]

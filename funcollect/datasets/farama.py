@@ -31,7 +31,7 @@ from funcollect.envs.base import import_extra
 from funcollect.envs.host.plain_spaces import plain_actions, plain_observations
 from funcollect.files import replacing
 from funcollect.protocols import Env
-from funcollect.specs import Space, assemble, disassemble, observation_leaves
+from funcollect.specs import Leaf, Space, assemble, disassemble, observation_leaves
 from funcollect.tree import flatten
 
 _MAIN, _META = "main_data.hdf5", "metadata.json"  # Minari's names
@@ -78,7 +78,8 @@ def write_minari(
     check_kind("metadata", metadata, (Mapping, type(None)), "pass a dict of entries, or leave it out")
     folder, name = _place(path_or_id)
     parts = parts_of(batches, env, seed, frames_per_part, folder)
-    writer = _Writer(folder, env, {"dataset_id": name, **(metadata or {})})
+    authors = {key: [each] for key, each in (metadata or {}).items() if key.startswith("author") and type(each) is str}
+    writer = _Writer(folder, env, {"dataset_id": name, **(metadata or {}), **authors})
     return sum(map(writer.add, parts))
 
 
@@ -200,14 +201,14 @@ def read_minari(
         )
     dataset = import_extra("minari", "minari", "data").MinariDataset(folder)
     space = plain_observations(dataset.observation_space, drop, None)
-    batches = batches_of(_episodes(dataset, space), frames_per_batch)
+    batches = batches_of(_episodes(dataset, space, observation_leaves(space)), frames_per_batch)
     for batch in batches if buffer is not None else ():
         buffer.extend(batch)
     return batches if buffer is None else buffer
 
 
-def _episodes(dataset: Any, space: Space) -> Iterator[Columns]:
-    leaves, count, whole = observation_leaves(space), int(dataset.total_episodes), dataset.action_space
+def _episodes(dataset: Any, space: Space, leaves: Sequence[Leaf]) -> Iterator[Columns]:
+    count, whole = int(dataset.total_episodes), dataset.action_space
     plain = plain_actions(whole)
     for start in range(0, count, _AT_ONCE):
         for episode in dataset.storage.get_episodes(range(start, min(start + _AT_ONCE, count))):

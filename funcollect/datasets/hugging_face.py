@@ -43,7 +43,7 @@ def to_hf(
     parts, library = parts_of(batches, None, None, frames_per_part, root), import_extra("datasets", "datasets", "data")
     for part in parts:
         flat = {
-            path: each[:, 0] if path in _NUMBERS and each.ndim == 2 else each for path, each in part.columns.items()
+            path: each[:, 0] if path in _NUMBERS and each.shape[1:] == (1,) else each for path, each in part.columns.items()
         }
         table = library.Dataset(_arrow().table({".".join(path): to_arrow(each) for path, each in flat.items()}))
         if root is not None:

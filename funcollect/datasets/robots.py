@@ -292,7 +292,7 @@ class _Reader:
             if f"{prefix}{name}" in table.column_names and about["dtype"] not in _PICTURES:
                 shape = () if about["shape"] == [1] and not about["names"] else tuple(about["shape"])
                 if (array := from_arrow(table.column(f"{prefix}{name}"), shape)) is not None:
-                    found[name] = in_single(array)
+                    found[name] = array if name == "action" else in_single(array)
         return found
 
     def _pictures(self, name: str, frames: Any, about: Any) -> Array:

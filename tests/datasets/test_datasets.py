@@ -72,6 +72,7 @@ WRITERS = {
 LOST = ("action_log_prob", "action_unsquashed", "collector")
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file <_io.Buffered:ResourceWarning")  # the pipes of imageio's reader
 @pytest.mark.parametrize("kind", SPACES)
 @pytest.mark.parametrize("form", WRITERS)
 def test_what_is_read_is_what_was_collected(form, kind, tmp_path):
@@ -122,7 +123,7 @@ def test_minari_reads_spaces_infos_and_seeds_that_give_the_episodes_again(tmp_pa
     with fc.SyncDataCollector(env, frames_per_batch=10, total_frames=80, seed=1) as collector:
         write_minari(tmp_path / "dataset", collector, env=env, metadata={"author": "nobody"}, frames_per_part=30)
     dataset = minari.MinariDataset(tmp_path / "dataset")
-    assert dataset.storage.metadata["author"] == "nobody"
+    assert dataset.storage.metadata["author"] == {"nobody"}
     assert (dataset.total_episodes, dataset.total_steps) == (8, 72)
     assert dataset.env_spec.max_episode_steps == 9
     made = dataset.recover_environment()
@@ -139,6 +140,7 @@ def test_minari_reads_spaces_infos_and_seeds_that_give_the_episodes_again(tmp_pa
         np.testing.assert_array_equal(episode.observations, seen)
 
 
+@pytest.mark.filterwarnings("ignore:.* is set to None:UserWarning", "ignore:Implicitly cleaning up:ResourceWarning")
 def test_batches_of_a_dataset_that_minari_has_collected_go_anywhere(tmp_path, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     env = minari.DataCollector(gymnasium.make("CartPole-v1"), record_infos=True)
@@ -147,7 +149,7 @@ def test_batches_of_a_dataset_that_minari_has_collected_go_anywhere(tmp_path, mo
         while not any(env.step(env.action_space.sample())[2:4]):
             pass
     theirs = env.create_dataset(
-        "cartpole/theirs-v0", algorithm_name="random", author="x", author_email="x", code_permalink="x"
+        "cartpole/theirs-v0", algorithm_name="random", author="x", author_email="x", code_permalink="x", description="x"
     )
     env.close()
     batches = [*read_minari("cartpole/theirs-v0", frames_per_batch=100)]
